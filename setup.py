@@ -80,15 +80,14 @@ def find_nvcc() -> str | None:
 class BuildExtension(build_ext):
     """Compiles with ninja: every core at once, and only what changed."""
 
-    def finalize_options(self) -> None:
-        if not (self.inplace or self.editable_mode):  # a wheel
-            self.distribution.ext_modules = [each for each in self.distribution.ext_modules if each.name != DOUBLES_MODULE]
-        super().finalize_options()
-
     def run(self) -> None:
+        # Not when options are made final: an editable install says only then that it is one.
+        is_wheel = not (self.inplace or self.editable_mode)
+        if is_wheel:
+            self.extensions = [each for each in self.extensions if each.name != DOUBLES_MODULE]
         super().run()
-        # A wheel has all that lies in build_lib: the doubles of an earlier build in place must not stay there.
-        shutil.rmtree(Path(self.build_lib, "tests"), ignore_errors=True)
+        if is_wheel:  # it has all that lies in build_lib: the doubles of an earlier build must not stay there
+            shutil.rmtree(Path(self.build_lib, "tests"), ignore_errors=True)
 
     def build_extension(self, extension: Pybind11Extension) -> None:
         compiler = os.environ.get("CXX", "c++")

@@ -1,4 +1,5 @@
-"""Agreement: compares what wrap_model was given on every rank, and shares out what the ranks of a machine have in common."""
+"""Agreement: compares wrap_model's inputs over the ranks, and divides a machine's memory, disks and
+processors among its ranks."""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ logger = logging.getLogger(__name__)
 
 
 def describe_config(config: Config) -> dict[str, str]:
-    """Describes what of a configuration has to be the same on every rank."""
+    """Describes the configuration fields that must be the same on every rank."""
     found = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
              if field.name not in ("nvme_paths", "trace", "device")}  # fmt: skip
     return found | {"Config(nvme_paths)": "found where needed" if config.nvme_paths == AUTO else "given"}
 
 
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> dict[str, str]:
-    """Describes what has to be the same on every rank."""
+    """Describes the inputs of wrap_model that must be the same on every rank. Raises ConfigError
+    for a trained parameter that the optimizer lacks."""
     inputs = describe_config(config)
     inputs["the model"] = type(model).__name__
     names_of = {param: name for name, param in model.named_parameters()}
@@ -68,15 +70,16 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
 
 
 def check_stages(model: nn.Module, description: dict[str, str], collectives: Collectives) -> None:
-    """Raises ConfigError where stages of a pipeline have other configurations."""
+    """Raises ConfigError if stages of a pipeline have different configurations. Every rank calls
+    this."""
     if collectives.ranks.stages is not None:
         settings = {key: value for key, value in description.items() if key.startswith("Config(") or key == "the optimizer"}
         collectives.compare(settings, "wrap_model", over_stages=True)
 
 
 def prefix_of_stage(model: nn.Module, collectives: Collectives) -> str:
-    """Makes what tells this stage's names from other stages', where two call a parameter the same that they do not share; else empty. Then
-    checkpoints have the names of the whole model."""
+    """Makes the prefix of this stage's names in checkpoints. It is empty if the names of all stages
+    are distinct, so that checkpoints have the names of the whole model. Every rank calls this."""
     stages = collectives.ranks.stages
     if stages is None:
         return ""
@@ -89,14 +92,16 @@ SAMPLED = 64  # elements of a parameter that are compared over the ranks
 
 
 def compare_values(model: nn.Module, collectives: Collectives) -> None:
-    """Compares the values that the ranks were given, where they are to be the same, and where they look like a mistake."""
+    """Compares the ranks' initial values, and warns of values that look like a mistake. Every rank
+    calls this. Raises ConfigError if values differ that must be equal."""
     tell_of_other_values(model, collectives)
     compare_common_values(model, collectives)
     tell_of_untied(model, collectives)
 
 
 def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
-    """Says where the ranks have been given other values: of replicas the first one's count, but stages of a pipeline are none."""
+    """Warns if initial values differ between data ranks, where the first rank's are used. Pipeline
+    stages are not compared. Every rank calls this."""
     if collectives.ranks.data_size == 1:
         return
     with collectives.together("comparing the values"):
@@ -114,7 +119,7 @@ def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
 
 
 def _samples(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """Digests of a few elements of each tensor that has values."""
+    """Digests a few elements of each tensor that has values."""
     found = {}
     for name, tensor in tensors.items():
         if not tensor.is_meta and tensor.numel():
@@ -124,7 +129,8 @@ def _samples(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 def tell_of_untied(model: nn.Module, collectives: Collectives) -> None:
-    """Says where two distributed parameters look like one that was tied before it was cut: torch's parallelize_module makes two of it."""
+    """Warns if two distributed parameters look like a pair that was tied before it was sharded:
+    torch's parallelize_module makes two of it."""
     cut = {name: local_of(param) for name, param in model.named_parameters() if is_distributed(param) and is_managed(param)}
     alike: dict[tuple, str] = {}
     for name, digest in _samples({name: local for name, local in cut.items() if local.dim() > 1}).items():
@@ -137,7 +143,8 @@ def tell_of_untied(model: nn.Module, collectives: Collectives) -> None:
 
 
 def compare_common_values(model: nn.Module, collectives: Collectives) -> None:
-    """Raises ConfigError where ranks with other parts of the tensors have other values of what they hold in common."""
+    """Raises ConfigError if parameters that are whole on every tp rank have different values. Every
+    rank calls this."""
     channel = collectives.ranks.tensor
     if channel is None:
         return
@@ -157,7 +164,7 @@ def compare_common_values(model: nn.Module, collectives: Collectives) -> None:
 
 
 def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:
-    """Overwrites buffers and parameters that the engine does not move with the first rank's."""
+    """Overwrites buffers and unmanaged parameters with the first rank's. Every rank calls this."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if (
             collectives.ranks.data_size > 1
@@ -167,12 +174,13 @@ def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:
             overwrite(tensor, collectives.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name))
 
 
-PARTS = 10**6  # into which a machine is divided
+PARTS = 10**6  # parts of a machine: the denominator of a share
 
 
 def share_of_machine(model: nn.Module, collectives: Collectives, local_size: int) -> Fraction:
-    """Tells which part this rank has of the memory and the disks of its machine: equal ones, but for stages of a pipeline, whose parts are as
-    their parameters are. Ranks with the same units have the same, the least of theirs: their plans must not differ."""
+    """Returns this rank's fraction of its machine's memory and disks. Fractions are equal, except
+    that those of pipeline stages follow the bytes of their parameters. Ranks with the same units
+    get the least of their fractions, because their plans must not differ. Every rank calls this."""
     if collectives.ranks.stages is None or local_size == 1:
         return Fraction(1, local_size)
     own = sum(local_of(param).nbytes for param in model.parameters() if is_managed(param))
@@ -183,7 +191,8 @@ def share_of_machine(model: nn.Module, collectives: Collectives, local_size: int
 
 
 def share_processors(collectives: Collectives) -> None:
-    """Tells every rank where the others on its machine may run, so that it starts no more threads than its part of the processors."""
+    """Exchanges the processors that each rank may use, so that a rank starts no more threads than
+    its part of the machine. Every rank calls this."""
     if collectives.ranks.alone:
         processors.share_with([])
         return
@@ -193,14 +202,15 @@ def share_processors(collectives: Collectives) -> None:
 
 
 def own_budgets(config: Config, ranks: DataRanks) -> Config:
-    """Returns the configuration with this rank's part of what the ranks of one machine share."""
+    """Returns the configuration with this rank's part of the machine's budgets."""
     shared = {name: getattr(config, name) for name in ("host_memory", "nvme_capacity")}
     own: dict[str, Any] = {name: int(n * ranks.machine_share) for name, n in shared.items() if n is not None}
     return dataclasses.replace(config, **own)
 
 
 def free_everywhere(config: Config, collectives: Collectives, device: Device) -> dict[Tier, int] | None:
-    """Measures what every rank has free at least: plans must not differ between ranks."""
+    """Measures the minimum over the ranks of the free bytes of each tier, because plans must not
+    differ between ranks. Returns None if there is one rank. Every rank calls this."""
     if collectives.ranks.alone:
         return None
     check_folders(config)

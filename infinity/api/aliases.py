@@ -1,9 +1,11 @@
-"""Aliases: tells of tensors and arrays in the memory of weights that are about to go home, for they keep the values of before.
+"""Aliases: warns of tensors and arrays that share the memory of weights before a wrap.
 
-In torch such a tensor shows what a step makes of a weight, and a write to it changes the weight. After a wrap neither is so. What
-cannot be told from what ordinary models have about them is passed over: a state dict that the model was loaded from
-(``load_state_dict(assign=True)``) or that it gave, an array that it was made from (``torch.from_numpy``), which torch does not
-know from a mapped file, and an export while a graph is alive that may have saved a view of the weight.
+In torch such a tensor shows every step of the weight, and a write to it changes the weight. After a
+wrap it keeps the old values instead. Sharing that ordinary models have too gives no warning:
+
+- a state dict from which the model was loaded (``load_state_dict(assign=True)``) or that it gave, -
+an array from which it was made (``torch.from_numpy``): torch cannot tell it from a mapped file, -
+an export, while a live graph may have saved a view of the weight.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ MARK = "infinity"  # in the metadata of a graph's node
 
 
 def tell_of_aliases(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Tells, once, where something outside of the model and its optimizer has the memory of managed parameters."""
+    """Warns, once, if an object outside the model and its optimizer shares the memory of managed
+    parameters."""
     names = {param: its[0] for param, its in parameter_names(model).items() if is_managed(param) and _has_bytes(local_of(param))}
     own = _own_tensors(model, optimizer)
     counts = Counter(map(storage_guard.identity, own.values()))
@@ -66,7 +69,8 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Returns the address of the first byte; 0 for a weight of another wrapped model, whose bytes are at home."""
+    """Returns the address of the first byte; 0 for a weight of another wrapped model, whose bytes
+    are at home."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -74,7 +78,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, torch.Tensor]:
-    """The tensors, by id, that the model and its optimizer have, and those that they are views of."""
+    """Returns the tensors of the model and its optimizer, and their view bases, by id."""
     given: list[torch.Tensor | None] = [*model.parameters(), *model.buffers(), *map(raw_grad, model.parameters())]
     for state in optimizer.state.values() if optimizer is not None else ():
         given += [value for value in state.values() if isinstance(value, torch.Tensor)]
@@ -88,7 +92,8 @@ def _with_bases(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def _others(held: Mapping[int, list[nn.Parameter]], own: Mapping[int, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-    """Finds the tensors of Python, not our ``own``, in storages ``held``: in the same one, or in another one over its memory."""
+    """Finds other Python tensors than ``own`` in the storages ``held``: in the same storage, or in
+    another one over its memory."""
     by_address = {_address(local_of(params[0])): key for key, params in held.items()}
     found: dict[int, list[torch.Tensor]] = {key: [] for key in held}
     for each in gc.get_objects():
@@ -101,7 +106,8 @@ def _others(held: Mapping[int, list[nn.Parameter]], own: Mapping[int, torch.Tens
 
 
 def _in_state_dicts(tensors: list[torch.Tensor], names: set[str]) -> set[int]:
-    """Lists the ids of those of ``tensors`` that are values of a dict with most of a model's ``names`` for its keys."""
+    """Returns the ids of those of ``tensors`` that are values of a dict whose keys include most of
+    a model's ``names``."""
     found: set[int] = set()
     for each in gc.get_referrers(*tensors) if tensors else ():
         if isinstance(each, dict) and 2 * len(names & each.keys()) >= len(names):
@@ -110,18 +116,20 @@ def _in_state_dicts(tensors: list[torch.Tensor], names: set[str]) -> set[int]:
 
 
 def _is_of_graph(tensor: torch.Tensor, params: list[nn.Parameter]) -> bool:
-    """Tells whether ``tensor`` is a view of one of ``params`` as a forward makes it: a graph may keep it."""
+    """Returns whether ``tensor`` is a view of one of ``params`` as a forward makes it: a graph may
+    keep it."""
     if tensor.grad_fn is not None:
         return True
     return any(tensor._base is local_of(param) and not param.requires_grad for param in params)
 
 
 def _may_be_saved(param: nn.Parameter) -> bool:
-    """Tells whether a graph is alive that has ``param``: it may have saved a view, which no object of Python is."""
+    """Returns whether a live graph contains ``param``: it may have saved a view, which is no Python
+    object."""
     if not param.requires_grad:
-        return True  # not to be told
+        return True  # unknown
     with torch.enable_grad():
-        # Torch makes the node where no graph has it, and forgets it, with what was noted there.
+        # If no graph has the node, torch creates it and drops it again, with its metadata.
         _node_of(param).metadata[MARK] = True
         return MARK in _node_of(param).metadata
 

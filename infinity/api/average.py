@@ -1,4 +1,4 @@
-"""ema and swa: running averages of a wrapped model's weights, at home on the tiers of the masters."""
+"""ema and swa: running averages of a wrapped model's weights, on the tiers of the masters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from ..state.operations import Operation
 
 
 def ema(model: nn.Module, decay: float) -> Average:
-    """Makes an exponential moving average of the weights of a wrapped ``model``: ``decay`` times the old one, and the rest of the new.
+    """Makes an exponential moving average of the weights of a wrapped ``model``: ``decay`` times
+    the old average, plus ``1 - decay`` times the new weights.
 
-    Has the bits of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``, of the fp32 masters where there are any.
-    Raises ConfigError for a decay outside of [0, 1], UsageError for a model that is not wrapped with an optimizer, or has an average
-    already, CapacityError where the tiers of the masters have no room for it.
+    Has the bits of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``,
+    computed from the fp32 masters if there are any. Raises ConfigError for a decay outside of [0,
+    1]. Raises UsageError for a model that is not wrapped with an optimizer, or already has an
+    average. Raises CapacityError if the tiers of the masters have no room for it.
     """
     if not 0 <= decay <= 1:
         raise ConfigError(f"decay={decay}: give a number from 0 to 1, 0.999 say")
@@ -31,9 +33,11 @@ def ema(model: nn.Module, decay: float) -> Average:
 
 
 def swa(model: nn.Module) -> Average:
-    """Makes the equal average of the weights of a wrapped ``model`` over all updates: stochastic weight averaging.
+    """Makes the equal average of the weights of a wrapped ``model`` over all updates: stochastic
+    weight averaging.
 
-    Has the bits of ``torch.optim.swa_utils.AveragedModel(model)`` on the CPU. Raises as :func:`ema` does.
+    Has the bits of ``torch.optim.swa_utils.AveragedModel(model)`` on the CPU. Raises as :func:`ema`
+    does.
     """
     average = swa_utils.get_swa_avg_fn()
 
@@ -45,8 +49,9 @@ def swa(model: nn.Module) -> Average:
 
 
 class Average:
-    """The running average of one wrapped model's trained parameters. :func:`infinity.save_checkpoint` saves it with the model, and
-    load_checkpoint loads it into one that was made before."""
+    """The running average of one wrapped model's trained parameters.
+    :func:`infinity.save_checkpoint` saves it with the model, and load_checkpoint loads it into an
+    average that was created before."""
 
     def __init__(self, model: nn.Module, blend: Blend):
         engine = engine_of(model)
@@ -60,14 +65,15 @@ class Average:
 
     @property
     def updates(self) -> int:
-        """Counts the updates."""
+        """The number of updates."""
         return self._average.count
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the weights as they are now into the average: call it after ``optimizer.step()``. The first one copies them.
+        """Adds the current weights to the average: call it after ``optimizer.step()``. The first
+        update copies them.
 
-        Interrupted, it is carried to its end by the next use of the model. On every rank.
+        If it is interrupted, the next use of the model completes it. Every rank calls this.
         """
         job = self._average.job
         with job.uses.operation(Operation.UPDATE_AVERAGE), job.store.guarding():
@@ -75,11 +81,13 @@ class Average:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Has the model compute with the average inside the block: evaluate, generate, ``infinity.save_pretrained``. The weights and the
-        averages change places at home, and back at the end, also where an exception cuts the way there short.
+        """Computes with the average as the weights inside the block: evaluate, generate,
+        ``infinity.save_pretrained``. Swaps weights and averages at home, and swaps them back at the
+        end, even if an exception interrupts the first swap.
 
-        Inside it ``optimizer.step()``, ``update()``, state dicts of the average, checkpoints, ``unwrap_model`` and another ``applied()``
-        raise UsageError. Raises UsageError before the first update.
+        Inside it ``optimizer.step()``, ``update()``, state dicts of the average, checkpoints,
+        ``unwrap_model`` and another ``applied()`` raise UsageError. Raises UsageError before the
+        first update.
         """
         self._check(Operation.APPLY_AVERAGE)
         try:
@@ -89,23 +97,24 @@ class Average:
             self._exchange(False)
 
     def _check(self, operation: Operation, *, updated: bool = True) -> None:
-        """Raises UsageError while the averages are the model's weights and, with ``updated``, where there are none yet."""
-        self._average.job.uses.check(operation)  # an exchange that was cut short is over then
+        """Raises UsageError while the averages are the model's weights and, with ``updated``,
+        before the first update."""
+        self._average.job.uses.check(operation)  # this also completes an interrupted exchange
         if updated and not self.updates:
             raise UsageError("there is no average yet: call update() after a step")
 
     @torch.no_grad()
     def _exchange(self, applied: bool) -> None:
-        """Has the model the averages for its weights, or its weights again. Nothing is done where it has them."""
+        """Swaps the weights with their moving averages, or back. No-op if already so."""
         job = self._average.job
         with job.uses.operation(Operation.EXCHANGE_AVERAGE), job.store.guarding():
             if self._average.is_exchanged != applied:
                 self._average.exchange()
 
     def remove(self) -> None:
-        """Gives the average's memory back."""
+        """Frees the average's memory."""
         job = self._average.job
-        with job.uses.operation(Operation.REMOVE_AVERAGE):  # brings back what is parked
+        with job.uses.operation(Operation.REMOVE_AVERAGE):  # also resumes a parked model
             self._average.free()
             engine_of(self._model).average = None
 
@@ -113,9 +122,10 @@ class Average:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the model's state dict with averages in the place of the trained weights, in fp32 where they have masters: a plain
-        model loads it. All of it is in memory at once; ``save_pretrained`` in :meth:`applied` is streamed. Raises UsageError before the
-        first update, and in :meth:`applied`, where the model's own state dict has the averages."""
+        """Returns the model's state dict with averages in place of the trained weights, in fp32 if
+        they have masters: a plain model loads it. All of it is in memory together;
+        ``save_pretrained`` in :meth:`applied` is streamed. Raises UsageError before the first
+        update, and in :meth:`applied`, where the model's own state dict has the averages."""
         self._check(Operation.AVERAGE_STATE_DICT)
         state = self._model.state_dict()
         with self._average.job.uses.begin():
@@ -132,8 +142,9 @@ class Average:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, updates: int = 1) -> None:
-        """Makes ``state_dict`` the average, of ``updates`` updates. Raises UsageError, before anything is changed, where a parameter is
-        missing or has another shape, and in :meth:`applied`."""
+        """Sets the average from ``state_dict``, as that of ``updates`` updates. Raises UsageError,
+        before any change, if a parameter is missing or has another shape, and in :meth:`applied`.
+        """
         self._check(Operation.LOAD_AVERAGE, updated=False)
         handles = self._handles()
         for name, handle in handles.items():
@@ -148,7 +159,7 @@ class Average:
             job.journal.carry_out(partial(self._take, parts, updates))
 
     def _take(self, parts: Mapping[ParamHandle, torch.Tensor], updates: int) -> None:
-        """Makes ``parts`` the average, from the start however far it came before."""
+        """Sets the average to ``parts``. Restarts from the beginning if it was interrupted."""
         for handle, part in parts.items():
             shard, index = handle.shard, handle.index
             begin, end = (at - shard.layout.placements[index].offset for at in shard.own_part("weight", index))

@@ -1,4 +1,4 @@
-"""Before: remembers a model and its optimizer as they were before a wrap, and restores them when it fails."""
+"""Before: records a model and its optimizer before a wrap, and restores them if it fails."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .meta_init import Materialized
 
 
 class Before:
-    """Model and optimizer as they were before a wrap: what is changed there is known before it is changed, and :meth:`restore` may
-    be called at any time, and more than once. Values are referred to, not copied."""
+    """Model and optimizer before a wrap. Each change is known before it is made, so :meth:`restore`
+    may be called at any time, and more than once. Holds references to values, not copies."""
 
     HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
              "_forward_hooks_always_called", "_state_dict_hooks", "_load_state_dict_pre_hooks")  # fmt: skip
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
-        self.materialized: Materialized | None = None  # what else has to be undone
+        self.materialized: Materialized | None = None  # undone by restore(), too
         self._modules = [
             (
                 module,
@@ -59,12 +59,13 @@ class Before:
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Its own attributes, but weak references to its weights: while there is one, torch does not let their contents be swapped."""
+    """Returns a module's own attributes, except weak references to its weights: while one exists,
+    torch does not let their contents be swapped."""
     return {name: value for name, value in module.__dict__.items() if name != "_flat_weight_refs"}
 
 
 class _ParamBefore:
-    """One parameter as it was."""
+    """One parameter before the wrap."""
 
     def __init__(self, param: nn.Parameter):
         self._param, self._class, self._data, self._grad = param, param.__class__, local_of(param).data, param.grad
@@ -91,7 +92,8 @@ class _ParamBefore:
 
 
 class MovedRest:
-    """Moves what a model has beside managed parameters to the device that computes; :meth:`remove` puts it back."""
+    """Moves buffers and unmanaged parameters to the device that computes; :meth:`remove` moves them
+    back."""
 
     def __init__(self, model: nn.Module, where: torch.device):
         self._from: dict[torch.Tensor, torch.device] = {}
@@ -101,11 +103,11 @@ class MovedRest:
                 tensor.data = tensor.data.to(where)
 
     def remove(self) -> None:
-        """Moves the tensors back to where they were. A second call does nothing."""
+        """Moves the tensors back to their devices. Idempotent."""
         for tensor, where in self._from.items():
             tensor.data = tensor.data.to(where)
 
 
 def _rest_of(model: nn.Module) -> list[torch.Tensor]:
-    """Buffers, and parameters that the engine does not move."""
+    """Returns buffers, and parameters that the engine does not move."""
     return [*model.buffers(), *(param for param in model.parameters() if not is_managed(param))]

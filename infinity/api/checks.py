@@ -1,7 +1,8 @@
-"""Checks: what wrap_model is given, before anything is changed.
+"""Checks: validates wrap_model's inputs before any change.
 
-A model that something else already moves, shards or fills is refused by the name of that something: two owners of one weight would
-train wrongly without a word.
+[Note: why other owners are refused] If another library already moves, shards or fills the model,
+one weight has two owners, and training would be silently wrong. So such a model is refused, and the
+error names the library.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..state.partition import is_managed, parameter_names
 
 logger = logging.getLogger(__name__)
 
-# Module of a class -> what it does with a model, and what to do instead.
+# Module of a class -> its effect on a model, and the remedy.
 OWNERS = {
     "torch.nn.parallel.distributed": ("averages its gradients", "give wrap_model the model inside (.module): the engine averages over the ranks itself"),
     "torch.nn.parallel.data_parallel": ("copies it to several devices", "give wrap_model the model inside (.module), one process per device"),
@@ -38,7 +39,7 @@ OWNERS = {
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-    """Raises ConfigError or UsageError for what cannot be wrapped as it is."""
+    """Raises ConfigError or UsageError for inputs that cannot be wrapped as they are."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     if isinstance(optimizer, InfinityOptimizer):
@@ -74,7 +75,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
 
 
 def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) -> None:
-    """Raises ConfigError where a model's DTensors do not fit the mesh, and for what is not to be had with them."""
+    """Raises ConfigError if a model's DTensors do not fit the mesh, and for options that are not
+    available with them."""
     parts = ranks.tensor.size if ranks.tensor is not None else 1
     distributed = {name: param for name, param in model.named_parameters() if is_distributed(param)}
     for name, buffer in model.named_buffers():
@@ -113,7 +115,8 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
 
 
 def _check_divided(name: str, over: list[int], ranks: DataRanks) -> None:
-    """Raises ConfigError for a parameter of divided experts that is cut ``over`` other ranks than the mesh says."""
+    """Raises ConfigError for a parameter of divided experts that is sharded ``over`` other ranks
+    than the mesh says."""
     members = list(ranks.experts.over) if ranks.experts is not None else [ranks.world_rank]
     if sorted(over) != sorted(members):
         raise ConfigError(
@@ -123,10 +126,11 @@ def _check_divided(name: str, over: list[int], ranks: DataRanks) -> None:
 
 
 def _check_adapters(model: nn.Module) -> None:
-    """Raises ConfigError for adapters of peft that are whole around a layer that is cut: they get parts of gradients, and would part.
+    """Raises ConfigError for whole peft adapters around a sharded layer: they get partial
+    gradients, and would diverge between ranks.
 
-    Those that peft has cut are made to say their global features, as transformers' forward of a cut layer reads them: peft 0.21 gives the
-    local ones.
+    Sets the global feature counts of adapters that peft has sharded, as transformers' forward of a
+    sharded layer reads them: peft 0.21 sets the local ones.
     """
     for name, module in model.named_modules():
         base = getattr(module, "base_layer", None)
@@ -147,7 +151,7 @@ def _check_adapters(model: nn.Module) -> None:
 
 
 def _check_owners(model: nn.Module) -> None:
-    """Raises ConfigError for a module that something else moves."""
+    """Raises ConfigError for a module whose weights another library moves."""
     for name, module in model.named_modules():
         where = f"module {name}" if name else "the model"
         for kind in type(module).__mro__:
@@ -163,7 +167,7 @@ def _check_owners(model: nn.Module) -> None:
 
 
 def _check_lasting(model: nn.Module, names: dict[torch.Tensor, list[str]]) -> None:
-    """Raises ConfigError for Parameters that are other objects the next time the model is asked for them."""
+    """Raises ConfigError for parameters that are new objects at each access."""
     again = parameter_names(model)
     made = [its[0] for param, its in names.items() if param not in again]
     if not made:
@@ -180,10 +184,10 @@ def _check_lasting(model: nn.Module, names: dict[torch.Tensor, list[str]]) -> No
 
 
 def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
-    """Two Parameters over the same bytes would part when each gets a home of its own."""
+    """Raises ConfigError if two Parameters share bytes: with a home each they would diverge."""
     managed = [
         (local_of(param), its[0]) for param, its in names.items() if is_managed(param)
-    ]  # what others are made of is their own business
+    ]  # unmanaged tensor subclasses may share storage
     on_meta: dict[int, str] = {}
     for local, name in managed:
         if local.is_meta and (other := on_meta.setdefault(local.untyped_storage()._cdata, name)) != name:
@@ -228,7 +232,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Conf
 
 
 def rest_nbytes(param: torch.Tensor) -> int:
-    """Counts the bytes of a parameter that the engine does not hold: of a quantised one, those of what it is made of."""
+    """Counts the bytes of a parameter that the engine does not hold: for a quantised one, those of
+    its inner tensors."""
     parts = getattr(param, "__tensor_flatten__", None)
     if parts is None:
         return param.numel() * param.element_size() if param.layout is torch.strided else 0
@@ -237,7 +242,8 @@ def rest_nbytes(param: torch.Tensor) -> int:
 
 
 def buffers_nbytes(model: nn.Module) -> int:
-    """Counts the bytes of a model's buffers, each storage once; of those on meta, what they will be. Views of parameters count with these."""
+    """Counts the bytes of a model's buffers, each storage once; for buffers on meta, their future
+    bytes. Views of parameters count as parameters, not here."""
     params = {local_of(param).untyped_storage()._cdata for param in model.parameters() if _is_there(param)}
     found: dict[tuple[str, int], int] = {}
     for buffer in model.buffers():
@@ -254,7 +260,7 @@ def _is_there(tensor: torch.Tensor) -> bool:
 
 
 def tell_of_the_rest(model: nn.Module) -> None:
-    """Says what of the model's weights no budget counts."""
+    """Warns of the weights that no budget counts."""
     rest = [param for param in model.parameters() if not is_managed(param) and handle_of(param) is None]
     if rest:
         kinds = ", ".join(f"{count} {name}" for name, count in Counter(type(param).__name__ for param in rest).items())

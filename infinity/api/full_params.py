@@ -1,4 +1,4 @@
-"""full_params: lends whole parameters to a block of code, and sends edits home."""
+"""full_params: gives a block of code whole parameters, and writes edits home."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ from ..state.operations import Operation
 def full_params(
     model: nn.Module, names: str | list[str] | None = None, writeback: bool = False
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Gathers parameters for reading or editing: yields ``{name: tensor}``.
+    """Gathers parameters for reading or editing: yields ``{name: tensor}``. Every rank calls this.
 
     names
-        Parameter names or module prefixes; None: all. The tensors are copies in the dtype the model computes in, tied
-        parameters one under all their names. They stay valid afterwards, charged to ``device_memory`` only inside. In the
-        block the parameters of the module stand for them. A parameter that tensor parallelism has cut is a DTensor, of which
-        this rank has its part: ``full_tensor()`` of it is the global one. What is computed from either trains: a gradient of it is the
-        parameter's. Where that is not wanted (an average of weights, numpy()), use torch.no_grad() around it, or detach().
+        Parameter names or module prefixes; None: all. The tensors are copies in the dtype in which
+        the model computes; tied parameters are one tensor under all their names. They stay valid
+        afterwards, charged to ``device_memory`` only inside. In the block they are the module's
+        parameters. A parameter that tensor parallelism has sharded is a DTensor with this rank's
+        part; its ``full_tensor()`` is the global tensor. A computation with either trains: its
+        gradient is the parameter's. To avoid that (an average of weights, numpy()), use
+        torch.no_grad() around it, or detach().
     writeback
-        Writes edits to the master when the block ends. Elements that were not edited keep their master's bits.
+        Writes edits to the master when the block ends. Elements that were not edited keep their
+        master's bits.
 
-    Raises UsageError at the end when something was edited without ``writeback``; the old values stand then, as they do
-    when the block raises. Raises CapacityError when the parameters exceed a given ``device_memory``.
+    Raises UsageError at the end if a tensor was edited without ``writeback``. The old values then
+    stay, as they do when the block raises. Raises CapacityError if the parameters exceed a given
+    ``device_memory``.
     """
     engine = engine_of(model)
     with engine.uses.operation(Operation.WRITE_FULL_PARAMS if writeback else Operation.FULL_PARAMS):
@@ -65,7 +69,7 @@ def full_params(
 
 
 class _FullCopy:
-    """One gathered parameter: the copy that the user has, and what it was."""
+    """One gathered parameter: the user's copy, and a digest of its first value."""
 
     def __init__(self, job: Job, param: nn.Parameter):
         self.handle = managed(param)
@@ -76,7 +80,7 @@ class _FullCopy:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The value as it is now, on this rank."""
+        """The current value on this rank."""
         return local_of(self.lent.tensor).detach()
 
     def _hash(self) -> bytes:

@@ -1,7 +1,8 @@
-"""Initialiser: runs modules' own initialisation for meta tensors, one module at a time, and sends the values home.
+"""Initialiser: runs modules' own initialisation for meta tensors, one module at a time, and sends
+the values home.
 
 empty   a managed parameter that was made real without storage: its value is at home, or will be
-lent    an empty parameter with storage for as long as an initialisation runs
+lent    an empty parameter with storage while an initialisation runs
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ from torch import nn
 from ..errors import ConfigError
 from ..state.tensors import give_storage, take_storage
 
-PIECE_ELEMENTS = 4 * 1024 * 1024  # elements that are sent at once
+PIECE_ELEMENTS = 4 * 1024 * 1024  # elements of one send
 
 
 class Home(Protocol):
-    """Takes values of managed parameters home."""
+    """Sends values of managed parameters to their homes."""
 
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
-        """Sends flat ``values``, counted row by row from element ``begin``; ``drawn`` by an initialisation, or from a file."""
+        """Sends flat ``values``, in row-major order from element ``begin``. ``drawn``: by an
+        initialisation, not from a file."""
 
     def span(self, param: nn.Parameter) -> tuple[int, int]:
-        """Returns which elements are wanted of a file: the first, and the one behind the last."""
+        """Returns the elements that this rank reads from a file: the first, and the one after the
+        last."""
 
     def recall(self, param: nn.Parameter) -> torch.Tensor:
-        """Returns the value that was sent."""
+        """Returns the value that was sent. With several ranks, every rank calls this."""
 
 
 class Initialiser:
-    """Runs the modules' own initialisation, children before their parent, and sends home what it sets."""
+    """Runs the modules' own initialisation, children before their parent, and sends the values
+    home."""
 
     def __init__(
         self,
@@ -46,10 +50,11 @@ class Initialiser:
         overwritten: list[tuple[torch.Tensor, torch.Tensor]],
     ):
         self._model, self._unfilled, self._empty, self._home, self._sent = model, unfilled, empty, home, sent
-        self._overwritten = overwritten  # what is to be put back should anything fail
+        self._overwritten = overwritten  # restored if the wrap fails
         self._names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         self._seen: set[nn.Module] = set()
-        self._left: list[tuple[torch.Tensor, int, nn.Module]] = []  # buffers that their own module does not set
+        # Buffers that their own module does not set.
+        self._left: list[tuple[torch.Tensor, int, nn.Module]] = []
 
     @torch.no_grad()
     def run(self) -> None:
@@ -57,7 +62,8 @@ class Initialiser:
         _refuse([(self._names[id(tensor)], module) for tensor, version, module in self._left if _is_spoiled(tensor, version)])
 
     def _module(self, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> bool:
-        """Initialises ``module`` and all below it. Returns whether there was anything to initialise."""
+        """Initialises ``module`` and all below it. Returns whether there was anything to
+        initialise."""
         if module in self._seen:
             return False
         self._seen.add(module)
@@ -73,9 +79,10 @@ class Initialiser:
         return bool(waiting) or drawn_below
 
     def _initialise(self, module: nn.Module, waiting: list[torch.Tensor], resets: list[Callable], init) -> None:
-        """Runs the initialisation of ``module`` itself. It may set what its children have set before."""
+        """Runs the initialisation of ``module`` itself. It may overwrite values that its children
+        have set."""
         reach = list(module.modules()) if resets else [module, *module.children()]
-        # In one order on all ranks, which meet for every value that is sent or read.
+        # The same order on all ranks: each send and read is a collective.
         params = dict.fromkeys(param for each in reach for param in each.parameters(recurse=False))
         lent = [param for param in params if param in self._empty]
         for param in lent:
@@ -99,7 +106,7 @@ class Initialiser:
             raise ConfigError(
                 f"{type(module).__name__} cannot be initialised by itself ({error}): give Config(weights='model.safetensors')"
             ) from error
-        for tensor, value in given.items():  # what was real already has its value
+        for tensor, value in given.items():  # tensors that were real already keep their values
             tensor.copy_(value)
         del self._overwritten[len(self._overwritten) - len(given) :]
         left = [(tensor, version) for tensor, version in before if _is_spoiled(tensor, version)]
@@ -115,7 +122,7 @@ class Initialiser:
 
 
 def _refuse(left: list[tuple[str, nn.Module]]) -> None:
-    """Raises ConfigError where there is a tensor that nobody sets: its name, and its module."""
+    """Raises ConfigError for a tensor that no initialisation sets, with its name and its module."""
     if left:
         _, module = min(left, key=lambda pair: pair[0])
         raise ConfigError(
@@ -125,7 +132,7 @@ def _refuse(left: list[tuple[str, nn.Module]]) -> None:
 
 
 def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """A ``transformers`` model's initialisation of one of its modules."""
+    """Returns a ``transformers`` model's initialisation of one of its modules."""
     init = getattr(module, "_init_weights", None)
     if not callable(init):
         return None
@@ -136,15 +143,17 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 
 def _resets_of(module: nn.Module) -> list[Callable[[], Any]]:
-    """Lists what sets the module's own tensors anew."""
-    if callable(reset := getattr(module, "reset_lora_parameters", None)):  # of an adapter: its B has to be zero
+    """Lists the functions that reset the module's own tensors."""
+    # An adapter's B must be zero.
+    if callable(reset := getattr(module, "reset_lora_parameters", None)):
         return [partial(reset, adapter, True) for adapter in getattr(module, "lora_A", {})]
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return [reset] if callable(reset) else []
 
 
 def _spoil(tensor: torch.Tensor) -> int:
-    """Fills ``tensor`` with what no initialisation leaves. Returns torch's count of its changes."""
+    """Fills ``tensor`` with values that no initialisation leaves. Returns torch's version counter
+    of it."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     else:
@@ -153,8 +162,8 @@ def _spoil(tensor: torch.Tensor) -> int:
 
 
 def _is_spoiled(tensor: torch.Tensor, version: int) -> bool:
-    """Whether some of ``tensor`` is as :func:`_spoil` left it. Writes through ``.data`` are not counted by torch: where
-    it counted none, the values tell."""
+    """Returns whether part of ``tensor`` is as :func:`_spoil` left it. Torch does not count writes
+    through ``.data``; if it counted none, the values decide."""
     if not tensor.numel():
         return False
     if tensor.is_floating_point() or tensor.is_complex():

@@ -1,5 +1,5 @@
-"""Lay out: groups a model's parameters into units of shards, and plans where they live: with what memory there is and,
-when that does not hold the state, with a scratch folder that is found."""
+"""Lay out: groups a model's parameters into units of shards, and plans their homes. If memory does
+not hold the state, chooses a scratch folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ MakeShards = Callable[[Group], list[ParamShard]]
 
 
 def choose_device(model: nn.Module, config: Config, collectives: Collectives) -> Device:
-    """Chooses what computes: what the configuration says, else where the parameters are."""
+    """Chooses the device that computes: the configured one, else that of the parameters. Raises
+    ConfigError if these are on several devices."""
     places = {param.device for param in model.parameters() if is_managed(param) and not param.is_meta}
     if config.device is None and len(places) > 1:
         raise ConfigError(
@@ -53,11 +54,11 @@ def choose_device(model: nn.Module, config: Config, collectives: Collectives) ->
             "Config(device='cuda')"
         )
     where = torch.device(config.device) if config.device is not None else next(iter(places), torch.device("cpu"))
-    if (
-        where.type != "cpu" and where.index is None and not collectives.ranks.alone
-    ):  # each rank of a machine has a device of its own
+    # One device for each rank of a machine.
+    if where.type != "cpu" and where.index is None and not collectives.ranks.alone:
         where = torch.device(where.type, int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.accelerator.device_count()))
-        torch.accelerator.set_device_index(where.index)  # else every rank would have a context on the first one as well
+        # Else every rank would also have a context on device 0.
+        torch.accelerator.set_device_index(where.index)
     if where.type == "cpu" and config.device is None and torch.accelerator.is_available():
         there = torch.accelerator.current_accelerator()
         logger.warning("this model is on the CPU and is computed there, though there is %s: Config(device=%r)", there, str(there))
@@ -67,8 +68,9 @@ def choose_device(model: nn.Module, config: Config, collectives: Collectives) ->
 def lay_out(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, ranks: DataRanks | None = None
 ) -> tuple[MemoryPlan, list[UnitSize]]:
-    """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units. Nothing is allocated or changed. ``ranks``: those that are
-    planned for, which need not be there; None: one."""
+    """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units, without
+    allocating or changing anything. ``ranks``: the planned ranks, which need not exist; None: one.
+    """
 
     check(model, optimizer, config)
     rule = recognise(optimizer) if optimizer is not None else None
@@ -95,8 +97,9 @@ def lay_out_groups(
     *,
     reuses: bool = False,
 ) -> tuple[list[Group], list[list[ParamShard]], MemoryPlan]:
-    """Makes the groups, their shards and the plan. ``reuses``: see :func:`make_plan`. Where the device's budget is below what is held at once, large layers run in
-    tiles, of the largest size that fits."""
+    """Makes the groups, their shards and the plan. ``reuses``: see :func:`make_plan`. If the
+    device's budget is below the bytes that are held together, large layers run in tiles of the
+    largest size that fits. Raises CapacityError if no plan fits."""
     refused: CapacityError | None = None
     dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
     for limit in (None, *_tile_limits(config)):
@@ -114,7 +117,7 @@ def lay_out_groups(
         except CapacityError as error:
             refused = error
             if any(size.is_averaged for size in sizes) or any(map(is_distributed, model.parameters())):
-                break  # tiles would be gathered, and their gradients averaged, one by one
+                break  # each tile would need a gather and a reduction of its own
             continue
         if tiled:
             _tell_of_tiles([group for group in groups if group.tile_rows], config)
@@ -134,7 +137,7 @@ def _tell_of_tiles(groups: list[Group], config: Config) -> None:
 
 
 def _tile_limits(config: Config) -> Iterator[int]:
-    """Sizes of a tile to try, in bytes, largest first."""
+    """Yields the tile sizes to try, in bytes, largest first."""
     if config.device_memory is not None and config.params != "device":
         limit = 1 << max(0, (cast(int, config.device_memory) // 4).bit_length() - 1)
         while limit > SMALLEST_TILE_NBYTES:
@@ -175,8 +178,8 @@ def shards_of_group(
     collectives: Collectives,
     dtype_of: Callable[[torch.Tensor], torch.dtype],
 ) -> list[ParamShard]:
-    """Makes one shard per kind of parameter in the group; inside one, parameters of an optimizer group are neighbours. ``dtype_of``: that
-    which a parameter computes in."""
+    """Makes one shard for each kind of parameter in the group. Inside a shard, parameters of one
+    optimizer group are adjacent. ``dtype_of``: the dtype in which a parameter computes."""
     by_spec: dict[ShardSpec, list[nn.Parameter]] = {}
     collectives = collectives.of_experts if group.is_divided else collectives
     for param in group.params:
@@ -188,7 +191,7 @@ def shards_of_group(
 
 
 def _spec_of(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config, dtype: torch.dtype) -> ShardSpec:
-    # A gradient is not narrower than its parameter: of one that is kept in fp32 it is fp32, too.
+    # A gradient is not narrower than its parameter: a parameter kept in fp32 has an fp32 gradient.
     grad_dtype = dtype if dtype == torch.float32 else cast("torch.dtype | None", config.grad_dtype) or dtype
     frozen = ShardSpec(
         wrapped_dtype=param.dtype,
@@ -203,7 +206,7 @@ def _spec_of(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config
 
 
 class Laid(NamedTuple):
-    """What :func:`lay_out_groups` found."""
+    """The result of :func:`lay_out_groups`."""
 
     groups: list[Group]
     shards: list[list[ParamShard]]
@@ -213,10 +216,12 @@ class Laid(NamedTuple):
 def lay_out_here(
     model: nn.Module, config: Config, make_shards: MakeShards, device: Device, collectives: Collectives, *, reuses: bool = False
 ) -> tuple[Config, Laid]:
-    """Lays the model out on this machine. With ``nvme_paths="auto"``: in memory where that holds the state, else also in a scratch
-    folder, which is found, and put into the configuration that is returned; one line says what was chosen, and why.
+    """Lays the model out on this machine. Returns the configuration and the layout. With
+    ``nvme_paths="auto"`` it uses memory only if that holds the state, else also a scratch folder,
+    which it puts into the returned configuration. One log line gives the choice and its reason.
 
-    Called by all ranks together. Raises CapacityError, or ConfigError where a folder is needed and none can be used.
+    Every rank calls this. Raises CapacityError, or ConfigError if a folder is needed and none can
+    be used.
     """
 
     def lay_out(config: Config) -> Laid:
@@ -228,7 +233,8 @@ def lay_out_here(
     left, limit = limits.tightest()
     if "nvme" not in (config.params, config.optimizer, config.activations):
         in_memory = dataclasses.replace(config, nvme_paths=())
-        with contextlib.suppress(CapacityError):  # of all ranks of these units: what they have free is what the least of them has
+        # On all ranks alike: they plan with the minimum of their free bytes.
+        with contextlib.suppress(CapacityError):
             laid = lay_out(in_memory)
             _tell(laid.plan, left, limit, None, collectives)
             return in_memory, laid
@@ -248,7 +254,7 @@ def lay_out_here(
 
 
 def _state_nbytes(model: nn.Module, config: Config, make_shards: MakeShards) -> int:
-    """Counts the bytes of all arrays that this rank has at home: what the disk holds at most."""
+    """Counts the bytes of all arrays that this rank has at home: the upper bound for the disk."""
     sizes = [unit_size(group, make_shards(group)) for group in partition(model, cast("str | tuple[str, ...]", config.units), {})]
     return sum(shard.nbytes(name) for size in sizes for shard in size.shards for name in ARRAYS)
 

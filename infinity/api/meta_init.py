@@ -1,11 +1,13 @@
-"""Materialized: makes a model that was built on ``meta`` real: its values go home as they come.
+"""Materialized: makes a model that was built on ``meta`` real, and sends each value home as it is
+read or initialised.
 
-Values come from a safetensors file or folder where one is given, else from the modules' own initialisation:
-``reset_parameters``, and a ``transformers`` model's ``_init_weights``. At no time is more in memory than a few blocks
-of a file, the tensors that transformers converts together, or what one module's initialisation touches.
+Values come from a safetensors file or folder if one is given, else from the modules' own
+initialisation: ``reset_parameters``, and a ``transformers`` model's ``_init_weights``. Memory holds
+at most a few blocks of a file, the tensors that transformers converts together, or the tensors of
+one module's initialisation.
 
-A distributed parameter has the bits that one process would give it: its module is initialised, or its file read, for the global
-tensor, of which each rank keeps its own part.
+A distributed parameter has the bits of a run with one process: its module is initialised, or its
+file read, for the global tensor, and each rank keeps its own part.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from ..state.parts import parts_of
 from ..state.tensors import put, take_storage
 from .initialiser import PIECE_ELEMENTS, Home, Initialiser
 
-NOTED = {"_weight_conversions"}  # attributes of a transformers model that say how its folder was read
+# Attributes of a transformers model that record the conversion of its folder.
+NOTED = {"_weight_conversions"}
 
 
 class Materialized:
-    """Makes meta tensors of ``model`` real. Managed parameters end empty, their values at home, and are in :attr:`sent`;
-    everything else keeps its bytes. :meth:`undo` puts everything back as it was.
-    """
+    """Makes meta tensors of ``model`` real. Managed parameters end empty, their values at home, and
+    are in :attr:`sent`; all other tensors keep their bytes. :meth:`undo` restores the model."""
 
     def __init__(self, model: nn.Module, weights: str | os.PathLike | None, managed: Callable[[nn.Parameter], bool]):
         self._model, self._managed = model, managed
@@ -42,20 +44,25 @@ class Materialized:
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._real: set[torch.Tensor] = set()  # made real here, or overwritten: nothing of them has to be kept
-        self._wholes: dict[nn.Parameter, nn.Parameter] = {}  # a global tensor -> the distributed parameter that it stands for
-        self._apart: list[tuple[nn.Module, str, nn.Parameter]] = []  # where one stands, and for what
-        self._noted: list[tuple[nn.Module, dict]] = []  # models that know of a conversion, and what they knew before
+        # Made real here, or overwritten: no old value to keep.
+        self._real: set[torch.Tensor] = set()
+        # A global tensor -> its distributed parameter.
+        self._wholes: dict[nn.Parameter, nn.Parameter] = {}
+        # Module, name, and the distributed parameter that was there.
+        self._apart: list[tuple[nn.Module, str, nn.Parameter]] = []
+        # Models whose conversion is recorded, and their old record.
+        self._noted: list[tuple[nn.Module, dict]] = []
         self.sent: set[nn.Parameter] = set()
 
     def fill(self, home: Home) -> None:
-        """Sends every value of a meta tensor home. Raises ConfigError, naming the tensor, when one is nowhere to be had."""
+        """Sends the value of every meta tensor home. Raises ConfigError, naming the tensor, if
+        there is no source for it. Every rank calls this; it reads files."""
         self._take_apart()
         self._fill(home)
         self._put_together()
 
     def _take_apart(self) -> None:
-        """Has a global meta tensor stand for every distributed parameter on meta."""
+        """Substitutes a global meta tensor for every distributed parameter on meta."""
         wholes: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._model.modules():
             for name, param in module._parameters.items():
@@ -69,7 +76,7 @@ class Materialized:
                     module._parameters[name] = wholes[param]
 
     def _put_together(self) -> None:
-        """Puts the distributed parameters back, real and without storage: their values are at home."""
+        """Restores the distributed parameters, real and without storage: their values are home."""
         for param in self._wholes.values():
             real = empty_parameter_like(param)
             self._swapped.append((param, real))
@@ -90,7 +97,7 @@ class Materialized:
         in_file = {targets[name] for name in incoming.sources} if incoming else set()
         unfilled = {tensor for tensor in _tensors(self._model) if tensor.is_meta and tensor not in in_file}
         unfilled = self._make_real(unfilled)
-        # Before the weights are loaded: initialising a module for a buffer's sake also sets its parameters.
+        # Before the weights are loaded: initialising a module's buffers also sets its parameters.
         if unfilled:
             Initialiser(self._model, unfilled, self._empty(), home, self.sent, self._overwritten).run()
         if files and incoming:
@@ -103,7 +110,8 @@ class Materialized:
                 incoming.note(part)
 
     def _check(self, sources: dict[str, Source], targets: dict[str, torch.Tensor]) -> None:
-        """Values from two sources in one model are never meant, nor are values of another shape."""
+        """Raises ConfigError if the file lacks a tensor, has another shape or a quantised dtype, or
+        has two different values for one tensor of the model."""
         names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in targets.items():
             if tensor.is_meta or isinstance(tensor, nn.Parameter):
@@ -137,14 +145,14 @@ class Materialized:
         return {param for param, _ in self._swapped if self._managed(param)}
 
     def _swap_contents(self, param: nn.Parameter, real: nn.Parameter) -> None:
-        """Makes ``param`` real, and leaves it its attributes and hooks."""
+        """Makes ``param`` real, and keeps its attributes and hooks."""
         attributes, hooks = dict(param.__dict__), (param._backward_hooks, param._post_accumulate_grad_hooks)
         _swap(self._recurrent, param, real)
         param.__dict__.update(attributes)
         param._backward_hooks, param._post_accumulate_grad_hooks = hooks
 
     def undo(self) -> None:
-        """Restores the model as it was. A second call does nothing more."""
+        """Restores the model. Idempotent."""
         for module, name, param in self._apart:
             module._parameters[name] = param
         for param, meta in self._swapped:
@@ -160,13 +168,14 @@ class Materialized:
             part.__dict__.update(noted)
 
     def _make_real(self, unfilled: set[torch.Tensor]) -> set[torch.Tensor]:
-        """Makes every meta tensor a real one, managed parameters without storage. Returns the real ones of ``unfilled``."""
+        """Makes every meta tensor real, managed parameters without storage. Returns the real
+        tensors of ``unfilled``."""
         real_unfilled: set[torch.Tensor] = set()
         for param in [param for param in self._model.parameters() if param.is_meta]:
             real = torch.empty_like(param, device="cpu").as_subclass(type(param))
             real.requires_grad_(param.requires_grad)
             wanted = param in unfilled
-            self._swapped.append((param, real))  # before it is so: see undo
+            self._swapped.append((param, real))  # recorded before the swap: see undo
             self._swap_contents(param, real)
             if wanted:
                 real_unfilled.add(param)
@@ -187,7 +196,8 @@ class Materialized:
 
     @torch.no_grad()
     def _load(self, files: WeightFiles, renamed: dict[str, str], home: Home) -> None:
-        """Streams what the file has as the model does. ``renamed``: the model's names -> the file's."""
+        """Streams the file's tensors that need no conversion. ``renamed``: the model's names -> the
+        file's."""
         targets = dict(_targets(self._model))
         own = {origin: targets[name] for name, origin in renamed.items()}
         managed = {origin: cast(nn.Parameter, tensor) for origin, tensor in own.items() if self._goes_home(tensor)}
@@ -197,7 +207,7 @@ class Materialized:
 
     @torch.no_grad()
     def _convert(self, sources: dict[str, Source], home: Home) -> None:
-        """Reads what transformers makes of the file's tensors, those that come together one after the other."""
+        """Reads the tensors that transformers converts from the file's, one after the other."""
         targets = dict(_targets(self._model))
         self.sent |= {cast(nn.Parameter, targets[name]) for name in sources if self._goes_home(targets[name])}
         for name, source in sources.items():
@@ -206,7 +216,7 @@ class Materialized:
                 self._take(targets[name], begin, flat[begin : begin + PIECE_ELEMENTS], home)
 
     def _take(self, tensor: torch.Tensor, begin: int, values: torch.Tensor, home: Home) -> None:
-        """Takes elements of ``tensor`` from ``begin`` on, home where they have one."""
+        """Writes elements of ``tensor`` from ``begin`` on, to its home if it has one."""
         if tensor in self.sent:
             home.send(cast(nn.Parameter, tensor), begin, values, drawn=False)
             return
@@ -220,7 +230,8 @@ class Materialized:
 
 
 class _OfWholes:
-    """Takes values of global tensors to the homes of the distributed parameters that they stand for."""
+    """Sends values of global tensors to the homes of the distributed parameters that they
+    represent."""
 
     def __init__(self, home: Home, params: dict[nn.Parameter, nn.Parameter]):
         self._home, self._params = home, params
@@ -243,7 +254,7 @@ def _have_same_bits(a: Source, b: Source) -> bool:
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything that a state dict holds, under every name."""
+    """Yields name and tensor of every entry of a state dict, under every name."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and name not in module._non_persistent_buffers_set:
@@ -256,9 +267,10 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _swap(recurrent: list[nn.RNNBase], param: nn.Parameter, other: nn.Parameter) -> None:
-    """Gives ``param`` the contents of ``other``, and the other way round; every reference to either stays. ``recurrent``: the
-    model's modules of that kind."""
-    for module in recurrent:  # they refer to their weights weakly, and torch refuses that
+    """Swaps the contents of ``param`` and ``other``; every reference to either stays.
+    ``recurrent``: the model's RNN modules."""
+    # They hold weak references to their weights, which torch refuses to swap.
+    for module in recurrent:
         module._flat_weight_refs = []
     try:
         torch.utils.swap_tensors(param, other)

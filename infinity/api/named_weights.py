@@ -12,11 +12,13 @@ from ..state.dtensors import like
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the name and a copy of every weight of a wrapped ``model``, on the CPU, in the dtype it was wrapped with, read from the
-    master where that is wider. One is in memory at a time; tied ones come once.
+    """Yields the name and a copy of every weight of a wrapped ``model``, on the CPU, in the dtype
+    of the wrapped parameter, read from the master if that is wider. One weight is in memory at a
+    time; a tied weight is yielded once.
 
-    For loggers: ``for name, value in infinity.named_weights(model): writer.add_histogram(name, value, step)``. Every rank iterates to the
-    end. Raises UsageError where the model is not wrapped.
+    For loggers:
+    ``for name, value in infinity.named_weights(model): writer.add_histogram(name, value, step)``.
+    Every rank iterates to the end. Raises UsageError if the model is not wrapped.
     """
     engine = engine_of(model)
     for unit in engine.units:

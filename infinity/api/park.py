@@ -1,4 +1,4 @@
-"""park and resume: give the memory of a wrapped model to something else for a while."""
+"""park and resume: free the memory of a wrapped model for a while."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from ..state.operations import Operation
 
 @torch.no_grad()
 def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
-    """Sends everything that a wrapped ``model`` and its optimizer have on the device and in host memory to a disk, and gives the memory
-    back to the system: for a rollout between two updates, say. Staging buffers stay.
+    """Writes all state of a wrapped ``model`` and its optimizer, on the device and in host memory,
+    to a disk, and frees that memory: for a rollout between two updates, for example. Staging
+    buffers stay. Blocks until the disk has the state.
 
     folder
-        Where the swap file is made; None: the first of ``nvme_paths``.
+        Folder of the swap file; None: the first of ``nvme_paths``.
 
-    The next use of the model or its optimizer reads everything back, or :func:`resume` does. No bit changes. Returns the bytes that were
-    given back. Each rank parks its own. Raises UsageError between a backward and its step, ConfigError without a folder, CapacityError
-    where the disk has no room, StorageError where no file can be made there; the model goes on after each of them.
+    The next use of the model or its optimizer reads the state back, or :func:`resume` does. No bit
+    changes. Returns the number of freed bytes. Each rank parks its own state. Raises UsageError
+    between a backward and its step, ConfigError without a folder, CapacityError if the disk has no
+    room, StorageError if no file can be made there; the model stays usable after each of them.
     """
     engine = engine_of(model)
     engine.uses.check(Operation.PARK)
@@ -46,14 +48,15 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
                     shard.wait_idle()
         averages = engine.average.arrays_in_memory if engine.average is not None else []
         where = os.path.abspath(folder) if folder is not None else engine.config.nvme_paths[0]
-        # Not guarded: a folder that takes no swap file is no disk that lost anything. Its writes guard themselves.
+        # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.
         engine.parking.park([*arrays_in_memory(engine.units), *averages], where)
         give_back_heap()
         return engine.parking.nbytes
 
 
 def _refuse_held(job: Job) -> None:
-    """Raises UsageError where something beside the engine refers to weights at home on the device: it would read what is no weight."""
+    """Raises UsageError if an object outside the engine refers to weights at home on the device: it
+    would read other bytes."""
 
     def held() -> list[str]:
         return [unit.name for unit in job.units if unit.stays and unit.is_held]
@@ -68,6 +71,7 @@ def _refuse_held(job: Job) -> None:
 
 
 def resume(model: nn.Module) -> None:
-    """Reads back what :func:`park` sent away. Without it the next use of the model does. Nothing is done where nothing is parked."""
+    """Reads back the state that :func:`park` wrote. Optional: the next use of the model does the
+    same. No-op if the model is not parked."""
     with engine_of(model).uses.begin():
         pass

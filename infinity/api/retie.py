@@ -1,4 +1,4 @@
-"""Retie: makes parameters one again that were tied before something cut or copied them."""
+"""Retie: ties parameters again that were tied before the model was sharded or copied."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from ..state.handle import raw_grad
 
 
 class Ties:
-    """Parameters made one, and how to make them two again."""
+    """Records the tied parameters, and how to untie them."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._groups: list[tuple[dict, list]] = []
 
     def tie(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, pairs: Sequence[tuple[str, str]]) -> None:
-        """Makes the second parameter of each of ``pairs`` the first one, in the model and in the optimizer.
+        """Replaces the second parameter of each of ``pairs`` by the first, in the model and in the
+        optimizer.
 
-        Raises ConfigError for a name of nothing, for parameters that lie in different ways, or have other values.
+        Raises ConfigError for an unknown name, and for parameters with different placements or
+        values.
         """
         for first, second in pairs:
             _tie(model, first, second, self._replaced)
@@ -32,7 +34,7 @@ class Ties:
             group["params"] = [param for param in group["params"] if param not in gone]
 
     def undo(self) -> None:
-        """Makes them two again, as they were."""
+        """Restores the separate parameters."""
         for module, name, before in reversed(self._replaced):
             module._parameters[name] = before
         for group, params in self._groups:

@@ -19,7 +19,8 @@ from ..storage.arrays import ArrayIO
 
 
 class Homes:
-    """Takes values home and back before the parameters know of the engine."""
+    """Writes values to their homes, and reads them back, before the parameters are attached to the
+    engine."""
 
     def __init__(self, job: Job, store: ArrayIO):
         self._store, self._collectives = store, job.collectives
@@ -28,7 +29,7 @@ class Homes:
 
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
         shard, index = self._places[param]
-        if drawn:  # at random, by every rank for itself
+        if drawn:  # each rank has drawn its own random values
             values = self._collectives.broadcast(values.clone(), "the initial values", over_tensors=True)
         if not is_distributed(param):
             shard.write_first_values(self._store, index, begin, values)
@@ -37,7 +38,8 @@ class Homes:
         for box, first in boxes_of_run(param.shape, range(param.dim()), begin, begin + values.numel()):
             if (common := box.common(part)) is not None:
                 run = values[first - begin : first - begin + box.numel].view(box.shape)
-                here = common.moved(part.offset, -1)  # consecutive elements of the part, too: its rows are shorter, not others
+                # Consecutive in the part, too: it has the same rows, only shorter.
+                here = common.moved(part.offset, -1)
                 at = sum(offset * math.prod(part.shape[dim + 1 :]) for dim, offset in enumerate(here.offset))
                 shard.write_first_values(self._store, index, at, common.moved(box.offset, -1).of(run).reshape(-1))
 
@@ -66,7 +68,7 @@ class Homes:
 
     @staticmethod
     def _part(param: nn.Parameter) -> Box:
-        """What of the global tensor is on this rank."""
+        """Returns this rank's part of the global tensor."""
         return Box(part_offset(param), tuple(local_of(param).shape))
 
 
@@ -79,7 +81,8 @@ def send_shard_home(
     *,
     done: set[nn.Parameter],
 ) -> None:
-    """Copies values (but of those that are ``done``), moments and gradients to the shard's homes."""
+    """Copies values (except those of ``done``), moments and gradients to the shard's homes. Every
+    rank calls this."""
     collectives = shard.collectives
     for index, param in enumerate(shard.params):
         if not local_of(param).numel():
@@ -100,7 +103,7 @@ def send_shard_home(
 
 
 def _of_first_rank(collectives: Collectives, tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """Returns the local part of the first data rank's ``tensor``."""
+    """Returns the local part of the first data rank's ``tensor``. Every rank calls this."""
     local = local_of(tensor)
     if collectives.ranks.data_size == 1:
         return local

@@ -1,4 +1,5 @@
-"""Share homes: has ranks read each other's weights where they lie, as far as the configuration and the machine let them."""
+"""Share homes: lets ranks of one machine read each other's weights from shared memory, if the
+configuration and the machine allow it."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def share_homes(config: Config, device: Device, collectives: Collectives) -> SharedHomes | None:
-    """Has the weights that are allocated from now on lie where the other ranks of this one's row can read them. Every rank comes.
-    Returns None where they cannot. Raises ConfigError where that is asked for."""
+    """Allocates later weights in memory that the other ranks of this rank's row can read. Returns
+    None if that is not possible. Every rank calls this. Raises ConfigError if ``share_homes=True``
+    and it is not possible."""
     ranks = collectives.ranks
     if config.share_homes is False or ranks.row is None:  # the same on all ranks
         return None
@@ -39,8 +41,8 @@ def share_homes(config: Config, device: Device, collectives: Collectives) -> Sha
 
 
 def connect_homes(config: Config, homes: SharedHomes | None, job: Job) -> None:
-    """Lets the ranks of a row read each other's weights in ``homes``, which are allocated. Every rank comes. Raises ConfigError
-    where that is asked for and cannot be."""
+    """Maps the other ranks' weights in ``homes``, which are allocated. Every rank calls this.
+    Raises ConfigError if ``share_homes=True`` and it is not possible."""
     row = job.ranks.row
     if homes is not None and row is not None:
         shards = [shard for unit in job.units for shard in unit.shards if shard.collectives is job.collectives]

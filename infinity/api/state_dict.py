@@ -1,4 +1,5 @@
-"""State dicts: fills ``state_dict()`` from the homes, and sends ``load_state_dict()`` there, and what is written to the former."""
+"""State dicts: fills ``state_dict()`` from the homes, and writes ``load_state_dict()``, and edits
+of the former, to them."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from ..state.parts import parts_of
 
 
 def install_state_dict(engine: Engine, model: nn.Module) -> list:
-    """Installs hooks that put full tensors into state dicts, and refuse a load that would replace the parameters."""
+    """Installs hooks that put full tensors into state dicts, and refuse a load that would replace
+    the parameters. Returns their removers."""
     removers = []
 
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         with engine.handed.filling(state):
             engine.uses.check(Operation.STATE_DICT)
-            # Torch's values can be changed, whatever mode the caller is in.
+            # As in torch, the values can be changed, even if the caller is in inference mode.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 fill_here(module, state, prefix)
 
@@ -32,7 +34,7 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
         with engine.uses.begin():
             for name, param in module._parameters.items():
                 value = state.get(prefix + name)
-                # With keep_vars the value is the Parameter itself, and stays it.
+                # With keep_vars the value is the Parameter itself, and stays so.
                 if value is not None and (handle := handle_of(param)) is not None and not isinstance(value, nn.Parameter):
                     state[prefix + name] = _full_value(engine, handle, state)
 
@@ -45,13 +47,14 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
         is_owner = any(handle_of(param) is not None for param in module.parameters(recurse=False))
         if is_owner:
             removers.append(module._register_state_dict_hook(fill))
-        if is_owner or module in parts_of(model):  # first of all, before a buffer is loaded
+        if is_owner or module in parts_of(model):  # before any buffer is loaded
             removers.append(module.register_load_state_dict_pre_hook(before_load))
     return removers
 
 
 def _full_value(engine: Engine, handle: ParamHandle, state: dict) -> torch.Tensor:
-    """The value of a parameter. A tied one is one tensor under all its names in one state dict, as torch has it."""
+    """Returns the value of a parameter. A tied one is one tensor under all its names in a state
+    dict, as in torch."""
     known = engine.tied_copies.get(handle, lambda: None)()
     if known is not None and any(value is known for value in state.values()):
         return known

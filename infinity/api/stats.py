@@ -1,7 +1,7 @@
-"""Stats: what moved, what it cost, how full the tiers are, and how far the last step is from its bound.
+"""Stats: the bytes moved, their cost, the tiers' fill, and the last step compared with its bound.
 
-bound   no step can be faster than its slowest resource: the compute, the disk's reads and writes at their measured
-        rates, or the optimizer's bytes at the measured memory bandwidth (they can all overlap)
+bound   the time of a step's slowest resource: the compute, the disk's reads and writes at their
+        measured rates, or the optimizer's bytes at the measured memory bandwidth (all can overlap)
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ..runtime.registry import wrapped
 
 @dataclass(frozen=True)
 class TierStats:
-    """Bytes of one tier: the most that was charged, what was planned, and the budget (None: none was given)."""
+    """Bytes of one tier: the peak of its charges, the planned bytes, and the budget (None: no
+    budget)."""
 
     peak_nbytes: int
     planned_nbytes: int
@@ -33,12 +34,26 @@ class TierStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """See the module. ``edges``: "nvme->host", "host->nvme", "host->device", "device->host", and "nvme->device" where bytes come past the host's
-    memory. ``collectives``: "all-gather",
-    "all-gather in node" and "reduce-scatter" with the bytes this rank received; empty without other ranks. ``tiers``:
-    "device", "host", "nvme". ``shadows``: updates that were "made" ahead and "kept" (``Config(speculate=True)``). ``blocks``: how many have what they save for the backward "kept" on the device, "sent" home
-    and "recomputed", where that is chosen. ``buffers_nbytes``: of the model's buffers, which stay with their modules and count in "device", or in "host" where the
-    processor computes. ``step_seconds`` and ``bound_seconds`` are of the last step; ``bottleneck`` is one sentence.
+    """The engine's counters. See the module.
+
+    edges
+        "nvme->host", "host->nvme", "host->device", "device->host", and "nvme->device" if reads
+        bypass host memory.
+    collectives
+        "all-gather", "all-gather in node" and "reduce-scatter", with the bytes that this rank
+        received; empty without other ranks.
+    tiers
+        "device", "host", "nvme".
+    shadows
+        Updates that were "made" ahead and "kept" (``Config(speculate=True)``).
+    blocks
+        How many blocks have their saved tensors "kept" on the device, "sent" home and "recomputed",
+        if the engine chooses that.
+    buffers_nbytes
+        Bytes of the model's buffers, which stay with their modules. They count in "device", or in
+        "host" if the processor computes.
+    step_seconds, bound_seconds
+        Of the last step. ``bottleneck`` is one sentence.
     """
 
     edges: dict[str, EdgeTraffic]
@@ -58,9 +73,9 @@ class Stats:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Reports what the engine of a wrapped ``model`` has done so far.
+    """Reports the counters of the engine of a wrapped ``model``. Local to this rank.
 
-    The bound goes by the disk's measured rates (:mod:`infinity.machine.disk_profile`).
+    The bound uses the disk's measured rates (:mod:`infinity.machine.disk_profile`).
     """
     engine = wrapped(model).engine
     edges = edges_of(engine.job)
@@ -100,7 +115,7 @@ def stats(model: nn.Module) -> Stats:
 
 
 def edges_of(job: Job) -> dict[str, EdgeTraffic]:
-    """Counts what has moved over every edge so far."""
+    """Counts the bytes moved over every edge so far."""
     edges = {name: dataclasses.replace(edge) for name, edge in job.traffic.edges.items()}
     for name, op in (("nvme->host", native.Op.READ), ("host->nvme", native.Op.WRITE)):
         edges[name].nbytes = job.store.io.nbytes(op)
@@ -112,7 +127,8 @@ def edges_of(job: Job) -> dict[str, EdgeTraffic]:
 
 
 def _bounds(job: Job, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
-    """Seconds that each resource alone needs for one step, by what the steps so far moved on average."""
+    """Returns the seconds that each resource alone needs for one step, for the average traffic of
+    the steps so far."""
     steps = max(1, job.updates.clock.steps)
     waited = [*edges.values(), *job.traffic.collectives.values()]
     stalls = sum(edge.stall_seconds for edge in waited) / steps

@@ -1,4 +1,4 @@
-"""unwrap_model: gives plain torch objects back, with the values that are at home."""
+"""unwrap_model: restores plain torch objects, with the values that are at home."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from ..state.parts import parts_of
 def unwrap_model(
     model: nn.Module | Sequence[nn.Module], optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[nn.Module | list[nn.Module], torch.optim.Optimizer | None]:
-    """Gives plain torch objects back: parameters with their bytes on the device they came from, in the dtypes they were wrapped with,
-    and the optimizer that was wrapped, with its state. The homes are closed and removed. Without ``optimizer`` the one that was
-    wrapped with the model is taken, while it is alive.
+    """Returns plain torch objects: parameters with their bytes on their original device, in the
+    dtypes of the wrap, and the wrapped optimizer with its state. Closes and removes the homes.
+    Without ``optimizer`` uses the one that was wrapped with the model, while it is alive. Every
+    rank calls this.
 
-    Raises UsageError when ``model`` is not wrapped, or has its average for weights, or ``optimizer`` is not the one that wrap_model returned
-    with it.
+    Raises UsageError when ``model`` is not wrapped, or has its average for weights, or
+    ``optimizer`` is not the one that wrap_model returned with it. If an exception interrupts it,
+    call it again.
     """
     roots = list(model) if isinstance(model, (list, tuple)) else [model]
     if isinstance(optimizer, InfinityOptimizer) and optimizer.is_unwrapped and not any(RECORD in root.__dict__ for root in roots):
-        return _as_given(model), optimizer.wrapped  # an exception struck, and the unwrap came to its end all the same
+        # The unwrap completed although an exception interrupted the call.
+        return _as_given(model), optimizer.wrapped
     record = wrapped(model)
     engine = record.engine
     managed = optimizer if optimizer is not None else record.optimizer
@@ -48,7 +51,7 @@ def unwrap_model(
         if managed is not None:
             managed.is_unwrapped = True
         raise
-    record.unwrapping = None  # it has the record, and with that the engine
+    record.unwrapping = None  # the change refers to the record, and so keeps the engine alive
     return _as_given(model), plain
 
 
@@ -58,8 +61,9 @@ def _as_given(model: nn.Module | Sequence[nn.Module]) -> nn.Module | list[nn.Mod
 
 
 def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable[[], None]:
-    """Reads all that goes back into memory. Returns what makes the model and its optimizer plain ones: nothing is changed before
-    that is called, and it may be called until it comes to its end."""
+    """Reads all values and state into memory. Returns the function that makes the model and its
+    optimizer plain. Nothing changes before that is called. It is idempotent: call it until it
+    completes."""
     engine, model = record.engine, record.model
     engine.wait_idle()
     state = managed.plain_state_dict() if managed is not None else None
@@ -73,12 +77,13 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
             for param, value in zip(shard.params, read):
                 grad, place = param.grad, record.came_from[param]
                 if grad is not None and isinstance(local_of(grad), AtHome):
-                    grad = grad.clone()  # a tensor that was assigned is the gradient still
+                    grad = grad.clone()  # an assigned tensor stays the gradient
                 values[param] = value.to(place), None if grad is None else grad.to(place, shard.spec.wrapped_dtype)
     engine.prefetcher.release_all(engine.units)
 
     def change() -> None:
-        for remover in reversed(record.removers):  # a forward may have been replaced twice
+        # Reversed: a forward may have been replaced twice.
+        for remover in reversed(record.removers):
             remover.remove()
         for param, (value, grad) in values.items():
             param.__class__ = plain_class(param)

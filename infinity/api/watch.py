@@ -1,7 +1,8 @@
-"""Watch: has a loop tell what it does, for ``infinity top`` and ``infinity report``.
+"""Watch: writes a loop's status to files, for ``infinity top`` and ``infinity report``.
 
-A small file of each rank is replaced at most once in a while, from the training thread, between two steps or two units: there is no
-thread, nothing waits, and nothing of the model or its arithmetic is touched. A file that cannot be written is not.
+The training thread replaces a small file of each rank from time to time, between two steps or two
+units. There is no extra thread, nothing blocks, and the model and its arithmetic are not touched. A
+file that cannot be written is skipped.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from ..state.unit import ParamUnit
 from .stats import edges_of
 
 EVERY_SECONDS = 1.0
-MOST_POINTS = 512  # of the history: then every other one goes, and only every other one is added
-HISTORY_EVERY = 10  # statuses
-SMOOTHING = 0.2  # weight of the last step in the mean seconds of one
+# Of the history: at the limit every other point is dropped, and the stride doubles.
+MOST_POINTS = 512
+HISTORY_EVERY = 10  # in statuses
+SMOOTHING = 0.2  # weight of the last step in the mean step time
 
 
 class Watch:
-    """Context: writes what a loop around a wrapped ``model`` does to ``folder``.
+    """Context: writes the status of a loop around a wrapped ``model`` to ``folder``.
 
         with infinity.Watch(model, steps=1000) as watch:
             for batch in loader:
@@ -43,11 +45,11 @@ class Watch:
                 watch.update(loss=loss.item(), tokens=batch.numel())
 
     steps
-        How many there will be: for the remaining time.
+        Number of steps of the loop, for the remaining time.
     folder
-        None: a folder of this job in the cache (``INFINITY_CACHE``), where ``infinity top`` finds it.
+        None: a folder of this job in the cache (``INFINITY_CACHE``), read by ``infinity top``.
     every
-        Seconds between two writes, at least.
+        Minimum seconds between two writes.
     """
 
     def __init__(
@@ -64,11 +66,11 @@ class Watch:
         self._step_seconds = self._tokens = 0.0
         self._at, self._next, self._written = time.monotonic(), 0.0, 0
         self._doing: tuple[str, str] = ("starting", "")
-        self._before: tuple[float, dict] | None = None  # when, and what the edges had moved
+        self._before: tuple[float, dict] | None = None  # time, and the edges' bytes then
         self._history: list[tuple[int, float | None, float]] = []
         self._stride = 1
         self._told: dict[str, Any] | None = None  # the last status
-        self._lock = threading.Lock()  # autograd has threads of its own where a GPU computes
+        self._lock = threading.Lock()  # autograd has threads of its own if a GPU computes
         self._process = run_files.this_process()
         self._limits = _limits(engine.job)
         self._removers = [self._watch(module, name) for name, module in _owners(wrapped(model).model, engine.job)]
@@ -91,7 +93,7 @@ class Watch:
         self.close("ended" if exc_info[0] is None else f"ended by {exc_info[0].__name__}")
 
     def update(self, *, loss: float | None = None, tokens: int = 0) -> None:
-        """Counts one more step of the loop. ``tokens``: that it had, of all ranks."""
+        """Counts one more step of the loop. ``tokens``: its tokens, over all ranks."""
         now = time.monotonic()
         seconds, self._at = now - self._at, now
         first = not self._step_seconds
@@ -106,7 +108,7 @@ class Watch:
         self._tell("step", "")
 
     def close(self, state: str = "ended") -> None:
-        """Tells that the loop is over, and takes the hooks off. A second call does nothing."""
+        """Writes that the loop is over, and removes the hooks. Idempotent."""
         removers, self._removers = self._removers, []
         for remover in removers:
             remover.remove()
@@ -127,7 +129,7 @@ class Watch:
         return module.register_forward_pre_hook(torch.compiler.disable(forward))
 
     def _tell(self, phase: str, unit: str, *, now: bool = False) -> None:
-        """Notes what is done, and writes it where the last time is long enough ago."""
+        """Records the phase, and writes it if the last write is long enough ago."""
         if self._doing[0].startswith("ended"):
             return
         self._doing = (phase, unit)
@@ -146,7 +148,7 @@ class Watch:
         doing = {
             "at": time.time(), "phase": self._doing[0], "unit": self._doing[1], "step": self._step, "steps": self._steps, "loss": self._loss
         }  # fmt: skip
-        if model is None or not is_wrapped(model):  # nothing moves any more
+        if model is None or not is_wrapped(model):  # the counters are final
             return (self._told or {}) | doing
         engine = wrapped(model).engine
         counted = edges_of(engine.job) | ({} if engine.ranks.alone else engine.traffic.collectives)
@@ -175,30 +177,31 @@ class Watch:
 
     def _write(self, kind: str, content: dict[str, Any]) -> None:
         if not self.folder.is_absolute() and self.folder.parts[:1] == ("~",):
-            return  # no home folder, and the current one is not ours
+            return  # without a home folder; the current folder is the user's
         try:
             run_files.write(self.folder, kind, self._rank, content)
-        except OSError:  # a full disk, say: the training goes on
+        except OSError:  # a full disk, for example: the training continues
             return
 
 
-_open: weakref.WeakSet[Watch] = weakref.WeakSet()  # that were not closed
+_open: weakref.WeakSet[Watch] = weakref.WeakSet()  # open watches
 
 
 def _free_name() -> str:
-    """Names this job's folder; with a number for a further model that this process watches meanwhile, the same on all ranks."""
+    """Returns the name of this job's folder. A further model of the same process gets a number, the
+    same on all ranks."""
     taken, name = {watch.folder.name for watch in _open}, run_files.job_name()
     return next(each for number in itertools.count(1) if (each := name if number == 1 else f"{name}-{number}") not in taken)
 
 
 def _owners(model: nn.Module, job: Job) -> list[tuple[str, nn.Module]]:
-    """The modules that are units of their own, with their names."""
+    """Returns the modules that are units of their own, with their names."""
     names = {unit.name for unit in job.units}
     return [(name, module) for name, module in model.named_modules() if name in names]
 
 
 def _limits(job: Job) -> dict[str, float]:
-    """Bytes per second that the edges were measured to carry; none for those that were not measured."""
+    """Returns the measured bytes per second of the edges; unmeasured ones are left out."""
     if not job.planned.plan.planned_nbytes(Tier.NVME):
         return {}
     read, write, _ = disk_profile.rates(job.config.nvme_paths)
@@ -206,7 +209,7 @@ def _limits(job: Job) -> dict[str, float]:
 
 
 def _plan(job: Job) -> dict[str, Any]:
-    """What the report draws: the memory map, and where the timeline is."""
+    """Returns the data of the report: the memory map, and the path of the timeline."""
     plan = job.planned.plan
     return {
         "tiers": {str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": dict(plan.terms[tier])} for tier in Tier},

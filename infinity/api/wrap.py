@@ -1,7 +1,8 @@
-"""wrap_model: gives a model's parameters and its optimizer's state their homes.
+"""wrap_model: moves a model's parameters and its optimizer's state to their homes.
 
-A wrap checks everything first, then takes all memory and disk space, then copies every value home, and only then
-hooks it: whatever fails, at any point, model and optimizer are put back as they were.
+[Note: why a failed wrap changes nothing] A wrap checks everything first, then allocates all memory
+and disk space, then copies every value home, and only then hooks the model. If any step fails,
+model and optimizer are restored.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ logger = logging.getLogger(__name__)
 NOTHING_CHOSEN = {"nvme_paths": AUTO}
 
 
-@torch.inference_mode(False)  # what is made here is trained on, whatever mode the caller is in
+# Tensors made here are trained, even if the caller is in inference mode.
+@torch.inference_mode(False)
 def wrap_model(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
@@ -76,27 +78,27 @@ def wrap_model(
     *,
     mesh: Any = None,
 ) -> tuple[nn.Module | list[nn.Module], torch.optim.Optimizer | None]:
-    """Gives ``model``'s parameters and ``optimizer``'s state their homes, and returns both, ready for a usual loop.
+    """Moves ``model``'s parameters and ``optimizer``'s state to their homes, and returns both.
 
     model
-        Any module, its parameters on one device or on ``meta``; it computes there unless ``Config(device=...)`` says otherwise. The
-        same object comes back, hooked. Or a list of modules, the stages of a pipeline that this rank has: they share one engine,
-        and come back as a list.
+        Any module, its parameters on one device or on ``meta``. It computes there unless
+        ``Config(device=...)`` names another. The same object is returned, hooked. Or a list of
+        modules, this rank's pipeline stages, which share one engine: returned as a list.
     optimizer
-        ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are taken over. None: the
-        weights stream and nothing is updated.
+        ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are
+        kept. None: the weights stream and nothing is updated.
     config
-        A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file. None: homes follow from what the machine, its
-        limits and its disks have, a scratch folder is found where one is needed, and one logged line says what was chosen, and why.
+        A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file. None: the
+        homes, and a scratch folder if needed, follow from the machine; a log line gives the reason.
     mesh
-        A ``torch.distributed.device_mesh.DeviceMesh`` of the whole job with axes ``dp``, or ``dp_replicate`` and ``dp_shard`` (or
-        ``fsdp``), ``cp`` or ``sp``, ``tp``, over which the model's parameters are DTensors (Shard or Replicate), and ``pp``, over which
-        ranks have other stages of the model (see :func:`infinity.parallel.attach`). None: that of
-        its DTensors, else the default process group, where there is one. Every rank has to call, with the same model and
-        configuration; values of the first data rank count.
+        A ``DeviceMesh`` of the whole job with axes ``dp``, or ``dp_replicate`` and ``dp_shard`` (or
+        ``fsdp``), ``cp`` or ``sp``, ``tp`` (parameters are DTensors over it, Shard or Replicate)
+        and ``pp`` (see :func:`infinity.parallel.attach`). None: that of its DTensors, else the
+        default process group, if there is one.
 
-    Raises ConfigError, CapacityError, StorageError or UsageError with model and optimizer as they were, on all ranks; PeerError where
-    another rank is gone.
+    Every rank calls this, with the same model and configuration; the first data rank's values are
+    used. Raises ConfigError, CapacityError, StorageError or UsageError with model and optimizer
+    restored, on all ranks; PeerError if another rank has ended.
     """
     if isinstance(model, (list, tuple)) and model and all(isinstance(part, nn.Module) for part in model):
         _, stepping = wrap_model(Parts(model), optimizer, config, mesh=mesh)
@@ -121,7 +123,8 @@ def wrap_model(
 
 
 def _settle(model: nn.Module, config: Config, collectives: Collectives, mesh: Any) -> DataRanks:
-    """Completes what is known of the ranks by what the configuration says, and by what the machine has for each."""
+    """Completes the description of the ranks from the configuration and the machine. Every rank
+    calls this."""
     local_size = -collectives.least([-collectives.ranks.local_size], "ranks on a machine", over_stages=True)[0]
     ranks = dataclasses.replace(
         collectives.ranks,
@@ -142,7 +145,8 @@ def _check_everywhere(
     ties: Ties,
     collectives: Collectives,
 ) -> Config:
-    """Checks what wrap_model was given, here and between the ranks. Returns the configuration; what it ties is tied."""
+    """Checks wrap_model's inputs, here and between the ranks, and ties the configured pairs.
+    Returns the configuration. Every rank calls this."""
     with collectives.together("checking what wrap_model was given"):
         config = Config.make(config if config is not None else NOTHING_CHOSEN)
         check(model, optimizer, config)
@@ -150,7 +154,8 @@ def _check_everywhere(
         ties.tie(model, optimizer, config.tied)
         check_tensor_parallel(model, config, collectives.ranks)
         description = {} if collectives.ranks.alone else describe(model, optimizer, config)
-    with collectives.together("comparing what wrap_model was given"):  # other stages do not see what differs here
+    # Other stages do not see a difference here.
+    with collectives.together("comparing what wrap_model was given"):
         collectives.compare(description, "wrap_model")
     check_stages(model, description, collectives)
     compare_values(model, collectives)
@@ -172,7 +177,7 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
             device = choose_device(model, config, collectives)
             reuses = isinstance(model, Parts) or collectives.ranks.stages is not None
             config, (groups, shards, plan) = lay_out_here(model, config, make_shards, device, collectives, reuses=reuses)
-    except BaseException:  # on another rank, perhaps
+    except BaseException:  # perhaps raised on another rank
         if device is not None:
             device.close()
         raise
@@ -191,7 +196,8 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
         with collectives.together("sharing weights"):
             connect_homes(config, homes, engine.job)
         with collectives.together("sending the values home"):
-            materialized = Materialized(model, config.weights, is_managed)  # meta tensors become real
+            # Meta tensors become real.
+            materialized = Materialized(model, config.weights, is_managed)
             before.materialized = materialized
             _send_home(engine, materialized, optimizer, rule)
             engine.store.await_pages()
@@ -208,7 +214,8 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
 
 
 def _send_home(engine: Engine, materialized: Materialized, optimizer: torch.optim.Optimizer | None, rule) -> None:
-    """Copies every value, moment and gradient home; of a model on meta first those that come from its file or its modules."""
+    """Copies every value, moment and gradient home. Values of a model on meta come first, from its
+    file or its modules."""
     with engine.store.writing_behind() as store:
         materialized.fill(Homes(engine.job, store))
         with progress("sending the values home", sum(size.slice_nbytes for size in engine.sizes)) as advance:
@@ -219,7 +226,7 @@ def _send_home(engine: Engine, materialized: Materialized, optimizer: torch.opti
 
 
 def _undo(before: Before, engine: Engine | None, device: Device) -> None:
-    """Puts everything back as it was before a wrap that failed. Cut short, it is called again."""
+    """Restores the state before a failed wrap. If interrupted, it is called again."""
     before.restore()
     device.close() if engine is None else engine.shut_down()
 
@@ -236,7 +243,7 @@ def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
 
 
 def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_of: dict, moved: MovedRest) -> tuple:
-    """Changes the model. Everything that can fail for want of space or for bad input is behind us."""
+    """Changes the model. All steps that can fail for lack of space or for bad input are done."""
     came_from = {param: param.device for unit in engine.units for shard in unit.shards for param in shard.params}
     prefix = engine.ranks.stage_prefix
     engine.attach({param: [prefix + name for name in names] for param, names in parameter_names(model).items()})
@@ -244,10 +251,10 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_o
     for group, unit in zip(groups, engine.units):
         for called in (module for owner in group.owners for module in called_for(model, owner)):
             owners.setdefault(called, []).append(unit)
-    # Not of experts, which run once in a layer: all of its gradients come after theirs, or with them.
+    # Experts are left out: they run once in a layer, and no gradient of it comes before theirs.
     inside = owners.keys() - {owner for group in groups if group.is_divided for owner in group.owners}
     for group, unit in zip(groups, engine.units):
-        # Also one whose module runs around others: its gradients may come before and after theirs.
+        # Also a unit whose module contains others: its gradients may come before and after theirs.
         around = any(module in inside for owner in group.owners for module in owner.modules() if module is not owner)
         if len(group.owners) != 1 or around:
             unit.share()

@@ -1,8 +1,9 @@
-"""Content: names everything that a checkpoint holds of a model and its optimizer.
+"""Content: names all tensors that a checkpoint holds of a model and its optimizer.
 
-Tensors are stored per parameter, under its name:  ``weight/<name>`` in the dtype the model computes in,
-``master/<name>`` (low halves or fp32) where there is one, ``exp_avg/<name>`` and ``exp_avg_sq/<name>``. 8-bit moments and their
-scales have the offset of the part that they are of behind a ``#``.
+Tensors are stored per parameter, under its name: ``weight/<name>`` in the dtype in which the model
+computes, ``master/<name>`` (low halves or fp32) if there is one, ``exp_avg/<name>`` and
+``exp_avg_sq/<name>``. The names of 8-bit moments and their scales end in ``#`` and the offset of
+their local part.
 """
 
 from __future__ import annotations
@@ -43,23 +44,24 @@ def engine_of_pair(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 
 def part_of_rank(handle: ParamHandle) -> LocalPart:
-    """Describes what of a parameter's global tensor its unit computes with on this rank."""
+    """Returns the part of a parameter's global tensor with which its unit computes on this rank."""
     place = handle.shard.layout.placements[handle.index]
     return LocalPart(Box(part_offset(handle.param), tuple(place.shape)), order_of(place.shape, place.stride))
 
 
-Entry = tuple[torch.Tensor, dict[str, Any]]  # values, and what the header says of them
+Entry = tuple[torch.Tensor, dict[str, Any]]  # values, and their entry in the header
 
 
 def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
-    """Reads what of the unit's tensors is at home here and is this rank's to write, by the files that it goes to.
+    """Reads the unit's arrays that are at home here and that this rank writes, grouped by file. May
+    read from the disk.
 
-    A run of elements is several boxes, and a file has one part of a tensor at most.
+    A run of elements is several boxes, and a file has at most one part of a tensor.
     """
     files: list[dict[str, Entry]] = []
     for handle in unit.handles:
         if not job.gradients.counts(handle):
-            continue  # the ranks of the mesh hold it in common, and another one writes it
+            continue  # several ranks of the mesh hold it whole, and another one writes it
         for name in SAVED:
             wanted = name == "weight" or handle.has_state or (name == "master" and handle.grad is not None)
             if name in handle.shard.arrays and wanted:
@@ -85,7 +87,7 @@ def _entries(job: Job, handle: ParamHandle, name: str) -> Iterator[tuple[str, En
 
 
 def _boxes(job: Job, part: LocalPart, values: torch.Tensor, begin: int, end: int) -> Iterator[Entry]:
-    """Elements ``begin`` to ``end`` of a local part, as boxes of the global tensor."""
+    """Yields elements ``begin`` to ``end`` of a local part, as boxes of the global tensor."""
     boxes = list(boxes_of_run(part.box.shape, part.order, begin, end))
     if not part.box.numel and job.ranks.rank == 0:
         boxes = [(Box((0,) * len(part.box.shape), part.box.shape), begin)]
@@ -95,7 +97,8 @@ def _boxes(job: Job, part: LocalPart, values: torch.Tensor, begin: int, end: int
 
 
 def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
-    """Reads what of the unit's averages is this rank's to write, as :func:`unit_files` does; nothing where there are none."""
+    """Reads the unit's averages that this rank writes, as :func:`unit_files` does; empty without an
+    average."""
     files: list[dict[str, Entry]] = []
     for handle in unit.handles if engine.average is not None and engine.average.count else ():
         if engine.gradients.counts(handle) and engine.average.has(handle):
@@ -116,7 +119,8 @@ def describe_parameter(handle: ParamHandle) -> dict[str, Any]:
         "shape": list(param.shape),  # of the global tensor
         "stride": list(_dense_stride(param) if is_distributed(param) else place.stride),
         "dtype": str(spec.dtype).removeprefix("torch."),
-        "master": spec.master.name if handle.grad is not None else None,  # of a shard that is stepped not every one may be
+        # Not every parameter of a stepped shard is trained.
+        "master": spec.master.name if handle.grad is not None else None,
         "moments": str(spec.moment_dtype).removeprefix("torch."),
         "step": handle.step,
     } | ({"keeps_moments": True} if handle.keeps_moments else {})
@@ -138,7 +142,8 @@ def describe_groups(optimizer: InfinityOptimizer | None) -> list[dict[str, Any]]
 
 
 def describe_own_state(optimizer: InfinityOptimizer) -> dict[str, dict[Any, Any]]:
-    """Lists what users have put into ``optimizer.state`` beside torch's keys: of ``parameters``, by name, and ``others``."""
+    """Lists users' entries in ``optimizer.state`` beside torch's keys: of ``parameters``, by name,
+    and ``others``."""
     found: dict[str, dict[Any, Any]] = {"parameters": {}, "others": {}}
     for key, own in optimizer.state.own_values().items():
         if (handle := handle_of(key)) is None:
@@ -149,14 +154,16 @@ def describe_own_state(optimizer: InfinityOptimizer) -> dict[str, dict[Any, Any]
 
 
 def put_own_state(optimizer: InfinityOptimizer, job: Job, saved: dict[str, dict[Any, Any]]) -> None:
-    """Puts back what :func:`describe_own_state` listed, in place of what there is."""
+    """Replaces users' entries in ``optimizer.state`` by those that :func:`describe_own_state`
+    listed."""
     params = {handle.name: handle.param for handle in job.trained}
     of_params = {params[name]: own for name, own in saved.get("parameters", {}).items() if name in params}
     optimizer.state.take_own(of_params | saved.get("others", {}))
 
 
 def groups_of_stages(optimizer: torch.optim.Optimizer | None, collectives: Collectives) -> list[dict[str, Any]] | None:
-    """Describes an optimizer's groups with the parameters of all stages of a pipeline. Raises UsageError where stages have other groups."""
+    """Describes an optimizer's groups with the parameters of all pipeline stages. Raises UsageError
+    if stages have different group counts. Every rank calls this."""
     mine, stages = describe_groups(optimizer), collectives.ranks.stages
     if stages is None or mine is None:
         return mine
@@ -166,7 +173,7 @@ def groups_of_stages(optimizer: torch.optim.Optimizer | None, collectives: Colle
             f"the stages' optimizers have {', '.join(str(len(groups)) for groups in everyones)} parameter groups: give every stage as many, in the same "
             "order, and empty ones where it has no such parameters"
         )
-    # A parameter that two stages have is one.
+    # A parameter on two stages is one.
     return [group | {"params": list(dict.fromkeys(n for names in everyones for n in names[i]))} for i, group in enumerate(mine)]
 
 

@@ -1,7 +1,9 @@
-"""DCP files: the weights in a checkpoint of ``torch.distributed.checkpoint``, as FSDP and torchtitan write it.
+"""DCP files: the weights in a checkpoint of ``torch.distributed.checkpoint``, as FSDP and
+torchtitan write it.
 
-Its ``.metadata`` is a pickle. It is read with an unpickler that knows the classes it is made of, and no other; its tensors by torch, with
-``weights_only=True``. What else a checkpoint holds (optimizer state, pickled objects) is not read.
+Its ``.metadata`` is a pickle. It is read with an unpickler that allows the metadata's classes and
+no other. Torch reads its tensors, with ``weights_only=True``. Other content (optimizer state,
+pickled objects) is not read.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ BUILT_IN = {("collections", "OrderedDict"): dict, ("pathlib", "PosixPath"): Posi
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of a checkpoint's metadata, none of which does anything when it is made."""
+    """Allows only the classes of a checkpoint's metadata, whose constructors have no effects."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns the class of this name, or raises UnpicklingError."""
@@ -53,19 +55,19 @@ def _layout(name: str) -> torch.layout:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads a checkpoint whose metadata was read before."""
+    """Reads a checkpoint whose metadata is already read."""
 
     def __init__(self, folder: Path, found: metadata.Metadata):
         super().__init__(folder)
         self._found = found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Returns the metadata, which nobody unpickles again."""
+        """Returns the metadata without unpickling it again."""
         return self._found
 
 
 def is_dcp(path: Path) -> bool:
-    """Tells whether ``path`` is a folder that ``torch.distributed.checkpoint`` wrote."""
+    """Returns whether ``path`` is a folder that ``torch.distributed.checkpoint`` wrote."""
     return path.is_dir() and (path / METADATA).exists()
 
 
@@ -106,7 +108,8 @@ def _read_metadata(folder: Path) -> metadata.Metadata:
 
 
 def _names(found: metadata.Metadata) -> dict[str, str]:
-    """The model's names of the tensors -> their keys. Of several state dicts in one checkpoint the model's is taken."""
+    """Maps the model's tensor names to their keys. Of several state dicts in one checkpoint, takes
+    the model's."""
     groups: dict[tuple, dict[str, str]] = {}
     for key, entry in found.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):
@@ -130,7 +133,7 @@ def _source(folder: Path, found: metadata.Metadata, key: str) -> Source:
         target = {key: torch.empty(entry.size, dtype=dtype)}
         try:
             dcp.load(target, storage_reader=_Reader(folder, found), no_dist=True)
-        except dcp.CheckpointException as error:  # no Exception
+        except dcp.CheckpointException as error:  # not a subclass of Exception
             raise CorruptionError(f"{folder}: {key} cannot be read: {printable(str(error)).strip()[-300:]}") from None
         return target[key]
 

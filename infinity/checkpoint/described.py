@@ -1,4 +1,5 @@
-"""Described: the model that a config.json describes, without values, to learn its tensors' names from it; and such a text of a model."""
+"""Described: builds the model of a config.json, without values, to learn its tensors' names; and
+makes such a text of a model."""
 
 from __future__ import annotations
 
@@ -17,18 +18,19 @@ from .hub_names import is_transformers
 
 logger = logging.getLogger(__name__)
 
-# Of a configuration: ten times what the largest models have.
+# Upper bounds: ten times the sizes of the largest models.
 MOST = {"num_hidden_layers": 10_000, "depth": 10_000, "hidden_size": 1_000_000, "num_attention_heads": 100_000, "vocab_size": 100_000_000,
         "intermediate_size": 100_000_000, "num_experts": 100_000, "num_local_experts": 100_000, "n_routed_experts": 100_000}  # fmt: skip
 
 
 def check_sizes(path: Path, config: Any) -> None:
-    """Raises ConfigError for sizes that no machine builds a model of, not even one without values."""
+    """Raises ConfigError for sizes of a model that no machine can build, even without values."""
     text = config.get_text_config()
     for part in {id(part): part for part in (text, *_parts_of(config))}.values():
         for name, most in MOST.items():
             value = getattr(part, name, None)
-            values = value if isinstance(value, (list, tuple)) else [value]  # one for each layer, in some
+            # Some configurations have one value for each layer.
+            values = value if isinstance(value, (list, tuple)) else [value]
             for each in values if len(values) <= MOST["num_hidden_layers"] else [value]:
                 is_number = isinstance(each, (int, float)) and not isinstance(each, bool)
                 if (is_number and each > most) or (part is text and each is not None and not (is_number and each >= 0)):
@@ -36,7 +38,7 @@ def check_sizes(path: Path, config: Any) -> None:
 
 
 def _parts_of(config: Any) -> Iterator[Any]:
-    """The configuration, and those in it: of text, vision, and so on."""
+    """Yields the configuration, and the nested ones for text, vision, and so on."""
     yield config
     for value in vars(config).values():
         if hasattr(value, "get_text_config"):
@@ -44,8 +46,9 @@ def _parts_of(config: Any) -> Iterator[Any]:
 
 
 def described_model(folder: Path | None) -> nn.Module | None:
-    """Builds the transformers model of a folder's ``config.json`` on meta. None without a folder, and where transformers cannot build it,
-    which is logged; code that lies in the folder does not run. Raises ConfigError for sizes that no model has."""
+    """Builds the transformers model of a folder's ``config.json`` on meta. Returns None without a
+    folder, and if transformers cannot build it, which is logged. Runs no code from the folder.
+    Raises ConfigError for implausible sizes."""
     if folder is None:
         return None
     try:
@@ -69,8 +72,9 @@ def described_model(folder: Path | None) -> nn.Module | None:
 
 
 def description_of(model: nn.Module) -> str | None:
-    """Returns the text of a ``config.json`` of a transformers model, for a checkpoint to keep; None for any other, and for a configuration
-    that cannot be written: a checkpoint is worth more than what it says of itself."""
+    """Returns the ``config.json`` text of a transformers model, to keep in a checkpoint. Returns
+    None for any other model, and if the configuration cannot be written: a checkpoint must not fail
+    for that."""
     if not is_transformers(model):
         return None
     try:

@@ -1,5 +1,5 @@
-"""Export: the weights of a checkpoint, or of a folder of safetensors, as a folder that ``transformers`` loads, without a model, a GPU or
-other ranks."""
+"""Export: writes the weights of a checkpoint, or of a folder of safetensors, as a folder that
+``transformers`` loads. Needs no model, GPU or other ranks."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ def export(
     model: Path | None = None,
     change: Change | None = None,
 ) -> dict[str, int]:
-    """Writes the weights of ``checkpoint`` (any number of ranks wrote it) to ``folder`` as safetensors. A checkpoint of DeepSpeed, of
-    torch.distributed.checkpoint (FSDP) or of ``torch.save`` is one, too.
+    """Writes the weights of ``checkpoint``, of any number of ranks, to ``folder`` as safetensors.
+    Also accepts checkpoints of DeepSpeed, torch.distributed.checkpoint (FSDP), ``torch.save``.
 
     checkpoint
-        What save_checkpoint wrote, or a file or folder of safetensors.
+        A folder of save_checkpoint, or a file or folder of safetensors.
     dtype
-        None: what the model computed in. ``torch.float32`` takes the masters, where there are any.
+        None: the dtype in which the model computed. ``torch.float32`` takes the masters, if any.
     model
-        A folder whose configuration and tokenizer are copied beside them. None: a checkpoint of a transformers model knows its
-        configuration itself.
+        A folder whose configuration and tokenizer are copied. None: a checkpoint of a transformers
+        model has its own configuration.
     change
-        Makes other tensors of those that are read: merges an adapter, say.
+        Maps the tensors that are read to others, for example to merge an adapter.
 
-    Where ``model`` is one of transformers, names, shapes and ``config.json`` are those that its own ``save_pretrained`` writes, as
-    :func:`infinity.save_pretrained` has them; its configuration says the dtype. What it keeps in fp32 stays so. What is in
-    ``folder`` is replaced: `infinity export` looks for that before.
-
-    One tensor is in memory at a time, or those that are converted together. Returns the numbers of parameters and of bytes. Raises
-    UsageError where there is no checkpoint, CorruptionError where it is damaged, StorageError where it cannot be written.
+    A transformers ``model`` gets the names, shapes and ``config.json`` of
+    :func:`infinity.save_pretrained`; its configuration names the dtype. Tensors that it keeps in
+    fp32 stay so. Replaces the content of ``folder``; `infinity export` checks for that first. One
+    tensor is in memory at a time, or those converted together. Returns the numbers of parameters
+    and bytes. Raises UsageError without a checkpoint, CorruptionError if it is damaged,
+    StorageError.
     """
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: give the folder that the model came from")
@@ -94,16 +94,17 @@ def export(
 
 @dataclass(frozen=True)
 class _Target:
-    """What is written, and where."""
+    """The folder to write, and the form of its tensors."""
 
     folder: Path
     dtype: torch.dtype | None
-    beside: Path | None  # the folder of configuration and tokenizer
-    model: nn.Module | None  # as the configuration describes it, on meta
+    beside: Path | None  # the folder with configuration and tokenizer
+    model: nn.Module | None  # built from the configuration, on meta
     change: Change | None
 
     def dtypes(self) -> Callable[[str], torch.dtype | None]:
-        """Returns what gives the dtype that is wanted of a tensor. None: its own, also where the model keeps it in fp32."""
+        """Returns a function from a tensor's name to its target dtype. None: its own dtype, also if
+        the model keeps it in fp32."""
         keeps = keeps_fp32(self.model, self.dtype) if self.model is not None else lambda name: False
         return lambda name: None if keeps(name) else self.dtype
 
@@ -123,7 +124,8 @@ class _Target:
         }
 
     def _as_saved(self, sources: dict[str, Source]) -> dict[str, Source]:
-        """Changes the tensors, and gives them the names that the model's own ``save_pretrained`` would; they may have these already."""
+        """Applies the change to the tensors, and gives them the names of the model's own
+        ``save_pretrained``, unless they have them already."""
         own = dict(self.model.state_dict(keep_vars=True)) if self.model is not None else {}
         if self.model is not None and self.change is not None and not _has_all(self.model, own, sources):
             incoming = Incoming(self.model, sources, own).sources
@@ -141,7 +143,7 @@ class _Target:
         return hub_sources(self.model, named) | {name: source for name, source in sources.items() if name not in own}
 
     def _main_dtype(self, sources: dict[str, Source]) -> torch.dtype | None:
-        """The dtype of the first of the model's parameters: that which its configuration names."""
+        """Returns the dtype of the model's first parameter, which its configuration names."""
         first = (
             [name for name, param in self.model.named_parameters() if param.is_floating_point()] if self.model is not None else []
         )
@@ -160,7 +162,8 @@ class _Target:
 
 
 def _has_all(model: nn.Module, own: dict[str, torch.Tensor], sources: Mapping[str, Source]) -> bool:
-    """Whether ``sources`` have every tensor of the state dict ``own``, under one of the names that the modules have."""
+    """Returns whether ``sources`` have every tensor of the state dict ``own``, under one of the
+    modules' names."""
     there = {id(own[name]) for name in own if name in sources}
     return all(id(tensor) in there or may_lack(model, name) for name, tensor in own.items())
 
@@ -178,8 +181,8 @@ def _export(manifest: dict[str, Any], data: Path, target: _Target) -> dict[str, 
 
 
 def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Reads the weights and buffers of what save_checkpoint wrote into memory: in fp32 those that have masters, each tied one under its first
-    name. Raises as :func:`export` does."""
+    """Reads the weights and buffers of a save_checkpoint folder into memory: in fp32 if they have
+    masters, each tied one under its first name. Raises as :func:`export` does."""
     with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
         check_files(data, manifest["files"])
         other = read_tensors(data / OF_READERS)
@@ -207,7 +210,7 @@ def _sources(saved: SavedTensors, manifest: dict[str, Any], other: dict[str, tor
 
 
 def _check_place(name: str, entry: dict[str, Any]) -> None:
-    """Raises ValueError for a shape and strides that are not of as many elements as there are."""
+    """Raises ValueError for a shape and strides that do not fit the number of elements."""
     shape, stride = entry["shape"], entry["stride"]
     if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, *stride)):
         raise ValueError(f"{name} has shape {shape} and strides {stride}")

@@ -1,8 +1,9 @@
-"""read_files: reads files past the page cache to where their bytes belong, once, and holds them against their checksums.
+"""read_files: reads files past the page cache straight to their destinations, once, and verifies
+their checksums.
 
-destination   where consecutive bytes of a file belong, in memory
-piece         consecutive bytes of a file that one transfer moves: straight to their destination where blocks of the file are blocks
-              there, else to a slot, from which they are copied
+destination   the memory for consecutive bytes of a file
+piece         consecutive bytes of a file in one transfer: straight to their destination if file
+              blocks and memory blocks are aligned, else to a slot, from which they are copied
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from ..machine import processors
 from ..machine.sizes import round_up
 from .file_writer import SLOT_NBYTES, make_slots
 
-PIECES_AT_ONCE = 24  # on their way
+PIECES_AT_ONCE = 24  # in flight
 FILES_AT_ONCE = 64  # open
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the bytes of a file from ``begin`` on belong: flat uint8 ``memory``, which takes as many as it has."""
+    """The memory for the bytes of a file from ``begin`` on: flat uint8 ``memory``, filled
+    completely."""
 
     begin: int
     memory: torch.Tensor
 
     @property
     def end(self) -> int:
-        """Behind the last byte, in the file."""
+        """Offset after the last byte, in the file."""
         return self.begin + self.memory.numel()
 
 
 @dataclass(frozen=True)
 class WholeFile:
-    """A file that is read from its beginning to its end. Its destinations are in order, and no two have a byte in common."""
+    """A file that is read completely. Its destinations are in order and do not overlap."""
 
     path: Path
     nbytes: int
@@ -49,7 +51,7 @@ class WholeFile:
 
     @property
     def blocks_nbytes(self) -> int:
-        """Bytes of its whole blocks, which a disk moves past the page cache."""
+        """Bytes of its whole blocks, which direct I/O reads."""
         return self.nbytes // native.BLOCK_NBYTES * native.BLOCK_NBYTES
 
 
@@ -67,13 +69,15 @@ class _Open:
         return self.engine.read(self.extent, begin, address, end - begin, lease=lease)
 
     def announce(self, end: int, before: Callable[[Destination], object]) -> None:
-        """Calls ``before`` with the destinations of what comes before byte ``end``; with the last block of all."""
+        """Calls ``before`` with the destinations that begin before byte ``end``; with the last
+        block, with all remaining ones."""
         while self.untouched and (self.untouched[0].begin < end or end == self.file.blocks_nbytes):
             before(self.untouched.popleft())
 
     def arrived(self, nbytes: int) -> int:
-        """Notes bytes of blocks that are where they belong, and reads what is behind the last of them: how many bytes that makes. Raises
-        CorruptionError with the last of a file that is not as it was written."""
+        """Counts bytes of blocks that have arrived. After the last block also reads the rest of the
+        file. Returns the number of bytes. Raises CorruptionError after the last block if the file's
+        checksum differs."""
         self.missing -= nbytes
         if self.missing:
             return nbytes
@@ -89,7 +93,8 @@ class _Open:
 
 
 def _read_rest(path: Path, begin: int, end: int) -> torch.Tensor:
-    """Reads what is behind the last whole block of a file; what is not there any more counts as zeros, and shows in the checksum."""
+    """Reads the bytes after the last whole block of a file. Missing bytes count as zeros, which the
+    checksum detects."""
     try:
         with open(path, "rb", buffering=0) as file:
             found = os.pread(file.fileno(), end - begin, begin)
@@ -110,17 +115,17 @@ def read_files(
     before: Callable[[Destination], object],
     after: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
-    """Reads ``files`` to their destinations, several at a time.
+    """Reads ``files`` to their destinations, several at a time. Blocks until all are read.
 
     running
-        Gets the engines that may still read when this raises: see :func:`stop`.
+        Receives the engines that may still read when this raises: see :func:`stop`.
     before
-        Called with each destination before it is written to.
+        Called with each destination before the first write to it.
     after
         Called with the bytes of each piece that has arrived.
 
-    Raises CorruptionError for a file that is not as it was written, StorageError where it cannot be read; what the destinations hold is then
-    anything.
+    Raises CorruptionError for a file that is not as it was written, StorageError if it cannot be
+    read. The destinations then hold arbitrary bytes.
     """
     slots = make_slots(sum(file.nbytes for file in files))
     for first in range(0, len(files), FILES_AT_ONCE):
@@ -130,8 +135,8 @@ def read_files(
 
 
 def stop(running: list[native.IoEngine]) -> str:
-    """Returns when the engines read nothing any more; or, where a disk has not answered and may still write to any destination, its path.
-    Cut short, it is to be called again."""
+    """Waits until the engines read no more. If a disk has not answered and may still write to a
+    destination, returns its path, else "". If interrupted, call it again."""
     for engine in running:
         engine.shut_down()
     hung = next((engine.hung for engine in running if engine.hung), "")
@@ -157,7 +162,7 @@ def _read_group(
             lease.release()
         after(opened.arrived(end - begin))
 
-    # All of them first: opening one tries a read, which would come behind all that is under way.
+    # Open all of them first: opening one tries a read, which would queue behind those in flight.
     for opened in [_Open(file, engine) for file in group]:
         if not opened.missing:
             opened.announce(0, before)
@@ -176,7 +181,8 @@ def _read_group(
 
 
 def _pieces(file: WholeFile) -> Iterator[tuple[int, int, int | None]]:
-    """The pieces of a file's blocks in order: first byte, behind the last, and the address they belong at; None where they go to a slot."""
+    """Yields the pieces of a file's blocks in order: first byte, end, and destination address; None
+    if they go to a slot."""
     at, whole = 0, file.blocks_nbytes
     for destination in file.destinations:
         shift = destination.memory.data_ptr() - destination.begin
@@ -195,7 +201,7 @@ def _cut(begin: int, end: int, shift: int | None) -> Iterator[tuple[int, int, in
 
 
 def _hand_out(piece: torch.Tensor, begin: int, file: WholeFile) -> None:
-    """Copies bytes of a file, from ``begin`` on, to where they belong."""
+    """Copies bytes of a file, from ``begin`` on, to their destinations."""
     for destination in file.destinations:
         low, high = max(begin, destination.begin), min(begin + piece.numel(), destination.end)
         if low < high:

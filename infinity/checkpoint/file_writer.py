@@ -1,6 +1,8 @@
-"""FileWriter: writes safetensors files past the page cache while their bytes are still being made, and knows their checksums.
+"""FileWriter: writes safetensors files past the page cache while their bytes are produced, and
+computes their checksums.
 
-slot   a piece of staging memory: filled, then the disk's until it has written it. Files of one save take turns at the same slots
+slot   a piece of staging memory: filled, then in use by the disk until it is written. Files of one
+       save share the slots
 """
 
 from __future__ import annotations
@@ -20,32 +22,35 @@ from .weight_files import FILE_DTYPES
 
 SLOT_NBYTES = 4 * 1024 * 1024
 SLOTS = 16
-ALIGNMENT = 8  # bytes, of the first tensor in a file
+ALIGNMENT = 8  # bytes; of the first tensor in a file
 NAMES = {dtype: name for name, dtype in FILE_DTYPES.items() if dtype is not None}
 
 
 def make_slots(nbytes: int) -> native.PinnedPool:
-    """Makes the staging memory of a save that writes files of ``nbytes`` or less: at most ``SLOTS`` slots, at least two."""
+    """Makes the staging memory of a save that writes files of ``nbytes`` or less: at most ``SLOTS``
+    slots, at least two."""
     count = min(SLOTS, max(2, -(-nbytes // SLOT_NBYTES) + 1))
     return native.PinnedPool(native.Region(count * SLOT_NBYTES, huge_pages=True, touch_threads=0))
 
 
 class FileWriter:
-    """One file on its way to the disk. Used as a context: left without :meth:`finish`, the file is there and of no use."""
+    """One file being written. Use it as a context: without :meth:`finish`, an unusable file is
+    left."""
 
     def __init__(self, path: Path, nbytes: int, slots: native.PinnedPool):
-        """Makes the file and reserves its space. Raises OSError where that is refused."""
+        """Creates the file and reserves its space. Raises OSError if that fails."""
         self._path, self._nbytes, self._slots = path, nbytes, slots
-        size = round_up(nbytes, native.BLOCK_NBYTES)  # what direct I/O writes; cut at the end
+        # Direct I/O writes whole blocks; truncated at the end.
+        size = round_up(nbytes, native.BLOCK_NBYTES)
         with open(path, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
         self._engine = native.make_io_engine(work_threads=processors.for_checksums())
         self._extent = native.Extent.in_file(self._engine.open_file(str(path)), 0, size)
         self._tickets: deque[native.Ticket] = deque()
         self._lease: native.Lease | None = None
-        self._begin = self._end = 0  # of the bytes in the slot that is being filled
-        self._lent: list[torch.Tensor] = []  # bytes that the disk reads where they are
-        self._rest = torch.empty(0, dtype=torch.uint8)  # behind the last whole block of a checksum
+        self._begin = self._end = 0  # file offsets of the bytes in the current slot
+        self._lent: list[torch.Tensor] = []  # memory that the disk writes from without a copy
+        self._rest = torch.empty(0, dtype=torch.uint8)  # bytes after the last whole checksum block
 
     def __enter__(self) -> FileWriter:
         return self
@@ -55,8 +60,9 @@ class FileWriter:
         self._engine.shut_down()
 
     def write(self, raw: torch.Tensor, *, stays: bool = False) -> None:
-        """Writes flat uint8 ``raw`` behind what came before; it may change afterwards but where it ``stays`` until :meth:`finish`,
-        which saves a copy of most of it where blocks of the file are blocks in memory. Waits for a slot only. Raises StorageError."""
+        """Appends flat uint8 ``raw``, which may change afterwards. With ``stays`` it must not
+        change until :meth:`finish`; that avoids most of the copy if file blocks and memory blocks
+        are aligned. Waits for a slot only. Raises StorageError."""
         if stays and (raw.data_ptr() - self._end) % native.BLOCK_NBYTES == 0:
             begin = -self._end % native.CHECKSUM_NBYTES
             end = begin + (raw.numel() - begin) // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
@@ -78,7 +84,8 @@ class FileWriter:
                 self._submit()
 
     def _lend(self, raw: torch.Tensor) -> None:
-        """Has the disk read ``raw``, whole blocks of a checksum, where it is. Behind whole blocks, too."""
+        """Submits ``raw``, whole checksum blocks, to the disk without a copy. The file's end is at
+        a whole block, too."""
         self.seal()
         self._lent.append(raw)
         for begin in range(0, raw.numel(), SLOT_NBYTES):
@@ -88,13 +95,14 @@ class FileWriter:
         self._rest = raw[:0]
 
     def seal(self) -> None:
-        """Sends the last bytes on their way: no slot is this file's any more, but the disk's. Raises StorageError."""
+        """Submits the last bytes: after this the file holds no slot of its own. Raises
+        StorageError."""
         if self._end > self._begin:
             self._submit()
 
     def finish(self) -> dict[str, int]:
-        """Returns when the disk has all of it, which a sync makes lasting: how many bytes they are, and their CRC-32C, which was joined
-        from those of the blocks as they went."""
+        """Blocks until the disk has all bytes; a sync makes them durable. Returns their number, and
+        their CRC-32C, combined from those of the blocks."""
         self.seal()
         while self._tickets:
             self._tickets[0].wait()
@@ -112,7 +120,8 @@ class FileWriter:
     def _free_slot(self) -> native.Lease:
         while (lease := self._slots.try_lease(SLOT_NBYTES)) is None:
             while self._tickets and self._tickets[0].done:
-                self._tickets.popleft().wait()  # raises what went wrong: the disk keeps that slot
+                # Raises the transfer's error: the disk keeps that slot.
+                self._tickets.popleft().wait()
             self._slots.wait_for_transfer()
         return lease
 
@@ -122,15 +131,15 @@ class FileWriter:
         slot[count:size] = 0
         self._rest = slot[count // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES : count].clone()
         self._tickets.append(self._engine.write(self._extent, self._begin, self._lease.address, size, lease=self._lease))
-        self._lease = None  # the disk's
+        self._lease = None  # the transfer owns it now
         self._begin = self._end
 
 
 def start_file(
     path: Path, tensors: Mapping[str, torch.Tensor], slots: native.PinnedPool, *, metadata: Mapping[str, str], stay: bool = False
 ) -> FileWriter:
-    """Starts a safetensors file of ``tensors`` with ``metadata`` in its header; all bytes are handed over when this returns. ``stay``: the
-    tensors do not change until the file is finished."""
+    """Starts a safetensors file of ``tensors`` with ``metadata`` in its header. All bytes are
+    submitted when this returns. ``stay``: the tensors do not change until the file is finished."""
     names = sorted(tensors, key=lambda name: _place_of(tensors[name], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
@@ -139,7 +148,7 @@ def start_file(
         at += tensor.nbytes
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, at]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    # A file of whole blocks, which need not be cut, wherever its tensors are then aligned as the library has them.
+    # Pad to a file of whole blocks, which needs no truncation, if its tensors stay aligned.
     text += b" " * (-(8 + len(text) + at) % native.BLOCK_NBYTES if at % ALIGNMENT == 0 else -len(text) % ALIGNMENT)
     writer = FileWriter(path, 8 + len(text) + at, slots)
     try:
@@ -147,7 +156,7 @@ def start_file(
         for name in names:
             if tensors[name].nbytes:
                 writer.write(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8), stays=stay)
-        writer.seal()  # before another file wants a slot
+        writer.seal()  # before another file needs a slot
     except BaseException:
         writer.__exit__()
         raise
@@ -155,6 +164,7 @@ def start_file(
 
 
 def _place_of(tensor: torch.Tensor, name: str) -> tuple[bool, int, str]:
-    """Sorts the tensors of a file. As the library has them: the widest first, so that each lies at a multiple of its elements. Those of
-    whole blocks are at the end, where the file's blocks are theirs."""
+    """Returns a tensor's sort key in a file. As in the safetensors library the widest elements come
+    first, so that each tensor is aligned to its elements. Tensors of whole blocks come last,
+    aligned to the file's blocks."""
     return tensor.nbytes % native.BLOCK_NBYTES == 0, -tensor.dtype.itemsize, name

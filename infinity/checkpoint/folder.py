@@ -1,12 +1,14 @@
-"""CheckpointFolder: who may write a checkpoint's folder, and what of it may be removed while others read.
+"""CheckpointFolder: locks a checkpoint's folder for writers, and keeps data that others read.
 
-    manifest.json          the checkpoint: names the data folder that is whole
-    infinity-<random>/     data; of one that no manifest names, and nobody reads, nothing is needed any more
-    .lock                  there while a process saves, which holds it (flock); a killed one leaves it, empty and free
+    manifest.json          the checkpoint: names the complete data folder
+    infinity-<random>/     data; removable if no manifest names it and no process reads it
+    .lock                  exists while a process saves and holds its lock (flock); a killed
+                           process leaves it, empty and unlocked
 
-A reader holds a shared lock on a file of the data that it reads. A writer that has replaced the manifest removes old data only where
-it gets that lock for itself; what is being read is left to the next save. All of it works across hosts where the file system's
-flock does (NFS from 4, Lustre with -o flock).
+A reader holds a shared lock on a file of the data that it reads. A writer that has replaced the
+manifest removes old data only if it gets that lock exclusively; data that is being read is left to
+the next save. This works across hosts if the file system's flock does (NFS from 4, Lustre with -o
+flock).
 """
 
 from __future__ import annotations
@@ -25,20 +27,22 @@ from .removal import remove_folder
 
 DATA_NAME = re.compile(r"infinity-[0-9a-f]{12}")
 LOCK = ".lock"
-OF_READERS = "other.safetensors"  # the file of a data folder that readers lock: every save writes one
-TRIES = 100  # to read while others save
+# The file of a data folder that readers lock; every save writes one.
+OF_READERS = "other.safetensors"
+TRIES = 100  # attempts to read while others save
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # what file systems without locks say
+# Errors of file systems without locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
 
 class Busy(Exception):
-    """Somebody else has the lock."""
+    """Another process has the lock."""
 
 
 @contextmanager
 def writing(root: Path) -> Iterator[None]:
-    """Lets the block write the folder ``root``, which is made where there is none. Raises UsageError while another process does,
-    OSError where it cannot be written."""
+    """Locks the folder ``root`` for writing inside the block, and creates it if needed. Raises
+    UsageError while another process writes it, OSError if it cannot be written."""
     root.mkdir(parents=True, exist_ok=True)
     path = root / LOCK
     try:
@@ -53,13 +57,15 @@ def writing(root: Path) -> Iterator[None]:
     finally:
         try:
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds it without a name
+                # While it is held: a process that has opened it finds no link to it.
+                path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
 
 
 def _made_and_locked(path: Path) -> int:
-    """A descriptor of the lock file ``path``, locked. Raises Busy, or OSError where it cannot be made."""
+    """Returns a descriptor of the locked lock file ``path``. Raises Busy, or OSError if it cannot
+    be created."""
     for _ in range(TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
@@ -78,12 +84,14 @@ def _made_and_locked(path: Path) -> int:
 
 @contextmanager
 def reading(root: Path, read_name: Callable[[], str]) -> Iterator[Path]:
-    """Yields the data folder that ``read_name`` reads off the manifest: nothing of it is removed inside the block. A save that
-    replaces it meanwhile is waited for, and its data read instead. Raises what ``read_name`` raises."""
+    """Yields the data folder that ``read_name`` reads from the manifest, and keeps it inside the
+    block. If a save replaces it before it is locked, tries again with the new data. Raises the
+    errors of ``read_name``."""
     for _ in range(TRIES):
         name = read_name()
         held = hold(root / name)
-        if held is not None or read_name() == name:  # where there is nothing to lock, reading says what is missing
+        # If there is nothing to lock, reading reports what is missing.
+        if held is not None or read_name() == name:
             break
     try:
         yield root / name
@@ -93,7 +101,8 @@ def reading(root: Path, read_name: Callable[[], str]) -> Iterator[Path]:
 
 
 def hold(data: Path) -> int | None:
-    """Opens a descriptor that keeps ``data`` from being removed until it is closed; None where it is gone, or going."""
+    """Opens a descriptor that keeps ``data`` from being removed until it is closed; None if it is
+    gone, or being removed."""
     try:
         descriptor = os.open(data / OF_READERS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -111,20 +120,20 @@ def hold(data: Path) -> int | None:
 
 
 def remove_data(root: Path, *, keep: str = "") -> None:
-    """Removes data folders but ``keep``, and but those that are being read. Only inside :func:`writing`. What cannot be removed
-    stays."""
+    """Removes data folders except ``keep``, and except those that are being read. Only inside
+    :func:`writing`. Files that cannot be removed stay."""
     for old in root.iterdir():
         if DATA_NAME.fullmatch(old.name) and old.name != keep and not old.is_symlink():
             remove_unread(old)
 
 
 def remove_unread(data: Path) -> None:
-    """Removes a data folder but where it is being read. Only inside :func:`writing`."""
+    """Removes a data folder unless it is being read. Only inside :func:`writing`."""
     try:
         descriptor = os.open(data / OF_READERS, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in GONE:
-            remove_folder(data)  # a save that was cut short: no manifest ever named it
+            remove_folder(data)  # of an interrupted save: no manifest ever named it
         return
     try:
         _lock(descriptor, fcntl.LOCK_EX)
@@ -136,7 +145,8 @@ def remove_unread(data: Path) -> None:
 
 
 def _lock(descriptor: int, kind: int) -> None:
-    """Takes the lock, or raises Busy. Where the file system has none, does without."""
+    """Takes the lock without waiting, or raises Busy. Does without if the file system has no
+    locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

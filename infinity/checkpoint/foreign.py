@@ -1,4 +1,4 @@
-"""Foreign: finds out which library wrote a checkpoint, and gives the weights in it."""
+"""Foreign: detects which library wrote a checkpoint, and reads its weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .zero_files import zero_folder, zero_sources
 
 
 def is_foreign(path: Path) -> bool:
-    """Tells whether ``path`` is a checkpoint that another library wrote."""
+    """Returns whether ``path`` is a checkpoint of another library."""
     return zero_folder(path) is not None or is_dcp(path) or is_pickled(path)
 
 
 @contextlib.contextmanager
 def foreign_sources(path: Path) -> Iterator[dict[str, Source]]:
-    """Yields name -> source of the weights in a checkpoint of DeepSpeed, torch.distributed.checkpoint, or ``torch.save``."""
+    """Yields name -> source of the weights in a checkpoint of DeepSpeed,
+    torch.distributed.checkpoint, or ``torch.save``."""
     if (folder := zero_folder(path)) is not None:
         opened = zero_sources(folder)
     else:

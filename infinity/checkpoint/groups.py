@@ -1,4 +1,5 @@
-"""Group: tensors that are converted together. Their values are in memory from when the first that is made is read until the last was."""
+"""Group: tensors that are converted together. Their values are in memory from the first read of a
+result until the last."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from .source import Source
 
 
 class Group:
-    """``given`` tensors, and what ``convert`` makes of them: ``made``, in its order."""
+    """The ``given`` tensors, and the results of ``convert``: ``made``, in its order."""
 
     def __init__(
         self,
@@ -23,19 +24,20 @@ class Group:
         self._ready: dict[str, torch.Tensor] = {}
 
     def take_in(self, other: Group) -> None:
-        """Takes the tensors of another group: they turned out to be converted together."""
+        """Merges another group into this one: their tensors are converted together."""
         self.given |= other.given
         self.made += other.made
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns the tensor ``name``, and forgets it: who reads one twice has all converted twice."""
+        """Returns the result ``name``, and drops it: a second read of it converts the whole group
+        again."""
         if name not in self._ready:
             made = self._convert({origin: source.read() for origin, source in self.given.items()})
-            # Some renamings depend on tensors outside of the group: then the order tells which is which.
+            # Some renamings depend on tensors outside of the group: then go by the order.
             self._ready = made if made.keys() == set(self.made) else dict(zip(self.made, made.values(), strict=True))
         return self._ready.pop(name)
 
 
 def empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Makes a tensor without bytes, to learn from it what a conversion would make."""
+    """Makes a tensor without bytes, to learn the results of a conversion."""
     return torch.empty(shape, dtype=dtype, device="meta")

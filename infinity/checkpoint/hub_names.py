@@ -1,9 +1,11 @@
-"""Hub names: what a transformers model's own save_pretrained calls its tensors, which is not always what its modules call them.
+"""Hub names: the names that a transformers model's own save_pretrained gives its tensors, which can
+differ from its modules' names.
 
-transformers 5 renames, splits and fuses tensors when it loads a folder, and undoes that when it saves one. Both ways are its own
-functions here. They are given tensors without bytes first, to learn what they would make of what.
+transformers 5 renames, splits and fuses tensors when it loads a folder, and undoes that when it
+saves one. Both directions use its own functions here. They first get tensors without bytes, to
+learn the results.
 
-group    tensors that are converted together, and those that are made of them
+group    tensors that are converted together, and their results
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ from ..errors import ConfigError
 from .groups import Group, empty
 from .source import Source, Storage
 
-SHARD_SIZE = "50GB"  # as transformers 5 has it, for models of other libraries
+SHARD_SIZE = "50GB"  # the default of transformers 5, for models of other libraries
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Tells whether ``model`` is a PreTrainedModel, whose own ``save_pretrained`` says what a folder has to hold."""
+    """Returns whether ``model`` is a PreTrainedModel, whose own ``save_pretrained`` defines the
+    content of a folder."""
     return any(kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
 def shard_size_of(model: nn.Module) -> int | str:
-    """Returns the most bytes of one file that the model's own ``save_pretrained`` writes by itself."""
+    """Returns the default maximum file size of the model's own ``save_pretrained``."""
     for kind in type(model).__mro__ if is_transformers(model) else ():
         if "save_pretrained" in kind.__dict__:
             given = inspect.signature(kind.__dict__["save_pretrained"]).parameters.get("max_shard_size")
@@ -40,7 +43,7 @@ def shard_size_of(model: nn.Module) -> int | str:
 
 
 def _function(module: str, name: str) -> Callable | None:
-    """A function of transformers; None where its version has none of this name."""
+    """Returns a function of transformers; None if its version has none of this name."""
     return getattr(importlib.import_module(f"transformers.{module}"), name, None)
 
 
@@ -48,9 +51,10 @@ def _function(module: str, name: str) -> Callable | None:
 
 
 def names_to_write(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Lists under which names the tensors of the model's state dict are written: each once, where the model will tie it again.
+    """Lists the names under which the tensors of the model's state dict are written: each once, if
+    the model will tie it again on loading.
 
-    Ties that a transformers model does not know of it would not make again: such tensors are written under each name.
+    Tensors with ties that a transformers model does not know are written under each name.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names = [name for name in tensors if name not in ignored]
@@ -59,12 +63,12 @@ def names_to_write(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> lis
         return _one_of_each(names, tensors, getattr(model, "_tied_weights_keys", None) or ())
     try:
         return list(without_ties({name: empty(tensors[name].shape, tensors[name].dtype) for name in names}, model))
-    except RuntimeError:  # its own save_pretrained ends here, and the values would be lost
+    except RuntimeError:  # its own save_pretrained fails here, and the values would be lost
         return names
 
 
 def _one_of_each(names: Iterable[str], tensors: Mapping[str, torch.Tensor], tied: Iterable[str]) -> list[str]:
-    """Of the names of one tensor the first that is not among those that its model ties to another."""
+    """Returns one name of each tensor: the first that the model does not tie to another."""
 
     def is_tied(name: str) -> bool:
         return any(name == key or name.endswith("." + key) for key in tied)
@@ -72,13 +76,14 @@ def _one_of_each(names: Iterable[str], tensors: Mapping[str, torch.Tensor], tied
     return list({id(tensors[name]): name for name in sorted(names, key=lambda name: not is_tied(name))}.values())
 
 
-# --- what they become ---
+# --- their converted form ---
 
 
 def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, Source]:
-    """Returns what the model's own ``save_pretrained`` makes of ``sources``, named as in its state dict; of a model of another library, these.
+    """Returns the results of the model's own ``save_pretrained`` for ``sources``, named as in its
+    state dict; for a model of another library, ``sources``.
 
-    A group is in memory from when its first tensor is read until its last one was.
+    A group is in memory from the first read of its tensors until the last.
     """
     convert = _function("core_model_loading", "revert_weight_conversion") if is_transformers(model) else None
     if convert is None:
@@ -90,7 +95,7 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
         raise ConfigError(
             f"transformers cannot undo its conversions of {type(model).__name__} ({type(error).__name__}: {error}): nothing is written"
         ) from error
-    groups: dict[str, Group] = {}  # of each tensor that is given
+    groups: dict[str, Group] = {}  # given tensor -> its group
     storages: dict[int, Storage] = {}
     found: dict[str, Source] = {}
     for name, tensor in made.items():
@@ -111,7 +116,7 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
 
 
 def _joined(groups: list[Group], convert: Callable) -> Group:
-    """One group of several that have a tensor in common."""
+    """Merges groups that have a tensor in common into one."""
     first, *others = dict.fromkeys(groups) or [Group(convert)]
     for other in others:
         first.take_in(other)
@@ -119,7 +124,7 @@ def _joined(groups: list[Group], convert: Callable) -> Group:
 
 
 class _Traced(torch.Tensor):
-    """A tensor without bytes that knows the tensors it was made of."""
+    """A tensor without bytes that records the tensors from which it was made."""
 
     origins: frozenset[str]
 

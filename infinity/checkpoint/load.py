@@ -1,4 +1,4 @@
-"""load_checkpoint: reads a checkpoint, checks all of it, and only then changes model and optimizer."""
+"""load_checkpoint: verifies all of a checkpoint, and only then changes model and optimizer."""
 
 from __future__ import annotations
 
@@ -58,15 +58,14 @@ NOT_A_CHECKPOINT = (
     AttributeError,
     ArithmeticError,
     RecursionError,
-)  # what reading something else raises
+)  # errors from reading another file as a checkpoint
 
 
 def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Puts a checkpoint's values into a wrapped model, its optimizer and the random number generators; returns its
-    ``extra``.
+    """Loads a checkpoint into a wrapped model, its optimizer and the random number generators.
 
-    Everything is checked before anything is changed: raises CorruptionError for damaged files, UsageError naming the
-    parameters when the checkpoint is of another model.
+    Every rank calls this. Returns ``extra``. Verifies everything before any change: raises
+    CorruptionError for damaged files, UsageError naming the parameters when it is of another model.
     """
     engine = engine_of_pair(model, optimizer)
     with engine.uses.operation(Operation.LOAD_CHECKPOINT), engine.collectives.together("load_checkpoint"):
@@ -76,7 +75,7 @@ def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.
 
 @contextmanager
 def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[str, Any], Path]]:
-    """Yields the manifest of the checkpoint in ``root`` and its data, the same on all ranks. A save may replace it meanwhile."""
+    """Yields a checkpoint's manifest and data folder, equal on all ranks. Every rank calls this."""
     found: dict[str, Any] = {}
 
     def read_name() -> str:
@@ -89,27 +88,27 @@ def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[s
             yield found["manifest"], data
             collectives.rendezvous(f"having read {data.name}, with which this rank is done", wherever=True)
             return
-        with reading(root, lambda: first["data"]) as data:  # a save came between: the first rank holds the older one
+        with reading(root, lambda: first["data"]) as data:  # a save came between: the older one
             yield first, data
             collectives.rendezvous(f"having read {data.name}, with which this rank is done", wherever=True)
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """Holds what is read and checked before anything changes."""
+    """The values read and verified before any change."""
 
-    once: ReadOnce  # whose files are checked as they are read
-    other: dict[str, torch.Tensor]  # everything but the units' arrays
+    once: ReadOnce  # its files are verified as they are read
+    other: dict[str, torch.Tensor]  # everything except the units' arrays
     groups: list[dict] | None
-    own_state: dict[str, dict]  # what users have put into optimizer.state
+    own_state: dict[str, dict]  # users' entries in optimizer.state
     extra: Any
-    generators: tuple | None  # None: a rank that did not exist then goes on with the generators it has
+    generators: tuple | None  # None: this rank did not exist then, and keeps its generators
 
 
 def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     checked = _check(manifest, data, engine, model, optimizer)
     engine.collectives.rendezvous(f"loading {manifest['data']}, which every rank can", wherever=True)
-    # The load, not the checkpoint: values may have been changed since they were last loaded from the same one.
+    # Names the load, not the checkpoint: values may have changed since it was loaded before.
     origin = engine.collectives.collect(f"{manifest['data']}-{secrets.token_hex(4)}", "what this load is called")[0]
     once = checked.once
     if once.files and not once.take_room(engine.job):
@@ -117,7 +116,7 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
         once = ReadOnce()
     if once.files:
         once.load(engine.job, CUT_SHORT)
-    begin_repair(engine.job, CUT_SHORT)  # until all of it is there
+    begin_repair(engine.job, CUT_SHORT)  # until the load is complete
     engine.steps.resume(manifest["step_index"])
     _load_units(manifest, data, engine.job, once)
     _load_average(manifest, data, engine)
@@ -130,7 +129,8 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
     engine.steps.count_backwards(0)
     if checked.generators is not None:
         restore_random_state(checked.generators, checked.other, rank)
-    # Where an exception came before this rank had begun, all others say this and it does not: its old values must not mix with theirs.
+    # Ranks report the load they hold. A rank interrupted before its load reports another, and is
+    # refused: its old values must not mix with theirs.
     engine.collectives.note_origin(origin)
     engine.uses.go_on()
     return checked.extra
@@ -139,7 +139,7 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
 def _check(
     manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> _Checked:
-    """Raises CorruptionError or UsageError where the checkpoint is not whole, or is another model's. Nothing is changed."""
+    """Raises CorruptionError or UsageError for a broken or foreign checkpoint. Changes nothing."""
     try:
         rank = _rank_in(manifest, engine.job)
         _check_parameters(engine.job, manifest["parameters"])
@@ -159,13 +159,13 @@ def _check(
     except InfinityError:
         raise
     except NOT_A_CHECKPOINT as error:
-        # Its checksum is right, so it was written like this: by something else, or by another version.
+        # Its checksum is right, so another program or version wrote it like this.
         raise CorruptionError(f"{data.parent / MANIFEST} does not describe a checkpoint: {error!r}") from error
     return _Checked(once, other, groups, own_state, extra, generators)
 
 
 def _choose_files(manifest: dict[str, Any], data: Path, engine: Engine) -> ReadOnce:
-    """Chooses the files that are read once; none where they are not what a save writes, which their check tells then."""
+    """Chooses the files to read once; none if a file is malformed, which its check reports."""
     try:
         return choose_files(manifest, data, engine.job, list(_homes(engine.job, manifest)))
     except (InfinityError, *NOT_A_CHECKPOINT):
@@ -173,8 +173,8 @@ def _choose_files(manifest: dict[str, Any], data: Path, engine: Engine) -> ReadO
 
 
 def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Collectives) -> None:
-    """Raises CorruptionError where a file is damaged, PeerError where another rank found one. Ranks that read the same files of one
-    machine's memory check a part of them each."""
+    """Raises CorruptionError for a damaged file, PeerError if another rank found one. Ranks of one
+    machine that read the same files verify a part of them each. Every rank calls this."""
     if collectives.ranks.alone:
         check_files(data, files)
         return
@@ -186,7 +186,7 @@ def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Coll
 
 
 def _rest(model: nn.Module, rank: int) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    """Tensors of the model that the engine does not move, under the prefixes of their names in a checkpoint."""
+    """Returns the tensors that the engine does not move, by the prefixes of their saved names."""
     buffers = buffers_of(model)
     return [("buffer/", buffers), (f"buffer-of-rank/{rank}/", buffers), ("unmanaged/", unmanaged_parameters(model))]
 
@@ -200,7 +200,7 @@ def _load_rest(model: nn.Module, other: dict[str, torch.Tensor], rank: int) -> N
 
 
 def _rank_in(manifest: dict[str, Any], job: Job, *, of_stage: bool = False) -> int:
-    """Finds whose generators of a checkpoint are this rank's, by data rank, tensor part and stage. ``of_stage``: whose buffers."""
+    """Returns the rank whose saved generators (``of_stage``: buffers) this rank takes."""
     ranks, count = job.ranks, len(manifest["random"])
     saved = manifest.get("data_ranks", count)
     if type(saved) is not int or saved < 1:
@@ -213,7 +213,7 @@ def _rank_in(manifest: dict[str, Any], job: Job, *, of_stage: bool = False) -> i
 
 
 def _load_units(manifest: dict[str, Any], data: Path, job: Job, once: ReadOnce) -> None:
-    """Reads of every array what this rank has at home and has not read ``once``. 8-bit moments of another part than any rank has are encoded anew."""
+    """Loads this rank's shards not in ``once``. Requantises 8-bit moments with other bounds."""
     handles = [handle for unit in job.units for handle in unit.handles]
     for handle in handles:
         handle.changed(by_load=True)
@@ -243,7 +243,7 @@ def _load_units(manifest: dict[str, Any], data: Path, job: Job, once: ReadOnce) 
 
 
 def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
-    """Reads the averages into the one that the model has. One that the checkpoint does not have begins anew."""
+    """Reads the averages into the model's average; without any, that restarts."""
     average, count = engine.average, manifest.get("average", 0)
     if average is None:
         if count:
@@ -261,7 +261,7 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
 
 
 def _homes(job: Job, manifest: dict[str, Any]) -> Iterator[tuple[ParamHandle, str]]:
-    """What a checkpoint is to be loaded to, with the names of the arrays."""
+    """Yields the homes that a checkpoint is loaded to: parameter and array name."""
     for unit in job.units:
         for handle in unit.handles:
             for name in _saved_arrays(handle, manifest["parameters"][handle.name]):
@@ -269,12 +269,12 @@ def _homes(job: Job, manifest: dict[str, Any]) -> Iterator[tuple[ParamHandle, st
 
 
 def _has_state(saved: dict[str, Any]) -> bool:
-    """Tells whether a checkpoint has moments of a parameter, which it describes as ``saved``."""
+    """Returns whether a checkpoint has moments of the parameter that ``saved`` describes."""
     return bool(saved["step"]) or saved.get("keeps_moments") is True
 
 
 def _saved_arrays(handle: ParamHandle, described: dict[str, Any]) -> list[str]:
-    """Names the arrays that a checkpoint has of a parameter."""
+    """Returns the names of a parameter's arrays that a checkpoint has."""
     saved = ("weight",) if handle.grad is None else SAVED if _has_state(described) else ("weight", "master")
     return [name for name in handle.shard.arrays if name in saved]
 
@@ -307,8 +307,8 @@ def _load_decoded(saved: SavedTensors, store: ArrayIO, job: Job, handle: ParamHa
 def _read_run(
     saved: SavedTensors, handle: ParamHandle, name: str, begin: int, end: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, bool]:
-    """Reads elements ``begin`` to ``end`` of this rank's part of a parameter, in the order in which they lie; they are not to be written to. Tells
-    whether they are where the system keeps the file: these take no memory of ours, and stay."""
+    """Reads elements ``begin`` to ``end`` of this rank's part, in memory order; read-only. Also
+    returns whether they are in the mapped file: those stay, and take no memory of the engine."""
     part = part_of_rank(handle)
     boxes = list(boxes_of_run(part.box.shape, part.order, begin, end))
     if len(boxes) == 1 and part.order == tuple(range(len(part.order))):
@@ -323,7 +323,7 @@ def _read_run(
 
 
 def _restore_step(store: ArrayIO, job: Job, handle: ParamHandle, saved: dict[str, Any]) -> None:
-    """A parameter that had no state when saved starts with zero moments again."""
+    """Restores the step count. A parameter saved without state gets zero moments."""
     if handle.has_state and not _has_state(saved):
         for name in MOMENTS:
             if name in handle.shard.arrays:
@@ -347,7 +347,7 @@ def _check_parameters(job: Job, saved: dict[str, Any]) -> None:
             f"({', '.join(only_saved[:3])}), {len(only_ours)} of this one's are not in it ({', '.join(only_ours[:3])})"
         )
     for name, mine in ours.items():
-        # A model wrapped without an optimizer takes the weights and leaves the rest.
+        # A model wrapped without an optimizer takes only the weights.
         keys = ("shape", "dtype", "master", "moments") if mine["master"] else ("shape", "dtype")
         for key in keys:
             if saved[name][key] != mine[key]:
@@ -355,7 +355,7 @@ def _check_parameters(job: Job, saved: dict[str, Any]) -> None:
 
 
 def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> None:
-    """Raises where the unit files together do not hold every array that the manifest's steps ask for."""
+    """Raises an error unless the files hold every array that the manifest's steps need."""
     if type(manifest["step_index"]) is not int or not 0 <= manifest["step_index"] < MOST_STEPS:
         raise TypeError(f"step_index is {manifest['step_index']!r}")
     saved = SavedTensors(data, manifest)

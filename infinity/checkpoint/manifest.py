@@ -1,4 +1,5 @@
-"""Manifest: names a checkpoint's data folder and the checksum of every file, under a seal of its own.
+"""Manifest: names a checkpoint's data folder and the checksum of every file, with a checksum of its
+own.
 
 Only files that the manifest names are read. It is written last, and replaced in one rename.
 """
@@ -26,13 +27,14 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"(unit|average)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors")
 MOST_STEPS = 1 << 53
-STRETCH_NBYTES = 32 * 1024 * 1024  # of a file, which one thread reads in its order: the system reads ahead of such a reader
+# One thread reads this much in sequence, so that the system reads ahead.
+STRETCH_NBYTES = 32 * 1024 * 1024
 READ_NBYTES = 1024 * 1024
-READS_AT_ONCE = 4  # at least: some read while others sum
+READS_AT_ONCE = 4  # at least: some threads read while others compute sums
 
 
 def seal_manifest(content: dict[str, Any]) -> bytes:
-    """Encodes the manifest: the content, and the checksum of it."""
+    """Encodes the manifest: the content, and its checksum."""
     return json.dumps(content | {"crc32c": _content_checksum(content)}, allow_nan=False).encode()
 
 
@@ -94,8 +96,8 @@ def read_manifest(root: Path) -> dict[str, Any]:
 
 
 def check_same_model(root: Path, parameters: dict[str, dict[str, Any]]) -> None:
-    """Raises ConfigError where ``root`` has a manifest that is not of a checkpoint of a model with
-    ``parameters``. One of these that was damaged may be replaced."""
+    """Raises ConfigError if ``root`` has a manifest that is not of a checkpoint of a model with
+    ``parameters``. A damaged checkpoint of this model may be replaced."""
     path = root / MANIFEST
     if not os.path.lexists(path):
         return
@@ -113,16 +115,18 @@ def check_same_model(root: Path, parameters: dict[str, dict[str, Any]]) -> None:
 
 
 def check_sizes(data: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Raises CorruptionError for the first file of a checkpoint that is not there, or has not as many bytes as were written."""
+    """Raises CorruptionError for the first file of a checkpoint that is missing, or has another
+    size than was written."""
     for name, entry in files.items():
         _check_size(data / name, entry)
 
 
 def check_files(data: Path, files: dict[str, dict[str, Any]], *, turn: tuple[int, int] = (0, 1)) -> None:
-    """Reads files of a checkpoint, by several threads. Raises CorruptionError for the first that is not as it was written.
+    """Verifies files of a checkpoint, with several threads; blocks on the disk. Raises
+    CorruptionError for the first that is not as it was written.
 
     turn
-        Which of how many readers this is, that divide the files among them. Each looks whether all are there.
+        (index, count) of the readers that divide the files. Each checks that all exist.
     """
     check_sizes(data, files)
     largest_first = sorted(files.items(), key=lambda item: -item[1]["nbytes"])
@@ -164,7 +168,8 @@ def _check_size(path: Path, entry: dict[str, Any]) -> None:
 
 
 def _sum_of_stretch(path: Path, begin: int, end: int) -> int:
-    """The CRC-32C of bytes ``begin`` to ``end`` of a file. What is behind its end counts as nothing, and shows."""
+    """Returns the CRC-32C of bytes ``begin`` to ``end`` of a file. Missing bytes at its end are
+    left out, which changes the sum."""
     slot = torch.empty(max(1, min(READ_NBYTES, end - begin)), dtype=torch.uint8, device="cpu")
     memory, found, at = memoryview(slot.numpy()), 0, begin
     with open(path, "rb", buffering=0) as file:

@@ -1,4 +1,5 @@
-"""Module names: the tensors of a folder that transformers saved, under the names and in the shapes that a model's modules have."""
+"""Module names: maps the tensors of a folder that transformers saved to the names and shapes of a
+model's modules."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from .source import Source
 
 
 class Incoming:
-    """The tensors of a folder as those of a model's state dict: renamed, fused or split as ``from_pretrained`` does.
+    """The tensors of a folder as those of a model's state dict: renamed, fused or split as
+    ``from_pretrained`` does.
 
     sources
-        Name in the state dict -> source. One that is only renamed is the very source that was given.
+        Name in the state dict -> source. A renamed tensor keeps its given source object.
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Source], names: Mapping[str, Any]):
-        """Finds what of ``given``, the folder's tensors, is of ``names``, the state dict. Nothing is read. Raises ConfigError where
-        tensors cannot be converted."""
+        """Matches ``given``, the folder's tensors, with ``names``, the state dict, without reading
+        values. Raises ConfigError if tensors cannot be converted."""
         self.sources: dict[str, Source] = {}
         self._conversions: list[Any] | None = None
         if is_transformers(model) and (library := _library()) is not None:
@@ -35,7 +37,8 @@ class Incoming:
             self.sources = {name: source for name, source in given.items() if name in names}
 
     def note(self, model: nn.Module) -> None:
-        """Has the model's own ``save_pretrained`` undo the conversions that were done here, as ``from_pretrained`` does."""
+        """Records the conversions on the model, as ``from_pretrained`` does, so that its own
+        ``save_pretrained`` undoes them."""
         if self._conversions is not None:
             model._weight_conversions = self._conversions
 
@@ -44,7 +47,8 @@ class Incoming:
         renamings = [entry for entry in mapping if isinstance(entry, library.WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, library.WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        steps: dict[str, list[tuple[str, str]]] = {}  # first name that is made -> patterns and names of what it is made of
+        # First result -> patterns and names of its inputs.
+        steps: dict[str, list[tuple[str, str]]] = {}
         for origin in sorted(given, key=library.dot_natural_key):
             prefix = model.base_model_prefix
             name, pattern = library.rename_source_key(origin, renamings, converters, prefix, names)
@@ -73,7 +77,8 @@ class Incoming:
 
 
 def _conversion(model: nn.Module, name: str, entries: list[tuple[str, str]], converter: Any) -> Callable:
-    """How tensors of a folder become ``name``, and what comes with it."""
+    """Returns the function that converts tensors of a folder to ``name``, and to the tensors made
+    with it."""
 
     def convert(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         one = copy.deepcopy(converter)
@@ -86,7 +91,7 @@ def _conversion(model: nn.Module, name: str, entries: list[tuple[str, str]], con
 
 
 def _library() -> Any:
-    """The conversions of transformers 5; None for an older one."""
+    """Returns the conversion module of transformers 5; None for an older version."""
     try:
         return importlib.import_module("transformers.core_model_loading")
     except ImportError:
@@ -94,7 +99,8 @@ def _library() -> Any:
 
 
 def may_lack(model: nn.Module, name: str) -> bool:
-    """Tells whether a transformers model sets ``name`` itself where a folder has no such tensor, and says nothing of it."""
+    """Returns whether a transformers model sets ``name`` itself if a folder lacks it, without a
+    warning."""
     ignored = [
         *(re.escape(key) + "$" for key in getattr(model, "_keys_to_ignore_on_save", None) or ()),
         *(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),

@@ -1,4 +1,5 @@
-"""Parts: opens the files of a checkpoint's data folder, and reads which elements of its tensors each has."""
+"""Parts: opens the files of a checkpoint's data folder, and reads which elements of its tensors
+each holds."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ from ..errors import CorruptionError, StorageError
 from ..untrusted import parse_json
 from .weight_files import keep_header
 
-PARTS_KEY = "DCP_SHARDING_INFO"  # in a file's header: tensor -> {"saved_offsets": its first element in every dimension}
+# In a file's header: tensor -> {"saved_offsets": its first element in every dimension}.
+PARTS_KEY = "DCP_SHARDING_INFO"
 
 
 @contextmanager
 def opened_file(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file. Raises CorruptionError where it is none, StorageError where it cannot be read."""
+    """Opens a safetensors file. Raises CorruptionError if it is not one, StorageError if it cannot
+    be read."""
     try:
         keep_header(path)
     except OSError as error:

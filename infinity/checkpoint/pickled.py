@@ -1,6 +1,7 @@
-"""Pickled weights: files of ``torch.save``, read as data: what they hold is tensors, numbers, text and containers, never code that runs.
+"""Pickled weights: reads files of ``torch.save`` as data: tensors, numbers, text and containers,
+never code that runs.
 
-stand-in   an inert class that is made where a file names one of a library's own, which is not needed
+stand-in   an inert class in place of a library's own class, whose data is not needed
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from .source import Source
 
 INDEX = "pytorch_model.bin.index.json"
 SINGLE = ("pytorch_model.bin", "pytorch_model_fsdp.bin", "model.pt", "model.pth")
-INSIDE = ("state_dict", "model_state_dict", "model", "module")  # keys under which jobs keep a model's state dict
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module")  # of torch.compile and FSDP, in names: nobody else has such
-WRAPPED = "module"  # of DDP and AveragedModel, which have nothing beside it
-BESIDE = "n_averaged"  # but that number
+# Keys under which jobs keep a model's state dict.
+INSIDE = ("state_dict", "model_state_dict", "model", "module")
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module")  # in names, of torch.compile and FSDP only
+WRAPPED = "module"  # of DDP and AveragedModel, where it has no siblings
+BESIDE = "n_averaged"  # except this one
 
 
 def load_pickled(path: Path, *, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:
-    """Loads a file of ``torch.save`` with ``weights_only=True``, its tensors mapped where the format allows. ``stand_ins``: (class, full
-    name) of what the file may name beside. Raises ConfigError where it names anything else, CorruptionError where it is none."""
+    """Loads a file of ``torch.save`` with ``weights_only=True``, its tensors memory-mapped if the
+    format allows. ``stand_ins``: (class, full name) of further allowed classes. Raises ConfigError
+    if it names another class, CorruptionError if it is no such file."""
     if not is_regular(path):
         raise ConfigError(f"{path} is not a regular file")
     try:
@@ -37,7 +40,8 @@ def load_pickled(path: Path, *, stand_ins: Sequence[tuple[type, str]] = ()) -> A
             except RuntimeError as error:
                 if "mmap" not in str(error):
                     raise
-                return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+                # The format before torch 1.6.
+                return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         why = printable(str(error)).strip().split("\n")[0][:300]
         raise ConfigError(
@@ -51,13 +55,15 @@ def load_pickled(path: Path, *, stand_ins: Sequence[tuple[type, str]] = ()) -> A
 
 
 def stand_in(name: str, base: type = object) -> tuple[type, str]:
-    """Makes an inert class for the full ``name``: it takes any arguments and any state, and does nothing with them."""
+    """Makes an inert class for the full ``name``: it accepts any arguments and state, and ignores
+    them."""
     accept = {"__init__": lambda self, *args, **kwargs: None, "__setstate__": lambda self, state: None} if base is object else {}
     return type(name.rpartition(".")[2], (base,), accept), name
 
 
 def is_pickled(path: Path) -> bool:
-    """Tells whether ``path`` is a file of ``torch.save``, or a folder with ``pytorch_model.bin``, whole or in parts."""
+    """Returns whether ``path`` is a file of ``torch.save``, or a folder with ``pytorch_model.bin``,
+    whole or in parts."""
     if path.is_dir():
         return (path / INDEX).exists() or any((path / name).exists() for name in SINGLE)
     return path.suffix in (".bin", ".pt", ".pth")
@@ -84,7 +90,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def state_dict_of(value: Any, path: Path) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a model in what a file holds: a state dict, or one under a customary key."""
+    """Returns the tensors of a model in a file's content: a state dict, or one under a customary
+    key."""
     if isinstance(value, Mapping):
         for key in INSIDE:
             if isinstance(value.get(key), Mapping):
@@ -96,8 +103,8 @@ def state_dict_of(value: Any, path: Path) -> dict[str, torch.Tensor]:
 
 
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
-    """Maps the names of a state dict to those without what DDP, FSDP and torch.compile put into them. A ``module`` that has others beside
-    it is the model's own. No two names become one."""
+    """Maps the names of a state dict to the names without prefixes of DDP, FSDP and torch.compile.
+    A ``module`` with siblings is the model's own. The results are distinct."""
     paths = {name: tuple(part for part in name.split(".") if part not in WRAPPERS) for name in names}
     inside: dict[tuple, set[str]] = {}
     for path in paths.values():
@@ -113,7 +120,8 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
 
 
 def sources_of_tensors(groups: Iterator[dict[str, torch.Tensor]]) -> dict[str, Source]:
-    """Makes sources of tensors, under the model's own names; of tied ones (the same elements under several names) the first is kept."""
+    """Makes sources of tensors, under the model's own names. Of tied tensors (the same elements
+    under several names) the first is kept."""
     sources: dict[str, Source] = {}
     names: list[str] = []
     written: set[tuple] = set()

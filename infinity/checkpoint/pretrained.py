@@ -1,4 +1,4 @@
-"""save_pretrained: a folder that ``transformers`` loads, written a few tensors at a time."""
+"""save_pretrained: writes a folder that ``transformers`` loads, a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from .hub_names import SHARD_SIZE, hub_sources, is_transformers, names_to_write,
 from .source import Source, Storage
 from .tensor_file import check_dtypes, write_file
 
-NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # of those that are written here
-PARTIAL = re.compile(r"model(-\d{5}-of-\d{5}|\.safetensors\.index)?\.partial")  # and before they have it
+NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # files written here
+# And their temporary names.
+PARTIAL = re.compile(r"model(-\d{5}-of-\d{5}|\.safetensors\.index)?\.partial")
 WEIGHT_NAMES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
 CARD = "README.md"
 
@@ -41,28 +42,27 @@ def save_pretrained(
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes the wrapped ``model`` as safetensors in the dtypes it was wrapped with, and its config where it has one. Of a PEFT model
-    its adapters are written, as PEFT does.
+    """Writes the wrapped ``model`` as safetensors in the dtypes of the wrap, and its config if it
+    has one. Of a PEFT model writes the adapters, as PEFT does.
 
-    A transformers model's folder is the one that its own ``save_pretrained`` writes: the same names and dtypes, the same files. What
-    transformers fuses or renames when it loads a model becomes what the hub has; tied parameters are written once. In memory at once
-    is one tensor, or those that are converted together.
+    A transformers model's folder equals that of its own ``save_pretrained``: names, dtypes, files.
+    Tensors that transformers fuses or renames when it loads a model are written as on the hub; tied
+    parameters once. One tensor is in memory at a time, or those that are converted together.
 
     max_shard_size
-        Bytes of one file at most, or text such as "5GB"; a larger tensor has a file to itself. None: as the model's own
-        ``save_pretrained``, which is 50 GB in transformers 5.
-
-    Files get their names when all are whole, and no index ever names files of two saves: the folder is
-    the old model, the new one, or, for a moment between, none. Of several ranks all call, and the first one writes; of a pipeline (whose
-    chunks are given as a list) the first one of each stage, into one folder.
-
+        Maximum bytes of one file, or text such as "5GB"; a larger tensor has a file to itself.
+        None: as the model's own ``save_pretrained``, which is 50 GB in transformers 5.
     overwrite
-        Replaces a model that is in ``folder``. One of the same names and shapes, which this process
-        has saved there, is replaced in any case.
+        Replaces a model that is in ``folder``. A model of the same names and shapes, which this
+        process has saved there, is replaced in any case.
 
-    Raises ConfigError for a quantised model, for a size that is none, and for what no file holds,
-    with the folder as it was; StorageError. If the folder holds another model, this one is written
-    to a new folder beside it, and a ConfigError names that folder. The other model stays.
+    Files get their names when all are complete: the folder is the old model, the new one, or, for a
+    moment between, none. Every rank calls this, and the first one writes; of a pipeline (its chunks
+    are given as a list) the first rank of each stage, into one folder.
+
+    Raises ConfigError for a quantised model, an invalid size, and a dtype that no file holds, with
+    the folder unchanged; StorageError. If the folder holds another model, writes to a new folder
+    beside it, and raises a ConfigError that names it.
     """
     engine = engine_of(model)
     engine.uses.check(Operation.SAVE_PRETRAINED)
@@ -80,16 +80,15 @@ def save_pretrained(
         _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, place, max_shard_size)
 
 
-# What this process has saved to which folder: the names and shapes of a model. The same may be
+# Folder -> names and shapes of the model that this process saved there. The same model may be
 # saved there again.
 _saved: dict[Identity, frozenset[tuple[str, torch.Size]]] = {}
 
 
 @contextmanager
 def own_place(model: nn.Module, job: Job, folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Yields the folder that the block writes a model to: ``folder``, or a new one beside it where
-    another model is there. Then ConfigError is raised behind the block: nothing is lost, neither
-    what was trained nor what was there."""
+    """Yields ``folder``, or a new one beside it if another model is there; then raises ConfigError
+    after the block, so that neither model is lost. Every rank calls this."""
     tensors = frozenset((name, param.shape) for name, param in whole_of(model).named_parameters(remove_duplicate=False))
     refusal, beside = "", ""
     if job.ranks.is_first and not overwrite and _saved.get(identity_of(folder)) != tensors:
@@ -98,7 +97,7 @@ def own_place(model: nn.Module, job: Job, folder: Path, overwrite: bool) -> Iter
         except ConfigError as error:
             refusal, beside = str(error), str(_new_beside(folder))
     told = job.collectives.collect((refusal, beside), "the folder to write to")
-    refusal, beside = max(told)  # of the only rank that looked
+    refusal, beside = max(told)  # of the first rank, which checked
     place = Path(beside) if beside else folder
     try:
         yield place
@@ -111,7 +110,7 @@ def own_place(model: nn.Module, job: Job, folder: Path, overwrite: bool) -> Iter
 
 
 def _new_beside(folder: Path) -> Path:
-    """Makes a folder whose name is that of ``folder`` and a number."""
+    """Creates a folder named ``folder`` and a number."""
     whole, number = Path(os.path.abspath(folder)), 1
     while os.path.lexists(place := whole.with_name(f"{whole.name}-{number}")):
         number += 1
@@ -123,17 +122,18 @@ def _new_beside(folder: Path) -> Path:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Tells whether ``model`` is one of PEFT's, of which its adapters are saved."""
+    """Returns whether ``model`` is a PEFT model, of which the adapters are saved."""
     return hasattr(model, "peft_config") and type(model).__module__.partition(".")[0] == "peft"
 
 
 def _has_adapters(model: nn.Module) -> bool:
-    """Whether ``model`` is a transformers model whose own ``add_adapter`` was called: it saves its adapters alone."""
+    """Returns whether a transformers model has added adapters, which alone are saved."""
     return is_transformers(model) and bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _save_model(model: nn.Module, first: nn.Module, job: Job, folder: Path, max_shard_size: int | str | None) -> None:
-    """``first``: the model, or the first of its parts, which has the configuration."""
+    """Writes the model. ``first``: the model, or the first of its parts, which has the
+    configuration."""
     wait_idle(job)
     ranks = job.ranks
     writes = ranks.is_first
@@ -153,7 +153,8 @@ def _save_model(model: nn.Module, first: nn.Module, job: Job, folder: Path, max_
     is_writer = ranks.rank == 0 and ranks.writes and ranks.part == 0
     with _removed_on_error([_partial(folder / name) for name in names[ranks.stage]] if is_writer else []):
         _write_files(folder, files, names[ranks.stage], writes=is_writer)
-        job.collectives.rendezvous("the files of all stages")  # where one that failed raises on all
+        # A failed rank raises on all of them here.
+        job.collectives.rendezvous("the files of all stages")
     of_all = dict(zip((name for of_one in names for name in of_one), (file for files, _ in everyones for file in files)))
     if writes:
         with _storing(folder):
@@ -162,15 +163,15 @@ def _save_model(model: nn.Module, first: nn.Module, job: Job, folder: Path, max_
 
 
 def _numel(model: nn.Module) -> int:
-    """The elements of the parameters, but of those that another stage counts."""
+    """Counts the elements of the parameters, without those that another stage counts."""
     handles = {param: handle_of(param) for param in model.parameters()}
     return sum(param.numel() for param, handle in handles.items() if handle is None or handle.is_counted)
 
 
 def write_configs(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Writes the configurations of a transformers model, of another one none. As its own ``save_pretrained`` does, this notes the model's
-    class and ``dtype`` (None: that of its first parameter) in its configuration, and adds the files with its code where it is not of
-    transformers itself."""
+    """Writes the configurations of a transformers model, of another none. Sets its class and
+    ``dtype`` (None: of its first parameter) in its configuration, as its own ``save_pretrained``
+    does. Adds the files with its code if it is not part of transformers."""
     with replacing(folder) as made:
         if is_transformers(model):
             model.config.architectures = [type(model).__name__]
@@ -195,7 +196,7 @@ def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
     if writes:
         try:
             with replacing(folder) as made:
-                if (card := folder / CARD).is_file():  # which PEFT adds to
+                if (card := folder / CARD).is_file():  # PEFT appends to it
                     shutil.copy(card, made)
                 model.save_pretrained(made, state_dict=own, save_embedding_layers=False)
         except OSError as error:
@@ -203,7 +204,7 @@ def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
 
 
 def _tensors_of_added(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Reads what ``add_adapter`` has put into a transformers model, and what else of it is trained."""
+    """Reads the adapters that ``add_adapter`` made, and other trained tensors."""
     layers = tuple(f"{path}." for path, module in model.named_modules() if hasattr(module, "adapter_layer_names"))
     wanted = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
     wanted |= {name for name in sources_of(model) if name.startswith(layers) and ".base_layer." not in name}
@@ -211,8 +212,9 @@ def _tensors_of_added(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def adapter_tensors(model: nn.Module, *, embeddings: bool = False) -> dict[str, torch.Tensor]:
-    """Reads what of a wrapped PEFT model is not its base, under the names that its state dict has. ``embeddings``: and the base's
-    embeddings, which PEFT saves too where they are adapted or have another size than the base's."""
+    """Reads the tensors of a wrapped PEFT model that are not its base's, under their state dict
+    names. ``embeddings``: also the base's embeddings, which PEFT saves if they are adapted or
+    resized."""
     prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
     wanted = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
     if embeddings:
@@ -233,15 +235,15 @@ def write_sources(
     max_shard_size: int | str = SHARD_SIZE,
     numel: int | None = None,
 ) -> None:
-    """Reads the tensors one after the other and writes them, with an index where there are several files. Without ``writes`` they are
-    only read: other ranks need this one for it.
+    """Reads the tensors one after the other and writes them, with an index if there are several
+    files. Without ``writes`` only reads them, because other ranks need this one for it.
 
     max_shard_size
-        As :func:`save_pretrained` has it.
+        As in :func:`save_pretrained`.
     numel
         The elements of the model's parameters, for the index.
 
-    Raises StorageError, ConfigError for a dtype that a file cannot hold.
+    Raises StorageError, and ConfigError for a dtype that a file cannot hold.
     """
     files = split(sources, max_shard_size)
     names = _name_files([len(files)])[0]
@@ -253,8 +255,9 @@ def write_sources(
 
 
 def split(sources: dict[str, Source], max_shard_size: int | str) -> list[dict[str, Source]]:
-    """Splits ``sources`` into files of at most ``max_shard_size`` as huggingface_hub does: in their order, views of one storage together,
-    and what is larger in a file of its own, before the one that is being filled. Raises ConfigError for a dtype that no file can hold."""
+    """Splits ``sources`` into files of at most ``max_shard_size`` as huggingface_hub does: in
+    order, views of one storage together. A larger storage gets a file of its own, before the
+    current one. Raises ConfigError for a dtype that no file can hold."""
     check_dtypes(sources)
     most = parse_nbytes(max_shard_size, "max_shard_size")
     of_storage: dict[Storage, dict[str, Source]] = {}
@@ -276,7 +279,8 @@ def split(sources: dict[str, Source], max_shard_size: int | str) -> list[dict[st
 
 
 def _told(files: list[dict[str, Source]]) -> list[dict[str, int]]:
-    """The names in each file, and their bytes; those of a storage are its first view's."""
+    """Returns the names in each file, and their bytes; the bytes of a shared storage count for its
+    first view."""
     seen: set[Storage] = set()
     told: list[dict[str, int]] = [{} for _ in files]
     for entries, sources in zip(told, files):
@@ -287,7 +291,7 @@ def _told(files: list[dict[str, Source]]) -> list[dict[str, int]]:
 
 
 def _name_files(counts: Sequence[int]) -> list[list[str]]:
-    """Names the files of every stage: numbered through, one alone without a number."""
+    """Names the files of every stage: numbered consecutively; a single one has no number."""
     count, number, names = sum(counts), 0, []
     for of_one in counts:
         numbers = range(number + 1, number + of_one + 1)
@@ -297,7 +301,7 @@ def _name_files(counts: Sequence[int]) -> list[list[str]]:
 
 
 def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str], *, writes: bool) -> None:
-    """Writes the files whole, not yet under their names. Raises StorageError."""
+    """Writes the files completely, under temporary names. Raises StorageError."""
     with _storing(folder):
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
@@ -305,7 +309,8 @@ def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str],
         with progress("writing weights", nbytes) as advance:
             for name, sources in zip(names, files):
                 if writes:
-                    _partial(folder / name).unlink(missing_ok=True)  # a link is replaced, and not written through
+                    # Replaces a link instead of writing through it.
+                    _partial(folder / name).unlink(missing_ok=True)
                     write_file(_partial(folder / name), sources, advance=advance)
                     continue
                 for source in sources.values():
@@ -314,7 +319,7 @@ def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str],
 
 @contextmanager
 def _storing(folder: Path) -> Iterator[None]:
-    """Has errors of the file system tell which model could not be written."""
+    """Turns errors of the file system into a StorageError that names the model's folder."""
     try:
         yield
     except StorageError:
@@ -324,7 +329,8 @@ def _storing(folder: Path) -> Iterator[None]:
 
 
 def sources_of(model: nn.Module) -> dict[str, Source]:
-    """Maps the name of every tensor of a wrapped model's state dict to how it is read, tied ones once."""
+    """Maps the name of every tensor of a wrapped model's state dict to its source, tied ones
+    once."""
     store = engine_of(model).store
     tensors = {
         prefix + name: tensor
@@ -340,7 +346,7 @@ def sources_of(model: nn.Module) -> dict[str, Source]:
             sources[name] = Source(
                 tensor.shape, tensor.dtype, lambda tensor=tensor: global_of(tensor, local_of(tensor.detach())).clone()
             )
-        elif handle.is_counted:  # another stage writes it
+        elif handle.is_counted:  # else another stage writes it
             sources[name] = Source(
                 tensor.shape,
                 handle.shard.spec.wrapped_dtype,
@@ -360,8 +366,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _removed_on_error(paths: Sequence[Path]) -> Iterator[None]:
-    """Removes ``paths`` where the block raises: what is half a model takes a disk's room. A disk that refuses this too
-    changes nothing about the error."""
+    """Removes ``paths`` if the block raises: half a model wastes disk space."""
     try:
         yield
     except BaseException:
@@ -372,11 +377,11 @@ def _removed_on_error(paths: Sequence[Path]) -> Iterator[None]:
 
 
 def _name_written(folder: Path, files: dict[str, dict[str, int]], *, numel: int | None) -> None:
-    """Gives all written files their names and, where there are several, an index of their tensors' names and bytes. Files of an earlier,
-    differently split save are removed."""
+    """Gives all written files their names, and several an index of their tensors' names and bytes,
+    which never names files of two saves. Removes files of an earlier, differently split save."""
     index = folder / "model.safetensors.index.json"
     if len(files) > 1:
-        index.unlink(missing_ok=True)  # it would name old files and new ones
+        index.unlink(missing_ok=True)  # it would name both old and new files
     for name in files:
         os.replace(_partial(folder / name), folder / name)
     if len(files) > 1:

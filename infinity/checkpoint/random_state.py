@@ -28,7 +28,7 @@ def random_state_tensors() -> dict[str, torch.Tensor]:
 
 
 def check_random_state(state: dict[str, Any], tensors: dict[str, torch.Tensor], rank: int) -> tuple:
-    """Returns the states as the generators take them, tried on generators of our own."""
+    """Returns the states in the generators' own form, after a trial on separate generators."""
     version, internal, gauss = state["python"]
     kind, keys, position, has_gauss, cached = state["numpy"]
     for_python = (version, tuple(internal), gauss)
@@ -51,7 +51,7 @@ def restore_random_state(states: tuple, tensors: dict[str, torch.Tensor], rank: 
 
 @contextmanager
 def keep_random_state() -> Iterator[None]:
-    """Leaves the generators as they were before the block."""
+    """Restores the generators after the block."""
     state, tensors = read_random_state(), {f"random/0/{name}": value for name, value in random_state_tensors().items()}
     try:
         yield

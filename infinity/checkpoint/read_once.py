@@ -1,7 +1,9 @@
-"""ReadOnce: reads files of a checkpoint straight to where their values belong, and puts back what was there where one is damaged.
+"""ReadOnce: reads files of a checkpoint straight to their homes, and restores the old values if one
+is damaged.
 
-A load changes nothing before all of it is checked, which takes two readings. A file whose values all belong to homes in memory needs one:
-what it replaces is kept meanwhile, where the memory has room for it.
+[Note: why a file is read once] A load changes nothing before all of it is verified, which takes two
+reads. A file whose values all belong to homes in memory needs only one: the old values are kept
+until it is verified, if memory has room for them.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from .file_reader import Destination, WholeFile, read_files, stop
 from .saved_tensors import SavedTensors
 from .weight_files import keep_header, tensors_told
 
-Home = tuple[ParamHandle, str]  # and the name of the array
+Home = tuple[ParamHandle, str]  # parameter, and name of the array
 NEVER_FREED: list[torch.Tensor] = []  # homes that a hung disk may still write to
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """An entry of a file, and the home that it is the values of: flat bytes."""
+    """An entry of a file, and the flat bytes of its home."""
 
     file: str
     key: str
@@ -46,19 +48,22 @@ class _Wanted:
 
 @dataclass
 class ReadOnce:
-    """The files of a checkpoint that are read once, and the homes whose values they are."""
+    """The files of a checkpoint that are read once, and the homes of their values."""
 
     files: dict[str, WholeFile] = field(default_factory=dict)
     homes: set[Home] = field(default_factory=set)
-    headers: list[tuple[Path, bytes, torch.Tensor]] = field(default_factory=list)  # as they were believed, and as they were read
-    nbytes: int = 0  # of what is replaced
-    _kept: native.Region | None = None  # room for that
+    # Path, header as parsed, and header as read with the file.
+    headers: list[tuple[Path, bytes, torch.Tensor]] = field(default_factory=list)
+    nbytes: int = 0  # bytes of the old values
+    _kept: native.Region | None = None  # memory for the old values
     _charge: native.Charge | None = None
-    _used: int = 0  # bytes of the room
-    _replaced: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)  # home and what was there; None: zeros
+    _used: int = 0  # bytes used of it
+    # Home and old values; None: zeros.
+    _replaced: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
 
     def take_room(self, job: Job) -> bool:
-        """Takes memory for what is replaced, until :meth:`load` is over. Returns whether there is as much."""
+        """Reserves memory for the old values, until :meth:`load` is done. Returns whether there is
+        enough."""
         try:
             self._charge = job.ledger.reserve(Tier.HOST, self.nbytes, "what a load replaces")
             self._kept = native.Region(max(self.nbytes, native.BLOCK_NBYTES), huge_pages=True, touch_threads=0)
@@ -68,13 +73,14 @@ class ReadOnce:
         return True
 
     def load(self, job: Job, why: str) -> None:
-        """Reads the files to their homes. Whatever it raises, all is as it was before.
+        """Reads the files to their homes. If it raises, all old values are restored.
 
         why
-            What every use of the engine is told where nobody could put it back.
+            The error text of every use of the engine if the old values cannot be restored.
 
-        Raises CorruptionError where a file is not as it was written, StorageError where it cannot be read. Where a disk has not answered, which
-        may still write to the homes, the engine's store is of no use any more.
+        Raises CorruptionError if a file is not as it was written, StorageError if it cannot be
+        read. If a disk has not answered, it may still write to the homes, and the engine's store is
+        unusable.
         """
         running: list[native.IoEngine] = []
         try:
@@ -94,14 +100,14 @@ class ReadOnce:
 
     def _keep(self, destination: Destination) -> None:
         home, before = destination.memory, None
-        if not is_zero(home):  # a job that has just begun has no moments yet
+        if not is_zero(home):  # a new job has no moments yet
             before = native.tensor_at(self._kept, self._kept.address + self._used, home.numel(), torch.uint8)
             native.copy_flat(before, home)
             self._used += home.numel()
         self._replaced.append((home, before))
 
     def _put_back(self, job: Job, running: list[native.IoEngine]) -> None:
-        """Makes the homes what they were, once nothing is read any more. Done twice it is done once."""
+        """Restores the homes' old values, once no read is in flight. Idempotent."""
         if folder := stop(running):
             NEVER_FREED.extend(home for home, _ in self._replaced)
             with job.store.guarding():
@@ -122,11 +128,12 @@ class ReadOnce:
 
 
 def choose_files(manifest: dict[str, Any], data: Path, job: Job, homes: Sequence[Home]) -> ReadOnce:
-    """Chooses the files that are read once: none where there are other ranks, who would have to put back with this one, where the engine's
-    state is not whole, or the memory has no room. What is wrong with a file is for its check to tell.
+    """Chooses the files that are read once. Chooses none with other ranks, which would have to
+    restore together, or if the engine's state is not sound, or memory has no room. Does not verify
+    the files; their check does.
 
     homes
-        What is to be loaded.
+        The homes to load.
     """
     chosen = ReadOnce()
     if not job.ranks.alone or not is_sound(job):
@@ -149,7 +156,8 @@ def choose_files(manifest: dict[str, Any], data: Path, job: Job, homes: Sequence
 
 
 def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wanted]:
-    """The entries that are the values of one home in the order in which they lie there; none where no such entries are all of it."""
+    """Returns the entries whose values are one home, in memory order; none if no entries cover
+    exactly all of it."""
     shard, part, array = handle.shard, part_of_rank(handle), handle.shard.arrays[name]
     if array.flat is None or not array.flat.is_cpu:
         return []
@@ -172,7 +180,8 @@ def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wante
 
 
 def _whole_file(path: Path, entry: dict[str, Any], wanted: list[_Wanted]) -> tuple[WholeFile, tuple[bytes, torch.Tensor]] | None:
-    """The file, where all of its values are wanted; with its header, as it is believed and where it will be read again."""
+    """Returns the file if all of its values are wanted, with its header as parsed and the buffer
+    for its second read."""
     nbytes, checksum = entry["nbytes"], entry["crc32c"]
     if type(nbytes) is not int or type(checksum) is not int or nbytes <= 0:
         return None
@@ -188,12 +197,12 @@ def _whole_file(path: Path, entry: dict[str, Any], wanted: list[_Wanted]) -> tup
 
 
 def _room(job: Job) -> int:
-    """Bytes of memory that this rank may take for as long as a load takes."""
+    """Returns the bytes of memory that this rank may use during a load."""
     left, room = for_the_engine(memory_left()), job.ledger.room(Tier.HOST)
     return left if room is None else min(left, room)
 
 
 def is_zero(raw: torch.Tensor) -> bool:
-    """Tells whether all bytes of flat ``raw`` are zeros. The first are looked at before the rest."""
+    """Returns whether all bytes of flat ``raw`` are zeros. Tests the first ones before the rest."""
     words = raw[: raw.numel() // 8 * 8]
     return not raw[:4096].any() and not words.numpy().view(np.int64).any() and not raw[words.numel() :].any()

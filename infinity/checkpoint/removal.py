@@ -1,7 +1,9 @@
-"""Removal: folders of large files whose names go at once and whose space follows.
+"""Removal: removes folders of large files, whose names go immediately and whose space is freed by a
+thread.
 
-A file system frees the blocks of a large file when its last name and its last descriptor are gone, and takes long for it. Here a thread
-closes the last descriptors, so that a save need not wait.
+[Note: why a thread] A file system frees the blocks of a large file when its last name and its last
+descriptor are gone, and is slow at it. A thread closes the last descriptors, so that a save need
+not wait.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-FILES_HELD = 256  # the space of more files than that goes while the caller waits
+FILES_HELD = 256  # the caller waits for the space of files beyond this number
 _under_way: list[tuple[threading.Thread, Callable[[], None]]] = []
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes ``folder`` with the files in it. What cannot be removed stays. The space is free when :func:`wait_for_space` returns."""
+    """Removes ``folder`` with the files in it. Files that cannot be removed stay. The space is free
+    when :func:`wait_for_space` returns."""
     held: list[int] = []
     try:
         with suppress(OSError), os.scandir(folder) as entries:
@@ -34,17 +37,16 @@ def remove_folder(folder: Path) -> None:
         _under_way.append((thread, free))
         try:
             thread.start()
-        except (
-            RuntimeError
-        ):  # no more threads, or the interpreter is about to end: a checkpoint that is written does not fail of it
+        except RuntimeError:
+            # No more threads, or the interpreter is ending: a written checkpoint must not fail.
             free()
 
 
 def wait_for_space() -> None:
-    """Returns when all space is free that removed folders took."""
-    for entry in tuple(_under_way):  # another thread may wait, too, and take them off
+    """Blocks until all space of removed folders is free."""
+    for entry in tuple(_under_way):  # another thread may wait too, and remove entries
         thread, free = entry
-        if thread.ident is None:  # an exception came before it had started
+        if thread.ident is None:  # interrupted before the thread started
             free()
         elif thread is not threading.current_thread():
             thread.join()
@@ -53,14 +55,16 @@ def wait_for_space() -> None:
 
 
 def _close(held: list[int], folder: Path) -> None:
-    """Closes each descriptor once, however often and by whomever it is called."""
+    """Closes each descriptor once. May be called several times, from any thread."""
     with suppress(IndexError):
         while True:
             descriptor = held.pop()
-            with suppress(OSError):  # of a network's file system; it is closed all the same
+            # From a network file system; the descriptor is closed all the same.
+            with suppress(OSError):
                 os.close(descriptor)
-    # Over a network a file that is open keeps a name of the system's own, and its folder stays for it.
+    # Over a network an open file keeps a hidden name, and so its folder.
     shutil.rmtree(folder, ignore_errors=True)
 
 
-os.register_at_fork(before=wait_for_space)  # a child has the descriptors too, and would keep the space
+# A child also has the descriptors, and would keep the space.
+os.register_at_fork(before=wait_for_space)

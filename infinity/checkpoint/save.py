@@ -1,13 +1,16 @@
-"""save_checkpoint: writes everything needed to go on bit for bit, and replaces the last checkpoint atomically.
+"""save_checkpoint: writes all state to resume bit for bit, and replaces the last checkpoint
+atomically.
 
-A checkpoint folder holds ``manifest.json`` and one folder ``infinity-<random>`` of data files, new at every save. A save writes its
-data, syncs it, and then replaces the manifest in one rename; until then the old manifest names the old data, which
-is removed afterwards. So whatever happens, the manifest names data that is whole. Who may write, and what is read while
-others write: :mod:`infinity.checkpoint.folder`.
+[Note: why a checkpoint is always whole] A checkpoint folder holds ``manifest.json`` and one folder
+``infinity-<random>`` of data files, new at every save. A save writes its data, syncs it, and then
+replaces the manifest in one rename. Until then the old manifest names the old data, which is
+removed afterwards. So the manifest always names complete data. :mod:`infinity.checkpoint.folder`
+has the locks of writers and readers.
 
-Of several ranks each writes what it has at home, in files of its own; a file's header says which elements of a tensor
-its part is. Any number of ranks reads them: each what its own homes need. The header's form is that of
-torch.distributed.checkpoint, whose ``HuggingFaceStorageReader`` loads the data folder too.
+With several ranks each rank writes the arrays that it has at home, in files of its own. A file's
+header gives the elements of each tensor that it holds. Any number of ranks reads them: each reads
+what its own homes need. The header's form is that of torch.distributed.checkpoint, whose
+``HuggingFaceStorageReader`` also loads the data folder.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ from .random_state import random_state_tensors, read_random_state
 from .removal import wait_for_space
 from .values import encode_value
 
-FILES_AT_ONCE = 2  # on their way to the disk while the next is read
+FILES_AT_ONCE = 2  # in flight to the disk while the next is read
 
 
 def save_checkpoint(
@@ -70,16 +73,16 @@ def save_checkpoint(
     overwrite: bool = False,
 ) -> None:
     """Writes model, optimizer, random number generators and ``extra`` to the folder ``path``,
-    replacing the model's last checkpoint.
+    replacing the model's last checkpoint. Every rank calls this.
 
     extra
-        Anything of dicts, lists, numbers, strings, None and tensors; :func:`load_checkpoint` returns it.
+        Nested dicts, lists, numbers, strings, None, tensors; :func:`load_checkpoint` returns it.
     overwrite
-        Replaces the checkpoint of another model, too.
+        Also replaces the checkpoint of another model.
 
-    One unit at a time is in memory. Returns when everything is on the disk. Raises StorageError with the old
-    checkpoint as it was, UsageError while another process saves to that folder, ConfigError where
-    another model's checkpoint is there.
+    One unit at a time is in memory. Blocks until everything is on the disk. Raises StorageError
+    with the old checkpoint intact, UsageError while another process saves to that folder,
+    ConfigError if another model's checkpoint is there.
     """
     engine = engine_of_pair(model, optimizer)
     engine.uses.check(Operation.SAVE_CHECKPOINT)
@@ -110,7 +113,7 @@ def _save_all(
         "data_ranks": engine.ranks.data_size,
         "parts": engine.ranks.parts,
         "step_index": engine.step_index,
-        "average": engine.average.count if engine.average is not None else 0,  # updates
+        "average": engine.average.count if engine.average is not None else 0,  # number of updates
         "extra": encode_value(extra, tensors, "extra"),
         "persistent_buffers": list(_of_stages(dict.fromkeys(persistent_buffers(model)), collectives)),
         "config": description_of(parts_of(model)[0]),
@@ -125,16 +128,19 @@ def _save_all(
 
 
 def _publish(root: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a checkpoint and makes it the one in ``root``. Raises StorageError, which says which one is there."""
+    """Writes a checkpoint and makes it the current one in ``root``. Raises StorageError, which
+    names the one that is current. Every rank calls this."""
     collectives, published = engine.collectives, False
     try:
         with writing(root) if collectives.ranks.is_first else nullcontext():
-            wait_for_space()  # that the checkpoint before the last one took
-            collectives.rendezvous(f"writing to {content['data']}, which the first rank may")  # before anybody makes a folder
+            wait_for_space()  # of the checkpoint before the last one
+            # Before any rank makes a folder.
+            collectives.rendezvous(f"writing to {content['data']}, which the first rank may")
             _write_data(root / content["data"], engine, content, tensors)
             if collectives.ranks.is_first:
                 os.replace(root / content["data"] / MANIFEST, root / MANIFEST)
-                published = True  # from here on the new data is the checkpoint, whatever fails
+                # From here on the new data is the checkpoint, even if a later step fails.
+                published = True
                 sync_folder(root)
                 remove_data(root, keep=content["data"])
     except StorageError:
@@ -147,7 +153,7 @@ def _publish(root: Path, engine: Engine, content: dict[str, Any], tensors: dict[
 
 
 def _encode_own_state(optimizer: InfinityOptimizer | None, tensors: dict[str, torch.Tensor], collectives: Collectives) -> Any:
-    """Encodes what users have put into ``optimizer.state``; None where that is nothing."""
+    """Encodes users' entries in ``optimizer.state``; None if there are none."""
     if optimizer is None:
         return None
     own = describe_own_state(optimizer)
@@ -156,8 +162,8 @@ def _encode_own_state(optimizer: InfinityOptimizer | None, tensors: dict[str, to
 
 
 def _describe_parameters(root: Path, job: Job, *, overwrite: bool) -> dict[str, Any]:
-    """The manifest's entries. Raises ConfigError where ``root`` has another model's checkpoint,
-    which is not to be replaced."""
+    """Returns the manifest's entries. Raises ConfigError if ``root`` has another model's
+    checkpoint, which must not be replaced."""
     mine = {handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles}
     parameters = _of_stages(mine, job.collectives)
     if job.ranks.is_first and not overwrite:
@@ -166,8 +172,8 @@ def _describe_parameters(root: Path, job: Job, *, overwrite: bool) -> dict[str, 
 
 
 def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Writes everything of a checkpoint, and its manifest beside the data. Of ranks the first one removes what a failed save has
-    written, when all of them have stopped writing."""
+    """Writes all data of a checkpoint, and its manifest beside the data. After a failed save the
+    first rank removes the data, once all ranks have stopped writing."""
     collectives = engine.collectives
     try:
         failure, files = None, {}
@@ -202,7 +208,8 @@ def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: di
 
 
 def _buffers_of_others(mine: dict[str, torch.Tensor], collectives: Collectives) -> dict[str, torch.Tensor]:
-    """Buffers of the other ranks that are not the first one's: running statistics, of other batches."""
+    """Returns the buffers of other ranks that differ from the first one's, such as running
+    statistics of other batches. Every rank calls this."""
     if collectives.ranks.alone:
         return {}
     digests = {name: hashlib.blake2b(flat_bytes(buffer), digest_size=16).digest() for name, buffer in mine.items()}
@@ -210,12 +217,14 @@ def _buffers_of_others(mine: dict[str, torch.Tensor], collectives: Collectives) 
     others = collectives.collect(
         {name: mine[name].cpu() for name in mine if digests[name] != first.get(name)}, "buffers that differ"
     )
-    each = collectives.ranks.data_size * collectives.ranks.parts  # of a stage, whose buffers have names of their own
+    # Ranks of a stage; each stage's buffers have their own names.
+    each = collectives.ranks.data_size * collectives.ranks.parts
     return {f"buffer-of-rank/{rank % each}/{name}": buffer for rank, of_one in enumerate(others) for name, buffer in of_one.items()}
 
 
 def _of_stages(mine: dict[str, Any], collectives: Collectives) -> dict[str, Any]:
-    """Joins what every stage of a pipeline has, the first one's first."""
+    """Joins the dicts of all pipeline stages; earlier stages take precedence. Every rank calls
+    this."""
     if collectives.ranks.stages is None:
         return mine
     found: dict[str, Any] = {}
@@ -225,12 +234,13 @@ def _of_stages(mine: dict[str, Any], collectives: Collectives) -> dict[str, Any]
 
 
 def _token(collectives: Collectives) -> str:
-    """A name nobody had before, the same on all ranks."""
+    """Returns a new unique name, the same on all ranks. Every rank calls this."""
     return collectives.collect(secrets.token_hex(6), "naming a checkpoint")[0]
 
 
 def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
-    """Writes what this rank has at home: a unit is read while the one before is written. Returns the manifest's entries."""
+    """Writes the arrays that this rank has at home: reads a unit while the previous one is written.
+    Returns the manifest's entries."""
     entries: dict[str, dict[str, Any]] = {}
     rank = "" if engine.ranks.alone else f"-rank-{engine.ranks.job_rank:05d}"
     total = sum(array.nbytes for unit in engine.units for shard in unit.shards for array in shard.arrays.values())
@@ -254,7 +264,8 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
                         finish_oldest()
         while started:
             finish_oldest()
-    for name in entries:  # at the end: the first has the file system write down what it did for all of them
+    # At the end: the first sync makes the file system flush its journal for all of them.
+    for name in entries:
         sync_file(data / name)
     return entries
 

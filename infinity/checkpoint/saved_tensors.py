@@ -1,8 +1,9 @@
-"""SavedTensors: finds and reads any box of any tensor in a checkpoint, whatever ranks wrote it on whatever mesh.
+"""SavedTensors: finds and reads any box of any tensor in a checkpoint, for any number of writing
+ranks and any mesh.
 
 A file holds each array of a parameter as boxes of the global tensor, which the readers of
-torch.distributed.checkpoint take too. 8-bit moments are an exception: their scales are of blocks of
-a local part's elements, in the order in which they lie. They are runs of a part, which the header
+torch.distributed.checkpoint also accept. 8-bit moments are an exception: their scales are of blocks
+of a local part's elements, in memory order. They are stored as runs of a part, which the header
 names, and are exact if the reader has the same part.
 """
 
@@ -37,14 +38,15 @@ class _Stored:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """What one rank of a tensor's mesh has of it: which box, and the order in which its elements lie."""
+    """The part of a tensor on one rank of its mesh: a box, and the memory order of its elements."""
 
     box: Box
     order: tuple[int, ...]
 
     @classmethod
     def told(cls, told: Any, shape: Sequence[int], key: str) -> LocalPart:
-        """Reads what :meth:`describe` wrote. Raises ValueError where that is no part of a tensor of ``shape``."""
+        """Reads the output of :meth:`describe`. Raises ValueError if it is no part of a tensor of
+        ``shape``."""
         part = cls(Box(tuple(told["offset"]), tuple(told["shape"])), tuple(told["order"]))
         numbers = [*part.box.offset, *part.box.shape, *part.order]
         if not all(type(n) is int for n in numbers) or not part.box.within(shape) or sorted(part.order) != list(range(len(shape))):
@@ -67,13 +69,14 @@ class _Run:
 
 
 class SavedTensors:
-    """The tensors of the units in a checkpoint's data folder. Used as a context: files stay open inside.
-    ``files``: how the names begin of those that are meant."""
+    """The tensors of the units in a checkpoint's data folder. Use it as a context: files stay open
+    inside. ``files``: the prefix of the file names to read."""
 
     def __init__(self, data: Path, manifest: dict[str, Any], *, files: str = "unit-"):
         self._data, self._parameters = data, manifest["parameters"]
         self._boxes: dict[str, list[_Stored]] = {}  # array/name
-        self._runs: dict[str, dict[LocalPart, list[_Run]]] = {}  # the same, of 8-bit moments and their scales: by part
+        # The same for 8-bit moments and their scales, by part.
+        self._runs: dict[str, dict[LocalPart, list[_Run]]] = {}
         self._dtypes: dict[str, set[torch.dtype | None]] = {}
         self._files, self._opened = ExitStack(), {}
         for file in manifest["files"]:
@@ -87,7 +90,7 @@ class SavedTensors:
         self._opened.clear()
         self._files.close()
 
-    # --- what there is ---
+    # --- content ---
 
     def _list(self, file: str) -> None:
         with opened_file(self._data / file) as opened:
@@ -115,12 +118,14 @@ class SavedTensors:
             self._boxes.setdefault(whole, []).append(_Stored(file, key, Box(tuple(offset), shape)))
 
     def is_coded(self, array: str, name: str) -> bool:
-        """Tells whether the elements of ``array`` of parameter ``name`` are codes of blocks, or their scales."""
+        """Returns whether the elements of ``array`` of parameter ``name`` are 8-bit codes, or their
+        scales."""
         described = self._parameters.get(name)
         return array in SCALES.values() or (array in MOMENTS and described is not None and described["moments"] == "uint8")
 
     def check(self, array: str, name: str, dtype: torch.dtype) -> None:
-        """Raises CorruptionError where not every element of ``array`` of parameter ``name`` is there once, in ``dtype``."""
+        """Raises CorruptionError unless every element of ``array`` of parameter ``name`` is present
+        once, in ``dtype``."""
         key, shape = f"{array}/{name}", self._parameters[name]["shape"]
         if self.is_coded(array, name):
             parts = self._runs.get(key, {})
@@ -142,7 +147,7 @@ class SavedTensors:
         return self._opened[file]
 
     def read(self, array: str, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """Reads ``box`` of the global tensor. 8-bit moments come decoded, in fp32."""
+        """Reads ``box`` of the global tensor. Decodes 8-bit moments to fp32."""
         out = torch.empty(box.shape, dtype=dtype, device="cpu")
         self.read_into(out, array, name, box)
         return out
@@ -158,7 +163,8 @@ class SavedTensors:
         for stored in self._boxes[f"{array}/{name}"]:
             if (common := stored.box.common(box)) is not None:
                 if common == stored.box:
-                    values = self._open(stored.file).get_tensor(stored.key)  # where the system keeps the file, not a copy
+                    # Mapped memory of the file, not a copy.
+                    values = self._open(stored.file).get_tensor(stored.key)
                 else:
                     here = common.moved(stored.box.offset, -1)
                     values = self._open(stored.file).get_slice(stored.key)
@@ -170,26 +176,30 @@ class SavedTensors:
                     target.copy_(values)
 
     def mapped(self, array: str, name: str, box: Box) -> torch.Tensor | None:
-        """Returns ``box`` of the global tensor where the system keeps the file, not to be written to; None where it is not one entry."""
+        """Returns ``box`` of the global tensor as mapped memory of the file, read-only; None if it
+        is not one entry."""
         found = self.entry_of(array, name, box)
         return self._open(found[0]).get_tensor(found[1]) if found is not None else None
 
     def entry_of(self, array: str, name: str, box: Box) -> tuple[str, str] | None:
-        """Names the file and the entry that is ``box`` of the global tensor and nothing else; None where there is none."""
+        """Finds the file and the entry that is exactly ``box`` of the global tensor; None if there
+        is none."""
         for stored in self._boxes.get(f"{array}/{name}", ()):
             if stored.box == box:
                 return stored.file, stored.key
         return None
 
     def entry_of_codes(self, array: str, name: str, part: LocalPart, begin: int, end: int) -> tuple[str, str] | None:
-        """Names, of the flat array of ``part``, the file and the entry that is ``begin`` to ``end`` and nothing else."""
+        """Finds the file and the entry that is exactly ``begin`` to ``end`` of the flat array of
+        ``part``; None if there is none."""
         for run in self._runs.get(f"{array}/{name}", {}).get(part, ()):
             if (run.begin, run.end) == (begin, end):
                 return run.file, run.key
         return None
 
     def has_part(self, array: str, name: str, part: LocalPart) -> bool:
-        """Tells whether the codes of 8-bit moments can be read as they are: somebody wrote the same part."""
+        """Returns whether 8-bit moments of the same part were saved, so that they are read
+        exactly."""
         return part in self._runs.get(f"{array}/{name}", {})
 
     def read_codes(self, array: str, name: str, part: LocalPart, begin: int, end: int) -> torch.Tensor:
@@ -209,7 +219,7 @@ class SavedTensors:
 
 
 def _reach(runs: list[_Run]) -> int:
-    """How far from the first element on ``runs`` follow each other without a gap."""
+    """Returns how far ``runs`` are contiguous from the first element; -1 if there is a gap."""
     reached = 0
     for run in sorted((run for run in runs if run.begin < run.end), key=lambda run: run.begin):
         if run.begin != reached:

@@ -1,4 +1,4 @@
-"""Source: one tensor that is to be written, known by its shape and dtype before it is read."""
+"""Source: one tensor to write, known by its shape and dtype before it is read."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """Memory of which several tensors are views: they go to one file."""
+    """Memory shared by several tensors, which are views of it: they go to one file."""
 
     nbytes: int
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor that ``read`` gives, on the CPU, whenever it is called; nothing of it is in memory before."""
+    """A tensor that ``read`` returns, on the CPU, at each call. It takes no memory before."""
 
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
-    storage: Storage | None = None  # None: of its own
+    storage: Storage | None = None  # None: not shared
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Source:
-        """Makes the source of a tensor that is in memory; reading gives a copy."""
+        """Makes the source of a tensor in memory; reading returns a copy."""
         return cls(tensor.shape, tensor.dtype, lambda: tensor.detach().clone(memory_format=torch.contiguous_format))
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the tensor takes, in memory and in a file."""
+        """The bytes of the tensor, in memory and in a file."""
         return self.shape.numel() * self.dtype.itemsize
 
     def to(self, dtype: torch.dtype | None) -> Source:
-        """Returns the source of the same numbers in ``dtype``; of integers, and for None, this one."""
+        """Returns the source of the same numbers in ``dtype``; for integers, and for None, this
+        one."""
         if dtype is None or dtype == self.dtype or not self.dtype.is_floating_point:
             return self
         return Source(self.shape, dtype, lambda: self.read().to(dtype))

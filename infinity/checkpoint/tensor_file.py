@@ -1,4 +1,4 @@
-"""write_file: writes a safetensors file of any size, of which one tensor is in memory at a time."""
+"""write_file: writes a safetensors file of any size, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from ..errors import ConfigError, CorruptionError
 from .source import Source
 from .weight_files import FILE_DTYPES
 
-ALIGNMENT = 8  # bytes, of the first tensor in a file
+ALIGNMENT = 8  # bytes; of the first tensor in a file
 NAMES = {dtype: name for name, dtype in FILE_DTYPES.items() if dtype is not None} | {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
 }  # fmt: skip
 
 
 def check_dtypes(sources: Mapping[str, Source]) -> None:
-    """Raises ConfigError for a tensor whose dtype a safetensors file cannot have."""
+    """Raises ConfigError for a tensor whose dtype a safetensors file cannot hold."""
     for name, source in sources.items():
         if source.dtype not in NAMES:
             raise ConfigError(f"{name} is of {source.dtype}, which a safetensors file cannot hold: convert it, or leave it out")
 
 
 def write_file(path: Path, sources: Mapping[str, Source], *, advance: Callable[[int], object]) -> None:
-    """Writes ``sources`` to ``path`` and has the disk keep them; the bytes are those that the library writes of the same tensors.
+    """Writes ``sources`` to ``path`` and syncs it. The bytes equal those that the safetensors
+    library writes.
 
-    Tensors are read in the order of ``sources``, and lie in the library's order. Raises OSError where the disk refuses, CorruptionError
-    where a source gives another tensor than it said.
+    Tensors are read in the order of ``sources``, and are stored in the library's order. Raises
+    OSError if the disk refuses, CorruptionError if a source returns another shape or dtype than it
+    declares.
     """
     places, header = _lay_out(sources)
     with open(path, "wb", buffering=0) as file:
@@ -50,7 +52,8 @@ def write_file(path: Path, sources: Mapping[str, Source], *, advance: Callable[[
 
 
 def _lay_out(sources: Mapping[str, Source]) -> tuple[dict[str, int], bytes]:
-    """Where each tensor begins behind the header, and the header. The widest come first, so that each lies at a multiple of its elements."""
+    """Returns the offset of each tensor after the header, and the header. The widest elements come
+    first, so that each tensor is aligned to its elements."""
     told: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places, at = {}, 0
     for name in sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name)):
@@ -63,7 +66,7 @@ def _lay_out(sources: Mapping[str, Source]) -> tuple[dict[str, int], bytes]:
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Takes the room of the file before anything is read for it, where the file system can."""
+    """Reserves the file's space before any tensor is read, if the file system supports it."""
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Values: encodes a user's nested values as JSON and tensors, and decodes them. Nothing is pickled."""
+"""Values: encodes a user's nested values as JSON and tensors, and decodes them. Uses no pickle."""
 
 from __future__ import annotations
 

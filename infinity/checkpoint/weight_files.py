@@ -1,7 +1,7 @@
-"""WeightFiles: the tensors of a safetensors file or folder, streamed in the order they lie on the disk.
+"""WeightFiles: streams the tensors of a safetensors file or folder, in their order on the disk.
 
-piece   consecutive elements of one tensor, at most a block's worth
-block   what is read at once; a few are in flight while the one before is being used
+piece   consecutive elements of one tensor, at most those of a block
+block   the bytes of one read; a few reads are in flight while the previous block is in use
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ FILE_DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in a file: its bytes are ``begin`` to ``end`` of it."""
+    """One tensor in a file: bytes ``begin`` to ``end`` of it."""
 
     file: Path
-    dtype: torch.dtype | None  # None: one that is not read here
+    dtype: torch.dtype | None  # None: unsupported
     shape: torch.Size
     begin: int
     end: int
-    first: int = 0  # element that begins there
+    first: int = 0  # index of the element at ``begin``
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Elements ``begin`` and on of tensor ``name``. ``values`` is flat, and valid until the next piece is asked for."""
+    """Elements of tensor ``name``, from ``begin`` on. ``values`` is flat, and valid until the next
+    piece is requested."""
 
     name: str
     begin: int
@@ -53,7 +54,8 @@ class FilePiece:
 
 
 class WeightFiles:
-    """Reads a safetensors file, or a folder of them. Raises ConfigError, CorruptionError or StorageError."""
+    """Reads a safetensors file, or a folder of them. Raises ConfigError, CorruptionError or
+    StorageError."""
 
     def __init__(self, path: str | os.PathLike):
         path = Path(path)
@@ -67,7 +69,7 @@ class WeightFiles:
         for file in files:
             for name, stored in tensors_of(file).items():
                 if index is not None and index.get(name, file.name) != file.name:
-                    continue  # the index says which file's counts
+                    continue  # the index names another file for it
                 if name in self.tensors:
                     raise ConfigError(
                         f"weights={str(path)!r}: {name} is in {self.tensors[name].file.name} and in {file.name}, and no {INDEX} says which "
@@ -78,7 +80,7 @@ class WeightFiles:
             raise CorruptionError(f"{path / INDEX} says that {missing[0]} is in {index[missing[0]]}, which has no such tensor")
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads one tensor. Opens its file for it and looks nowhere else: a mixture has thousands of them."""
+        """Reads one tensor. Opens only its file: a mixture of experts has thousands of tensors."""
         stored = self.tensors[name]
         if stored.dtype is None:
             raise ConfigError(f"{name} in {stored.file} has a dtype that this version does not read")
@@ -96,15 +98,16 @@ class WeightFiles:
         return value
 
     def sources(self) -> dict[str, Source]:
-        """Returns the source of every tensor. One of a dtype that is not read here raises ConfigError when it is."""
+        """Returns the source of every tensor. Reading one of an unsupported dtype raises
+        ConfigError."""
         return {
             name: Source(stored.shape, stored.dtype or torch.uint8, lambda name=name: self.read(name))
             for name, stored in self.tensors.items()
         }
 
     def stream(self, names: Iterable[str], spans: Mapping[str, tuple[int, int]] | None = None) -> Iterator[FilePiece]:
-        """Yields the pieces of the tensors ``names``, file by file, each tensor's in order. ``spans``: name -> the elements that
-        are read of it, first and behind the last, where not all are."""
+        """Yields the pieces of the tensors ``names``, file by file, each tensor's in order.
+        ``spans``: name -> (begin, end) of the elements to read, if not all."""
         by_file: dict[Path, dict[str, StoredTensor]] = {}
         for name in names:
             stored, span = self.tensors[name], (spans or {}).get(name)
@@ -125,8 +128,9 @@ class WeightFiles:
 
 
 def keep_header(file: Path) -> bytes:
-    """Reads the header of ``file``, with its length before it. The system keeps that in memory, and nothing else of the file: who maps it would
-    have megabytes read around each page that is not there. Raises OSError."""
+    """Reads the header of ``file``, with its length before it. Only the header enters the page
+    cache: without this advice a mapping would read megabytes around each missing page. Raises
+    OSError."""
     with open(file, "rb", buffering=0) as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         length = opened.read(8)
@@ -134,7 +138,8 @@ def keep_header(file: Path) -> bytes:
 
 
 def _index_of(folder: Path) -> dict[str, str] | None:
-    """Tensor -> the file of ``folder`` that has it, by the folder's index; None where there is none. Raises CorruptionError."""
+    """Returns tensor -> file name, from the folder's index; None if there is none. Raises
+    CorruptionError."""
     index = folder / INDEX
     if not index.exists():
         return None
@@ -152,7 +157,8 @@ def _index_of(folder: Path) -> dict[str, str] | None:
 
 
 def tensors_of(file: Path) -> dict[str, StoredTensor]:
-    """Reads which tensors a safetensors file has, and where. Raises CorruptionError where it is none, StorageError."""
+    """Reads the tensors of a safetensors file, and their offsets. Raises CorruptionError if it is
+    not one, StorageError."""
     if not is_regular(file):
         raise CorruptionError(f"{file} is not a regular file")
     try:
@@ -167,7 +173,7 @@ def tensors_of(file: Path) -> dict[str, StoredTensor]:
 
 
 def tensors_told(file: Path, header: bytes) -> dict[str, StoredTensor]:
-    """Finds the tensors that the header of ``file`` tells of; nothing of it is held against the file."""
+    """Parses the tensors in the header of ``file``, without comparing it with the file."""
     told = parse_json(header[8:].decode())
     told.pop("__metadata__", None)
     found = {}
@@ -179,7 +185,7 @@ def tensors_told(file: Path, header: bytes) -> dict[str, StoredTensor]:
 
 def _stream_file(file: Path, tensors: dict[str, StoredTensor]) -> Iterator[FilePiece]:
     in_order = sorted(tensors.items(), key=lambda entry: entry[1].begin)
-    carried: dict[str, bytes] = {}  # the bytes of an element that two blocks share
+    carried: dict[str, bytes] = {}  # the first bytes of an element that two blocks share
     for offset, block in _blocks(file, [(stored.begin, stored.end) for _, stored in in_order]):
         for name, stored in in_order:
             begin, end = max(stored.begin, offset), min(stored.end, offset + block.numel())
@@ -190,7 +196,8 @@ def _stream_file(file: Path, tensors: dict[str, StoredTensor]) -> Iterator[FileP
 
 
 def _pieces(name: str, stored: StoredTensor, at: int, raw: torch.Tensor, carried: dict[str, bytes]) -> Iterator[FilePiece]:
-    """The whole elements among ``raw``, the bytes of a tensor from its byte ``at``, and what was carried over."""
+    """Yields the whole elements of ``raw``, the bytes of a tensor from its byte ``at``, joined with
+    the bytes carried over."""
     size = stored.dtype.itemsize
     if missing := -at % size:
         shared = carried.pop(name) + bytes(raw[:missing].tolist())
@@ -205,9 +212,11 @@ def _pieces(name: str, stored: StoredTensor, at: int, raw: torch.Tensor, carried
 
 
 def _blocks(file: Path, spans: list[tuple[int, int]]) -> Iterator[tuple[int, torch.Tensor]]:
-    """(offset, bytes) of the blocks of ``file`` that ``spans`` touch, in order, read ahead past the page cache."""
+    """Yields (offset, bytes) of the blocks of ``file`` that ``spans`` touch, in order, read ahead
+    past the page cache."""
     nbytes = os.path.getsize(file)
-    whole = nbytes // native.BLOCK_NBYTES * native.BLOCK_NBYTES  # direct I/O moves whole disk blocks
+    # Direct I/O moves whole disk blocks.
+    whole = nbytes // native.BLOCK_NBYTES * native.BLOCK_NBYTES
     wanted = sorted({at for begin, end in spans for at in range(begin // READ_NBYTES, -(-end // READ_NBYTES))})
     direct = [(at * READ_NBYTES, min(READ_NBYTES, whole - at * READ_NBYTES)) for at in wanted if at * READ_NBYTES < whole]
     engine = native.make_io_engine()

@@ -1,10 +1,13 @@
-"""ZeRO files: the weights in a DeepSpeed checkpoint of stage 1, 2 or 3, put together from the ranks' parts.
+"""ZeRO files: assembles the weights of a DeepSpeed checkpoint of stage 1, 2 or 3 from the ranks'
+parts.
 
-The layout is that of DeepSpeed's own ``zero_to_fp32.py`` (https://github.com/deepspeedai/DeepSpeed): each rank's ``*_optim_states.pt``
-has flat fp32 groups, and ``*_model_states.pt`` the names and shapes of the parameters in the same order.
+The layout is that of DeepSpeed's own ``zero_to_fp32.py``
+(https://github.com/deepspeedai/DeepSpeed): each rank's ``*_optim_states.pt`` has flat fp32 groups,
+and ``*_model_states.pt`` the names and shapes of the parameters in the same order.
 
-part       what one rank has of a parameter. Stage 3: ceil(n / ranks) elements at one offset on all ranks, the last padded. Stages 1
-           and 2: the ranks' groups, one after the other, are the parameters one after the other
+part       one rank's elements of a parameter. Stage 3: ceil(n / ranks) elements at one offset on
+           all ranks, the last padded. Stages 1 and 2: the ranks' groups, concatenated, are the
+           parameters, concatenated
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ STAND_INS = [
 
 
 def zero_folder(path: Path) -> Path | None:
-    """Returns the folder of ``path``'s ZeRO checkpoint, which is the newest one's where ``path`` has several; None where there is
-    none."""
+    """Returns the folder of ``path``'s ZeRO checkpoint, the newest one if ``path`` has several;
+    None if there is none."""
     if not path.is_dir():
         return None
     if (path / LATEST).exists():
@@ -51,7 +54,8 @@ def zero_folder(path: Path) -> Path | None:
 
 @contextlib.contextmanager
 def zero_sources(folder: Path) -> Iterator[dict[str, Source]]:
-    """Yields name -> source of the fp32 weights, buffers and frozen parameters. Parts are mapped, and read as they are asked for."""
+    """Yields name -> source of the fp32 weights, buffers and frozen parameters. Parts are
+    memory-mapped, and read on demand."""
     try:
         yield _sources(folder)
     except InfinityError:
@@ -79,7 +83,7 @@ def _sources(folder: Path) -> dict[str, Source]:
 
 
 def _ranks(folder: Path, pattern: str) -> list[Path]:
-    """The files of one kind, in the order of the ranks."""
+    """Returns the files of one kind, in the order of the ranks."""
     found = sorted(folder.glob(pattern), key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
     if not found:
         raise ConfigError(f"{folder} has no {pattern}: it is not a whole ZeRO checkpoint")
@@ -103,13 +107,13 @@ def _checked(folder: Path, name: Any, shape: Any) -> tuple[str, torch.Size]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A parameter in flat pieces, one after the other."""
+    """A parameter in flat pieces, to be concatenated."""
 
     pieces: list[torch.Tensor]
     shape: torch.Size
 
     def read(self) -> torch.Tensor:
-        """Puts the pieces together."""
+        """Concatenates the pieces."""
         flat = torch.cat([piece.reshape(-1) for piece in self.pieces]) if self.pieces else torch.empty(0)
         return flat[: self.shape.numel()].to(torch.float32).view(self.shape)
 
@@ -149,7 +153,8 @@ def _list(value: Any) -> list[torch.Tensor]:
 
 
 def _span(flats: list[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
-    """Elements ``begin`` to ``end`` of flat tensors that follow each other. Raises CorruptionError where there are not so many."""
+    """Returns elements ``begin`` to ``end`` of concatenated flat tensors. Raises CorruptionError if
+    there are fewer."""
     found, first = [], 0
     for flat in flats:
         low, high = max(begin, first) - first, min(end, first + flat.numel()) - first

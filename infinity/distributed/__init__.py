@@ -1,1 +1,1 @@
-"""Knows the ranks of a job, and moves bytes between them."""
+"""Ranks of a job, process groups, and the bytes that pass between ranks."""

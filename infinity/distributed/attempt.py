@@ -2,9 +2,9 @@
 
 attempt   one call of wrap_model on every rank. It is over when one rank says so: all were there,
           or an exception ended it on one. A rank that comes later makes the next one
-station   a place in it to which every rank comes before any goes on
+station   a point of an attempt that every rank must reach before any continues
 
-All of it is in the job's store, so nothing of it is lost with what an exception strikes.
+All state is in the job's store, so an exception on a rank loses none of it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ STATIONS = ("told", "read", "compared")
 
 
 class Attempt:
-    """This rank's part of an attempt. Use it as a block, inside which an exception ends the attempt
-    on all ranks."""
+    """This rank's part of an attempt, a context manager. An exception inside the block ends the
+    attempt on all ranks."""
 
     def __init__(self) -> None:
         self._me, self._world = dist.get_rank(), dist.get_world_size()
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torch may keep one store over restarts
+        # Torch may keep one store over restarts
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = dist.PrefixStore(f"infinity/{start}/wraps", dist.distributed_c10d._get_default_store())
         self.number = self._store.add("over", 0)
         while not self._joins():
             self.number += 1
 
     def _joins(self) -> bool:
-        """Whether this rank can still come to the attempt with its number: once, before it is over."""
-        if self._read("over"):  # an exception struck a rank in _end, before it counted the attempt
+        """Whether this rank can still join the attempt of its number: once, before it is over."""
+        if self._read("over"):  # a rank was interrupted in _end, before it counted the attempt
             return False
         if self._store.add(self._key(f"came/{self._me}"), 1) == 1:
             return True
-        self.refuse("it was interrupted in wrap_model")  # and could not say so
+        self.refuse("it was interrupted in wrap_model")  # it could not report that itself
         self._end()
         return False
 
@@ -48,7 +49,7 @@ class Attempt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # of a store that is gone: so is the job
+        with contextlib.suppress(RuntimeError):  # if the store is gone, so is the job
             if error is not None and not self._read("refused"):
                 why = f"{type(error).__name__}: {error}".rstrip(": ")
                 self.refuse(why if isinstance(error, InfinityError) else f"{why}, in wrap_model")
@@ -71,25 +72,26 @@ class Attempt:
         self._store.add(self._key(name), value)
 
     def total(self, name: str) -> int:
-        """Returns what all ranks have added. Ask behind a station."""
+        """Returns the sum over all ranks. Call it after a station."""
         return self._read(name)
 
     def tell(self, text: str) -> None:
-        """Says ``text`` to the other ranks."""
+        """Publishes ``text`` to the other ranks."""
         self._store.set(self._key(f"text/{self._me}"), text)
 
     def said_by(self, rank: int) -> str:
-        """Returns what ``rank`` has said. Ask behind a station."""
+        """Returns the text that ``rank`` published. Call it after a station."""
         return self._store.get(self._key(f"text/{rank}")).decode()
 
     def refuse(self, why: str, *, of_all: bool = False) -> None:
-        """Has every rank raise at its next station. ``of_all``: what is given to the ranks together does not fit, which is a ConfigError."""
+        """Makes every rank raise at its next station. ``of_all``: the ranks' inputs do not fit
+        together, which is a ConfigError."""
         self._store.set(self._key("why"), f"{'all' if of_all else self._me} {why}")
         self.add("refused", 1)
 
     def arrive(self, station: str) -> None:
-        """Waits until every rank has come to ``station``. Raises PeerError when one does not within the process group's timeout, and what
-        a rank has refused."""
+        """Blocks until every rank has reached ``station``. Raises PeerError if one does not within
+        the process group's timeout, or has failed; ConfigError if one refused its inputs."""
         if self._store.add(self._key(f"{station}/count"), 1) == self._world:
             self._store.set(self._key(f"{station}/all"), "")
         try:

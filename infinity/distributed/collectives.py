@@ -1,13 +1,18 @@
-"""Collectives: moves bytes between the data ranks, and finds out where they do not do the same.
+"""Collectives: moves bytes between the data ranks, and detects ranks that diverge.
 
-offered    reductions that a rank could start by now; said at a gather's rendezvous, whose least is known to all
-trace      the units that a rank expects to use in this pass; its digest is said as the pass begins
-agreed     of a pass: all ranks of the row run its collectives in the order of the last one like it, and do not meet (see `lockstep`)
+offered    reductions that a rank could start by now; a gather's rendezvous yields their minimum
+trace      the units that a rank expects to use in this pass; its digest is compared at the start
+agreed     of a pass: all ranks of the shard group run its collectives in the order of the last
+           one like it, without meeting (see `lockstep`)
 
-Every collective of a row is the next one of an agreed pass, or comes behind a rendezvous on one channel, whatever group its bytes take, so that
-no two ranks can wait for each other in different places. Bytes travel in the dtype they have, or as 8-bit codes where weights are compressed; sums are
-taken in fp32, in the order of the ranks, and rounded once. The transport never adds, so that the result does not depend on its
-algorithm: but for Config(reduction="fast"), where it adds in the dtype that gradients have, in an order of its own.
+Every collective of a shard group is either the next one of an agreed pass, or follows a rendezvous.
+All rendezvous use one channel, whatever group the bytes take, so no two ranks can wait for each
+other at different points.
+
+Bytes travel in their own dtype, or as 8-bit codes if weights are compressed. Sums are taken in
+fp32, in rank order, and rounded once. The transport never adds, so the result does not depend on
+its algorithm. Exception: with Config(reduction="fast") it adds in the gradients' dtype and its own
+order.
 """
 
 from __future__ import annotations
@@ -34,44 +39,41 @@ from .pending import Pending
 from .quantize import decode_blocks, encode_blocks
 from .shared_homes import lent
 
-MOST_OFFERED = 254  # what fits a byte beside BACKWARD_OVER; the rest is offered at the next rendezvous
+MOST_OFFERED = 254  # fits a byte beside BACKWARD_OVER; the rest is offered later
 BACKWARD_OVER = 255
-DIGEST_NBYTES = 4  # of a trace, among the flags of a pass's meeting
-SAID_NBYTES = (
-    DIGEST_NBYTES + lockstep.DIGEST_NBYTES
-)  # of these flags, which go with their complements: the largest and the smallest are known
+DIGEST_NBYTES = 4  # of a trace, among a pass's flags
+# Of these flags, each with its complement: the maximum yields both extremes
+SAID_NBYTES = DIGEST_NBYTES + lockstep.DIGEST_NBYTES
 
 
 def _flags_of(lockstep: Lockstep, key: bytes) -> list[int]:
-    """Makes the flags that say what a pass known by ``key`` expects, and how the last one went."""
+    """Makes the flags of the pass ``key``: the digests of its trace and of how the last such pass
+    went."""
     said = key[:DIGEST_NBYTES] + lockstep.digest_of(key)
     return [*said, *(255 - byte for byte in said)]
 
 
 class Collectives(Exchanges):
-    """Runs what the data ranks of one job do together. In a job of one rank every collective is nothing to do.
-
-    Used from the thread that runs the model.
-    """
+    """No-ops in a job of one rank. Used from the thread that runs the model."""
 
     def __init__(self, ranks: DataRanks | None = None, traffic: Traffic | None = None, progress: Progress | None = None):
         super().__init__(ranks, progress)
         self.traffic = traffic if traffic is not None else Traffic()
         self._traces_agree = False
-        self._passes = 0  # that have begun since the last backward or step
-        self._is_after_step = True  # no backward has run since the last one
-        self._found_after_step: list[int] = []  # units that the first forward after a step found gathered
+        self._passes = 0  # started since the last backward or step
+        self._is_after_step = True  # no backward since the last step
+        self._found_after_step: list[int] = []  # gathered units at the first forward after a step
         if self.ranks.data is not None and self.ranks.divided == 1:
             self.ranks.data.lockstep.stand_ins = StandIns(lambda of_experts: (self.of_experts if of_experts else self).ranks)
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
-        """Sets what this rank says at every meeting of how far it is."""
+        """Sets the progress that this rank announces at every meeting."""
         super().note_progress(steps=steps, backwards=backwards)
         self._passes, self._is_after_step = 0, backwards == 0
 
     @cached_property
     def of_experts(self) -> Collectives:
-        """The same for the parameters of divided experts: they pass between the ranks that have them, and all data ranks meet as before."""
+        """For divided experts: bytes pass between ranks with the same ones; all data ranks meet."""
         if self.ranks.experts is None:
             return self
         return Collectives(self.ranks.as_experts_see, self.traffic, self._reached)
@@ -79,8 +81,8 @@ class Collectives(Exchanges):
     # --- passes ---
 
     def begin_pass(self, trace: Iterable[int], resident: Iterable[int], *, training: bool) -> None:
-        """Begins a pass that expects to use the units of ``trace``, in their order, and finds those of ``resident`` gathered. Every data
-        rank comes here; whether all expect the same is known when the first of them asks."""
+        """Starts a pass that expects to use the units of ``trace`` in order, and finds ``resident``
+        gathered. Every data rank calls this. A later collective waits for the comparison."""
         place = self.ranks.data
         if place is None:
             return
@@ -94,8 +96,8 @@ class Collectives(Exchanges):
             place.announce(f"a forward {self._progress}", _flags_of(place.lockstep, key), then=partial(self._begin, key))
 
     def _begin(self, key: bytes, found: torch.Tensor, *, foreseen: bool = False) -> None:
-        """Begins a pass, of which everybody's flags have been ``found``: agreed where all said the same. One that is only ``foreseen`` begins
-        where it is agreed."""
+        """Starts a pass from all ranks' flags. It is agreed if they match. A predicted pass
+        (``foreseen``) starts only if agreed."""
         same = (found[:SAID_NBYTES] == 255 - found[SAID_NBYTES:]).tolist()
         agreed = all(same) and bool(found[DIGEST_NBYTES:SAID_NBYTES].any())
         if agreed or not foreseen:
@@ -105,10 +107,12 @@ class Collectives(Exchanges):
     def meet_for_step(
         self, inputs: Inputs, *, over_stages: Inputs | None, trace: Iterable[int], in_common: InCommon, then: Callable[[], None]
     ) -> None:
-        """Waits until every rank is at the step that goes by ``inputs``, and stages at that by ``over_stages``; None: they do not meet.
+        """Blocks until all ranks are at the step of ``inputs``. Stages compare ``over_stages`` if
+        given.
 
-        With it goes how a forward after a step went last time, of which the units of ``trace`` are expected: where all say the same of that,
-        it has begun, and does not meet. ``then``: called as soon as it is known that all are there, whatever strikes this rank meanwhile.
+        Also compares the trace predicted for the next forward (``trace``). If all match, that
+        forward needs no barrier. ``then``: called as soon as all ranks are known to be there, even
+        if this one is interrupted.
         """
         meetings: list[Callable] = []
         if over_stages is not None and self.ranks.stages is not None:
@@ -118,12 +122,12 @@ class Collectives(Exchanges):
         if self.ranks.data is not None:
             key = _key_of(trace, self._found_after_step, 1)
             meetings.append(partial(self._meet_data_ranks, f"{inputs.common}{inputs.own}", key))
-        in_turn(meetings, then)  # data ranks last: what is raised before they hear
+        in_turn(meetings, then)  # data ranks last: others' errors are raised before they meet
 
     def _meet_data_ranks(self, what: str, key: bytes, then: Callable[[], None] = lambda: None) -> None:
-        """Meets the data ranks for a step, behind which a forward known by ``key`` may come."""
+        """Meets the data ranks before a step. A forward of the key ``key`` may follow."""
         place = self.ranks.data
-        # Ranks whose last pass went another way may not find the same units gathered: what one says here is nobody's word.
+        # After a divergence gathered units may differ over ranks: this rank does not vote.
         flags = _flags_of(place.lockstep, key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
 
         def go_on(found: torch.Tensor) -> None:
@@ -133,37 +137,37 @@ class Collectives(Exchanges):
         place.rendezvous(f"{what} {self._progress}", flags, then=go_on)
 
     def _enter_pass(self) -> None:
-        """Waits for the data ranks to begin the pass, if it has just begun."""
+        """Completes the meeting of a pass that has just started."""
         if self.ranks.data is not None:
             self.ranks.data.finish_meeting()
 
     def end_pass(self) -> None:
-        """Ends the pass: what comes now is not part of the next one like it."""
+        """Ends the pass: later collectives do not belong to it."""
         if self.ranks.data is not None:
             self._enter_pass()
             self.ranks.data.lockstep.end()
 
     @property
     def is_agreed(self) -> bool:
-        """Whether this rank is in an agreed pass that is not over: another collective is to come."""
+        """Whether an agreed pass is running, and more of its collectives follow."""
         self._enter_pass()
         return self.ranks.data is not None and self.ranks.data.lockstep.is_open
 
     @property
     def was_agreed(self) -> bool:
-        """Whether the pass is agreed, or was until nothing more was to come: nobody meets in it."""
+        """Whether the pass is agreed, or was to its last collective: no rank meets in it."""
         self._enter_pass()
         return self.ranks.data is not None and self.ranks.data.lockstep.is_agreed
 
     def is_next(self, what: str) -> bool:
-        """Tells whether the agreed pass goes on with ``what``."""
+        """Returns whether ``what`` is next in the agreed pass."""
         self._enter_pass()
         following = self.ranks.data.lockstep.next if self.ranks.data is not None else None
         return following is not None and following.what == what
 
     @property
     def traces_agree(self) -> bool:
-        """Whether all data ranks expect to use the same units in this pass: the same on all of them, whatever each went through."""
+        """Whether all data ranks expect to use the same units in this pass. Equal on all ranks."""
         self._enter_pass()
         return self._traces_agree
 
@@ -172,10 +176,12 @@ class Collectives(Exchanges):
     def gather(
         self, flat: torch.Tensor, what: str, *, offered: int = 0, homes: Sequence[native.Region | None] = ()
     ) -> Pending | None:
-        """Fills ``flat``, of which this rank's slice is filled already, with every rank's. None: nothing to wait for.
+        """Gathers every rank's slice into ``flat``, which has this one's. None: nothing to wait
+        for.
 
-        ``homes``: the memory at whose beginning that slice lies, too, and what it may lie in after an update; where the ranks share all of it,
-        the bytes are read there. ``offered``: reductions that this rank could start; the least of all ranks is the result's ``least_offered``.
+        ``homes``: the memory that starts with that slice, now or after an update; if all ranks
+        share it, they read the bytes there. ``offered``: reductions that this rank could start; the
+        minimum over ranks becomes the result's ``least_offered``.
         """
         if self.ranks.size == 1:
             return None
@@ -194,7 +200,7 @@ class Collectives(Exchanges):
         return self._gather(Kind.GATHER, raw, mine, what, offered)
 
     def gather_in_node(self, flat: torch.Tensor, what: str, *, offered: int = 0) -> Pending:
-        """Does the same among this machine's ranks, whose slices of ``flat`` are larger."""
+        """Gathers among this machine's ranks, whose slices of ``flat`` are larger."""
         raw = bytes_of(flat)
         mine = raw.view(self.ranks.node.size, -1)[self.ranks.node.rank]
         return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node", offered)
@@ -222,7 +228,7 @@ class Collectives(Exchanges):
             self.traffic.received(edge, whole.numel() - mine.numel(), what, start)
             if then is not None:
                 then()
-                for tensor in (whole, mine):  # coded, of another stream than the one that decodes
+                for tensor in (whole, mine):  # decoded on another stream than the transport's
                     if tensor.device.type != "cpu":
                         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
@@ -250,9 +256,9 @@ class Collectives(Exchanges):
     # --- gradients ---
 
     def offer(self, count: int | None) -> int | None:
-        """Meets the data ranks in mid-backward. Returns the least number of reductions that any rank could start.
+        """Meets the data ranks in mid-backward. Returns the minimum of the ranks' ready reductions.
 
-        ``count``: of this rank; None when its backward is over. The result is None when that of every rank is.
+        ``count``: of this rank; None after its backward. Returns None if all backwards are over.
         """
         flag = BACKWARD_OVER if count is None else min(count, MOST_OFFERED)
         self._enter_pass()
@@ -260,9 +266,9 @@ class Collectives(Exchanges):
         return None if least == BACKWARD_OVER else least
 
     def reduce(self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]) -> Pending:
-        """Averages this rank's slice of every rank's ``flat``: when waited for, ``done`` is given it, in fp32.
+        """Averages this rank's slice of all ranks' ``flat``. The wait passes it, fp32, to ``done``.
 
-        Everyone has to have met before (:meth:`agree`), or it is what an agreed pass goes on with.
+        Precondition: after :meth:`agree`, or the next collective of an agreed pass.
         """
         start = time.perf_counter()
         raw, works, is_fast = bytes_of(flat), [], self.ranks.reduction == "fast"
@@ -271,7 +277,7 @@ class Collectives(Exchanges):
             received = flat.new_empty(flat.numel() // self.ranks.size) if is_fast else torch.empty_like(flat)
             works.append(self._go_on_with(what, Kind.REDUCE, flat, received))
         elif self.ranks.divided > 1:
-            self._go_on_with(what, Kind.NOTHING, flat, flat)  # has its place in the order, as every unit
+            self._go_on_with(what, Kind.NOTHING, flat, flat)  # keeps its place in the order
 
         def finish() -> None:
             moved = raw.numel() - raw.numel() // self.ranks.size
@@ -287,12 +293,12 @@ class Collectives(Exchanges):
 
     @property
     def can_share_flags(self) -> bool:
-        """Whether a row's ranks are all that :meth:`share_flags` has to reach."""
+        """Whether :meth:`share_flags`, in the shard group, reaches every rank."""
         return self.ranks.size > 1 and self.ranks.replicas is None and self.ranks.tensor is None
 
     def share_flags(self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]) -> Pending:
-        """Tells the row's ranks this one's ``flags``, while other things go on: when waited for, ``done`` is given which of them any rank has
-        set. Everyone has to have met before, as for :meth:`reduce`."""
+        """Sends ``flags`` to the shard group's ranks, without blocking. The wait calls ``done``
+        with the flags that any rank has set. Precondition: as for :meth:`reduce`."""
         mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         everyones = mine.new_empty(self.ranks.size * mine.numel())
 
@@ -309,17 +315,17 @@ class Collectives(Exchanges):
         return everyones
 
     def _go_on_with(self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
-        """Starts a collective. Meets, where the agreed pass does not go on with it."""
+        """Starts a collective. Meets first if the agreed pass continues with another one."""
         self._enter_pass()
         passing, collective = self.ranks.data.lockstep, Collective(what, given.nbytes, describe(self.ranks, kind, given, taken))
         if passing.is_agreed and passing.next != collective:
             self._meet_for(what)
         return self._start(collective, kind, given, taken)
 
-    # --- what both begin with ---
+    # --- shared by both ---
 
     def _meet_for(self, what: str, flags: Sequence[int] = ()) -> torch.Tensor:
-        """Meets the data ranks, of which each starts a collective then: this one does so next."""
+        """Meets the data ranks. Each rank's next operation is to start a collective."""
         place = self.ranks.data
         return place.announce(f"{what} {self._progress}", flags, then=lambda found: place.lockstep.expect()).wait()
 
@@ -336,12 +342,12 @@ class Collectives(Exchanges):
         return self._do(lambda: self.ranks.data.lockstep.start(collective, begin, count), collective.what)
 
     def strike(self) -> None:
-        """Notes that an exception struck. Returns when nothing moves bytes any more."""
+        """Notes that an exception interrupted this rank, and waits for all transfers."""
         super().strike()
         self.drop_lost()
 
     def drop_lost(self) -> None:
-        """Waits until nothing moves bytes any more: of what an exception struck as it was started, nobody knows."""
+        """Waits for all transfers. After an interrupt the last one may or may not have started."""
         lost = self.ranks.data.lockstep.under_way() if self.ranks.data is not None else []
         if self.ranks.row is not None and self.ranks.row.homes is not None:
             lost += self.ranks.row.homes.under_way()
@@ -350,14 +356,14 @@ class Collectives(Exchanges):
 
 
 def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:
-    """Makes what passes that go the same way are known by; its first bytes are the trace's. ``number``: among the training passes since the last
-    backward or step; 0 for another pass."""
+    """Makes the key of passes that go the same way; it starts with the trace's digest. ``number``:
+    among the training passes since the last backward or step; 0 for another pass."""
     digest = hashlib.blake2b(np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES).digest()
     return digest + repr((resident, number)).encode()
 
 
 def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:
-    """The fp32 sum of the rows, first to last."""
+    """Returns the fp32 sum of the rows, first to last."""
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total.add_(part)

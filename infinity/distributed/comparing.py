@@ -1,4 +1,4 @@
-"""Comparing: what ranks say at a meeting so that those which differ are told."""
+"""Comparing: compares values over ranks at a meeting, and names those that differ."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from typing import Protocol
 
 
 class InCommon(Protocol):
-    """What ranks with other parts of the tensors must have in common."""
+    """Values that must be equal on ranks with other local parts of the tensors."""
 
     def values(self) -> list[int]:
-        """Makes what is said of it."""
+        """Makes the numbers to compare."""
 
     def agrees(self, spans: list[tuple[int, int]]) -> bool:
-        """Tells whether the spans of everyone's values show that it is the same."""
+        """Returns whether the spans of all ranks' numbers show that they are equal."""
 
     def check(self, spans: list[tuple[int, int]]) -> None:
-        """Raises UsageError where they show that it differs."""
+        """Raises UsageError if the spans show that they differ."""
 
 
 class Inputs(InCommon, Protocol):
-    """What a step goes by, and what stages have in common of it."""
+    """The inputs of a step, to compare over the ranks."""
 
     @property
     def common(self) -> str:
-        """What ranks with the same units say, and those with other parts of the tensors."""
+        """Compared over ranks with the same units or other local parts of them."""
 
     @property
     def own(self) -> str:
-        """What ranks with the same units say beside it."""
+        """Compared over ranks with the same units only."""
 
     @property
     def of_stages(self) -> str:
-        """What stages say."""
+        """Compared over pipeline stages."""
 
 
 def compare(meet: Callable, what: str, in_common: InCommon, then: Callable[[], None] = lambda: None) -> None:
-    """Compares, at ``meet``, the values of ``in_common``. Raises UsageError, and does not call ``then``, where ranks do not have the same."""
+    """Compares ``in_common`` over ranks by the meeting ``meet``. Raises UsageError, and does not
+    call ``then``, if the values differ."""
 
     def go_on(spans: list[tuple[int, int]]) -> None:
         if in_common.agrees(spans):

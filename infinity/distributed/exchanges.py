@@ -1,7 +1,8 @@
-"""Exchanges: what the ranks of a job tell each other outside of a pass: values, agreements, and that one of them failed.
+"""Exchanges: passes values, agreements and failures between the ranks of a job, outside of a pass.
 
-progress   how many steps and backwards a rank has done, and since which load: part of what is said at every meeting. A rank that
-           an exception struck when all had agreed to load, and before it did, is met with that before its values mix with theirs
+progress   the steps and backwards that a rank has done, and since which load: announced at every
+           meeting. A rank interrupted after the agreement to load, but before its load, is found
+           by it before its values mix with the others'
 """
 
 from __future__ import annotations
@@ -32,14 +33,12 @@ class Progress:
 
     steps: int = 0
     backwards: int = 0
-    origin: str = ""  # the load that its values are from, as it is said
+    origin: str = ""  # the load that its values are from, as announced
 
 
 class Exchanges:
-    """Passes values between the ranks of one job. In a job of one rank every exchange is nothing to do.
-
-    Used from the thread that runs the model.
-    """
+    """Passes values between the ranks of one job. In a job of one rank each exchange is a no-op.
+    Used from the thread that runs the model."""
 
     def __init__(self, ranks: DataRanks | None = None, progress: Progress | None = None):
         self.ranks = ranks if ranks is not None else DataRanks()
@@ -47,11 +46,12 @@ class Exchanges:
         self._is_closed = False
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
-        """Sets what this rank says at every meeting of how far it is."""
+        """Sets the progress that this rank announces at every meeting."""
         self._reached.steps, self._reached.backwards = steps, backwards
 
     def note_origin(self, load: str) -> None:
-        """Sets what this rank says at every meeting of where its values are from: ``load``, by a name that no other load has."""
+        """Sets the origin that this rank announces at every meeting: ``load``, a name unique to one
+        load."""
         self._reached.origin = f", from {load}"
 
     @property
@@ -59,16 +59,19 @@ class Exchanges:
         return f"(after {self._reached.steps} steps and {self._reached.backwards} backwards{self._reached.origin})"
 
     def _progress_on(self, channel: Channel) -> str:
-        """Says the progress on ``channel``: a stage that trains nothing runs no backward."""
+        """Returns the progress to announce on ``channel``. A stage that trains nothing runs no
+        backward."""
         return f"(after {self._reached.steps} steps{self._reached.origin})" if channel is self.ranks.stages else self._progress
 
     def allow_flags(self, count: int) -> None:
-        """Makes room for ``count`` flags wherever ranks with the same units meet, each with the same number."""
+        """Makes room for ``count`` flags at meetings of ranks with the same units. Each passes the
+        same number."""
         for channel in self.ranks.unit_places:
             channel.flags_nbytes = max(channel.flags_nbytes, count)
 
     def agree(self, flags: Sequence[int], what: str) -> list[bool]:
-        """Tells which of ``flags`` any rank with the same units has set."""
+        """Returns which of ``flags`` any rank with the same units has set. Every rank of those
+        calls this."""
         if self.ranks.alone:
             return [bool(flag) for flag in flags]
         flags = [int(flag) for flag in flags]
@@ -77,8 +80,9 @@ class Exchanges:
         return [bool(flag) for flag in flags]
 
     def exchange(self, values: torch.Tensor, what: str, *, over_tensors: bool = False, over_stages: bool = False) -> torch.Tensor:
-        """Collects ``values`` (of one shape) of every rank that has a slice: [size, ...], on every rank in the same order. ``over_tensors``:
-        of those that have other parts of the tensors, too; ``over_stages``: and of those that have other stages."""
+        """Gathers ``values`` (of one shape) from every rank of the shard group: [size, ...], in the
+        same order on every rank. ``over_tensors``: also over the tensor-parallel group.
+        ``over_stages``: also over stages."""
         found = values.unsqueeze(0)
         wanted = (True, self.ranks.row), (over_tensors, self.ranks.tensor), (over_stages, self.ranks.stages)
         for is_wanted, channel in wanted:
@@ -87,8 +91,9 @@ class Exchanges:
         return found
 
     def _from_all(self, channel: Channel, value: torch.Tensor, what: str) -> torch.Tensor:
-        """Collects ``value`` of every rank of ``channel``: [size, ...]."""
-        mine = bytes_of(value.contiguous().reshape(-1)).to("cpu", copy=True)  # what is sent late is what was to be sent
+        """Gathers ``value`` from every rank of ``channel``: [size, ...]."""
+        # A copy: later changes of ``value`` are not sent
+        mine = bytes_of(value.contiguous().reshape(-1)).to("cpu", copy=True)
         everyones = mine.new_empty(channel.size * mine.numel())
         group = channel.group
         transfer = Transfer(lambda: [all_gather(group, everyones, mine)], result=lambda: everyones)
@@ -96,14 +101,16 @@ class Exchanges:
         return raw.view(value.dtype).view(channel.size, *value.shape).to(value.device)
 
     def least(self, values: Sequence[int], what: str, *, over_stages: bool = False) -> list[int]:
-        """Finds the smallest of each of ``values`` over all ranks with the same units; ``over_stages``: over all ranks."""
+        """Returns the minimum of each of ``values`` over all ranks with the same units.
+        ``over_stages``: over all ranks."""
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
         for channel in self.ranks.channels if over_stages else self.ranks.unit_channels:
             found = self._from_all(channel, found, what).amin(0)
         return found.tolist()
 
     def assemble(self, out: torch.Tensor, pieces: Sequence[tuple[int, int]], what: str) -> None:
-        """Completes flat ``out``: of each rank (in order) the elements it has, which it has filled in, go to all others."""
+        """Completes flat ``out``: each rank broadcasts its range of ``pieces``, in elements by
+        rank, which it has filled."""
         if self.ranks.size == 1:
             return
         group = self.ranks.row.group
@@ -112,11 +119,13 @@ class Exchanges:
         self.ranks.data.pass_on(f"{what} {self._progress}", transfer)
 
     def broadcast(self, tensor: torch.Tensor, what: str, *, over_tensors: bool = False) -> torch.Tensor:
-        """Makes ``tensor`` the first data rank's, in place; contiguous. ``over_tensors``: the first of all ranks'."""
+        """Broadcasts contiguous ``tensor`` from the first data rank, in place. ``over_tensors``:
+        from the first of all ranks with these units."""
         if self.ranks.data_size > 1 or (over_tensors and self.ranks.tensor is not None):
             raw = bytes_of(tensor.view(-1))
             sent = raw.cpu()
-            # To the first rank of each part, then of each row, then along the rows.
+            # To the first rank of each tensor part, then of each replica, then along the shard
+            # group.
             for channel in (self.ranks.tensor if over_tensors else None, self.ranks.replicas, self.ranks.row):
                 if channel is not None:
                     transfer = Transfer(partial(_first_to_all, channel.group, sent))
@@ -126,8 +135,8 @@ class Exchanges:
         return tensor
 
     def collect(self, mine: Any, what: str, among: Sequence[Channel] | None = None) -> list[Any]:
-        """Collects every rank's ``mine``, anything that can be pickled, in the order of slices; then the next replica's; then that of
-        the next part of the tensors; then that of the next stage. ``among``: of the ranks on these channels only."""
+        """Gathers every rank's ``mine``, anything picklable. Order: slices, then replicas, then
+        tensor parts, then stages. ``among``: only over these channels."""
         found = [mine]
         for channel in self.ranks.channels if among is None else among:
             everyones = self.ranks.place_of(channel).pass_on(what, exchange_objects(channel.group, channel.size, found))
@@ -135,8 +144,8 @@ class Exchanges:
         return found
 
     def compare(self, mine: dict[str, str], what: str, *, over_stages: bool = False) -> None:
-        """Raises ConfigError where a rank's description differs from the first one's of those with the same units, with the first
-        difference; ``over_stages``: of all."""
+        """Raises ConfigError with the first difference if a rank's description differs from the
+        first rank's. ``over_stages``: over all ranks, else over those with the same units."""
         if self.ranks.alone:
             return
         everyones = self.collect(
@@ -154,7 +163,7 @@ class Exchanges:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Brings all ranks through the block, or makes all of them raise; they can go on then."""
+        """Brings all ranks through the block, or raises on all of them; they can go on then."""
         try:
             yield
         except BaseException as error:
@@ -170,13 +179,15 @@ class Exchanges:
                 raise
 
     def rendezvous(self, what: str, *, wherever: bool = False) -> None:
-        """Waits until every rank is at ``what``. ``wherever``: as far as each of them is, for all state is about to be set anew."""
+        """Blocks until every rank is at ``what``. ``wherever``: ranks may be at different steps,
+        because all state is about to be loaded."""
         for channel in self.ranks.places:
             channel.rendezvous(what if wherever else f"{what} {self._progress_on(channel)}")
 
     def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False, then: Callable[[], None] = lambda: None) -> None:
-        """Raises UsageError where the data ranks do not have the same ``tensors``. ``over_tensors``: nor those with other parts of
-        tensors, which have these in common. ``then``: called as soon as it is known that all have, whatever strikes this rank meanwhile."""
+        """Raises UsageError if the data ranks do not have the same ``tensors``. ``over_tensors``:
+        nor the tensor-parallel group, which has these in common. ``then``: called as soon as all
+        are known to have them, even if this rank is interrupted."""
         places = self.ranks.unit_places if over_tensors else self.ranks.sharing
         if places:
             digest = hashlib.blake2b(digest_size=8)
@@ -193,13 +204,13 @@ class Exchanges:
             then()
 
     def warn(self, error: BaseException) -> None:
-        """Lets the others know why this rank does not go on yet. Waits for nobody."""
+        """Reports to the others why this rank does not go on yet. Does not block."""
         for channel in self.ranks.places:
             channel.warn(error)
 
     def meet_stages(self, what: str, *, then: Callable[[], None] = lambda: None) -> None:
-        """Waits until every stage is at ``what``. What is raised here is raised on the ranks with the same units, too. ``then``: called as soon
-        as it is known that all are."""
+        """Blocks until every stage is at ``what``. Errors are raised on the ranks with the same
+        units, too. ``then``: called as soon as all are known to be there."""
         if (stages := self.ranks.stages) is not None:
             try:
                 stages.rendezvous(f"{what} {self._progress_on(stages)}", then=lambda found: then())
@@ -215,8 +226,9 @@ class Exchanges:
         *,
         then: Callable[[list[tuple[int, int]]], None] = lambda spans: None,
     ) -> list[tuple[int, int]]:
-        """Meets the ranks of ``channel`` at ``what``. Returns the least and the largest of each of their ``values``. What is raised here is
-        raised on the other ranks with the same units, too. ``then``: given these spans as soon as they are known."""
+        """Meets the ranks of ``channel`` at ``what``. Returns the minimum and maximum of each of
+        their ``values``. Errors are raised on the other ranks with the same units, too. ``then``:
+        called with the spans as soon as they are known."""
         try:
             return channel.spans(f"{what} {self._progress_on(channel)}", values, then=then)
         except InfinityError as error:
@@ -224,14 +236,16 @@ class Exchanges:
             raise
 
     def fail_elsewhere(self, channel: Channel, error: BaseException) -> None:
-        """Comes with ``error``, which all ranks of ``channel`` raise, to the next meeting of the ranks with the same units that meet elsewhere."""
+        """Reports ``error``, which all ranks of ``channel`` raise, to the other ranks with the same
+        units, at their next meeting."""
         of_sequences = [self.ranks.sequences] if self.ranks.sequences is not None else []
         for other in (*of_sequences, *reversed(self.ranks.unit_places)):
             if other is not channel:
                 other.fail(error)
 
     def tell(self, error: BaseException) -> None:
-        """Lets the others know that this rank cannot go on. Gives them a moment to hear it: this process may end next."""
+        """Reports that this rank cannot go on. Waits up to ``HEARING_SECONDS`` for a rank to
+        receive it: this process may end next."""
         if all(channel.has_ended for channel in self.ranks.places):
             return
         for channel in self.ranks.places:
@@ -241,7 +255,7 @@ class Exchanges:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Ends the groups that were made for this job, and lets this thread run on every processor again."""
+        """Destroys the groups made for this job, and restores this thread's processor affinity."""
         if self.ranks.allowed_processors is not None and not self._is_closed:
             os.sched_setaffinity(0, self.ranks.allowed_processors)
         self._is_closed = True
@@ -250,8 +264,8 @@ class Exchanges:
             channel.close()
 
     def strike(self) -> None:
-        """Notes that an exception ended what this rank was at, and carries to its end what it had
-        begun with others."""
+        """Notes that an exception interrupted this rank, and completes the meetings that it had
+        started."""
         for channel in self.ranks.places:
             channel.strike()
 
@@ -263,7 +277,8 @@ class Exchanges:
 
 
 def in_turn(meetings: Sequence[Callable], then: Callable[[], None]) -> None:
-    """Holds ``meetings``, each a call that takes ``then``. ``then``: called as soon as it is known that all agree at the last one."""
+    """Runs ``meetings``, each a call that takes ``then``. ``then``: called as soon as all ranks are
+    known to agree at the last one."""
     for meet in meetings[:-1]:
         meet()
     if meetings:

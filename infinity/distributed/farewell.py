@@ -1,8 +1,8 @@
-"""Farewell: what a rank that cannot go on leaves behind, so that the others can name it and its reason.
+"""Farewell: reports why a rank ended, so that the others can name it and its reason.
 
-A transport only says that a connection was closed. So every rank of a job writes into the job's store who it is when it joins and,
-if an exception ends its process, why. Who loses a peer looks there. A process that was killed says nothing; where it ran on
-this machine, that it is gone can be seen.
+A transport only reports that a connection was closed. So every rank writes its identity into the
+job's store when it joins and, if an exception ends its process, the reason. A rank that loses a
+peer reads them. A killed process leaves no reason; on the same machine its absence can be seen.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any
 
 from ..machine.kernel import running_kernel
 
-LOST = re.compile(r"gloo|nccl|connection|process group|peer", re.IGNORECASE)  # in what a transport says
-BROKEN = re.compile(r"gloo|nccl|pair closure|closed by peer", re.IGNORECASE)  # the same, where others' errors come by
+# In a transport's error
+LOST = re.compile(r"gloo|nccl|connection|process group|peer", re.IGNORECASE)
+# The same, where other libraries' errors may occur too
+BROKEN = re.compile(r"gloo|nccl|pair closure|closed by peer", re.IGNORECASE)
 LONGEST = 400  # characters of a reason
-PATIENCE_SECONDS = 2.0  # until a process that has closed its connections has ended, or said why
+PATIENCE_SECONDS = 2.0  # for a process with closed connections to end, or to report why
 
 _joined: _Farewell | None = None
 
@@ -42,7 +44,8 @@ class _Farewell:
             self._store.set(f"why/{self._rank}", text[:LONGEST])
 
     def silent(self) -> str:
-        """Names the ranks of which nothing is known, and says that this one waits no longer: who hangs says nothing."""
+        """Returns the ranks that have not reported (hung), and reports that this one gave up: a
+        hung rank reports nothing."""
         with contextlib.suppress(Exception):
             self._store.set(f"waits/{self._rank}", "")
             time.sleep(PATIENCE_SECONDS)
@@ -58,7 +61,8 @@ class _Farewell:
         return f" (process {pid}, {'stopped' if _state(pid) == 'T' else 'running'})"
 
     def reasons(self) -> list[str]:
-        """Makes a sentence for every other rank that has ended; a moment is given to one that is about to."""
+        """Returns a sentence for every other rank that has ended. Waits up to ``PATIENCE_SECONDS``
+        for one."""
         ends = time.monotonic() + PATIENCE_SECONDS
         while not (found := self._look()) and time.monotonic() < ends:
             time.sleep(0.05)
@@ -69,7 +73,8 @@ class _Farewell:
         for rank in range(self._size):
             if rank == self._rank:
                 continue
-            with contextlib.suppress(Exception):  # of a store that is gone nothing is known: the transport's error is told
+            # Without the store only the transport's error is known
+            with contextlib.suppress(Exception):
                 if self._store.check([f"why/{rank}"]):
                     found.append(f"rank {rank} failed: {self._store.get(f'why/{rank}').decode(errors='replace')}")
                 elif self._store.check([f"who/{rank}"]):
@@ -82,7 +87,8 @@ class _Farewell:
 
 
 def join(store: Any, rank: int, size: int) -> None:
-    """Makes this process rank ``rank`` of ``size`` of the job that has ``store``. An uncaught exception is told from here on."""
+    """Makes this process rank ``rank`` of ``size`` of the job with ``store``. From here on an
+    uncaught exception is reported to the other ranks."""
     global _joined
     first = _joined is None
     _joined = _Farewell(store, rank, size)
@@ -91,7 +97,7 @@ def join(store: Any, rank: int, size: int) -> None:
 
         def tell_too(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
             before(kind, error, traceback)
-            # A collective of torch's own, inside the model, says only that a connection was closed.
+            # A collective of torch's own, inside the model, reports only a closed connection.
             if isinstance(error, RuntimeError) and LOST.search(str(error)) and (known := reasons()):
                 print(f"rank {rank} of {size} ends here because of another: {known}", file=sys.stderr, flush=True)
             leave(error)
@@ -104,9 +110,9 @@ def _describe(error: BaseException) -> str:
 
 
 def describe_chain(error: BaseException) -> str:
-    """Says why an error came about, then where: the bottom of what it was raised from, every note on the way, the error itself.
+    """Describes why an error was raised, then where: the root cause, all notes, the error itself.
 
-    A pipeline's runtime says at length where, so that what is behind it comes first.
+    The cause comes first because a pipeline's runtime describes the place at length.
     """
     chain = [error]
     while (cause := chain[-1].__cause__) is not None and cause not in chain:
@@ -118,18 +124,18 @@ def describe_chain(error: BaseException) -> str:
 
 
 def leave(error: BaseException) -> None:
-    """Tells the other ranks that this one ends with ``error``. Alone it does nothing."""
+    """Reports to the other ranks that this one ends with ``error``. No-op without a job."""
     if _joined is not None:
         _joined.leave(error)
 
 
 def reasons() -> str:
-    """Says what is known of ranks that have ended, in a few sentences; empty for nothing."""
+    """Returns what is known of ended ranks, in a few sentences, or ""."""
     return ". ".join(_joined.reasons()) if _joined is not None else ""
 
 
 def silent() -> str:
-    """Names ranks from which nothing was heard, once this one has waited in vain; empty for none."""
+    """Returns the ranks that have not reported, after this one has waited in vain, or ""."""
     return _joined.silent() if _joined is not None else ""
 
 
@@ -138,7 +144,7 @@ def _runs(pid: int) -> bool:
 
 
 def _state(pid: int) -> str:
-    """The kernel's letter for a process's state; X for one that is gone."""
+    """Returns the kernel's letter for a process's state; X if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

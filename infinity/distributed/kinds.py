@@ -1,7 +1,7 @@
-"""Kinds: begins the collectives of a pass, and describes them in numbers, so that a rank can begin one that only others have come to.
+"""Kinds: starts the collectives of a pass, and encodes them as numbers.
 
 kind      which group's ranks, and what passes between them
-numbers   all that is needed to begin one with bytes that nobody looks at
+numbers   enough to start a collective with dummy data, on a rank that has not reached it
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ import torch.distributed as dist
 
 from .data_ranks import DataRanks
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
-DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of what passes
+# Renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# That collectives may pass
+DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Kind(IntEnum):
-    """What a collective is."""
+    """The kind of a collective."""
 
-    GATHER = 1  # of a row's slices
+    GATHER = 1  # slices within a shard group
     GATHER_IN_NODE = 2
-    REDUCE = 3  # over a row
-    TELL = 4  # a row's ranks about gradients
+    REDUCE = 3  # over a shard group
+    TELL = 4  # flags of gradients within a shard group
     GATHER_OVER_REPLICAS = 5
-    NOTHING = 6  # what another row reduces, and this one has for itself
-    READ = 7  # a row's slices, where they lie in shared memory
+    NOTHING = 6  # other shard groups reduce here; this rank has no peer
+    READ = 7  # slices within a shard group, from shared memory
 
 
 def begin(ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
-    """Begins a collective of this ``kind`` that passes ``given`` on and fills ``taken``: flat, of as many elements on every rank. Of one that reads
-    homes only others have the bytes."""
+    """Starts a collective of this ``kind`` that sends ``given`` and fills ``taken``: flat, of equal
+    size on every rank. READ copies other ranks' slices only."""
     if kind is Kind.NOTHING:
         return _Over()
     if kind is Kind.READ:
@@ -51,7 +53,8 @@ def begin(ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor
 
 
 def count_begun(ranks: DataRanks, kind: Kind, where: torch.device) -> int:
-    """Counts what the transport of such collectives has begun: more of them after one than before it. 0 where it does not tell."""
+    """Counts the collectives that the transport of this ``kind`` has started. 0 if it does not
+    count."""
     if kind is Kind.NOTHING:
         return 0
     if kind is Kind.READ:
@@ -63,25 +66,26 @@ def count_begun(ranks: DataRanks, kind: Kind, where: torch.device) -> int:
 
 
 def describe(ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> tuple[int, ...]:
-    """Describes a collective in numbers: its kind, whether it is among those with the same experts, both counts of elements, the dtype, and whether it
-    is in the host's memory."""
+    """Encodes a collective as numbers: kind, whether it is among ranks with the same experts, both
+    element counts, dtype, whether it is in host memory."""
     return kind, ranks.divided > 1, given.numel(), taken.numel(), DTYPES.index(given.dtype), given.device.type == "cpu"
 
 
 @dataclass(frozen=True)
 class StandIns:
-    """Begins collectives that are described in numbers. ``ranks_of``: given whether it is among the ranks with the same experts."""
+    """Starts collectives from their numbers. ``ranks_of``: the ranks, given whether only those with
+    the same experts take part."""
 
     ranks_of: Callable[[bool], DataRanks]
 
     def begin(self, numbers: Sequence[int]) -> dist.Work:
-        """Begins a collective that is described so, with zeros."""
+        """Starts the collective of these ``numbers``, with zeros."""
         kind, is_of_experts, given, taken, dtype, is_on_host = numbers
         mine, whole = (torch.zeros(count, dtype=DTYPES[dtype], device=_place(is_on_host)) for count in (given, taken))
         return begin(self.ranks_of(bool(is_of_experts)), Kind(kind), mine, whole)
 
     def count(self, numbers: Sequence[int]) -> int:
-        """Counts as :func:`count_begun`, for a collective that is described so."""
+        """Counts as :func:`count_begun`, for the collective of these ``numbers``."""
         kind, is_of_experts, *_, is_on_host = numbers
         return count_begun(self.ranks_of(bool(is_of_experts)), Kind(kind), _place(is_on_host))
 
@@ -104,16 +108,15 @@ def _group_of(ranks: DataRanks, kind: Kind) -> dist.ProcessGroup:
 
 
 class _Over(dist.Work):
-    """What passes no bytes, since no other rank has these tensors."""
+    """A completed collective: no other rank has these tensors."""
 
     def wait(self, *_: object) -> bool:
         return True
 
 
 class _Summed(dist.Work):
-    """Adds up ``given`` over a group and keeps this rank's part, as torch does on the host: whose
-    own work never says that it is over, and is
-    waited for without a limit."""
+    """Adds up ``given`` over a group and keeps this rank's part, as torch does on the host. Torch's
+    own work object never reports completion, and its wait has no limit."""
 
     def __init__(self, given: torch.Tensor, taken: torch.Tensor, group: dist.ProcessGroup):
         super().__init__()

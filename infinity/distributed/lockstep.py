@@ -1,19 +1,27 @@
-"""Lockstep: has the data ranks run the collectives of a pass without a meeting before each.
+"""Lockstep: runs the collectives of a pass on all data ranks without a meeting before each.
 
 sequence   the collectives of a pass in their order
-agreed     of a sequence: all data ranks have said, as the pass began, that such a pass went this way last time
-foreseen   of a pass: agreed on with the step before it, and no forward has come to it yet
-parted     of a rank that needs something else than what comes next in the agreed sequence, or that was struck
-struck     of a rank: an exception may have kept it from starting what the others have started since the last meeting
+agreed     of a sequence: all data ranks reported, as the pass started, that the last pass of this
+           key went this way
+foreseen   of a pass: agreed at the step before it, and no forward has entered it yet (predicted)
+parted     of a rank: it needs another collective than the next of the agreed sequence, or was
+           interrupted (diverged)
+struck     of a rank: interrupted by an exception, which may have kept it from starting what the
+           others have started since the last meeting
 
-What holds, whatever the ranks do: **a rank starts a collective only as the next one of the agreed sequence, or after a meeting just before it.**
-So two different collectives never meet. A rank that parts starts nothing: it raises an alarm and comes to a meeting. The others hear the alarm
-where they wait for it, come to the same meeting, and there each says how many it has started. All then complete what any has started, with bytes
-that nobody uses: who waited for them is in the meeting, and raises. Where all part at the same place nothing is left to complete, and they go on
-with a meeting before each collective until the pass is over; the next one like it is agreed anew.
+Invariant: **a rank starts a collective only as the next one of the agreed sequence, or after a
+meeting just before it.** So two different collectives never meet.
 
-A rank that an exception struck parts, too, in any pass: others may wait for what it was about to start. It need not know what that is: who has
-started it describes it in numbers.
+A rank that diverges starts nothing: it raises an alarm and comes to a meeting. The others see the
+alarm while they wait for it, come to the same meeting, and each reports how many collectives it has
+started. All then complete what any rank has started, with dummy data. The ranks that wanted those
+results are in the meeting, and raise.
+
+If all diverge at the same point, nothing is left to complete. They go on with a meeting before each
+collective until the pass is over. The next pass like it is agreed anew.
+
+An interrupted rank diverges in any pass: others may wait for what it was about to start. It need
+not know what that is: a rank that has started it encodes it as numbers.
 """
 
 from __future__ import annotations
@@ -28,53 +36,54 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-MOST_KNOWN = 64  # sequences that are remembered
+MOST_KNOWN = 64  # remembered sequences
 DIGEST_NBYTES = 8
-NUMBERS = 6  # that describe a collective (see `kinds`)
-STAND_IN = ""  # what is started for others alone, and belongs to no pass of this rank's
+NUMBERS = 6  # that encode a collective (see `kinds`)
+STAND_IN = ""  # the name of one started only to complete another rank's
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, as it compares with others."""
+    """One collective, as it is compared."""
 
     what: str
     nbytes: int
-    numbers: Sequence[int] = field(default=(0,) * NUMBERS, compare=False)  # for ranks that have not come to it
+    # For ranks that have not reached it
+    numbers: Sequence[int] = field(default=(0,) * NUMBERS, compare=False)
 
 
 class StandIns(Protocol):
-    """What starts a collective that only completes other ranks': it is known by its numbers."""
+    """Starts collectives from their numbers, only to complete other ranks'."""
 
     def begin(self, numbers: Sequence[int]) -> dist.Work:
-        """Begins it, with bytes that nobody looks at."""
+        """Starts the collective, with dummy data."""
 
     def count(self, numbers: Sequence[int]) -> int:
-        """Counts what its transport has begun."""
+        """Counts the collectives that its transport has started."""
 
 
 class Lockstep:
-    """Where this rank is in a pass. Used from the thread that runs the model."""
+    """The position of this rank in a pass. Used from the thread that runs the model."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, list[Collective]] = OrderedDict()
-        self._key = b""  # what such a pass is known by
+        self._key = b""  # of this pass
         self._started: list[Collective] = []
         self._agreed: list[Collective] | None = None
-        self._is_over = True  # what is started now belongs to no pass
+        self._is_over = True  # collectives started now belong to no pass
         self._is_foreseen = False
-        self.was_followed = False  # the last pass was agreed, and went so to its end
-        self._recent: list[
-            tuple[int, Collective]
-        ] = []  # started, by number; those that some rank may not have started, and the last one
+        self.was_followed = False  # the last pass was agreed, and did not diverge
+        # Started, by number: those that some rank may lack, and the last
+        self._recent: list[tuple[int, Collective]] = []
         self._under_way: list[dist.Work] = []
         self._starting: tuple[Collective, Callable[[], int], int] | None = None
-        self._expects = False  # the last meeting was for what this rank was to start next
+        self._expects = False  # the last meeting was for this rank's next collective
         self._was_struck = False
-        self.stand_ins: StandIns | None = None  # of collectives that only others have started
+        self.stand_ins: StandIns | None = None  # starts collectives that only others have started
 
     def close(self) -> None:
-        """Forgets everything: what completes other ranks' collectives refers to the groups, whose threads must not wait for the collector."""
+        """Forgets everything: ``stand_ins`` refers to the groups, whose threads must not wait for
+        the garbage collector."""
         self._known.clear()
         self._started, self._agreed, self._recent, self._under_way = [], None, [], []
         self._starting = self.stand_ins = None
@@ -82,7 +91,7 @@ class Lockstep:
     # --- a pass ---
 
     def end(self) -> None:
-        """Ends the pass: remembers how it went, unless it was left before its end, or never came."""
+        """Ends the pass. Remembers its sequence, unless it was left early or never entered."""
         was_entered = not self._is_over and not self._is_foreseen
         if was_entered:
             self.was_followed = self.is_agreed and not self.is_open
@@ -96,20 +105,21 @@ class Lockstep:
         self._is_over = True
 
     def digest_of(self, key: bytes) -> bytes:
-        """Makes a digest of the sequence of the last pass that is known by ``key``; zeros where there was none."""
+        """Returns a digest of the sequence of the last pass of ``key``; zeros if there was none."""
         if key not in self._known:
             return bytes(DIGEST_NBYTES)
         said = repr([(each.what, each.nbytes) for each in self._known[key]])
         return hashlib.blake2b(key + said.encode(), digest_size=DIGEST_NBYTES).digest()
 
     def begin(self, key: bytes, *, agreed: bool, foreseen: bool = False) -> None:
-        """Begins a pass that is known by ``key``. ``agreed``: it will go as the last one, on every rank. ``foreseen``: its forward is still to
-        come, and tells by :meth:`enter`."""
+        """Starts a pass of ``key``. ``agreed``: all ranks repeat the last sequence. ``foreseen``:
+        predicted; its forward calls :meth:`enter` later."""
         self._key, self._started, self._is_over, self._is_foreseen = key, [], False, foreseen
         self._agreed = self._known[key] if agreed else None
 
     def enter(self, key: bytes) -> bool:
-        """Enters the pass that was foreseen. Returns whether it is agreed on still, known by ``key``, and nothing of it was started; else it ends."""
+        """Enters the predicted pass. Returns whether it is still agreed, has this ``key``, and
+        nothing of it was started. If not, it ends."""
         if self._is_foreseen and self._agreed is not None and not self._is_over and not self._started and self._key == key:
             self._is_foreseen = False
             return True
@@ -120,7 +130,7 @@ class Lockstep:
 
     @property
     def is_open(self) -> bool:
-        """Whether something of the agreed sequence is still to come."""
+        """Whether more of the agreed sequence follows."""
         return self.next is not None
 
     @property
@@ -130,7 +140,7 @@ class Lockstep:
 
     @property
     def next(self) -> Collective | None:
-        """What comes next in the agreed sequence; None where there is none, or it is over."""
+        """The next collective of the agreed sequence; None if there is none."""
         if self._agreed is None or len(self._started) >= len(self._agreed):
             return None
         return self._agreed[len(self._started)]
@@ -142,16 +152,18 @@ class Lockstep:
 
     @property
     def total(self) -> int:
-        """How many collectives this rank has started: after a meeting that all come from the same place, as many as any other."""
+        """How many collectives this rank has started in all. Equal on all ranks after a meeting
+        without divergence."""
         return self._recent[-1][0] if self._recent else 0
 
     def expect(self) -> None:
-        """Notes that all ranks have met, and each starts a collective now. Until this one has, it counts as struck."""
+        """Notes that all ranks have met, and each starts a collective next. Until then this rank
+        counts as interrupted."""
         self._expects = True
 
     def start(self, collective: Collective, begin: Callable[[], dist.Work], count: Callable[[], int]) -> dist.Work:
-        """Starts ``collective`` by ``begin``, and notes it. ``count``: of what its transport has begun, by which it is known later whether an
-        exception that strikes in here came before or after."""
+        """Starts ``collective`` by ``begin()``, and records it. ``count()``: collectives the
+        transport has started. After an interrupt it tells whether this one was."""
         self._starting = collective, count, count()
         self._under_way.append(begin())
         self._note(collective)
@@ -159,32 +171,32 @@ class Lockstep:
         return self._under_way[-1]
 
     def under_way(self) -> list[dist.Work]:
-        """Returns what this rank has started and is not over; forgets the rest. Whoever was to have it may not have got it, where an exception
-        struck."""
+        """Returns the started collectives that are not complete, and forgets the others. If
+        interrupted, the caller may not have received the handle."""
         self._under_way = [work for work in self._under_way if not work.is_completed()]
         return list(self._under_way)
 
     def _note(self, collective: Collective) -> None:
-        """Notes that ``collective`` was started. Doing so again changes nothing."""
+        """Records that ``collective`` was started. Idempotent."""
         is_own = collective.what != STAND_IN
         if is_own and not self._is_over and (not self._started or self._started[-1] is not collective):
             self._started.append(collective)
         if not self._recent or self._recent[-1][1] is not collective:
             self._recent.append((self.total + 1, collective))
 
-    # --- where ranks part ---
+    # --- divergence ---
 
     def strike(self) -> None:
-        """Notes that an exception ended what this rank was at: it parts at its next meeting."""
+        """Notes that an exception interrupted this rank: it diverges at its next meeting."""
         self._was_struck = True
 
     @property
     def has_parted(self) -> bool:
-        """Whether the others may wait for what this rank does not start."""
+        """Whether the others may wait for a collective that this rank does not start."""
         return self.is_open or self._expects or self._was_struck or self._starting is not None
 
     def settle(self) -> None:
-        """Finds out whether a collective was started whose start an exception has struck."""
+        """Finds out whether an interrupted start has started its collective."""
         if self._starting is not None:
             collective, count, before = self._starting
             self._was_struck = True
@@ -193,7 +205,8 @@ class Lockstep:
             self._starting = None
 
     def described(self, first: int, last: int) -> torch.Tensor:
-        """Describes the collectives of these numbers, as far as this rank has started them: int64 [last - first + 1, NUMBERS], else zeros."""
+        """Encodes the collectives of these numbers: int64 [last - first + 1, NUMBERS]. Zeros for
+        those that this rank has not started."""
         found = torch.zeros(last - first + 1, NUMBERS, dtype=torch.int64, device="cpu")
         for number, collective in self._recent:
             if first <= number <= last:
@@ -201,8 +214,8 @@ class Lockstep:
         return found
 
     def part(self, last: int, described: Sequence[Sequence[int]] = ()) -> None:
-        """Ends the agreement, and completes what any rank has started: up to number ``last``, of which the last ones are ``described``. May be
-        called again from the start."""
+        """Ends the agreed sequence, and completes the collectives that any rank has started, up to
+        number ``last``. ``described``: the last of them. Can be repeated after an interrupt."""
         self._agreed = None
         works = []
         while self.total < last:
@@ -214,5 +227,6 @@ class Lockstep:
         self._expects = self._was_struck = False
 
     def forget(self, number: int) -> None:
-        """Forgets what all ranks have started, up to this ``number``; but the last one, which tells how many there were."""
+        """Forgets the collectives below ``number``, which all ranks have started; keeps the last
+        one, which holds their count."""
         self._recent = [each for each in self._recent if each[0] >= number] or self._recent[-1:]

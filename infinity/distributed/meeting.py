@@ -1,7 +1,9 @@
-"""Meeting: every rank of a channel says what it is about to do, and hears whether all are about to do the same.
+"""Meeting: every rank of a channel announces its next operation, and learns whether all announced
+the same.
 
-It is announced when it begins, and checked when it is waited for. In between a rank can do whatever does not hang on it. Bytes that it
-carries: a header (see `Word`), values, of which all hear the least and the largest of each, and flags, of which all hear the largest of each.
+It is announced when it begins, and checked when it is waited for. In between a rank can do any
+independent work. Its message: a header (see `Word`); values, reduced to their minimum and maximum;
+flags, reduced to their maximum.
 """
 
 from __future__ import annotations
@@ -21,60 +23,61 @@ from .tree import Tree
 
 
 class Place(Protocol):
-    """What a meeting asks of the channel where it is held."""
+    """The interface of a meeting's channel."""
 
     lockstep: Lockstep
     tree: Tree
     flags_nbytes: int
 
     def raise_alarm(self, number: int) -> None:
-        """Calls the ranks that wait elsewhere to the meeting with this ``number``."""
+        """Calls the ranks that wait elsewhere to the meeting of this ``number``."""
 
     def complete(self, transfer: Transfer, what: str) -> Any:
         """Waits for the result of ``transfer``."""
 
     def come_together(self, last: int, described: Sequence[Sequence[int]], number: int) -> None:
-        """Ends the agreement on a sequence, at the meeting with this ``number``."""
+        """Ends the agreed sequence, at the meeting of this ``number``."""
 
     def tell_in_words(self, what: str) -> Transfer:
-        """Makes the transfer in which all tell each other in words."""
+        """Makes the transfer in which all ranks exchange their announcements as text."""
 
     def refusal(self, what: str, texts: Sequence[str]) -> InfinityError:
-        """Makes the error of a meeting at which not all could say the same, but ``texts``."""
+        """Makes the error of a meeting at which the announcements ``texts`` differ."""
 
 
 class Word(IntEnum):
-    """The header's numbers, int64. All hear the largest of each."""
+    """The header's numbers, int64. Each is reduced to its maximum over ranks."""
 
-    FAILED = 0  # 1: this rank says why it cannot go on
-    SETTLING = 1  # 1: it puts right what an exception left, and meets again
-    PARTED = 2  # 1: it has left the agreed sequence, or was struck
-    WHOLE = 3  # 1: it has not, and may use what it has started
+    FAILED = 0  # 1: this rank failed, and reports why
+    SETTLING = 1  # 1: it cleans up after an exception, and meets again
+    PARTED = 2  # 1: it left the agreed sequence, or was interrupted
+    WHOLE = 3  # 1: it did not, and may use what it has started
     STARTED = 4  # collectives that it has started
-    MINUS_STARTED = 5  # the largest of which is minus the least of them
-    DIGEST = 6  # of what it is about to do
+    MINUS_STARTED = 5  # the maximum is minus the minimum count
+    DIGEST = 6  # of its announcement
     MINUS_DIGEST = 7
 
 
-MOST_VALUES = 8  # int64, that a meeting has room for, each with its negative: of that the largest is the least value
+MOST_VALUES = 8  # int64 values per meeting; each negated too, for the minimum
 VALUES_NBYTES = 8 * 2 * MOST_VALUES
 HEADER_NBYTES = 8 * len(Word) + VALUES_NBYTES
 
 
 @dataclass(eq=False)
 class Round:
-    """What a meeting says once: one that puts right what an exception left meets again."""
+    """One exchange of a meeting. A meeting with a rank that cleans up after an exception has
+    another."""
 
     number: int  # among the merges of the tree
-    said: str  # of which the header has the digest
+    said: str  # the header has its digest
     merge: Transfer
-    missing: Transfer | None = None  # describes what some rank has not started
-    words: Transfer | None = None  # where not all have said the same
+    missing: Transfer | None = None  # describes collectives that some rank has not started
+    words: Transfer | None = None  # if announcements differ
 
 
 class Meeting:
-    """One meeting. Every rank of the channel makes the same ones, in one order. Whatever an
-    exception strikes, :meth:`wait` goes on from there."""
+    """One meeting. Every rank of the channel makes the same ones, in one order. After an interrupt
+    :meth:`wait` resumes."""
 
     def __init__(
         self,
@@ -90,13 +93,13 @@ class Meeting:
     ):
         self._channel, self._what, self._flags, self._values = channel, what, flags, values
         self._failed, self._settling, self._then = failed, settling, then
-        self._transfer = transfer  # follows where all have said the same
+        self._transfer = transfer  # follows if all announced the same
         self._rounds: list[Round] = []
-        self._heard: torch.Tensor | None = None  # where all are about to do the same
+        self._heard: torch.Tensor | None = None  # of a round in which all announced the same
         self._found: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Says this rank's word."""
+        """Sends this rank's announcement."""
         lockstep, tree = self._channel.lockstep, self._channel.tree
         lockstep.settle()
         number = tree.begun
@@ -116,8 +119,9 @@ class Meeting:
         return self._channel.lockstep.is_open and not self._failed
 
     def wait(self) -> torch.Tensor:
-        """Returns the largest of everyone's flags, uint8 [flags]. Raises UsageError where another rank is at something else, PeerError where one
-        failed or is gone. Both are raised on all ranks, which are at the same place afterwards."""
+        """Blocks until the meeting is over. Returns the maximum of the ranks' flags, uint8 [flags].
+        Raises UsageError if another rank is at something else, PeerError if one failed or is gone.
+        Both are raised on all ranks, which are at the same point afterwards."""
         while self._found is None:
             self._go_on(self._rounds[-1])
         if self._transfer is not None:
@@ -126,15 +130,15 @@ class Meeting:
         return self._flags_of(self._found)
 
     def _go_on(self, last: Round) -> None:
-        """Takes what a round has brought. Done twice it is done once."""
+        """Handles the result of a round. Idempotent."""
         message = self._channel.complete(last.merge, self._what)
         header = message[:HEADER_NBYTES].view(torch.int64).tolist()
         least, most = -header[Word.MINUS_STARTED], header[Word.STARTED]
         if header[Word.PARTED]:
             self._come_together(last, least, most)
         self._channel.lockstep.forget(most)
-        # What was completed with bytes of nobody must not be used: whoever would has come here, and
-        # is told.
+        # A collective completed with dummy data must not be used. Every rank that would use it gets
+        # the error here.
         is_torn = header[Word.PARTED] and header[Word.WHOLE] and least < most
         differs = header[Word.DIGEST] != -header[Word.MINUS_DIGEST]
         if header[Word.FAILED] or (not header[Word.SETTLING] and (differs or is_torn)):
@@ -153,7 +157,8 @@ class Meeting:
         return None
 
     def _come_together(self, last: Round, least: int, most: int) -> None:
-        """Has every rank start what any has started: those with the numbers behind ``least``, which the others describe."""
+        """Makes every rank start the collectives that any has started. Numbers above ``least`` are
+        described by the others."""
         if least < most and last.missing is None:
             last.missing = self._channel.tree.merge(self._channel.lockstep.described(least + 1, most), _most)
         described = self._channel.complete(last.missing, self._what).tolist() if last.missing is not None else []
@@ -164,28 +169,29 @@ class Meeting:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The least and the largest of each of everyone's values. Only once all are known to be there."""
+        """The minimum and maximum of each of the ranks' values. Only valid once all are known to be
+        there."""
         count, begin = len(self._values), 8 * len(Word)
         found = self._heard[begin : begin + 8 * 2 * count].view(torch.int64).tolist()
         return [(-found[count + index], found[index]) for index in range(count)]
 
     @property
     def is_begun(self) -> bool:
-        """Whether another rank may have heard of it."""
+        """Whether another rank may have observed it."""
         return bool(self._rounds) and self._rounds[0].merge.is_begun
 
     @property
     def is_farewell(self) -> bool:
-        """Whether this rank says at it that it failed."""
+        """Whether this rank reports a failure at it."""
         return self._failed
 
     @property
     def is_over(self) -> bool:
-        """Whether its result is known and what follows it is done, or an error was raised."""
+        """Whether its result and its transfer are complete, or an error was raised."""
         return self._found is not None and self._transfer is None
 
     def poll(self) -> bool:
-        """Tells whether everyone has come, without waiting for them."""
+        """Returns whether all ranks have come. Does not block."""
         return self._rounds[-1].merge.poll()
 
 

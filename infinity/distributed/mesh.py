@@ -1,13 +1,15 @@
-"""Mesh: which ranks train together, read off a DeviceMesh or the default process group.
+"""Mesh: which ranks train together, from a DeviceMesh or the default process group.
 
 dp              the data axis: every rank has another part of the batch and a slice of every array
-dp_shard, fsdp  the same, of a job that has replicas
-cp, sp          ranks with other parts of the same sequences: data ranks, too
+dp_shard, fsdp  the same, in a job with replicas
+cp, sp          data ranks with other parts of the same sequences
 dp_replicate    ranks with the same slice; only gradients pass between them
-tp              ranks with other parts of the same tensors, and the same batch: they have rows of data ranks of their own
-ep              ranks with other experts of the same layers, and the same batch: tp by another name. Where tokens travel to the experts
-                each has a batch of its own: a data axis then, which divides the experts
-pp              ranks with other stages of the same model, and the same batch: these, too, have rows of their own
+tp              ranks with other local parts of the same tensors, and the same batch. Each has its
+                own shard group of data ranks
+ep              ranks with other experts of the same layers, and the same batch: like tp. If tokens
+                travel to the experts, each has its own batch: then a data axis that divides experts
+pp              ranks with other stages of the same model, and the same batch. Each has its own
+                shard group, too
 """
 
 from __future__ import annotations
@@ -30,16 +32,19 @@ from .pending import ranks_lost
 from .transfer import end_groups, group_timeout
 from .tree import Tree, family_of
 
-SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")  # of these only one of the first three may be larger than 1
+# Only one of the first three may be larger than 1
+SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")
 SEQUENCE_AXES = ("cp", "sp")
 DATA_AXES = ("dp_replicate", *SLICE_AXES)
-OTHER_AXES = ("pp", "tp", "ep")  # of the last two only one may be larger than 1
+OTHER_AXES = ("pp", "tp", "ep")  # only one of the last two may be larger than 1
 
 
 def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
-    """Reads the data ranks off ``mesh`` (None: the default process group, if there is one). ``divides_experts``: its ep axis is one of data.
+    """Reads the data ranks from ``mesh`` (None: the default process group, if there is one).
+    ``divides_experts``: its ep axis is a data axis.
 
-    Makes process groups of its own, so every rank has to call it. Raises ConfigError for a mesh that does not fit the job.
+    Creates process groups, so every rank calls this. Raises ConfigError for a mesh that does not
+    fit the job.
     """
     if not dist.is_available() or not dist.is_initialized():
         if mesh is not None:
@@ -52,11 +57,12 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
             )
         return DataRanks()
     if dist.get_world_size() == 1:
-        rank_rows(mesh, divides_experts=divides_experts)  # which raises for a mesh that does not fit
+        rank_rows(mesh, divides_experts=divides_experts)  # raises for a mesh that does not fit
         return DataRanks()
     own_groups: list[dist.ProcessGroup] = []
     try:
-        rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)  # [stages, parts, replicas, slices]
+        # Rows: [stages, parts, replicas, slices]
+        rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)
         farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         return _join(mesh, rows, wrap, divides_experts, own_groups)
     except BaseException as error:
@@ -67,15 +73,16 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
 
 
 def _join(mesh: Any, rows: torch.Tensor, wrap: int, divides_experts: bool, own_groups: list[dist.ProcessGroup]) -> DataRanks:
-    """Makes this rank's channels, of groups that are added to ``own_groups``. ``rows``: [stages, parts, replicas, slices]."""
+    """Makes this rank's channels. Appends their groups to ``own_groups``. ``rows``: [stages, parts,
+    replicas, slices]."""
     me, local_size = dist.get_rank(), _local_size()
     stage, part, replica, rank = (int(at) for at in (rows == me).nonzero()[0])
     here = rows[stage]
     row, column, others = (line.tolist() for line in (here[part, replica], here[part, :, rank], here[:, replica, rank]))
     of_row = of_replicas = of_both = of_tensor = of_sequences = of_stages = None
-    # Each rank makes its own groups only: no collective of the whole job for each.
+    # Each rank makes only its own groups: no collective of the whole job for each.
     if len(row) > 1:
-        # Two groups over the same ranks: a reduction's bytes do not wait for a gather's.
+        # Two groups over the same ranks: reductions do not wait behind gathers.
         reductions = gloo_group(row, f"reductions of wrap {wrap}")
         of_row = _channel(row, f"gathers of wrap {wrap}", own_groups, reductions)
         own_groups.append(reductions)
@@ -98,7 +105,7 @@ def _join(mesh: Any, rows: torch.Tensor, wrap: int, divides_experts: bool, own_g
 
 
 def _sequence_of(mesh: Any) -> list[int]:
-    """Lists the ranks with other parts of the sequences that this rank has parts of; empty for none."""
+    """Lists the ranks with other parts of this rank's sequences; empty if there are none."""
     for axis, name in enumerate((mesh.mesh_dim_names or ()) if mesh is not None else ()):
         if name in SEQUENCE_AXES and mesh.mesh.size(axis) > 1:
             lines = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.mesh.size(axis)).tolist()
@@ -107,7 +114,7 @@ def _sequence_of(mesh: Any) -> list[int]:
 
 
 def expert_rows(mesh: Any, row: Sequence[int]) -> list[list[int]]:
-    """Divides a row of ranks (ascending) into those that have the same experts: the same coordinate of the ep axis."""
+    """Splits a shard group (ascending ranks) by equal experts: by the coordinate of the ep axis."""
     axis = mesh.mesh_dim_names.index("ep") if mesh is not None and "ep" in (mesh.mesh_dim_names or ()) else None
     if axis is None:
         return [list(row)]
@@ -116,7 +123,8 @@ def expert_rows(mesh: Any, row: Sequence[int]) -> list[list[int]]:
 
 
 def _expert_row(mesh: Any, row: list[int], wrap: int, own_groups: list[dist.ProcessGroup]) -> ExpertRow | None:
-    """Finds the ranks of ``row`` with the same experts as this one. None where they are not divided."""
+    """Finds the ranks of ``row`` with the same experts as this one. None if experts are not
+    divided."""
     me, parts = dist.get_rank(), expert_rows(mesh, row)
     if len(parts) == 1:
         return None
@@ -134,7 +142,7 @@ def _expert_row(mesh: Any, row: list[int], wrap: int, own_groups: list[dist.Proc
 def _channel(
     ranks: list[int], what: str, own_groups: list[dist.ProcessGroup], reductions: dist.ProcessGroup | None = None
 ) -> Channel:
-    """Makes a channel of ``ranks`` (ascending), with groups that are added to ``own_groups``."""
+    """Makes a channel of ``ranks`` (ascending). Appends its groups to ``own_groups``."""
     own_groups.append(group := gloo_group(ranks, what))
     families = [
         gloo_group([ranks[place] for place in family], f"{what}: meetings below {family[0]}") if family else None
@@ -147,9 +155,10 @@ def _channel(
 
 
 def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
-    """Adds the channel of the ranks on this machine, where a row has several machines with equally many of its ranks each.
+    """Adds the channel of this machine's ranks, if a shard group spans several machines with
+    equally many of its ranks each.
 
-    Makes process groups, so every rank has to call it.
+    Creates process groups, so every rank calls this.
     """
     if ranks.size == 1:
         return ranks
@@ -157,7 +166,8 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
     for row in rank_rows(mesh, divides_experts=ranks.experts is not None).flatten(0, 2).tolist():
         nodes: dict[int, list[int]] = {}
         for rank in row:
-            nodes.setdefault(rank // ranks.local_size, []).append(rank)  # torchrun numbers them machine by machine
+            # Torchrun numbers ranks machine by machine
+            nodes.setdefault(rank // ranks.local_size, []).append(rank)
         if len({len(members) for members in nodes.values()}) > 1 or not 1 < len(nodes) < len(row):
             continue
         for members in nodes.values():
@@ -168,11 +178,12 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
 
 
 def _agree_on_rows(mesh: Any, divides_experts: bool) -> tuple[torch.Tensor, int, bool]:
-    """Reads the rows off ``mesh`` on every rank. Returns them, how many attempts of this job came before this one, and whether any rank's
-    part of the model has divided experts: a stage of a pipeline may have none.
+    """Reads the shard groups from ``mesh`` on every rank. Returns them, the number of earlier
+    attempts of this job, and whether any rank's model has divided experts: a pipeline stage may
+    have none.
 
-    Passes through the store alone, before there is any group: a rank that was given another mesh, or none that fits, would make other
-    groups than those that wait for it. Raises ConfigError on all ranks then.
+    Uses only the store, before any group exists: a rank with another mesh, or an invalid one, would
+    make other groups than its peers wait for. Raises ConfigError on all ranks then.
     """
     with Attempt() as attempt:
         attempt.add("divides", int(divides_experts))
@@ -192,15 +203,16 @@ def _agree_on_rows(mesh: Any, divides_experts: bool) -> tuple[torch.Tensor, int,
 
 
 def gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
-    """Makes a group for what the host says; only ``ranks`` call. ``what`` tells it from every other group of the job.
+    """Makes a gloo group for host memory. Only ``ranks`` call this. ``what``: unique among the
+    job's groups.
 
-    Where the default group is bound to a device, torch would have the ranks outside take part in a split of its communicator, for
-    which the ones inside never come.
+    If the default group is bound to a device, torch would split its communicator, a collective of
+    ranks outside, too. The ranks inside would wait for them in vain.
     """
     c10d = dist.distributed_c10d
     default, bound = c10d._get_default_group(), None
-    # torch would name such a group by its ranks and by how many groups this process has: ranks that have made others would not find
-    # each other, and the addresses of a group that was ended would be read for the new one's.
+    # torch would name such a group by its ranks and the process's count of groups. Ranks with
+    # another count would not find each other, and a destroyed group's addresses would be reused.
     name = f"infinity: {what}, ranks {'_'.join(map(str, ranks))}"
     name_of, c10d._process_group_name = c10d._process_group_name, lambda *_, **__: name
     try:
@@ -215,10 +227,11 @@ def gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
 
 
 def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
-    """Has bulk bytes pass over ``backend``, which reaches the memory of the device that computes; each rendezvous stays where it
-    is.
+    """Sends bulk bytes over ``backend``, which reaches the compute device's memory. Each rendezvous
+    stays on gloo.
 
-    Makes process groups, so every rank has to call it. Raises ConfigError when there is no such backend.
+    Creates process groups, so every rank calls this. Raises ConfigError if there is no such
+    backend.
     """
     if backend is None:
         raise ConfigError("torch.distributed has no backend for the device that computes: compute on the CPU, or in one process")
@@ -249,8 +262,9 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
 
 
 def rank_rows(mesh: Any, *, divides_experts: bool = False) -> torch.Tensor:
-    """Returns the global ranks, [stages, parts, replicas, slices]: a stage is one coordinate of the pp axis, a part one of the tp axis, or of
-    ep unless that divides the experts among ranks with batches of their own. Raises ConfigError naming the axes that do not fit."""
+    """Returns the global ranks, [stages, parts, replicas, slices]: a stage is a coordinate of the
+    pp axis, a part one of tp, or of ep unless experts are divided. Raises ConfigError naming the
+    axes that do not fit."""
     world = dist.get_world_size()
     if mesh is None:
         return torch.arange(world).reshape(1, 1, 1, -1)
@@ -283,14 +297,14 @@ def rank_rows(mesh: Any, *, divides_experts: bool = False) -> torch.Tensor:
     others = [name for name in OTHER_AXES if name != "ep" or not divides_experts]
     outer = [names.index(name) for name in (*others, "dp_replicate") if name in sizes]
     order = outer + [i for i in range(mesh.ndim) if i not in outer]
-    # Ascending, as torch numbers the ranks of a group whatever order they are given in.
+    # Ascending, because torch sorts the ranks of a group.
     parts = sizes.get("tp", 1) * (1 if divides_experts else sizes.get("ep", 1))
     shape = (sizes.get("pp", 1), parts, sizes.get("dp_replicate", 1), -1)
     return mesh.mesh.permute(order).reshape(shape).sort(-1).values
 
 
 def _launched() -> int:
-    """Ranks that a launcher started with this one."""
+    """Returns how many ranks a launcher started, this one included."""
     try:
         return int(os.environ.get("WORLD_SIZE", 1))
     except ValueError:
@@ -298,5 +312,5 @@ def _launched() -> int:
 
 
 def _local_size() -> int:
-    """Ranks on this machine, by torchrun's word for it."""
+    """Returns how many ranks are on this machine, as torchrun reports it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or 1

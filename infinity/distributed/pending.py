@@ -1,4 +1,4 @@
-"""Pending: a collective under way, and what is said of one that does not end."""
+"""Pending: a running collective, and the error of one that does not complete."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from ..machine.device import Ticketed
 from . import farewell, transfer
 from .transfer import wait_for
 
-LONGEST_NAP = 1e-3  # seconds between two looks at a device
+LONGEST_NAP = 1e-3  # seconds between two polls of a device
 
 
 @dataclass(eq=False)
 class Pending:
-    """A collective under way. ``wait`` raises PeerError when a rank is gone."""
+    """A running collective. ``wait`` raises PeerError when a rank is gone."""
 
     works: list
     what: str
     finish: Callable[[], None] | None = None
-    release: Callable[[], None] = lambda: None  # of its memory, once nothing moves any more
-    least_offered: int | None = None  # reductions that all ranks of the row offered to start, where they met for it
-    hear: Callable[[bool], None] = lambda settling: None  # asked while it does not end: raises where the others do not come
-    lent: Ticketed | None = None  # after which no other rank reads this one's home for it; None where none does
-    forget: Callable[[], None] = lambda: None  # them, once they are over
-    is_on_host: bool = True  # the transport can be waited for with a limit, and again
+    release: Callable[[], None] = lambda: None  # of its memory, once no transfer runs
+    least_offered: int | None = None  # the ranks' minimum, if they met
+    # Called while waiting: raises if the others do not come
+    hear: Callable[[bool], None] = lambda settling: None
+    # Signals that no other rank reads this one's home; None: none does
+    lent: Ticketed | None = None
+    forget: Callable[[], None] = lambda: None  # forgets completed works
+    is_on_host: bool = True  # the transport's wait has a limit and can be repeated
 
     def wait(self, *, settling: bool = False) -> None:
-        """Waits until the bytes are there. ``settling``: nobody wants them."""
+        """Blocks until the bytes have arrived. ``settling``: wait for completion only; the data is
+        not used."""
         try:
             for work in self.works:
                 self._wait(work, settling)
@@ -41,7 +44,7 @@ class Pending:
                 finish, self.finish = self.finish, None
                 finish()
         except RuntimeError as error:
-            for work in self.works:  # what failed, or is given up, may still move bytes
+            for work in self.works:  # a failed or abandoned work may still move bytes
                 with contextlib.suppress(RuntimeError):
                     wait_for(work)
             self._forget_works()
@@ -54,7 +57,7 @@ class Pending:
         self.forget()
 
     def drop(self) -> None:
-        """Waits until nothing moves any more; what came is not used."""
+        """Waits until no transfer runs, and discards the data."""
         self.finish = None
         with contextlib.suppress(PeerError):
             self.wait(settling=True)
@@ -66,7 +69,8 @@ class Pending:
             self._watch(work, settling)
 
     def _watch(self, work: dist.Work, settling: bool) -> None:
-        """Waits on the host for a device's transport, whose own wait only orders its queues: what comes late is to be heard of."""
+        """Polls a device's transport on the host, because its own wait only orders queues: late
+        ranks must be noticed."""
         nap, began = 1e-5, time.monotonic()
         asked = began
         while not work.is_completed():
@@ -80,7 +84,7 @@ class Pending:
 
 
 def ranks_lost(what: str, error: BaseException) -> PeerError:
-    """Makes the error for ranks that are gone, or do not come; with what is known of them."""
+    """Makes the error for ranks that are gone or do not come, with what is known of them."""
     if known := farewell.reasons():
         return PeerError(f"rank {dist.get_rank()} lost its peers at '{what}': {known}")
     text = str(error).strip().splitlines() or [type(error).__name__]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-CODED_BLOCK = 256  # elements with one scale, where gathered weights are compressed
+CODED_BLOCK = 256  # elements per scale, if gathered weights are compressed
 
 
 def encode_blocks(values: torch.Tensor) -> torch.Tensor:
-    """Encodes flat floats (whole blocks of 256) as bytes: int8 codes, then an fp32 scale per block. Off by half a step, 1/254 of a
-    block's largest value, at most."""
+    """Encodes flat floats (whole blocks of 256) as bytes: int8 codes, then an fp32 scale per block.
+    The error is at most half a step, 1/254 of the block's largest value."""
     blocks = values.to(torch.float32).view(-1, CODED_BLOCK)
     scales = blocks.abs().amax(1, keepdim=True) / 127
     codes = torch.where(scales > 0, blocks / scales, 0).round_().to(torch.int8)
@@ -17,7 +17,7 @@ def encode_blocks(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode_blocks(encoded: torch.Tensor, out: torch.Tensor, parts: int) -> None:
-    """Decodes the values of ``parts`` encodings, one after the other, into flat ``out``."""
+    """Decodes ``parts`` consecutive encodings into flat ``out``."""
     for source, target in zip(encoded.view(parts, -1), out.view(parts, -1)):
         codes = source[: target.numel()].view(torch.int8).view(-1, CODED_BLOCK)
         scales = source[target.numel() :].clone().view(torch.float32).unsqueeze(1)

@@ -1,8 +1,9 @@
-"""SharedHomes: lets the ranks of one machine read each other's weights at home, where a gather would send every byte to every rank.
+"""SharedHomes: lets the ranks of one machine read each other's weights at home, instead of sending
+every byte to every rank.
 
-What is agreed on stays as it is: a gather through shared memory is one of the collectives of its row, in their order, met for or
-in lockstep. Only its bytes take another way: each rank says where its part lies, and copies the others'. The part does not change
-until all have copied it.
+A gather through shared memory is still one of the collectives of its shard group, in order, after a
+meeting or in lockstep. Only its bytes take another way: each rank publishes the address of its
+slice, and copies the others'. The slice does not change until all have copied it.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from ..machine import processors
 from ..machine.device import Ticketed
 from ..machine.kernel import running_kernel
 
-Collect = Callable[[Any, str], list[Any]]  # of each rank of the row what it says, in their order; told what for
+Collect = Callable[[Any, str], list[Any]]  # gathers each rank's value, in rank order; given a name
 
 
 class Gathering(dist.Work):
-    """A gather under way, as torch's collectives are."""
+    """A running gather, with the interface of torch's collectives."""
 
     def __init__(self, ticket: native.Ticket, whole: torch.Tensor | None = None):
         super().__init__()
         self.ticket, self._whole = ticket, whole  # which a thread of the core writes to
 
     def is_completed(self) -> bool:
-        """Tells whether all ranks have everyone's part, or it failed."""
+        """Returns whether all ranks have every slice, or the gather failed."""
         return self.ticket.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits until then, for ``timeout`` at most. Raises RuntimeError after it, and where a rank is gone."""
+        """Blocks until completion, ``timeout`` at most. Raises RuntimeError after it, or if a rank
+        is gone."""
         if timeout is not None and not self.ticket.wait_for(timeout.total_seconds()):
             raise RuntimeError(f"timed out after {timeout.total_seconds():g} s")
         self.ticket.wait()
@@ -44,28 +46,33 @@ class Gathering(dist.Work):
 
 
 class SharedHomes:
-    """The weights of this rank that the other ranks of its row can read, and theirs. Used from the thread that runs the model.
+    """The weights that the ranks of a shard group can read at each other's homes. Used from the
+    thread that runs the model.
 
-    Raises StorageError where the system does not let memory be shared.
+    Raises StorageError if the system does not allow shared memory.
     """
 
     def __init__(self, patience_seconds: float):
         self._row = native.SharedRow(processors.for_pages())
         self._patience_seconds = patience_seconds
         self._common: set[int] = set()  # addresses of what all ranks share
-        self._unused: list[torch.Tensor] = []  # what a thread of the core writes to, and nobody reads
+        # Buffers that a thread of the core fills with unused data
+        self._unused: list[torch.Tensor] = []
 
     def make_region(self, nbytes: int, *, huge_pages: bool, touch_threads: int) -> native.Region:
-        """Makes memory that can be shared; the process's own where the system gives no other, so that it is not."""
+        """Allocates memory that can be shared. If the system has none, allocates private memory."""
         try:
             return self._row.allocate(nbytes, huge_pages, touch_threads)
         except StorageError:
             return native.Region(nbytes, huge_pages, touch_threads)
 
     def connect(self, collect: Collect, place: int, regions: Sequence[Sequence[native.Region | None]]) -> str:
-        """Makes the others' weights readable here, and this rank's there, once they are allocated. Every rank of the row comes,
-        with its ``place`` there and the ``regions`` of each of its shards; what all have in memory is shared. Returns why nothing
-        is, the same on all of them, or ""."""
+        """Connects the shard group's weights, once they are allocated. Every rank of the group
+        calls this.
+
+        ``place``: this rank's number there. ``regions``: of each of its shards; those that all
+        ranks have in memory are shared. Returns why none is, equal on all ranks, or "".
+        """
         ours = [all(region is not None and self._row.owns(region) for region in of_shard) for of_shard in regions]
         everyones = collect((ours, self._row.self()), "where weights lie")
         common = [all(of_shard) for of_shard in zip(*(theirs for theirs, _ in everyones))]
@@ -85,20 +92,22 @@ class SharedHomes:
         return refusal
 
     def have(self, regions: Sequence[native.Region | None]) -> bool:
-        """Tells whether all ranks of the row can read all of ``regions``, which are this rank's, and it theirs."""
+        """Returns whether this rank's ``regions`` are shared with all ranks of the group, and
+        theirs with it."""
         return all(region is not None and region.address in self._common and self._row.shares(region) for region in regions)
 
     def read(self, home: native.Region, whole: torch.Tensor, nbytes: int, what: str) -> Gathering:
-        """Starts a gather of every rank's ``nbytes`` bytes into ``whole``, which has this rank's already, as the beginning of
-        ``home`` has. ``what``: the same on all ranks, which start the same gathers in the same order."""
+        """Starts a gather of ``nbytes`` bytes per rank into ``whole``, which has this rank's bytes
+        already, as the start of ``home`` has. ``what``: equal on all ranks, which start the same
+        gathers in order."""
         said = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
         return Gathering(self._row.gather(said, home.address, nbytes, whole.data_ptr(), self._patience_seconds), whole)
 
     def complete(self, whole: torch.Tensor, nbytes: int) -> Gathering:
-        """Starts a gather that only other ranks have come to: nobody uses what comes, here and there."""
+        """Starts a gather that only other ranks have reached. Its data is not used on any rank."""
         if not self.under_way():
             self._unused.clear()
-        self._unused.append(whole)  # before anything is started, whatever strikes in between
+        self._unused.append(whole)  # before the start: safe if interrupted in between
         return Gathering(self._row.gather(native.SharedRow.NOBODYS, 0, nbytes, whole.data_ptr(), self._patience_seconds), whole)
 
     @property
@@ -107,24 +116,25 @@ class SharedHomes:
         return self._row.begun
 
     def under_way(self) -> list[Gathering]:
-        """Returns the gathers that are not over, also those whose start an exception struck as it ended."""
+        """Returns the running gathers, including those whose start was interrupted."""
         return [Gathering(ticket) for ticket in self._row.under_way()]
 
     def close(self) -> None:
-        """Ends what is under way, with an error, and lets the memory go. A second call does nothing."""
+        """Ends running gathers with an error, and releases the memory. Idempotent."""
         self._row.close()
         self._common.clear()
         self._unused.clear()
 
 
 def lent(works: Sequence[dist.Work]) -> Ticketed | None:
-    """Makes the event after which no other rank reads this one's home for a collective of ``works``; None where none does."""
+    """Returns the event after which no other rank reads this one's home for a collective of
+    ``works``; None if none does."""
     return next((Ticketed(work.ticket) for work in works if isinstance(work, Gathering)), None)
 
 
 def agree_to_share(collect: Collect, refusal: str) -> str:
-    """Finds out whether the ranks of a row can share memory. Every rank comes with why it cannot itself, or "". Returns the first
-    reason of any, the same on all of them, or ""."""
+    """Decides whether the ranks of a shard group can share memory. Every rank calls this with its
+    own ``refusal``, or "". Returns the first refusal, equal on all ranks, or ""."""
     everyones = collect((running_kernel(), refusal), "whether weights can be shared")
     refusal = first_of([theirs for _, theirs in everyones])
     if not refusal and (len({kernel for kernel, _ in everyones}) > 1 or not everyones[0][0]):
@@ -138,7 +148,7 @@ def first_of(refusals: Sequence[str]) -> str:
 
 
 def why_not(*, computes_on_host: bool, compresses: bool) -> str:
-    """Says why this rank cannot share its weights; empty where nothing is known against it."""
+    """Returns why this rank cannot share its weights, or ""."""
     if not computes_on_host:
         return (
             "the model computes on a GPU: each would read all weights over its own link, of which a gather sends most between GPUs"

@@ -1,8 +1,9 @@
-"""Transfer: what passes between ranks in stages, kept as data, so that an exception at any line
-loses nothing of it.
+"""Transfer: a staged exchange between ranks, kept as data, so that an exception at any line loses
+none of it.
 
-stage       operations of a transport that are begun together; what they pass on may be made of what earlier stages have brought
-operation   a call without arguments that begins one and returns its work: a bound method of a process group, never a Python function
+stage       operations of a transport that start together; their input may come from earlier stages
+operation   a call without arguments that starts one and returns its work: a bound method of a
+            process group, never a Python function
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-HEARING_INTERVAL = timedelta(milliseconds=500)  # after which one that waits looks up: for Ctrl-C, for ranks that do not come
-GRACE_SECONDS = 5.0  # that a wait has beyond the group's timeout, so that the transport's own error comes first
+HEARING_INTERVAL = timedelta(milliseconds=500)  # of a wait, to see Ctrl-C and missing ranks
+GRACE_SECONDS = 5.0  # beyond the group's timeout, so that the transport's own error comes first
 
 Operation = Callable[[], dist.Work]
 Stage = Callable[[], Sequence[Operation]]
 
 
 class Transfer:
-    """Operations on their way. ``stages`` may be asked again for what was not begun; ``result``
-    makes of their buffers what was wanted."""
+    """A running exchange. ``stages`` may be called again if not started. ``result`` makes the
+    result from their buffers."""
 
     def __init__(self, *stages: Stage, result: Callable[[], Any] = lambda: None):
         self._stages: list[tuple[Stage, list[dist.Work]]] = [(stage, []) for stage in stages]
@@ -37,15 +38,15 @@ class Transfer:
 
     @property
     def is_begun(self) -> bool:
-        """Whether other ranks may have heard of it."""
+        """Whether other ranks may have observed it."""
         return bool(self._stages[0][1])
 
     def begin(self) -> None:
-        """Begins the first stage, unless it was begun."""
+        """Starts the first stage. Idempotent."""
         _begin(*self._stages[0])
 
     def poll(self) -> bool:
-        """Goes on as far as that goes without waiting. Returns whether it is over. Raises
+        """Advances as far as possible without blocking. Returns whether it is complete. Raises
         RuntimeError as :meth:`wait` does."""
         for stage, works in self._stages:
             _begin(stage, works)
@@ -56,8 +57,8 @@ class Transfer:
         return True
 
     def wait(self) -> Any:
-        """Goes on to the end. Returns the result, as often as it is asked. Raises RuntimeError
-        where a rank does not come."""
+        """Blocks until completion, and returns the result; can be repeated. Raises RuntimeError if
+        a rank does not come."""
         for stage, works in self._stages:
             _begin(stage, works)
             for work in works:
@@ -67,16 +68,16 @@ class Transfer:
 
 def _begin(stage: Stage, works: list[dist.Work]) -> None:
     if not works:
-        # In one call of the interpreter's: no exception comes between the transport, which has
-        # begun, and the list that says so.
+        # One call of the interpreter: no exception can come between the transport's start and the
+        # list entry.
         works.extend(map(call, stage()))
 
 
 def wait_for(work: dist.Work, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Waits until ``work`` is over, for the group's timeout and a little at most; ``meanwhile`` is
-    called now and then.
+    """Blocks until ``work`` is complete. Calls ``meanwhile`` about twice a second.
 
-    Raises RuntimeError where it has failed, or takes longer: a transport may know no limit of its own.
+    Raises RuntimeError if it failed, or exceeds the group's timeout plus ``GRACE_SECONDS``: a
+    transport may have no limit of its own.
     """
     began = asked = time.monotonic()
     while True:
@@ -84,19 +85,18 @@ def wait_for(work: dist.Work, meanwhile: Callable[[], None] = lambda: None) -> N
             work.wait(HEARING_INTERVAL)
             return
         except RuntimeError:
-            if work.is_completed():  # just now, perhaps: it is asked itself how it ended
+            if work.is_completed():  # perhaps just now: take its own outcome
                 work.wait()
                 return
             if time.monotonic() - asked < HEARING_INTERVAL.total_seconds() / 2:
-                raise  # no end of an interval
+                raise  # not the end of an interval
         refuse_longer(began)
         meanwhile()
         asked = time.monotonic()
 
 
 def refuse_longer(began: float) -> None:
-    """Raises RuntimeError where a wait that ``began`` then (of ``time.monotonic()``) has taken
-    longer than any may."""
+    """Raises RuntimeError if a wait since ``began`` (of ``time.monotonic()``) exceeds the limit."""
     if (seconds := time.monotonic() - began) > patience_seconds() + GRACE_SECONDS:
         raise RuntimeError(f"timed out after {seconds:.0f} s")
 
@@ -107,7 +107,7 @@ def patience_seconds() -> float:
 
 
 def group_timeout() -> timedelta | None:
-    """Returns the default process group's timeout, where it tells; groups made later would have
+    """Returns the default process group's timeout, None if unknown. Groups made later would have
     torch's default instead."""
     group = c10d._get_default_group()
     device = torch.device("cpu") if "cpu" in group.name() or dist.get_backend() == "gloo" else group._device_types[0]
@@ -118,7 +118,7 @@ def group_timeout() -> timedelta | None:
 
 
 def end_groups(groups: list[dist.ProcessGroup]) -> None:
-    """Ends process groups that were made for a job."""
+    """Destroys process groups that were made for a job."""
     for group in groups:
         try:
             dist.destroy_process_group(group)
@@ -138,8 +138,8 @@ def gather(group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[tor
 
 
 def scatter(group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[torch.Tensor]) -> Operation:
-    """Makes the operation that fills ``mine`` with what the first rank, which alone has
-    ``everyones``, sends to this one."""
+    """Makes the operation that fills ``mine`` from the first rank, which alone has
+    ``everyones``."""
     options = c10d.ScatterOptions()
     options.rootRank = 0
     return partial(group.scatter, [mine], [list(everyones)] if everyones else [], options)
@@ -151,16 +151,15 @@ def all_gather(group: dist.ProcessGroup, everyones: torch.Tensor, mine: torch.Te
 
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> Operation:
-    """Makes the operation that fills ``tensor`` with that of the rank which is number ``root`` of
-    the group."""
+    """Makes the operation that fills ``tensor`` from rank ``root`` of the group."""
     options = c10d.BroadcastOptions()
     options.rootRank = root
     return partial(group.broadcast, [tensor], options)
 
 
 def exchange_objects(group: dist.ProcessGroup, size: int, mine: Any) -> Transfer:
-    """Makes the transfer that brings every rank's ``mine``, anything that can be pickled: a list in
-    their order."""
+    """Makes the transfer that gathers every rank's ``mine``, anything picklable: a list in rank
+    order."""
     own = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     sizes = torch.empty(size, dtype=torch.int64, device="cpu")
     everyones: list[torch.Tensor] = []  # one: [size, most]

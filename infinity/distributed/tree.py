@@ -1,7 +1,7 @@
-"""Tree: merges a few bytes of all ranks on their way up to the first one, and gives all of them the result on its way down.
+"""Tree: merges small messages of all ranks up to the first one, and sends the result down to all.
 
-A rank has at most ``CHILDREN`` below it, so that a result comes after two messages for each level, and of levels there are the
-logarithm of the ranks. Whoever has said its word goes on: what comes back is waited for when it is asked for.
+A rank has at most ``CHILDREN`` below it: a result takes two messages per level, with
+logarithmically many levels. Sending does not block; reading the result does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ CHILDREN = 32
 
 
 def family_of(place: int, size: int) -> tuple[list[int], list[int]]:
-    """Lists the places of the families that the rank at ``place`` of ``size`` is in: of its own children, and of its parent's. Each begins
-    with the parent; one without children, or without a parent, is empty."""
+    """Lists the members of the two families of the rank at ``place`` of ``size``: its own children,
+    and its parent's. Each starts with the parent. A family without children, or without a parent,
+    is empty."""
     own = [place, *range(CHILDREN * place + 1, min(CHILDREN * place + CHILDREN + 1, size))]
     parent = (place - 1) // CHILDREN
     parents = [parent, *range(CHILDREN * parent + 1, min(CHILDREN * parent + CHILDREN + 1, size))]
@@ -26,34 +27,34 @@ def family_of(place: int, size: int) -> tuple[list[int], list[int]]:
 
 
 class Tree:
-    """The place of this rank among those that merge messages. Every rank begins the same merges, in
-    one order.
+    """The position of this rank in the tree that merges messages. Every rank starts the same
+    merges, in one order.
 
     below, above
-        Groups of this rank with its children, and with its parent and the parent's other children. The parent is their first rank.
+        Groups of this rank with its children, and with its parent and siblings. The parent is their
+        first rank.
     """
 
     def __init__(self, below: dist.ProcessGroup | None, above: dist.ProcessGroup | None):
         self._below, self._above = below, above
-        self._last: tuple[int, Transfer] | None = None  # the last merge, and how many there were before it
+        self._last: tuple[int, Transfer] | None = None  # the last merge, and the count before it
 
     def close(self) -> None:
-        """Lets the groups go: nothing is merged afterwards."""
+        """Releases the groups: no merge is possible afterwards."""
         self._below = self._above = self._last = None
 
     @property
     def begun(self) -> int:
-        """How many merges this rank has begun: one that was made, and that no other rank has heard
-        of, is none."""
+        """How many merges this rank has started. One that no other rank can have observed does not
+        count."""
         if self._last is None:
             return 0
         before, merge = self._last
         return before + merge.is_begun
 
     def merge(self, message: torch.Tensor, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Transfer:
-        """Makes the merge of this rank's ``message``, of as many bytes as every other's.
-        ``combine`` makes one of several. Begin it before
-        another one is made."""
+        """Makes the merge of this rank's ``message``, of equal size on all ranks. ``combine``
+        reduces several to one. Start it before making another."""
         below, above, result = self._below, self._above, torch.empty_like(message)
         parts = [torch.empty_like(message) for _ in range(dist.get_world_size(below))] if below is not None else []
 
@@ -67,7 +68,7 @@ class Tree:
         if below is not None:
             stages.append(lambda: [gather(below, message, parts)])
         if above is not None:
-            # What comes down is asked for before it is sent.
+            # The receive is posted before the send.
             stages.append(lambda: [gather(above, combined(), ()), scatter(above, result, ())])
         if below is not None:
             stages.append(lambda: [scatter(below, torch.empty_like(message), [completed()] * len(parts))])

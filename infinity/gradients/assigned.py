@@ -1,10 +1,10 @@
 """Assigned: a tensor that ``p.grad = tensor`` gave, which is the gradient in torch from then on.
 
-held     something beside the engine refers to the tensor's memory: the tensor, a view, a flat
-         buffer, an array of NumPy; or it is the gradient of two parameters
-bytes    our own view of its local part, which keeps it after its last user
-stale    with several ranks: the gradient was changed since, and the tensor was not
-early    a step in the backward has applied it, and the rest of that step is still to come
+held     another reference to the tensor's memory exists: the tensor, a view, a flat buffer, a
+         NumPy array; or it is the gradient of two parameters
+bytes    our own view of its local part, which keeps the memory alive after its last user
+stale    with several ranks: the gradient has changed since, and the tensor has not
+early    a step in mid-backward has applied it, and the rest of that step has not run yet
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from ..state.tensors import digest_of
 
 
 class _Memory:
-    """A storage, and where in it each of our own views begins."""
+    """A storage, and the offsets of our own views in it."""
 
     def __init__(self) -> None:
         self.own: Counter[int] = Counter()
         self.own_count = 0  # of all
 
 
-# The keys are of storages that are alive as long as their entries: each has a view.
+# Each key is of a live storage: every entry has a view of it.
 _MEMORIES: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
 
 
 class Assigned:
-    """One tensor. ``is_copied``: the gradient was made from it, by other ranks too, and cannot be made anew."""
+    """One assigned tensor. ``is_copied``: the gradient is a copy of it, made by other ranks too,
+    and cannot be made anew."""
 
     def __init__(self, tensor: torch.Tensor, *, is_copied: bool, alone: bool):
         self.bytes = local_of(tensor).detach()
@@ -49,7 +50,7 @@ class Assigned:
         self.note()
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Sets the tensor that users have."""
+        """Sets the tensor that users hold."""
         self.tensor = weakref.ref(tensor)
 
     @property
@@ -59,20 +60,20 @@ class Assigned:
             return True
         if storage_guard.references(self.bytes) > self._memory.own_count:
             return True
-        return storage_guard.is_fixed(self.bytes.untyped_storage())  # memory that torch did not take
+        return storage_guard.is_fixed(self.bytes.untyped_storage())  # memory not allocated by torch
 
     @property
     def is_writable(self) -> bool:
-        """Whether torch would add to it: no two elements share memory."""
+        """Whether torch would add to it in place: no two elements share memory."""
         return not any(step == 0 and size > 1 for step, size in zip(self.bytes.stride(), self.bytes.shape))
 
     def begins_as(self, tensor: torch.Tensor) -> bool:
-        """Tells whether ``tensor`` begins where this one does."""
+        """Returns whether ``tensor`` starts at the same address as this one."""
         return _place_of(tensor)[:2] == _place_of(self.bytes)[:2]
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the tensor was given other memory, by ``tensor.data = ...`` say."""
+        """Whether the tensor's memory was replaced, for example by ``tensor.data = ...``."""
         tensor = self.tensor()
         if tensor is None:
             return False
@@ -80,31 +81,32 @@ class Assigned:
 
     @property
     def is_touched(self) -> bool:
-        """Whether torch has counted a change since the last note, perhaps of another view."""
+        """Whether torch has counted a change since the last :meth:`note`, perhaps through another
+        view."""
         return self._count() != self._counted
 
     @property
     def is_changed(self) -> bool:
-        """With several ranks: whether the tensor has other bits than at the last note. If it is stale, any
-        change that torch has counted is one: the user took the tensor for the gradient."""
+        """With several ranks: whether the tensor's bits differ from those at the last :meth:`note`.
+        For a stale tensor any change counted by torch counts: the user took it for the gradient."""
         return (self.is_stale and self.is_touched) or digest_of(self.bytes) != self._digest
 
     def note(self) -> None:
-        """Takes what the tensor holds now for the gradient at home."""
+        """Records the tensor's present values as those of the gradient at home."""
         self._counted = self._count()
         self._digest = None if self._alone else digest_of(self.bytes)
 
     def leave_behind(self) -> None:
-        """Notes that the gradient is about to change without the tensor, which has what is at home."""
+        """Marks the tensor as stale: the gradient is about to change without it."""
         self.is_stale, self._counted = True, self._count()
 
     def change(self, change: Callable[[torch.Tensor], object]) -> None:
-        """Has ``change`` work in place on the tensor."""
+        """Runs ``change`` in place on the tensor."""
         with torch.inference_mode() if self.bytes.is_inference() else torch.no_grad():
             change(self.bytes)
 
     def has_bits_of(self, home: torch.Tensor) -> bool:
-        """Tells whether the tensor has the bits of ``home``, as far as those have its dtype."""
+        """Returns whether the tensor, cast to the dtype of ``home``, has the bits of ``home``."""
         mine = self.bytes.to(home.device, home.dtype)
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[home.itemsize]
         return torch.equal(mine.view(bits), home.view(bits))

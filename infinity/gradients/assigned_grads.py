@@ -1,12 +1,11 @@
 """AssignedGrads: keeps gradients at home equal to the tensors that were assigned to ``p.grad``.
 
-settle     puts home what was written to an assigned tensor since the last time
+settle     copies home what was written to an assigned tensor since the last time
 
-In torch ``p.grad = tensor`` makes that tensor the gradient: what is written to it later counts, and
-what autograd adds is added to it. So ``p.grad`` is that tensor here, too, while something else holds
-it; it is settled before a step, and what lands is added to it. Nobody looks where nothing was
-assigned. With several ranks ``p.grad`` is a stand-in, and a tensor that the gradient has left behind
-must not be changed any more.
+In torch ``p.grad = tensor`` makes that tensor the gradient: later writes to it count, and autograd
+adds to it. So ``p.grad`` is that tensor here, too, while it is held. It is settled before a step,
+and landing gradients are added to it. Parameters without an assignment are not checked. With
+several ranks ``p.grad`` is a stand-in, and a stale tensor must not be changed any more.
 """
 
 from __future__ import annotations
@@ -31,16 +30,18 @@ TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES = 64, 32 * 1024 * 1024
 
 
 class AssignedGrads(GradValues):
-    """Gradients of which some were assigned. Used from the thread that runs backward or the step."""
+    """Gradients of which some were assigned. Used from the thread that runs backward or the
+    step."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._assigned: set[ParamHandle] = set()  # whose gradients were; some may be gone since
+        self._assigned: set[ParamHandle] = set()  # with an assigned gradient; it may be gone since
         self._viewed: set[int] = set()  # storages of homes
         self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
 
     def note_view(self, handle: ParamHandle) -> None:
-        """Notes that a view of a gradient's home is handed out: nobody hears of a write through it."""
+        """Notes that a view of a gradient's home is handed out: writes through it cannot be
+        observed."""
         handle.grad.viewed = True
         handle.shard.drop_shadow()
         self._viewed.add(storage_guard.identity(handle.shard.arrays["grad"].flat))
@@ -48,8 +49,9 @@ class AssignedGrads(GradValues):
     # --- assigning ---
 
     def plain_of(self, handle: ParamHandle, value: Any) -> Any:
-        """Returns ``value``, which is assigned to ``handle``; of a stand-in for another gradient the tensor that is
-        both gradients from then on. Raises UsageError where torch would make one tensor of two, and nothing here can."""
+        """Returns the tensor to assign to ``handle``: ``value``, or for another gradient's stand-in
+        a tensor that is both gradients from then on. Raises UsageError if the two cannot share one
+        tensor."""
         local = local_of(value) if isinstance(value, torch.Tensor) else value
         if isinstance(local, AtHome) and local.plain is not None:
             return local.plain
@@ -69,7 +71,8 @@ class AssignedGrads(GradValues):
         return local.plain
 
     def _is_of_another(self, handle: ParamHandle, value: Any) -> bool:
-        """Whether ``value`` stands for the gradient of another parameter, or is a view of its home."""
+        """Whether ``value`` is the stand-in of another parameter's gradient, or a view of its
+        home."""
         if isinstance(value, AtHome):
             return value._infinity_grad is not handle
         if not isinstance(value, torch.Tensor) or not has_bytes(value) or value.layout is not torch.strided:
@@ -81,14 +84,15 @@ class AssignedGrads(GradValues):
         return storage != storage_guard.identity(home) or not 0 <= begin < place.numel
 
     def _is_assigned_to_another(self, handle: ParamHandle, value: Any) -> bool:
-        """Whether ``value`` was assigned to another parameter, and is its gradient still."""
+        """Whether ``value`` is the assigned gradient of another parameter."""
         if not isinstance(value, torch.Tensor) or not has_bytes(value) or value.layout is not torch.strided:
             return False
         others = (other.grad.assigned for other in self._assigned if other is not handle)
         return any(assigned is not None and assigned.begins_as(value) for assigned in others)
 
     def part_from(self, handle: ParamHandle) -> None:
-        """Gives a stand-in that users hold the values for itself: its parameter is about to get another gradient."""
+        """Gives a stand-in that users hold its own copy of the values, before its parameter gets
+        another gradient."""
         if not self.ranks.alone or (stand_in := handle.grad.stand_in) is None or handle.grad.state is GradState.TORN:
             return
         held = weakref.ref(stand_in)
@@ -97,7 +101,8 @@ class AssignedGrads(GradValues):
             stand_in.plain = self.value(handle, write=False).clone()
 
     def watch(self, handle: ParamHandle, tensor: torch.Tensor, part: torch.Tensor) -> None:
-        """Watches ``tensor``, which was assigned; the gradient at home has the values of ``part``, made from it or a view of it."""
+        """Watches ``tensor``, which was assigned. ``part``: the values of the gradient at home, a
+        copy or a view of ``tensor``."""
         local = local_of(tensor)
         if isinstance(local, AtHome) or not has_bytes(local) or local.layout is not torch.strided:
             return
@@ -111,7 +116,8 @@ class AssignedGrads(GradValues):
         self._assigned.add(handle)
 
     def is_assigned(self, handle: ParamHandle, value: Any) -> bool:
-        """Tells whether ``p.grad = value`` assigns what ``p.grad`` is: as torch does, it counts for another step then."""
+        """Returns whether ``p.grad = value`` assigns the tensor that ``p.grad`` already is. As in
+        torch, a consumed gradient then counts for the next step again."""
         record = handle.grad
         if record.assigned is None or not self.ranks.alone or record.assigned.tensor() is not value:
             return False
@@ -121,7 +127,7 @@ class AssignedGrads(GradValues):
         return True
 
     def shown(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Returns what ``p.grad`` is while an assigned tensor is held; None where it is a stand-in."""
+        """Returns the assigned tensor while it is held; None if ``p.grad`` is a stand-in."""
         assigned = handle.grad.assigned
         if assigned is None or not self.ranks.alone:
             return None
@@ -134,7 +140,7 @@ class AssignedGrads(GradValues):
         return tensor
 
     def zero(self, handle: ParamHandle) -> None:
-        """Leaves zeros, which the next step applies, at home and in what was assigned."""
+        """Zeroes the gradient at home and the assigned tensor. The next step applies the zeros."""
         super().zero(handle)
         if (assigned := self._followed(handle)) is None:
             return
@@ -146,7 +152,8 @@ class AssignedGrads(GradValues):
         assigned.note()
 
     def scale_as_user(self, handle: ParamHandle, factor: float) -> None:
-        """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError for one that a step has consumed."""
+        """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError if a step has
+        consumed it."""
         with handle.engine.uses.begin():
             assigned = self._written(handle)
         if assigned is None:
@@ -157,8 +164,8 @@ class AssignedGrads(GradValues):
     # --- landing ---
 
     def lands_on(self, handle: ParamHandle) -> Assigned | None:
-        """Returns the tensor to which a gradient that is about to land is added; None where that is the home. A gradient that a
-        step has consumed is added to where the tensor was changed since, by ``flat.zero_()`` say."""
+        """Returns the tensor to which a landing gradient is added; None for the home. A consumed
+        gradient is added to if its tensor changed since, for example by ``flat.zero_()``."""
         record, assigned = handle.grad, handle.grad.assigned
         if assigned is None or record.state is GradState.TORN:
             return None
@@ -172,17 +179,19 @@ class AssignedGrads(GradValues):
         return self._written(handle)
 
     def add_to(self, handle: ParamHandle, assigned: Assigned, grad: torch.Tensor) -> None:
-        """Adds ``grad`` to the tensor, as autograd does; it is put home when the engine needs it."""
+        """Adds ``grad`` to the assigned tensor, as autograd does. A later :meth:`settle` copies it
+        home."""
         grad = grad.detach()
         assigned.change(lambda tensor: tensor.add_(grad.to(tensor.device)))
         handle.grad.norm = None
         handle.grad.move(GradState.LANDED)
 
     def _written(self, handle: ParamHandle) -> Assigned | None:
-        """Returns the assigned tensor where torch would change it in place; else nothing is watched any more."""
+        """Returns the assigned tensor if torch would change it in place. If not, stops watching
+        it."""
         if not self.ranks.alone or (assigned := self._followed(handle)) is None:
             return None
-        # With a graph of the backward torch leaves the tensor as it is, and makes another one.
+        # With grad mode on, torch leaves the tensor unchanged and makes another one.
         if assigned.is_held and assigned.is_writable and not torch.is_grad_enabled():
             return assigned
         self._let_go(handle)
@@ -191,7 +200,7 @@ class AssignedGrads(GradValues):
     # --- settling ---
 
     def settle_all(self) -> None:
-        """Puts home what was written to assigned tensors."""
+        """Settles all assigned tensors."""
         self.let_go_unheld()
         for handle in list(self._assigned):
             assigned = handle.grad.assigned
@@ -199,17 +208,18 @@ class AssignedGrads(GradValues):
             if not is_early or handle.grad.state is not GradState.CONSUMED:
                 self.settle(handle)
             elif assigned.has_bits_of(self.value(handle, write=False)):
-                assigned.note()  # the step that has applied it ends
+                assigned.note()  # the step that applied it ends
 
     def settle_early(self, handles: Iterable[ParamHandle]) -> None:
-        """Does so for ``handles``, which are stepped while the backward goes on."""
+        """Settles ``handles``, which are stepped while the backward runs."""
         for handle in handles:
             if handle.grad is not None and handle.grad.assigned is not None and handle.grad.state is GradState.LANDED:
                 self.settle(handle)
                 handle.grad.assigned.is_early = True
 
     def settle(self, handle: ParamHandle) -> None:
-        """Does so for the gradient of ``handle``."""
+        """Settles the gradient of ``handle``. Raises UsageError if several ranks cannot apply the
+        change."""
         record, assigned = handle.grad, handle.grad.assigned
         if assigned is None or record.state is GradState.TORN or (assigned.is_early and record.state is GradState.CONSUMED):
             return
@@ -236,7 +246,7 @@ class AssignedGrads(GradValues):
         return assigned.is_touched or not assigned.has_bits_of(self.value(handle, write=False))
 
     def _followed(self, handle: ParamHandle) -> Assigned | None:
-        """Watches the memory that an assigned tensor has now."""
+        """Returns the assigned tensor, watched at the memory that it has now."""
         assigned = handle.grad.assigned
         if assigned is None or not assigned.is_elsewhere:
             return assigned
@@ -255,7 +265,7 @@ class AssignedGrads(GradValues):
         self._assigned.discard(handle)
 
     def let_go_unheld(self) -> None:
-        """Gives back the memory of assigned tensors that nobody else holds."""
+        """Releases assigned tensors that only the engine holds."""
         for handle in list(self._assigned):
             assigned = handle.grad.assigned
             if assigned is None:

@@ -1,7 +1,7 @@
-"""AtHome: what stand-ins for gradients have in common: tensors without memory, whose values are copies.
+"""AtHome: the base of stand-ins for gradients: tensors without memory, whose values are copies.
 
-export     what shares a tensor's memory with something that torch's operations do not go through:
-           DLPack, NumPy, a storage, an address, another process
+export     shares a tensor's memory past torch's operations: DLPack, NumPy, a storage, an
+           address, another process
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ..state.handle import DisableTorchFunction, ParamHandle
 
 
 class AtHome(torch.Tensor):
-    """A tensor whose bytes are the engine's. It is copied and pickled as the plain tensor of its
-    values; what would share memory raises UsageError, and any other access to it RuntimeError."""
+    """A tensor whose bytes the engine keeps. It is copied and pickled as a plain tensor of its
+    values. An export raises UsageError, any other access to its memory RuntimeError."""
 
     _infinity_grad: ParamHandle
-    plain: torch.Tensor | None = None  # what it is once its parameter got another gradient
+    plain: torch.Tensor | None = None  # its own values, once its parameter got another gradient
 
     @classmethod
     def make(cls, handle: ParamHandle, shape, *, stride, dtype, device, offset: int = 0):
-        """Makes a stand-in for what is of the gradient of ``handle``."""
+        """Makes a stand-in for the gradient of ``handle`` or a view of it."""
         tensor = torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device)
-        with DisableTorchFunction():  # as the storage itself, not what a user is told of it
+        with DisableTorchFunction():  # closes the storage itself, not what users see
             storage_guard.close(torch.Tensor.untyped_storage(tensor))
         tensor._infinity_grad = handle
         return tensor
@@ -37,7 +37,7 @@ class AtHome(torch.Tensor):
     # --- copies ---
 
     def __copy__(self):
-        return self  # as detach() does: what is written to it is written to the gradient
+        return self  # as detach() does: writes to it change the gradient
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
@@ -48,18 +48,18 @@ class AtHome(torch.Tensor):
         return self.clone().__reduce_ex__(protocol)  # the plain tensor
 
     def tolist(self):
-        """Returns the values, as nested lists."""
+        """Returns the values as nested lists."""
         return self.clone().tolist()
 
     @property
     def data(self):
-        """The stand-in itself, as detach() is: what is written to it is written to the gradient."""
+        """The stand-in itself, as detach(): writes to it change the gradient."""
         return self.detach()
 
     @data.setter
     def data(self, value):
         if isinstance(value, AtHome) and value._infinity_grad is self._infinity_grad:
-            return  # module.to() of what is there already
+            return  # module.to() assigns the present one
         raise UsageError(
             f"{self._infinity_grad.name}.grad.data = ... would not reach its home: assign "
             "param.grad = value, or write grad.copy_(value)"
@@ -97,7 +97,7 @@ class AtHome(torch.Tensor):
         self._refuse("__cuda_array_interface__")
 
     def data_ptr(self):
-        """Raises UsageError: there is no address that stays."""
+        """Raises UsageError: there is no fixed address."""
         self._refuse("data_ptr()")
 
     def untyped_storage(self):
@@ -112,7 +112,7 @@ class AtHome(torch.Tensor):
         self._refuse("storage()")
 
     def share_memory_(self):
-        """Raises UsageError: the bytes stay where the plan has them."""
+        """Raises UsageError: the bytes stay at their home."""
         self._refuse("share_memory_()")
 
     def is_shared(self):
@@ -120,9 +120,9 @@ class AtHome(torch.Tensor):
         return False
 
     def is_pinned(self, device: Any = None):
-        """Returns False: a copy would have to be pinned."""
+        """Returns False: only a copy can be pinned."""
         return False
 
     def pin_memory(self, device: Any = None):
-        """Returns the values in pinned memory, as torch does: a copy."""
+        """Returns a copy of the values in pinned memory, as torch does."""
         return self.clone().pin_memory(*(() if device is None else (device,)))

@@ -1,4 +1,4 @@
-"""GradientBank: lands gradients at home, lends them to whoever reads ``p.grad``, and hands them to the step."""
+"""GradientBank: lands gradients at home, serves ``p.grad``, and hands gradients to the step."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .whole import WholeGradients
 
 
 class Averager(Protocol):
-    """Averages gradients over the ranks, and gives the averages to the bank."""
+    """Averages gradients over the ranks and gives the averages to the bank."""
 
     def add(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Adds to this rank's whole gradient."""
+        """Adds ``grad`` to this rank's whole gradient."""
 
     def average(self, *, are_gone: bool = False) -> None:
-        """Averages every gradient that has landed. Every rank comes here. ``are_gone``: there is
-        none any more, and nobody to meet."""
+        """Averages every landed gradient. Every rank calls this. ``are_gone``: there is none any
+        more, and no rank to meet."""
 
 
 class GradientBank(AssignedGrads):
@@ -46,20 +46,23 @@ class GradientBank(AssignedGrads):
     ):
         super().__init__(GradHomes(store, staging, in_flight_nbytes=in_flight_nbytes), store, collectives)
         self._lander = Lander(self.homes, store, self.changes, self.norms)
-        self._reducer: Averager | None = None  # where there are other ranks
-        self._adds_to_consumed = False  # the running backward came through an input: the loss is another model's
-        self._waiting: WholeGradients | None = None  # of a pass of several backwards: what lands when the last is over
-        self.takes_samples = False  # of gradients that ranks with other parts of the tensors have, too
-        self._without_room: set[ParamShard] = set()  # shards whose gradients land with each backward all the same
+        self._reducer: Averager | None = None  # None if this rank is alone
+        self._adds_to_consumed = False  # the running backward belongs to another model's loss
+        # In a pass of several backwards: sums that land after the last one
+        self._waiting: WholeGradients | None = None
+        self.takes_samples = False  # of gradients that ranks with other local parts share
+        # No device memory for their sums: they land in each backward
+        self._without_room: set[ParamShard] = set()
 
     # --- what autograd and torch.nn.utils see ---
 
     def get(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Returns ``p.grad``: a :class:`LandedGrad`, for a distributed parameter as the local part
-        of a DTensor, or a tensor that was assigned. Whose values are asked for is
-        averaged then; one that this rank lacks may be another's.
+        """Returns ``p.grad``: an assigned tensor, or a :class:`LandedGrad`, for a distributed
+        parameter as the local part of a DTensor.
 
-        Raises UsageError between the backwards of one pass, whose gradients land together.
+        Gradients that wait for it are averaged first. A gradient that this rank lacks may exist on
+        another rank. Raises UsageError between the backwards of one pass, whose gradients land
+        together.
         """
         handle.engine.uses.check(Operation.USE_GRAD, f"{handle.name}.grad")
         with handle.engine.uses.begin():
@@ -76,7 +79,8 @@ class GradientBank(AssignedGrads):
         return record.shown
 
     def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
-        """Sets ``p.grad = value``."""
+        """Sets ``p.grad = value``. With several ranks every rank calls this. Raises UsageError for
+        a value of another dtype, shape or layout."""
         handle.engine.uses.check(Operation.USE_GRAD, f"{handle.name}.grad")
         with handle.engine.uses.begin():
             self._set(handle, value)
@@ -98,7 +102,7 @@ class GradientBank(AssignedGrads):
                 raise UsageError(f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}")
             given, part = value, part_of(handle.param, value.detach(), f"{handle.name}.grad")
             value = part.clone()
-            # Over the ranks that share it: each of an ep axis has other experts.
+            # Compared over the ranks that share it: with an ep axis each rank has other experts.
             handle.shard.collectives.same(f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param))
             self.part_from(handle)
             self.clear(handle)
@@ -111,14 +115,14 @@ class GradientBank(AssignedGrads):
             self.watch(handle, given, part)
 
     def average(self) -> None:
-        """Has gradients that wait for it averaged over the ranks, and puts home what was written to tensors that were assigned.
-        Every rank comes here."""
+        """Settles assigned tensors, then averages gradients that wait for it. Every rank calls
+        this."""
         if self._assigned:
             self.settle_all()
         self._average()
 
     def refresh(self, handle: ParamHandle) -> None:
-        """Does so for one gradient of which values are asked."""
+        """Settles and averages before the values of the gradient of ``handle`` are read."""
         if handle.grad.assigned is not None:
             self.settle(handle)
         self._average()
@@ -128,12 +132,13 @@ class GradientBank(AssignedGrads):
             self._reducer.average()
 
     def clear(self, handle: ParamHandle) -> None:
-        """Sets ``p.grad = None``. With the last gradient go the backwards since the last step, of
-        which ranks may have had different ones."""
+        """Sets ``p.grad = None``. Clearing the last gradient also forgets the backwards since the
+        last step, of which ranks may have had different ones."""
         was_there = handle.grad.state is not GradState.ABSENT
         handle.grad = GradRecord()
-        set_raw_grad(handle.param, None)  # what autograd had accumulated when an exception kept it from landing
-        # From behind, since they are cleared from the front.
+        # Also drop what autograd accumulated when an exception kept it from landing.
+        set_raw_grad(handle.param, None)
+        # Reversed, because gradients are cleared from the front.
         if was_there and not handle.engine.computing and not any(map(_is_there, reversed(self._handles))):
             if self._reducer is not None:
                 self._reducer.average(are_gone=True)
@@ -141,39 +146,43 @@ class GradientBank(AssignedGrads):
             handle.engine.steps.forget_backwards()
 
     def zero_here(self, handle: ParamHandle) -> None:
-        """Leaves zeros where there is a gradient, without asking other ranks: whatever they have,
-        it ends here."""
+        """Zeroes the gradient if there is one, without asking other ranks."""
         if _is_there(handle):
             self.zero(handle)
 
     def reduce_with(self, reducer: Averager) -> None:
-        """Has ``reducer`` average gradients over the ranks."""
+        """Sets ``reducer`` as what averages gradients over the ranks."""
         self._reducer = reducer
 
     def add_to_consumed(self) -> None:
-        """Has the running backward add to gradients that a step has consumed: its loss is another model's."""
+        """Lets the running backward add to gradients that a step has consumed: it is of another
+        model's loss."""
         self._adds_to_consumed = True
 
     # --- backwards that fail ---
 
     def end_backward(self) -> None:
-        """Ends the backward: what it changed is whole."""
+        """Ends the backward: the gradients that it changed are complete."""
         self.changes.end()
         self._adds_to_consumed = False
 
     # --- several backwards in one pass ---
 
     def join_backwards(self, waiting: WholeGradients | None) -> None:
-        """Has gradients land together when :meth:`land_together` is called. ``waiting``: keeps them where a home is not memory that the
-        device adds in; None where a reducer does."""
+        """Makes gradients land together, in :meth:`land_together`.
+
+        ``waiting``: sums the gradients whose home the device cannot add to directly. None if the
+        reducer does.
+        """
         self._waiting, self._without_room = waiting, set()
 
     def end_one_of_several(self) -> None:
-        """Ends a backward that others of the same pass follow: what it changed is not whole before they are."""
+        """Ends a backward that others of the same pass follow. Its gradients stay incomplete until
+        the last."""
         self._adds_to_consumed = False
 
     def land_together(self, units: Iterable[ParamUnit]) -> None:
-        """Lands what the backwards of the pass have added up."""
+        """Lands the sums of the pass's backwards."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
@@ -189,21 +198,22 @@ class GradientBank(AssignedGrads):
                 self.homes.close_all([shard])
 
     def _waits(self, handle: ParamHandle, grad: torch.Tensor) -> bool:
-        """Adds ``grad`` to what waits for the end of the pass, where that is worth its memory and there is room."""
+        """Adds ``grad`` to the sums that land at the end of the pass. Returns False if it can be
+        added at home, or the device has no room."""
         shard = handle.shard
         adds_at_home = not self.homes.is_remote(handle) and shard.arrays["grad"].tier is not Tier.NVME
         if self._waiting is None or adds_at_home or shard in self._without_room:
             return False
         try:
             self._waiting.add(handle, grad)
-        except CapacityError:  # the device is full: the same sums are made at home, with a way there for each backward
+        except CapacityError:  # device full: sum at home, with a transfer for each backward
             self._without_room.add(shard)
             return False
         return True
 
     def rebuild(self) -> None:
-        """Marks as torn what somebody had begun to change when an exception struck, and sends what is in memory home. Only while
-        nothing is in flight."""
+        """Marks gradients that an exception interrupted as torn, and sends opened gradients home.
+        Only while no transfer is running."""
         self.changes.tear()
         self._adds_to_consumed = False
         if self._waiting is not None:
@@ -214,7 +224,8 @@ class GradientBank(AssignedGrads):
     # --- landing ---
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Adds ``grad`` to what has landed. Raises UsageError when a step has consumed that already."""
+        """Adds ``grad`` to the landed gradient. Raises UsageError if a step has consumed that, or
+        ``grad`` is sparse."""
         if grad.is_sparse:
             raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
         assigned = self.lands_on(handle)
@@ -243,7 +254,8 @@ class GradientBank(AssignedGrads):
         record.move(GradState.LANDED)
 
     def land_average(self, handle: ParamHandle, average: torch.Tensor) -> None:
-        """Takes this rank's elements of the average of all ranks' gradients, in fp32: adds them to what has landed."""
+        """Adds this rank's slice of the average of all ranks' gradients, in fp32, to the landed
+        gradient."""
         if not self.ranks.keeps_gradients:
             self._reopen(handle)
         record = handle.grad
@@ -256,8 +268,12 @@ class GradientBank(AssignedGrads):
         record.move(GradState.LANDED)
 
     def _reopen(self, handle: ParamHandle) -> None:
-        """Before something is added: a consumed gradient is at home still, and is added to as torch does where the loss is another
-        model's (a GAN's generator leaves gradients on the discriminator). Elsewhere somebody forgot zero_grad: raises UsageError."""
+        """Prepares the gradient of ``handle`` for an addition.
+
+        A consumed gradient is still at home. Another model's loss adds to it, as in torch: a GAN's
+        generator leaves gradients on the discriminator. Any other backward raises UsageError:
+        zero_grad() was forgotten.
+        """
         if handle.grad.state is GradState.CONSUMED and self._adds_to_consumed and self.ranks.keeps_gradients:
             raise UsageError(
                 f"another model's loss would add to the gradient of {handle.name}, which a step has averaged over the ranks and consumed: with "
@@ -274,9 +290,11 @@ class GradientBank(AssignedGrads):
 
     @contextmanager
     def landing_rows(self, handle: ParamHandle) -> Iterator[Callable]:
-        """Lands a gradient in parts: yields ``land(begin, end, compute)``, which puts what ``compute()`` returns where
-        rows ``begin`` to ``end`` are. Raises UsageError as :meth:`land` does."""
-        record, shard = handle.grad, handle.shard  # never with other ranks: a plan with tiles is refused there
+        """Lands a gradient in ranges of rows. Yields ``land(begin, end, compute)``, which adds the
+        result of ``compute()`` to rows ``begin`` to ``end``. Raises UsageError as :meth:`land`
+        does."""
+        # Never with several ranks: tiles are refused there
+        record, shard = handle.grad, handle.shard
         assigned = self.lands_on(handle)
         self._reopen(handle)
         if record.state is GradState.TORN:

@@ -1,8 +1,8 @@
-"""GradChanges: knows which gradients are being changed, so that those cut short are found torn.
+"""GradChanges: tracks which gradients are being changed, so that interrupted ones are marked torn.
 
 changing   gradients that the running backward, or a multiplication, has begun to change
-factor     a multiplication of the gradient that was asked for and not done yet: the optimizer kernel does it, rounding
-           as the in-place multiplication would have
+factor     a requested multiplication that the optimizer kernel applies later, rounding as the
+           in-place multiplication would have
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from .record import GradRecord, GradState
 
 
 def multiply(grad: torch.Tensor, factors: Iterable[float]) -> torch.Tensor:
-    """Multiplies ``grad`` in place, by one factor after the other: rounded each time. Returns it."""
+    """Multiplies ``grad`` in place by one factor after the other, rounding each time. Returns
+    it."""
     for factor in factors:
         grad.mul_(factor)
     return grad
@@ -29,23 +30,24 @@ class GradChanges:
         self._changing: set[ParamHandle] = set()
 
     def begin(self, handle: ParamHandle) -> None:
-        """Marks the gradient of ``handle``, which is about to change."""
+        """Marks the gradient of ``handle`` as about to change."""
         self._changing.add(handle)
 
     def end(self) -> None:
-        """Ends all changes: what was begun is whole."""
+        """Ends all changes: they are complete."""
         self._changing = set()
 
     @property
     def are_open(self) -> bool:
-        """Whether something has begun to change gradients, and is not done."""
+        """Whether a change of gradients has begun and not ended."""
         return bool(self._changing)
 
     def apply_factors(self, handle: ParamHandle, home: torch.Tensor) -> None:
-        """Does the multiplications that were asked for, on ``home``, the bytes of this rank's elements."""
+        """Multiplies ``home``, the bytes of this rank's slice, by the pending factors."""
         factors = handle.grad.factors
         if factors:
-            outside = handle not in self._changing  # of a backward, which has changed the gradient until its end
+            # Not in a backward, which keeps its mark to its end
+            outside = handle not in self._changing
             self._changing.add(handle)
             multiply(home, factors)
             factors.clear()
@@ -53,7 +55,7 @@ class GradChanges:
                 self._changing.discard(handle)
 
     def tear(self) -> None:
-        """Makes torn what was begun when an exception struck."""
+        """Marks the gradients whose change an exception interrupted as torn."""
         for handle in self._changing:
             if handle.grad.state is not GradState.CONSUMED:
                 handle.grad = GradRecord(GradState.TORN)

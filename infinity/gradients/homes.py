@@ -1,7 +1,7 @@
-"""GradHomes: gives the bytes of gradients at home to whoever computes with them.
+"""GradHomes: provides the bytes of gradients at home for computing.
 
-opened     those whose home is a disk, while they lie in staging (:mod:`infinity.gradients.opened`)
-landing    those that a queue of the device still sends home (:mod:`infinity.gradients.landing`)
+opened     home on a disk, bytes now in a staging slot (:mod:`infinity.gradients.opened`)
+landing    transfer home still in the device's queue (:mod:`infinity.gradients.landing`)
 remote     the home is memory that the device cannot compute with
 """
 
@@ -22,7 +22,8 @@ from .opened import OpenedGrads
 
 
 class GradHomes:
-    """The homes of all gradients: memory here, memory elsewhere, or disk. Used from the thread that runs backward or the step."""
+    """The homes of all gradients: device memory, host memory or disk. Used from the thread that
+    runs backward or the step."""
 
     def __init__(self, store: ShardStore, staging: native.PinnedPool | None, *, in_flight_nbytes: int = 0):
         self.device: Device = store.device
@@ -30,35 +31,36 @@ class GradHomes:
         self._opened = OpenedGrads(store, staging, self.queue.wait)
 
     def rebuild(self) -> None:
-        """Sends what is in memory home after an exception. Only while nothing is in flight."""
+        """Sends opened gradients home after an exception. Only while no transfer is running."""
         self.queue.rebuild()
         self._opened.settle()
 
     def settle(self) -> None:
-        """Sends what is opened to disk, and waits until it is there."""
+        """Sends opened gradients to disk, and waits until they are written."""
         self._opened.settle()
 
     def stage_in(self, staging: native.PinnedPool | None) -> None:
-        """Opens gradients of disks in ``staging`` from now on; none may be open."""
+        """Opens gradients of disks in ``staging`` from now on. None may be open."""
         self._opened.stage_in(staging)
 
     def is_remote(self, handle: ParamHandle) -> bool:
-        """Tells whether the gradient is at home where the device cannot compute with it."""
+        """Returns whether the gradient's home is memory that the device cannot compute with."""
         return not self.device.is_host and handle.shard.arrays["grad"].tier is not Tier.DEVICE
 
     def view(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
-        """Returns the gradient of ``handle``, all of its elements, as a tensor over its home. ``write``: it is about to change.
-        ``wait``: until what is landing is there."""
+        """Returns the whole gradient of ``handle`` as a tensor over its home. ``write``: it is
+        about to change. ``wait``: block until landing gradients have arrived."""
         return handle.shard.layout.placements[handle.index].view(self._flat(handle.shard, write=write, wait=wait))
 
     def flat_view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
-        """Returns the gradient's elements at home in the order in which they lie."""
+        """Returns the gradient's elements at home, flat, in storage order."""
         place = handle.shard.layout.placements[handle.index]
         home = self.view(handle, write=write, wait=False)
         return home.as_strided((place.numel,), (1,), home.storage_offset())
 
     def slice(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
-        """Returns this rank's elements of the gradient, in the order in which they lie: a flat view of their home."""
+        """Returns this rank's elements of the gradient, in storage order: a flat view of their
+        home."""
         shard = handle.shard
         begin, end = shard.slice_part(handle.index)
         first = shard.own("grad")[0]
@@ -73,13 +75,14 @@ class GradHomes:
         return array.flat if array.tier is not Tier.NVME else self._opened.flat(shard, write=write)
 
     def whole(self, shard: ParamShard) -> torch.Tensor:
-        """Returns this rank's whole flat gradient, where it has one (ZeRO-1), on the device."""
+        """Returns this rank's whole flat gradient on the device, if its home is whole (ZeRO-1)."""
         shard.wait()
         self.queue.wait(shard)
         return shard.arrays["grad"].flat.to(self.device.where)
 
     def close_shard(self, shard: ParamShard) -> list[native.Ticket]:
-        """Sends a shard's opened gradients to disk. Returns what has to be over before they can be read at home."""
+        """Sends a shard's opened gradients to disk. Returns tickets that must complete before they
+        can be read at home."""
         self._opened.close(shard)
         landing = self.queue.of(shard)
         ticket = self.device.ticket(landing) if landing else None
@@ -87,10 +90,11 @@ class GradHomes:
         return [each for each in (ticket, written) if each is not None]
 
     def close_all(self, shards: Iterable[ParamShard]) -> None:
-        """Sends what is opened of ``shards`` to disk."""
+        """Sends the opened gradients of ``shards`` to disk."""
         for shard in shards:
             self._opened.close(shard)
 
     def landing_of(self, shard: ParamShard) -> list[Event]:
-        """Lists what has to be over before the device can read a shard's gradients at home."""
+        """Lists the events that must complete before the device can read a shard's gradients at
+        home."""
         return self.queue.of(shard)

@@ -1,6 +1,7 @@
-"""Lander: adds a gradient to what is at home: in place, or in the queue to the host beside the compute.
+"""Lander: adds a gradient to its home: in place, or in the copy queue to the host beside the
+compute.
 
-home       a tensor over the bytes at home; a function where they have to be brought into memory first
+home       a tensor over the bytes at home; a function if they are first brought into memory
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ class Lander:
         self._homes, self._device, self._store, self._changes, self._norms = homes, homes.device, store, changes, norms
 
     def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
-        """Makes ``grad`` the gradient of ``handle``, or adds it (``adds``)."""
+        """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
         if self._device.overlaps and handle.shard.arrays["grad"].tier is not Tier.DEVICE:
             self.beside(handle, *self._flat(handle, grad), adds=adds)
         else:
             self._here(handle, partial(self._homes.view, handle, write=True), grad, self._norms.of, adds=adds)
 
     def land_slice(self, handle: ParamHandle, own: torch.Tensor, *, adds: bool) -> None:
-        """Does the same with this rank's elements only, in the order in which they lie."""
+        """Sets this rank's slice of the gradient to ``own``, or adds it (``adds``). ``own`` is
+        flat, in storage order."""
         if self._homes.is_remote(handle):
             handle.shard.wait()
             self.beside(handle, self._homes.slice(handle, write=True, wait=False), own, self._norms.of_slice, adds=adds)
@@ -44,10 +46,11 @@ class Lander:
     def _here(
         self, handle: ParamHandle, home: Callable[[], torch.Tensor], value: torch.Tensor, take_norm: TakeNorm, *, adds: bool
     ) -> None:
-        """Lands ``value`` at ``home()``, and takes the norm that is asked for while the bytes are near: they need not be read once
-        more, from a disk perhaps."""
+        """Lands ``value`` at ``home()``. Also takes the requested norm while the bytes are in
+        cache, which saves a second read, perhaps from disk."""
         record, shard = handle.grad, handle.shard
-        nbytes = value.numel() * shard.spec.grad_dtype.itemsize if self._device.is_host else 0  # else it stays on the device
+        # 0: it stays on the device
+        nbytes = value.numel() * shard.spec.grad_dtype.itemsize if self._device.is_host else 0
         with self._store.traffic.copying("device->host", nbytes, handle.name):
             shard.wait()
             there = home()
@@ -60,8 +63,8 @@ class Lander:
             record.norm = None if order is None else (order, take_norm(there, order))
 
     def beside(self, handle: ParamHandle, home: torch.Tensor, value: torch.Tensor, take_norm: TakeNorm, *, adds: bool) -> None:
-        """Lands ``value`` in the queue to the host, beside the compute. What is added is added on the device, and the norm taken
-        there: both are the same for every home."""
+        """Lands ``value`` in the copy queue to the host, beside the compute. The sum and the norm
+        are computed on the device, so both are the same for every home."""
         record, shard, where = handle.grad, handle.shard, self._device.where
         factors = list(record.factors)
         order = None if record.viewed else self._norms.order
@@ -83,7 +86,8 @@ class Lander:
         record.norm = None if norm is None else (order, norm)
 
     def _flat(self, handle: ParamHandle, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, TakeNorm]:
-        """The gradient's elements at home, those of ``grad`` in the same order, and what takes the norm of such elements."""
+        """Returns the gradient's elements at home, flat; those of ``grad`` in the same order; and
+        the function that takes their norm."""
         shard = handle.shard
         shard.wait()
         place = shard.layout.placements[handle.index]

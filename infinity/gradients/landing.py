@@ -1,4 +1,4 @@
-"""LandingQueue: sends gradients home in a queue of the device, and says when they are there.
+"""LandingQueue: sends gradients home in a copy queue of the device, and signals their arrival.
 
 landing    gradients of a shard that are still on their way home
 """
@@ -21,10 +21,11 @@ class LandingQueue:
     def __init__(self, device: Device, traffic: Traffic, in_flight_nbytes: int):
         self._device, self._traffic = device, traffic
         self._landing: dict[ParamShard, Event] = {}
-        self._in_flight = InFlight(in_flight_nbytes)  # gradients that are still read there
+        self._in_flight = InFlight(in_flight_nbytes)  # gradients that the queue still reads
 
     def send(self, shard: ParamShard, send: Callable[[], None], nbytes: int, what: str, *read: torch.Tensor) -> Event:
-        """Runs ``send``, which reads the tensors ``read``, behind what is computed by now. Returns when it is done."""
+        """Enqueues ``send``, which reads the tensors ``read``, after the compute enqueued so far.
+        Returns the event of its end. Keeps ``read`` alive until then."""
         landing = self._device.put("out", send, behind=[self._device.now()], transfer=Copy("device->host", nbytes, what))
         self._landing[shard] = landing
         for tensor in read:
@@ -32,21 +33,23 @@ class LandingQueue:
         return landing
 
     def wait(self, shard: ParamShard) -> None:
-        """Waits until what was sent home of ``shard`` is there: the host is about to use it."""
+        """Blocks until the landing gradients of ``shard`` have arrived: the host is about to use
+        them."""
         if (landing := self._landing.get(shard)) is not None:
             with self._traffic.stalled("device->host", "gradients"):
                 landing.wait()
             del self._landing[shard]
 
     def of(self, shard: ParamShard) -> list[Event]:
-        """Lists what has to be over before the device can read a shard's gradients at home."""
+        """Lists the events that must complete before the device can read a shard's gradients at
+        home."""
         return [self._landing[shard]] if shard in self._landing else []
 
     def forget(self, shard: ParamShard) -> None:
-        """Takes what was sent of ``shard`` for landed."""
+        """Treats the landing gradients of ``shard`` as landed."""
         self._landing.pop(shard, None)
 
     def rebuild(self) -> None:
-        """Forgets everything after an exception. Only while nothing is in flight."""
+        """Forgets everything after an exception. Only while no transfer is running."""
         self._landing.clear()
         self._in_flight = self._in_flight.emptied()

@@ -1,6 +1,6 @@
-"""LandingNorms: takes norms of gradients as they land, of the order that somebody has asked for.
+"""LandingNorms: computes the norms of gradients as they land, once a norm was requested.
 
-The bytes are near then: they need not be read once more, from a disk perhaps.
+The bytes are in cache then, which saves a second read, perhaps from disk.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from ..distributed.data_ranks import DataRanks
 
 
 class LandingNorms:
-    """The order of the norms that are asked for, and how they are taken."""
+    """The order of the requested norms, and how to compute them."""
 
     def __init__(self, ranks: DataRanks):
         self._is_cut = ranks.is_cut
-        self.order: float | None = None  # None: nobody has asked
+        self.order: float | None = None  # None: no norm was requested
 
     def ask(self, order: float) -> None:
-        """Has norms of ``order`` taken from now on."""
+        """Requests norms of ``order`` from now on."""
         self.order = order
 
     def of(self, values: torch.Tensor, order: float) -> torch.Tensor:
-        """Takes the norm of all elements of a gradient as torch does; in fp32 where it is put together with those of other ranks."""
-        if not values.numel():  # of a part that has no element, of which a largest one is not defined
+        """Computes the norm of a whole gradient as torch does. In fp32 if it is combined with the
+        norms of other ranks."""
+        if not values.numel():  # an empty local part has no maximum
             return torch.zeros((), dtype=torch.float32, device=values.device)
         return torch.linalg.vector_norm(values, order, dtype=torch.float32 if self._is_cut else None)
 
     @staticmethod
     def of_slice(values: torch.Tensor, order: float) -> torch.Tensor:
-        """Takes the norm of this rank's elements of a gradient, in fp32."""
+        """Computes the norm of this rank's slice of a gradient, in fp32."""
         if not values.numel():
             return torch.zeros((), dtype=torch.float32, device=values.device)
         return torch.linalg.vector_norm(values, order, dtype=torch.float32)

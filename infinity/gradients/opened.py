@@ -1,6 +1,7 @@
-"""OpenedGrads: lends gradients whose home is a disk, in slots of the gradient staging pool.
+"""OpenedGrads: gives access to gradients whose home is a disk, in slots of the gradient staging
+pool.
 
-opened     a shard's gradients lie in a slot, where they are read and written
+opened     the shard's gradients are in a slot, where they are read and written
 """
 
 from __future__ import annotations
@@ -28,22 +29,27 @@ class OpenedShard:
 
 
 def _is_empty(shard: ParamShard) -> bool:
-    """Tells whether no parameter of ``shard`` has a gradient at home."""
+    """Returns whether no parameter of ``shard`` has a gradient at home."""
     grads = [handle.grad for handle in map(handle_of, shard.params) if handle is not None]
     return all(grad is not None and grad.state is GradState.ABSENT for grad in grads)
 
 
 class OpenedGrads:
-    """Shards' gradients in staging, of which the least recently used go to disk when another one needs a slot."""
+    """Shards' gradients in staging. The least recently used go to disk when another needs a
+    slot."""
 
     def __init__(self, store: ShardStore, staging: native.PinnedPool | None, wait_landing: Callable[[ParamShard], None]):
         self._store, self._staging = store, staging
-        self._wait_landing = wait_landing  # until nothing is being written to a slot any more
-        self._opened: OrderedDict[ParamShard, OpenedShard] = OrderedDict()  # least recently used first
+        self._wait_landing = wait_landing  # blocks until no transfer writes to a slot
+        # Least recently used first
+        self._opened: OrderedDict[ParamShard, OpenedShard] = OrderedDict()
 
     def flat(self, shard: ParamShard, *, write: bool) -> torch.Tensor:
-        """Returns this rank's gradient elements of ``shard``, valid until it is closed. What none of them needs is not read: nothing has
-        landed yet. ``write``: they are about to change."""
+        """Returns this rank's gradient elements of ``shard``, valid until it is closed.
+
+        ``write``: they are about to change. May block on a read from disk. A shard whose gradients
+        are all absent is zeroed and not read.
+        """
         opened = self._opened.get(shard)
         if opened is None:
             array = shard.arrays["grad"]
@@ -51,7 +57,7 @@ class OpenedGrads:
                 slot = self._store.take_lease(self._staging, array.nbytes, self._close_oldest)
             flat = native.tensor_at(self._staging.region, slot.address, array.numel, array.dtype)
             if _is_empty(shard):
-                flat.zero_()  # parameters without a gradient have defined bytes beside the others
+                flat.zero_()  # parameters without a gradient get defined bytes
             else:
                 with self._store.traffic.stalled("nvme->host", "gradients"):
                     self._store.start_read(array, 0, slot, array.nbytes).wait()
@@ -61,31 +67,33 @@ class OpenedGrads:
         return opened.flat
 
     def stage_in(self, staging: native.PinnedPool | None) -> None:
-        """Opens gradients in ``staging`` from now on; none may be open."""
+        """Opens gradients in ``staging`` from now on. None may be open."""
         self._staging = staging
 
     def close(self, shard: ParamShard) -> None:
-        """Sends the gradients of ``shard`` to disk, if they were changed, and gives the slot back."""
+        """Starts writing the gradients of ``shard`` to disk, if they changed, and releases their
+        slot."""
         opened = self._opened.get(shard)
         if opened is None:
             return
         if opened.dirty:
             self._wait_landing(shard)
             array = shard.arrays["grad"]
-            # The disk keeps the slot until it has written it. Interrupted before the next line, it is written again.
+            # The write keeps the slot until it completes. If interrupted before the next line, it
+            # is repeated.
             self._store.start_write(array, 0, opened.slot, array.nbytes)
         del self._opened[shard]
         opened.slot.release()
 
     def _close_oldest(self) -> bool:
-        """Sends what was not used for longest to disk. False when nothing is open."""
+        """Closes the least recently used shard. Returns False if none is open."""
         oldest = next(iter(self._opened), None)
         if oldest is not None:
             self.close(oldest)
         return oldest is not None
 
     def settle(self) -> None:
-        """Sends what is open to disk, and waits until nothing has a slot any more."""
+        """Closes all opened shards, and blocks until every slot is free."""
         for shard in list(self._opened):
             self.close(shard)
         if self._staging is not None:

@@ -1,14 +1,14 @@
 """GradRecord: holds the state of one parameter's gradient.
 
-    ABSENT     None in torch's words; the next gradient is copied
+    ABSENT     None in torch; the next gradient is copied
     LANDED     at home: the next gradient is added, the next step applies it
-    CONSUMED   applied by a step; only reading and zeroing are left, and adding where the model was part of another's loss
-    TORN       a backward failed after it had begun to change this gradient; only zeroing is left, what lands is dropped
+    CONSUMED   applied by a step: it can be read and zeroed; only another model's loss adds to it
+    TORN       a failed backward had begun to change it: only zeroing is left, landings are dropped
 
-sample     a few elements of all that has landed on this rank, where other ranks have to have the same
-factor     a multiplication of the gradient that was asked for and not done yet: the optimizer kernel does it, rounding
-           as the in-place multiplication would have
-average    with other ranks, the mean of what all of them landed; each has its slice of it at home
+sample     a few elements of all that has landed on this rank, if other ranks must have the same
+factor     a requested multiplication that the optimizer kernel applies later, rounding as the
+           in-place multiplication would have
+average    with several ranks, the mean of their gradients; each has its slice of it at home
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAMPLED = 64  # elements of a gradient
 
 
 class GradState(Enum):
-    """What a parameter's gradient is."""
+    """What state a parameter's gradient is in."""
 
     ABSENT = auto()
     LANDED = auto()
@@ -37,8 +37,9 @@ class GradState(Enum):
     TORN = auto()
 
 
-# Back to ABSENT nothing moves: a gradient that is cleared, or torn, gets a new record. A step that stands in the journal is carried
-# to its end whatever became of its gradients meanwhile, so CONSUMED is reached from everywhere.
+# No move leads back to ABSENT: a cleared or torn gradient gets a new record. A step in the journal
+# is carried to its end whatever became of its gradients meanwhile. So CONSUMED is reached from
+# every state.
 MOVES = {
     GradState.ABSENT: {GradState.LANDED, GradState.CONSUMED},
     GradState.LANDED: {GradState.LANDED, GradState.CONSUMED},
@@ -55,27 +56,31 @@ class GradRecord:
     factors: list[float] = field(default_factory=list)
     stand_in: torch.Tensor | None = None  # the LandedGrad
     shown: torch.Tensor | None = None  # what p.grad is: the stand-in, or a DTensor around it
-    norm: tuple[float, torch.Tensor] | None = None  # order, and the norm of what is at home; None where it is not known
-    stand_in_norm: tuple[float, torch.Tensor] | None = None  # the same over all ranks, as long as ``norm`` is known
+    # Order, and norm of the bytes at home; None: unknown
+    norm: tuple[float, torch.Tensor] | None = None
+    # The same over all ranks, valid while ``norm`` is known
+    stand_in_norm: tuple[float, torch.Tensor] | None = None
     landing: Event = PAST  # when the norm is known
-    averaged: bool = False  # over the ranks; with others only this rank's slice is true then
-    sample: torch.Tensor | None = None  # fp32; None where nothing has landed, or nobody asked for it
-    edits: int = 0  # a digest of what users have changed it by: of factors, and of values that all ranks have whole
-    own_edits: int = 0  # of values that other ranks have other parts of
-    assigned: Assigned | None = None  # the tensor that was assigned; None: there is none, or it is let go
-    viewed: bool = False  # a view was handed out, through which the bytes may change unheard: norms are taken anew
+    averaged: bool = False  # over the ranks: then only this rank's slice is valid
+    sample: torch.Tensor | None = None  # fp32; None: nothing has landed, or it was not requested
+    edits: int = 0  # digest of users' changes: factors, and values common to all ranks
+    own_edits: int = 0  # digest of values of which other ranks have other local parts
+    assigned: Assigned | None = None  # None: no assigned tensor, or it was released
+    # A view was handed out: bytes may change unobserved, so norms are recomputed
+    viewed: bool = False
 
     @property
     def state(self) -> GradState:
-        """What the gradient is."""
+        """The state of the gradient."""
         return self._state
 
     def take_sample(self, grad: torch.Tensor) -> None:
-        """Adds a few elements of ``grad``, which lands, to the sample."""
+        """Adds a few elements of the landing gradient ``grad`` to the sample."""
         self.sample = sample_of(grad) if self.sample is None else self.sample.add_(sample_of(grad))
 
     def note_edit(self, by: torch.Tensor | float, *, is_own: bool) -> None:
-        """Notes what a user has changed it by: a factor, or the values that are its now."""
+        """Adds a user's change to the digests. ``by``: a factor, or the new values. ``is_own``:
+        values of which other ranks have other local parts."""
         values = by if isinstance(by, torch.Tensor) else torch.tensor(by, dtype=torch.float64, device="cpu")
         if is_own:
             self.own_edits = checksum_of(values, self.own_edits)
@@ -83,26 +88,31 @@ class GradRecord:
             self.edits = checksum_of(values, self.edits)
 
     def move(self, to: GradState) -> None:
-        """Makes the gradient ``to``. Raises InternalError for a move that is not in the table."""
+        """Moves to state ``to``. Raises InternalError for a move that is not in the table."""
         if to not in MOVES[self._state]:
             raise InternalError(f"a gradient that is {self._state.name} cannot become {to.name}")
         self._state = to
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Takes a few elements of ``tensor``, at equal distances: fp32, flat."""
+    """Returns about ``SAMPLED`` elements of ``tensor`` at equal distances: fp32, flat."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLED)].to(torch.float32, copy=True)
 
 
 def has_landed(handle: ParamHandle) -> bool:
-    """Tells whether a step would apply a gradient of the parameter; of one that is not stepped there is none."""
+    """Returns whether a step would apply the parameter's gradient. False for a parameter that is
+    not stepped."""
     return handle.grad is not None and handle.grad.state is GradState.LANDED
 
 
 def would_be_lost(handle: ParamHandle) -> bool:
-    """Tells whether a gradient waits for its step that is more than the zeros of ``zero_grad(set_to_none=False)``. Every change of a gradient
-    forgets the norm that is known of it; of the largest element no smaller one is rounded away."""
+    """Returns whether a landed gradient has more than the zeros of
+    ``zero_grad(set_to_none=False)``.
+
+    May block until its norm has arrived. The test uses the max norm, which does not round small
+    elements away. Every change of a gradient invalidates its norm.
+    """
     if not has_landed(handle):
         return False
     record = handle.grad
@@ -112,7 +122,7 @@ def would_be_lost(handle: ParamHandle) -> bool:
 
 
 def refuse_torn(handle: ParamHandle) -> None:
-    """Raises UsageError for a gradient that a failed backward left half done."""
+    """Raises UsageError for a gradient that a failed backward left incomplete."""
     if handle.grad.state is GradState.TORN:
         raise UsageError(
             f"the gradient of {handle.name} is half done, for a backward that added to it was cut short by an exception. Call "
@@ -121,7 +131,8 @@ def refuse_torn(handle: ParamHandle) -> None:
 
 
 def writable(handle: ParamHandle) -> ParamHandle:
-    """Returns ``handle``. Raises UsageError where changing its gradient would have no effect, or the gradient is half done."""
+    """Returns ``handle``. Raises UsageError if its gradient is torn, or consumed, so that a change
+    would have no effect."""
     refuse_torn(handle)
     if handle.grad.state is GradState.CONSUMED:
         raise UsageError(
@@ -129,6 +140,6 @@ def writable(handle: ParamHandle) -> ParamHandle:
             "changing it in place has no effect. Change gradients before step(), call zero_grad() first, or assign what the next "
             "step is to begin with: param.grad = param.grad * 0.5."
         )
-    if handle.grad.assigned is not None:  # and is not changed along
+    if handle.grad.assigned is not None:  # it is not changed along
         handle.grad.assigned.leave_behind()
     return handle

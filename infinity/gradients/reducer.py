@@ -1,18 +1,26 @@
-"""Reducer: averages gradients over the ranks, unit by unit, while the backward goes on.
+"""Reducer: averages gradients over the ranks, unit by unit, while the backward runs.
 
 average   this rank's slice of the mean of all ranks' whole gradients (see `whole`)
-order     of the units' reductions: the first rank's forward reversed, those that several modules share last
+order     of the units' reductions: the first rank's forward reversed, shared units last
 
-All ranks reduce every unit in one order. A reduction starts where all ranks are at the same place. In an agreed pass (see `lockstep`) that is
-where it started last time: before the same gather, and among those that no gather follows as soon as it is ready. Else, when the backward
-comes to a unit, the ranks meet, for its gather or in passing, and tell how many each has ready. At the end of the backward the
-rest follows. Where weights stay (ZeRO-2) nothing is gathered, so nobody waits elsewhere, and one starts as soon as it is
-ready. A unit that is not ready when the backward has come a unit further will hardly be.
+All ranks reduce the units in the same order. A reduction starts when all ranks are at the same
+point. In an agreed pass (see `lockstep`) that is the point where it started last time: before the
+same gather, or, if no gather follows, as soon as it is ready. In any other pass the ranks meet when
+the backward reaches a unit, at its gather or at a rendezvous. There each reports how many
+reductions it has ready. A rank that reaches fewer units meets the others at the end of its
+backward. The remaining ones start at the end of the backward.
 
-Nobody asks, before a reduction, who has what: a rank brings **negative zeros** for what it did not get, to which adding changes no bit. At the
-end of the backward all ranks meet once and tell which gradients they had. A parameter that no rank had one of keeps none; an average that
-consists of such zeros lands only then; and a gradient that came after its unit's turn takes another round. Where it has to be known in
-mid-backward, for an update that is made there, each reduction has the ranks of its row tell it beside the bytes.
+If weights stay gathered (ZeRO-2), no rank waits in a gather, so a reduction starts as soon as it is
+ready. A unit not complete when the backward reaches the next one usually stays incomplete to the
+end.
+
+[Note: why missing gradients are negative zeros] Ranks do not ask before a reduction which of them
+has which gradient. A rank contributes **negative zeros** for a gradient that it lacks: adding them
+changes no bit. At the end of the backward all ranks meet once and report which gradients they had.
+A parameter without a gradient on any rank keeps none. An average that consists of negative zeros
+lands only then. A gradient that came after its unit's reduction is reduced in another round. An
+update made in mid-backward needs these flags earlier: then the ranks of the shard group exchange
+them beside each reduction.
 """
 
 from __future__ import annotations
@@ -36,7 +44,7 @@ from .whole import WholeGradients
 
 
 class Reducer:
-    """Used from the thread that runs backward, and by whoever reads gradients."""
+    """Used from the thread that runs backward, and by readers of gradients."""
 
     def __init__(
         self,
@@ -50,32 +58,32 @@ class Reducer:
     ):
         self._collectives, self._ranks, self._bank = collectives, collectives.ranks, bank
         self._schedule = schedule
-        self._on_reduced = on_reduced  # told when a unit's averages are at home
-        self._decides_early = decides_early  # whether that has to be known in mid-backward: then each reduction tells it
+        self._on_reduced = on_reduced  # called when a unit's averages are at home
+        self._decides_early = decides_early  # an update in mid-backward needs flags early
         self._units = list(units)
         self._whole = WholeGradients(ledger, bank.device)
         self._order: list[ParamUnit] = []
         self._ready: list[ParamUnit] = []
         self._position = 0  # in the order
-        self._incomplete: list[ParamUnit] = []  # reduced before it was known that all of their gradients had come, on all ranks
-        self._late: set[ParamUnit] = set()  # of which, as a reduction told, more gradients may come on some rank
-        self._got: set[ParamHandle] = set()  # of which this rank had a gradient in this backward
-        self._undecided: list[ParamHandle] = []  # of which perhaps nobody had one: their averages are negative zeros
-        self._pending: list[Pending | ParamUnit] = []  # reductions, each unit's followed by the unit
-        self.waits_elsewhere = collectives.ranks.size > 1 and not collectives.ranks.keeps_weights  # for gathers, in mid-backward
+        self._incomplete: list[ParamUnit] = []  # reduced before known complete on all ranks
+        self._late: set[ParamUnit] = set()  # a rank reported that more of its gradients may come
+        self._got: set[ParamHandle] = set()  # for which this rank had a gradient in this backward
+        self._undecided: list[ParamHandle] = []  # perhaps no rank had a gradient
+        self._pending: list[Pending | ParamUnit] = []  # a unit's reductions, then the unit
+        self.waits_elsewhere = collectives.ranks.size > 1 and not collectives.ranks.keeps_weights
         self._unread = False  # a backward has ended since the last average (ZeRO-1)
-        self._is_reducing_all = False  # at the end of a joined pass, where nobody meets between reductions
-        self._failure: BaseException | None = None  # of a landing meanwhile
-        self.waits_for_more = False  # other backwards of this pass are still to come: nothing is reduced before the last
+        self._is_reducing_all = False  # in reduce_all(): no rendezvous between reductions
+        self._failure: BaseException | None = None  # to land an average, in reduce_all()
+        self.waits_for_more = False  # more backwards of this pass follow: the last one reduces
 
     # --- during a backward ---
 
     def add(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Adds to this rank's whole gradient."""
+        """Adds ``grad`` to this rank's whole gradient."""
         self._whole.add(handle, grad)
 
     def ready(self, unit: ParamUnit) -> None:
-        """Notes that all of ``unit``'s gradients have come."""
+        """Marks ``unit``'s gradients as complete on this rank, and starts due reductions."""
         if self._ranks.keeps_gradients or self.waits_for_more or unit in self._ready:
             return
         self._ready.append(unit)
@@ -86,12 +94,13 @@ class Reducer:
 
     @property
     def offered(self) -> int:
-        """How many reductions this rank offers to start, where ranks meet for a gather in mid-backward."""
+        """How many reductions this rank offers at a gather in mid-backward."""
         return self.count_ready() if self.waits_elsewhere and not self.waits_for_more else 0
 
     def come_to_unit(self, least: int | None) -> None:
-        """Starts what all ranks can, as the backward comes to a unit. ``least``: what they offered at its gather; None where it needed
-        none, and they meet in passing. Ranks that come to fewer units are met at their backward's end."""
+        """Starts the reductions that all ranks have ready, when the backward reaches a unit.
+        ``least``: the minimum offered at its gather; None if none was needed: then ranks meet here.
+        """
         if not self.waits_elsewhere or self.waits_for_more:
             return
         if self._goes_as_agreed:
@@ -101,18 +110,19 @@ class Reducer:
 
     @property
     def _goes_as_agreed(self) -> bool:
-        """Whether the reductions that are left, if any are, start where the agreed pass goes on with them. It may have been agreed as one that
-        had no backward: once that is over ranks meet."""
+        """Whether the remaining reductions start as in the agreed pass. One agreed as a pass
+        without a backward may be over: then ranks meet."""
         is_over = self._position == len(self._order)
         return self._collectives.is_agreed or (self._collectives.was_agreed and is_over)
 
     def start_offered(self, least: int | None) -> None:
-        """Starts what all ranks offered at a gather, if they met for one."""
+        """Starts the reductions that all ranks offered at a gather, if they met for one."""
         if self.waits_elsewhere and not self.waits_for_more and least is not None:
             self._start_more(least)
 
     def start_due(self, *, only_ready: bool = False) -> None:
-        """Starts the reductions with which the agreed pass goes on. ``only_ready``: as far as this rank has their gradients."""
+        """Starts the next reductions of the agreed pass. ``only_ready``: if complete on this
+        rank."""
         while self._position < len(self._order) and self._is_next(self._order[self._position]):
             if only_ready and not self.count_ready():
                 break
@@ -123,7 +133,7 @@ class Reducer:
         return bool(stepped) and self._collectives.is_next(f"reducing {unit.name} ({stepped[0]})")
 
     def count_ready(self) -> int:
-        """Counts how many more units of the order this rank could start by now."""
+        """Counts the next units of the order that this rank can reduce now."""
         own = ((i, unit) for i, unit in enumerate(self._order) if not unit.is_shared)
         last = max((i for i, unit in own if unit in self._ready or any(map(self._whole.has, unit.shards))), default=0)
         count = self._position
@@ -135,7 +145,7 @@ class Reducer:
         return count - self._position
 
     def _start_more(self, count: int) -> None:
-        """Starts the next ``count`` reductions of the order. Every rank of the row does."""
+        """Starts the next ``count`` reductions. Every rank of the shard group calls this."""
         if not self._order:
             self._order = self._agree_on_order()
         for unit in self._order[self._position : self._position + count]:
@@ -143,7 +153,7 @@ class Reducer:
             self._start(unit)
 
     def end_backward(self) -> None:
-        """Ends the backward: averages what is left. Every rank comes here."""
+        """Ends the backward: averages the remaining gradients. Every rank calls this."""
         if self._ranks.keeps_gradients:
             self._unread = True
             return
@@ -159,7 +169,7 @@ class Reducer:
         self._incomplete, self._late, self._ready, self._position = [], set(), [], 0
 
     def _decide(self) -> None:
-        """Learns which gradients any rank had, lands those that were not known to be any, and gives late ones another round."""
+        """Exchanges which gradients any rank had, then lands the undecided and late ones."""
         shards = [(unit, shard) for unit in self._order for shard in unit.shards if shard.spec.stepped]
         handles = [handle for unit, shard in shards for handle in unit.handles if handle.shard is shard]
         while True:
@@ -183,10 +193,8 @@ class Reducer:
                 self._reduce(unit, shard, self._whole.pop_got(shard), wanted, f"reducing {unit.name}", decided=True)
 
     def reduce_all(self) -> None:
-        """Ends the backwards of a joined pass: averages all that they have added up. Every rank comes here, and all meet once.
-
-        A rank whose gradients cannot land goes on with the others, whom nothing would tell, and raises at the end.
-        """
+        """Ends a joined pass: averages its gradients. Every rank calls this, and all meet once. An
+        error in landing is raised after the last reduction: other ranks do not learn of it."""
         self.waits_for_more = False
         if self._ranks.keeps_gradients:
             self._unread = True
@@ -216,7 +224,7 @@ class Reducer:
         return [by_index[index] for index in self._collectives.broadcast(order, "the order of gradients").tolist()]
 
     def abandon(self) -> None:
-        """Drops what a backward that failed half-way has not averaged."""
+        """Drops the gradients that a failed backward has not averaged."""
         self._whole.drop()
         for pending in self._pending:
             if isinstance(pending, Pending):
@@ -236,8 +244,8 @@ class Reducer:
         (self._pending if is_complete else self._incomplete).append(unit)
 
     def _average(self, unit: ParamUnit, shard: ParamShard, got: set[int], what: str) -> bool:
-        """Starts averaging what any rank has; the reduction before this one is finished meanwhile. Returns whether no more comes on any rank,
-        as far as that is known before it is over."""
+        """Starts averaging a shard's gradients, and finishes the previous reduction. Returns
+        whether no rank will add more, as far as is known before the reduction is complete."""
         handles = [handle for handle in unit.handles if handle.shard is shard]
         self._got |= {handle for handle in handles if handle.index in got}
         has_met = self.waits_elsewhere or self._collectives.was_agreed
@@ -263,9 +271,9 @@ class Reducer:
         decided: bool = False,
         flags: Sequence[bool] = (),
     ) -> None:
-        """Starts averaging the gradients ``wanted`` of a shard, of which this rank has ``got``; every rank of the row does. ``decided``: it is
-        known that of each some rank has one. ``flags``: what of ``wanted`` this rank has, and whether more may come; what others have is
-        known with the average."""
+        """Starts averaging the gradients ``wanted``. This rank has the indices ``got``. Every rank
+        of the group calls this. ``decided``: each exists on some rank. ``flags``: per gradient
+        whether this rank has it, then whether more may come; others' arrive with the average."""
         if not wanted:
             return
         if self._ranks.keeps_gradients:
@@ -293,7 +301,7 @@ class Reducer:
 
     @contextmanager
     def _landing(self) -> Iterator[None]:
-        """Lands an average. Where others do not hear of a failure before all reductions are over, it is raised then."""
+        """Lands an average. :meth:`reduce_all` raises an error only after all reductions."""
         try:
             yield
         except BaseException as error:
@@ -311,7 +319,7 @@ class Reducer:
                 pending.wait()
 
     def _end_unit(self, unit: ParamUnit) -> None:
-        """Ends the reductions of ``unit``: more of it may come on some rank, as that one has told, or it has its gradients."""
+        """Ends the reductions of ``unit``. It stays incomplete if more may come on a rank."""
         if unit in self._late:
             self._late.remove(unit)
             self._incomplete.append(unit)
@@ -321,7 +329,7 @@ class Reducer:
     # --- gradients kept whole until someone looks (ZeRO-1) ---
 
     def average(self, *, are_gone: bool = False) -> None:
-        """Averages what has landed. Every rank comes here. ``are_gone``: nothing is left."""
+        """Averages landed gradients. Every rank calls this. ``are_gone``: none is left."""
         self._unread &= not are_gone
         if not self._unread:
             return
@@ -338,7 +346,8 @@ class Reducer:
 
 
 def _order_of(units: Mapping[int, ParamUnit], forward: Iterable[int]) -> list[int]:
-    """Orders the indices of ``units`` for their reductions: the forward's reversed, what it did not use, then what several modules share."""
+    """Returns the indices of ``units`` in reduction order: the forward reversed, then unused units,
+    then those that several modules share."""
     used = [index for index in reversed(list(forward)) if index in units]
     used += [index for index in reversed(units) if index not in used]
     return sorted(used, key=lambda index: units[index].is_shared)

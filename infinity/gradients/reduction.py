@@ -1,4 +1,4 @@
-"""Reduction: one shard's gradients on their way to their average, and what is known of who has any of them."""
+"""Reduction: averages one shard's gradients, and tracks which of them any rank has."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from ..state.shard import ParamShard
 class Reduction:
     """Averages the gradients of ``wanted``, of which this rank has those with an index in ``got``.
 
-    ``is_decided``: some rank has each of them. Else that is heard (:meth:`hear`), or the averages show it: nobody had what consists of negative
-    zeros, as far as can be seen.
+    ``is_decided``: each exists on some rank. If not, :meth:`hear` reports it, or the averages show
+    it: one that consists of negative zeros had, as far as can be seen, no gradient on any rank.
     """
 
     def __init__(self, shard: ParamShard, wanted: Sequence[ParamHandle], got: Collection[int], *, is_decided: bool):
         self._shard, self._wanted, self._got = shard, wanted, got
         self._is_decided, self._anywhere = is_decided, [True] * len(wanted)
-        self.more_comes = False  # on some rank, which has told
+        self.more_comes = False  # some rank reported that more of its gradients may come
 
     def bring_nothing(self, whole: torch.Tensor) -> None:
-        """Fills flat ``whole`` with negative zeros where this rank has no gradient: to add them changes no bit."""
+        """Fills flat ``whole`` with negative zeros where this rank has no gradient: adding them
+        changes no bit."""
         for handle in self._wanted:
             if handle.index not in self._got:
                 self._shard.layout.placements[handle.index].view(whole).fill_(-0.0)
 
     def hear(self, told: list[bool]) -> None:
-        """Takes what is known now: which of the gradients any rank has, and whether more may come on some."""
+        """Takes the exchanged flags: which of the gradients any rank has, then whether more may
+        come."""
         *self._anywhere, self.more_comes = told
         self._is_decided = True
 
     def land(self, average: torch.Tensor, land: Callable[[ParamHandle, torch.Tensor], None]) -> list[ParamHandle]:
-        """Has each part of this rank's slice of the ``average`` land. Returns those of which perhaps nobody had a gradient."""
+        """Calls ``land`` for each gradient's part of this rank's slice of the ``average``. Returns
+        the gradients that perhaps no rank had."""
         undecided, first = [], self._shard.own_slice[0]
         for handle, has in zip(self._wanted, self._anywhere):
             begin, end = self._shard.slice_part(handle.index)
@@ -47,5 +50,5 @@ class Reduction:
 
 
 def _is_nothing(average: torch.Tensor) -> bool:
-    """Whether an fp32 average consists of negative zeros, as it does where nobody had a gradient."""
+    """Whether an fp32 average consists of negative zeros, as it does if no rank had a gradient."""
     return bool((average.view(torch.int32) == torch.iinfo(torch.int32).min).all())

@@ -1,4 +1,7 @@
-"""LandedGrad: stands in for a gradient at home as ``p.grad``: norms, scaling, clipping and zeroing act on the bytes there."""
+"""LandedGrad: the stand-in that ``p.grad`` is for a gradient at home.
+
+Norms, scaling, clipping and zeroing act on the bytes there.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,14 @@ WITHOUT_VALUES = (
 
 
 class LandedGrad(AtHome):
-    """Stands for a landed gradient as ``p.grad``: it has shape, dtype and device, and operations run on the bytes at home.
+    """Stands for a landed gradient as ``p.grad``. It has shape, dtype and device, and operations
+    run on the bytes at home.
 
-    Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain gradient. After the
-    step has consumed it, writes other than zeroing raise UsageError. One that users hold when its
-    parameter gets another gradient is a plain tensor from then on, as in torch. A view is one of the bytes at home where those lie in memory that the
-    device computes with and a write has an effect, else a :class:`GradView`.
+    Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain
+    gradient. After the step has consumed it, writes other than zeroing raise UsageError. A stand-in
+    that users hold when its parameter gets another gradient becomes a plain tensor, as in torch. A
+    view shares the bytes at home if the device can compute with them and a write has an effect. If
+    not, it is a :class:`GradView`.
     """
 
     @staticmethod
@@ -80,7 +85,8 @@ class LandedGrad(AtHome):
             grad._values  # noqa: B018 - raises for a stale one
             refuse_torn(grad._infinity_grad)
         copied = {id(grad) for grad in grads if grad._values.lends_copies(grad._infinity_grad)}
-        # One from disk is lent in its staging slot. Several may not fit there at once: copies are lent then.
+        # A gradient from disk is lent in its staging slot. Several may not fit there at once, so
+        # those are copied.
         from_disk = [grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME]
         if func.is_view and subject is not None:
             is_consumed = subject._infinity_grad.grad.state is GradState.CONSUMED
@@ -116,7 +122,7 @@ def _plain_or_itself(grad: LandedGrad) -> torch.Tensor:
 
 
 def _wait_for(result: Any) -> None:
-    """Waits for a collective, which may be asynchronous: what it writes to is a copy."""
+    """Waits for a collective that may be asynchronous: it writes to a copy."""
     for each in result if isinstance(result, (list, tuple)) else (result,):
         if hasattr(each, "wait"):
             each.wait()
@@ -133,7 +139,8 @@ def _norm(grad: LandedGrad, order: float) -> torch.Tensor:
 
 
 def _unscale(func, args: tuple) -> None:
-    """GradScaler's check and division, of one gradient after the other: they need not fit in memory together."""
+    """Runs GradScaler's check and division on one gradient after the other: they need not fit in
+    memory together. Then combines the overflow flag over all ranks."""
     for grad in args[0]:
         if isinstance(grad, LandedGrad):
             grad._values.change_own(writable(grad._infinity_grad), lambda own: func([own], *args[1:]))
@@ -142,12 +149,13 @@ def _unscale(func, args: tuple) -> None:
     if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
         values, what = landed[0]._values, "overflow of gradients"
         if not values.ranks.alone:
-            what = f"{what} that are multiplied by {args[2].item()!r}"  # a scaler's own on every rank
+            # The scale must be equal on every rank
+            what = f"{what} that are multiplied by {args[2].item()!r}"
         args[1].copy_(values.collectives.exchange(args[1], what, over_tensors=True, over_stages=True).amax(0))
 
 
 class GradView(AtHome):
-    """A view of a gradient whose bytes cannot be lent: it reads what is at home whenever it is used, and cannot be changed."""
+    """A read-only view of a gradient whose bytes cannot be lent. It reads the home at each use."""
 
     @staticmethod
     def __new__(cls, source: LandedGrad, take: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
@@ -190,7 +198,7 @@ class GradView(AtHome):
 
 
 def views_of(source: LandedGrad | GradView, func, args: tuple, kwargs: dict) -> Any:
-    """Makes what ``func``, a view of ``source``, returns: one GradView or several."""
+    """Makes the results of ``func``, a view of ``source``: one GradView or several."""
     landed, before = (source, None) if isinstance(source, LandedGrad) else (source._source, source._take)
 
     def take(whole: torch.Tensor) -> Any:
@@ -205,7 +213,8 @@ def views_of(source: LandedGrad | GradView, func, args: tuple, kwargs: dict) -> 
 
 
 def _shortcut(func, subject: LandedGrad, args: tuple):
-    """Operations that need no bytes: multiplying by a number, zeroing, detaching. None for any other."""
+    """Runs operations that need no bytes: scaling, zeroing, detaching. Also divides by a number in
+    place. Returns None for any other."""
     if func in WITHOUT_VALUES[:2] or func is aten.detach_.default:
         return subject
     if torch.Tag.inplace_view in func.tags:
@@ -220,7 +229,7 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
         if isinstance(factor, torch.Tensor) and factor.dim() == 0 and not isinstance(factor, LandedGrad):
             factor = subject._values.number(factor)
         if isinstance(factor, (int, float)):
-            # torch, too, multiplies by the number's fp32 value, in gradients of every dtype.
+            # torch, too, multiplies by the number's fp32 value, for gradients of every dtype.
             subject._values.scale(writable(handle), torch.tensor(factor, dtype=torch.float32, device="cpu").item())
             return subject
     if func in (aten.div_.Tensor, aten.div_.Scalar) and isinstance(args[1], (int, float)) and len(args) == 2:
@@ -231,9 +240,10 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
 
 
 def _mutated_arguments(func, args: tuple, kwargs: dict) -> list:
-    """The tensors among the arguments that ``func`` writes to, by its schema."""
+    """Returns the tensors among the arguments that ``func`` writes to, by its schema."""
     mutated: list = []
-    if func.namespace == "c10d" and func is not torch.ops.c10d.send.default and args:  # whose schemas do not say so
+    # Whose schemas do not tell
+    if func.namespace == "c10d" and func is not torch.ops.c10d.send.default and args:
         return tree_flatten(args[0])[0]
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -27,31 +27,37 @@ class GradValues:
         self.collectives, self.ranks = collectives, collectives.ranks
         self.changes, self.norms = GradChanges(), LandingNorms(collectives.ranks)
         self._store = store
-        self._factor: tuple[Callable, int, float] = (lambda: None, 0, 1.0)  # the last tensor gradients were multiplied by
-        self._handles: list[ParamHandle] = []  # whose gradients these are
-        self.clips: list[float] = []  # factors by which users have clipped all of them since the last step
+        # Cache of number(): tensor, version, value
+        self._factor: tuple[Callable, int, float] = (lambda: None, 0, 1.0)
+        self._handles: list[ParamHandle] = []  # the tracked parameters
+        self.clips: list[float] = []  # factors of users' clips of all gradients since the last step
 
     def track(self, handle: ParamHandle) -> None:
-        """Gives ``handle`` the record of a gradient that is absent."""
+        """Gives ``handle`` the record of an absent gradient."""
         handle.grad = GradRecord()
         self._handles.append(handle)
 
     def average(self) -> None:
-        """Has gradients that wait for it averaged over the ranks."""
+        """Averages gradients that wait for it over the ranks. :class:`GradientBank` implements
+        it."""
 
     def refresh(self, handle: ParamHandle) -> None:
-        """Does so, and puts home what was written to a tensor that was assigned to ``handle``'s."""
+        """Averages, after settling the assigned tensor of ``handle``."""
 
     def note_view(self, handle: ParamHandle) -> None:
         """Notes that a view of a gradient's home is handed out."""
 
     def apply_factors(self, handle: ParamHandle) -> None:
-        """Does the multiplications that were asked for."""
+        """Multiplies the gradient by its pending factors."""
         self.changes.apply_factors(handle, self._arrived_slice(handle))
 
     def value(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
-        """Returns the gradient as a tensor over its home, with every factor applied. With other ranks it is a copy, made of all of
-        their slices; where the device cannot compute with the home, a copy there. :meth:`put` takes changes of a copy home."""
+        """Returns the gradient as a tensor over its home, with every factor applied.
+
+        With several ranks it is a copy, gathered from all slices: every rank calls this. If the
+        device cannot compute with the home, it is a copy on the device. :meth:`put` sends changes
+        of a copy home.
+        """
         if handle.shard.ranks.size > 1:
             return self._gathered(handle)
         if self.homes.is_remote(handle):
@@ -69,11 +75,11 @@ class GradValues:
             return view
 
     def lends_copies(self, handle: ParamHandle) -> bool:
-        """Tells whether :meth:`value` gives a copy, of which changes have to be :meth:`put` home."""
+        """Returns whether :meth:`value` returns a copy, whose changes need :meth:`put`."""
         return handle.shard.ranks.size > 1 or self.homes.is_remote(handle)
 
     def _fetched(self, handle: ParamHandle) -> torch.Tensor:
-        """A copy on the device, with every factor applied."""
+        """Returns a copy on the device, with every factor applied."""
         place = handle.shard.layout.placements[handle.index]
         with self._store.guarding():
             handle.shard.wait()
@@ -84,12 +90,13 @@ class GradValues:
         return multiply(value, handle.grad.factors).as_strided(place.shape, place.stride)
 
     def note_edit(self, handle: ParamHandle, by: torch.Tensor | float) -> None:
-        """Notes what a user has changed a gradient by, which other ranks have to do, too: a factor, or the values that are its now."""
+        """Notes a user's change of a gradient, which the other ranks must make, too. ``by``: a
+        factor, or the new values."""
         if not self.ranks.alone:
             handle.grad.note_edit(by, is_own=isinstance(by, torch.Tensor) and not is_common(handle.param))
 
     def put(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Makes ``value`` the gradient."""
+        """Copies ``value`` to the gradient's home."""
         if handle.shard.ranks.size == 1 and self.homes.is_remote(handle):
             home = self.homes.view(handle, write=True)
             handle.grad.factors.clear()
@@ -110,7 +117,8 @@ class GradValues:
         handle.grad.averaged = True
 
     def number(self, factor: torch.Tensor) -> float:
-        """Returns ``factor.item()``, taken once of a factor by which every gradient is multiplied."""
+        """Returns ``factor.item()``. The last one is cached, because every gradient is multiplied
+        by it."""
         known, version, value = self._factor
         if known() is not factor or version != factor._version:
             value = factor.item()
@@ -118,7 +126,8 @@ class GradValues:
         return value
 
     def norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
-        """Returns the vector norm of the gradient: the one taken when it landed, where that is still true."""
+        """Returns the vector norm of the gradient: the one taken when it landed, if that is still
+        valid."""
         record = handle.grad
         if self.ranks.size > 1:
             return self._norm_over_ranks(handle, order)
@@ -132,16 +141,17 @@ class GradValues:
 
     def total_norm(self, order: float, *, among: Container[ParamHandle]) -> torch.Tensor:
         """Computes the norm of the gradients of ``among`` together, in fp32: the same bits on every
-        rank.
+        rank. Every rank calls this.
 
-        Each element counts once: of what the ranks of a mesh hold in common, the first one's.
+        Each element counts once: of elements that ranks have in common, only the first rank's.
         """
         self.norms.ask(order)
         handles = [handle for handle in self._handles if handle.grad.state is not GradState.ABSENT and handle in among]
         everyones = self._norms_here(handles, order) if handles else torch.zeros(0, dtype=torch.float32, device=self.device.where)
         if (stages := self.ranks.stages) is None:
             return torch.linalg.vector_norm(everyones, order)
-        # Of each parameter first, then of all in the order of their sizes: whatever stage a parameter is in, the bits are the same.
+        # First per parameter, then over all norms in sorted order: equal bits for any split into
+        # stages.
         mine = torch.linalg.vector_norm(everyones, order, dim=0).tolist() if handles else []
         found = self.collectives.collect(mine, "the norm of all gradients", [stages])
         norms = torch.tensor([norm for theirs in found for norm in theirs if norm], dtype=torch.float32, device="cpu")
@@ -149,14 +159,16 @@ class GradValues:
         return total.to(self.device.where)
 
     def _norms_here(self, handles: list[ParamHandle], order: float) -> torch.Tensor:
-        """Norms of the parts of each gradient on the ranks that have these parameters, or other parts of them: [ranks, gradients]."""
+        """Returns the norms of each gradient's parts on the ranks that have a part of it: [ranks,
+        gradients]."""
         nothing = torch.zeros((), dtype=torch.float32, device=self.device.where)
-        # Not multiplied by whether it counts: infinity times nothing is not a number.
+        # Select, do not multiply by 0/1: inf · 0 is NaN.
         parts = torch.stack([self._own_norm(h, order).to(torch.float32) if self.counts(h) else nothing for h in handles])
         return self.collectives.exchange(parts, f"the norm of {len(handles)} gradients", over_tensors=True)
 
     def counts(self, handle: ParamHandle) -> bool:
-        """Tells whether this rank's part of ``handle`` is the one that counts: of what ranks hold in common the first is."""
+        """Returns whether this rank's local part of ``handle`` counts: of parts in common only the
+        first does."""
         if not handle.is_counted:
             return False
         if is_distributed(handle.param):
@@ -164,7 +176,7 @@ class GradValues:
         return self.ranks.part == 0
 
     def change_own(self, handle: ParamHandle, change: Callable[[torch.Tensor], None]) -> None:
-        """Has ``change`` work in place on this rank's elements of the gradient."""
+        """Runs ``change`` in place on this rank's elements of the gradient."""
         if not self.homes.is_remote(handle):
             change(self.own(handle))
             return
@@ -184,7 +196,7 @@ class GradValues:
         return self.homes.slice(handle, write=True) if handle.grad.state is GradState.LANDED else home
 
     def _arrived_slice(self, handle: ParamHandle) -> torch.Tensor:
-        """The same, up to date, for reading."""
+        """Returns this rank's elements of the gradient, with every factor applied, for reading."""
         record = handle.grad
         with self._store.guarding():
             handle.shard.wait()
@@ -207,7 +219,8 @@ class GradValues:
         return out.to(self.device.where).as_strided(place.shape, place.stride)
 
     def _norm_over_ranks(self, handle: ParamHandle, order: float) -> torch.Tensor:
-        """Norms of all gradients that have none yet are put together at once: everyone asks for the others' next."""
+        """Exchanges the missing norms of all gradients at once, because a caller asks for the
+        others next."""
         self.norms.ask(order)
         record = handle.grad
         if record.stand_in_norm is None or record.stand_in_norm[0] != order or record.norm is None:
@@ -215,7 +228,8 @@ class GradValues:
             parts = torch.stack([self._own_norm(h, order) for h in handles])
             everyones = self.collectives.exchange(parts, f"norms of {len(handles)} gradients")
             norms = torch.linalg.vector_norm(everyones, order, dim=0)
-            if (experts := self.ranks.experts) is not None:  # a rank's part of them is what the ranks with the same ones have
+            # Combined over the ranks with the same experts
+            if (experts := self.ranks.experts) is not None:
                 of_parts = torch.linalg.vector_norm(everyones[list(experts.places)], order, dim=0)
                 is_part = torch.tensor([h.shard.ranks.divided > 1 for h in handles], device=norms.device)
                 norms = torch.where(is_part, of_parts, norms)
@@ -234,7 +248,7 @@ class GradValues:
         return record.norm[1]
 
     def zero(self, handle: ParamHandle) -> None:
-        """Leaves zeros, which the next step applies."""
+        """Zeroes the gradient. The next step applies the zeros."""
         record = handle.grad
         if record.state is GradState.TORN:
             record = handle.grad = GradRecord(stand_in=record.stand_in, shown=record.shown)
@@ -247,12 +261,13 @@ class GradValues:
         record.move(GradState.LANDED)
 
     def scale_as_user(self, handle: ParamHandle, factor: float) -> None:
-        """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError for one that a step has consumed."""
+        """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError if a step has
+        consumed it."""
         with handle.engine.uses.begin():
             self.scale(writable(handle), factor)
 
     def scale(self, handle: ParamHandle, factor: float) -> None:
-        """Multiplies the gradient: noted, and done by the step's kernel."""
+        """Multiplies the gradient by ``factor``: noted here, applied by the step's kernel."""
         record = handle.grad
         if factor == 1.0:
             return

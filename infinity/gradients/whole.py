@@ -1,4 +1,5 @@
-"""WholeGradients: keeps gradients of this rank on the device, whole, until they are averaged over the ranks or sent home.
+"""WholeGradients: keeps this rank's gradients whole on the device until they are averaged or sent
+home.
 
 whole     a shard's gradient of this rank's part of the batch, all elements
 """
@@ -17,7 +18,8 @@ from ..state.unit import ParamUnit
 
 
 class WholeGradients:
-    """Adds gradients up in memory that the ledger charges. Used from the thread that runs backward."""
+    """Accumulates gradients in memory that the ledger charges. Used from the thread that runs
+    backward."""
 
     def __init__(self, ledger: Ledger, device: Device):
         self._ledger, self._device = ledger, device
@@ -25,7 +27,8 @@ class WholeGradients:
         self._got: dict[ParamShard, set[int]] = {}  # parameters with a gradient, by index
 
     def add(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Adds ``grad`` to what is kept of ``handle``'s. Raises CapacityError where the device has no room for a shard's first."""
+        """Adds ``grad`` to the sum of ``handle``. Raises CapacityError if the device has no room
+        for a shard's first gradient."""
         shard = handle.shard
         view = shard.layout.placements[handle.index].view(self.take(handle.unit, shard))
         got = self._got.setdefault(shard, set())
@@ -33,7 +36,8 @@ class WholeGradients:
         got.add(handle.index)
 
     def take(self, unit: ParamUnit, shard: ParamShard) -> torch.Tensor:
-        """Takes memory for a shard's gradient, unless it has some. Its elements are undefined until they are added."""
+        """Returns memory for a shard's gradient, allocated if it has none. Its elements are
+        undefined until added."""
         if shard not in self._kept:
             nbytes = shard.layout.numel * shard.spec.grad_dtype.itemsize
             charge = self._ledger.reserve(Tier.DEVICE, nbytes, f"the gradients of unit {unit.name}", passing=True)
@@ -42,11 +46,11 @@ class WholeGradients:
         return self._kept[shard][0]
 
     def has(self, shard: ParamShard) -> bool:
-        """Tells whether any parameter of ``shard`` has a gradient here."""
+        """Returns whether any parameter of ``shard`` has a gradient here."""
         return bool(self._got.get(shard))
 
     def has_gradient(self, handle: ParamHandle) -> bool:
-        """Tells whether ``handle``'s parameter has a gradient here."""
+        """Returns whether the parameter of ``handle`` has a gradient here."""
         return handle.index in self._got.get(handle.shard, ())
 
     def pop_got(self, shard: ParamShard) -> set[int]:
@@ -54,7 +58,7 @@ class WholeGradients:
         return self._got.pop(shard, set())
 
     def pop(self, shard: ParamShard) -> tuple[torch.Tensor, native.Charge]:
-        """Gives a shard's memory to the caller, who releases its charge."""
+        """Moves a shard's memory to the caller, who releases its charge."""
         return self._kept.pop(shard)
 
     @property
@@ -63,7 +67,7 @@ class WholeGradients:
         return not any(self._got.values())
 
     def drop(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         for _, charge in self._kept.values():
             charge.release()
         self._kept.clear()

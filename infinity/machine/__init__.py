@@ -1,1 +1,1 @@
-"""Describes what the computer has: memory, disks, processors, devices, and the books kept on them."""
+"""The computer's memory, disks, processors and devices, and the accounting of their use."""

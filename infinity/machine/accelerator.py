@@ -19,11 +19,11 @@ from .device import PAST, QUEUES, SHARE_FOR_THE_ENGINE, Copy, Device, Event
 from .sizes import format_nbytes
 from .traffic import Traffic
 
-ORIGIN_SECONDS = 60.0  # after which event times are taken from a nearer one
+ORIGIN_SECONDS = 60.0  # after which event times are measured from a later origin
 
 
 class _Streams:
-    """torch's streams and events of one device, whatever torch calls it. CUDA's have classes of their own, which older
+    """torch's streams and events of one device of any type. CUDA has its own classes, which older
     torches do not mix with the general ones."""
 
     def __init__(self, where: torch.device):
@@ -36,11 +36,11 @@ class _Streams:
         return torch.cuda.current_stream(self._where) if self._is_cuda else torch.accelerator.current_stream(self._where)
 
     def running(self, stream: torch.Stream) -> AbstractContextManager:
-        """Runs what is computed inside on ``stream``."""
+        """Runs the compute inside on ``stream``."""
         return torch.cuda.stream(stream) if self._is_cuda else stream
 
     def event(self, *, timing: bool = False) -> torch.Event:
-        """Makes an event that a waiting thread sleeps for, where that is to be had."""
+        """Makes an event whose wait sleeps instead of spinning, if available."""
         if self._is_cuda:
             return torch.cuda.Event(enable_timing=timing, blocking=True)
         return torch.Event(device=self._where, enable_timing=timing)
@@ -65,13 +65,13 @@ class _DeviceEvent:
 
 
 class Accelerator(Device):
-    """A GPU, or whatever torch calls an accelerator: a stream for each queue."""
+    """A GPU, or another accelerator of torch: a stream for each queue."""
 
     is_host = False
     overlaps = True
 
     def __init__(self, where: torch.device, traffic: Traffic):
-        """Raises ConfigError where ``where`` cannot be used."""
+        """Raises ConfigError if ``where`` cannot be used."""
         if where.index is None:
             where = torch.device(where.type, torch.accelerator.current_device_index())
         super().__init__(where, traffic)
@@ -108,7 +108,7 @@ class Accelerator(Device):
             with self._streams.running(stream):
                 work()
         except BaseException as error:
-            stream.synchronize()  # nobody is told of what was begun
+            stream.synchronize()  # the caller gets no event for what has started
             if isinstance(error, torch.OutOfMemoryError):
                 raise self._no_room(transfer.what if transfer is not None else "the engine", error) from error
             raise
@@ -134,12 +134,13 @@ class Accelerator(Device):
         )
 
     def _count(self) -> None:
-        """Enters into the books how long what is over has taken."""
+        """Adds the durations of finished events to the statistics."""
         while self._uncounted and self._uncounted[0][1].query():
             start, end, transfer = self._uncounted.popleft()
             began = self._began + self._origin.elapsed_time(start) / 1000
             self.traffic.copied(transfer.edge, 0, transfer.what, began, began + start.elapsed_time(end) / 1000)
-            if time.perf_counter() - self._began > ORIGIN_SECONDS:  # times are floats: a far origin makes them coarse
+            # Times are floats: a far origin makes them coarse
+            if time.perf_counter() - self._began > ORIGIN_SECONDS:
                 self._origin, self._began = end, began + start.elapsed_time(end) / 1000
 
     def now(self) -> Event:
@@ -179,14 +180,16 @@ class Accelerator(Device):
         super().close_storage(storage)
 
     def _follow_compute(self, behind: Event) -> None:
-        """Has the queue that memory comes from and goes back to write it only after the compute has read it."""
+        """Makes the queue ``in``, which allocates and frees memory, wait until the compute has read
+        it."""
         for event in (self.now(), behind):
             if isinstance(event, _DeviceEvent):
                 self._queues["in"].wait_event(event.event)
 
     def warm(self, nbytes: int) -> None:
         def take() -> None:
-            torch.empty(nbytes, dtype=torch.uint8, device=self.where)  # and gives it back, to the queue's part of the cache
+            # Freed to this queue's part of the cache
+            torch.empty(nbytes, dtype=torch.uint8, device=self.where)
 
         self.put("in", take)
 
@@ -216,7 +219,7 @@ class Accelerator(Device):
             for stream in self._queues.values():
                 stream.synchronize()
         except RuntimeError:
-            pass  # the device has failed, and whoever computed on it was told
+            pass  # the device failed, and its callers got the error
         finally:
             self._watch.put(None)
             self._watcher.join()
@@ -230,7 +233,8 @@ def _backend_of(where: torch.device) -> str | None:
 
 
 def _watch(queue: SimpleQueue, where: torch.device) -> None:
-    """Finishes tickets as their events come: work of the core then starts without the training thread."""
+    """Completes tickets as their events come, so that the core starts work without the training
+    thread."""
     torch.accelerator.set_device_index(where.index)
     while (waiting := queue.get()) is not None:
         event, ticket = waiting
@@ -242,11 +246,12 @@ def _watch(queue: SimpleQueue, where: torch.device) -> None:
             ticket.part_done()
 
 
-KINDS: dict[str, Callable[[torch.device, Traffic], Device]] = {"cpu": Device}  # by torch's name; else an Accelerator
+# By torch's name; any other is an Accelerator
+KINDS: dict[str, Callable[[torch.device, Traffic], Device]] = {"cpu": Device}
 
 
 def make_device(where: torch.device, traffic: Traffic) -> Device:
-    """Makes the device that computes where ``where`` says. Raises ConfigError when there is none."""
+    """Makes the compute device of ``where``. Raises ConfigError if there is none."""
     if where.type in KINDS:
         return KINDS[where.type](where, traffic)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

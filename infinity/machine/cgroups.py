@@ -1,4 +1,4 @@
-"""Control groups: the folders in which the kernel shows what this process, and everything above it, may use (v1 and v2)."""
+"""Control groups (v1 and v2): the folders in which the kernel shows the limits of this process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ OWN = Path("/proc/self/cgroup")
 
 
 def folders(controller: str, root: Path = ROOT, own: Path = OWN) -> tuple[list[Path], list[Path]]:
-    """Lists the folders of this process's groups and of all above them that ``controller`` (as v1 calls it) has: of v1, and of v2.
-    In a container the path that the kernel tells may be another one than what is mounted; what there is of it counts."""
+    """Lists the folders of this process's groups and their parents for ``controller`` (v1's name):
+    those of v1, and of v2. In a container the kernel's path may differ from the mounted one; only
+    existing parts count."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -31,7 +32,7 @@ def _upward(root: Path, path: str) -> list[Path]:
 
 
 def number(file: Path) -> int | None:
-    """Reads the number in ``file``; None for "max", or where there is none."""
+    """Reads the number in ``file``; None for "max" or a missing file."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -39,7 +40,7 @@ def number(file: Path) -> int | None:
 
 
 def table(file: Path) -> dict[str, int]:
-    """Reads the lines "name number" of ``file``; empty where there is none."""
+    """Reads the lines "name number" of ``file``; empty if there is none."""
     try:
         pairs = [line.split() for line in file.read_text().splitlines()]
         return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}

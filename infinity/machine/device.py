@@ -1,15 +1,16 @@
-"""Device: runs queues that move bytes to and from what computes, meanwhile.
+"""Device: runs queues that move bytes to and from the compute device, beside the compute.
 
-queue     work that runs in order, beside the compute and the other queues: ``in`` (to the device), ``out`` (from it),
-          ``step`` (the optimizer on the device)
-event     a place in a queue, or in the compute, that other work can be put behind
+queue     work that runs in order, beside the compute and the other queues: ``in`` (to the device),
+          ``out`` (from it), ``step`` (the optimizer on the device)
+event     a position in a queue, or in the compute, after which other work can be ordered
 
-On a GPU a queue is a stream: putting one behind the other costs the host nothing. A processor runs
-its queues at once.
-Memory that one stream gives to another is put in order first, so nothing needs ``record_stream``; and once the first step
-is over, what is allocated is there in the allocator's cache of the queue that asks.
+On a GPU a queue is a stream: ordering one after another costs the host nothing. A processor runs
+queued work immediately. Memory that passes between streams is ordered first, so nothing needs
+``record_stream``. After the first step all allocations come from the allocator's cache of their
+queue.
 
-The compute of one model is one stream at a time: its forward and backward may run on any, but not on two at once.
+The compute of one model is one stream at a time: its forward and backward may run on any, but not
+on two at once.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from .traffic import Traffic
 
 QUEUES = ("in", "out", "step")
 
-SHARE_FOR_THE_ENGINE = 0.5  # of a GPU's free memory, where no budget is given: activations get the rest
+SHARE_FOR_THE_ENGINE = 0.5  # of a GPU's free memory, without a budget; the rest is for activations
 
 
 class Event(Protocol):
-    """A place in a queue."""
+    """A position in a queue."""
 
     @property
     def done(self) -> bool:
-        """Whether everything before it is over."""
+        """Whether everything before it is complete."""
 
     def precede(self) -> None:
-        """Puts what this thread computes from now on behind it. Raises what its work raised, where that is known."""
+        """Orders this thread's later compute after it. Raises its work's error, if known by
+        then."""
 
     def wait(self) -> None:
-        """Blocks until it is done. Raises what its work raised."""
+        """Blocks until it is done. Raises its work's error."""
 
 
 class _Past:
@@ -62,7 +64,7 @@ PAST = _Past()
 
 
 class Ticketed:
-    """An event that a ticket of the core finishes with. What went wrong with it is told to whoever asked for that work."""
+    """The event of a ticket of the core. Errors are raised to the caller who submitted the work."""
 
     def __init__(self, ticket: native.Ticket):
         self.ticket = ticket
@@ -73,7 +75,7 @@ class Ticketed:
         return self.ticket.done
 
     def precede(self) -> None:
-        """Blocks until it is over: what the processor computes comes behind."""
+        """Blocks until it is over: the processor computes afterwards."""
         self.wait()
 
     def wait(self) -> None:
@@ -84,7 +86,7 @@ class Ticketed:
 
 @dataclass(frozen=True)
 class Copy:
-    """Names what a piece of work moves, for the books."""
+    """Describes a transfer, for the statistics."""
 
     edge: str
     nbytes: int
@@ -92,21 +94,22 @@ class Copy:
 
 
 class Device:
-    """The processor: its memory is the host's, and its queues run at once."""
+    """The processor: its memory is the host's, and its queues run immediately."""
 
-    is_host = True  # whether what lies on the device can be used by the processor where it lies
+    is_host = True  # whether the processor can access device memory in place
     overlaps = False  # whether queues run beside the compute
-    backend: str | None = None  # of process groups that reach its memory; None: that of the processor's
+    backend: str | None = None  # of process groups that reach its memory; None: the processor's
 
     def __init__(self, where: torch.device, traffic: Traffic):
         self.where, self.traffic = where, traffic
         self._heap = Heap()
         self._reads_disks: bool | None = None
-        self.kernels: Any = None  # of the optimizer, where the processor's do not reach
+        self.kernels: Any = None  # of the optimizer, if the processor's do not reach
         self.kernels_refusal = "the processor has its own"
 
     def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), transfer: Copy | None = None) -> Event:
-        """Runs ``work`` in ``queue``, behind what is in it and behind the given events."""
+        """Runs ``work`` in ``queue``, after earlier work of the queue and after the events
+        ``behind``."""
         if transfer is None:
             work()
         else:
@@ -115,25 +118,26 @@ class Device:
         return PAST
 
     def now(self) -> Event:
-        """Returns the event after everything that was computed so far."""
+        """Returns the event after all compute so far."""
         return PAST
 
     @property
     def direct_calls(self) -> int:
-        """Address of what threads of the core call to reach its memory: the kernels', which verify bytes there, or, without them, the
-        driver's. 0 where the processor has it, or nothing reaches it."""
+        """Address of the functions by which the core accesses device memory: the kernels', which
+        verify bytes there, or else the driver's. 0 if the CPU can access it, or none exists."""
         if self.is_host:
             return 0
         return self.driver_calls if self.kernels is None else self.kernels.calls()
 
     @property
     def driver_calls(self) -> int:
-        """Address of what its driver can do for threads of the core without kernels; 0 where there is none."""
+        """Address of the driver's functions that the core needs without kernels; 0 if there are
+        none."""
         return 0
 
     def reads_disks(self, folders: Sequence[str], checksums: bool | str = True) -> bool:
-        """Tells whether disks of ``folders`` can move bytes into its memory past the host's, and be verified as ``checksums`` says. Asked
-        once."""
+        """Returns whether disks of ``folders`` can transfer to its memory, bypassing the host, with
+        the verification of ``checksums``. Cached."""
         if self._reads_disks is None:
             verified = self.kernels is not None or checksums is not True
             self._reads_disks = bool(folders) and verified and bool(self.direct_calls) and not direct_storage.refusal(folders)
@@ -141,20 +145,21 @@ class Device:
 
     @property
     def stream_handle(self) -> int:
-        """Handle of the stream that runs now, for the kernels."""
+        """Handle of the current stream, for the kernels."""
         return 0
 
     def ticket(self, events: Iterable[Event]) -> native.Ticket | None:
-        """Makes a ticket that work of the core can be put behind: it finishes with ``events``. None when they are over."""
+        """Makes a ticket that completes with ``events``, for work of the core. None if they are
+        over."""
         tickets = [event.ticket for event in events if isinstance(event, Ticketed) and not event.done]
         return native.joined(tickets) if tickets else None
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Event = PAST) -> None:
-        """Gives ``storage`` memory (called inside work of the queue ``in``), or takes it away, after all that was computed
-        so far and ``behind``."""
+        """Allocates the memory of ``storage`` (called inside work of the queue ``in``), or frees it
+        after all compute so far and ``behind``."""
         storage_guard.open(storage)
         freed = storage.nbytes()
-        if freed != nbytes:  # of memory that stayed nothing is asked that torch could refuse
+        if freed != nbytes:  # no resize of unchanged memory: torch could refuse it
             storage.resize_(nbytes)
         if freed and not nbytes:
             self._heap.freed(freed)
@@ -162,31 +167,33 @@ class Device:
             storage_guard.close(storage)
 
     def close_storage(self, storage: torch.UntypedStorage, *, behind: Event = PAST) -> None:
-        """Makes the bytes of ``storage`` inaccessible, and leaves its memory: what fills it next comes after all that was computed so
-        far and ``behind``."""
+        """Makes the bytes of ``storage`` inaccessible, and keeps its memory. The next fill comes
+        after all compute so far and ``behind``."""
         storage_guard.close(storage)
 
     def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Allocates a flat array of zeros on the device. Raises CapacityError when it has no room."""
+        """Allocates a flat array of zeros on the device. Raises CapacityError if it has no room."""
         return torch.zeros(numel, dtype=dtype, device=self.where)
 
     def warm(self, nbytes: int) -> None:
-        """Has the allocator keep ``nbytes`` in one piece for the queue ``in``: what comes and goes there is cut from it."""
+        """Makes the allocator keep ``nbytes`` in one piece for the queue ``in``, to cut later
+        allocations from."""
 
     def free_nbytes(self) -> int | None:
-        """Counts the bytes for the engine where no budget is given; None: as much as the host has."""
+        """Returns the bytes for the engine without a budget; None: as much as the host has."""
         return None
 
     def pin(self, region: native.Region) -> None:
-        """Makes copies between ``region`` and the device run beside the host."""
+        """Registers ``region`` so that copies to and from the device do not block the host."""
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether a thread of the device itself runs this, which must not wait for the device."""
+        """Whether the current thread is the device's own, which must not wait for the device."""
         return False
 
     def drain(self) -> None:
-        """Waits until every queue is empty. What its work raised is told to whoever waits for that work."""
+        """Waits until every queue is empty. Errors are raised to the callers who wait for the
+        work."""
 
     def close(self) -> None:
-        """Ends the queues, after what is in them. A second call does nothing."""
+        """Ends the queues after their work. Idempotent."""

@@ -1,9 +1,12 @@
-"""Direct storage: what a disk needs to move bytes into a GPU's memory by itself (GPUDirect Storage), and what of it this machine lacks.
+"""Direct storage: what GPUDirect Storage (disk to GPU memory) requires, and what this machine
+lacks.
 
-P2PDMA    the kernel's way for one PCI device to reach another's memory. cuFile takes it on local NVMe without a module of its own
+P2PDMA    the kernel's access of one PCI device to another's memory. cuFile uses it on local NVMe
+          without its own kernel module
 BAR1      the window in which a GPU's memory appears on the bus. Static: all of it, always
 
-The requirements are NVIDIA's: "GDS Support for NVMe Drives Using Linux PCI P2PDMA". Everything is read from files below ``root``.
+The requirements are NVIDIA's: "GDS Support for NVMe Drives Using Linux PCI P2PDMA". Everything is
+read from files below ``root``.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from ..errors import UsageError
 from .sizes import format_nbytes
 
 OLDEST_KERNEL, OLDEST_DRIVER = (6, 2), 565
-SMALLEST_BAR1_NBYTES = 16 << 30  # no GPU that can do it has less memory
+SMALLEST_BAR1_NBYTES = 16 << 30  # no capable GPU has less memory
 BAR1_LINE = 1  # of a PCI device's resources
 REGISTRY = ("RMForceStaticBar1=1", "RmForceDisableIomapWC=1")
 FILE_SYSTEMS = ("ext4", "xfs")
@@ -32,7 +35,7 @@ FILE_SYSTEMS = ("ext4", "xfs")
 
 @dataclass(frozen=True)
 class Missing:
-    """One thing that is missing. ``part``: of the machine."""
+    """One missing requirement. ``part``: of the machine."""
 
     part: str
     what: str
@@ -40,7 +43,8 @@ class Missing:
 
 
 def chosen() -> bool:
-    """Tells whether bytes may pass the host by: ``INFINITY_DIRECT`` is "auto", the default, or "off"."""
+    """Returns whether transfers may bypass the host: ``INFINITY_DIRECT`` is "auto", the default, or
+    "off". Raises UsageError for another value."""
     text = os.environ.get("INFINITY_DIRECT") or "auto"
     if text not in ("auto", "off"):
         raise UsageError(f"INFINITY_DIRECT={text} is not one of auto, off")
@@ -48,7 +52,7 @@ def chosen() -> bool:
 
 
 def refusal(folders: Sequence[str]) -> str:
-    """Returns why bytes on disks of ``folders`` do not come into a GPU's memory past the host's; empty where they can."""
+    """Returns why disks of ``folders`` cannot transfer to a GPU's memory directly, or ""."""
     if not chosen():
         return "INFINITY_DIRECT=off"
     if any(native.disks.modelled(folder) for folder in folders):
@@ -61,8 +65,8 @@ def refusal(folders: Sequence[str]) -> str:
 
 @cache
 def configure() -> tempfile.TemporaryDirectory | None:
-    """Has cuFile take P2PDMA and, where it cannot, refuse instead of copying through the host by itself, which we do better. A
-    configuration that the user named stays."""
+    """Configures cuFile to use P2PDMA, and to refuse if it cannot: its own copies through the host
+    are slower than ours. Keeps a configuration that the user named."""
     if os.environ.get("CUFILE_ENV_PATH_JSON"):
         return None
     folder = tempfile.TemporaryDirectory(prefix="infinity-cufile-")
@@ -77,12 +81,13 @@ def configure() -> tempfile.TemporaryDirectory | None:
 
 
 def has_gpu(root: Path = Path("/")) -> bool:
-    """Tells whether a GPU of NVIDIA's is on the bus."""
+    """Returns whether an NVIDIA GPU is on the bus."""
     return any(_gpus(root))
 
 
 def missing(folders: Sequence[str], root: Path = Path("/")) -> list[Missing]:
-    """Lists what is missing for disks of ``folders``. What cannot be read is not taken to be."""
+    """Lists the missing requirements for disks of ``folders``. Unreadable ones do not count as
+    missing."""
     found = [*_kernel(root), *_driver(root)]
     for gpu in _gpus(root):
         found += _gpu(gpu)
@@ -108,7 +113,7 @@ def _kernel(root: Path) -> Iterator[Missing]:
 
 
 def _p2pdma(root: Path, release: str) -> bool | None:
-    """Whether the kernel has it; None where nothing says so."""
+    """Returns whether the kernel has P2PDMA; None if unknown."""
     try:
         config = gzip.decompress((root / "proc/config.gz").read_bytes()).decode()
     except (OSError, EOFError):
@@ -164,7 +169,7 @@ def _disk(folder: str, root: Path) -> Iterator[Missing]:
     try:
         number = os.stat(folder).st_dev
     except OSError:
-        return  # told of elsewhere
+        return  # reported elsewhere
     numbers = f"{os.major(number)}:{os.minor(number)}"
     device = root / "sys/dev/block" / numbers
     device = device.resolve() if device.exists() else device

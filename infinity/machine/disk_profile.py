@@ -1,10 +1,11 @@
-"""Disks: what one can do, measured once per device and kept in a file.
+"""Disks: their rates, measured once per device and kept in a file.
 
 profile    rates in both directions, and the block size and depth that gave them
-identity   the kernel's device with its serial number: another disk under the same folder is measured anew
+identity   the kernel's device with its serial number: another disk under the same folder is
+           measured anew
 
-The file is ``disks.json`` in ``INFINITY_CACHE``, else in ``$XDG_CACHE_HOME/infinity`` or ``~/.cache/infinity``. It may
-be deleted at any time.
+The file is ``disks.json`` in ``INFINITY_CACHE``, else in ``$XDG_CACHE_HOME/infinity`` or
+``~/.cache/infinity``. It may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ from ..errors import CorruptionError
 MIB = 1024 * 1024
 IN_MEMORY = ("tmpfs", "ramfs")
 PROBE_NBYTES = 64 * MIB
-# Memory of the probe: little, for it is nobody's budget. Transfers share it, since nobody looks at the bytes.
+# Memory of the probe: small, because no budget includes it. Transfers share it: the bytes are not
+# used.
 PROBE_MEMORY_NBYTES = 16 * MIB
 PROBE_REQUEST_NBYTES = 4 * MIB
-# (block, depth), the likely ones first: a slow disk is not asked for all of them.
+# (block, depth), likely ones first: a slow disk is not measured with all of them.
 SETTINGS = [(MIB, 32), (MIB, 64), (4 * MIB, 16), (4 * MIB, 32), (256 * 1024, 64), (256 * 1024, 128)]
 PATIENCE_SECONDS = 1.5
-WAIT_SECONDS = 20.0  # for others that measure
-WORTH = 1.03  # another setting must be this much better than one before it
+WAIT_SECONDS = 20.0  # for other processes that measure
+WORTH = 1.03  # another setting must be better by this factor
 
 
 @dataclass(frozen=True)
 class DiskProfile:
-    """One device. Rates in bytes per second; ``mixed_rate`` is of both directions at once, summed."""
+    """One device. Rates in bytes per second; ``mixed_rate``: both directions at once, summed."""
 
     read_rate: float
     write_rate: float
@@ -55,17 +57,19 @@ GUESS = DiskProfile(1e9, 1e9, 1e9)
 
 @cache
 def disk_profile(folder: str, kind: str | None = None) -> DiskProfile:
-    """Returns the profile of the device under ``folder`` with an I/O engine of ``kind`` (None: the usual one).
+    """Returns the profile of the device under ``folder`` with an I/O engine of ``kind`` (None:
+    default).
 
-    It comes from this process, from the file, or is measured now (half a second, two on a slow disk, 64 MiB at a time).
-    A folder that cannot be measured gets a guess: who writes to it will meet the reason.
+    It comes from this process, from the file, or is measured now: half a second, two on a slow
+    disk, 64 MiB at a time. A folder that cannot be measured gets a guess: a later write raises the
+    reason.
     """
     kind = kind or native.io_kind()
     key = f"{identity(folder)} {kind}"
     kept = _read_kept()
     if key in kept:
         return kept[key]
-    with _alone(folder):  # of all processes of this machine: each would measure what the others leave
+    with _alone(folder):  # over this machine's processes, or each would measure the rest
         kept = _read_kept()
         if key in kept:
             return kept[key]
@@ -78,18 +82,21 @@ def disk_profile(folder: str, kind: str | None = None) -> DiskProfile:
 
 
 def identity(folder: str) -> str:
-    """Names the device under ``folder``: the kernel's name, its serial number where it has one, and its size."""
+    """Returns a name for the device under ``folder``: kernel name, serial number if any, and
+    size."""
     if (modelled := native.disks.modelled(folder)) is not None:
         return f"model {modelled}"
     device = _block_device(folder)
     if device is None:
-        return f"{file_system_identity(folder)} {os.uname().nodename}"  # a network or overlay file system
+        # A network or overlay file system
+        return f"{file_system_identity(folder)} {os.uname().nodename}"
     serial = next((text for name in ("serial", "device/serial", "wwid") if (text := _read_text(_whole(device) / name))), "")
     return " ".join(filter(None, (device.name, serial, _read_text(device / "size"))))
 
 
 def file_system_identity(folder: str) -> str:
-    """Names the file system that ``folder`` is on: what two folders with the same free space have in common."""
+    """Returns a name for the file system of ``folder``. Folders with one name share their free
+    space."""
     if (modelled := native.disks.modelled(folder)) is not None:
         return f"model {modelled}"
     device = os.stat(folder).st_dev
@@ -97,19 +104,20 @@ def file_system_identity(folder: str) -> str:
 
 
 def device_identity(folder: str) -> str:
-    """Names the disks under ``folder``: partitions of one disk, and logical volumes on it, have the same."""
+    """Returns a name for the disks under ``folder``, equal for partitions and logical volumes on
+    one disk."""
     device = _block_device(folder) if native.disks.modelled(folder) is None else None
     return identity(folder) if device is None else " ".join(sorted(_disks_below(device)))
 
 
 def _block_device(folder: str) -> Path | None:
-    """The kernel's entry for what ``folder`` is on; None where that is no block device of its own."""
+    """Returns the kernel's entry for the device of ``folder``; None if it is no block device."""
     device = Path("/sys/dev/block", file_system_identity(folder)).resolve()
     return device if device.exists() else None
 
 
 def _whole(device: Path) -> Path:
-    """The disk of a partition."""
+    """Returns the disk of a partition."""
     return device if (device / "queue").exists() else device.parent
 
 
@@ -119,14 +127,15 @@ def _disks_below(device: Path) -> set[str]:
 
 
 def free_nbytes(folders: Sequence[str]) -> int:
-    """Counts the bytes that are free in all ``folders``, those of one file system once."""
+    """Counts the free bytes in all ``folders``, once per file system."""
     systems = {file_system_identity(folder): folder for folder in reversed(folders)}
     return sum(shutil.disk_usage(folder).free for folder in systems.values())
 
 
 def largest_file(folder: str, wanted: int) -> int:
-    """Returns how long a file in ``folder`` can be, as far as ``wanted`` bytes: the least of what the file system can describe (16 TiB on
-    ext4) and the process's limit. ``wanted`` where files without a name cannot be made: who makes one will meet the reason."""
+    """Returns the maximum length of a file in ``folder``, up to ``wanted``: the minimum of the file
+    system's (16 TiB on ext4) and the process's limit. ``wanted`` if unnamed files cannot be made: a
+    later creation raises the reason."""
     try:
         descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -155,7 +164,7 @@ def _longest(descriptor: int, wanted: int) -> int:
 
 
 def file_system(folder: str) -> str:
-    """Names the kind of file system that ``folder`` is on, "ext4" say; empty where the kernel does not tell."""
+    """Returns the type of the file system of ``folder``, such as "ext4"; "" if unknown."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in _read_text(Path("/proc/self/mountinfo")).splitlines():
@@ -173,7 +182,8 @@ def _read_text(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder for what is kept between jobs; it may not be there, nor be absolute, where there is no home."""
+    """Returns the folder for files kept between jobs. It may not exist, nor be absolute without a
+    home."""
     if folder := os.environ.get("INFINITY_CACHE"):
         return Path(folder)
     # Not Path.home(), which raises for a user without an entry and without HOME.
@@ -185,7 +195,7 @@ def _file() -> Path:
 
 
 def _read_kept() -> dict[str, DiskProfile]:
-    """Reads what the file holds; nothing when it is not there or is not one of ours."""
+    """Reads the file; empty if it does not exist or is not one of ours."""
     try:
         return {key: _checked(DiskProfile(**entry)) for key, entry in json.loads(_file().read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
@@ -193,7 +203,7 @@ def _read_kept() -> dict[str, DiskProfile]:
 
 
 def _checked(profile: DiskProfile) -> DiskProfile:
-    """Raises ValueError for a profile that no disk has."""
+    """Raises ValueError for an impossible profile."""
     rates = (profile.read_rate, profile.write_rate, profile.mixed_rate)
     sizes = (profile.block_nbytes, profile.depth)
     if not all(isinstance(rate, (int, float)) and 0 < rate < 1e15 for rate in rates):
@@ -204,7 +214,7 @@ def _checked(profile: DiskProfile) -> DiskProfile:
 
 
 def _keep(profiles: dict[str, DiskProfile]) -> None:
-    """Replaces the file at once, so that no reader meets half of it. What cannot be kept is measured again."""
+    """Replaces the file atomically. If that fails, the disk is measured again next time."""
     path = _file()
     if not path.is_absolute():
         return  # no home folder, and the current one is not ours
@@ -221,8 +231,11 @@ def _keep(profiles: dict[str, DiskProfile]) -> None:
 
 @contextmanager
 def _alone(folder: str) -> Iterator[None]:
-    """Runs a block in one process at a time, of those that use ``folder`` and where its file system can tell. One that has the lock for
-    longer than a measurement takes does not measure: the folder is a user's, who may have locked it around the whole job."""
+    """Runs a block in one process at a time for ``folder``, if its file system has locks.
+
+    Waits ``WAIT_SECONDS`` at most: the folder is a user's, who may have locked it around the whole
+    job.
+    """
     descriptor, deadline = os.open(folder, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + WAIT_SECONDS
     try:
         while not _is_locked_by(descriptor) and time.monotonic() < deadline:
@@ -233,7 +246,7 @@ def _alone(folder: str) -> Iterator[None]:
 
 
 def _is_locked_by(descriptor: int) -> bool:
-    """Takes the lock. False while somebody else has it; where the file system has none, there is nothing to wait for."""
+    """Tries to take the lock. Returns False if it is taken; True if the file system has none."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -276,7 +289,7 @@ def _rates(path: str, memory: native.Region, kind: str, block_nbytes: int, depth
         return engine.write(*place(offset), checksum=False)
 
     def rate(first, second) -> float:
-        """Times moving the first half one way and the second half another, in turns."""
+        """Times moving the first half one way and the second half the other, in turns."""
         start = time.perf_counter()
         offsets = range(0, half, PROBE_REQUEST_NBYTES)
         for ticket in [ticket for offset in offsets for ticket in (first(offset), second(half + offset))]:
@@ -288,12 +301,13 @@ def _rates(path: str, memory: native.Region, kind: str, block_nbytes: int, depth
 
 
 def rates(folders: Sequence[str]) -> tuple[float, float, float]:
-    """Adds up the bytes per second (read, written, both at once) over all ``folders``, each device counted once."""
+    """Sums the bytes per second (read, written, both at once) over all ``folders``, once per
+    device."""
     devices = {device_identity(folder): disk_profile(folder) for folder in reversed(folders)}
     return tuple(sum(getattr(one, name) for one in devices.values()) for name in ("read_rate", "write_rate", "mixed_rate"))
 
 
 def seconds(folders: Sequence[str], read: float, written: float) -> float:
-    """Returns the seconds that the disks need at least for so many bytes in both directions at once."""
+    """Returns the minimum seconds for so many bytes in both directions at once."""
     read_rate, write_rate, mixed_rate = rates(folders)
     return max(read / read_rate, written / write_rate, (read + written) / mixed_rate)

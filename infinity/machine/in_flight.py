@@ -11,7 +11,7 @@ from .device import PAST, Event
 
 
 class InFlight:
-    """Tensors that queues still read. When they are more than ``limit_nbytes`` the compute waits for the oldest."""
+    """Tensors that queues still read. Above ``limit_nbytes`` the compute waits for the oldest."""
 
     def __init__(self, limit_nbytes: int):
         self._limit = limit_nbytes
@@ -19,11 +19,12 @@ class InFlight:
         self._nbytes = 0
 
     def emptied(self) -> InFlight:
-        """Returns a new one with the same limit: nothing is read any more."""
+        """Returns an empty one with the same limit."""
         return InFlight(self._limit)
 
     def keep(self, tensor: torch.Tensor, event: Event, then: Callable[[], None] = lambda: None) -> None:
-        """Keeps ``tensor`` until ``event``, and calls ``then``."""
+        """Keeps ``tensor`` until ``event``, then calls ``then``. Drops what is over or exceeds the
+        limit."""
         if event is PAST:
             return
         self._held.append((event, tensor, then))

@@ -1,4 +1,4 @@
-"""Kernel: names the running kernel that a process sees the machine through."""
+"""Kernel: names the running kernel, as this process sees it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def process_space() -> str:
-    """Names the boot of the kernel that runs, and the namespace of processes: a process's number means the same to all with one name, whatever their
-    host is called. Empty where the system does not tell."""
+    """Returns a name for the kernel's boot and the process namespace. A process id means the same
+    to all processes with one name, whatever the host is called. "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -18,7 +18,7 @@ def process_space() -> str:
 
 
 def running_kernel() -> str:
-    """Names the kernel that runs, since when, and the namespace of processes: those with one name see each other and read files through one
-    cache. Empty where the system does not tell."""
+    """Returns a name for host, boot and process namespace. Processes with one name see each other
+    and share one file cache. "" if unknown."""
     space = process_space()
     return f"{socket.gethostname()} {space}" if space else ""

@@ -1,7 +1,7 @@
-"""Ledger: what every tier is charged, against its budget.
+"""Ledger: the bytes charged to every tier, against its budget.
 
-charge  bytes of a tier that someone holds, for as long as it is held
-plan    the most a tier is expected to be charged, known before the first step
+charge  bytes of a tier that are in use, for as long as it is held
+plan    the most that a tier is expected to be charged, known before the first step
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from .tiers import BUDGETS, Tier
 
 @dataclass
 class Ledger:
-    """Charges every byte the engine holds to its tier and refuses what exceeds the budget.
+    """Charges every byte that the engine holds to its tier, and refuses charges over the budget.
 
-    ``accounts``: of each tier, the bytes charged now, the most that ever were, those planned, and the limit (None: none was
-    given). A charge is a :class:`native.Charge`, which gives the bytes back when it is released or nobody holds it.
+    ``accounts``: for each tier the bytes charged now, their peak, those planned, and the limit
+    (None: none). A :class:`native.Charge` frees its bytes when it is released or collected.
     """
 
     accounts: dict[Tier, native.Account] = field(default_factory=lambda: {tier: native.Account() for tier in Tier})
 
     def limit(self, tier: Tier, *, budget_nbytes: int | None, planned_nbytes: int) -> None:
-        """Sets the budget of ``tier`` (None: none) and what is planned of it."""
+        """Sets the budget of ``tier`` (None: none) and its planned bytes."""
         self.accounts[tier].budget_nbytes, self.accounts[tier].planned_nbytes = budget_nbytes, planned_nbytes
 
     def reserve(self, tier: Tier, nbytes: int, what: str, *, passing: bool = False) -> native.Charge:
-        """Charges ``nbytes`` for ``what``. ``passing``: for no longer than the forward or backward that is running. Raises
-        CapacityError, with nothing charged, when over the budget."""
+        """Charges ``nbytes`` for ``what``. ``passing``: at most for the running forward or
+        backward. Raises CapacityError, with nothing charged, if over the budget."""
         account = self.accounts[tier]
         charge = account.charge(nbytes, passing)
         if charge is None:
@@ -43,11 +43,11 @@ class Ledger:
         return charge
 
     def room(self, tier: Tier) -> int | None:
-        """Counts the bytes of ``tier`` that may still be charged; None where no limit was given."""
+        """Returns the bytes of ``tier`` that may still be charged; None without a limit."""
         account = self.accounts[tier]
         return None if account.budget_nbytes is None else max(0, account.budget_nbytes - account.charged_nbytes)
 
     def forget_passing(self) -> None:
-        """Gives back what was charged for a forward or backward that was given up, whoever still refers to it."""
+        """Releases the charges of an abandoned forward or backward, even if still referenced."""
         for account in self.accounts.values():
             account.forget_passing()

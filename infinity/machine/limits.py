@@ -1,4 +1,5 @@
-"""Limits: how much more memory this process may take: the least that the machine, its control groups and its ulimits leave."""
+"""Limits: how much more memory this process may use: the minimum over machine, control groups and
+ulimits."""
 
 from __future__ import annotations
 
@@ -14,31 +15,35 @@ from .sizes import format_nbytes
 GIB = 1024**3
 SHARE_LEFT, LARGEST_LEFT, LEAST_SHARE_LEFT = 1 / 3, 4 * GIB, 1 / 10
 
-# Of address space, which `ulimit -v` counts as if it were used: the C library's arena and the stack of each thread to come.
+# Of address space, which `ulimit -v` counts as if used: the C library's arena and the stack of each
+# future thread.
 ARENA_NBYTES = (64 + 8) * 1024**2
-OWN_THREADS = 4  # beside those that compute or step: I/O, autograd's, pages being made present
+OWN_THREADS = 4  # besides compute and step threads: I/O, autograd's, populating pages
 
 
 def memory_left(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> int:
-    """Counts the bytes that this process may still take. Cached files of a group give way, and do not count as used."""
+    """Returns the bytes that this process may still use. A group's file cache is reclaimable, and
+    does not count as used."""
     return tightest(root, own)[0]
 
 
 def tightest(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> tuple[int, str]:
-    """Finds the limit that leaves this process least: the bytes that it may still take, and the words for what limits them."""
+    """Finds the tightest limit: the bytes that this process may still use, and a description."""
     machine = (psutil.virtual_memory().available, "the machine's free memory")
     left, what = min([machine, *_of_groups(root, own), *_of_ulimits()])
     return max(0, left), what
 
 
 def is_by_ulimit() -> bool:
-    """Tells whether a ulimit of this process may be its tightest limit: ulimits count address space, used or not."""
+    """Returns whether a ulimit may be the tightest limit: ulimits count address space, used or
+    not."""
     return next(_of_ulimits(), None) is not None
 
 
 def for_the_engine(left: int) -> int:
-    """Returns how many of ``left`` bytes the engine plans with. The rest is for what it does not hold: activations, what torch needs to
-    compute, gradients on their way. A third of a small machine, a tenth of a large one."""
+    """Returns how many of ``left`` bytes the engine plans with. The rest is for activations,
+    torch's workspace and gradients in flight: a third of a small machine, a tenth of a large one.
+    """
     return int(left - max(left * LEAST_SHARE_LEFT, min(left * SHARE_LEFT, LARGEST_LEFT)))
 
 

@@ -1,6 +1,7 @@
-"""NUMA: which processors are near which memory, and keeping a rank on one node's.
+"""NUMA: which processors are near which memory, and how to keep a rank on one node.
 
-node   processors with memory of their own; memory is taken from the node of the thread that touches it first
+node   processors with their own memory; memory comes from the node of the first thread that
+       touches it
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ SYSFS = "/sys/devices/system/node"
 
 
 def nodes(root: str | os.PathLike = SYSFS) -> list[set[int]]:
-    """Lists the processors of every node that has any, in order; empty where the system does not tell."""
+    """Lists the processors of every node that has any, in order; empty if unknown."""
     found = []
     for path in sorted(Path(root).glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))):
         try:
@@ -26,7 +27,7 @@ def nodes(root: str | os.PathLike = SYSFS) -> list[set[int]]:
 
 
 def _parse(listed: str) -> set[int]:
-    """``"0-3,8"`` -> {0, 1, 2, 3, 8}."""
+    """Parses ``"0-3,8"`` to {0, 1, 2, 3, 8}."""
     processors: set[int] = set()
     for part in listed.split(","):
         first, _, last = part.partition("-")
@@ -35,8 +36,8 @@ def _parse(listed: str) -> set[int]:
 
 
 def share(of_nodes: Sequence[set[int]], allowed: set[int], rank: int, count: int) -> set[int] | None:
-    """Chooses the processors for the ``rank``-th of ``count`` processes on a machine: those of one node, among the ``allowed``.
-    None where there is nothing to choose."""
+    """Chooses the processors for process ``rank`` of ``count`` on a machine: those of one node,
+    among the ``allowed``. None if there is no choice."""
     usable = [node & allowed for node in of_nodes if node & allowed]
     if len(usable) < 2 or count < 2:
         return None
@@ -44,9 +45,12 @@ def share(of_nodes: Sequence[set[int]], allowed: set[int], rank: int, count: int
 
 
 def bind(rank: int, count: int, root: str | os.PathLike = SYSFS) -> set[int] | None:
-    """Keeps this thread, and those it starts from here on, on the node of the ``rank``-th of ``count`` processes of this
-    machine; pools that they touch are then near. Returns the processors that were allowed before, None where nothing was
-    changed: one node, or a process that was bound already (by torchrun's ``--numa-binding``, say)."""
+    """Binds this thread, and those it starts later, to the node of process ``rank`` of ``count`` on
+    this machine. Pools that they touch are then near.
+
+    Returns the processors allowed before. None if nothing was changed: one node, or a process
+    already bound (for example by torchrun's ``--numa-binding``).
+    """
     allowed = os.sched_getaffinity(0)
     chosen = share(nodes(root), allowed, rank, count)
     if chosen is None:

@@ -1,14 +1,13 @@
-"""Outputs: the one rule for every path that is written, checked before anything is.
+"""Outputs: the rule for all paths that are written, checked before any write.
 
-input   a path that a command or a function reads, or was given to read
-output  a path that it writes: a file, or a folder in which it makes and replaces files
+input   a path that a command or a function reads
+output  a path that it writes: a file, or a folder in which it creates and replaces files
 
-Nothing is written where something is read: no output is an input, lies inside one or has one inside
-it, whatever the names are. Paths are compared by what they lead to, so symbolic links, mounts and
-hard links of files change nothing.
+No output is an input, is inside one or has one inside it, whatever the names are. Paths are
+compared by what they lead to, so symbolic links, mounts and hard links change nothing.
 
-What an output would replace stays, unless the caller says ``overwrite``. A page, a picture or a
-timeline that Infinity made is replaced by the next one: it costs a second to make again.
+Existing files are not replaced without ``overwrite``. A page, a picture or a timeline made by
+Infinity is replaced by the next one, because it takes a second to make again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, StorageError
 
-Identity = tuple[int, int] | str  # device and inode; the path itself where nothing is there yet
+Identity = tuple[int, int] | str  # device and inode; the path itself if nothing exists there
 MODEL_NAMES = re.compile(r"[^.].*")  # tokenizers and configurations have files of any name
 PICTURE = b"<svg xmlns='http://www.w3.org/2000/svg'"
 OVERWRITE = "--overwrite"
@@ -35,13 +34,11 @@ class Output:
     """A path that is written.
 
     name
-        How the caller named it: an option, or an argument.
+        The caller's name for it: an option, or an argument.
     replaces
-        Of a folder: the names of files that may be made or replaced in it; None: only new names are
-        made.
+        Of a folder: the names of files that may be created or replaced in it. None: only new names.
     made
-        Of a file: how the files of this kind begin, of which the next one takes the place. None:
-        the output is a folder.
+        Of a file: the first bytes of files of this kind, which may be replaced. None: a folder.
     """
 
     name: str
@@ -55,11 +52,11 @@ class Output:
         return self.made is not None
 
     def may_replace(self, name: str) -> bool:
-        """Tells whether a file of this name in the folder may be replaced."""
+        """Returns whether a file of this name in the folder may be replaced."""
         return self.replaces is not None and self.replaces.fullmatch(name) is not None
 
     def taken(self) -> list[Path]:
-        """Lists what is there and would be replaced."""
+        """Lists existing files that would be replaced."""
         if self.is_file:
             return [self.path] if os.path.isfile(self.path) and not self._is_made_here() else []
         entries = os.scandir(self.path) if self.replaces is not None and os.path.isdir(self.path) else ()
@@ -77,17 +74,16 @@ class Output:
 def check_outputs(
     outputs: Sequence[Output], inputs: Iterable[tuple[str, Path | None]], *, overwrite: bool = False, way: str | None = OVERWRITE
 ) -> None:
-    """Checks every output against every input, against each other, and against what is there.
-    Nothing is made or changed.
+    """Checks every output against every input, each other, and existing files. Changes nothing.
 
     inputs
-        How the caller named it, and a path that is read, or None where none was given.
+        The caller's name for it, and a path that is read, or None.
     way
-        What to say for the replacing of what is there; None: there is no such way.
+        How the user can allow a replacement, for messages. None: not possible.
 
     Raises ConfigError, and StorageError for a place that cannot be written.
     """
-    from .disk_profile import cache_folder  # with torch, which a command's help does without
+    from .disk_profile import cache_folder  # imports torch, which a command's help does without
 
     read = [(name, path) for name, path in inputs if path is not None]
     for output in outputs:
@@ -105,7 +101,7 @@ def check_outputs(
 
 
 def check_free(output: Output, *, way: str | None = OVERWRITE) -> None:
-    """Raises ConfigError where something is there that ``output`` would replace."""
+    """Raises ConfigError if ``output`` would replace an existing file."""
     if not (taken := output.taken()):
         return
     replace = f", or {way} to replace it" if way is not None else ""
@@ -119,7 +115,7 @@ def check_free(output: Output, *, way: str | None = OVERWRITE) -> None:
     )
 
 
-# --- apart from what is read ---
+# --- apart from inputs ---
 
 
 def _check_apart(output: Output, name: str, path: Path) -> None:
@@ -144,8 +140,8 @@ def _check_apart(output: Output, name: str, path: Path) -> None:
 
 
 def _is_within_reach(output: Output, path: Path) -> bool:
-    """Whether something of an input inside the folder of ``output`` may be replaced: a folder
-    always counts."""
+    """Whether part of an input inside the folder of ``output`` may be replaced. Always true for a
+    folder."""
     return os.path.isdir(path) or identity_of(path.parent) != identity_of(output.path) or output.may_replace(path.name)
 
 
@@ -154,7 +150,7 @@ def _files_of(output: Output) -> list[Path]:
 
 
 def _walk(path: Path) -> Iterator[Path]:
-    """Yields a file, or the files of a folder and those below it."""
+    """Yields a file, or all files below a folder."""
     if not os.path.isdir(path):
         yield path
     for folder, _, names in os.walk(path):
@@ -166,10 +162,10 @@ def _above(path: Path) -> Sequence[Path]:
 
 
 def identity_of(path: Path) -> Identity:
-    """Tells what a path leads to, through links and mounts."""
+    """Returns the identity of what a path leads to, through links and mounts."""
     real: str = os.fspath(path)
     try:
-        real = os.path.realpath(path)  # also of a path through a folder that is still to be made
+        real = os.path.realpath(path)  # also of a path through a folder not yet created
         status = os.stat(real)
     except (OSError, ValueError):
         return real
@@ -180,20 +176,20 @@ def identity_of(path: Path) -> Identity:
 
 
 def existing(folder: Path) -> Path:
-    """Returns ``folder``, or the first one above it that is there."""
+    """Returns ``folder``, or its first parent that exists."""
     folder = Path(os.path.abspath(folder))
     return next(each for each in (folder, *folder.parents) if os.path.exists(each))
 
 
 def check_place(output: Output) -> None:
-    """Raises ConfigError for a folder that is a file and the reverse, StorageError where no file
-    can be made. Nothing is left there."""
+    """Raises ConfigError for a folder that is a file and the reverse, StorageError if no file can
+    be created. Leaves nothing there."""
     what, path = f"{output.name} {output.path}", output.path
     if output.is_file:
         if os.path.isdir(path):
             raise ConfigError(f"{what} is a folder. Give the name of a file.")
         if os.path.exists(path) and not stat.S_ISREG(path.stat().st_mode):
-            return  # a pipe, or a device: nothing can be replaced there
+            return  # a pipe or a device: nothing is replaced there
         if not os.path.isdir(path.parent):
             raise ConfigError(f"{what} cannot be written: there is no folder {path.parent}")
     there = existing(path.parent if output.is_file else path)
@@ -208,16 +204,16 @@ def check_place(output: Output) -> None:
         raise StorageError(error.errno or 0, f"{what} cannot be written: {why}. Give another folder", str(there)) from error
 
 
-# --- writing without going through links ---
+# --- writing without following links ---
 
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder. What is in it when the block ends gets its name in ``folder``, which
-    is made where there is none.
+    """Yields an empty folder. At the end of the block its files move to ``folder``, which is
+    created if missing.
 
-    Names are replaced, not written through: a link in ``folder`` becomes a file of its own, and
-    what it led to stays.
+    Names are replaced, not written through: a link in ``folder`` becomes a file, and its target
+    stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".infinity-", dir=folder) as made:

@@ -1,4 +1,4 @@
-"""How many threads this process can use: what its affinity, its container and the machine leave it."""
+"""Processors: how many threads this process can use, given affinity, container and machine."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from . import cgroups
 
 logger = logging.getLogger(__name__)
 
-MOST_FOR_PAGES = 8  # threads that make pages present: the kernel's own locks let no more through
+MOST_FOR_PAGES = 8  # threads that populate pages: kernel locks allow no more
 
 
 def available(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> int:
-    """Counts the processors this process may run on at once: those of its affinity, but no more than the quota of any cgroup above
-    it (v1 and v2) pays for. ``root`` and ``own``: where the kernel shows cgroups, and which are this process's."""
+    """Returns how many processors this process may use at once: its affinity, capped by every
+    control group's quota (v1 and v2). ``root``, ``own``: where the kernel shows control groups, and
+    this process's."""
     return max(1, min([len(allowed()), *(math.ceil(quota) for quota in _quotas(root, own))]))
 
 
-_ranks: list[set[int]] = []  # of this machine, this one first: where each may run
+_ranks: list[set[int]] = []  # of this machine, this one first: its allowed processors
 
 
 def share_with(others: Sequence[set[int]]) -> None:
-    """Notes which processors the other ranks on this machine may run on, each: they work at the same time."""
+    """Sets which processors each other rank on this machine may use at the same time."""
     _ranks[:] = [allowed(), *others] if others else []
 
 
 def allowed() -> set[int]:
-    """Lists the processors that the system lets this process run on."""
+    """Returns the processors that the system allows for this process."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def own_part() -> int:
-    """Counts the processors that are this rank's: of those that several may run on each has a part. Alone, all that are available."""
+    """Counts this rank's share of the processors: those allowed for several ranks are divided.
+    Alone, all that are available."""
     if not _ranks:
         return available()
     mine, *others = _ranks
@@ -44,15 +46,16 @@ def own_part() -> int:
 
 
 def _is_limited(mine: set[int]) -> bool:
-    """Whether a quota pays for fewer processors than this process may run on: the ranks share that, too."""
+    """Returns whether a quota is below this process's affinity: the ranks share that, too."""
     return available() < len(mine)
 
 
 def for_updates(torch_threads: int) -> int:
-    """Counts the threads that step: this rank's part of the processors, but no more than torch computes with, which may have been told so.
+    """Returns the number of threads that step: this rank's share of the processors, at most torch's
+    threads.
 
-    torchrun tells every process of several to compute with one thread, whoever asked for it: that is not taken for a wish, which the first
-    rank says.
+    torchrun sets one thread for every process, without the user's request. So that value is
+    ignored, with a warning on the first rank.
     """
     part = own_part()
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
@@ -66,17 +69,17 @@ def for_updates(torch_threads: int) -> int:
 
 
 def for_pages() -> int:
-    """Counts the threads that make pages present."""
+    """Returns the number of threads that populate pages."""
     return min(own_part(), MOST_FOR_PAGES)
 
 
 def for_checksums() -> int:
-    """Counts the threads that take checksums of bytes on their way to and from a disk."""
+    """Returns the number of threads that compute checksums of transfers to and from disk."""
     return own_part()
 
 
 def _quotas(root: Path, own: Path) -> list[float]:
-    """Processors that each cgroup above this process may use."""
+    """Returns the quota of each control group above this process, in processors."""
     first, second = cgroups.folders("cpu", root, own)
     found = [quota for folder in second if (quota := _ratio(folder / "cpu.max"))]
     for folder in first:
@@ -87,7 +90,7 @@ def _quotas(root: Path, own: Path) -> list[float]:
 
 
 def _ratio(file: Path) -> float | None:
-    """ "150000 100000" -> 1.5; None for "max", or where there is no such file."""
+    """Parses "150000 100000" to 1.5; None for "max", or if there is no such file."""
     try:
         quota, period = file.read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal for what takes longer than a second; nothing anywhere else."""
+"""Progress: a progress bar on a terminal for work longer than a second."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DELAY_SECONDS = 1.0
 
 @contextmanager
 def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], object]]:
-    """Yields what counts bytes that are done. On standard error, where that is a terminal, of the first rank; and where tqdm is
-    installed."""
+    """Yields a function that counts completed bytes. Shows a bar on the first rank, if standard
+    error is a terminal and tqdm is installed."""
     bar = _bar(what, total_nbytes) if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" else None
     if bar is None:
         yield lambda nbytes: None

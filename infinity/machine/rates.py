@@ -1,4 +1,4 @@
-"""Rates: measures how many bytes per second this machine's memory, checksums and disks move."""
+"""Rates: measures the bytes per second of this machine's memory, checksums and disks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE_NBYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second; ``disk_*`` are None without a disk, ``device_memory`` where the processor
+    """Bytes per second. ``disk_*`` are None without a disk, ``device_memory`` if the processor
     computes."""
 
     memory: float  # read and written by a copy
@@ -29,8 +29,8 @@ class Rates:
 
     @classmethod
     def measure(cls, nvme_paths: Sequence[str], device: torch.device | str | None = None) -> Rates:
-        """Measures this machine, and the memory of the ``device`` that computes; the disk's rates
-        come from its profile, which is kept."""
+        """Measures this machine, and the memory of the compute ``device``. The disks' rates come
+        from their stored profiles."""
         found = disk_profile.rates(nvme_paths) if nvme_paths else (None, None, None)
         where = torch.device(device if device is not None else "cpu")
         return cls(memory_rate(), checksum_rate(), *found, memory_rate(str(where)) if where.type != "cpu" else None)
@@ -38,8 +38,7 @@ class Rates:
 
 @cache
 def memory_rate(device: str = "cpu") -> float:
-    """Measures the bytes per second that a copy reads and writes in a device's memory, once per
-    process."""
+    """Measures the bytes per second that a copy reads and writes in a device's memory. Cached."""
     source = torch.ones(PROBE_NBYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -53,7 +52,7 @@ def memory_rate(device: str = "cpu") -> float:
 
 @cache
 def checksum_rate() -> float:
-    """Measures the bytes per second that one thread checks, once per process."""
+    """Measures the bytes per second that one thread checksums. Cached."""
     source = torch.ones(PROBE_NBYTES, dtype=torch.uint8)
     return PROBE_NBYTES / _best(lambda: native.crc32c(source))
 

@@ -1,7 +1,8 @@
-"""Run files: what a running job tells of itself, in a folder that other programs read.
+"""Run files: the state that a running job publishes in a folder, for other programs.
 
-run     a job on this machine: a folder below ``runs`` in the cache (:func:`infinity.machine.disk_profile.cache_folder`)
-status  what a rank does now: one small file, which is replaced at once, so that no reader meets half of it
+run     a job on this machine: a folder below ``runs`` in the cache
+        (:func:`infinity.machine.disk_profile.cache_folder`)
+status  the present state of a rank: one small file, replaced atomically
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from ..untrusted import is_regular, parse_json, read_text
 from .kernel import process_space
 
 STATUS, PLAN, HISTORY = "status", "plan", "history"
-OURS = ("status-rank", "plan-rank", "history-rank")  # how the names of a run's files begin
+OURS = ("status-rank", "plan-rank", "history-rank")  # prefixes of a run's file names
 MOST_NBYTES = 16 * 1024 * 1024
-KEPT_RUNS = 20  # that have ended
+KEPT_RUNS = 20  # ended ones
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process as the kernel knows it. A number alone may be another's by now; with the time of its start it is not."""
+    """A process, identified by id and start time: ids alone are reused."""
 
     pid: int
     started: int
 
     @property
     def is_running(self) -> bool:
-        """Whether it is there, and is this one."""
+        """Whether this very process still runs."""
         return self.started == start_of(self.pid)
 
 
 def start_of(pid: int) -> int:
-    """Returns when a process started, in the kernel's ticks since boot; 0 where there is none."""
+    """Returns the start time of a process, in kernel ticks since boot; 0 if there is none."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -46,19 +47,19 @@ def start_of(pid: int) -> int:
 
 
 def this_process() -> Process:
-    """Returns the process that asks."""
+    """Returns the calling process."""
     return Process(os.getpid(), start_of(os.getpid()))
 
 
 def job_name() -> str:
-    """Names this process's job: by its launcher where there is one, which all ranks of a machine have in common. With a process's number goes when it
-    started: containers of one name have the same numbers."""
+    """Returns a name for this process's job: by its launcher, if any, which all ranks of a machine
+    have in common. It includes the start time, because containers of one name reuse process ids."""
     pid = os.getppid() if int(os.environ.get("WORLD_SIZE", 1)) > 1 else os.getpid()
     return f"{os.uname().nodename}-{pid}-{start_of(pid)}"
 
 
 def write(folder: Path, kind: str, rank: int, content: dict[str, Any]) -> None:
-    """Replaces a file of a run. Raises OSError."""
+    """Replaces a file of a run atomically. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}-rank{rank}.json"
     partial = path.with_suffix(".partial")
@@ -67,7 +68,8 @@ def write(folder: Path, kind: str, rank: int, content: dict[str, Any]) -> None:
 
 
 def read(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
-    """Yields what the ranks of a run have told, in their order. What is no file of ours is passed over."""
+    """Yields the contents of a run's files of ``kind``, in rank order. Skips files that are not
+    ours."""
     paths: list[Path] = []
     with contextlib.suppress(OSError):
         paths = sorted(folder.glob(f"{kind}-rank*.json"), key=lambda path: (len(path.name), path.name))
@@ -78,14 +80,15 @@ def read(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def process_of(status: dict[str, Any]) -> Process:
-    """Returns the process that wrote a status; one that never is where it does not say."""
+    """Returns the process that wrote a status; an invalid one if it is not given."""
     pid, started = status.get("pid"), status.get("started")
     whole = all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in (pid, started))
     return Process(pid, started) if whole else Process(0, -1)
 
 
 def is_here(status: dict[str, Any]) -> bool:
-    """Tells whether the number of the process that wrote a status means the same here: by the kernel, or, where the status names none, by the host."""
+    """Returns whether the process id in a status is valid here: by the kernel's name, or else by
+    the host's."""
     space = status.get("space")
     if isinstance(space, str) and space:
         return space == process_space()
@@ -93,25 +96,26 @@ def is_here(status: dict[str, Any]) -> bool:
 
 
 def is_running(folder: Path) -> bool:
-    """Tells whether a process of the run is there. Of another machine's, or another container's, nothing is known: it counts as running."""
+    """Returns whether a process of the run is running. A process of another machine or container
+    counts as running."""
     found = list(read(folder, STATUS))
     here = [status for status in found if is_here(status)]
     return any(process_of(status).is_running for status in here) or len(here) < len(found)
 
 
 def runs(root: Path) -> list[Path]:
-    """Lists the runs in ``root``, the newest first."""
+    """Lists the runs in ``root``, newest first."""
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for folder in root.iterdir():
-            with contextlib.suppress(OSError):  # removed just now, by another job that begins
+            with contextlib.suppress(OSError):  # removed just now, by another job that starts
                 if folder.is_dir() and not folder.is_symlink() and any(read(folder, STATUS)):
                     found.append((folder.stat().st_mtime, folder))
     return [folder for _, folder in sorted(found, key=lambda entry: -entry[0])]
 
 
 def is_ours(folder: Path) -> bool:
-    """Tells whether a folder has a run's files and nothing else."""
+    """Returns whether a folder has a run's files and nothing else."""
     with contextlib.suppress(OSError):
         names = [entry.name for entry in folder.iterdir()]
         return bool(names) and all(name.startswith(OURS) and name.endswith((".json", ".partial")) for name in names)
@@ -119,6 +123,6 @@ def is_ours(folder: Path) -> bool:
 
 
 def remove_old(root: Path, keep: int = KEPT_RUNS) -> None:
-    """Removes the oldest runs that have ended. What cannot be removed stays."""
+    """Removes the oldest ended runs, except ``keep``. Ignores failures."""
     for folder in [folder for folder in runs(root) if is_ours(folder) and not is_running(folder)][keep:]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Scratch: finds a folder on a disk of this machine for swap files, where nobody has named one.
+"""Scratch: finds a folder on a local disk for swap files, if the user has named none.
 
-customary  a folder that users and clusters have for files that nobody keeps: those that the variables below name, the system's
-           temporary folders, the user's cache, the current folder
+customary  a usual folder for temporary files: from the variables below, the system's temporary
+           folders, the user's cache, the current folder
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from . import disk_profile
 from .sizes import format_nbytes
 
-VARIABLE = "INFINITY_SCRATCH"  # where it is set, no other folder is looked at
+VARIABLE = "INFINITY_SCRATCH"  # if set, the only candidate
 VARIABLES = ("SLURM_TMPDIR", "LOCAL_SCRATCH", "SCRATCH", "TMPDIR")
 CUSTOMARY = ("/scratch", "/local_scratch", "/var/tmp")
 NETWORKS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "9p", "afs", "glusterfs", "pvfs2")
 
-# What other programs of the machine, and this job's own checkpoints, are left with.
+# Left to other programs, and to this job's checkpoints.
 SHARE_LEFT, MOST_LEFT_NBYTES = 1 / 10, 16 * 1024**3
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that was looked at. ``refusal``: why it cannot be used; empty where it can."""
+    """A candidate folder. ``refusal``: why it cannot be used, or ""."""
 
     folder: str
     usable_nbytes: int = 0
@@ -37,7 +37,7 @@ class Candidate:
 
 
 def candidates() -> list[Candidate]:
-    """Looks at the customary folders, each disk once: the first folder on it counts."""
+    """Lists the customary folders, one per disk: the first usable one counts."""
     if VARIABLE in os.environ:
         return [_look_at(os.path.abspath(os.environ[VARIABLE] or "."))]
     named = [os.environ[name] for name in VARIABLES if os.environ.get(name)]
@@ -55,8 +55,8 @@ def candidates() -> list[Candidate]:
 
 
 def choose(found: Sequence[Candidate], needed_nbytes: int) -> Candidate | None:
-    """Chooses the folder on the fastest disk that has room for ``needed_nbytes``, else that with most room; None where none can be
-    used. Disks are measured only where there is a choice."""
+    """Chooses the folder on the fastest disk with room for ``needed_nbytes``, else the one with
+    most room. None if none is usable. Measures disks only if there is a choice."""
     usable = [candidate for candidate in found if not candidate.refusal]
     roomy = [candidate for candidate in usable if candidate.usable_nbytes >= needed_nbytes]
     if len(roomy) > 1:

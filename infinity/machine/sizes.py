@@ -1,4 +1,4 @@
-"""Sizes: parses and prints byte counts, and rounds them up."""
+"""Sizes: parses, formats and rounds byte counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MOST_NBYTES = 1 << 60  # of a budget
 
 
 def parse_nbytes(value: int | str | None, name: str) -> int | None:
-    """Parses bytes from ``48_000_000``, ``"48GiB"`` or ``"1.5 GB"``; None stays None. Raises ConfigError naming ``name``."""
+    """Parses bytes from ``48_000_000``, ``"48GiB"`` or ``"1.5 GB"``; None stays None. Raises
+    ConfigError that names ``name``."""
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_NBYTES:
@@ -29,7 +30,7 @@ def parse_nbytes(value: int | str | None, name: str) -> int | None:
 
 
 def format_nbytes(nbytes: float) -> str:
-    """Writes bytes as text: ``1536`` -> ``"1.5 KiB"``."""
+    """Formats bytes: ``1536`` -> ``"1.5 KiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -38,7 +39,7 @@ def format_nbytes(nbytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Writes seconds as text of three digits: ``4e-05`` -> ``"40 us"``."""
+    """Formats seconds to three digits: ``4e-05`` -> ``"40 us"``."""
     shown = float(f"{seconds:.3g}")
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(shown) >= scale:

@@ -1,9 +1,11 @@
-"""Storage guards: a storage without bytes that says so instead of reading address zero.
+"""Storage guards: make access to a storage without bytes raise, instead of reading address zero.
 
-What goes around ``__torch_function__`` (``torch.func``, ``torch.tensor(p)``, DLPack, a view kept from a forward, a C++
-extension) reaches a parameter's storage directly, and torch's kernels do not check whether anything is there. A
-StorageImpl has a flag that makes every access to its data pointer raise RuntimeError; CUDA graphs use it. Python can
-set its two neighbours but not this one, so their positions are found first, by setting them on a storage of our own.
+[Note: why a flag in the C++ object] Some code bypasses ``__torch_function__``: ``torch.func``,
+``torch.tensor(p)``, DLPack, a view kept from a forward, a C++ extension. It reaches a parameter's
+storage directly, and torch's kernels do not check for bytes. A StorageImpl has a flag that makes
+every access to its data pointer raise RuntimeError; CUDA graphs use it. Python can set its two
+neighbours but not this one. So their offsets are found first, by setting them on a storage of our
+own.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from functools import cache
 
 import torch
 
-_NBYTES = 80  # of a StorageImpl, up to the flags in every torch that is supported; the object is larger than that
+_NBYTES = 80  # prefix of a StorageImpl with the flags, in all supported torches
 
 
 def is_available() -> bool:
-    """Tells whether this torch's storages can be guarded."""
+    """Returns whether this torch's storages can be guarded."""
     return _flags() is not None
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Tells whether torch refused to look at a storage without bytes."""
+    """Returns whether ``error`` is torch's for access to a storage without bytes."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(
         said in text for said in ("data pointer of Storage that is invalid", "for storage of size 0")
@@ -41,7 +43,7 @@ def open(storage: torch.UntypedStorage) -> None:
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """Returns what tells the storage of ``tensor`` from every other that is alive."""
+    """Returns an id of the storage of ``tensor``, unique among live storages."""
     return tensor.untyped_storage()._cdata
 
 
@@ -58,12 +60,14 @@ def _counting() -> int:
 
 
 def is_fixed(storage: torch.UntypedStorage) -> bool:
-    """Tells whether accessible ``storage`` cannot be resized: NumPy had its memory, or it was moved to memory that processes share."""
+    """Returns whether accessible ``storage`` cannot be resized: NumPy has had its memory, or it was
+    moved to shared memory."""
     return not storage.resizable() or is_moved(storage)
 
 
 def is_moved(storage: torch.UntypedStorage) -> bool:
-    """Tells whether accessible ``storage`` was moved to memory that processes share, which only the host's is."""
+    """Returns whether accessible ``storage`` was moved to memory that processes share. Only host
+    memory can be."""
     return storage.device.type == "cpu" and torch._C.StorageBase.is_shared(storage)
 
 
@@ -75,26 +79,29 @@ def _is_shared(storage: torch.UntypedStorage) -> bool:
 
 @cache
 def _let_be_asked() -> None:
-    """Has torch say that a guarded storage is not shared: its own function may not raise, and ends the process."""
+    """Replaces torch's ``is_shared``, which would end the process on a guarded storage: it must not
+    raise."""
     torch.UntypedStorage.is_shared = _is_shared
 
 
 def _set(storage: torch.UntypedStorage, value: int) -> None:
     if (flags := _flags()) is not None:
-        for flag in flags:  # between them is that for writing, which stays as it is
+        for flag in flags:  # the flag for writing, between them, stays as it is
             ctypes.memset(storage._cdata + flag, value, 1)
 
 
 def _image(storage: torch.UntypedStorage) -> ctypes.Array:
-    """The first bytes of the C++ object."""
+    """Returns the first bytes of the C++ object."""
     return (ctypes.c_ubyte * _NBYTES).from_address(storage._cdata)
 
 
 @cache
 def _flags() -> tuple[int, int] | None:
-    """Positions of "there is something to check" and of "reading raises"; None where torch has neither as expected.
+    """Returns the offsets of "there is something to check" and "reading raises"; None if this torch
+    differs.
 
-    The object has, in this order: any check, throw when writing, throw when reading, warn when writing.
+    The object has, in this order: any check, throw when writing, throw when reading, warn when
+    writing.
     """
     probe = torch.empty(1, device="cpu")
     image = _image(probe.untyped_storage())

@@ -1,4 +1,4 @@
-"""Tiers: where bytes lie: ``device``, the compute device; ``host``, memory; ``nvme``, disk."""
+"""Tiers: kinds of memory: ``device``, the compute device; ``host``, memory; ``nvme``, disk."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """Where bytes lie, fastest first."""
+    """A kind of memory, fastest first."""
 
     DEVICE = "device"
     HOST = "host"
     NVME = "nvme"
 
 
-BUDGETS = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.NVME: "nvme_capacity"}  # Config's names
+# Config's names
+BUDGETS = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.NVME: "nvme_capacity"}

@@ -1,6 +1,6 @@
-"""Timeline: writes what happened when as a Chrome trace.
+"""Timeline: writes a Chrome trace of the engine's work.
 
-lane    what happens at one place: an edge, the forward, the optimizer; work that overlaps in a lane gets rows of its own
+lane    one kind of work: an edge, the forward, the optimizer; overlapping work gets further rows
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .outputs import Output, check_free
 logger = logging.getLogger(__name__)
 
 EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
-PAST_HOST = "nvme->device"  # where that can be done
+PAST_HOST = "nvme->device"  # if available
 COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter")
 LANES = ("step", "forward", "backward", "stalled", *EDGES, PAST_HOST, *COLLECTIVES, "optimizer")
 BUFFERED_EVENTS = 512
@@ -26,12 +26,11 @@ BEGIN = f"[\n{json.dumps({'pid': 1} | FIRST)}".encode()  # of every timeline, an
 
 
 class Timeline:
-    """Events in Chrome's trace format, which Perfetto and chrome://tracing open. They are appended as they come, so that
-    a job that is killed leaves a readable file too. Times are of :func:`time.perf_counter`.
-    """
+    """Events in Chrome's trace format, for Perfetto and chrome://tracing. They are appended as they
+    come, so a killed job leaves a readable file, too. Times are of :func:`time.perf_counter`."""
 
     def __init__(self, path: str | os.PathLike):
-        """Raises ConfigError when ``path`` cannot be written, or is a file that is no timeline."""
+        """Raises ConfigError if ``path`` cannot be written, or is a file that is no timeline."""
         check_free(Output("trace", Path(path), made=BEGIN), way=None)
         try:
             self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -39,7 +38,8 @@ class Timeline:
             raise ConfigError(f"trace={os.fspath(path)!r} cannot be written: {error.strerror}") from error
         self._pid, self._path = os.getpid(), os.fspath(path)
         self._origin = time.perf_counter()
-        self._rows: dict[str, list[float]] = {lane: [] for lane in LANES}  # when each row of the lane is free again
+        # Per row, when it is free again
+        self._rows: dict[str, list[float]] = {lane: [] for lane in LANES}
         self._lines = ["["]
         self._write(FIRST)
 
@@ -52,7 +52,7 @@ class Timeline:
         self._write(event | ({"args": details} if details else {}))
 
     def _row(self, lane: str, start: float, end: float) -> int:
-        """A thread number for the event: of the lane's first row that is free then."""
+        """Returns a thread number for the event: of the lane's first row that is free then."""
         rows = self._rows[lane]
         row = next((i for i, free_at in enumerate(rows) if free_at <= start), len(rows))
         number = 100 * LANES.index(lane) + row
@@ -69,7 +69,8 @@ class Timeline:
             self.flush()
 
     def flush(self) -> None:
-        """Puts everything so far into the file. A full disk ends the timeline, not the training."""
+        """Writes all buffered events to the file. A full disk ends the timeline, not the
+        training."""
         if self._descriptor is None or not self._lines or os.getpid() != self._pid:
             return
         data = "".join(line + "\n" for line in self._lines).encode()
@@ -83,8 +84,9 @@ class Timeline:
             logger.warning("the trace %s ends here: %s. The training goes on.", self._path, os.strerror(error.errno or 0))
 
     def close(self) -> None:
-        """Ends the file: from here on it is a whole JSON array."""
-        if self._descriptor is None or os.getpid() != self._pid:  # a forked child's copy: the file is its parent's
+        """Ends the file, which is then a complete JSON array."""
+        # In a forked child the file is its parent's
+        if self._descriptor is None or os.getpid() != self._pid:
             return
         self._lines.append(json.dumps({"pid": 1, "ph": "M", "name": "process_labels", "args": {"labels": "ended"}}))
         self._lines.append("]")

@@ -1,7 +1,7 @@
-"""Traffic: counts what moved over each edge between two tiers, and how long the step waited for it.
+"""Traffic: counts the bytes on each edge between two tiers, and the step's waits for them.
 
 busy    seconds with at least one transfer in flight on the edge
-stall   seconds the training thread stood still for it
+stall   seconds that the training thread waited for it
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ class EdgeTraffic:
 
 @dataclass
 class Traffic:
-    """The four edges of one engine, what it receives from other ranks, and its timeline where one is kept."""
+    """The four edges of one engine, the bytes received from other ranks, and the timeline, if
+    any."""
 
     edges: dict[str, EdgeTraffic] = field(default_factory=lambda: {edge: EdgeTraffic() for edge in EDGES})
     collectives: dict[str, EdgeTraffic] = field(default_factory=lambda: {name: EdgeTraffic() for name in COLLECTIVES})
     timeline: Timeline | None = None
 
     def mark(self, lane: str, name: str, start: float, end: float | None = None, **details) -> None:
-        """Puts work that ended now (or at ``end``) on the timeline."""
+        """Adds work that ended now (or at ``end``) to the timeline."""
         if self.timeline is not None:
             self.timeline.add(lane, name, start, time.perf_counter() if end is None else end, **details)
 
     @contextmanager
     def stalled(self, edge: str, what: str = "") -> Iterator[None]:
-        """Counts the block's duration as time the training thread stood still for ``edge``."""
+        """Counts the block's duration as a stall of the training thread on ``edge``."""
         start = time.perf_counter()
         try:
             yield
@@ -51,14 +52,14 @@ class Traffic:
             self.mark("stalled", f"{edge} {what}".strip(), start)
 
     def copied(self, edge: str, nbytes: int, what: str, start: float, end: float) -> None:
-        """Counts a copy that was made beside the training thread."""
+        """Counts a copy made beside the training thread."""
         traffic = self.edges[edge]
         traffic.nbytes += nbytes
         traffic.busy_seconds += end - start
         self.mark(edge, what, start, end)
 
     def received(self, collective: str, nbytes: int, what: str, start: float) -> None:
-        """Counts what came from other ranks by a collective that ends now."""
+        """Counts bytes received from other ranks by a collective that ends now."""
         now, traffic = time.perf_counter(), self.collectives[collective]
         traffic.nbytes += nbytes
         traffic.busy_seconds += now - start
@@ -66,7 +67,7 @@ class Traffic:
 
     @contextmanager
     def copying(self, edge: str, nbytes: int, what: str = "") -> Iterator[None]:
-        """Counts a copy of ``nbytes`` made by the training thread itself: busy and stalled are the same."""
+        """Counts a copy of ``nbytes`` by the training thread itself: both busy and stalled."""
         start = time.perf_counter()
         try:
             yield

@@ -1,1 +1,1 @@
-"""Recognises optimizers and steps their state at home."""
+"""Optimizer rules, and the steps of optimizer state at home."""

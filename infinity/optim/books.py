@@ -1,9 +1,9 @@
-"""Books: what ``optimizer.state`` and ``param_groups`` show is what the engine steps with.
+"""Books: ``optimizer.state`` and ``param_groups``, which show the state that the engine steps with.
 
-OptimizerBooks   ``optimizer.state``: torch's mapping of parameters to their state. Values lie at home;
-                 one is read when its key is looked up, and written when it is set
-StateEntry       the state of one parameter. Keys of the user's own, and torch's keys while some of
-                 them are missing, lie in the dict itself
+OptimizerBooks   ``optimizer.state``: torch's mapping of parameters to their state. Values are at
+                 home: one is read when its key is looked up, and written when it is set
+StateEntry       the state of one parameter. The user's own keys are in the dict itself, and so
+                 are torch's keys while some of them are missing
 Members          the parameters that the groups step, read from the groups at each step
 """
 
@@ -31,7 +31,8 @@ Owner = Callable[[], tuple[StepContext, list[dict[str, Any]]]]  # the context an
 
 
 class _Shown(MutableMapping, dict):
-    """A dict of which a part lies elsewhere: what dict does in C by its own entries goes by the keys."""
+    """A dict with a part of its values elsewhere: methods that dict implements in C use the keys
+    here."""
 
     def copy(self) -> dict:
         return dict(self)
@@ -65,10 +66,11 @@ def _short(key: object) -> str:
 
 
 class StateEntry(_Shown):
-    """The optimizer state of one parameter, as torch's optimizers keep it. Made without ``books`` it is a dict."""
+    """The optimizer state of one parameter, in torch's form. Without ``books`` a plain dict."""
 
     def __init__(self, *args: Any, books: OptimizerBooks | None = None, handle: ParamHandle | None = None):
-        self._of = None if books is None else weakref.ref(books)  # no cycle: both go with the last reference
+        # No cycle: both go with the last reference
+        self._of = None if books is None else weakref.ref(books)
         self._handle = handle
         self.update(*args)
 
@@ -86,7 +88,7 @@ class StateEntry(_Shown):
 
     @property
     def missing(self) -> list[str]:
-        """The keys without which torch's step fails, while there are others."""
+        """The keys that torch's step needs and that are missing."""
         names = () if self._books is None or self._at_home else self._books.names
         return [name for name in names if not dict.__contains__(self, name)]
 
@@ -133,23 +135,23 @@ class StateEntry(_Shown):
         dict.clear(self)
 
     def part(self) -> None:
-        """Makes this a dict of its own, with the values that it shows: another one takes its place."""
+        """Makes this an independent dict with the present values: another entry replaces it."""
         dict.update(self, {name: self[name] for name in self._at_home})
         self._of = None
 
     @property
     def own(self) -> dict[Any, Any]:
-        """What is not at home."""
+        """The values that are not at home."""
         return {key: dict.__getitem__(self, key) for key in dict.__iter__(self)}
 
 
 class OptimizerBooks(_Shown, defaultdict):
-    """``optimizer.state`` of one wrapped model. ``moments``: torch's name of each moment -> the array that holds it."""
+    """``optimizer.state`` of one wrapped model. ``moments``: torch's name of each -> array."""
 
     def __init__(self, owner: Owner, moments: dict[str, str], *, counts_steps: bool):
         defaultdict.__init__(self, dict)
         self._owner = owner
-        self._partial: dict[ParamHandle, StateEntry] = {}  # that may have some of torch's keys only
+        self._partial: dict[ParamHandle, StateEntry] = {}  # may have only some of torch's keys
         self._arrays = ({STEP: STEP} if counts_steps and moments else {}) | moments
         self.names = tuple(self._arrays)  # torch's keys
 
@@ -185,7 +187,7 @@ class OptimizerBooks(_Shown, defaultdict):
             dict.pop(self, key)
 
     def _drop(self, key: torch.nn.Parameter, handle: ParamHandle) -> None:
-        """Has a parameter begin anew. An entry that somebody may hold keeps what it shows."""
+        """Resets a parameter's state. An entry that a user may hold keeps its values."""
         if (entry := dict.pop(self, key, None)) is not None:
             entry.part()
         self.restart(handle)
@@ -226,7 +228,7 @@ class OptimizerBooks(_Shown, defaultdict):
             del self[key]
 
     def replace(self, state: Mapping) -> None:
-        """Makes ``state`` the whole of it, as ``optimizer.state = state`` does."""
+        """Replaces all state, as ``optimizer.state = state`` does."""
         if state is self:
             return
         given = {key: dict(value) if isinstance(value, Mapping) else value for key, value in state.items()}
@@ -237,7 +239,7 @@ class OptimizerBooks(_Shown, defaultdict):
         self.update(given)
 
     def _handle(self, key: Any) -> ParamHandle | None:
-        """The handle of a parameter that is stepped; None for any other key."""
+        """Returns the handle of a parameter that is stepped; None for any other key."""
         handle = handle_of(key) if isinstance(key, torch.nn.Parameter) else None
         return handle if handle is not None and handle.grad is not None and handle.engine.uses is self._context.uses else None
 
@@ -247,12 +249,12 @@ class OptimizerBooks(_Shown, defaultdict):
     # --- the homes ---
 
     def read(self, handle: ParamHandle, name: str) -> torch.Tensor:
-        """Reads one value of a parameter that has state. With several ranks all of them read."""
+        """Reads one value of a parameter that has state. With several ranks all call this."""
         with self._using():
             return self._context.lent.read(handle, self._arrays[name])
 
     def check(self, handle: ParamHandle, values: Mapping[str, Any]) -> None:
-        """Raises UsageError where one of ``values`` cannot be the parameter's."""
+        """Raises UsageError if one of ``values`` is not valid for the parameter."""
         self._context.uses.check(Operation.USE_OPTIMIZER_STATE)
         for name in self.names:
             if (value := values.get(name)) is None:
@@ -266,9 +268,9 @@ class OptimizerBooks(_Shown, defaultdict):
                 )
 
     def write(self, handle: ParamHandle, values: Mapping[str, Any]) -> None:
-        """Sets values of a parameter. A tensor as torch would keep it is watched from then on, as torch's own would be."""
+        """Sets values of a parameter. A tensor in torch's own form is watched from then on."""
         self.check(handle, values)
-        if any(value is None for value in values.values()):  # SGD's way of saying that there is none yet
+        if any(value is None for value in values.values()):  # SGD's form of "none yet"
             self.restart(handle)
             return
         with self._using():
@@ -277,7 +279,8 @@ class OptimizerBooks(_Shown, defaultdict):
             if STEP in sent:
                 sent[STEP] = checked_step(sent[STEP], handle.name)
             elif not handle.has_state:
-                sent[STEP] = torch.tensor(1.0, device="cpu")  # a rule without a count: its first step is past
+                # A rule without a count: its first step is past
+                sent[STEP] = torch.tensor(1.0, device="cpu")
             lent.write(handle, sent)
             for name, value in values.items():
                 array = self._arrays[name]
@@ -285,17 +288,17 @@ class OptimizerBooks(_Shown, defaultdict):
                     lent.lend(handle, array, value)
 
     def restart(self, handle: ParamHandle) -> None:
-        """Has the next step of a parameter be its first."""
+        """Makes the next step of a parameter its first."""
         with self._using():
             self._context.lent.restart(handle, [array for array in self._arrays.values() if array != STEP])
 
     def own_values(self) -> dict[Any, Any]:
-        """Lists what is not at home, by key: keys of the user's own."""
+        """Returns the values that are not at home, with the user's own keys."""
         found = ((key, dict.__getitem__(self, key)) for key in dict.__iter__(self))
         return {key: value.own if isinstance(value, StateEntry) else value for key, value in found}
 
     def take_own(self, state: Mapping) -> None:
-        """Makes what of ``state`` is not at home all that there is."""
+        """Replaces the values that are not at home by those of ``state``."""
         dict.clear(self)
         self._partial.clear()
         for key, values in state.items():
@@ -307,11 +310,11 @@ class OptimizerBooks(_Shown, defaultdict):
                     dict.update(self[key], own)
 
     def note(self, handle: ParamHandle, entry: StateEntry) -> None:
-        """Has :meth:`settle` look at an entry that may have some of torch's keys only."""
+        """Registers an entry that may have only some of torch's keys, for :meth:`settle`."""
         self._partial[handle] = entry
 
     def settle(self) -> None:
-        """Sends home what was changed. Raises UsageError where a parameter has a part of its keys only."""
+        """Sends changes home. Raises UsageError if a parameter has only some of torch's keys."""
         for handle, entry in list(self._partial.items()):
             if not entry.is_partial:
                 del self._partial[handle]
@@ -337,7 +340,7 @@ class OptimizerBooks(_Shown, defaultdict):
 
 
 class Members:
-    """Which group steps each parameter, as the groups say at each step."""
+    """Which group steps each parameter, read at each step."""
 
     def __init__(self, context: StepContext):
         self._context = context
@@ -345,7 +348,7 @@ class Members:
         self.group_of: dict[ParamHandle, int] = {}
 
     def read(self, groups: list[dict[str, Any]]) -> None:
-        """Reads the groups. Raises UsageError, with nothing changed, where they have what is not stepped here."""
+        """Reads the groups. Raises UsageError, with nothing changed, for unknown parameters."""
         lists = [group["params"] for group in groups]
         if len(lists) == len(self._params) and all(
             len(now) == len(before) and all(map(is_, now, before)) for now, before in zip(lists, self._params)
@@ -370,10 +373,10 @@ class Members:
         return any(handle.grad.state is GradState.CONSUMED for handle in self.group_of)
 
     def check_unconsumed(self) -> None:
-        """Raises UsageError where a gradient was used by a step already, and not changed since."""
+        """Raises UsageError if a step has used a gradient that was not changed since."""
         for handle in self.group_of:
             if handle.grad.state is GradState.CONSUMED:
-                self._context.gradients.settle(handle)  # a tensor that was assigned may have been changed
+                self._context.gradients.settle(handle)  # an assigned tensor may have changed
             if handle.grad.state is GradState.CONSUMED:
                 raise UsageError(
                     f"step() without a new gradient: the one of {handle.name} was consumed by the last step. "

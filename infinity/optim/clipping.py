@@ -1,4 +1,4 @@
-"""Clipping: bounds the norm of all gradients, wherever they and their parts are."""
+"""Clipping: bounds the norm of all gradients, over all ranks and homes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..state.handle import handle_of
 
 
 class Clippable(Protocol):
-    """An optimizer whose gradients can be clipped, as :func:`clip_grad_norm_` sees it."""
+    """The optimizer interface that :func:`clip_grad_norm_` needs."""
 
     param_groups: list[dict[str, Any]]
 
@@ -20,9 +20,10 @@ class Clippable(Protocol):
 
 
 def clip_factor(total: torch.Tensor, max_norm: float) -> float:
-    """Computes what gradients of norm ``total`` are multiplied by so that it is at most ``max_norm``, with torch's arithmetic."""
+    """Computes the factor that scales gradients of norm ``total`` to a norm of at most
+    ``max_norm``, with torch's arithmetic."""
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    # torch, too, multiplies by the number's fp32 value, in gradients of every dtype.
+    # torch, too, multiplies by the number's fp32 value, for gradients of every dtype.
     return torch.tensor(factor.item(), dtype=torch.float32, device="cpu").item()
 
 
@@ -30,13 +31,16 @@ def clip_factor(total: torch.Tensor, max_norm: float) -> float:
 def clip_grad_norm_(
     optimizer: Clippable, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scales all gradients of a wrapped ``optimizer`` so that their norm, of order ``norm_type``, is at most ``max_norm``.
+    """Scales all gradients of a wrapped ``optimizer`` so that their norm of order ``norm_type`` is
+    at most ``max_norm``.
 
-    Does what torch.nn.utils.clip_grad_norm_ does for the parameters of one process, with the same bits. With tensor parallelism it
-    counts each element once over all ranks, mixed distributed and plain parameters too, which torch's own refuses.
+    Does what torch.nn.utils.clip_grad_norm_ does for the parameters of one process, with the same
+    bits. With tensor parallelism it counts each element once over all ranks. It also takes mixed
+    distributed and plain parameters, which torch's own refuses.
 
-    Returns the norm before, the same bits on every rank: every rank calls. Raises UsageError for an optimizer that is not wrapped, and
-    RuntimeError for a norm that is not finite with ``error_if_nonfinite``.
+    Returns the norm before, the same bits on every rank. Every rank calls this. Raises UsageError
+    for an optimizer that is not wrapped, and RuntimeError for a non-finite norm with
+    ``error_if_nonfinite``.
     """
     if not hasattr(optimizer, "total_norm"):
         raise UsageError(

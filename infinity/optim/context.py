@@ -1,4 +1,5 @@
-"""StepContext: what an optimizer steps, what it steps with, and what it asks the runtime to do."""
+"""StepContext: the parts of a job that its optimizer uses, and the calls it makes to the
+runtime."""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ from .updates import Updates
 
 
 class Admit(Protocol):
-    """Steps ``params``, frozen until now, and calls ``then``; or raises, with nothing changed."""
+    """Starts to step ``params``, frozen until now, and calls ``then``; or raises, with nothing
+    changed."""
 
     def __call__(self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class StepContext:
-    """The parts of one job that its optimizer uses. It keeps the job alive, as an optimizer does."""
+    """The parts of one job that its optimizer uses. An optimizer keeps its job alive by it."""
 
     config: Config
     units: list[ParamUnit]
@@ -49,13 +51,16 @@ class StepContext:
     gradients: GradientBank
     updates: Updates
     lent: LentState
-    in_common: InCommon  # what ranks with other parts of the tensors must have in common
+    in_common: InCommon  # compared over ranks with other local parts of the tensors
 
-    is_cut_short: Callable[[], bool]  # whether a forward or backward was left by an exception
-    keeps_older: Callable[[], bool]  # whether an update makes new weights beside those it begins with
-    listen_to_landed: Callable[[Callable[[ParamUnit], None]], Callable[[], None]]  # with each unit whose gradients landed
-    release: Callable[[Iterable[ParamUnit]], None]  # sends units home, whose bytes there are about to change
-    end_step: Callable[[], None]  # all updates of a step are submitted
+    is_cut_short: Callable[[], bool]  # a forward or backward was interrupted
+    keeps_older: Callable[[], bool]  # an update writes new weights beside the old ones
+    # Called with each unit whose gradients landed
+    listen_to_landed: Callable[[Callable[[ParamUnit], None]], Callable[[], None]]
+    # Sends units home, before their bytes there change
+    release: Callable[[Iterable[ParamUnit]], None]
+    end_step: Callable[[], None]  # after all updates of a step are submitted
     admit: Admit
-    settle_state_dicts: Callable[[], None]  # with several ranks: sends home what users wrote to them
+    # With several ranks: sends home users' writes to state dicts
+    settle_state_dicts: Callable[[], None]
     hand_out: Callable[[ParamHandle, str, torch.Tensor], None]  # watches a tensor of a state dict

@@ -1,9 +1,10 @@
-"""DeviceStepper: the optimizer's step on the device, of state that lies there and of state that passes through.
+"""DeviceStepper: the optimizer's step on the device, for state at home there or in host memory.
 
 in place   arrays at home on the device
-passing    arrays at home in host memory: copied in, stepped and copied out again, chunk by chunk, in slots
-slot       device memory for the passing arrays of one chunk; while one is stepped, the next is coming and the last leaving
-share      of state at home on the host, the part that is stepped here while the processor steps the rest
+passing    arrays at home in host memory: copied in, stepped and copied out in chunks, in slots
+slot       device memory for one chunk of passing arrays; one is stepped while the next is copied
+           in and the last copied out
+share      of state at home on the host, the fraction stepped here; the processor steps the rest
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from ..state.shard import ParamShard
 from ..state.shard_spec import elements_each
 from ..storage.arrays import StateArray
 
-Span = tuple[int, int, native.Hyperparameters]  # first element, the one behind the last, how they are stepped
+Span = tuple[int, int, native.Hyperparameters]  # first element, end, hyperparameters
 
 
 def passing(shard: ParamShard) -> list[str]:
-    """Lists the arrays of a step that lie in host memory."""
+    """Lists a step's arrays that are in host memory."""
     return [name for name, array in shard.arrays.items() if array.tier is Tier.HOST]
 
 
 def steps_on_device(shard: ParamShard) -> bool:
-    """Tells whether a shard's state lies on a device that the processor cannot reach."""
+    """Returns whether a shard's state is on a device that the processor cannot access."""
     return any(array.tier is Tier.DEVICE for name, array in shard.arrays.items() if name != "grad")
 
 
@@ -42,7 +43,7 @@ class DeviceUpdate:
     """A submitted step, of which the processor may do a part."""
 
     event: Event
-    on_device: bool  # whether everything lies there, so that nobody has to stand still for it
+    on_device: bool  # all arrays are on the device: the host need not wait
     ticket: native.Ticket | None = None
 
     @property
@@ -50,7 +51,8 @@ class DeviceUpdate:
         return self.event.done and (self.ticket is None or self.ticket.done)
 
     def wait(self) -> None:
-        """Puts what is computed or read from now on behind the step."""
+        """Orders later computation and reads after the step. Blocks unless all of it is on the
+        device."""
         if self.ticket is not None:
             self.ticket.wait()
         self.event.precede() if self.on_device else self.event.wait()
@@ -63,7 +65,7 @@ class _Slot:
 
 
 class DeviceStepper:
-    """Steps shards on ``device``, whose memory the processor does not reach."""
+    """Steps shards on ``device``, whose memory the processor cannot access."""
 
     def __init__(self, device: Device, traffic: Traffic, slot_nbytes: int):
         self._device, self._traffic = device, traffic
@@ -73,15 +75,16 @@ class DeviceStepper:
         self.share = 0.0  # of the elements of state on the host
 
     def choose_share(self, processor_rate: float, shard_bytes: float) -> None:
-        """Splits the update so that device and processor finish together. ``processor_rate``: its elements a second;
-        ``shard_bytes``: what passes over the busier direction, per element."""
+        """Splits the update so that device and processor finish together. ``processor_rate``:
+        elements per second. ``shard_bytes``: bytes per element in the busier direction."""
         edge = self._traffic.edges["host->device"]
         if self._slots and processor_rate and edge.busy_seconds and shard_bytes:
             own_rate = edge.nbytes / edge.busy_seconds / shard_bytes
             self.share = own_rate / (own_rate + processor_rate)
 
     def first_own(self, shard: ParamShard) -> int:
-        """Returns the first element of a shard on the host that is stepped here; those before it are the processor's."""
+        """Returns the first element of a host shard that is stepped here. The processor steps those
+        before it."""
         if not self.share or not self._slots or any(array.tier is not Tier.HOST for array in shard.arrays.values()):
             return shard.slice_numel
         return round(shard.slice_numel * (1 - self.share)) // SHARD_ALIGNMENT * SHARD_ALIGNMENT
@@ -96,7 +99,8 @@ class DeviceStepper:
         behind: Sequence[Event],
         newer: StateArray | None = None,
     ) -> DeviceUpdate:
-        """Steps ``spans`` of a shard, after what has been computed and ``behind``. ``newer``: where the new weights go; None: in their place."""
+        """Steps ``spans`` of a shard, after the compute enqueued so far and ``behind``. ``newer``:
+        receives the new weights; None: in place."""
         names, arrays = passing(shard), shard.arrays
         behind = [self._device.now(), *behind]
         event: Event = PAST
@@ -111,8 +115,8 @@ class DeviceStepper:
         return DeviceUpdate(event, on_device=not names)
 
     def _copy_weights(self, shard: ParamShard, newer: StateArray, behind: list[Event]) -> Event:
-        """Makes ``newer`` what the weights are: there they are stepped."""
-        weight = shard.weight.flat  # as it is now: soon the shard's is the newer one
+        """Copies the weights to ``newer``, where they are stepped."""
+        weight = shard.weight.flat  # taken now: soon the shard's weight is the newer one
         if shard.weight.tier is Tier.HOST:
             shard.last_read.wait()
             native.copy_flat(newer.flat, weight)
@@ -124,7 +128,7 @@ class DeviceStepper:
         return self._device.put("step", copy, behind=[*behind, shard.last_read])
 
     def _chunk(self, shard: ParamShard, names: list[str]) -> int:
-        """Elements that fit a slot."""
+        """Returns how many elements fit a slot."""
         sizes = [shard.arrays[name].dtype.itemsize / elements_each(name) for name in names]
         fitting = int((self._slots[0].memory.numel() - len(names) * SLOT_ALIGNMENT) / sum(sizes))
         return fitting // SHARD_ALIGNMENT * SHARD_ALIGNMENT
@@ -135,7 +139,8 @@ class DeviceStepper:
     ) -> Event:  # fmt: skip
         def part(name: str) -> torch.Tensor:
             each = elements_each(name)
-            before = shard.own_slice[0] - shard.own(name)[0] if name == "grad" else 0  # of the whole gradient (ZeRO-1)
+            # Of the whole gradient (ZeRO-1)
+            before = shard.own_slice[0] - shard.own(name)[0] if name == "grad" else 0
             return arrays[name].flat[before + begin // each : before - (-end // each)]
 
         runs = [native.Run(*span) for span in spans]
@@ -165,8 +170,9 @@ class DeviceStepper:
         return slot.free
 
     def _kernel(self, layout: native.Layout, parts: dict[str, torch.Tensor], begin: int, runs: list[native.Run]) -> None:
-        """``parts`` start at element ``begin`` of the shard. The kernel is given addresses as if they were whole: what it draws
-        at random goes by an element's place in the shard."""
+        """Launches the kernel. ``parts`` start at element ``begin`` of the shard. Addresses are
+        offset to the shard's start, because random rounding depends on an element's index in the
+        shard."""
         addresses = {
             name: (flat.data_ptr() - begin // elements_each(name) * flat.element_size()) % 2**64 for name, flat in parts.items()
         }
@@ -174,8 +180,9 @@ class DeviceStepper:
 
 
 def _chunks(spans: Sequence[Span], size: int) -> Iterator[tuple[int, int, list[Span]]]:
-    """First element, end and spans of each chunk of ``size`` elements in which anything is stepped: whole blocks of 8-bit
-    moments, and nothing before the first span, which may be the processor's."""
+    """Yields first element, end and spans of each chunk of ``size`` elements with anything to step.
+    Chunks are whole blocks of 8-bit moments. They skip what is before the first span: the processor
+    may step it."""
     for begin in range(0, max((end for _, end, _ in spans), default=0), size):
         inside = [(max(first, begin), min(last, begin + size), hyper) for first, last, hyper in spans]
         inside = [(first, last, hyper) for first, last, hyper in inside if first < last]
@@ -185,7 +192,7 @@ def _chunks(spans: Sequence[Span], size: int) -> Iterator[tuple[int, int, list[S
 
 
 def _lay_out(memory: torch.Tensor, sources: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Places in ``memory`` for tensors like ``sources``, one after the other."""
+    """Yields views of ``memory`` for tensors like ``sources``, one after the other."""
     offset = 0
     for source in sources:
         yield memory[offset : offset + source.nbytes].view(source.dtype)

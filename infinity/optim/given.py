@@ -1,4 +1,5 @@
-"""Given: the optimizer that wrap_model was given, which shares its books with the one in its place."""
+"""Given: the optimizer that was given to wrap_model, which shares its books with its
+replacement."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ Groups = list[dict[str, Any]]
 
 
 class Given:
-    """The plain optimizer. Its groups, state, hooks and the attributes that users give it are those of the one in its
-    place, whichever of the two is used; it does not step itself."""
+    """The plain optimizer. It shares groups, state, hooks and users' attributes with its
+    replacement, whichever of the two is used. It does not step itself."""
 
     SHARED = (
         "_optimizer_step_pre_hooks",
@@ -29,7 +30,7 @@ class Given:
         "_optimizer_load_state_dict_pre_hooks",
         "_optimizer_load_state_dict_post_hooks",
     )
-    REPLACED = ("step", "load_state_dict", "add_param_group")  # which would write into the shared books
+    REPLACED = ("step", "load_state_dict", "add_param_group")  # would write into the shared books
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
@@ -37,15 +38,15 @@ class Given:
         self._own = {name: vars(optimizer).get(name) for name in self.REPLACED}
 
     def share_groups(self, ours: Groups) -> Groups:
-        """Returns the list of groups that counts, which is the given one's from now on: that which was assigned since the
-        last time, to either optimizer."""
+        """Returns the current list of groups, and sets it on the given optimizer: the list that was
+        assigned last, to either optimizer."""
         self._groups = self.optimizer.param_groups if ours is self._groups else ours
-        self.optimizer.param_groups = self._groups  # a scheduler made for it steers the one in its place
+        self.optimizer.param_groups = self._groups  # a scheduler made for it steers the replacement
         return self._groups
 
     def share_state(self, books: OptimizerBooks, ours: torch.optim.Optimizer) -> None:
-        """Moves what its state has beside what is at home into ``books``, which are its state from now on. ``ours``, the
-        optimizer in its place, loads and takes groups for it."""
+        """Moves its state that is not at home into ``books``, which become its state. ``ours``, the
+        replacement, loads and takes groups for it."""
         books.take_own(self.optimizer.state)
         self.optimizer.state.clear()
         self.optimizer.state = books
@@ -54,18 +55,20 @@ class Given:
             setattr(self.optimizer, name, partial(_ask_instead, weakref.ref(ours), name))
 
     def attribute(self, name: str) -> Any:
-        """Returns an attribute that users gave it. Raises AttributeError where there is none."""
+        """Returns an attribute that users set on it. Raises AttributeError if there is none."""
         if not name.startswith("_") and name not in self.REPLACED and name in vars(self.optimizer):
             return vars(self.optimizer)[name]
         raise AttributeError(f"'{type(self.optimizer).__name__}' object, wrapped by Infinity, has no attribute '{name}'")
 
     def take_back(self, state_dict: dict[str, Any], outside: Mapping[torch.Tensor, Any], attributes: dict[str, Any]) -> None:
-        """Has it step by itself again, with the state of ``state_dict`` and that of parameters ``outside`` of its
-        groups. The groups stay the very ones that schedulers know. A second call does the same."""
+        """Lets it step by itself again, with the state of ``state_dict`` and of parameters
+        ``outside`` of its groups. The group objects, which schedulers refer to, stay the same.
+        Idempotent."""
         self._give_back_calls()
         hooks = {kind: vars(self.optimizer)[kind] for kind in self.SHARED}
         try:
-            vars(self.optimizer).update({kind: OrderedDict() for kind in self.SHARED})  # of loads by users
+            # Hooks of users' loads must not run
+            vars(self.optimizer).update({kind: OrderedDict() for kind in self.SHARED})
             self.optimizer.load_state_dict(state_dict)
         finally:
             vars(self.optimizer).update(hooks)
@@ -94,4 +97,5 @@ def _refuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | 
     )
 
 
-_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler that was made for it does not warn
+# Avoids a warning of a scheduler made for it
+_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

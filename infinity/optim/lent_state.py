@@ -1,11 +1,12 @@
-"""LentState: keeps the tensors of optimizer state that users hold equal to what is at home.
+"""LentState: keeps the tensors of optimizer state that users hold equal to the state at home.
 
 lent   a tensor that ``optimizer.state[p][key]`` returned, or that was assigned there. Users may
-       change it in any way, also through views, numpy or DLPack, as they may with torch's own
+       change it in any way, also through views, NumPy or DLPack, as they may torch's own
 
-A change is noticed by the tensor's bytes, so none is missed. It reaches home at the next use of
-the state. After a step the tensors that somebody still holds are read again. With several ranks
-that would need all of them, so there a tensor shows the state at the time of the read.
+Changes are detected by a digest of the tensor's bytes, so none is missed. A change reaches home at
+the next use of the state. After a step, lent tensors that are still held are read again. With
+several ranks all of them would have to take part, so there a tensor keeps the state of the time of
+the read.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..storage.store import ShardStore
 
-STEP = "step"  # the key of a parameter's step count, which lies in its handle and in no array
+STEP = "step"  # the key of a step count, kept in the handle and in no array
 MOST_STEPS = 2**31
 TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES = 64, 32 * 1024 * 1024
 
 
 @cache
 def _own_uses() -> int:
-    """Counts the uses of a storage that one tensor has, as :func:`_uses` counts them."""
+    """Returns the use count of a storage with one tensor, as :func:`_uses` counts."""
     return _uses(torch.empty(1, device="cpu"))
 
 
@@ -41,7 +42,7 @@ def _uses(tensor: torch.Tensor) -> int:
 
 
 class _Lent:
-    """One tensor. ``bytes``: our own view of its local part, which keeps it after its last user."""
+    """One lent tensor. ``bytes``: our own view of its local part, which outlives its last user."""
 
     _kept: torch.Tensor | None
 
@@ -51,27 +52,29 @@ class _Lent:
         self.note(index)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Sets the tensor that users have. It is kept until it was looked at: they may put other memory under it, and let it go."""
+        """Sets the tensor that users hold. Keeps it alive until it is checked: users may give it
+        other memory, and drop it."""
         self.tensor, self._kept = weakref.ref(tensor), tensor
 
     def let_go(self) -> None:
-        """Keeps the tensor no longer than its users do."""
+        """Stops keeping the tensor alive."""
         self._kept = None
 
     def note(self, index: int) -> None:
-        """Takes what the tensor holds now for the state at home, as of step ``index``."""
+        """Records the tensor's present values as those of the state at home at step ``index``."""
         self.digest, self.index = _digest(self.bytes), index
 
     @property
     def is_changed(self) -> bool:
-        """Whether the tensor has other values by now, or was given other memory (``set_``, ``.data =``)."""
+        """Whether the tensor's values have changed, or its memory was replaced (``set_``, ``.data
+        =``)."""
         if (tensor := self.tensor()) is not None and _memory_of(local_of(tensor)) != _memory_of(self.bytes):
             self.bytes = local_of(tensor).detach()
         return _digest(self.bytes) != self.digest
 
     @property
     def is_held(self) -> bool:
-        """Whether anything but this object has the tensor's memory."""
+        """Whether anything but this object refers to the tensor's memory."""
         return self.tensor() is not None or _uses(self.bytes) > _own_uses()
 
 
@@ -83,25 +86,26 @@ class LentState:
         self._lent: dict[tuple[ParamHandle, str], _Lent] = {}
         self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
         self._edits: dict[ParamHandle, tuple[bytes, bytes]] = {}
-        self._changes: Counter[tuple[ParamHandle, str]] = Counter()  # that were written home
-        self._forgotten = 0  # times that all state was set anew
+        self._changes: Counter[tuple[ParamHandle, str]] = Counter()  # writes home
+        self._forgotten = 0  # number of times that all state was loaded
 
     @property
     def edits(self) -> list[bytes]:
-        """Digests of what was written since the last step: all ranks must have written the same."""
+        """Digests of the writes since the last step. All ranks must have written the same."""
         return [self._edits[handle][0] for handle in sorted(self._edits, key=_name_of)]
 
     @property
     def own_edits(self) -> list[bytes]:
-        """The same of values of which other ranks have other parts."""
+        """Digests of the writes to values of which other ranks have other local parts."""
         return [own for handle in sorted(self._edits, key=_name_of) if (own := self._edits[handle][1])]
 
     def edits_of(self, handle: ParamHandle) -> tuple[bytes, bytes] | None:
-        """Returns both of one parameter; None where nothing was written."""
+        """Returns both digests of one parameter; None if nothing was written."""
         return self._edits.get(handle)
 
     def read(self, handle: ParamHandle, name: str) -> torch.Tensor:
-        """Returns array ``name`` of a parameter, or its step count, as a tensor that may be changed."""
+        """Returns array ``name`` of a parameter, or its step count, as a tensor that may be
+        changed."""
         lent = self._lent.get((handle, name))
         if lent is not None and lent.index != self._steps.index and not self._refresh(handle, name, lent):
             lent = None
@@ -117,14 +121,16 @@ class LentState:
         return tensor
 
     def lend(self, handle: ParamHandle, name: str, tensor: torch.Tensor) -> None:
-        """Watches ``tensor``, which holds what is at home."""
+        """Starts to watch ``tensor``, which equals the state at home."""
         self._left_count, self._left_nbytes = self._left_count - 1, self._left_nbytes - tensor.nbytes
         if self._left_count < 0 or self._left_nbytes < 0:
             self._trim()
         self._lent[handle, name] = _Lent(tensor, self._steps.index)
 
     def write(self, handle: ParamHandle, values: Mapping[str, torch.Tensor], then: Callable[[], None] = lambda: None) -> None:
-        """Sends ``values`` of arrays, and of the step count, home. Their shapes were checked. ``then``: the end of the change."""
+        """Writes ``values`` of arrays, and of the step count, home. Their shapes are checked
+        before. ``then``: called at the end of the change. Raises UsageError inside
+        step_in_backward()."""
         if self._steps.streaming:
             raise UsageError(
                 f"optimizer.state of {handle.name} inside `with optimizer.step_in_backward()`: "
@@ -146,7 +152,8 @@ class LentState:
         self._journal.carry_out(partial(self._write, handle, values, then))
 
     def restart(self, handle: ParamHandle, names: list[str]) -> None:
-        """Makes the state of a parameter that of one that was never stepped. Lent tensors are the user's from then on."""
+        """Resets the state of a parameter to that before its first step. Its lent tensors become
+        the user's own."""
         if handle.has_state:
             shape = local_of(handle.param).shape
             zeros = like(handle.param, torch.zeros((), dtype=torch.float32, device="cpu").expand(shape))
@@ -156,8 +163,8 @@ class LentState:
             del self._lent[key]
 
     def settle(self) -> None:
-        """Sends home what was changed since the last time. Raises UsageError for a tensor of two parameters, which torch
-        would update twice in a step."""
+        """Writes changed tensors home. Raises UsageError for a tensor of two parameters, which
+        torch would update twice in a step, for a changed shape, or a change of stale values."""
         self._refuse_shared()
         for (handle, name), lent in list(self._lent.items()):
             if lent.is_changed:
@@ -168,7 +175,8 @@ class LentState:
                     )
                 wanted = torch.Size() if name == STEP else local_of(handle.param).shape
                 if lent.bytes.shape != wanted:
-                    del self._lent[handle, name]  # the user's own from now on: the state at home stands
+                    # The user's own from now on: the state at home stands
+                    del self._lent[handle, name]
                     raise UsageError(
                         f"optimizer.state: {name} of {handle.name} was given the shape {tuple(lent.bytes.shape)}, not {tuple(wanted)}: "
                         "assign a tensor of that shape to optimizer.state[parameter][key]"
@@ -193,11 +201,11 @@ class LentState:
                 )
 
     def forget_edits(self) -> None:
-        """Begins a new digest of what is written: a step has applied all that was."""
+        """Starts a new digest of writes, after a step has applied them."""
         self._edits = {}
 
     def refresh(self) -> None:
-        """Reads again what somebody still holds: a step has changed it."""
+        """Reads the tensors that are still held again, after a step."""
         for (handle, name), lent in list(self._lent.items()):
             if not lent.is_held:
                 del self._lent[handle, name]
@@ -205,23 +213,25 @@ class LentState:
                 self._refresh(handle, name, lent)
 
     def forget(self) -> None:
-        """Leaves all lent tensors to their users: the state is about to be set anew."""
+        """Releases all lent tensors to their users, before all state is loaded."""
         self._lent.clear()
         self._edits = {}
         self._forgotten += 1
 
     def changes_of(self, handle: ParamHandle, name: str) -> tuple[int, int]:
-        """Returns what is another one whenever array ``name`` of a parameter was set outside of steps."""
+        """Returns a value that differs after every write of array ``name`` of a parameter outside
+        of steps."""
         return self._forgotten, self._changes[handle, name]
 
     def follow(self, handle: ParamHandle, name: str, value: torch.Tensor) -> None:
-        """Makes the tensor that was lent, if there is one, show ``value``, which was written home."""
+        """Copies ``value``, which was written home, to the lent tensor, if there is one."""
         if (lent := self._lent.get((handle, name))) is not None:
             lent.bytes.copy_(value)
             lent.note(self._steps.index)
 
     def _refresh(self, handle: ParamHandle, name: str, lent: _Lent) -> bool:
-        """Returns False where the tensor stays as it is, since other ranks do not read now."""
+        """Returns False, with the tensor unchanged, if there are other ranks: they do not read
+        now."""
         if not handle.shard.ranks.alone:
             return False
         with torch.no_grad():
@@ -230,7 +240,7 @@ class LentState:
         return True
 
     def _trim(self) -> None:
-        """Settles, so that tensors which nobody holds take no memory."""
+        """Settles, which drops tensors that are not held."""
         self.settle()
         self._left_count = max(TRIMMED_AT_COUNT, len(self._lent))
         self._left_nbytes = max(TRIMMED_AT_NBYTES, sum(lent.bytes.nbytes for lent in self._lent.values()))
@@ -262,7 +272,7 @@ def _name_of(handle: ParamHandle) -> str:
 
 
 def checked_step(value: object, name: str) -> torch.Tensor:
-    """Returns a step count as a tensor. Raises UsageError where it is none."""
+    """Returns a step count as a tensor. Raises UsageError for an invalid one."""
     number = float(value.item() if isinstance(value, torch.Tensor) else value)
     if not (number.is_integer() and 0 <= number < MOST_STEPS):
         raise UsageError(f"optimizer.state: step of {name} is {number:g}; it must be a whole number from 0 to {MOST_STEPS - 1}")

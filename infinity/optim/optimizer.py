@@ -1,10 +1,10 @@
-"""InfinityOptimizer: steps state that is at home, behind the next forward, as a ``torch.optim.Optimizer``.
+"""InfinityOptimizer: steps state at home, behind the next forward, as a ``torch.optim.Optimizer``.
 
 rule   the formula, recognised from the optimizer that was wrapped
 
-A step is planned first, which changes nothing, then handed to the updater in one call, and then entered into the books. What is
-cut short after the plan is carried to its end by the next use of the engine (:mod:`infinity.state.journal`), so a step is never made
-by half, nor twice.
+A step is first planned, which changes nothing, then submitted to the updater in one call, and then
+entered into the books. After an interrupt the next use of the engine completes a planned step
+(:mod:`infinity.state.journal`). So a step is never made partly, nor twice.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _unit_landed(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> 
 
 
 class InfinityOptimizer(torch.optim.Optimizer):
-    """Steps the state at home of a wrapped optimizer. Shares the wrapped optimizer's ``param_groups``."""
+    """Steps a wrapped optimizer's state at home. Shares its ``param_groups``."""
 
     def __init__(self, context: StepContext, wrapped: torch.optim.Optimizer, rule: native.Rule):
         self.context, self._rule = context, rule
@@ -56,13 +56,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
         counts = rule in (native.Rule.ADAMW, native.Rule.ADAM)
         self._books = OptimizerBooks(partial(_parts, weakref.ref(self)), self._moments, counts_steps=counts)
         self._members, self.given = Members(context), Given(wrapped)
-        self.is_unwrapped = False  # by an unwrap_model that raised, for it was interrupted
+        self.is_unwrapped = False  # by an unwrap_model that was interrupted and raised
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
         for kind in Given.SHARED:
             setattr(self, kind, getattr(wrapped, kind))
-        self.read_groups()  # which are the wrapped one's from now on: a scheduler made for that steers this one
-        context.listen_to_landed(partial(_unit_landed, weakref.ref(self)))  # the engine does not keep its optimizer alive
+        self.read_groups()  # shared from now on: a scheduler made for the wrapped one works here
+        context.listen_to_landed(partial(_unit_landed, weakref.ref(self)))  # no reference cycle
         self._made_with = frozenset(vars(self))
 
     def __getattr__(self, name: str) -> Any:
@@ -73,28 +73,28 @@ class InfinityOptimizer(torch.optim.Optimizer):
     @property
     def own_attributes(self) -> dict[str, Any]:
         """The attributes that users gave this optimizer since the wrap."""
-        taken = {*self._made_with, *dir(type(self))}  # a scheduler puts a step() of its own on it
+        taken = {*self._made_with, *dir(type(self))}  # a scheduler replaces step()
         return {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in taken}
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
-        """The plain optimizer that wrap_model was given."""
+        """The plain optimizer that was given to wrap_model."""
         return self.given.optimizer
 
     @property
     def rule_name(self) -> str:
-        """Which formula: ADAMW, ADAM, SGD or LION."""
+        """The rule: ADAMW, ADAM, SGD or LION."""
         return self._rule.name
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """The groups' settings, which read the same on every rank that has the same ones, whatever parameters it has."""
+        """The groups' hyperparameters in a form that compares equal across ranks."""
         return settings_of(self.param_groups)
 
     @property
     def state(self) -> OptimizerBooks:
-        """The state of each parameter, under torch's keys. A value is read from home when its key is looked up, and
-        what is written reaches home before it is used. With several ranks all of them look up and write the same."""
+        """The state of each parameter, under torch's keys. A lookup reads from home; writes reach
+        home before the next use. With several ranks all make the same accesses."""
         return self._books
 
     @state.setter
@@ -103,12 +103,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
             self._books.replace(state)
 
     def read_groups(self) -> None:
-        """Reads from ``param_groups`` which parameters are stepped, and how. Raises UsageError where that cannot be done."""
+        """Reads which parameters ``param_groups`` step. Raises UsageError for unusable ones."""
         self.param_groups = self.given.share_groups(self.param_groups)
         self._members.read(self.param_groups)
 
     def _read_books(self, where: str) -> None:
-        """Reads what users may have changed since the last step. Changes nothing where it raises."""
+        """Reads users' changes since the last step. Changes nothing if it raises."""
         self.read_groups()
         self.check_groups(self.param_groups, where)
         self._books.settle()
@@ -122,11 +122,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
         return OptimizerState(self.context, self._rule, self.param_groups, self._moments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Steps the parameters of a further group from now on, as torch does: those that were at home as frozen ones so far. Room for their
-        state is taken where the plan has such state.
+        """Adds a group of parameters to step, as torch does: frozen ones that are at home.
+        Allocates their state in the tiers of the plan.
 
-        Raises UsageError, with nothing changed, for parameters that the engine does not have, for settings that the rule does not honour, and
-        in the middle of a step; CapacityError where there is no room.
+        Raises UsageError, with nothing changed, for unknown parameters, unsupported settings, or in
+        the middle of a step; CapacityError if there is no room.
         """
         if not self._ready:
             super().add_param_group(param_group)
@@ -135,7 +135,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         with context.uses.operation(Operation.ADD_PARAM_GROUP):
             before = len(self.param_groups)
             try:
-                super().add_param_group(param_group)  # which checks it, and completes it
+                super().add_param_group(param_group)  # checks and completes it
                 group = self.param_groups[before]
             finally:
                 del self.param_groups[before:]
@@ -148,7 +148,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             context.admit(group["params"], moment_count=len(self._moments), then=then)
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
-        """Raises UsageError where ``groups``, which come from ``where``, ask for what the rule does not do."""
+        """Raises UsageError if ``groups``, from ``where``, need what the rule does not support."""
         settings = self.defaults if self._rule != native.Rule.LION else ()
         refuse_flags(self._rule, groups, moments=len(self._moments), settings=settings, where=where)
 
@@ -157,10 +157,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
     @partial(torch.compiler.disable, reason="the engine's step runs in kernels of its own: call it outside of what is compiled")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Applies what has landed, as torch's step does, and returns while the updates are still under way.
+        """Applies the landed gradients, as torch's step does. Every rank calls this.
 
-        A unit's update ends before its weights or its gradients are used next; nothing else waits for it. An error of
-        an earlier update is raised here or where the unit is used. ``closure`` is called first, with gradients on.
+        Returns while the updates still run. A unit's update ends before its weights or gradients
+        are used next; nothing else waits for it. An error of an earlier update is raised here or at
+        a use of the unit. ``closure`` is called first, with gradients enabled.
         """
         loss = None
         if closure is not None:
@@ -169,7 +170,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         context = self.context
         with context.uses.operation(Operation.STEP):
             if context.steps.untold == context.steps.index and self._members.are_consumed:
-                context.steps.tell()  # this very step was cut short, and has been carried to its end since
+                context.steps.tell()  # this step was interrupted, and has been completed since
             else:
                 self._step()
         return loss
@@ -183,13 +184,14 @@ class InfinityOptimizer(torch.optim.Optimizer):
             self._members.check_unconsumed()
         for handle in context.trained:
             refuse_torn(handle)
-        self.wrapped._opt_called = True  # a scheduler made for the wrapped optimizer watches for its steps
-        # A factor of the plan, not a change of the gradients: a step that is cut short can be made again.
+        self.wrapped._opt_called = True  # read by a scheduler made for the wrapped optimizer
+        # A factor of the plan, not a change of the gradients: an interrupted step can be repeated.
         clip = 1.0 if (most := context.config.max_grad_norm) is None else clip_factor(self.total_norm(), most)
         if not begun:
             context.updates.begin_step()
         version = context.steps.index if begun else context.steps.index + 1
-        order = [index for index in context.schedule.first() if index < len(context.units)]  # what follows are older weights
+        # The rest: older weights
+        order = [index for index in context.schedule.first() if index < len(context.units)]
         order += [unit.index for unit in context.units if unit.index not in set(order)]
         steps: list[ShardStep] = []
         stepper, backwards = self._stepper, context.steps.backwards
@@ -197,33 +199,34 @@ class InfinityOptimizer(torch.optim.Optimizer):
             for index in order:
                 steps += stepper.plan(context.units[index], version, clip)
             context.journal.carry_out(partial(self._finish, stepper, steps, version), partial(self._meet, clip))
-            if context.shadow_policy is not None:
-                for shard in (shard for unit in context.units for shard in unit.shards):  # of what this step does not step
+            if context.shadow_policy is not None:  # drop shadows that this step did not use
+                for shard in (shard for unit in context.units for shard in unit.shards):
                     shard.drop_shadow()
                 kept = sum(step.shadow is not None for step in steps)
                 context.shadow_policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
                 self._shadowed = 0
         context.end_step()
         context.lent.refresh()
-        context.steps.tell()  # the caller is told by the return
+        context.steps.tell()  # the return reports it
 
     def _meet(self, clip: float, then: Callable[[], None]) -> None:
-        """Meets the other ranks, which step as soon as all are there: what they differ in is told
-        before."""
+        """Meets the other ranks, which step as soon as all are there. Differences raise before
+        that."""
         context = self.context
         if context.collectives.ranks.alone:
             then()
             return
         inputs = StepInputs(context, self.param_groups, self._members.group_of, clip)
-        # Without flush other stages are at other batches, and nobody waits for them.
+        # Without flush other stages are at other batches, and no stage waits.
         stages = None if context.keeps_older() else inputs
         trace = context.schedule.expected_after_step()
         context.collectives.meet_for_step(inputs, over_stages=stages, trace=trace, in_common=context.in_common, then=then)
 
     def total_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Computes the norm of all gradients together, as torch.nn.utils.get_total_norm does, over every rank that has a part of them.
+        """Computes the norm of all ranks' gradients, as torch.nn.utils.get_total_norm does.
 
-        The same bits on every rank. Raises RuntimeError, as torch does, for one that is not finite with ``error_if_nonfinite``.
+        Every rank calls this, and gets the same bits. Raises RuntimeError, as torch does, for a
+        non-finite norm with ``error_if_nonfinite``.
         """
         context = self.context
         if not context.collectives.ranks.is_cut:
@@ -246,12 +249,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def step_in_backward(self) -> Iterator[None]:
-        """Surrounds the last backward before :meth:`step`: a unit is stepped as soon as its gradients have landed, while the
-        backward goes on; ``step()`` does the rest. The arithmetic is the same.
+        """Surrounds the last backward before :meth:`step`. A unit is stepped as soon as its
+        gradients have landed; ``step()`` does the rest. The arithmetic is the same.
 
-        What has been stepped cannot be clipped, unscaled or changed any more: that raises UsageError, as does clipping
-        by the engine itself (``max_grad_norm``) here. An exception after the first unit was stepped leaves part of the
-        step done, and the job can then only go on from a checkpoint.
+        A stepped gradient cannot be clipped, unscaled or changed any more: that raises UsageError,
+        as does ``max_grad_norm`` here. After an exception with some units stepped, the job can only
+        go on from a checkpoint.
         """
         context = self.context
         context.uses.check(Operation.STEP_IN_BACKWARD)
@@ -265,14 +268,14 @@ class InfinityOptimizer(torch.optim.Optimizer):
             self._members.check_unconsumed()
             context.updates.begin_step()
             context.steps.stream()
-            yield  # an exception leaves the marks, which the next use of the engine goes by
+            yield  # an exception leaves marks for the next use
             if context.is_cut_short() or context.gradients.changes.are_open:
-                context.uses.interrupt()  # the backward failed, and somebody caught that inside the block
+                context.uses.interrupt()  # of a failure that was caught inside the block
             else:
                 context.steps.end_stream()
 
     def unit_landed(self, unit: ParamUnit) -> None:
-        """Steps or shadows a unit whose gradients have all landed, and with which the backward is done."""
+        """Steps or shadows a unit whose gradients have landed and which the backward has left."""
         if self.context.steps.streaming:
             self._step_unit(unit)
         elif self.context.shadow_policy is not None:
@@ -280,8 +283,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step_unit(self, unit: ParamUnit) -> None:
-        """One with parameters that are not trained waits: the backward may still need those, and a unit's values change
-        together."""
+        """Steps a unit, unless it has frozen parameters: the backward may still need them, and a
+        unit's values change together."""
         context = self.context
         params = [param for shard in unit.shards for param in shard.params]
         if all(shard.spec.stepped for shard in unit.shards) and all(param.requires_grad for param in params):
@@ -290,7 +293,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Makes gradients None, or zeros which the next step applies, as torch does."""
+        """Sets gradients to None, or to zeros that the next step applies, as torch does."""
         with self.context.uses.operation(Operation.ZERO_GRAD):
             for group in self.param_groups:
                 for param in group["params"]:
@@ -307,8 +310,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a state dict that plain torch loads, too. Moments are full tensors, in fp32 or their dtype at rest; what is written to them
-        goes home. A 16-bit parameter with an fp32 master has that too, as ``master``: the model's state dict shows its upper half only."""
+        """Returns a state dict, which plain torch loads, too. Every rank calls this. Moments are
+        full tensors, in fp32 or their dtype at rest; writes to them reach home. A 16-bit
+        parameter's fp32 master is ``master``: the model's state dict has only its upper half."""
         with self.context.uses.operation(Operation.OPTIMIZER_STATE_DICT), torch.inference_mode(False), torch.no_grad():
             for hook in self._optimizer_state_dict_pre_hooks.values():
                 hook(self)
@@ -321,17 +325,17 @@ class InfinityOptimizer(torch.optim.Optimizer):
             return found
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """Returns the state dict without masters, which a plain optimizer has no use for."""
+        """Returns the state dict without masters, for a plain optimizer."""
         self.read_groups()
         self._books.settle()
         return self._state.read(self._books, masters=False)
 
     def state_outside_groups(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Returns the state of parameters that were taken out of the groups, which no state dict has."""
+        """Returns the state of parameters removed from the groups: no state dict has it."""
         return {handle.param: dict(self._books[handle.param]) for handle in self._state.outside_groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict of this or of the plain optimizer. Raises UsageError before anything is changed."""
+        """Loads a state dict of this or the plain optimizer. Raises UsageError before changes."""
         with self.context.uses.operation(Operation.LOAD_OPTIMIZER_STATE_DICT):
             state_dict = state_dict.copy()
             for hook in self._optimizer_load_state_dict_pre_hooks.values():

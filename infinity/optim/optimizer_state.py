@@ -1,4 +1,4 @@
-"""Optimizer state: reads and writes it at home in the form of torch's optimizers."""
+"""Optimizer state at home, read and written in the form of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from .rules import saved_step
 
 logger = logging.getLogger(__name__)
 
-MASTER = "master"  # the key of a 16-bit parameter's fp32 master, which torch has not
-MASTERS = "absent", "others", "loaded"  # in a state dict: not there, of other weights than the model has, written
+MASTER = "master"  # the key of a 16-bit parameter's fp32 master, which torch does not have
+# Outcomes: not in the state dict, of other weights than the model's, written
+MASTERS = "absent", "others", "loaded"
 
 
 class OptimizerState:
-    """The state dict of an optimizer whose state is at home. ``moments``: torch's name of each -> the array that holds it."""
+    """The state dict of an optimizer whose state is at home. ``moments``: torch's name -> array."""
 
     def __init__(self, context: StepContext, rule: native.Rule, groups: list[dict[str, Any]], moments: dict[str, str]):
         self._context, self._rule, self._groups, self.moments = context, rule, groups, moments
 
     def read(self, books: OptimizerBooks, *, masters: bool) -> dict[str, Any]:
-        """Returns a state dict as torch's optimizers have it, with what of the user's is in ``books``. ``masters``: with the
-        fp32 masters of 16-bit parameters."""
+        """Returns a state dict in torch's form, with the user's own values from ``books``.
+        ``masters``: with the fp32 masters of 16-bit parameters."""
         store = self._context.store
         groups, indices = [], {}
         for group in self._groups:
@@ -65,7 +66,7 @@ class OptimizerState:
         return [handle for handle in self._context.trained if self.moments and handle.has_state and handle not in inside]
 
     def refuse_outside(self) -> None:
-        """Raises UsageError where a state dict would leave state out."""
+        """Raises UsageError if a state dict would lack state."""
         if outside := self.outside_groups():
             raise UsageError(
                 f"optimizer.state_dict(): {len(outside)} parameters ({outside[0].name}, ...) have state and are in no group, so "
@@ -85,7 +86,7 @@ class OptimizerState:
         return found
 
     def hand_out(self, books: OptimizerBooks) -> dict[str, Any]:
-        """Returns the state dict with masters, and has what users write to its tensors sent home."""
+        """Returns the state dict with masters. Users' writes to its tensors are sent home."""
         state_dict = self.read(books, masters=True)
         kept = {STEP: STEP, MASTER: MASTER} | self.moments
         for index, param in self._params_of(state_dict).items():
@@ -95,7 +96,8 @@ class OptimizerState:
         return state_dict
 
     def check(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns the groups that loading ``state_dict`` gives. Raises UsageError where it does not fit; changes nothing."""
+        """Returns the groups after loading ``state_dict``. Raises UsageError if it does not fit.
+        Changes nothing."""
         saved_groups = state_dict["param_groups"]
         ours = [len(group["params"]) for group in self._groups]
         theirs = [len(group["params"]) for group in saved_groups]
@@ -117,7 +119,7 @@ class OptimizerState:
         ]
 
     def _params_of(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
-        """Our parameters by the numbers that ``state_dict`` gives them."""
+        """Maps the indices of ``state_dict`` to our parameters."""
         return {
             index: param
             for group, saved in zip(self._groups, state_dict["param_groups"])
@@ -125,10 +127,12 @@ class OptimizerState:
         }
 
     def _comparisons(self, state_dict: dict[str, Any]) -> list[Callable]:
-        """Lists the meetings at which the tensors of ``state_dict`` are compared: those of divided experts, and those that ranks with other parts
-        of the tensors have, too, over the ranks that share them; then those that all data ranks have."""
+        """Lists the meetings that compare the tensors of ``state_dict``. Over the ranks that share
+        them: those of divided experts, and those common to all tensor parts. Then those of all data
+        ranks."""
         params, collectives = self._params_of(state_dict), self._context.collectives
-        found: dict[bool, list[torch.Tensor]] = {True: [], False: []}  # whether all data ranks have it
+        # Whether all data ranks have it
+        found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         common: list[torch.Tensor] = []  # to all parts of the tensors
         for index, param in params.items():
             state = state_dict["state"].get(index, {})
@@ -146,8 +150,8 @@ class OptimizerState:
         return comparisons
 
     def write(self, state_dict: dict[str, Any], groups: list[dict[str, Any]], books: OptimizerBooks) -> None:
-        """Makes ``state_dict`` the state, and ``groups``, which :meth:`check` gave for it, the hyperparameters; what is the
-        user's goes into ``books``."""
+        """Loads ``state_dict`` and the hyperparameters ``groups`` of :meth:`check`. The user's own
+        values go into ``books``. With several ranks every rank calls this."""
         of_masters = {kind: [] for kind in MASTERS}
         change = partial(self._set, state_dict, groups, books, of_masters)
         self._context.journal.carry_out(change, partial(in_turn, self._comparisons(state_dict)))
@@ -161,10 +165,11 @@ class OptimizerState:
     def _set(
         self, state_dict: dict[str, Any], groups: list[dict[str, Any]], books: OptimizerBooks, of_masters: dict[str, list[str]]
     ) -> None:
-        """Writes it all. ``of_masters``: filled with the names of parameters, by what became of their masters."""
+        """Writes all of it. ``of_masters``: filled with parameter names by the outcome for their
+        masters."""
         absent, others, loaded = (of_masters[kind] for kind in MASTERS)
         for names in of_masters.values():
-            names.clear()  # of a time before, that was cut short
+            names.clear()  # of an interrupted call
         params = self._params_of(state_dict)
         for group, taken in zip(self._groups, groups):
             group.update(taken)
@@ -189,7 +194,8 @@ class OptimizerState:
 
     @staticmethod
     def _tell_of_masters(absent: list[str], others: list[str]) -> None:
-        """Logs which parameters go on without their own fp32 master: ``absent`` in the state dict, or of ``others``' weights."""
+        """Logs which parameters go on without their own fp32 master: ``absent`` in the state dict,
+        or of ``others``' weights."""
         if absent:
             logger.warning(
                 "this optimizer's state dict has no fp32 masters of %d 16-bit parameters (%s, ...): they go on from the 16-bit weights",
@@ -202,7 +208,7 @@ class OptimizerState:
             )  # fmt: skip
 
     def _adopt(self, param: torch.Tensor, state: dict[str, Any]) -> None:
-        """Makes ``state``, as torch's optimizers keep it per parameter, the state at home; empty is a fresh start."""
+        """Writes ``state``, in torch's per-parameter form, home. Empty is a fresh start."""
         handle, context = handle_of(param), self._context
         step = saved_step(state)
         kept = step or any(state.get(name) is not None for name in self.moments)

@@ -1,10 +1,11 @@
-"""Rules: which optimizer's formula the kernels run, recognised exactly, and what of its settings they honour.
+"""Rules: recognises which optimizer's formula the kernels run, and which settings they support.
 
 rule   the formula: ADAMW, ADAM, SGD or LION
 
-An optimizer is taken over only if the ``step`` that would run is the known one. torch's are told by their code, so a subclass with
-a step of its own, or one patched on the instance or on the class, is refused. Lion is not torch's: a class of that name is tried on
-a tensor of our own, against the formula of https://arxiv.org/abs/2302.06675, Algorithm 2.
+An optimizer is accepted only if the ``step`` that would run is a known one. torch's are recognised
+by their code, so a subclass with its own step is refused, and so is a step patched on the instance
+or the class. Lion is not torch's: a class of that name is tested on a tensor of our own, against
+the formula of https://arxiv.org/abs/2302.06675, Algorithm 2.
 """
 
 from __future__ import annotations
@@ -23,24 +24,27 @@ from ..errors import ConfigError, UsageError
 SUPPORTED = "torch.optim.AdamW, Adam, SGD (with or without momentum), and Lion (lr, betas, weight_decay)"
 TORCHS = {torch.optim.AdamW: "Adam.step", torch.optim.Adam: "Adam.step", torch.optim.SGD: "SGD.step"}
 OPTIM = os.path.dirname(torch.optim.__file__) + os.sep
-# The settings that the kernels compute a step from. Those of torch's own that are missing here change how torch computes, and
-# no result; any other that a class has is refused where it is set, by `check_groups`.
+# The settings that the kernels use. torch's other settings change how it computes, and no result.
+# Any other setting of a class is refused if set, by `check_groups`.
 COMPUTED = {
     native.Rule.ADAMW: ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay"),
     native.Rule.ADAM: ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay"),
     native.Rule.SGD: ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
     native.Rule.LION: ("lr", "betas", "weight_decay", "maximize"),
 }
-NEEDED = ("lr", "betas", "momentum", "dampening", "nesterov")  # of these, the ones without a default
+# Needed if the rule has them: they have no default
+NEEDED = ("lr", "betas", "momentum", "dampening", "nesterov")
 HOW = ("foreach", "fused")
-# What the name of a class says -> the optimizer that is supported.
+# Part of a class name -> the nearest supported optimizer.
 NEAREST = {"adamw": "torch.optim.AdamW", "adafactor": "torch.optim.AdamW", "lamb": "torch.optim.AdamW", "adam": "torch.optim.Adam",
            "sgd": "torch.optim.SGD", "lion": "a class Lion (lr, betas, weight_decay)"}  # fmt: skip
-NOT_HONOURED = ("amsgrad", "differentiable", "capturable", "caution", "cautious")  # flags of a group
+# Flags of a group
+NOT_HONOURED = ("amsgrad", "differentiable", "capturable", "caution", "cautious")
 
 
 def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
-    """Recognises the rule of ``optimizer``. Raises ConfigError for one whose step is not exactly a known one."""
+    """Recognises the rule of ``optimizer``. Raises ConfigError if its step is not exactly a known
+    one."""
     refuse_wrapper(optimizer)
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -52,7 +56,8 @@ def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
     if own is not None and own is not runs:
         raise _other_step(name, "was replaced on the object", own)
     if base is None:
-        if not _is_torchs(runs, "Optimizer.step"):  # else it has no step: its name and hyperparameters say what it stands for
+        # Without a step its name and hyperparameters decide
+        if not _is_torchs(runs, "Optimizer.step"):
             _try_lion(optimizer)
         rule = native.Rule.LION
     else:
@@ -70,8 +75,8 @@ def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
 
 
 def check_expected(optimizer: torch.optim.Optimizer, expected: Iterable[tuple[str, Any]] | None) -> None:
-    """Raises ConfigError where ``optimizer`` was made as another class, or with other
-    hyperparameters, than ``Config.expects_optimizer`` has them."""
+    """Raises ConfigError if the class or the hyperparameters of ``optimizer`` differ from
+    ``Config.expects_optimizer``."""
     if expected is None:
         return
     wanted = dict(expected)
@@ -97,7 +102,8 @@ def check_expected(optimizer: torch.optim.Optimizer, expected: Iterable[tuple[st
 
 
 def refuse_wrapper(optimizer: Any) -> None:
-    """Raises ConfigError for what stands around an optimizer, and may not even have its attributes."""
+    """Raises ConfigError for a wrapper around an optimizer, which may not even have its
+    attributes."""
     if any(type(optimizer) is torchs for torchs in TORCHS):
         return
     inner = next((each for each in getattr(optimizer, "__dict__", {}).values() if isinstance(each, torch.optim.Optimizer)), None)
@@ -112,8 +118,9 @@ def refuse_wrapper(optimizer: Any) -> None:
 
 
 def check_groups(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int, settings: Iterable[str] = ()) -> None:
-    """Raises ConfigError where ``groups`` ask for what the kernels of ``rule`` do not do; ``moments``: arrays per parameter there
-    are; ``settings``: those that the optimizer's class has. What is neither one of them nor a flag is the user's own, and is let be."""
+    """Raises ConfigError if ``groups`` need what the kernels of ``rule`` do not support.
+    ``moments``: arrays per parameter. ``settings``: those of the optimizer's class. Any other key
+    that is no flag is the user's own, and is ignored."""
     others = {name for name in settings if name not in (*COMPUTED[rule], *HOW)}
     for i, group in enumerate(groups):
         if missing := [name for name in NEEDED if name in COMPUTED[rule] and name not in group]:
@@ -135,7 +142,7 @@ def check_groups(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, mome
 
 
 def moment_names(rule: native.Rule, groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Maps torch's name of each moment the optimizer keeps to the shard's array for it."""
+    """Maps torch's name of each moment to the shard's array for it."""
     if rule == native.Rule.SGD:
         moving = any(group["momentum"] != 0 for group in groups)
         return {"momentum_buffer": "exp_avg"} if moving else {}
@@ -145,7 +152,8 @@ def moment_names(rule: native.Rule, groups: Iterable[Mapping[str, Any]]) -> dict
 
 
 def saved_step(state: Mapping[str, Any]) -> int:
-    """Returns the steps taken, by torch's state of one parameter. SGD has no count: a buffer means that the first is past."""
+    """Returns the step count in torch's state of one parameter. SGD has none: with a buffer its
+    first step is past."""
     started = any(value is not None for name, value in state.items() if name != "step")
     return int(state.get("step", started))
 
@@ -153,7 +161,8 @@ def saved_step(state: Mapping[str, Any]) -> int:
 def refuse_flags(
     rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int, settings: Iterable[str], where: str
 ) -> None:
-    """Runs :func:`check_groups` on what comes after the wrap. Raises UsageError that says ``where`` it came from."""
+    """Runs :func:`check_groups` after the wrap. Raises UsageError that names the origin
+    ``where``."""
     try:
         check_groups(rule, groups, moments=moments, settings=settings)
     except ConfigError as error:
@@ -161,7 +170,8 @@ def refuse_flags(
 
 
 def _plain_step(step: Callable) -> Callable:
-    """``step`` without what torch itself puts around: its profiler, its ``differentiable``, and a scheduler that counts steps."""
+    """Returns ``step`` without torch's own wrappers: profiler, ``differentiable``, a scheduler's
+    counter."""
     step = getattr(step, "__func__", step)
     while (inner := getattr(step, "__wrapped__", None)) is not None and _file(step) in ("optimizer.py", "lr_scheduler.py"):
         step = inner  # functools.wraps copies names and attributes, but not the code
@@ -169,7 +179,7 @@ def _plain_step(step: Callable) -> Callable:
 
 
 def _file(function: Callable) -> str:
-    """The file of torch.optim that ``function`` is written in; empty for any other."""
+    """Returns the file of torch.optim that defines ``function``, or ""."""
     path = getattr(getattr(function, "__code__", None), "co_filename", "")
     return path.removeprefix(OPTIM) if path.startswith(OPTIM) else ""
 
@@ -179,7 +189,7 @@ def _is_torchs(step: Callable, name: str) -> bool:
 
 
 def _overridden(kind: type, base: type) -> str:
-    """The first method that takes part in a step and that ``kind`` has in place of ``base``'s; empty for none."""
+    """Returns the first method of a step that ``kind`` overrides from ``base``, or ""."""
     between = kind.__mro__[: kind.__mro__.index(base)]
     names = ("_init_group", "__getattribute__", "__setattr__")
     return next((name for name in names for each in between if name in vars(each)), "")
@@ -195,7 +205,7 @@ def _other_step(name: str, how: str, step: Callable) -> ConfigError:
 
 
 def _instead(kind: type) -> str:
-    """Says which supported optimizer does what one of class ``kind`` is used for; empty where its name does not tell."""
+    """Returns a hint to the supported optimizer nearest to class ``kind``, or ""."""
     name = kind.__name__.lower()
     nearest = next((each for key, each in NEAREST.items() if key in name), None)
     if nearest is None:
@@ -213,7 +223,8 @@ def _adams(groups: Iterable[Mapping[str, Any]], base: type) -> native.Rule:
 
 
 def _try_lion(optimizer: torch.optim.Optimizer) -> None:
-    """Three steps of ``optimizer``'s class on a tensor of our own. Raises ConfigError where they are not Lion's."""
+    """Runs three steps of the optimizer's class on a tensor of our own. Raises ConfigError if they
+    are not Lion's."""
     kind, settings = type(optimizer), {"lr": 0.1, "betas": (0.6, 0.8), "weight_decay": 0.3}
     for i, group in enumerate(optimizer.param_groups):
         if missing := {"lr", "betas"} - set(group):
@@ -222,7 +233,7 @@ def _try_lion(optimizer: torch.optim.Optimizer) -> None:
         param = torch.nn.Parameter(torch.linspace(-1, 1, 16))
         trial = kind.__new__(kind)
         own = {name: value for name, value in vars(optimizer).items() if name not in ("step", "state", "param_groups")}
-        for name, value in own.items():  # the trial is not to change what is the user's
+        for name, value in own.items():  # the trial must not change the user's objects
             trial.__dict__[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
         trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         trial.state = defaultdict(dict)
@@ -242,7 +253,7 @@ def _try_lion(optimizer: torch.optim.Optimizer) -> None:
                 f"optimizer Lion: a step of it on a small tensor on the CPU raised {error!r}. Supported are {SUPPORTED}."
             ) from error
         if not trial.state and torch.equal(param, torch.linspace(-1, 1, 16)):
-            continue  # nor has one that does nothing
+            continue  # a step that does nothing is accepted, like a missing one
         kept = trial.state[param].get("exp_avg") if param in trial.state else None
         if not torch.allclose(param, expected, atol=1e-5) or kept is None or not torch.allclose(kept, moment, atol=1e-5):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""StepClock: notes when steps end, and how long the last one took."""
+"""StepClock: measures when optimizer steps end, and how long the last one took."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StepClock:
     _last: float = field(default_factory=time.perf_counter)
 
     def tick(self) -> float:
-        """Ends a step now. Returns when it began."""
+        """Ends a step now. Returns its start, of ``time.perf_counter()``."""
         began, now = self._last, time.perf_counter()
         self.step_seconds, self._last = now - began, now
         self.steps += 1

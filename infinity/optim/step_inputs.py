@@ -1,11 +1,11 @@
-"""StepInputs: says what a step goes by, so that ranks which differ in it are told before any of
+"""StepInputs: describes the inputs of a step, so that ranks with different ones raise before any of
 them steps.
 
-common       what all ranks with the same units have alike: settings, counts, which gradients there
-             are, what users did to them, and by which values where all have these whole
-own          the values that were written into what other ranks have other parts of
-over stages  what the stages of a pipeline have alike, each with other units: whether there are
-             gradients, how they were clipped, and a table that two of them share
+common       equal on all ranks with the same units: hyperparameters, counts, which gradients
+             there are, users' changes of them, and the values if all ranks have these whole
+own          values written to tensors of which other ranks have other local parts
+over stages  equal on all pipeline stages, which have other units: whether there are gradients,
+             how they were clipped, and a table that two stages share
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..gradients.record import GradState
 from ..state.handle import ParamHandle
 from .context import StepContext
 
-OF_PARAMETERS = ("params", "param_names")  # keys of a group: other stages have others
-NOTHING_LEAST, NOTHING_MOST = 2**62, -1  # what a stage says of what it does not have: no least, and no largest
+OF_PARAMETERS = ("params", "param_names")  # keys of a group that differ between stages
+NOTHING_LEAST, NOTHING_MOST = 2**62, -1  # of a missing value: neutral for minimum and maximum
 REMEDIES = {
     "the gradients": "Stages of one pipeline step together: call zero_grad() on all of them, or on none.",
     "the clipping": "Clip the gradients of all stages by the same norm.",
@@ -32,13 +32,13 @@ REMEDIES = {
 
 
 def settings_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the groups' settings, which read the same on every rank that has the same ones,
-    whatever parameters it has."""
+    """Returns the groups' hyperparameters in a form that compares equal across ranks."""
     return [{key: _plainly(value) for key, value in group.items() if key not in OF_PARAMETERS} for group in groups]
 
 
 def _plainly(value: Any) -> Any:
-    """``value`` as it reads the same on every rank: of what is not a number or text, its kind."""
+    """Returns ``value`` in a form that compares equal across ranks: the type's name if it is not a
+    number or text."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -47,7 +47,7 @@ def _plainly(value: Any) -> Any:
 
 
 class StepInputs:
-    """What one step of ``engine`` goes by. ``clip``: the factor of all gradients."""
+    """The inputs of one step. ``clip``: the factor of all gradients."""
 
     def __init__(self, context: StepContext, groups: list[dict[str, Any]], group_of: Mapping[ParamHandle, int], clip: float):
         self._context, self._group_of, self._clip = context, group_of, clip
@@ -56,7 +56,7 @@ class StepInputs:
 
     @property
     def common(self) -> str:
-        """What ranks with the same units say, and those with other parts of the tensors."""
+        """Compared over ranks with the same units or other local parts of them."""
         inputs: list = [self._clip, *self._settings, self._context.lent.edits]
         for handle in self._context.trained:
             inputs.append((handle.step, handle.grad.state.name, handle.grad.edits, self._group_of.get(handle)))
@@ -64,14 +64,14 @@ class StepInputs:
 
     @property
     def own(self) -> str:
-        """What ranks with the same units say beside it."""
+        """Compared over ranks with the same units only."""
         changed = [(handle.name, edits) for handle in self._context.trained if (edits := handle.grad.own_edits)]
         values = [*changed, *self._context.lent.own_edits]
         return f", with values of {_digest(values)} put into gradients or optimizer.state" if values else ""
 
     @property
     def of_stages(self) -> str:
-        """What all stages of a pipeline say."""
+        """Compared over pipeline stages."""
         return self._said([self._clip, *self._settings])
 
     def _said(self, inputs: list) -> str:
@@ -80,9 +80,11 @@ class StepInputs:
     # --- over stages ---
 
     def _over_stages(self) -> dict[str, int | None]:
-        """Numbers of what stages have alike; None of what this one does not have."""
+        """Returns numbers that must be equal on all stages; None for what this one does not
+        have."""
         context = self._context
-        # A unit that was stepped in the backward has consumed its gradients; zeros of zero_grad() have no backward.
+        # A unit stepped in the backward has CONSUMED gradients. Zeros of zero_grad() have no
+        # backward.
         has_gradients = any(handle.grad.state in (GradState.LANDED, GradState.CONSUMED) for handle in self._group_of)
         trains = has_gradients or any(handle.param.requires_grad for handle in self._group_of)
         of_gradients = has_gradients, context.steps.backwards > 0
@@ -100,13 +102,12 @@ class StepInputs:
         return handle.step, handle.edits, of_gradient, of_group, self._context.lent.edits_of(handle), handle.param.requires_grad
 
     def values(self) -> list[int]:
-        """Makes what is said to other stages, beside words: of each number two, of which the least and
-        the largest are known."""
+        """Makes the numbers that stages compare: two per entry, for its minimum and its maximum."""
         said = self._over_stages().values()
         return [value for number in said for value in ((NOTHING_LEAST, NOTHING_MOST) if number is None else (number, number))]
 
     def agrees(self, spans: list[tuple[int, int]]) -> bool:
-        """Tells whether the ``spans`` of what all stages have said show that they have the same."""
+        """Returns whether the ``spans`` of all stages' numbers show that they are equal."""
         return not self._differing(spans)
 
     def _differing(self, spans: list[tuple[int, int]]) -> list[str]:
@@ -114,7 +115,7 @@ class StepInputs:
         return [name for name, ((least, _), (_, most)) in zip(REMEDIES, pairs) if most != NOTHING_MOST and least != most]
 
     def check(self, spans: list[tuple[int, int]]) -> None:
-        """Raises UsageError, on all stages, where ``spans`` show that they do not have the same."""
+        """Raises UsageError, on all stages, if ``spans`` show a difference."""
         if not (differing := self._differing(spans)):
             return
         name, collectives = differing[0], self._context.collectives
@@ -124,7 +125,8 @@ class StepInputs:
             (rank, number) for rank, number in collectives.collect(mine, "what differs at a step", [stages]) if number is not None
         ]
         first = have[0]
-        other = next((each for each in have if each[1] != first[1]), have[-1])  # what differed may be over by now
+        # The difference may be gone by now
+        other = next((each for each in have if each[1] != first[1]), have[-1])
         error = UsageError(f"step(): {name} of rank {first[0]} and of rank {other[0]} differ. {REMEDIES[name]}")
         collectives.fail_elsewhere(stages, error)
         raise error

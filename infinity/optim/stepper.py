@@ -1,7 +1,8 @@
-"""Stepper: plans what a step does with each shard, and hands it to the updater.
+"""Stepper: plans the step of each shard, and submits it to the updater.
 
-span    consecutive parameters of a shard with the same hyperparameters and step count: one kernel call
-shadow  the update of a shard that was made in the backward, on the chance that the step will be that one
+span    consecutive parameters of a shard with the same hyperparameters and step count: one
+        kernel call
+shadow  an update made ahead in the backward, in case the step turns out to be equal
 """
 
 from __future__ import annotations
@@ -26,30 +27,31 @@ from .device_step import DeviceUpdate, Span, steps_on_device
 
 @dataclass(eq=False)
 class ShardStep:
-    """Holds what a step does with one shard."""
+    """The step of one shard."""
 
     shard: ParamShard
-    landed: list[tuple[ParamHandle, int]]  # whose gradients it applies, and the number of that step of theirs
-    shadow: Shadow | None = None  # that is the update already
-    newer: StateArray | None = None  # where the update makes new weights, beside those it begins with; None: in their place
-    update: native.UnitUpdate | None = None  # of the processor's part
-    device_step: Callable[[], DeviceUpdate] | None = None  # of the device's
+    landed: list[tuple[ParamHandle, int]]  # whose gradients are applied, and the new step counts
+    shadow: Shadow | None = None  # already is this update
+    newer: StateArray | None = None  # receives the new weights; None: in place
+    update: native.UnitUpdate | None = None  # the processor's part
+    device_step: Callable[[], DeviceUpdate] | None = None  # the device's part
     device_update: DeviceUpdate | None = None
-    has_begun: bool = False  # on the device, where it cannot be told how far it came
+    has_begun: bool = False  # on the device, whose progress is unknown after an interrupt
 
 
 HYPERPARAMETERS = [name for name in dir(native.Hyperparameters) if not name.startswith("_")]
 
 
 def _inputs_of(spans: list[Span]) -> list[tuple]:
-    """Lists all that an update is made with, to be compared."""
+    """Lists all inputs of an update, for a comparison."""
     return [(begin, end, *(getattr(hyper, name) for name in HYPERPARAMETERS)) for begin, end, hyper in spans]
 
 
 class Stepper:
-    """Steps units by one rule and the hyperparameters of an optimizer's groups. Used from the thread that runs the step.
+    """Steps units by one rule and the hyperparameters of an optimizer's groups. Used from the
+    thread that runs the step.
 
-    ``group_of``: the parameters that are stepped, each with the index of its group.
+    ``group_of``: the parameters to step, each with the index of its group.
     """
 
     def __init__(self, context: StepContext, rule: native.Rule, groups: list[dict[str, Any]], group_of: Mapping[ParamHandle, int]):
@@ -59,11 +61,11 @@ class Stepper:
         return has_landed(handle) and handle in self._group_of
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ShardStep]:
-        """Plans what a step does with ``unit``. Gradients that have landed go home; nothing else is changed."""
+        """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""
         context, beside = self._context, self._context.keeps_older()
-        # Of what is made beside the old weights all is: what has no gradient is copied there.
+        # A second buffer needs all shards: parameters without a gradient are copied there.
         planned = [shard for shard in unit.shards if shard.spec.stepped and (beside or self._has_landed(unit, shard))]
-        if planned and not beside:  # else they are not what is gathered any more
+        if planned and not beside:  # if beside, gathered weights stay valid
             context.release([unit])
         if context.steps.streaming:
             context.gradients.settle_early(unit.handles)
@@ -73,7 +75,7 @@ class Stepper:
             shard.wait()
             for handle in handles if clip != 1.0 else ():
                 if has_landed(handle) and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
-                    context.gradients.apply_factors(handle)  # there is no room for another
+                    context.gradients.apply_factors(handle)  # no room for another factor
             after = context.gradients.homes.close_shard(shard)
             spans = list(self._spans(shard, handles, clip))
             step = ShardStep(shard, [(h, h.step + 1) for h in handles if self._is_stepped(h)])
@@ -83,13 +85,14 @@ class Stepper:
             elif beside:
                 step.newer = shard.older
                 self._plan_beside(step, spans, after, label=unit.index, version=version)
-            elif spans:  # else other ranks have these parameters in their slices
+            elif spans:  # without spans other ranks have these parameters in their slices
                 self._plan_update(step, spans, after, label=unit.index, version=version)
             steps.append(step)
         return steps
 
     def carry_out(self, steps: list[ShardStep]) -> None:
-        """Makes the planned ``steps``. Called again it does what is left."""
+        """Runs the planned ``steps``. After an interrupt it can be called again, and does the rest,
+        unless a step was interrupted on the device: that halts the engine."""
         context = self._context
         for step in steps:
             if step.device_step is not None and step.device_update is None:
@@ -115,7 +118,7 @@ class Stepper:
 
     @staticmethod
     def _enter(step: ShardStep, update: Update) -> None:
-        """Enters a submitted update into its shard's books."""
+        """Records a submitted update in its shard."""
         if step.newer is None:
             step.shard.submit(update)
         else:
@@ -123,8 +126,8 @@ class Stepper:
 
     @torch.no_grad()
     def shadow(self, unit: ParamUnit) -> int:
-        """Makes the update of ``unit``, whose gradients have landed, beside its state: the step may turn out to be that. Returns how
-        many of its shards have a shadow now."""
+        """Makes the update of ``unit``, whose gradients have landed, beside its state: the step may
+        turn out to be equal. Returns how many of its shards have a shadow."""
         context, made = self._context, 0
         if not context.shadow_policy.is_wanted(context.steps.backwards + 1):
             return made
@@ -149,7 +152,8 @@ class Stepper:
         return any(h.shard is shard and self._is_stepped(h) for h in unit.handles)
 
     def _plan_update(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
-        """``spans`` of a shard are to be stepped: where its state is, and of state on the host a part on the device too."""
+        """Plans the update of ``spans`` where the shard's state is. Of state on the host, the
+        device may take a part."""
         context, shard = self._context, step.shard
         stepper = context.updates.stepper
         if stepper is None:
@@ -165,7 +169,8 @@ class Stepper:
             step.device_step = partial(stepper.step, shard, shard.native_layout(self._rule), own, version=version, behind=behind)
 
     def _plan_beside(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
-        """The same, with the new weights beside the old ones: all of it by whoever reaches the state."""
+        """Plans the same, out of place: new weights go to a second buffer; no split between CPU and
+        GPU."""
         context, shard = self._context, step.shard
         stepper = context.updates.stepper
         if stepper is None or not steps_on_device(shard):
@@ -185,11 +190,13 @@ class Stepper:
         version: int,
         ahead: bool = False,
     ) -> native.UnitUpdate:
-        """The processor's update of ``spans`` of a shard; ``ahead``: beside its state, as far as there is room for a shadow."""
+        """Makes the processor's update of ``spans`` of a shard. ``ahead``: beside its state, for
+        the arrays that have a shadow."""
         extents = {name: array.extent for name, array in shard.arrays.items()}
         if shard.ranks.keeps_gradients:
             extents["grad"] = shard.slice_of_grad()
-        read = self._context.device.ticket([shard.last_read])  # a copy to the device may still read what is about to change
+        # A copy to the device may still read bytes that change
+        read = self._context.device.ticket([shard.last_read])
         after = [*after, read] if read is not None else after
         beside = shard.shadow_extents if ahead else {}
         return native.UnitUpdate(
@@ -210,8 +217,8 @@ class Stepper:
         )
 
     def _spans(self, shard: ParamShard, handles: list[ParamHandle], clip: float = 1.0) -> Iterator[Span]:
-        """The spans of what has landed: neighbours with the same hyperparameters, step and factors are one. ``clip``: a factor
-        after the gradients' own."""
+        """Yields the spans of landed gradients. Neighbours with the same hyperparameters, step and
+        factors form one. ``clip``: applied after the gradients' own factors."""
         last = () if clip == 1.0 else (clip,)
         key, begin, end = None, 0, 0
         first = shard.own_slice[0]

@@ -1,4 +1,4 @@
-"""Updates: has the updater, which steps state on the processor, and the device's stepper, and counts their steps."""
+"""Updates: holds the updater, which steps state on the processor, and the device's stepper."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .step_clock import StepClock
 
 
 def draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) -> None:
-    """Puts on the timeline what the updater has done since the last time."""
+    """Adds the updater's new events to the timeline."""
     lanes = {"load": "nvme->host", "step": "optimizer", "save": "host->nvme"}
     for kind, unit, _, start, end in updater.take_events():
         traffic.mark(lanes[kind], names[unit] if kind == "step" else f"{names[unit]} state", start, end)
 
 
 class Updates:
-    """What steps the state of ``units``. Used from the thread that steps."""
+    """The steppers of the state of ``units``. Used from the thread that steps."""
 
     def __init__(self, units: Sequence[ParamUnit], traffic: Traffic):
         self._units, self._traffic = units, traffic
         self.names = [unit.name for unit in units]
         self.clock = StepClock()
         self.updater: native.Updater | None = None  # None: nothing is stepped
-        self.stepper: DeviceStepper | None = None  # where the processor cannot step all there is
-        self.recorded: list[native.Updater] = []  # whose events are to be drawn when the engine goes
+        self.stepper: DeviceStepper | None = None  # if the processor cannot access all state
+        self.recorded: list[native.Updater] = []  # whose events are drawn when the engine ends
 
     def use(self, updater: native.Updater, device: Device, device_slot_nbytes: int) -> None:
-        """Steps by ``updater``, and on ``device`` where that has kernels."""
+        """Steps by ``updater``, and on ``device`` if it has kernels."""
         self.updater = updater
         if device.kernels is not None:
             self.stepper = DeviceStepper(device, self._traffic, device_slot_nbytes)
@@ -40,17 +40,17 @@ class Updates:
             self.recorded.append(updater)
 
     def begin_step(self) -> None:
-        """Begins a step: chooses what of it the device does."""
+        """Starts a step: chooses the device's share of it."""
         if self.stepper is not None and self.updater.step_seconds:
             self.stepper.choose_share(self.updater.elements / self.updater.step_seconds, self._passing_nbytes())
 
     def _passing_nbytes(self) -> float:
-        """Bytes of state per element that would come in if the device stepped it."""
+        """Returns the bytes of state per element that the device would have to copy in."""
         specs = [shard.spec for unit in self._units for shard in unit.shards if shard.spec.stepped]
         return max((sum(spec.nbytes_per_element().values()) for spec in specs), default=0.0)
 
     def end_step(self) -> None:
-        """Ends a step, whose updates are submitted."""
+        """Ends a step, after its updates are submitted."""
         began = self.clock.tick()
         if self._traffic.timeline is not None:
             self._traffic.mark("step", f"step {self.clock.steps}", began)
@@ -58,10 +58,10 @@ class Updates:
             self._traffic.timeline.flush()
 
     def draw(self) -> None:
-        """Puts on the timeline, where there is one, what was done since the last time."""
+        """Adds new events to the timeline, if there is one."""
         if self._traffic.timeline is not None and self.updater is not None:
             draw_updates(self.updater, self._traffic, self.names)
 
     def close(self) -> None:
-        """Gives up what steps."""
+        """Releases the updater and the device's stepper."""
         self.updater = self.stepper = None

@@ -1,4 +1,4 @@
-"""Parallel: cuts models over the axes of a DeviceMesh, by torch's own DTensor.
+"""Parallel: shards models over the axes of a DeviceMesh, by torch's own DTensor.
 
 model = infinity.parallel.tensor_parallel(model, mesh["tp"])
 model, optimizer = infinity.wrap_model(model, optimizer, config, mesh=mesh)
@@ -22,7 +22,7 @@ __all__ = [
     "Pipeline", "WithoutFlush", "attach", "expert_parallel", "find_plan", "measure_costs", "pipeline", "tensor_parallel", "without_flush",
 ]  # fmt: skip
 
-_HOMES = {  # no submodule may have a public name: its import would take that name's place
+_HOMES = {  # no submodule may have a public name: its import would replace that name
     "Pipeline": "pipelines",
     "attach": "schedules",
     "expert_parallel": "experts",

@@ -1,4 +1,4 @@
-"""Agreement: compares what ranks that cut one model together were given, before anything is changed."""
+"""Agreement: compares the inputs of ranks that shard one model together, before any change."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from ..state.dtensors import describe_placements
 from ..state.tensors import digest_of
 
 T = TypeVar("T")
-LONGEST = 200  # characters of what a rank was given, in an error
+LONGEST = 200  # characters of a rank's value, in an error
 
 
 def collect(what: str, group: dist.ProcessGroup | None, make: Callable[[], T]) -> list[T]:
-    """Collects what each rank of ``group`` makes (None: of the job), in their order.
+    """Collects the result of ``make`` on each rank of ``group`` (None: of the job), in rank order.
+    A collective.
 
-    A rank whose ``make`` raises does so when it has told the others: these raise ConfigError, with its words.
+    If ``make`` raises on a rank, that rank reports it to the others before it raises; these raise
+    ConfigError with its text.
     """
     mine: tuple[int, T | None, str] = dist.get_rank(), None, ""
     failure: Exception | None = None
@@ -39,9 +41,10 @@ def collect(what: str, group: dist.ProcessGroup | None, make: Callable[[], T]) -
 
 
 def agree(what: str, group: dist.ProcessGroup | None, describe: Callable[[], tuple[dict[str, str], T]]) -> T:
-    """Compares over ``group`` what the ranks describe. Returns what this rank's ``describe`` made beside its description.
+    """Compares the ranks' descriptions over ``group``. Returns the value that this rank's
+    ``describe`` made beside its description. A collective.
 
-    Raises ConfigError on all of them, naming two ranks and the first difference, where they were not given the same.
+    Raises ConfigError on all ranks, naming two ranks and the first difference, if they differ.
     """
     made: list[T] = []
 
@@ -62,7 +65,8 @@ def agree(what: str, group: dist.ProcessGroup | None, describe: Callable[[], tup
 
 
 def describe_model(model: nn.Module) -> dict[str, str]:
-    """Describes a model before it is cut: its parameters and which of them are one, its buffers, its modules, what its configuration says."""
+    """Describes a model before it is sharded: its parameters, their ties, its buffers, its modules,
+    its configuration."""
     found = {"the model": type(model).__name__}
     names: dict[torch.Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -75,12 +79,12 @@ def describe_model(model: nn.Module) -> dict[str, str]:
     found["parameters that are one"] = "; ".join(" = ".join(each) for each in names.values() if len(each) > 1) or "none"
     found |= {f"module {name}" if name else "the model": type(module).__name__ for name, module in model.named_modules()}
     settings = getattr(getattr(model, "config", None), "to_dict", dict)()
-    own = "_name_or_path", "transformers_version"  # where this rank has it from
+    own = "_name_or_path", "transformers_version"  # depend on this rank's source of the model
     return found | {f"config.{key}": repr(value) for key, value in settings.items() if key not in own}
 
 
 def is_plain(value: Any) -> bool:
-    """Tells whether ``value`` reads the same on every rank that has the same."""
+    """Returns whether ``value`` has the same repr on every rank that has the same value."""
     return value is None or isinstance(value, (bool, int, float, str))
 
 

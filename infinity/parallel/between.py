@@ -1,8 +1,8 @@
-"""Between: has what stages of a pipeline pass to each other over a process group that no other pass
-has left anything in.
+"""Between: the process group for tensors between pipeline stages. No earlier pass has left
+transfers in it.
 
-cut short   of a pass: an exception ended it on this rank. What other ranks have sent for it may lie in the group still, and would be taken for
-            what the next pass sends
+cut short   of a pass: an exception ended it on this rank. Tensors that other ranks have sent for it
+            may still be in the group, and the next pass would receive them
 """
 
 from __future__ import annotations
@@ -26,36 +26,35 @@ TORCH = os.path.dirname(dist.__file__)
 
 
 class Between:
-    """The group of the ranks that have the stages of one pipeline. ``forget``: drops whatever
-    refers to the group."""
+    """The group of the ranks with the stages of one pipeline. ``forget``: drops all references to
+    the group."""
 
     def __init__(self, job: Job, axis: dist.device_mesh.DeviceMesh, forget: Callable[[], None]):
         self._ranks, self._forget = job.ranks, weakref.WeakMethod(forget)
         self._members = dist.get_process_group_ranks(axis.get_group())
         self._number, self._is_cut_short = 0, False
-        # A device's transport is the mesh's, and is not made anew.
+        # A device's transport is the mesh's, and is not replaced.
         self._of_device = None if job.device.is_host else axis.get_group()
         self._own: dist.ProcessGroup | None = self._make()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group for what the device has. Nobody keeps it: what refers to it keeps its
-        connections."""
+        """The group for device tensors. Do not keep it: a reference keeps its connections."""
         return self._of_device or self._own
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """The same for what the host has."""
+        """The group for host tensors."""
         return self._own
 
     def rank_of(self, coordinate: int) -> int:
-        """Returns the rank, of all, that has the stages of a coordinate of the pipeline."""
+        """Returns the global rank of a coordinate of the pipeline."""
         return self._members[coordinate]
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Surrounds what passes over the group. An exception closes it: other ranks need not wait
-        until the timeout then."""
+        """Surrounds transfers over the group. An exception closes it, so that other ranks need not
+        wait until the timeout."""
         self._is_cut_short = True
         try:
             yield
@@ -70,12 +69,13 @@ class Between:
 
     @property
     def said(self) -> tuple[bool, int]:
-        """What this rank tells the others before a pass, for :meth:`settle`."""
+        """This rank's input to :meth:`settle`, which all ranks exchange before a pass."""
         return self._is_cut_short, self._number
 
     def settle(self, everyones: Sequence[tuple[bool, int]]) -> None:
-        """Makes the group anew where a pass was cut short on any rank: of ``everyones`` what they
-        have said. Raises UsageError where it cannot be."""
+        """Creates the group again if a pass was interrupted on any rank. ``everyones``:
+        :attr:`said` of all ranks. Every rank calls this. Raises UsageError if the group cannot be
+        replaced."""
         numbers = [number for _, number in everyones]
         if not any(is_cut for is_cut, _ in everyones) and min(numbers) == max(numbers):
             return
@@ -108,14 +108,14 @@ class Between:
         with contextlib.suppress(RuntimeError, ValueError, AssertionError, AttributeError):
             dist.destroy_process_group(group)
         del group
-        gc.collect()  # works that nobody waits for any more keep the connections, too
+        gc.collect()  # abandoned works also keep the connections
 
 
 def _clear(error: BaseException) -> None:
-    """Clears what torch's frames keep that ``error``, or one behind it, has left: operations of the
-    group."""
+    """Clears torch's frames in the traceback of ``error`` and of its causes: they keep operations
+    of the group."""
     errors: list[BaseException | None] = [error]
-    seen: set[int] = set()  # what was raised from what may close a circle
+    seen: set[int] = set()  # causes and contexts may form a cycle
     while errors:
         each = errors.pop()
         if each is None or id(each) in seen:
@@ -124,5 +124,5 @@ def _clear(error: BaseException) -> None:
         errors += [each.__cause__, each.__context__]
         for frame, _ in traceback.walk_tb(each.__traceback__):
             if frame.f_code.co_filename.startswith(TORCH):
-                with contextlib.suppress(RuntimeError):  # one that still runs
+                with contextlib.suppress(RuntimeError):  # a frame that still runs
                     frame.clear()

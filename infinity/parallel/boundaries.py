@@ -1,7 +1,9 @@
-"""Boundaries: has each rank of the tp axis send a part of what passes between stages, and puts the parts together on the other side.
+"""Boundaries: sends one part of a stage's output from each tp rank, and assembles the parts on the
+receiving side.
 
-What a block gives is the same on all ranks that have parts of its tensors. So each sends one t-th of it, and the receivers gather it among
-themselves, which is the faster network (Narayanan et al., Megatron-LM, 2021, section 4.1: b s h / t between stages).
+[Note: why in parts] A block's output is the same on all ranks that have parts of its tensors. So
+each rank sends one t-th of it, and the receivers gather it among themselves, over the faster
+network (Narayanan et al., Megatron-LM, 2021, section 4.1: b s h / t between stages).
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from .plans import own_plan
 
 
 def axis_that_shares(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh | None:
-    """Finds the axis of ``mesh``, tp or ep, on whose ranks each block of ``model`` gives the same: by the plan of a model of transformers, unless
-    that leaves sequences in parts. None where there is none, each has a batch of its own, or the features do not divide."""
+    """Finds the axis of ``mesh``, tp or ep, on whose ranks the output of each block of ``model`` is
+    the same. For a transformers model its plan decides: it must not leave sequences in parts.
+    Returns None if there is no such axis, if its ranks have batches of their own, or if the
+    features do not divide."""
     sharing = ("tp",) if divides_experts(model) else ("tp", "ep")
     axes = [mesh[name] for name in mesh.mesh_dim_names or () if name in sharing and mesh[name].size() > 1]
     if not axes or not hasattr(model, "config") or "sequence_parallel" in own_plan(model).values():
@@ -34,7 +38,8 @@ def axis_that_shares(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 class Boundaries:
-    """The chunks of one rank, of a model whose blocks give the same on every rank of ``mesh``."""
+    """The chunks of one rank, of a model whose block outputs are the same on every rank of
+    ``mesh``."""
 
     def __init__(self, chunks: Sequence[nn.Module], numbers: Sequence[int], count: int, mesh: DeviceMesh, collectives: Collectives):
         self._mesh, self._collectives = mesh, collectives
@@ -44,7 +49,7 @@ class Boundaries:
 
     @contextmanager
     def in_parts(self) -> Iterator[None]:
-        """Has the chunks take and give parts inside the block."""
+        """Makes the chunks receive and return parts inside the block."""
         with ExitStack() as stack:
             for chunk in self._takes:
                 stack.callback(chunk.register_forward_pre_hook(self._put_together).remove)
@@ -57,7 +62,7 @@ class Boundaries:
         part = (
             DTensor.from_local(output, self._mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(-1)]).to_local()
         )
-        return part.clone()  # torch's schedules detach it in place, which a view cannot be
+        return part.clone()  # torch's schedules detach it in place, which a view does not allow
 
     def _put_together(self, chunk: nn.Module, inputs: tuple) -> tuple:
         part, *rest = inputs
@@ -65,9 +70,10 @@ class Boundaries:
         return (whole, *rest)
 
     def _compare(self, chunk: nn.Module, output: torch.Tensor) -> None:
-        """Raises UsageError where ``output`` is not the same on all ranks of the axis: a plan may not do what its names say.
+        """Raises UsageError if ``output`` differs between ranks of the axis: a plan may not do what
+        its names say.
 
-        Done for a chunk's first output of each shape, which is the same on all of them.
+        Compares a chunk's first output of each shape, which all ranks reach together. A collective.
         """
         if (key := (id(chunk), tuple(output.shape))) in self._compared:
             return

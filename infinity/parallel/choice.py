@@ -1,9 +1,12 @@
-"""Choice: which schedule runs a pipeline, in how many chunks, cut where; and the line that says why.
+"""Choice: chooses a pipeline's schedule, its number of chunks and its split points, and describes
+the reason in a line.
 
-LoopedBFS loads each chunk at most twice a step, whatever the number of micro-batches: 2 v - W of v chunks where W stay in the window. All
-others load a chunk once or twice for every micro-batch as soon as the rank's chunks exceed the window.
+LoopedBFS loads each chunk at most twice a step, for any number of micro-batches: 2 v - W loads for
+v chunks with W in the window. All others load a chunk once or twice for every micro-batch as soon
+as the rank's chunks exceed the window.
 
-Schedules add micro-batches up in orders of their own, so that "auto" is one of them wherever weights are at home. Chunks do not change a bit.
+Each schedule adds micro-batches up in its own order. So "auto" is the same schedule at every home.
+The number of chunks does not change a bit.
 """
 
 from __future__ import annotations
@@ -19,15 +22,16 @@ from ..state.dtensors import local_of
 from ..state.kept_dtypes import computing_dtypes
 from .stages import Chain
 
-ONE_CHUNK = ("GPipe", "1F1B")  # schedules of one chunk a rank; all others here have several
-IN_A_V = ("ZBVZeroBubble", "DualPipeV")  # the last rank has the middle chunks, the first one both ends
+ONE_CHUNK = ("GPipe", "1F1B")  # schedules with one chunk a rank; all others here have several
+# The last rank has the middle chunks, the first one both ends.
+IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble", *IN_A_V)
 NAMES = (*ONE_CHUNK, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *IN_A_V)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule, and the chunks that it runs."""
+    """A schedule, and its chunks."""
 
     name: str
     lengths: tuple[int, ...]  # layers of each chunk
@@ -37,7 +41,7 @@ class Choice:
 
     @property
     def chunks(self) -> int:
-        """Chunks of the whole model."""
+        """Number of chunks of the whole model."""
         return len(self.lengths)
 
     @property
@@ -47,11 +51,11 @@ class Choice:
 
     @property
     def last_rank(self) -> int:
-        """The rank of the pp axis that has the last chunk."""
+        """The rank of the pp axis with the last chunk."""
         return self.rank_of(self.chunks - 1)
 
     def rank_of(self, number: int) -> int:
-        """Returns the rank of the pp axis that has a chunk."""
+        """Returns the rank of the pp axis with a chunk."""
         return min(number, 2 * self.ranks - 1 - number) if self.name in IN_A_V else number % self.ranks
 
     def chunks_of(self, rank: int) -> list[int]:
@@ -64,7 +68,7 @@ class Choice:
         return range(begin, begin + self.lengths[number])
 
     def describe(self, chain: Chain) -> str:
-        """Says in one line what was chosen, and why."""
+        """Describes the choice and its reason in one line."""
         return (
             f"pipeline: {type(chain.model).__name__}, {len(chain.layers)} layers in chunks of {', '.join(map(str, self.lengths))} over {self.ranks} ranks; "
             f"{self.name} with {self.micro_batches} micro-batches ({self.why})"
@@ -82,14 +86,14 @@ def choose(
     costs: Sequence[float] | None,
     load_rate: float | None,
 ) -> Choice:
-    """Chooses as :func:`pipeline` says.
+    """Chooses as :func:`pipeline` documents.
 
     costs
         Seconds of each layer for one micro-batch.
     load_rate
-        Bytes per second at which weights come from their home. None: not measured.
+        Bytes per second at which weights are read from their home. None: not measured.
 
-    Raises ConfigError for what does not fit, with the numbers.
+    Raises ConfigError, with the numbers, if the inputs do not fit.
     """
     layers = len(chain.layers)
     if costs is not None and len(costs) != layers:
@@ -118,7 +122,7 @@ def choose(
 
 
 def _name(schedule: str) -> tuple[str, str]:
-    """The schedule, and why this one."""
+    """Returns the schedule, and its reason."""
     if schedule not in ("auto", *NAMES):
         raise ConfigError(f"schedule: there is no {schedule!r}; there are auto, {', '.join(NAMES)}")
     if schedule != "auto":
@@ -127,7 +131,7 @@ def _name(schedule: str) -> tuple[str, str]:
 
 
 def _counts(name: str, layers: int, ranks: int, config: Config) -> list[int]:
-    """Chunks of a rank to try: the fewest first. Two of them have to fit the window at once."""
+    """Returns the chunks per rank to try, fewest first. Two chunks must fit the window together."""
     if name in ONE_CHUNK or (layers < 2 * ranks and name not in IN_A_V):
         return [1]
     more = name == "LoopedBFS" and config.device_memory is not None
@@ -135,7 +139,7 @@ def _counts(name: str, layers: int, ranks: int, config: Config) -> list[int]:
 
 
 def _check(name: str, chunks: int, layers: int, ranks: int, micro_batches: int) -> None:
-    """Raises ConfigError where a schedule does not take so many chunks or micro-batches."""
+    """Raises ConfigError if a schedule does not accept this number of chunks or micro-batches."""
     if (name in ONE_CHUNK and chunks != 1) or (name in IN_A_V and chunks != 2):
         raise ConfigError(f"schedule {name} takes {1 if name in ONE_CHUNK else 2} chunks of the model on each rank, not {chunks}")
     if layers < ranks * chunks:

@@ -1,4 +1,5 @@
-"""choose_together: chooses a pipeline's schedule and cuts on every rank, of what all ranks were given alike."""
+"""choose_together: chooses a pipeline's schedule and split points on every rank, from equal
+inputs."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ def choose_together(
     costs: Sequence[float] | None,
     **asked: Any,
 ) -> tuple[Chain, Config, Choice]:
-    """Returns the model as a chain, the configuration, and what was chosen. ``asked``: schedule, micro_batches and chunks, as :func:`pipeline`
-    was given them. Raises ConfigError on every rank where one was given something else, or what does not fit; nothing was changed."""
+    """Returns the model as a chain, the configuration, and the choice. ``asked``: schedule,
+    micro_batches and chunks, as given to :func:`pipeline`. Every rank calls this. Raises
+    ConfigError on every rank, before any change, if one has other inputs, or if they do not fit."""
 
     def describe() -> tuple[dict[str, str], tuple[Chain, Config]]:
         chain, checked = _check(model, mesh, config, loss_fn)
@@ -59,7 +61,8 @@ def _check(model: nn.Module, mesh: Any, config: Any, loss_fn: Callable | None) -
 
 
 def _first_ranks(costs: Sequence[float] | None, config: Config) -> tuple[list[float] | None, float | None]:
-    """Takes the first rank's costs, and the rate that it measures of the weights' home: cuts must not differ between ranks."""
+    """Returns the first rank's costs, and its measured rate of the weights' home: split points must
+    not differ between ranks."""
 
     def measure() -> tuple[list[float] | None, float | None]:
         if dist.get_rank() or costs is None:

@@ -1,14 +1,17 @@
-"""WithoutFlush: runs batches through a pipeline one behind the other, so that it never runs empty between them.
+"""WithoutFlush: runs batches through a pipeline back to back, so that it never empties between
+them.
 
-1F1B goes on over the end of a batch: forwards of the next one fill the places where ranks would stand idle. An update is made as soon as the
-batch's last backward on a stage is over, while micro-batches of the next one are under way. PipeDream-2BW's rule (arXiv 2006.09503, section
-3.1) keeps that exact: with W(0) the weights at the start,
+1F1B continues over the end of a batch: forwards of the next one fill the slots in which ranks would
+be idle. A stage updates as soon as the batch's last backward on it is done, while micro-batches of
+the next batch are in flight. PipeDream-2BW's rule (arXiv 2006.09503, section 3.1) keeps that exact:
+with W(0) the weights at the start,
 
     W(t + 1) = W(t) - lr * f(W(max(t - 1, 0)))
 
-so all stages compute batch t, forwards and backwards, with one version of the weights, and two are there at any time.
+so all stages compute batch t, forwards and backwards, with one version of the weights, and two
+versions exist at any time.
 
-place   where torch keeps what a micro-batch receives: as many as a batch has micro-batches, taken in turn
+place   torch's receive buffer of a micro-batch: one for each of a batch, reused in turn
 """
 
 from __future__ import annotations
@@ -34,18 +37,20 @@ from .schedules import SHAPES, attach, in_flight_of, naming_causes, one_pass
 
 ADAMS = ("ADAM", "ADAMW")
 
-Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # names, shapes and dtypes of a batch's tensors
+# Names, shapes and dtypes of a batch's tensors.
+Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
 class Action(NamedTuple):
     """One forward or backward of a stage."""
 
     is_forward: bool
-    number: int  # of the micro-batch, counted over all batches
+    number: int  # micro-batch, counted over all batches
 
 
 def order_of(stage: int, stages: int, count: int) -> Iterator[Action]:
-    """Yields what a ``stage`` of so many does for ``count`` micro-batches: 1F1B, from the first to the last of them."""
+    """Yields the actions of a ``stage`` of ``stages`` for ``count`` micro-batches: 1F1B, from the
+    first to the last."""
     ahead = min(count, stages - stage)
     for number in range(ahead):
         yield Action(True, number)
@@ -56,18 +61,19 @@ def order_of(stage: int, stages: int, count: int) -> Iterator[Action]:
 
 
 def without_flush(schedule: Any, optimizer: torch.optim.Optimizer, *, quiet: bool = False) -> WithoutFlush:
-    """Prepares ``schedule`` to run batches without a flush between them; :meth:`WithoutFlush.run` does.
+    """Prepares ``schedule`` to run batches without a flush between them, by
+    :meth:`WithoutFlush.run`.
 
     schedule
-        torch's Schedule1F1B, whose stage's module is wrapped; it is attached (:func:`attach`) if it is not yet.
+        torch's Schedule1F1B with a wrapped stage; it is attached (:func:`attach`) if needed.
     optimizer
         The one that wrap_model returned: it makes an update for every batch.
     quiet
-        Leaves out the warning that the rules of Adam suffer from gradients of older weights.
+        Suppresses the warning that the rules of Adam suffer from gradients of older weights.
 
-    Takes room for a second version of the weights, at their home, for as long as the model is wrapped. Raises CapacityError where there is
-    none, and ConfigError for another schedule, one without a loss, fewer micro-batches than stages, max_grad_norm, speculate: nothing is
-    changed then.
+    Allocates a second version of the weights, at their home, until the model is unwrapped. Raises,
+    before any change, CapacityError if there is no room, and ConfigError for another schedule, one
+    without a loss, fewer micro-batches than stages, max_grad_norm, speculate.
     """
     _check_schedule(schedule)
     engine = engine_of(schedule._stage.submod)
@@ -113,26 +119,30 @@ def _check_engine(job: Job, schedule: Any, optimizer: Any) -> None:
 
 
 class WithoutFlush:
-    """A schedule that runs batches without a flush between them. Every rank of the job calls :meth:`run` together."""
+    """A schedule that runs batches without a flush between them. Every rank calls :meth:`run`."""
 
     def __init__(self, engine: Engine, schedule: Any, optimizer: InfinityOptimizer):
         self._engine, self._schedule, self._optimizer = engine, schedule, optimizer
-        self.on_batch: Callable[[int], None] = lambda number: None  # is told which batch's forwards begin on this stage
+        # Called with the batch whose forwards begin on this stage.
+        self.on_batch: Callable[[int], None] = lambda number: None
 
     def run(self, batches: Sequence[Any], *, after_update: Callable[[], Any] | None = None) -> list[torch.Tensor] | None:
-        """Runs ``batches`` and makes an update for each. When it returns all of them are made, and there is one version of the weights:
-        save, evaluate, read then.
+        """Runs ``batches`` and makes an update for each. When it returns all updates are made, and
+        there is one version of the weights: save, evaluate and read then.
 
         batches
-            Pairs (inputs, target), or triples with a dict of keyword arguments for all stages; inputs are a tensor or a tuple. As many on every
-            rank, all of the same shapes, which may be others in every run: one with new shapes runs a micro-batch more, in which stages tell each
-            other what they pass on. The first stage looks at inputs, the last at targets; both may be None elsewhere.
+            Pairs (inputs, target), or triples with a dict of keyword arguments for all stages;
+            inputs are a tensor or a tuple. The same number on every rank, all of the same shapes.
+            Each run may have new shapes: it then runs one more micro-batch, in which stages
+            exchange the shapes of their tensors. The first stage reads inputs, the last targets;
+            elsewhere both may be None.
         after_update
-            Is called on each rank after each of its updates, a learning rate scheduler's ``step`` for example. It may not use the model, nor wait
-            for other stages, which are elsewhere.
+            Called on each rank after each of its updates, for example a learning rate scheduler's
+            ``step``. It must not use the model, or wait for other stages, which are elsewhere.
 
-        Returns the losses of the micro-batches of each batch on the rank of the last stage, None on others. Raises UsageError, before anything is
-        changed, for batches that do not fit, gradients of an earlier backward, or inside ``step_in_backward``.
+        Returns the losses of the micro-batches of each batch on the rank of the last stage, None on
+        others. Raises UsageError, before any change, for batches that do not fit, for gradients of
+        an earlier backward, and inside ``step_in_backward``.
         """
         stage = self._schedule._stage
         batches = list(batches)
@@ -144,7 +154,8 @@ class WithoutFlush:
             return _Run(self._engine, self._schedule, self._optimizer, batches, shapes, self.on_batch, after_update).go()
 
     def _check(self, batches: list[Any]) -> Shapes:
-        """Returns the shapes of ``batches``, for which torch makes buffers anew where a rank's are other ones."""
+        """Returns the shapes of ``batches``. Drops torch's buffers if any rank's shapes are new. A
+        collective."""
         engine = self._engine
         engine.uses.check(Operation.PIPELINE_RUN)
         if not torch.is_grad_enabled():
@@ -169,14 +180,14 @@ class WithoutFlush:
 
 
 def _forget_shapes(schedule: Any) -> None:
-    """Has torch try the stage out once more at the next batch, and make its buffers anew."""
+    """Makes torch infer the stage's shapes, and create its buffers, again at the next batch."""
     vars(schedule).pop(SHAPES, None)
     schedule._stage_forward_initialized = schedule._stage_backward_initialized = False
 
 
 def _shapes_of(batches: list[Any], schedule: Any) -> Shapes:
-    """Returns the shapes of each of ``batches``, as far as this stage has them. Raises UsageError where torch's buffers, which are the same for all,
-    would not fit every micro-batch."""
+    """Returns the shapes of each of ``batches``, as far as this stage has them. Raises UsageError
+    if torch's buffers, which are shared by all, would not fit every micro-batch."""
     stage, count = schedule._stage, schedule._n_microbatches
     shapes: set[Shapes] = set()
     for number, batch in enumerate(batches):
@@ -205,7 +216,8 @@ def _shapes_of(batches: list[Any], schedule: Any) -> Shapes:
 
 
 def _check_declared(stage: Any, shapes: list[tuple[int, ...]]) -> None:
-    """Raises UsageError where a first ``stage`` was built for inputs of other ``shapes``: torch asks no stage then."""
+    """Raises UsageError if a first ``stage`` was built for inputs of other ``shapes``: torch does
+    not ask the stages then."""
     declared = getattr(stage, "_user_meta", None)
     if not shapes or declared is None or not declared.inputs or not declared.outputs:
         return
@@ -223,7 +235,7 @@ def _parts(batch: Sequence[Any]) -> tuple[tuple, dict[str, Any], Any]:
 
 
 class _Run:
-    """One run: what is under way, and how far it is."""
+    """One run: its state and progress."""
 
     def __init__(
         self,
@@ -239,8 +251,9 @@ class _Run:
         self._batches, self._shapes = batches, shapes
         self._stage, self._each = schedule._stage, schedule._n_microbatches
         self._on_batch, self._after_update = on_batch, after_update
-        self._split: tuple[int, list, list, Any] = (-1, [], [], None)  # the batch whose forwards run, in micro-batches
-        self._losses: dict[int, torch.Tensor] = {}  # of micro-batches whose backward is to come
+        # The batch whose forwards run, as micro-batches.
+        self._split: tuple[int, list, list, Any] = (-1, [], [], None)
+        self._losses: dict[int, torch.Tensor] = {}  # of micro-batches before their backward
         self._found: list[list[torch.Tensor]] = [[] for _ in batches]
         self._pass = ExitStack()
 
@@ -252,8 +265,9 @@ class _Run:
         with self._pass:
             self._pass.enter_context(one_pass(self._engine, [stage]))
             self._prepare()
-            sends: list[Any] = []  # that go with the next receives: both neighbours do one of each at once
-            work: list[Any] = []  # of sends that went alone
+            # Posted with the next receives: both neighbours post one of each together.
+            sends: list[Any] = []
+            work: list[Any] = []  # works of sends that were posted alone
             for at, action in enumerate(order):
                 _wait_batch_p2p(_batch_p2p([*sends, *self._receives(action)]))
                 if at and self._ends_batch(order[at - 1]):
@@ -270,7 +284,8 @@ class _Run:
         return [torch.stack(losses) for losses in self._found] if stage.is_last else None
 
     def _prepare(self) -> None:
-        """Has torch make the buffers, if it has none for these shapes: it tries the stage out with the first micro-batch."""
+        """Makes torch create buffers, if it has none for these shapes, by a trial with the first
+        micro-batch."""
         args, kwargs, targets = self._micro_batches(0)
         self._schedule._initialize_stage(args[0], kwargs[0], targets[0] if targets is not None else None, None)
         setattr(self._schedule, SHAPES, self._shapes)
@@ -308,7 +323,7 @@ class _Run:
         sends = stage.get_bwd_send_ops(place)
         for info in stage.args_recv_info[place]:
             if not info.is_root_arg and info.buffer is not None:
-                info.buffer.grad = None  # autograd would add the next batch's to it
+                info.buffer.grad = None  # autograd would add the next batch's gradient to it
         return sends
 
     def _micro_batches(self, batch: int) -> tuple[list, list, Any]:
@@ -323,7 +338,8 @@ class _Run:
     # --- the end of a batch ---
 
     def _update(self) -> None:
-        """Lands the batch's gradients and makes its update. Others' micro-batches go on meanwhile."""
+        """Finishes the batch's gradients and makes its update. Other stages' micro-batches continue
+        meanwhile."""
         schedule, engine = self._schedule, self._engine
         self._stage.perform_reduce_grad(self._each if schedule.scale_grads else 1)
         self._pass.close()

@@ -1,4 +1,5 @@
-"""Costs: measures what each layer of a chain takes, one after the other, so that a model is measured that fits nowhere."""
+"""Costs: measures the time of each layer of a chain, one after the other, so that the whole model
+need not fit any memory."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from .stages import chain_of
 
-SPREAD = 0.02  # of values that are drawn for layers on meta: a usual initialisation
+SPREAD = 0.02  # standard deviation of values for layers on meta: a usual initialisation
 
 
 def measure_costs(
@@ -20,13 +21,14 @@ def measure_costs(
     """Measures the seconds of each layer's forward and backward, for ``pipeline(costs=...)``.
 
     model
-        As :func:`pipeline` takes it, before it is wrapped; also on ``meta``, where values are drawn. It is not changed.
+        As :func:`pipeline` takes it, before it is wrapped; on ``meta`` random values are used. It
+        is not changed.
     inputs
-        Of one micro-batch: token ids for a model of transformers.
+        Of one micro-batch: token ids for a transformers model.
     device
-        Where layers run: one at a time is there. None: where ``inputs`` are.
+        Device of the measurement, with one layer at a time. None: that of ``inputs``.
     repeats
-        The fastest of so many runs counts. Layers of one kind and size are measured once.
+        Number of runs, of which the fastest counts. Layers of one kind and size are measured once.
 
     Raises ConfigError for a model that is no chain of known form.
     """
@@ -47,7 +49,7 @@ def measure_costs(
 
 
 def _real(chunk: nn.Module, where: torch.device) -> nn.Module:
-    """A copy of ``chunk`` on ``where``, with values."""
+    """Returns a copy of ``chunk`` on ``where``, with values."""
     on_meta = any(param.is_meta for param in chunk.parameters())
     made = copy.deepcopy(chunk)
     if not on_meta:

@@ -1,4 +1,5 @@
-"""expert_parallel: shares out the experts of a mixture over the ranks of a mesh axis, whole ones to each."""
+"""expert_parallel: divides the experts of a mixture among the ranks of a mesh axis, whole experts
+to each."""
 
 from __future__ import annotations
 
@@ -17,32 +18,34 @@ from .agreement import agree
 from .plans import describe_plan, general, own_plan
 from .tensors import check_own_plan, cut_by_own_plan, describe_cut
 
-WEIGHTS = "grouped_gemm"  # transformers' style of a parameter that has one slice for each expert
-EXCHANGES = {"outputs": "all_reduce", "tokens": "all_to_all"}  # what passes between the ranks -> transformers' name of it
+WEIGHTS = "grouped_gemm"  # transformers' style of a parameter with one slice for each expert
+EXCHANGES = {"outputs": "all_reduce", "tokens": "all_to_all"}  # our name -> transformers' name
 
 
 def expert_parallel(
     model: nn.Module, mesh: DeviceMesh, *, exchange: str = "outputs", cut_rest: bool = False, quiet: bool = False
 ) -> nn.Module:
-    """Gives each rank of ``mesh`` an equal part of a mixture's experts, before :func:`infinity.wrap_model`. The same object comes back.
+    """Gives each rank of ``mesh`` an equal part of a mixture's experts, before
+    :func:`infinity.wrap_model`. Every rank calls this. Returns the same object.
 
     model
-        Of transformers, with an ``ep_plan`` (Mixtral, Qwen-MoE, gpt-oss, DeepSeek and others); with the same values on every rank, or on
-        ``meta``.
+        A transformers model with an ``ep_plan`` (Mixtral, Qwen-MoE, gpt-oss, DeepSeek and others),
+        with the same values on every rank, or on ``meta``.
     mesh
-        The ``ep`` (or ``tp``) axis of the job's mesh, of one dimension.
+        The one-dimensional ``ep`` (or ``tp``) axis of the job's mesh.
     exchange
-        "outputs": ranks of the axis have the same batch. Each computes its own experts' tokens, and one all-reduce adds up what they give
-        (transformers' ``AllReduceEP``). "tokens": they have batches of their own, as data ranks. Tokens travel to the ranks of their
-        experts and back, by two all-to-alls for each layer (``AllToAllEP``); all else is sharded over these ranks, too.
+        "outputs": the ranks have the same batch. Each computes its own experts' tokens, and one
+        all-reduce adds up the outputs (transformers' ``AllReduceEP``). "tokens": they are data
+        ranks with batches of their own. Tokens go to their experts' ranks and back, by two
+        all-to-alls a layer (``AllToAllEP``); all else is sharded over these ranks, too.
     cut_rest
-        Cuts attention and other layers by the model's tensor-parallel plan, too. Otherwise every rank has them whole.
+        Also shards attention and other layers, by the model's tp plan. Else every rank has them.
     quiet
         Does not print the plan.
 
-    Raises ConfigError, with the model as it was, on every rank: for a model without such a plan, one that is cut already, a number of experts
-    or, with ``cut_rest``, of heads that does not divide by the ranks, ``cut_rest`` where tokens travel (what is cut needs ranks that share a
-    batch), or where ranks were given different models or arguments.
+    Raises ConfigError on every rank, with the model unchanged, for a model without such a plan or
+    already sharded; for experts, or heads with ``cut_rest``, that do not divide by the ranks; for
+    ``cut_rest`` with "tokens" (it needs ranks that share a batch); and for inputs that differ.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ConfigError(f"expert_parallel takes the ep axis of a mesh (mesh['ep']), of one dimension, not {mesh!r}")
@@ -59,7 +62,7 @@ def expert_parallel(
     if rest:
         cut_by_own_plan(model, mesh, rest)
     _divide(model, mesh, styles, exchange)
-    # As transformers leaves a model that it has cut itself: its save_pretrained puts the parts together then.
+    # As for a model that transformers has sharded itself: its save_pretrained then joins the parts.
     configured = importlib.import_module("transformers.distributed.configuration_utils").DistributedConfig
     batches = {"fsdp_size": mesh.size()} if exchange == "tokens" else {"tp_size": mesh.size(), "tp_plan": rest}
     model.config.distributed_config = configured(
@@ -72,7 +75,8 @@ def expert_parallel(
 def _check(
     model: nn.Module, mesh: DeviceMesh, exchange: str, cut_rest: bool
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """Returns the plan of the experts, that of the rest, and the style of each module and parameter that the first one names."""
+    """Returns the plan of the experts, that of the rest, and the style of each module and parameter
+    that the first one names."""
     if exchange not in EXCHANGES:
         raise ConfigError(f"expert_parallel: exchange is {exchange!r}; there are {', '.join(EXCHANGES)}")
     if exchange == "tokens" and cut_rest:
@@ -92,7 +96,7 @@ def _check(
 
 
 def _divide(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str], exchange: str) -> None:
-    """Has transformers give this rank its experts, and each layer's experts their tokens."""
+    """Makes transformers give this rank its experts, and each layer's experts their tokens."""
     theirs = importlib.import_module("transformers.distributed.expert_parallel")
     sharing = mesh if exchange == "outputs" else _Alone()
     theirs.apply_expert_parallelism(model, mesh, sharing, styles, ep_implementation=EXCHANGES[exchange])
@@ -101,7 +105,7 @@ def _divide(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str], exchange
 
 
 class _Alone:
-    """Stands for the axis of ranks that have the same batch, where a rank has its own: one rank, as transformers asks of a mesh."""
+    """A mesh axis of one rank, which transformers requires, for ranks with batches of their own."""
 
     def __init__(self) -> None:
         self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
@@ -124,12 +128,14 @@ def _own_expert_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _names(model: nn.Module) -> list[str]:
-    """Parameters first: what replaces a module's forward counts the experts that are left."""
+    """Returns the names of parameters, then of modules: the replaced forward of a module counts the
+    remaining experts."""
     return [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_modules())]
 
 
 def _plan_of_rest(model: nn.Module, experts: dict[str, str]) -> dict[str, str]:
-    """The model's tensor-parallel plan without what ``experts`` names, or is inside of that."""
+    """Returns the model's tensor-parallel plan without the modules of ``experts`` and those inside
+    them."""
     inside = re.compile(rf"(?:{'|'.join(map(re.escape, experts))})(?:\..+)?").fullmatch
     rest = {name: style for name, style in own_plan(model).items() if not inside(name)}
     if not rest:

@@ -1,4 +1,5 @@
-"""In flight: charges what passes between stages to the device: torch keeps a buffer for each micro-batch of each stage."""
+"""In flight: charges the buffers between stages to the device. torch keeps one for each micro-batch
+of each stage."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from ..runtime.engine import Engine
 
 
 class InFlight:
-    """The buffers of the stages of one engine, for as long as somebody has the stages."""
+    """The buffers of one engine's stages, as long as the stages exist."""
 
     def __init__(self, engine: Engine):
-        # They are kept by engine, for as long as that is there.
+        # Stored by engine, as long as that exists: refer to it weakly.
         self._engine, self._stages = weakref.ref(engine), WeakSet[Any]()
         self._nbytes, self._charge = 0, None
 
@@ -23,13 +24,15 @@ class InFlight:
         self._stages.update(stages)
 
     def charge(self) -> None:
-        """Charges the buffers there are now, between passes; the window for weights is narrower by what the plan has not left of the budget.
+        """Charges the current buffers, between passes. Narrows the weight window by the bytes for
+        which the plan has left no room.
 
-        Ranks of a row charge the same, the most of theirs: what they gather ahead must not differ. Raises CapacityError where there is no room.
+        Every rank calls this. The ranks of a row charge the maximum of theirs: their gathers ahead
+        must not differ. Raises CapacityError if there is no room.
         """
         engine, nbytes = self._engine(), sum(map(_buffers_nbytes, self._stages))
         if engine is None or engine.config.device_memory is None:
-            return  # nothing that it could exceed
+            return  # no budget to exceed
         nbytes = -engine.collectives.least([-nbytes], "buffers between stages")[0]
         if nbytes == self._nbytes:
             return

@@ -1,4 +1,4 @@
-"""pipeline: cuts a model over the pp axis of a mesh, wraps this rank's chunks, and runs micro-batches through them."""
+"""pipeline: splits a model over the pp axis of a mesh, wraps this rank's chunks, and runs them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from .schedules import COMPARED, attach, empty
 from .stages import Chain
 from .ties import Ties
 
-IGNORED = -100  # a label that no loss counts
-KEPT_SHAPES = 4  # of batches whose buffers are kept
+IGNORED = -100  # a label that losses ignore
+KEPT_SHAPES = 4  # batch shapes whose buffers are kept
 
 MODE = "the mode"
 
@@ -50,33 +50,33 @@ def pipeline(
     loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     quiet: bool = False,
 ) -> tuple[Pipeline, torch.optim.Optimizer | None]:
-    """Cuts ``model`` over ``mesh["pp"]``, wraps what is this rank's, and returns what runs it with the managed optimizer.
+    """Splits ``model`` over ``mesh["pp"]`` and wraps this rank's chunks. Every rank calls this.
+    Returns the pipeline and the managed optimizer.
 
     model
-        A causal language model of transformers, an ``nn.Sequential``, or one with torchtitan's parts; the same on every rank, or on
-        ``meta``. Names stay those of the whole model, so that checkpoints are, too.
+        A causal language model of transformers, an ``nn.Sequential``, or one with torchtitan's
+        parts, the same on every rank, or on ``meta``. Names, also in checkpoints, stay the model's.
     optimizer
         Over the parameters of the whole model: it keeps this rank's.
     config
         As :func:`infinity.wrap_model` takes it.
     schedule
-        One of torch's, or "auto": LoopedBFS, at every home, since schedules add micro-batches up in orders of their own. It loads each chunk
-        at most twice a step, whatever the number of micro-batches, and keeps what all of them save. Where weights stay on the device,
-        Interleaved1F1B keeps less.
-    micro_batches
-        Into how many the batch is divided.
-    chunks
-        Of the model on each rank. None: two where there are layers enough, one for GPipe and 1F1B; for LoopedBFS as many as it takes
-        for two to fit ``Config(device_memory)``.
+        One of torch's, or "auto": LoopedBFS at every home, as each schedule adds micro-batches up
+        in its own order. It loads a chunk at most twice a step, and keeps the saved tensors of all
+        micro-batches. With weights on the device, Interleaved1F1B keeps fewer.
+    micro_batches, chunks
+        Parts of the batch; parts of the model on each rank. ``chunks=None``: two if there are
+        enough layers, one for GPipe and 1F1B; for LoopedBFS as many as it takes for two to fit
+        ``Config(device_memory)``.
     costs
-        Seconds of each layer, forward and backward, for one micro-batch (:func:`measure_costs`); the first rank's count. Cuts make the
-        slowest chunk as fast as can be, also in loading its weights where their home is below the device. None: by parameters.
+        Seconds of each layer for one micro-batch (:func:`measure_costs`); the first rank's count.
+        Makes the slowest chunk as fast as possible, also in loading. None: splits by parameters.
     loss_fn
-        Takes the outputs and the targets of a micro-batch; for models that are not transformers'. Micro-batches' losses are averaged.
+        For other models than transformers': takes outputs and targets; its losses are averaged.
 
-    Prints the choice in one line, unless ``quiet``. Raises ConfigError, with the model as it was, on every rank: for a mesh without ``pp``, a
-    model that is no chain of known form, more chunks than layers, a number of micro-batches that the schedule does not take, a
-    device_memory that does not hold two chunks of an interleaved schedule, or where ranks were given different models or arguments.
+    Prints the choice, unless ``quiet``. Raises ConfigError on every rank, with the model unchanged:
+    for a mesh without ``pp``, an unknown chain, inputs that the schedule or device_memory (two
+    chunks) does not fit, and inputs that differ between ranks.
     """
     asked = {"schedule": schedule, "micro_batches": micro_batches, "chunks": chunks}
     chain, checked, choice = choose_together(model, mesh, optimizer, config, loss_fn, costs=costs, **asked)
@@ -93,7 +93,8 @@ def _build(
     config: Config,
     loss_fn: Callable | None,
 ) -> tuple[Pipeline, torch.optim.Optimizer | None]:
-    """Makes this rank's chunks, wraps them, and makes their pipeline. Cut short, the optimizer has all parameters again."""
+    """Makes this rank's chunks, wraps them, and makes their pipeline. An exception restores the
+    optimizer."""
     rank = mesh.get_local_rank("pp")
     all_chunks = [chain.make_chunk(choice.layers_of(number)) for number in range(choice.chunks)]
     mine = [all_chunks[number] for number in choice.chunks_of(rank)]
@@ -112,7 +113,7 @@ def _build(
 
 
 def _keep_own(optimizer: torch.optim.Optimizer | None, chunks: Sequence[nn.Module]) -> tuple[list[list], dict]:
-    """Leaves an optimizer of the whole model the parameters of ``chunks``. Returns what it had."""
+    """Removes all parameters but those of ``chunks`` from an optimizer. Returns what it had."""
     if optimizer is None:
         return [], {}
     own = {param for chunk in chunks for param in chunk.parameters()}
@@ -125,7 +126,7 @@ def _keep_own(optimizer: torch.optim.Optimizer | None, chunks: Sequence[nn.Modul
 
 
 def _give_back(optimizer: torch.optim.Optimizer | None, kept: tuple[list[list], dict]) -> None:
-    """Makes an optimizer what it was."""
+    """Restores an optimizer."""
     params, state = kept
     for group, of_group in zip(optimizer.param_groups if optimizer is not None else (), params):
         group["params"] = of_group
@@ -134,9 +135,9 @@ def _give_back(optimizer: torch.optim.Optimizer | None, kept: tuple[list[list], 
 
 
 def _find_ties(chain: Chain, chunks: Sequence[nn.Module], rank_of: Callable[[int], int], rank: int) -> Ties | None:
-    """Finds what this rank shares with another one: a table of the first chunk that is the head of the last.
+    """Finds the table of the first chunk that is the last one's head, if this rank has either.
 
-    Raises ConfigError for any other parameter that chunks of two ranks have.
+    Raises ConfigError for any other parameter in chunks of two ranks.
     """
     holders: dict[nn.Parameter, list[int]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -158,7 +159,7 @@ def _find_ties(chain: Chain, chunks: Sequence[nn.Module], rank_of: Callable[[int
 
 
 def _refuse_others(everyones: list[tuple[int, dict[str, Any]]]) -> None:
-    """Raises UsageError where ranks, each with the digests of its batch, have other batches."""
+    """Raises UsageError if the ranks' digests of their batches differ."""
     (first, theirs), *others = everyones
     for rank, digests in others:
         if differing := [name for name in {**theirs, **digests} if theirs.get(name) != digests.get(name)]:
@@ -173,7 +174,7 @@ def _refuse_others(everyones: list[tuple[int, dict[str, Any]]]) -> None:
 
 
 class Pipeline:
-    """This rank's chunks of a model, and the schedule that runs them. Every rank of the job calls :meth:`step` together."""
+    """This rank's chunks of a model, and their schedule. Every rank calls :meth:`step`."""
 
     def __init__(
         self,
@@ -184,13 +185,14 @@ class Pipeline:
         ties: Ties | None,
     ):
         self.chunks = (
-            chunks  # wrapped: for state_dict, save_checkpoint(path, pipe.chunks, optimizer), unwrap_model(pipe.chunks, optimizer)
+            # Wrapped: for state_dict, save_checkpoint(path, pipe.chunks, optimizer), unwrap_model.
+            chunks
         )
         self._engine, self._choice, self._numbers = engine_of(chunks), choice, choice.chunks_of(mesh.get_local_rank("pp"))
         self._loss_fn, self._ties = loss_fn, ties
         self._between = Between(self._engine.job, mesh["pp"], self._give_all_up)
         self._teller = self._between.rank_of(choice.last_rank)  # it has the losses
-        # By the shapes of a batch with what is trained, and by whether it trains; the last one used last.
+        # (batch shapes and trained chunks, whether it trains) -> schedule; most recently used last.
         self._schedules = OrderedDict[tuple, Any]()
         self._counted = 1  # labels of the batch that the loss counts
         shares = axis_that_shares(chunks[0], mesh)
@@ -203,13 +205,12 @@ class Pipeline:
     def step(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
         """Runs forward and backward of a batch, in micro-batches. Returns the loss, on every rank.
 
-        For a model of transformers: ``step(input_ids=..., labels=..., attention_mask=...)``, the same on all ranks of the pp axis, as the model
-        takes it; the loss is that of the whole batch, as one process computes it. For others ``step(inputs, target)``.
+        For transformers models ``step(input_ids=..., labels=..., attention_mask=...)``, the same on
+        all ranks of the pp axis; the loss is that of the whole batch, as in one process. For others
+        ``step(inputs, target)``. Lengths may differ between steps: the first step of each length
+        runs one more micro-batch, in which stages exchange the shapes of their tensors.
 
-        Sequences and batches may have other lengths in every step: the first step of each length runs one micro-batch more, in which stages
-        tell each other what they pass on.
-
-        Raises UsageError for a batch that does not divide by the micro-batches, or is another one on other stages.
+        Raises UsageError for a batch that does not divide, or differs between stages.
         """
         schedule, inputs, target, batch = self._agree_on(inputs, target, batch, "step()")
         losses: list[torch.Tensor] = []
@@ -226,15 +227,16 @@ class Pipeline:
         after_update: Callable[[], Any] | None = None,
         quiet: bool = False,
     ) -> list[torch.Tensor]:
-        """Runs ``batches`` without a flush between them (:func:`without_flush`) and makes an update for each, with gradients of weights that are
-        one update old. Returns the loss of each, on every rank. When it returns, there is one version of the weights.
+        """Runs ``batches`` without a flush between them (:func:`without_flush`), with one update
+        for each, from gradients of weights one update old. Returns the loss of each, on every rank.
+        When it returns, there is one version of the weights.
 
         batches
-            What :meth:`step` takes by name: ``{"input_ids": ..., "labels": ...}``, for others ``{"inputs": ..., "target": ...}``; as many on every
-            rank, all of one shape.
+            Arguments of :meth:`step` by name: ``{"input_ids": ..., "labels": ...}``, for others
+            ``{"inputs": ..., "target": ...}``. The same number on every rank, all of one shape.
 
-        For the schedule 1F1B. Raises ConfigError for another, and for a table that is the head, too, if it is trained; else as :meth:`step` and
-        :meth:`WithoutFlush.run` do.
+        For the schedule 1F1B. Raises ConfigError for another, and for a trained table that is also
+        the head; else as :meth:`step` and :meth:`WithoutFlush.run` do.
         """
         batches = list(batches)
         self._check_run(batches)
@@ -265,7 +267,7 @@ class Pipeline:
         return [self._tell(list(losses[number]) if losses is not None else []) for number in range(len(runs))]
 
     def _check_run(self, batches: list[Any]) -> None:
-        """Raises what says that ``batches`` do not run without flush, on every rank; none of them was looked at by other ranks yet."""
+        """Raises an error on every rank if ``batches`` cannot run without flush. A collective."""
         if self._choice.name != "1F1B":
             raise ConfigError(
                 f"run() without flush is for the schedule 1F1B, this pipeline has {self._choice.name}: build it with pipeline(..., schedule='1F1B'), or call "
@@ -289,7 +291,7 @@ class Pipeline:
 
     @torch.no_grad()
     def eval(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
-        """Runs the forward alone. Returns the loss, on every rank."""
+        """Runs only the forward. Returns the loss, on every rank. Every rank calls this."""
         schedule, inputs, target, batch = self._agree_on(inputs, target, batch, "eval()")
         losses: list[torch.Tensor] = []
         arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
@@ -312,9 +314,9 @@ class Pipeline:
     def _agree_on(
         self, inputs: Any, target: Any, batch: dict[str, Any], call: str
     ) -> tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Returns the schedule for batches of this shape, and what it is given. Raises UsageError on all ranks where one makes another ``call``, or
-        has no batch that divides, or where stages, or parts of tensors, were given other batches: outputs of one would be compared with labels
-        of another."""
+        """Returns the schedule for this shape, and its inputs. Raises UsageError on all ranks if
+        one makes another ``call``, if a batch does not divide, or if stages or tp ranks have
+        different batches: outputs of one would be compared with labels of another. A collective."""
         trains = call != "eval()"
         collectives, ranks = self._engine.collectives, self._engine.ranks
         self._engine.uses.check(Operation.PIPELINE_BATCH)
@@ -331,15 +333,16 @@ class Pipeline:
             said = mine, self._between.said, trained
             everyones = collectives.collect(said, "digests of the batch of a pipeline", channels)
             self._between.settle([state for _, state, _ in everyones])
-            with collectives.together("having compared the batch of a pipeline"):  # other data ranks have others, and do not see it
+            # Other data ranks do not see a difference.
+            with collectives.together("having compared the batch of a pipeline"):
                 _refuse_others([theirs for theirs, _, _ in everyones])
-            # What passes between stages has a gradient where a stage before it is trained.
+            # Tensors between stages have a gradient if an earlier stage is trained.
             shapes = (
                 tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items()),
                 tuple(trained for _, _, trained in everyones),
             )
-            # The first step of a shape, and of another kind than the last one, runs a micro-batch more, which gathers weights: where one data
-            # rank does, all others do with theirs.
+            # The first step of a shape and kind runs one more micro-batch, which gathers weights.
+            # So all data ranks must do it together.
             (is_new,) = collectives.agree([(shapes, trains) not in self._schedules], "the shapes of the batch of a pipeline")
         return self._schedule_of(shapes, trains=trains, is_new=is_new), inputs, target, batch
 
@@ -381,7 +384,7 @@ class Pipeline:
             return self._loss_fn(outputs, target) / self._choice.micro_batches
         model = self.chunks[-1]
         size = model.config.get_text_config().vocab_size
-        # Of all labels of the batch: a micro-batch with fewer counts less, as in one process.
+        # Over all labels of the batch: a micro-batch with fewer weighs less, as in one process.
         return model.loss_function(logits=outputs, labels=target, vocab_size=size, num_items_in_batch=self._counted)
 
     def _tell(self, losses: list[torch.Tensor]) -> torch.Tensor:

@@ -1,10 +1,12 @@
-"""Plans: say how each layer of a model is cut for tensor parallelism, found from the layers' shapes where the model has no plan.
+"""Plans: map each layer of a model to its style of tensor parallelism, derived from the layers'
+shapes if the model has no plan.
 
 plan       name of a module, with ``*`` for the number of a block -> style
 style      one of STYLES, which are those of transformers' plans
-pair       layers from the width of the model to another, then one back: the first are cut by columns and the last by rows, so that
-           nothing passes between them, and one all-reduce follows the last (Shoeybi et al., Megatron-LM, 2019, section 3)
-width      features of what passes from block to block
+pair       layers from the model's width to another one, then one back. The first are sharded by
+           columns and the last by rows, so that no communication is needed between them, and one
+           all-reduce follows the last (Shoeybi et al., Megatron-LM, 2019, section 3)
+width      features of the tensors between blocks
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from torch import nn
 from ..errors import ConfigError
 
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicate")
-ATTENTION_LAYERS = 3  # at least so many are from width to width before one is taken for the way back
+ATTENTION_LAYERS = 3  # minimum of layers from width to width before one counts as the way back
 SUMS_OF_HEADS = ("inner_dim", "all_head_size")  # features of all heads together
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
 
 
 def find_plan(model: nn.Module) -> dict[str, str]:
-    """Finds how ``model`` is cut: by its own plan, as models of transformers have, or by the shapes of its layers.
+    """Finds a plan for ``model``: its own, as transformers models have, or by the shapes of its
+    layers.
 
-    The result can be changed and given to :func:`tensor_parallel`. Raises ConfigError where nothing is found that could be cut.
+    The result can be changed and given to :func:`tensor_parallel`. Raises ConfigError if no layer
+    can be sharded.
     """
     if own := own_plan(model):
         return own
@@ -54,7 +58,7 @@ def find_plan(model: nn.Module) -> dict[str, str]:
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
-    """Reads the plan that a model of transformers has; empty where there is none."""
+    """Reads the plan of a transformers model; empty if there is none."""
     plan = getattr(model, "tp_plan", None)
     return dict(plan) if isinstance(plan, dict) else {}
 
@@ -65,7 +69,8 @@ def general(name: str) -> str:
 
 
 def expand(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """Applies a plan to the modules of ``model``: full name -> style. Raises ConfigError for an unknown style, or a name of nothing."""
+    """Applies a plan to the modules of ``model``: full name -> style. Raises ConfigError for an
+    unknown style or name."""
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ConfigError(f"plan: {pattern} has style {style!r}; there are {', '.join(STYLES)}")
@@ -78,7 +83,7 @@ def expand(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
 
 
 def shape_of(layer: nn.Module) -> tuple[int, int] | None:
-    """Reads the features that a linear layer takes and gives; None of any other module."""
+    """Returns the input and output features of a linear layer; None for any other module."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     if is_conv1d(layer):
@@ -87,12 +92,13 @@ def shape_of(layer: nn.Module) -> tuple[int, int] | None:
 
 
 def is_conv1d(layer: nn.Module) -> bool:
-    """Tells whether ``layer`` is GPT-2's linear layer, whose weight lies as [in, out]."""
+    """Returns whether ``layer`` is GPT-2's linear layer, whose weight has shape [in, out]."""
     return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost children of a ModuleList or Sequential with a sibling of the same class."""
+    """Yields the outermost children of a ModuleList or Sequential with a sibling of the same
+    class."""
     seen: set[nn.Module] = set()
     for name, parent in model.named_modules():
         if isinstance(parent, (nn.ModuleList, nn.Sequential)) and parent not in seen:
@@ -104,23 +110,24 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _width(model: nn.Module) -> int:
-    """The features that most linear layers of the blocks take."""
+    """Returns the input features of most linear layers of the blocks."""
     counts = Counter(shape[0] for _, block in _blocks(model) for layer in block.modules() if (shape := shape_of(layer)) is not None)
     return counts.most_common(1)[0][0] if counts else 0
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """The rows of the embedding that the model says it takes tokens with, else of the largest one."""
-    with contextlib.suppress(AttributeError, NotImplementedError):  # of a model that does not say
+    """Returns the rows of the model's input embedding, else of the largest embedding."""
+    # A model without input embeddings.
+    with contextlib.suppress(AttributeError, NotImplementedError):
         return model.get_input_embeddings().num_embeddings
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
 def _styles_of_block(prefix: str, block: nn.Module, width: int) -> Iterator[tuple[str, str]]:
-    """Finds the pairs among a block's layers, which are registered in the order in which they are used.
+    """Finds the pairs among a block's layers, which are registered in their order of use.
 
-    A layer that gives several things at once (GPT-2's queries, keys and values) cannot be cut by its columns: it is left whole with
-    the one that follows.
+    A layer with several outputs in one product (GPT-2's queries, keys and values) cannot be sharded
+    by its columns. It stays whole, and so does the layer that follows.
     """
     columns: list[tuple[str, nn.Module]] = []
     for name, layer in block.named_modules():
@@ -135,7 +142,7 @@ def _styles_of_block(prefix: str, block: nn.Module, width: int) -> Iterator[tupl
             yield from _biases_of_heads(prefix, block, columns)
             columns = []
         elif first is not None and shape == (width, width) and first[1] in (3 * width, 2 * width):
-            columns = []  # of a layer that gives several things at once, and the one behind it
+            columns = []  # a layer with several outputs in one product, and the one after it
         elif shape[0] == width:
             columns.append((whole, layer))
         else:
@@ -143,7 +150,8 @@ def _styles_of_block(prefix: str, block: nn.Module, width: int) -> Iterator[tupl
 
 
 def _biases_of_heads(prefix: str, block: nn.Module, columns: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, str]]:
-    """Embeddings beside a pair's layers that have a column for each head (T5's relative positions)."""
+    """Yields embeddings beside a pair's layers that have a column for each head (T5's relative
+    positions)."""
     parent = columns[0][0].rpartition(".")[0]
     module = block.get_submodule(parent.removeprefix(prefix).lstrip("."))
     heads = {getattr(module, name) for name in HEADS if isinstance(getattr(module, name, None), int)}
@@ -153,7 +161,8 @@ def _biases_of_heads(prefix: str, block: nn.Module, columns: list[tuple[str, nn.
 
 
 def check_divisible(model: nn.Module, styles: dict[str, str], size: int) -> None:
-    """Raises ConfigError where heads or features that are cut do not divide by ``size``. A vocabulary may leave a remainder."""
+    """Raises ConfigError if sharded heads or features do not divide by ``size``. A vocabulary may
+    leave a remainder."""
     for name, style in styles.items():
         layer = model.get_submodule(name)
         if (shape := shape_of(layer)) is None or style not in ("colwise", "rowwise"):
@@ -170,7 +179,7 @@ def check_divisible(model: nn.Module, styles: dict[str, str], size: int) -> None
 
 
 def count_heads_here(model: nn.Module, styles: dict[str, str], size: int) -> None:
-    """Has every attention whose layers are cut know of this rank's heads only, where it counts them itself."""
+    """Sets the head counts of every sharded attention to this rank's, if the module stores them."""
     for parent in {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}:
         module = model.get_submodule(parent)
         features = {shape[1] for child in module.children() if (shape := shape_of(child)) is not None}
@@ -183,7 +192,8 @@ def count_heads_here(model: nn.Module, styles: dict[str, str], size: int) -> Non
 
 
 def describe_plan(plan: dict[str, str], model: nn.Module) -> str:
-    """Describes a plan as lines of a table, with what is cut and what each rank keeps whole."""
+    """Describes a plan as lines of a table, with the fraction of parameters that each rank keeps
+    whole."""
     width = max(map(len, plan), default=0)
     cut = {param for name in expand_known(model, plan) for param in model.get_submodule(name).parameters()}
     whole = sum(param.numel() for param in model.parameters() if param not in cut)
@@ -195,5 +205,5 @@ def describe_plan(plan: dict[str, str], model: nn.Module) -> str:
 
 
 def expand_known(model: nn.Module, plan: dict[str, str]) -> list[str]:
-    """Lists the modules whose parameters ``plan`` cuts."""
+    """Lists the modules whose parameters ``plan`` shards."""
     return [name for name, _ in model.named_modules() if plan.get(name, plan.get(general(name), "replicate")) != "replicate"]

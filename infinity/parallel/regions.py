@@ -1,9 +1,12 @@
-"""Regions: gives dropout inside a tensor-parallel region another mask on every rank, and outside the same one.
+"""Regions: draws a different dropout mask on every rank inside a tensor-parallel region, and the
+same one outside.
 
-region   from the first layer of a pair that is cut by columns to the one that is cut by rows: each rank has other heads there
+region   from the first layer of a pair, sharded by columns, to the one sharded by rows: each rank
+         has other heads there
 
-A region's generators are seeded by a number that is drawn from the CPU's generator where the region begins, which is the same on all
-ranks, and the rank. So nothing is to be saved for it, and a checkpointed block draws the same masks again when it is recomputed.
+A region's generators are seeded by the rank, and by a number drawn from the CPU's generator at its
+start, which is the same on all ranks. So no state needs to be saved, and a checkpointed block draws
+the same masks again when it is recomputed.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class _Region:
             torch.manual_seed((seed + self._rank) % SEEDS)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """Ends the region behind its row layer."""
+        """Ends the region at its row layer."""
         if self._outside is not None:
             (host, device), self._outside = self._outside, None
             torch.set_rng_state(host)
@@ -45,7 +48,7 @@ class _Region:
 
 
 def install_regions(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> None:
-    """Hooks the pairs of layers between which something is dropped."""
+    """Hooks the pairs of layers that have dropout between them."""
     first = None
     for name, module in model.named_modules():
         style = plan.get(name, plan.get(general(name)))
@@ -57,14 +60,15 @@ def install_regions(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) ->
                 first[1].register_forward_pre_hook(region.enter)
                 module.register_forward_pre_hook(region.leave)
                 around = model.get_submodule(os.path.commonprefix([f"{first[0]}.", f"{name}."]).rpartition(".")[0])
-                around.register_forward_hook(region.leave, always_call=True)  # where an exception cuts it short
+                # In case of an exception.
+                around.register_forward_hook(region.leave, always_call=True)
             first = None
 
 
 def _drops(model: nn.Module, name: str) -> bool:
-    """Tells whether anything around the layer of this name is dropped at random."""
+    """Returns whether there is dropout around the layer of this name."""
     path = name
-    for _ in range(2):  # the attention, and the module that has it
+    for _ in range(2):  # the attention, and its parent
         path = path.rpartition(".")[0]
         for module in model.get_submodule(path).modules():
             if isinstance(module, nn.Dropout) and module.p > 0:

@@ -1,13 +1,15 @@
-"""attach: makes each step of a pipeline schedule one pass of the engine, whoever built the stages.
+"""attach: makes each step of a pipeline schedule one pass of the engine, for stages of any origin.
 
-A schedule of torch runs many forwards and backwards of the same stages. Attached, its step is one pass (see `joined_pass`): the trace that is
-recorded is the schedule's own, so that units are fetched and evicted by it, nothing is reduced or sent home between micro-batches, and
-gradients land once. torch's runtime is left as it is but for methods of the stages:
+A schedule of torch runs many forwards and backwards of the same stages. If attached, its step is
+one pass (see `joined_pass`). The recorded trace is the schedule's own, so that it determines
+fetches and evictions. No gradient is reduced or sent home between micro-batches; gradients land
+once. torch's runtime is unchanged except for methods of the stages:
 
-    perform_reduce_grad, scale_grads      note the factor: gradients land and are scaled when the step is over
-    backward_maybe_with_nosync            lands by hand what a backward of weights alone computed: torch accumulates nothing there
-    forward_maybe_with_nosync             adds to an error in which stage it was, as the backward does
-    _post_metadata_inference_cleanup      forgets what was recorded while torch tried the stages out
+    perform_reduce_grad, scale_grads      record the factor: gradients are scaled after the step
+    backward_maybe_with_nosync            lands the gradients of a backward of weights alone, where
+                                          torch accumulates none
+    forward_maybe_with_nosync             adds the stage to an error, as the backward does
+    _post_metadata_inference_cleanup      drops the trace of torch's trial of the stages
 """
 
 from __future__ import annotations
@@ -35,21 +37,23 @@ from ..state.operations import Operation
 from .in_flight import InFlight
 
 ATTACHED = "_infinity_attached"
-COMPARED = "_infinity_compared"  # on a schedule: who made it compares what its ranks are given
+COMPARED = "_infinity_compared"  # on a schedule: its owner compares the ranks' inputs
 CUT_SHORT = "_infinity_cut_short"  # on a schedule: an exception ended a step of it
-SHAPES = "_infinity_shapes"  # on a schedule: of the batches that torch's buffers were made for; absent where that is not known
+SHAPES = "_infinity_shapes"  # on a schedule: batch shapes of torch's buffers; absent if unknown
 IN_FLIGHT: WeakKeyDictionary[Engine, InFlight] = WeakKeyDictionary()
 
 
 def attach(schedule: Any) -> Any:
-    """Has ``schedule``, of torch.distributed.pipelining, run wrapped stages: each ``step`` or ``eval`` becomes one pass.
+    """Attaches ``schedule``, of torch.distributed.pipelining, to wrapped stages: each ``step`` or
+    ``eval`` becomes one pass.
 
     schedule
-        GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV or another of torch's, whose stages' modules
-        :func:`infinity.wrap_model` was given together, as a list where a rank has several. It comes back; nothing is to be undone.
+        GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV or
+        another of torch's. :func:`infinity.wrap_model` must have wrapped its stages' modules
+        together, as a list if a rank has several. The same object is returned; there is no undo.
 
-    Raises ConfigError for a schedule of another kind, or whose stages are traced, wrapped apart, or under something else that moves
-    weights; UsageError where a stage is not wrapped.
+    Raises ConfigError for another kind of schedule, or stages that are traced, wrapped apart, or
+    managed by another library; UsageError if a stage is not wrapped.
     """
     stages = _stages_of(schedule)
     engines = {engine_of(stage.submod) for stage in stages}
@@ -61,20 +65,21 @@ def attach(schedule: Any) -> Any:
     in_flight = in_flight_of(engine)
     in_flight.add(stages)
     for stage in stages:
-        if not hasattr(stage, ATTACHED):  # by another schedule over the same stages
+        if not hasattr(stage, ATTACHED):  # else another schedule has attached it
             _attach_stage(stage, engine)
     if not hasattr(schedule, ATTACHED):
-        schedule.step = _joined(schedule, engine, stages, in_flight)  # which eval calls
+        schedule.step = _joined(schedule, engine, stages, in_flight)  # eval calls it, too
         setattr(schedule, ATTACHED, True)
     return schedule
 
 
 def empty(schedule: Any) -> None:
-    """Gives back the buffers of a ``schedule`` that is not run any more: it and its stages refer to each other, and go when the collector comes by."""
+    """Frees the buffers of a ``schedule`` that is no longer run: it and its stages form a reference
+    cycle, which only the garbage collector frees."""
     for stage in _stages_of(schedule):
         stage.args_recv_info.clear()
         stage.grad_recv_info.clear()
-        stage.group = None  # what refers to it keeps its connections
+        stage.group = None  # a reference keeps its connections
 
 
 def _stages_of(schedule: Any) -> list[Any]:
@@ -95,7 +100,7 @@ def _stages_of(schedule: Any) -> list[Any]:
 
 
 def in_flight_of(engine: Engine) -> InFlight:
-    """Returns what charges the buffers between the stages of ``engine``."""
+    """Returns the object that charges the buffers between the stages of ``engine``."""
     return IN_FLIGHT.setdefault(engine, InFlight(engine))
 
 
@@ -121,7 +126,8 @@ def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFligh
 
 
 def _compare(schedule: Any, job: Job, stages: list[Any], args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raises UsageError where other stages are at another step, or ranks with other parts of the tensors have another batch."""
+    """Raises UsageError if other stages are at another step, or tp ranks have another batch. A
+    collective."""
     kind = "training" if getattr(schedule, "_has_backward", True) else "evaluation"
     count, parts = stages[0].num_stages, getattr(schedule, "_n_microbatches", "?")
     said = f"a step of {type(schedule).__name__}, {kind}, of {count} stages with {parts} micro-batches"
@@ -136,14 +142,13 @@ def _refuse_cut_short(schedule: Any, job: Job) -> None:
             "take it for its own. Make the stages over a new process group (torch.distributed.new_group) and a schedule of them, on all ranks, and "
             "attach that; infinity.parallel.pipeline does so itself."
         )
-        job.collectives.warn(error)  # others may wait where batches are compared
+        job.collectives.warn(error)  # others may wait in the comparison of batches
         raise error
 
 
 @contextmanager
 def _noting_cuts(schedule: Any, stages: list[Any]) -> Iterator[None]:
-    """Notes on ``schedule`` an exception that came between what ranks send each other, not
-    before."""
+    """Records on ``schedule`` an exception that came during transfers between ranks, not before."""
     try:
         yield
     except BaseException as error:
@@ -154,7 +159,8 @@ def _noting_cuts(schedule: Any, stages: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def one_pass(engine: Engine, stages: list[Any]) -> Iterator[None]:
-    """Makes what attached ``stages`` run inside the block one pass, whose gradients are scaled when they have landed."""
+    """Runs attached ``stages`` inside the block as one pass, and scales the gradients when they
+    have landed."""
     for stage in stages:
         getattr(stage, ATTACHED).clear()
     with engine.in_common.compared(), engine.joined.opened(finish=partial(_scale_all, stages)):
@@ -163,12 +169,13 @@ def one_pass(engine: Engine, stages: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def naming_causes(stages: list[Any]) -> Iterator[None]:
-    """Raises what of ours is below an error of torch's runtime, and what the other ranks are known to have failed of."""
+    """Re-raises our error that caused torch's, or the one another rank reported."""
     try:
         yield
     except RuntimeError as error:
         if (cause := _typed_cause(error)) is not None:
-            raise cause from cause.__cause__  # from the error above it would close a circle; notes say in which stage
+            # Not from torch's error, which would form a cycle; notes name the stage.
+            raise cause from cause.__cause__
         if farewell.LOST.search(str(error)):
             raise ranks_lost(
                 f"a step of the pipeline, stages {', '.join(str(s.stage_index) for s in stages)} here", error
@@ -177,7 +184,8 @@ def naming_causes(stages: list[Any]) -> Iterator[None]:
 
 
 def _scale_all(stages: list[Any]) -> None:
-    """Divides the gradients of ``stages`` by what each has noted, as their scale_grads do: those of a parameter of several stages once."""
+    """Divides the gradients of ``stages`` by their recorded factors, as scale_grads does; the
+    gradient of a shared parameter once."""
     factors: dict[nn.Parameter, int] = {}
     for stage in stages:
         for factor in getattr(stage, ATTACHED)[-1:]:
@@ -188,7 +196,7 @@ def _scale_all(stages: list[Any]) -> None:
 
 
 def _typed_cause(error: BaseException) -> InfinityError | None:
-    """What of ours is below torch's error."""
+    """Returns our error among the causes of torch's."""
     cause = error.__cause__
     while cause is not None and not isinstance(cause, InfinityError):
         cause = cause.__cause__
@@ -197,7 +205,7 @@ def _typed_cause(error: BaseException) -> InfinityError | None:
 
 def _attach_stage(stage: Any, engine: Engine) -> None:
     forward, backward, noted = stage.forward_maybe_with_nosync, stage.backward_maybe_with_nosync, []
-    setattr(stage, ATTACHED, noted)  # the factors by which a step's gradients are to be divided: one, or none
+    setattr(stage, ATTACHED, noted)  # divisors of a step's gradients: one, or none
 
     def note_factor(grad_scale_factor: int) -> None:
         noted.append(grad_scale_factor)
@@ -218,7 +226,8 @@ def _attach_stage(stage: Any, engine: Engine) -> None:
             if backward_type == "input":
                 outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
                 if not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
-                    # All before it is frozen: torch finds weights on the way to the inputs, and would find none of them.
+                    # All earlier stages are frozen: torch finds weights on paths to inputs, and
+                    # would find none.
                     return backward("full", bwd_kwargs, last_backward=last_backward)[0], []
                 return stage_backward_input(outputs, grads, inputs, iter(weights))
             if backward_type != "weight":
@@ -242,7 +251,8 @@ def _attach_stage(stage: Any, engine: Engine) -> None:
 
 @contextmanager
 def _telling(where: str) -> Iterator[None]:
-    """Adds to an error inside the block where it was: what ends this rank is all that the others hear."""
+    """Adds the location to an error inside the block: other ranks receive only the error that ends
+    this rank."""
     try:
         yield
     except Exception as error:
@@ -251,8 +261,8 @@ def _telling(where: str) -> Iterator[None]:
 
 
 class _Weight:
-    """Stands for a parameter in torch's bookkeeping of a backward in two phases, which would touch one at home: its node of the graph, and
-    the gradient that is computed for it."""
+    """A stand-in for a parameter in torch's two-phase backward, which would access a parameter at
+    home: its graph node, and its computed gradient."""
 
     requires_grad = True
 
@@ -261,8 +271,9 @@ class _Weight:
 
 
 def _accumulator(param: nn.Parameter) -> Any:
-    """The node of the graph that would accumulate ``param``'s gradient."""
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():  # a view of what may have no bytes: nothing reads it
+    """Returns the graph node that would accumulate ``param``'s gradient."""
+    # The view may have no bytes: nothing reads it.
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         return param.view_as(param).grad_fn.next_functions[0][0]
 
 

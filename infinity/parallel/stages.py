@@ -1,7 +1,9 @@
-"""Stages: cuts a model into chunks of its layers, each of which is called with what the one before it gave.
+"""Stages: splits a model into chunks of its layers. Each chunk's input is the previous one's
+output.
 
-chunk   a part of the model with some of its layers, under the names that they have in the model
-chain   the layers in the order in which a forward runs them; what stands before the first goes with it, what follows the last with that
+chunk   a part of the model with some of its layers, under their names in the model
+chain   the layers in the order of a forward; modules before the first layer belong to it, modules
+        after the last to that
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ class Chain:
     model: nn.Module
     layers: list[nn.Module]
     before: list[nn.Module]  # modules with parameters that run before the first layer
-    after: list[nn.Module]  # and after the last
-    make_chunk: Callable[[range], nn.Module]  # of the layers with these numbers
+    after: list[nn.Module]  # modules with parameters that run after the last layer
+    make_chunk: Callable[[range], nn.Module]  # makes the chunk of the layers with these numbers
 
     def costs(self) -> list[float]:
-        """Estimates what each layer takes, in parameters that every token is multiplied by; a table that is only looked up takes nothing."""
+        """Estimates the cost of each layer by its parameters that every token is multiplied by; a
+        lookup table costs nothing."""
         found = [float(_weighing(layer)) for layer in self.layers]
         found[0] += sum(_weighing(module) for module in self.before)
         found[-1] += sum(_weighing(module) for module in self.after)
@@ -37,9 +40,10 @@ class Chain:
 
 
 def chain_of(model: nn.Module) -> Chain:
-    """Finds the chain of a Sequential, of a causal language model of transformers, or of a model with the parts of torchtitan's.
+    """Finds the chain of a Sequential, of a causal language model of transformers, or of a model
+    with torchtitan's parts.
 
-    Raises ConfigError for any other, naming what it would need.
+    Raises ConfigError for any other model, naming the requirements.
     """
     if isinstance(model, nn.Sequential):
         return Chain(model, list(model), [], [], lambda numbers: _cut_sequential(model, numbers))
@@ -61,16 +65,17 @@ def _weighing(module: nn.Module) -> int:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """A module with the same children, parameters and buffers, of which each can be replaced."""
+    """Returns a module with the same children, parameters and buffers, each of which can be
+    replaced."""
     made = copy.copy(module)
     for name, value in module.__dict__.items():
-        if isinstance(value, (dict, set)):  # children, parameters, buffers; hooks of its own, too
+        if isinstance(value, (dict, set)):  # children, parameters, buffers, and its hooks
             made.__dict__[name] = copy.copy(value)
     return made
 
 
 def _some(container: nn.Module, numbers: range) -> nn.Module:
-    """``container`` with only these of its children, under their names."""
+    """Returns ``container`` with only the children of these numbers, under their names."""
     made, children = _shallow(container), list(container._modules.items())
     made._modules = {name: child for name, child in (children[number] for number in numbers)}
     return made
@@ -81,7 +86,7 @@ def _cut_sequential(model: nn.Sequential, numbers: range) -> nn.Module:
 
 
 def _cut_titan(model: nn.Module, numbers: range) -> nn.Module:
-    """torchtitan's forwards leave out what is None."""
+    """Returns a chunk; torchtitan's forwards skip parts that are None."""
     made = _shallow(model)
     made._modules["layers"] = _some(model.layers, numbers)
     for name in () if numbers.start == 0 else ("tok_embeddings",):
@@ -133,8 +138,8 @@ def _chain_of_causal_model(model: nn.Module) -> Chain:
 
 @torch.no_grad()
 def _check_passes_on(model: nn.Module, empty: nn.Module) -> None:
-    """Raises ConfigError where a chunk without layers does not give what it was given: each stage would do once more what the model does once
-    (Gemma scales its embeddings in the forward of the whole)."""
+    """Raises ConfigError if a chunk without layers changes its input: each stage would repeat an
+    operation that the model does once (Gemma scales its embeddings in the forward of the whole)."""
     base = copy.deepcopy(getattr(empty, empty.base_model_prefix))
     if any(buffer.is_meta for buffer in base.buffers()):
         base.to_empty(device="cpu")
@@ -150,7 +155,8 @@ def _check_passes_on(model: nn.Module, empty: nn.Module) -> None:
 
 
 def _is_final(name: str) -> bool:
-    """Tells by its name whether a module follows the layers though it was made before them, as OPT's norm is."""
+    """Returns whether a module's name shows that it follows the layers, although it is registered
+    before them, such as OPT's norm."""
     return name.startswith(("final_", "ln_f"))
 
 
@@ -166,7 +172,7 @@ def _cut_causal_model(model: nn.Module, name: str, before: dict, after: dict, nu
         base.config.layer_types = base.config.layer_types[numbers.start : numbers.stop]
     for child, module in before.items() if not first else ():
         if module is table:
-            # The last chunk keeps a tied table for its head: under both names, as the whole model has it.
+            # The last chunk keeps a tied table for its head, under both names of the whole model.
             base._modules[child] = table if last and is_tied else None
         else:
             base._modules[child] = _Zero() if isinstance(module, nn.Embedding) else nn.Identity()
@@ -184,14 +190,15 @@ def _forward_of(kind: type, first: bool, last: bool) -> Callable:
         given = {"input_ids" if first else "inputs_embeds": x, "use_cache": False, **kwargs}
         found = kind.forward(self, **given) if last else getattr(self, self.base_model_prefix)(**given)
         given_on = found.logits if last else found.last_hidden_state if hasattr(found, "last_hidden_state") else found[0]
-        # torch's schedules detach it in place, which a view cannot be.
+        # torch's schedules detach it in place, which a view does not allow.
         return given_on.clone() if given_on._is_view() else given_on
 
     return forward
 
 
 class _Zero(nn.Module):
-    """Stands for a table of positions, which the first chunk has added already."""
+    """Replaces a table of positions, which the first chunk has already added."""
 
     def forward(self, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return torch.zeros((), device=positions.device)  # without dimensions: added to anything it leaves its dtype
+        # Zero-dimensional: adding it keeps the other dtype.
+        return torch.zeros((), device=positions.device)

@@ -1,4 +1,5 @@
-"""tensor_parallel: cuts a model's layers over the ranks of a mesh axis, so that each has a part of every large weight."""
+"""tensor_parallel: shards a model's layers over the ranks of a mesh axis, so that each has a part
+of every large weight."""
 
 from __future__ import annotations
 
@@ -22,22 +23,25 @@ from .regions import install_regions
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | None = None, *, quiet: bool = False) -> nn.Module:
-    """Cuts ``model`` over ``mesh`` by torch's DTensor, before :func:`infinity.wrap_model`. The same object comes back.
+    """Shards ``model`` over ``mesh`` by torch's DTensor, before :func:`infinity.wrap_model`. Every
+    rank calls this. Returns the same object.
 
     model
         With the same values on every rank, or on ``meta``.
     mesh
-        The ``tp`` axis of the job's mesh: of one dimension.
+        The one-dimensional ``tp`` axis of the job's mesh.
     plan
-        {module name, with ``*`` for the number of a block: style}. None: :func:`find_plan`. Styles: ``colwise`` and ``rowwise`` for linear
-        layers, ``embedding_rowwise`` for the vocabulary, ``colwise_gather_output`` for a head whose logits are to be whole, ``replicate``.
+        {module name, with ``*`` for the number of a block: style}. None: :func:`find_plan`. Styles:
+        ``colwise`` and ``rowwise`` for linear layers, ``embedding_rowwise`` for the vocabulary,
+        ``colwise_gather_output`` for a head with whole logits, ``replicate``.
     quiet
         Does not print the plan.
 
-    Tied parameters stay tied. Dropout between a layer that is cut by columns and the one that is cut by rows draws another mask on
-    every rank, elsewhere the same one. peft's LoRA comes afterwards, and cuts its adapters as the layers are cut. Raises ConfigError,
-    with the model as it was, on every rank: for a plan that does not fit (unknown names or styles, heads or features that do not divide by
-    the ranks, parts that cannot be trained), or where ranks were given different models or plans.
+    Tied parameters stay tied. Dropout between a column layer and its row layer draws a different
+    mask on every rank, elsewhere the same one. peft's LoRA comes afterwards, and shards its
+    adapters like the layers. Raises ConfigError on every rank, with the model unchanged: for a plan
+    that does not fit (unknown names or styles, heads or features that do not divide by the ranks,
+    parts that cannot be trained), or if the ranks' models or plans differ.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ConfigError(f"tensor_parallel takes the tp axis of a mesh (mesh['tp']), of one dimension, not {mesh!r}")
@@ -61,12 +65,12 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | N
 
 
 def describe_cut(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """Describes what all ranks must have the same of to cut ``model`` together."""
+    """Describes the inputs that all ranks must share to shard ``model`` together."""
     return describe_model(model) | {f"the plan for {name}": style for name, style in plan.items()}
 
 
 def _check(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str], *, is_own: bool) -> None:
-    """Raises ConfigError for a model that cannot be cut so."""
+    """Raises ConfigError for a model that cannot be sharded like this."""
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ConfigError("this model is cut already: some of its parameters are DTensors")
     if hasattr(model, "peft_config"):
@@ -89,14 +93,15 @@ def _cut(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
 
 
 def _finish(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str], ties: list[list[str]]) -> None:
-    """Does what is left where layers have been cut, whoever has done that."""
+    """Completes sharded layers: ties, dropout regions, and attributes for peft."""
     _tie_again(model, ties)
     install_regions(model, plan, mesh)
     _tell_adapters(model, plan, mesh)
 
 
 def _tell_adapters(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> None:
-    """Tells peft, by the names it looks for, how a layer is cut: its LoRA cuts one of a layer's two adapters in the same way."""
+    """Sets the attributes by which peft detects a layer's sharding: its LoRA shards one of a
+    layer's two adapters in the same way."""
     for name, module in model.named_modules():
         if (style := plan.get(general(name))) in ("colwise", "rowwise") and isinstance(module, nn.Linear):
             module._hf_tp_plan, module._hf_device_mesh = style, mesh
@@ -115,16 +120,16 @@ def _apply(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str]) -> None:
 
 
 class _SharedInput:
-    """Makes one DTensor of what several column layers are given, so that their gradients are added before ranks add them up: one
-    all-reduce in the backward of an attention, and not three (the g of Megatron-LM's section 3)."""
+    """Makes one DTensor of the common input of several column layers, so that their gradients are
+    added locally first: one all-reduce in the backward of an attention instead of three (the g of
+    Megatron-LM's section 3)."""
 
     def __init__(self) -> None:
-        self._given: tuple[torch.Tensor, Any, DTensor] | None = (
-            None  # the tensor, its count of changes and grad mode, and the DTensor
-        )
+        self._given: tuple[torch.Tensor, Any, DTensor] | None = None  # the tensor, its version and grad mode, and the DTensor
 
     def prepare(self, style: ColwiseParallel, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
-        """Prepares a layer's input as ``style`` does, or returns the one that was prepared of the same tensor."""
+        """Prepares a layer's input as ``style`` does, or returns the one prepared from the same
+        tensor."""
         given = inputs[0]
         known = (given._version, torch.is_grad_enabled()) if isinstance(given, torch.Tensor) else None
         if self._given is None or self._given[0] is not given or self._given[1] != known:
@@ -133,13 +138,13 @@ class _SharedInput:
         return self._given[2]
 
     def forget(self, *_: Any) -> None:
-        """Lets go of the input: the row layer is next."""
+        """Drops the input: the row layer is next."""
         self._given = None
 
 
 def check_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
-    """Raises ConfigError, with ``model`` as it was, where its own ``plan`` does not fit the ranks or leaves parts that cannot be trained: each
-    parameter is cut on meta first."""
+    """Raises ConfigError, with ``model`` unchanged, if its own ``plan`` does not fit the ranks or
+    leaves parts that cannot be trained. Shards each parameter on meta to find out."""
     styles, modules = _own_styles(model, plan), dict(model.named_modules())
     known = {name: style for name, style in styles.items() if name in modules and style in ("colwise", "rowwise")}
     check_divisible(model, known, mesh.size())
@@ -178,13 +183,15 @@ def _another_way(model: nn.Module) -> str:
 
 
 def _own_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """Applies a plan of transformers to the modules and parameters of ``model``: full name -> style."""
+    """Applies a plan of transformers to the modules and parameters of ``model``: full name ->
+    style."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
     return {name: plan[general(name)] for name in names if general(name) in plan}
 
 
 def _own_cuts(model: nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, str, Any]]:
-    """Lists what transformers' ``styles`` cut: the module's name, the parameter's key in it, and the style that does it."""
+    """Yields the parameters that transformers' ``styles`` shard: the module's name, the parameter's
+    key in it, and the style object."""
     theirs = importlib.import_module("transformers.distributed.tensor_parallel").ALL_PARALLEL_STYLES
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, style in styles.items():
@@ -194,18 +201,20 @@ def _own_cuts(model: nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, s
 
 
 def cut_by_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
-    """Has transformers apply its own plan, which :func:`check_own_plan` has passed and whose styles are more than ours. Tied parameters stay
-    tied, and dropout inside a region draws another mask on every rank."""
+    """Applies transformers' own plan, which :func:`check_own_plan` has passed and which has more
+    styles than ours. Tied parameters stay tied, and dropout inside a region draws a different mask
+    on every rank."""
     theirs = importlib.import_module("transformers.distributed.tensor_parallel")
     styles, ties = _own_styles(model, plan), _ties(model)
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     of_modules = {name: style for name, style in styles.items() if name not in params}
-    for owner, key, style in list(_own_cuts(model, of_modules)):  # transformers cuts them as it loads them; these are there already
+    # Transformers shards them while loading; these are already loaded.
+    for owner, key, style in list(_own_cuts(model, of_modules)):
         module = model.get_submodule(owner)
         style.validate_param(module, key, mesh, parameter_name=f"{owner}.{key}")
         style.shard_param(module, key, mesh)
     theirs.apply_tensor_parallelism(model, mesh, styles)
-    # As transformers leaves a model that it has cut itself: its save_pretrained puts the parts together then.
+    # As for a model that transformers has sharded itself: its save_pretrained then joins the parts.
     configured = importlib.import_module("transformers.distributed.configuration_utils").DistributedConfig
     model.config.distributed_config, model._device_mesh = configured(tp_size=mesh.size(), tp_plan=plan), mesh
     _finish(model, mesh, plan, ties)
@@ -224,7 +233,7 @@ def _style(module: nn.Module, style: str, shared: _SharedInput) -> Any:
 
 
 class _Columns(ColwiseParallel):
-    """Cuts a linear layer by its outputs, also GPT-2's, whose weight lies as [in, out]."""
+    """Shards a linear layer by its outputs, including GPT-2's, whose weight has shape [in, out]."""
 
     def __init__(self, shared: _SharedInput, placements: dict[str, Any]):
         super().__init__()
@@ -235,7 +244,7 @@ class _Columns(ColwiseParallel):
 
 
 class _Conv1DRows(RowwiseParallel):
-    """Cuts GPT-2's linear layer by its inputs."""
+    """Shards GPT-2's linear layer by its inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.desired_input_layouts = (Shard(-1),)
@@ -256,7 +265,7 @@ def _distribute(style: Any, module: nn.Module, mesh: DeviceMesh, placements: dic
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
-    """Names of the parameters that are one."""
+    """Returns the names of each tied parameter."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -264,14 +273,15 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _check_ties(model: nn.Module, styles: dict[str, str], ties: list[list[str]]) -> None:
-    """Raises ConfigError, before anything is cut, for a parameter whose layers would cut it in different ways."""
+    """Raises ConfigError, before any change, for a parameter whose layers would shard it in
+    different ways."""
     for names in ties:
         layers = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
         cuts = {}
         for name, layer in layers.items():
             style = styles.get(name.rpartition(".")[0], "replicate")
             if shape_of(layer) is None and not isinstance(layer, nn.Embedding):
-                continue  # it only keeps the parameter for a layer
+                continue  # it only stores the parameter for a layer
             by_rows = (
                 style in ("colwise", "colwise_gather_output") if isinstance(layer, nn.Linear) else style == "embedding_rowwise"
             )
@@ -284,9 +294,11 @@ def _check_ties(model: nn.Module, styles: dict[str, str], ties: list[list[str]])
 
 
 def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
-    """Makes parameters one again of which torch has cut each copy for itself. Raises ConfigError where they were cut in different ways.
+    """Ties parameters again that torch sharded separately. Raises ConfigError if they were sharded
+    in different ways.
 
-    A module that only keeps a parameter for a layer (BERT's head keeps its decoder's bias) takes the layer's.
+    A module that only stores a layer's parameter (BERT's head stores its decoder's bias) takes the
+    layer's.
     """
     for names in ties:
         owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
@@ -304,6 +316,7 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
 
 
 def _used(model: nn.Module, names: list[str]) -> list[str]:
-    """Picks, of the names of one parameter, those of layers that compute with it; all, where there are none."""
+    """Returns, of the names of one parameter, those of layers that compute with it; all names if
+    there are none."""
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     return [name for name in names if shape_of(owners[name]) is not None or isinstance(owners[name], nn.Embedding)] or names

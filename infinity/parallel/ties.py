@@ -1,7 +1,8 @@
-"""Ties: keeps a parameter that two stages of a pipeline have one: its gradients are added up, and counted once.
+"""Ties: keeps a parameter on two pipeline stages equal: its gradients are added up, and counted
+once.
 
-The first stage's copy is the one that counts in norms and checkpoints. Both ranks add the first one's gradient and the last one's in fp32, in
-this order, so that both make the same step.
+Only the first stage's copy counts in norms and checkpoints. Both ranks add the first stage's
+gradient and the last one's in fp32, in this order, so that both make the same step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .between import Between
 
 
 class Ties:
-    """The parameters that the first stage and the last one have in common, on the ranks that have them."""
+    """The parameters on both the first and the last stage, on the ranks that have them."""
 
     def __init__(self, params: list[nn.Parameter], *, counts: bool):
         self._params, self._counts = params, counts
@@ -35,7 +36,7 @@ class Ties:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Has a wrap inside know the parameters as shared."""
+        """Marks the parameters as shared for a wrap inside the block."""
         for param in self._params:
             mark_shared(param, counts=self._counts)
         try:
@@ -45,7 +46,8 @@ class Ties:
                 unmark(param)
 
     def start(self, engine: Engine, between: Between) -> None:
-        """Gives the last stage the first one's values: they may have been drawn apart."""
+        """Copies the first stage's values to the last: they may have been drawn separately. Both
+        ranks call this."""
         for handle in map(handle_of, self._params):
             with engine.uses.begin():
                 for name in ("weight", "master"):
@@ -62,11 +64,14 @@ class Ties:
 
     @contextmanager
     def adding_up(self, job: Job, between: Between) -> Iterator[None]:
-        """Makes what the pass inside adds to both copies' gradients their sum. Both ranks call.
+        """Replaces the gradients that the pass inside adds to both copies by their sum. Both ranks
+        call this.
 
-        What earlier passes have left was added up then, and is set aside meanwhile. An exception leaves the gradients torn.
+        Gradients of earlier passes are already summed, and are set aside meanwhile. An exception
+        leaves the gradients torn.
         """
-        handles = [handle for handle in map(handle_of, self._params) if handle.grad is not None]  # the others are frozen
+        # The rest are frozen.
+        handles = [handle for handle in map(handle_of, self._params) if handle.grad is not None]
         aside: dict[ParamHandle, torch.Tensor | None] = {}
         try:
             for handle in handles:
@@ -85,7 +90,7 @@ class Ties:
 
     @staticmethod
     def _take(job: Job, handle: ParamHandle) -> torch.Tensor | None:
-        """Takes this rank's elements of a gradient that has landed away from it."""
+        """Removes and returns this rank's elements of a landed gradient."""
         job.gradients.average()
         with job.uses.begin():
             if handle.grad.state is not GradState.LANDED:
@@ -103,8 +108,8 @@ class Ties:
             own.add_(aside)
 
     def _exchange(self, between: Between, mine: torch.Tensor) -> torch.Tensor:
-        """Sends ``mine`` to the other rank with the tie, and returns its. Nobody meets for that:
-        what an exception leaves of it goes with the group."""
+        """Sends ``mine`` to the other rank with the tie, and returns its values. Needs no
+        rendezvous: after an exception the group is closed with its pending transfers."""
         other, group = between.rank_of(-1 if self._counts else 0), between.host_group
         theirs = torch.empty_like(mine)
         raw, into = mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)

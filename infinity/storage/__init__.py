@@ -1,1 +1,1 @@
-"""Keeps flat arrays at their homes: host memory, or swap files on NVMe."""
+"""Flat arrays at their homes: host memory, device memory, or swap files on NVMe."""

@@ -1,9 +1,10 @@
-"""ArrayAllocator: takes memory, and space in swap files, for flat arrays.
+"""ArrayAllocator: allocates memory, and space in swap files, for flat arrays.
 
-swap file   this job's bytes in a folder of ``nvme_paths``. It has no name there: nobody else can open or remove it, there is
-            nothing to lock or to clean up, and its space is free when the process ends, however it does
+swap file   this job's bytes in a folder of ``nvme_paths``. It has no name: no other process can
+            open or remove it, nothing needs a lock or cleaning up, and its space is free when the
+            process ends, in whatever way
 volume      one range of bytes in stripes over a swap file in every folder
-service     a small staging buffer of the store's own, for reads and writes outside the training loop
+service     a small staging buffer of the store's own, for transfers outside the training loop
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from .past_host import PastHost, open_past_host
 from .swap_folders import SwapFolders
 
 MIB = 1024 * 1024
-GROWTH_NBYTES = 256 * MIB  # of a volume that is added later, where there is room
+GROWTH_NBYTES = 256 * MIB  # of a volume that is added later, if there is room
 MAX_DEPTH = 256  # transfers in flight on one disk
 
-Space = tuple[int, int, int]  # number of the volume that was added, offset and bytes
+Space = tuple[int, int, int]  # number of the added volume, offset, bytes
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,21 @@ class _Added:
     """A volume that was added after the store was opened."""
 
     volume: native.Volume
-    folder: str | None  # that it was added for; None: all folders
+    folder: str | None  # for arrays of this folder; None: all folders
     nbytes: int
     charge: native.Charge
 
 
 class MakeRegion(Protocol):
-    """What makes memory as :class:`native.Region` does."""
+    """The interface of :class:`native.Region`'s constructor."""
 
     def __call__(self, nbytes: int, *, huge_pages: bool, touch_threads: int) -> native.Region:
-        """Makes a region."""
+        """Allocates a region."""
 
 
 class ArrayAllocator:
-    """Allocates arrays at their homes: all of them before :meth:`open`, and more later where there is room."""
+    """Allocates arrays at their homes: the plan's before :meth:`open`, and more later if there is
+    room."""
 
     def __init__(
         self,
@@ -68,9 +70,9 @@ class ArrayAllocator:
         rank: int = 0,
         ranks: int = 1,
     ):
-        """``layer``: of the I/O engine, as :func:`native.make_io_engine` has it."""
+        """``layer``: the I/O engine, as for :func:`native.make_io_engine`."""
         self.ledger, self.traffic, self.checksums = ledger, traffic, checksums
-        self._sampled = sampled  # what comes past the host's memory, where the device does not verify it
+        self._sampled = sampled  # checks reads past the host by samples, if the device cannot
         self.device = device or Device(torch.device("cpu"), traffic)
         self.pid = os.getpid()
         self._folders = SwapFolders(nvme_paths, rank=rank, ranks=ranks)
@@ -82,25 +84,28 @@ class ArrayAllocator:
             work_threads=processors.for_checksums(),
         )
         self._first = native.Volume()  # laid out by open()
-        self._nbytes = 0  # of that
+        self._nbytes = 0  # of the first volume
         self._added: list[_Added] = []
         self._charges: list[native.Charge] = []
-        self._places: weakref.WeakKeyDictionary[StateArray, Space] = weakref.WeakKeyDictionary()  # in those, that somebody has
-        self._spaces: list[Space] = []  # that are free there
-        self._leaving: list[tuple[list[native.Ticket], Space]] = []  # free when these transfers are over
+        # Spaces in use
+        self._places: weakref.WeakKeyDictionary[StateArray, Space] = weakref.WeakKeyDictionary()
+        self._spaces: list[Space] = []  # free spaces in added volumes
+        # Free once the transfers complete
+        self._leaving: list[tuple[list[native.Ticket], Space]] = []
         self._service_nbytes = service_nbytes
         self._service: native.PinnedPool | None = None
         self._is_open = False
-        self._absent: list[native.Region] = []  # whose pages are to come
-        self._pages: native.Pages | None = None  # that are coming
+        self._absent: list[native.Region] = []  # pages not yet populated
+        self._pages: native.Pages | None = None  # being populated
         self.past_host: PastHost | None = None
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
 
     def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str, *, make: MakeRegion = native.Region) -> StateArray:
-        """Allocates a zeroed array of ``numel`` elements at home on ``tier``; what is the host's memory is made by ``make``. Raises
-        CapacityError over the tier's budget."""
+        """Allocates a zeroed array of ``numel`` elements at home on ``tier``; ``make`` allocates
+        host memory. Raises CapacityError over the tier's budget."""
         nbytes = numel * dtype.itemsize
-        charge = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)  # memory comes in pages
+        # Memory comes in pages
+        charge = self.ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)
         if tier is Tier.NVME:
             extent = native.Extent.in_volume(self._first, self._nbytes, _on_disk(nbytes))
             self._nbytes += extent.nbytes
@@ -114,9 +119,12 @@ class ArrayAllocator:
         return StateArray(tier, dtype, numel, native.Extent.in_memory(flat.data_ptr(), nbytes, region), flat, charge, region)
 
     def make_region(self, nbytes: int, *, copied: bool = True, make: MakeRegion = native.Region) -> native.Region:
-        """Makes page-aligned memory. ``copied``: by the device, with which it is registered. Every page is present when this
-        returns or, of what comes before :meth:`open`, after :meth:`await_pages`: the kernel clears them while the values that will
-        be in them are read and copied. A device registers pages that are there."""
+        """Allocates page-aligned memory. ``copied``: registered with the device, which copies it.
+
+        Every page is populated on return. Before :meth:`open` on the host only after
+        :meth:`await_pages`: the kernel clears pages while values are read and copied. A device
+        registers only populated pages.
+        """
         later = not self._is_open and self.device.is_host
         region = make(nbytes, huge_pages=True, touch_threads=0 if later else processors.for_pages())
         if later:
@@ -126,10 +134,11 @@ class ArrayAllocator:
         return region
 
     def open(self, regions: Sequence[native.Region], *, staging: native.PinnedPool | None = None, past_host: bool = False) -> None:
-        """Creates the swap files at full size and tells the I/O engine about them and about ``regions`` that it moves bytes from and
-        to. ``staging``: the pool of weights on their way to the device; ``past_host``: which may pass by the host's memory.
+        """Creates the swap files at full size and registers them and ``regions``, its transfer
+        memory, with the I/O engine. ``staging``: the pool of weights on their way to the device.
+        ``past_host``: those may bypass host memory.
 
-        Raises CapacityError when a disk has too little room, StorageError when it refuses.
+        Raises CapacityError if a disk has too little room, StorageError if it refuses.
         """
         service = self.make_region(self._service_nbytes, copied=False)
         self._service = native.PinnedPool(service)
@@ -145,15 +154,19 @@ class ArrayAllocator:
         self._absent = []
 
     def await_pages(self) -> None:
-        """Returns when every page is present. Raises what the thread that sees to it raised."""
+        """Blocks until every page is populated. Raises the error of the thread that populates
+        them."""
         if self._pages is not None:
             self._pages.wait()
             self._pages = None
 
     def allocate_more(self, tier: Tier, nbytes: int, what: str, *, folder: str | None = None) -> StateArray:
-        """Allocates ``nbytes`` bytes as :meth:`allocate` does, and also after :meth:`open`; the plan grows by as much. On disk they
-        are part of a further volume, in ``folder`` or, without one, over all folders; what was written there before is still in them, so
-        that whole blocks have to be written before they are read."""
+        """Allocates ``nbytes`` bytes as :meth:`allocate` does, also after :meth:`open`; the plan
+        grows by as much.
+
+        On disk they are in an added volume, in ``folder`` or over all folders. Their old contents
+        stay, so whole blocks must be written before they are read.
+        """
         if tier is not Tier.NVME:
             array = self.allocate(tier, torch.uint8, nbytes, what)
             self.ledger.accounts[tier].planned_nbytes += round_up(nbytes, native.BLOCK_NBYTES)
@@ -168,7 +181,8 @@ class ArrayAllocator:
         return array
 
     def allocate_later(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
-        """Allocates a zeroed array as :meth:`allocate` does, after :meth:`open`; :meth:`free_more` gives it back."""
+        """Allocates an array as :meth:`allocate` does, after :meth:`open`. :meth:`free_more` frees
+        it."""
         array = self.allocate_more(tier, numel * dtype.itemsize, what)
         array.dtype, array.numel = dtype, numel
         if array.flat is not None:
@@ -176,7 +190,8 @@ class ArrayAllocator:
         return array
 
     def free_more(self, array: StateArray, *, after: Sequence[native.Ticket] = ()) -> None:
-        """Gives back what :meth:`allocate_more` gave. Space on disk is taken anew once the transfers ``after`` are over."""
+        """Frees an array of :meth:`allocate_more`. Space on disk is reused once the transfers
+        ``after`` complete."""
         if array.tier is Tier.NVME:
             if (space := self._places.pop(array, None)) is not None:
                 self._leaving.append((list(after), space))
@@ -186,8 +201,10 @@ class ArrayAllocator:
             array.flat = array.extent = None
 
     def _take_space(self, nbytes: int, folder: str | None) -> Space | None:
-        """Takes a space of ``nbytes`` in the volumes that were added for ``folder``; None when there is none."""
-        leaving, self._leaving = self._leaving, []  # at once: what the collector finds meanwhile is added
+        """Takes a space of ``nbytes`` from the volumes added for ``folder``; None if there is
+        none."""
+        # Swapped at once: the garbage collector may append meanwhile
+        leaving, self._leaving = self._leaving, []
         for tickets, space in leaving:
             if all(ticket.done for ticket in tickets):
                 self._spaces.append(space)
@@ -204,7 +221,8 @@ class ArrayAllocator:
         return volume, offset, nbytes
 
     def need_service(self) -> None:
-        """Makes a service buffer for a disk where the plan had none. Raises CapacityError over the budget."""
+        """Allocates a service buffer for disks if the plan had none. Raises CapacityError over the
+        budget."""
         if self._service.capacity_nbytes < native.CHECKSUM_NBYTES:
             charge = self.ledger.reserve(Tier.HOST, MIB, "the store's service buffer")
             self._charges.append(charge)
@@ -213,14 +231,14 @@ class ArrayAllocator:
             self._service_nbytes = MIB
 
     def empty(self, array: StateArray) -> None:
-        """Gives the memory of ``array`` back to the system; what was in it is elsewhere. Its address stays."""
+        """Frees the memory of ``array``, whose contents are elsewhere. Its address stays."""
         if array.region is not None:
             array.region.discard()
         else:
             array.flat.untyped_storage().resize_(0)
 
     def refill(self, array: StateArray) -> None:
-        """Takes memory for an array that was emptied. Twice is once."""
+        """Allocates the memory of an array that was emptied. Idempotent."""
         if array.region is None:
             array.flat.untyped_storage().resize_(array.nbytes)
         elif not array.region.pinned:
@@ -228,7 +246,7 @@ class ArrayAllocator:
             self.device.pin(array.region)
 
     def _grow(self, nbytes: int, what: str, folder: str | None) -> None:
-        """Adds a volume with room for ``nbytes``, and for more of the kind where budget and disks allow."""
+        """Adds a volume with room for ``nbytes``, and for more if budget and disks allow."""
         folders = self._folders if folder is None else SwapFolders([folder])
         account = self.ledger.accounts[Tier.NVME]
         room = GROWTH_NBYTES if account.budget_nbytes is None else account.budget_nbytes - account.charged_nbytes
@@ -238,12 +256,14 @@ class ArrayAllocator:
         volume = native.Volume()
         folders.lay_out(volume, size, self.io)
         added = _Added(volume, folder, size, charge)
-        # In one statement, which nothing interrupts: it is there, or drop_unused() finds its files.
+        # One statement cannot be interrupted: the volume is known, or drop_unused() finds its
+        # files.
         self._added, account.planned_nbytes = [*self._added, added], account.planned_nbytes + size
         self._spaces.append((len(self._added) - 1, 0, size))
 
     def drop_unused(self) -> None:
-        """Closes swap files of no volume: an exception came as theirs was being made. Their space is free soon after."""
+        """Closes swap files without a volume, left by an interrupted creation. Their space is free
+        soon after."""
         used = {file for volume in (self._first, *(added.volume for added in self._added)) for file in volume.files}
         for file in self.io.open_files:
             if file not in used:
@@ -251,12 +271,13 @@ class ArrayAllocator:
 
 
 def _on_disk(nbytes: int) -> int:
-    """Counts the bytes that an array of ``nbytes`` takes of a disk, which transfers whole blocks: all spaces begin and end with one."""
+    """Returns how much disk space ``nbytes`` take. Disks transfer whole blocks, so spaces start and
+    end at one."""
     return round_up(nbytes, native.BLOCK_NBYTES)
 
 
 def _joined(spaces: list[Space]) -> list[Space]:
-    """``spaces`` in order, those that touch made one."""
+    """Returns ``spaces`` in order, with adjacent ones joined."""
     joined: list[Space] = []
     for volume, offset, size in sorted(spaces):
         if joined and joined[-1][0] == volume and sum(joined[-1][1:]) == offset:

@@ -1,6 +1,6 @@
-"""StateArray: names one flat array, its tier, and where its bytes are.
+"""StateArray: one flat array, its tier, and the location of its bytes.
 
-ArrayIO is what reads and writes such arrays; bytes move between them and tensors on the host.
+ArrayIO is the interface to read and write such arrays from and to tensors on the host.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..machine.tiers import Tier
 
 @dataclass(eq=False)
 class StateArray:
-    """One flat array at home. ``flat`` is a tensor over it where the home is memory, None on NVMe, where ``extent`` has whole blocks: what
-    follows the array in the last one is nobody's."""
+    """One flat array at home. ``flat`` is a tensor over it if the home is memory, None on NVMe.
+    There ``extent`` has whole blocks: the rest of the last one is unused."""
 
     tier: Tier
     dtype: torch.dtype
@@ -26,7 +26,7 @@ class StateArray:
     extent: native.Extent
     flat: torch.Tensor | None = None
     charge: native.Charge | None = None
-    region: native.Region | None = None  # the memory that ``flat`` is over, where torch has not allocated it
+    region: native.Region | None = None  # the memory below ``flat``, if not allocated by torch
 
     @property
     def nbytes(self) -> int:
@@ -40,12 +40,13 @@ class ArrayIO(Protocol):
         """Reads as :meth:`ShardStore.read` does."""
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int, stays: bool = False) -> None:
-        """Writes as :meth:`ShardStore.write` does. ``stays``: ``source`` does not change until all is at home."""
+        """Writes as :meth:`ShardStore.write` does. ``stays``: ``source`` does not change until all
+        of it is at home."""
 
     def guarding(self) -> AbstractContextManager[None]:
         """Guards a block as :meth:`ShardStore.guarding` does."""
 
 
 def bytes_of(pool: native.PinnedPool, lease: native.Lease, nbytes: int) -> torch.Tensor:
-    """Makes a tensor over the first ``nbytes`` of ``lease``."""
+    """Returns a tensor over the first ``nbytes`` of ``lease``."""
     return native.tensor_at(pool.region, lease.address, nbytes, torch.uint8)

@@ -1,7 +1,8 @@
-"""Loans: writes memory that is somebody else's to disk from where it is, and keeps it until the disk has read it.
+"""Loans: writes borrowed memory to disk without a copy, and keeps it alive until the disk has read
+it.
 
-loan     a piece of such memory, and the transfer that reads it
-hidden   of a loan: an exception came as its transfer was submitted, or was about to be
+loan     a piece of borrowed memory, and the transfer that reads it
+hidden   interrupted during submit, so the transfer may or may not be running
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ from .. import native
 from ..errors import InfinityError, StorageError
 
 PIECE_NBYTES = 4 * 1024 * 1024
-MOST = 32  # at a time
+MOST = 32  # loans at once
 
-_never_freed: list[torch.Tensor] = []  # that a hung disk may still read, for as long as the process lives
+_never_freed: list[torch.Tensor] = []  # a hung disk may read them for as long as the process lives
 
 
 @dataclass(eq=False)
 class _Loan:
     memory: torch.Tensor
     extent: native.Extent
-    write: Callable[[int], native.Ticket]  # starts writing as many bytes from an address
-    ticket: native.Ticket | None = None  # None: not known to have been submitted
+    write: Callable[[int], native.Ticket]  # starts writing the piece from an address
+    ticket: native.Ticket | None = None  # None: maybe not submitted
     is_copy: bool = False
 
     def write_copy(self) -> None:
-        """Starts writing a copy of what a disk cannot read where it is: memory of a device, as some file systems map their files."""
+        """Starts writing a copy of memory that a disk cannot read in place: a device's, as some
+        file systems map files."""
         nbytes = self.memory.numel()
         region = native.Region(nbytes, huge_pages=False, touch_threads=0)
         copy = native.tensor_at(region, region.address, nbytes, torch.uint8)
@@ -42,15 +44,19 @@ class _Loan:
 
 
 class Loans:
-    """The memory that a store's disk reads where it is."""
+    """The borrowed memory that a store's disks read in place."""
 
     def __init__(self) -> None:
         self._loans: deque[_Loan] = deque()
         self._hidden: list[_Loan] = []
 
     def write(self, io: native.IoEngine, extent: native.Extent, offset: int, memory: torch.Tensor, *, checksum: bool) -> None:
-        """Starts writing flat ``memory``, whole checksum blocks at a whole block's address, from byte ``offset`` of ``extent`` on; it does not change
-        before :meth:`finish`. Waits where much is under way. Raises what went wrong with that."""
+        """Starts writing flat ``memory`` from byte ``offset`` of ``extent`` on, in whole checksum
+        blocks, block-aligned.
+
+        The memory must not change before :meth:`finish`. Blocks while ``MOST`` loans are running,
+        and raises their errors.
+        """
         for begin in range(0, memory.numel(), PIECE_NBYTES):
             while len(self._loans) >= MOST:
                 self._finish_first()
@@ -60,11 +66,11 @@ class Loans:
                 return io.write(extent, at, address, nbytes, checksum=checksum)
 
             loan = _Loan(piece, extent, write)
-            self._loans.append(loan)  # before the disk has it: an exception that comes then leaves it here
+            self._loans.append(loan)  # before the submit: an interrupt leaves it here
             loan.ticket = write(piece.data_ptr())
 
     def finish(self) -> None:
-        """Returns when none of it is under way. Raises what went wrong first."""
+        """Blocks until all loans are over. Raises their first error."""
         first: InfinityError | None = None
         while self._loans:
             try:
@@ -81,10 +87,10 @@ class Loans:
         else:
             try:
                 loan.ticket.wait()
-            except InfinityError as error:  # it is over; where Ctrl-C comes it need not be
+            except InfinityError as error:  # it is over; after Ctrl-C it may not be
                 if _number_of(error) == errno.EFAULT and not loan.is_copy:
                     loan.write_copy()
-                    return  # to be waited for
+                    return  # it is waited for next
                 if _number_of(error) == errno.ETIMEDOUT:
                     _never_freed.append(loan.memory)
                 self._loans.popleft()
@@ -92,7 +98,7 @@ class Loans:
         self._loans.popleft()
 
     def rebuild(self) -> None:
-        """Returns when nothing is under way, whatever became of it."""
+        """Blocks until no loan is running. Ignores errors."""
         with suppress(InfinityError):
             self.finish()
         while self._hidden:
@@ -105,7 +111,8 @@ class Loans:
             self._hidden.pop()
 
     def clear(self, *, hung: bool) -> None:
-        """Lets all memory go: the I/O engine was shut down. ``hung``: and gave a disk up, which may still read any of it."""
+        """Releases all memory, after the I/O engine's shutdown. ``hung``: it abandoned a disk,
+        which may still read the memory."""
         if hung:
             _never_freed.extend(loan.memory for loan in (*self._loans, *self._hidden))
         self._loans.clear()

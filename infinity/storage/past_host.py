@@ -1,8 +1,9 @@
-"""PastHost: reads arrays from disk into the device's memory, past the host's.
+"""PastHost: reads arrays from disk into device memory, bypassing host memory.
 
-slot      a lease of the staging pool. Each has a counterpart on the device, at the same place of a buffer as large: a read lands in
-          one or the other, whole and verified (:mod:`csrc/io/direct.h`), or verified in part where the user chose that
-refusal   why a read landed on the host after all; each kind is told once
+slot      a lease of the staging pool. Each has a counterpart on the device, at the same offset of a
+          buffer as large. A read arrives in one or the other, verified whole
+          (:mod:`csrc/io/direct.h`), or in samples if the user chose that
+refusal   why a read arrived on the host after all; each kind is logged once
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from ..machine.device import Device
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 64 * 1024  # of memory that a GPU offers to others: its pages
+ALIGNMENT = 64 * 1024  # of memory that a GPU exposes: its pages
 SLACK_NBYTES = ALIGNMENT
 THREADS = 8
 LATE_SECONDS = 10.0
 SAMPLED_READS = 16
 
-_abandoned: list[torch.Tensor] = []  # that a disk may still write to, for as long as the process lives
+_abandoned: list[torch.Tensor] = []  # a disk may write to them for as long as the process lives
 
 
 class PastHost:
-    """A device's counterpart of the staging pool, and the reader that fills either."""
+    """The device's counterpart of the staging pool, and the reader that fills either."""
 
     def __init__(self, staging: native.PinnedPool, buffer: torch.Tensor, reader: native.DirectReader):
         self._staging, self._buffer, self._reader = staging, buffer, reader
@@ -35,27 +36,29 @@ class PastHost:
 
     @property
     def nbytes(self) -> int:
-        """Counts the bytes that came past the host so far."""
+        """The number of bytes that bypassed the host so far."""
         return self._reader.nbytes
 
     @property
     def hung(self) -> str:
-        """Names a file that has a read which will not return; empty where there is none."""
+        """The file of a read that does not return, or ""."""
         return self._reader.hung
 
     def read(
         self, extent: native.Extent, offset: int, address: int, nbytes: int, *, after: native.Ticket | None, lease: native.Lease
     ) -> native.Landing:
-        """Starts reading as the I/O engine does, into ``address`` of the staging pool or its counterpart."""
+        """Starts reading as the I/O engine does, to ``address`` of the staging pool or its
+        counterpart."""
         device = self._buffer.data_ptr() + address - self._staging.region.address
         return self._reader.read(extent, offset, address, device, nbytes, after=after, lease=lease)
 
     def cancel(self, landing: native.Landing) -> None:
-        """Takes back a read that has not started."""
+        """Cancels a read that has not started."""
         self._reader.cancel(landing)
 
     def landed(self, landing: native.Landing, address: int, nbytes: int) -> torch.Tensor | None:
-        """Returns the bytes of a read that is over, where they came past the host; None: they are at ``address``. Tells of refusals."""
+        """Returns the bytes of a completed read if they bypassed the host; None: they are at
+        ``address``. Logs refusals."""
         if landing.on_device:
             self.copied_nbytes += nbytes
             first = address - self._staging.region.address
@@ -67,7 +70,8 @@ class PastHost:
         return None
 
     def close(self) -> None:
-        """Ends the reader once what is under way is over. Memory that a stuck read may still write to stays."""
+        """Closes the reader after its running reads. Keeps memory that a stuck read may still write
+        to."""
         self._reader.shut_down()
         if self._reader.stuck:
             _abandoned.append(self._buffer)
@@ -76,11 +80,11 @@ class PastHost:
 def open_past_host(
     io: native.IoEngine, staging: native.PinnedPool, device: Device, *, checksums: bool, sampled: bool = False
 ) -> PastHost | None:
-    """Opens the way past the host's memory; None, after a line that says why, where the library does not take the device's. Raises
-    CapacityError where that has no room.
+    """Opens the reader. None, with a logged reason, if the library does not accept the device's
+    memory. Raises CapacityError if the device has no room.
 
-    ``checksums``: what comes is verified, all of it on the device. ``sampled``: or, where the device has no kernels for that, a part of it
-    on the host, each byte once in ``SAMPLED_READS`` reads of its piece.
+    ``checksums``: all bytes are verified on the device. ``sampled``: without kernels for that, a
+    part is verified on the host: each byte once in ``SAMPLED_READS`` reads of its piece.
     """
     whole = device.zeros(staging.capacity_nbytes + SLACK_NBYTES, torch.uint8, "weights that come past the host's memory")
     first = -whole.data_ptr() % ALIGNMENT

@@ -1,10 +1,10 @@
 """ShardStore: reads, writes and verifies flat arrays at their homes.
 
-array       one flat array of one shard (its weights, its moments, ...), with its tier and its extent
-service     a small staging buffer of the store's own, for reads and writes outside the training loop
+array       one flat array of one shard (its weights, its moments, ...), with its tier and extent
+service     a small staging buffer of the store's own, for transfers outside the training loop
 
-A transfer keeps the lease of its memory until it is over (:mod:`csrc/io`), so whatever interrupts a wait here, no memory that the
-disk still uses is given to anybody else.
+A transfer keeps the lease of its memory until it is over (:mod:`csrc/io`). So after an interrupted
+wait, memory that the disk still uses is not reused.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ from .write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
-Fetch = native.Ticket | native.Landing  # under way into a staging slot
-AT_ONCE = 4  # reads, or writes, of one array outside the training loop
+Fetch = native.Ticket | native.Landing  # a read into a staging slot
+AT_ONCE = 4  # transfers of one array outside the training loop
 
 
 class ShardStore(ArrayAllocator):
-    """Moves parts of arrays for everything outside the training loop, and knows of a disk that failed.
+    """Moves parts of arrays for everything outside the training loop, and remembers a failed disk.
 
-    ``on_failure`` is called with the first error of a disk: it tells who else has to know.
+    ``on_failure`` is called with the first error of a disk, to report it to other ranks.
     """
 
     def __init__(self, *args: Any, on_failure: Callable[[BaseException], None] = lambda error: None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.failure: Callable[[], InfinityError] | None = None
         self.on_failure = on_failure
-        self._behind: WriteBehind | None = None  # that has part of the service buffer
+        self._behind: WriteBehind | None = None  # uses part of the service buffer
         self._loans = Loans()
-        self._returning: deque[tuple[Event, list[native.Lease]]] = deque()  # slots that the device still copies from
+        # Slots still being copied
+        self._returning: deque[tuple[Event, list[native.Lease]]] = deque()
 
     def rebuild(self) -> None:
-        """Frees what nobody has any more, whatever an exception left of the books. Only while nothing is in flight."""
+        """Frees all that is not in use after an exception. Only while no transfer is running."""
         for pool in (self._service, self.staging):
             if pool is not None:
                 self.drain(pool)
         self._loans.rebuild()
-        self._behind = None  # its parts are the service buffer's again
+        self._behind = None  # its parts belong to the service buffer again
         self._returning.clear()
         self._leaving.clear()
         taken = sorted(self._places.values())
@@ -68,19 +69,19 @@ class ShardStore(ArrayAllocator):
     # --- staging slots ---
 
     def take_back(self, slots: list[native.Lease], event: Event) -> None:
-        """Gives ``slots`` back to the staging pool once ``event`` has come."""
+        """Returns ``slots`` to the staging pool after ``event``."""
         self._returning.append((event, slots))
         self.collect()
 
     def collect(self, *, wait: bool = False) -> bool:
-        """Gives back the slots that nothing copies from any more; with ``wait``, at least the oldest. Whether there were any."""
+        """Releases slots that are no longer read (``wait``: at least one). Returns whether any."""
         found = False
         while self._returning and (self._returning[0][0].done or (wait and not found)):
             event, slots = self._returning.popleft()
             try:
                 event.wait()
             except (InfinityError, RuntimeError):
-                pass  # that copy failed: it is raised where its bytes are waited for, not where another unit wants a slot
+                pass  # raised where its bytes are waited for, not where a slot is taken
             for slot in slots:
                 slot.release()
             found = True
@@ -91,24 +92,24 @@ class ShardStore(ArrayAllocator):
     def fetch(
         self, array: StateArray, offset: int, lease: native.Lease, nbytes: int, *, at: int = 0, after: native.Ticket | None = None
     ) -> Fetch:
-        """Starts reading as :meth:`start_read` does, or, past the host's memory, into the counterpart of ``lease`` on the device."""
+        """Starts reading as :meth:`start_read`, or to the device's counterpart of ``lease``."""
         if self.past_host is None:
             return self.start_read(array, offset, lease, nbytes, at=at, after=after)
         return self.past_host.read(array.extent, offset, lease.address + at, nbytes, after=after, lease=lease)
 
     def fetched(self, fetch: Fetch, array: StateArray, address: int, nbytes: int) -> torch.Tensor:
-        """Returns the bytes of a fetch that is over, as elements of the array, where they are."""
+        """Returns the bytes of a completed fetch as elements of the array, in place."""
         flat = self.past_host.landed(fetch, address, nbytes) if isinstance(fetch, native.Landing) else None
         if flat is None:
             flat = native.tensor_at(self.staging.region, address, nbytes, torch.uint8)
         return flat.view(array.dtype)
 
     def lane_of(self, fetch: Fetch) -> str:
-        """Names the timeline's lane of a fetch that is over."""
+        """Returns the timeline's lane of a completed fetch."""
         return PAST_HOST if isinstance(fetch, native.Landing) and fetch.on_device else "nvme->host"
 
     def cancel(self, fetch: Fetch) -> None:
-        """Takes back what of a fetch has not started."""
+        """Cancels the parts of a fetch that have not started."""
         if isinstance(fetch, native.Landing):
             self.past_host.cancel(fetch)
         else:
@@ -117,7 +118,7 @@ class ShardStore(ArrayAllocator):
     # --- moving parts of arrays, synchronously ---
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
-        """Reads elements ``begin`` to ``end`` as a new CPU tensor. Checksums are verified on the way from the disk."""
+        """Reads elements ``begin`` to ``end`` as a new CPU tensor. Blocks. Verifies checksums."""
         out = torch.empty(end - begin, dtype=array.dtype, device="cpu")
         at = 0
         for values in self.stream(array, begin, end):
@@ -127,8 +128,8 @@ class ShardStore(ArrayAllocator):
         return out
 
     def stream(self, array: StateArray, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """Yields elements ``begin`` to ``end`` in order, in flat pieces that are valid until the next is asked for. What follows is read,
-        and its checksums verified, meanwhile. Nothing else of this store is used inside."""
+        """Yields elements ``begin`` to ``end`` in order, in flat pieces, each valid until the next.
+        Reads and verifies ahead. The store must not be used inside the loop."""
         self.check_process()
         with self.guarding():
             if array.tier is not Tier.NVME:
@@ -152,15 +153,15 @@ class ShardStore(ArrayAllocator):
                     under_way.popleft()
                     lease.release()
             finally:
-                for ticket, lease, _, _ in under_way:  # that nobody asks for any more
+                for ticket, lease, _, _ in under_way:  # no longer wanted
                     self.io.cancel(ticket)
                     with suppress(InfinityError):
                         ticket.wait()
                     lease.release()
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int, stays: bool = False) -> None:
-        """Writes the flat CPU tensor ``source`` at element ``begin``; its blocks carry ``version`` from then on. Interrupted,
-        some of it is written: doing it again makes it whole. ``stays`` changes nothing here: all is written when this returns."""
+        """Writes the flat CPU tensor ``source`` at element ``begin``, with ``version``. Blocks
+        until all is written, so ``stays`` has no effect. If interrupted, it must be repeated."""
         self.check_process()
         end = begin + source.numel()
         if array.tier is not Tier.NVME:
@@ -187,7 +188,7 @@ class ShardStore(ArrayAllocator):
                         block = self.read_block(array, offset, lease, nbytes)
                     else:
                         block = bytes_of(self._service, lease, nbytes)
-                        block[inner.stop * size :].zero_()  # what follows the array
+                        block[inner.stop * size :].zero_()  # padding after the array
                     block.view(array.dtype)[inner] = source[outer]
                     tickets.append(self.start_write(array, offset, lease, nbytes))
                     del lease, block  # the disk has it now
@@ -196,35 +197,36 @@ class ShardStore(ArrayAllocator):
         array.extent.version = version
 
     def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
-        """Reads whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor over ``lease``."""
+        """Reads checksum blocks from byte ``offset`` of a disk array: a tensor over ``lease``."""
         self.start_read(array, offset, lease, nbytes).wait()
         return bytes_of(self._service, lease, nbytes)
 
     def start_read(
         self, array: StateArray, offset: int, lease: native.Lease, nbytes: int, *, at: int = 0, after: native.Ticket | None = None
     ) -> native.Ticket:
-        """Starts reading whole checksum blocks from byte ``offset`` of an array on disk to byte ``at`` of ``lease``, once ``after`` is
-        over. They are verified as they arrive: waiting for the ticket raises CorruptionError where they are not what was written."""
+        """Starts reading whole checksum blocks from byte ``offset`` of an array on disk to byte
+        ``at`` of ``lease``, after ``after``. The ticket raises CorruptionError if checksums differ.
+        """
         address = lease.address + at
         return self.io.read(array.extent, offset, address, nbytes, after=after, lease=lease, checksum=self.checksums)
 
     def start_write(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> native.Ticket:
-        """Starts writing ``nbytes`` of ``lease``, whole checksum blocks, from byte ``offset`` of an array on disk. They stay as they are
-        until the ticket is over: their checksums are taken meanwhile."""
+        """Starts writing ``nbytes`` of ``lease``, whole checksum blocks, to byte ``offset`` of an
+        array on disk. They must not change before the ticket completes."""
         return self.io.write(array.extent, offset, lease.address, nbytes, lease=lease, checksum=self.checksums)
 
     def lend(self, array: StateArray, offset: int, memory: torch.Tensor) -> None:
-        """Starts writing flat ``memory``, whole checksum blocks, from byte ``offset`` of an array on disk on. It stays as it is until
-        :meth:`finish_lent`, and is kept until the disk has read it. Waits where much is under way."""
+        """Starts writing flat ``memory``, whole checksum blocks, to byte ``offset`` of an array on
+        disk. Keeps it; it must not change before :meth:`finish_lent`. Blocks while many run."""
         self._loans.write(self.io, array.extent, offset, memory, checksum=self.checksums)
 
     def finish_lent(self) -> None:
-        """Waits until what was lent is at home, or failed. Raises what went wrong first."""
+        """Blocks until all lent memory is written. Raises the first error."""
         self._loans.finish()
 
     @contextmanager
     def borrow(self, nbytes: int) -> Iterator[native.Lease]:
-        """Borrows a piece of the service buffer. Waits for transfers that still have it."""
+        """Borrows a piece of the service buffer. Blocks while transfers use it."""
         lease = self.take_lease(self._service, nbytes)
         try:
             yield lease
@@ -232,13 +234,13 @@ class ShardStore(ArrayAllocator):
             lease.release()
 
     def take_lease(self, pool: native.PinnedPool, nbytes: int, give_up: Callable[[], bool] = lambda: False) -> native.Lease:
-        """Takes a lease of ``nbytes``: waits for transfers that still use the pool, then asks ``give_up`` to let something go,
-        which says whether it did. Raises InternalError when there is nothing left to wait for."""
+        """Takes a lease of ``nbytes``. Waits for transfers, then calls ``give_up``, which returns
+        whether it released any. Raises InternalError if nothing is left to wait for."""
         while (lease := pool.try_lease(nbytes)) is None:
             self.refuse_hung()
             if pool.wait_for_transfer():
                 continue
-            if (lease := pool.try_lease(nbytes)) is not None:  # the last transfer ended between the two looks
+            if (lease := pool.try_lease(nbytes)) is not None:  # one completed in between
                 return lease
             if not give_up():
                 capacity = format_nbytes(pool.capacity_nbytes)
@@ -246,22 +248,23 @@ class ShardStore(ArrayAllocator):
         return lease
 
     def drain(self, pool: native.PinnedPool) -> None:
-        """Waits until no transfer uses ``pool``, then takes every lease back: whatever held one was given up."""
+        """Waits until no transfer uses ``pool``, then revokes every lease: holders are gone."""
         while pool.wait_for_transfer():
             self.refuse_hung()
         pool.take_back_all()
 
     def refuse_hung(self) -> None:
-        """Raises StorageError where a disk has not answered: what it was given is never free again."""
+        """Raises StorageError if a disk has not answered: its memory is never free again."""
         if folder := self.io.hung or (self.past_host.hung if self.past_host is not None else ""):
             raise StorageError(errno.ETIMEDOUT, f"the disk of {folder} has not answered, and may still write to the memory it was given: end "
                                "this process and resume from the last checkpoint", folder)  # fmt: skip
 
     def _blocks(self, array: StateArray, begin: int, end: int, *, parts: int = 1) -> Iterator[tuple[int, int, slice, slice]]:
-        """The checksum-aligned pieces that cover elements ``begin`` to ``end``, each of at most one of ``parts`` of the service
-        buffer.
+        """Yields the checksum-aligned pieces that cover elements ``begin`` to ``end``, each at most
+        one of ``parts`` of the service buffer.
 
-        Yields (byte offset in the extent, bytes, elements inside them, elements of the caller's tensor).
+        Yields (byte offset in the extent, bytes, elements in them, elements of the caller's
+        tensor).
         """
         size, service_nbytes = array.dtype.itemsize, self._service.capacity_nbytes
         parts = min(parts, service_nbytes // native.CHECKSUM_NBYTES)
@@ -277,9 +280,9 @@ class ShardStore(ArrayAllocator):
 
     @contextmanager
     def writing_behind(self) -> Iterator[WriteBehind]:
-        """Yields a writer for many writes, of which those that follow each other on disk become large ones that nobody waits for.
-        All is at home when the block ends; of one that raises, some may be unwritten. Raises UsageError inside another one. Where an
-        exception came as the block began or ended, that one is forgotten by :meth:`rebuild`."""
+        """Yields a writer that joins adjacent writes and does not block. All is at home when the
+        block ends; if it raises, some may be unwritten. Raises UsageError inside another one. After
+        an interrupt at its start or end, :meth:`rebuild` forgets it."""
         if self._behind is not None:
             raise UsageError("this store is being written behind already")
         writer = self._behind = WriteBehind(self, self._service)
@@ -292,8 +295,8 @@ class ShardStore(ArrayAllocator):
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Ends every such block with the disk's first error inside any of them: what it left half done must not be trained on, read
-        or saved."""
+        """Records the first disk error in such a block. All later blocks raise it on entry:
+        incomplete data must not be trained on, read or saved."""
         if self.failure is not None:
             raise self.failure()
         try:
@@ -303,13 +306,13 @@ class ShardStore(ArrayAllocator):
             self.on_failure(error)
             raise
         except CorruptionError as error:
-            # Made anew each time: the error itself would keep its traceback, and with it the model, alive.
+            # Made anew each time: the error's traceback would keep the model alive.
             self.failure = partial(CorruptionError, *error.args)
             self.on_failure(error)
             raise
 
     def check_process(self) -> None:
-        """Raises UsageError in a forked child, which has neither the engine's threads nor a ring of its own."""
+        """Raises UsageError in a forked child, which has no threads and no ring of the engine."""
         if os.getpid() != self.pid:
             raise UsageError(
                 f"this model was wrapped in process {self.pid} and cannot be used in its forked child {os.getpid()}: "
@@ -317,7 +320,7 @@ class ShardStore(ArrayAllocator):
             )
 
     def close(self) -> None:
-        """Closes the swap files, which frees their space, and gives the memory back. Interrupted, it is to be called again."""
+        """Closes the swap files, and frees disk space and memory. Repeat if interrupted."""
         if self._pages is not None:
             self._pages.stop()
             self._pages = None
@@ -325,7 +328,7 @@ class ShardStore(ArrayAllocator):
         if self.past_host is not None:
             self.past_host.close()
         self.past_host = None
-        if self.io is not None:  # waits for what is in flight and closes the files, whoever still refers to it
+        if self.io is not None:  # waits for transfers and closes the files
             self.io.shut_down()
             self._loans.clear(hung=bool(self.io.hung))
         self.io = None
@@ -338,7 +341,7 @@ class ShardStore(ArrayAllocator):
 
 
 def _between(whole: Space, taken: list[Space]) -> Iterator[Space]:
-    """Yields what of the space ``whole`` is not ``taken``, which is in order."""
+    """Yields the parts of the space ``whole`` that are not ``taken`` (sorted)."""
     volume, at, size = whole
     end = at + size
     for other, offset, nbytes in taken:

@@ -1,4 +1,4 @@
-"""SwapFolders: the folders of ``nvme_paths`` as places for swap files, and how many bytes each of them takes.
+"""SwapFolders: the folders of ``nvme_paths`` for swap files, and how many bytes each takes.
 
 place      a file system, reached by one of the folders: another folder on it adds nothing
 device     the disk below it: places on one share its rate
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
 MAX_STRIPE_NBYTES = 4 * MIB
-LARGE_NBYTES = 1024**4  # of a volume whose stripes are the largest: the table of stripes takes memory
+LARGE_NBYTES = 1024**4  # a volume above this has the largest stripes: their table takes memory
 
 
 @dataclass(frozen=True)
 class Place:
-    """A file system that takes swap files. ``rate`` is of the whole device, in bytes per second."""
+    """A file system for swap files. ``rate``: of the whole device, in bytes per second."""
 
     folder: str
     device: str
@@ -36,8 +36,9 @@ class Place:
 
 
 class SwapFolders:
-    """Makes volumes over all folders. Of ``ranks`` ranks that share this machine's disks this is number ``rank``: it takes its part of
-    what is free, and its first stripe lies on another disk than theirs."""
+    """Creates volumes over all folders. This is rank ``rank`` of ``ranks`` that share the machine's
+    disks. It uses its part of the free space, and its first stripe is on another disk than theirs.
+    """
 
     def __init__(self, folders: Sequence[str], *, rank: int = 0, ranks: int = 1):
         self._rank, self._ranks = rank, ranks
@@ -55,14 +56,15 @@ class SwapFolders:
         self.stripe_nbytes = min(max(MIB, block), MAX_STRIPE_NBYTES)
 
     def free_nbytes(self) -> int:
-        """Counts the bytes that are free over all places. Raises ConfigError where a folder is gone."""
+        """Counts the free bytes over all places. Raises ConfigError if a folder is gone."""
         for place in self.places:
             _check(place.folder)
         return disk_profile.free_nbytes([place.folder for place in self.places])
 
     def lay_out(self, volume: native.Volume, nbytes: int, io: native.IoEngine) -> None:
-        """Makes the swap files of ``volume``, with room for ``nbytes``, a multiple of 4096. Raises ConfigError where a folder is gone,
-        CapacityError where there is too little room, StorageError where a disk refuses; no file is left then."""
+        """Creates the swap files of ``volume``, with room for ``nbytes``, a multiple of 4096.
+        Raises ConfigError if a folder is gone, CapacityError for too little room, StorageError if a
+        disk refuses; then no file is left."""
         stripe = MAX_STRIPE_NBYTES if nbytes > LARGE_NBYTES else self.stripe_nbytes
         parts = self._parts(nbytes, stripe)
         folders = [folder for folder, _ in parts]
@@ -80,10 +82,10 @@ class SwapFolders:
         volume.set_files(files)
 
     def _parts(self, nbytes: int, stripe_nbytes: int) -> list[tuple[str, int]]:
-        """Splits ``nbytes`` into what each swap file takes, as (folder, bytes)."""
+        """Splits ``nbytes`` over swap files: (folder, bytes) each."""
         for place in self.places:
             _check(place.folder)
-        # Of several files each has whole stripes: one that is full takes none that it has no room for.
+        # Several files have whole stripes, so a full one gets no stripe that it has no room for.
         whole = stripe_nbytes if len(self.places) > 1 else 1
         free = [round_down(shutil.disk_usage(place.folder).free, whole) for place in self.places]
         if nbytes > sum(free):
@@ -93,7 +95,7 @@ class SwapFolders:
                 "more on the host: Config(optimizer='host')."
             )
         own = split(nbytes, self.places, [round_down(room // self._ranks, whole) for room in free])
-        # Where this rank's part of what is free does not do, other ranks have taken theirs already.
+        # If this rank's share is too small, use what the others left after taking theirs.
         rest = split(nbytes - sum(own), self.places, [room - part for room, part in zip(free, own)])
         parts = []
         for place, part in zip(self.places, map(sum, zip(own, rest))):
@@ -108,9 +110,9 @@ class SwapFolders:
 
 
 def split(nbytes: int, places: Sequence[Place], rooms: Sequence[int]) -> list[int]:
-    """Splits ``nbytes`` over ``places`` so that all devices are done with theirs at once, as far as there are ``rooms`` bytes: what a
-    full device cannot take is the others'. Places on one device are filled one after the other. Less than ``nbytes`` where the rooms
-    are too small."""
+    """Splits ``nbytes`` over ``places`` so that all devices finish at once, within ``rooms`` bytes
+    each. What a full device cannot take goes to the others. Places on one device are filled in
+    order. Returns less than ``nbytes`` in sum if the rooms are too small."""
     devices = dict.fromkeys(place.device for place in places)
     rates = {place.device: place.rate for place in reversed(places)}
     left = {device: sum(room for place, room in zip(places, rooms) if place.device == device) for device in devices}
@@ -135,7 +137,8 @@ def split(nbytes: int, places: Sequence[Place], rooms: Sequence[int]) -> list[in
 
 
 def _stripes(parts: list[int], stripe_nbytes: int, nbytes: int) -> list[int]:
-    """Counts the stripes of each part: in sum enough for ``nbytes``, the largest remainders rounded up."""
+    """Returns the stripes of each part: in sum enough for ``nbytes``, the largest remainders
+    rounded up."""
     if len(parts) == 1:
         return [-(-nbytes // stripe_nbytes)]
     counts = [part // stripe_nbytes for part in parts]
@@ -151,8 +154,8 @@ def _check(folder: str) -> None:
 
 
 def create_swap_file(io: native.IoEngine, folder: str, nbytes: int) -> int:
-    """Makes a swap file of ``nbytes`` in ``folder`` and returns the engine's index of it. Raises CapacityError where there is too little
-    room, StorageError where it cannot be written."""
+    """Creates a swap file of ``nbytes`` in ``folder``. Returns the engine's index of it. Raises
+    CapacityError for too little room, StorageError if it cannot be written."""
     if (kind := disk_profile.file_system(folder)) in disk_profile.IN_MEMORY:
         logger.warning("nvme_paths: %s is on %s, which is memory: what has its home there takes memory beside host_memory, and may end in "
                        "the process being killed. Name a folder on a disk.", folder, kind)  # fmt: skip

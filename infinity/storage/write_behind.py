@@ -1,9 +1,9 @@
-"""WriteBehind: many writes to arrays on disk, joined where they follow each other, and not waited for.
+"""WriteBehind: joins adjacent writes to arrays on disk, and does not wait for them.
 
 part        a piece of the store's service buffer, with bytes of one array
-open        gathering what follows each other; at most one part for each array
+open        collects adjacent writes; at most one part for each array
 under way   being written
-lent        memory of the caller's that whole blocks are written from, without a copy
+lent        memory of the caller's from which whole blocks are written without a copy
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from ..machine.sizes import round_down, round_up
 from ..machine.tiers import Tier
 from .arrays import ArrayIO, StateArray
 
-PARTS = 6  # at least, where there are as many blocks: weights and masters are gathered in two of them while others are under way
-MOST_PARTS = 16  # where each is large enough for a disk to be busy with
+PARTS = 6  # at least, given as many blocks: two collect while others are written
+MOST_PARTS = 16  # if each is large enough to keep a disk busy
 PART_NBYTES = 256 * 1024
 UNDER_WAY = 2  # parts that are not open, at least
 
 
 @dataclass(eq=False)
 class OpenPart:
-    """A piece of the service buffer with bytes ``start`` to ``end`` of an array, gathered or (with a ticket) on their way."""
+    """A piece of the service buffer with bytes ``start`` to ``end`` of an array, being collected or
+    (with a ticket) written."""
 
     lease: native.Lease
     memory: torch.Tensor
@@ -38,12 +39,12 @@ class OpenPart:
     ticket: native.Ticket | None = None
 
     def holds(self, array: StateArray, start: int, end: int) -> bool:
-        """Tells whether some of bytes ``start`` to ``end`` of ``array`` are in this part."""
+        """Returns whether any of bytes ``start`` to ``end`` of ``array`` are in this part."""
         return self.array is array and self.start < end and start < self.end
 
 
 class BlockStore(ArrayIO, Protocol):
-    """The store that is written to."""
+    """The store interface that is written to."""
 
     def check_process(self) -> None:
         """Raises UsageError in a forked child."""
@@ -52,48 +53,52 @@ class BlockStore(ArrayIO, Protocol):
         """Borrows a piece of the service buffer."""
 
     def take_lease(self, pool: native.PinnedPool, nbytes: int) -> native.Lease:
-        """Takes a lease of ``nbytes``: waits for transfers that still use the pool."""
+        """Takes a lease of ``nbytes``. Blocks while transfers use the pool."""
 
     def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
-        """Reads whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor over ``lease``."""
+        """Reads whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor
+        over ``lease``."""
 
     def start_write(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> native.Ticket:
         """Starts writing whole checksummed blocks of an array on disk."""
 
     def lend(self, array: StateArray, offset: int, memory: torch.Tensor) -> None:
-        """Starts writing whole checksummed blocks of an array on disk from ``memory``, where it is."""
+        """Starts writing whole checksummed blocks of an array on disk from ``memory``, in place."""
 
     def finish_lent(self) -> None:
-        """Waits for what was lent."""
+        """Blocks until all lent memory is written."""
 
 
 class WriteBehind:
-    """Reads and writes arrays as the store does, but that a write to disk returns before its bytes are at home."""
+    """Reads and writes arrays as the store does, but a write to disk returns before its bytes are
+    at home."""
 
     def __init__(self, store: BlockStore, service: native.PinnedPool):
-        """``service``: where the parts are."""
+        """``service``: the buffer of the parts."""
         self._store, self._service = store, service
-        blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES - 1  # the last block is for reading
+        blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES - 1  # one block for reading
         self._count = max(0, min(PARTS, blocks), min(MOST_PARTS, blocks * native.CHECKSUM_NBYTES // PART_NBYTES))
-        # A parameter has four arrays, which come in turns: of those that stay open each goes on where it ended.
+        # A parameter's four arrays are written in turn; each open part continues where it stopped.
         self._most_open = max(1, min(self._count - UNDER_WAY, max(4, self._count // 2)))
         self._part_nbytes = blocks // self._count * native.CHECKSUM_NBYTES if self._count else 0
         self._free: list[OpenPart] = []
         self._open: dict[StateArray, OpenPart] = {}
         self._under_way: list[OpenPart] = []
-        self._lent: dict[StateArray, tuple[int, int]] = {}  # from the first byte to behind the last that is lent, or was
+        # Bytes from .. to of all lent memory, including completed
+        self._lent: dict[StateArray, tuple[int, int]] = {}
 
     def guarding(self) -> AbstractContextManager[None]:
         """Enters the store's guard."""
         return self._store.guarding()
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
-        """Reads as the store does: what was written is read."""
+        """Reads as the store does, including what was written here."""
         return self._store.read(array, begin, end)
 
     def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int, stays: bool = False) -> None:
-        """Writes as the store does, behind the caller. ``stays``: ``source`` does not change before :meth:`flush`, so that its whole blocks are
-        lent where they lie as the disk's do. Raises UsageError for more than the array has room for."""
+        """Writes as the store does, without waiting. ``stays``: ``source`` does not change before
+        :meth:`flush`. Then its whole blocks are lent if aligned as on disk. Raises UsageError
+        beyond the array's end."""
         if array.tier is not Tier.NVME or not self._count:
             self._store.write(array, begin, source, version=version)
             return
@@ -134,7 +139,7 @@ class WriteBehind:
                 self._submit(part)
 
     def flush(self) -> None:
-        """Returns when everything is at home. The service buffer is the store's again."""
+        """Blocks until everything is at home. Releases the service buffer."""
         with self.guarding():
             for part in list(self._open.values()):
                 self._submit(part)
@@ -144,11 +149,12 @@ class WriteBehind:
             self._let_go()
 
     def close(self) -> None:
-        """Returns when nothing is under way, after an error too; what is open is dropped."""
+        """Blocks until no write is running, after an error too. Drops what was only collected."""
         for wait in (*(part.ticket.wait for part in self._under_way), self._store.finish_lent):
             try:
                 wait()
-            except InfinityError as error:  # another one is being raised; the store has to know of this one, too
+            # Another error is being raised; record this one in the store
+            except InfinityError as error:
                 with suppress(InfinityError), self.guarding():
                     raise error
         self._under_way.clear()
@@ -161,7 +167,7 @@ class WriteBehind:
         self._open.clear()
 
     def _part_for(self, array: StateArray, at: int) -> OpenPart:
-        """The open part that goes on at byte ``at`` of the array."""
+        """Returns the open part that continues at byte ``at`` of the array."""
         part = self._open.get(array)
         if part is not None:
             if part.end < at < min(round_up(part.end, native.CHECKSUM_NBYTES), part.start + self._part_nbytes):
@@ -191,17 +197,18 @@ class WriteBehind:
         return self._free.pop()
 
     def _submit(self, part: OpenPart) -> None:
-        """Sends an open part on its way."""
+        """Starts writing an open part."""
         array, end = part.array, min(round_up(part.end, native.CHECKSUM_NBYTES), part.array.extent.nbytes)
         self._fill(part, part.end, end)
         part.end = end
-        self._finish_those_with(array, part.start, end)  # the disk may put two writes of one place in either order
+        # A disk may reorder two writes of the same bytes
+        self._finish_those_with(array, part.start, end)
         part.ticket = self._store.start_write(array, part.start, part.lease, end - part.start)
         del self._open[array]
         self._under_way.append(part)
 
     def _fill(self, part: OpenPart, begin: int, end: int) -> None:
-        """Bytes ``begin`` to ``end`` of the part's array, all in one block, as they are on disk."""
+        """Fills bytes ``begin`` to ``end`` of the part's array, all in one block, from disk."""
         if begin == end:
             return
         array, offset = part.array, begin // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
@@ -220,6 +227,6 @@ class WriteBehind:
             self._lent.clear()
 
     def _finish(self, part: OpenPart) -> None:
-        part.ticket.wait()  # where Ctrl-C comes, or an error, it is still under way: see close()
+        part.ticket.wait()  # on Ctrl-C or an error it is still running: see close()
         self._under_way.remove(part)
         self._free.append(part)

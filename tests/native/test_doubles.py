@@ -13,6 +13,7 @@ import doubles
 import pytest
 from native_arrays import MIB, Disk, Staging
 from setuptools import Distribution
+from setuptools.command.build_ext import build_ext
 
 import infinity
 from infinity import native
@@ -30,8 +31,11 @@ def built(**options: bool) -> set[str]:
         runpy.run_path(str(ROOT / "setup.py"))
     given = setup.call_args.kwargs
     command = given["cmdclass"]["build_ext"](Distribution({"ext_modules": given["ext_modules"]}))
-    vars(command).update(options)
+    command.inplace = options.get("inplace", False)
     command.finalize_options()
+    command.editable_mode = options.get("editable_mode", False)  # as pip does: after the options are final
+    with mock.patch.object(build_ext, "run"):
+        command.run()
     return {extension.name for extension in command.extensions}
 
 
