@@ -24,16 +24,17 @@ PROPERTIES = {"property", "cached_property", "setter", "getter", "deleter"}
 # A new verb is added here, in its place in the alphabet; a noun or a clause is not.
 SORTED_VERBS = """
 Accumulates Adds Advances Allocates Appends Applies Arranges Asks Assembles Attaches Averages Begins Binds Blocks Borrows Brings
-Broadcasts Builds Caches Calls Cancels Changes Charges Checks Chooses Clips Closes Collects Comes Compares Completes Compresses
-Computes Concatenates Configures Connects Continues Converts Copies Counts Creates Cuts Decides Decodes Defines Describes
-Destroys Detects Discards Discovers Divides Does Draws Drops Encodes Ends Enlarges Enqueues Ensures Enters Estimates Evaluates
-Evicts Exchanges Exposes Fetches Fills Finds Finishes Forgets Formats Frees Gathers Gives Goes Guards Has Holds Hooks Imports
-Initialises Installs Joins Keeps Lands Launches Lays Leaves Lets Lists Loads Locks Looks Makes Maps Marks Matches Measures Meets
-Merges Moves Multiplies Names Notes Opens Orders Overwrites Parses Passes Plans Predicts Prepares Prints Publishes Puts Queues
-Raises Re-raises Reads Rebinds Receives Recognises Records Recovers Redistributes Reduces Refers Refuses Registers Releases
-Removes Replaces Reports Requests Reserves Resets Restarts Restores Returns Rounds Runs Saves Says Scales Selects Sends Sets
-Settles Shards Skips Sorts Spends Splits Starts Steps Stops Streams Strikes Submits Sums Surrounds Swaps Synchronises Takes
-Tells Ties Times Traces Translates Treats Turns Undoes Unregisters Verifies Waits Warns Watches Wraps Writes Yields Zeroes
+Broadcasts Builds Caches Calls Cancels Changes Charges Checks Chooses Classifies Clips Closes Collects Comes Compares Completes
+Compresses Computes Concatenates Configures Connects Continues Converts Copies Counts Creates Cuts Decides Decodes Defines
+Describes Destroys Detects Discards Discovers Divides Does Draws Drops Encodes Ends Enlarges Enqueues Ensures Enters Estimates
+Evaluates Evicts Examines Exchanges Exposes Fetches Fills Finds Finishes Forgets Formats Frees Gathers Gives Goes Guards Has
+Holds Hooks Imports Initialises Installs Joins Keeps Lands Launches Lays Leaves Lets Lists Loads Locks Looks Makes Maps Marks
+Matches Measures Meets Merges Moves Multiplies Names Notes Opens Orders Overwrites Parses Passes Plans Predicts Prepares Prints
+Publishes Puts Queues Raises Re-raises Reads Rebinds Receives Recognises Records Recovers Redistributes Reduces Refers Refuses
+Registers Releases Removes Replaces Reports Requests Reserves Resets Restarts Restores Returns Rounds Runs Saves Says Scales
+Selects Sends Sets Settles Shards Simulates Skips Sorts Spends Splits Starts Steps Stops Stores Streams Strikes Submits
+Summarises Sums Surrounds Swaps Synchronises Takes Tells Ties Times Traces Translates Treats Turns Undoes Unregisters Verifies
+Waits Warns Watches Wraps Writes Yields Zeroes
 """.split()
 VERBS = frozenset(SORTED_VERBS)
 
