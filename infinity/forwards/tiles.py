@@ -131,8 +131,9 @@ class Tiles:
 
     @contextmanager
     def taking_rows(self, ctx) -> Iterator[RowGrads]:
-        """Takes the weight's gradient from the running backward, row by row. If ``p.grad`` is kept
-        at home, rows are accumulated there; otherwise they fill a whole gradient for autograd."""
+        """Takes the weight's gradient from the running backward, in ranges of rows. If ``p.grad``
+        is kept at home, rows are accumulated there; else they fill a whole gradient for autograd.
+        Rows that nothing needs are dropped."""
         accumulator = ctx.next_functions[-1][0]  # the weight is the last tensor among the arguments
         use = GradUse.of(accumulator)
         if use is GradUse.ACCUMULATED and self.handle.grad is not None:

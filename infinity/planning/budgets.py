@@ -14,7 +14,7 @@ from ..state.shard_spec import SCALES
 from .memory_plan import BUFFERS, MemoryPlan
 from .unit_sizes import STATE, UnitSize
 
-SHARED = (Tier.DEVICE, Tier.HOST)  # one memory, where the processor computes
+SHARED = (Tier.DEVICE, Tier.HOST)  # one memory, if the CPU computes
 
 
 class Budgets:

@@ -18,7 +18,7 @@ from .unit_sizes import CHECKSUMMED, UnitSize
 
 # Staged: one accumulates, one is written, one is read for a parameter used twice.
 GRADS_AT_ONCE = 3
-ACTIVATION_SLOTS = 8  # four storages at once, two slots each: one fills while the other moves
+ACTIVATION_SLOTS = 8  # four transfers at once, of up to two slots each
 # Copies of the largest gradient: being read, being converted, being added to the one at home.
 GRADS_IN_FLIGHT = 3
 CHECKSUM_ENTRY_NBYTES = 4

@@ -28,8 +28,8 @@ def use_what_is_left(
     """Spends the leftover budget, in this order: gradients shared by a pass's micro-batches (if
     ``reuses``), units promoted to a faster tier, and shadows if ``speculate`` is set.
 
-    A unit's home changes if it was "auto"; NVMe homes chosen by name are cached on the host. The
-    same units are promoted for every step.
+    A unit's home changes if it was "auto". NVMe homes chosen by name are cached on the host, if
+    ``weights_on_host`` or ``host_memory`` is given. The same units are promoted for every step.
     """
     filling = Placement(plan, units, budgets)
     if reuses:
@@ -146,8 +146,8 @@ class Placement:
     def add_shadows(self, device: Device) -> None:
         """Adds a second copy of units' state on the tier of its home, for the units that fit.
 
-        Skips units whose home on the device is what the model computes with, or is stepped there.
-        The last units come first: their gradients arrive first.
+        Skips units if the model computes with their home on the device, or the device steps it. The
+        last units come first: their gradients arrive first.
         """
         shadowed = set()
         for index in reversed(range(len(self._units))):

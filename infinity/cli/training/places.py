@@ -24,7 +24,7 @@ def has_checkpoint(folder: Path | None) -> bool:
 
 def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Raises ConfigError if an output is also an input of the job, or has content that must not be
-    replaced."""
+    replaced; StorageError if it cannot be written."""
     outputs = {
         "out": args.out and Output("--out", args.out, replaces=MODEL_NAMES),
         "checkpoint": args.checkpoint and Output("--checkpoint", args.checkpoint, replaces=CHECKPOINT_NAMES),
