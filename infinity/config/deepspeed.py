@@ -238,7 +238,7 @@ class _Translation:
         else:
             raise ConfigError(f"DeepSpeed gradient_clipping={value!r} is not a number")
 
-    # --- what steps ---
+    # --- optimizer and scheduler ---
 
     def optimizer(self) -> None:
         """Maps the optimizer to ``expects_optimizer``, which wrap_model checks."""
