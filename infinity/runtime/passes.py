@@ -22,7 +22,7 @@ from ..forwards.lazy_logits import Logits
 from ..forwards.weights import too_late
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, set_raw_grad
-from ..state.operations import Operation
+from ..state.operations import Operation, State
 from ..state.unit import ParamUnit
 from .backward import Backward
 from .job import Job
@@ -75,7 +75,8 @@ class Passes:
         """Begins a forward of ``module``, called with ``args`` and ``kwargs``. Blocks until its
         units are resident, so it may wait for the disk and for other ranks."""
         self.job.store.check_process()
-        self.job.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
+        if self.job.uses.is_in(State.UNWRAPPED):  # asked first: the name is made for each unit else
+            self.job.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
         in_backward = torch._C._current_graph_task_id() != -1
         if not self.frames and not in_backward:
             self.job.handed.settle()

@@ -20,6 +20,8 @@ from ..errors import UsageError
 class State(Enum):
     """A running activity. The value is its letter in the table."""
 
+    __hash__ = object.__hash__  # in C: it is looked up in every use
+
     UNWRAPPED = "u"  # unwrap_model has returned plain objects
     FORWARD = "f"  # a forward of the model runs: the call comes from a hook or a module
     BACKWARD = "b"  # a backward runs: the call comes from a hook
@@ -33,6 +35,8 @@ class State(Enum):
 
 class Operation(Enum):
     """A call of a user. The value is its name in messages."""
+
+    __hash__ = object.__hash__  # as of State
 
     FORWARD = "a forward"
     LONE_FORWARD = "a forward of its own"
