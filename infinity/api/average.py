@@ -91,10 +91,12 @@ class Average:
         """
         self._check(Operation.APPLY_AVERAGE)
         try:
-            self._exchange(True)
+            self._average.is_wanted = True
+            self._exchange()
             yield
         finally:
-            self._exchange(False)
+            self._average.is_wanted = False  # first: if the swap is interrupted, the next use makes it
+            self._bring_back()
 
     def _check(self, operation: Operation, *, updated: bool = True) -> None:
         """Raises UsageError while the averages are the model's weights and, with ``updated``,
@@ -104,12 +106,18 @@ class Average:
             raise UsageError("there is no average yet: call update() after a step")
 
     @torch.no_grad()
-    def _exchange(self, applied: bool) -> None:
-        """Swaps the weights with their moving averages, or back. No-op if already so."""
+    def _exchange(self) -> None:
+        """Swaps the weights with their moving averages. No-op if already so."""
         job = self._average.job
         with job.uses.operation(Operation.EXCHANGE_AVERAGE), job.store.guarding():
-            if self._average.is_exchanged != applied:
+            if not self._average.is_exchanged:
                 self._average.exchange()
+
+    @torch.no_grad()
+    def _bring_back(self) -> None:
+        """Swaps the weights back, whatever goes on: no operation of the table may keep them away."""
+        with self._average.job.uses.begin():
+            self._average.bring_back()
 
     def remove(self) -> None:
         """Frees the average's memory."""

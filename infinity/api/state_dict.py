@@ -25,13 +25,12 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
 
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         with engine.handed.filling(state):
-            engine.uses.check(Operation.STATE_DICT)
             # As in torch, the values can be changed, even if the caller is in inference mode.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 fill_here(module, state, prefix)
 
     def fill_here(module: nn.Module, state: dict, prefix: str) -> None:
-        with engine.uses.begin():
+        with engine.uses.operation(Operation.STATE_DICT):
             for name, param in module._parameters.items():
                 value = state.get(prefix + name)
                 # With keep_vars the value is the Parameter itself, and stays so.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,19 +41,24 @@ def unwrap_model(
     if managed is not None and (not isinstance(managed, InfinityOptimizer) or managed.context.uses is not engine.uses):
         raise UsageError("this optimizer is not the one that wrap_model returned with this model")
     plain = managed.wrapped if managed is not None else None
-    if record.unwrapping is None:
+    if (change := record.unwrapping) is None:
         with engine.uses.operation(Operation.UNWRAP):
             change = _plan_unwrap(record, managed)
-        engine.uses.refuse_all("unwrap_model was cut short by an exception: call it again, with the same model")
-        record.unwrapping = change
+        native.insist(partial(_begin, record, change))
     try:
-        native.insist(record.unwrapping)
+        native.insist(change)
     except BaseException:
         if managed is not None:
             managed.is_unwrapped = True
         raise
     record.unwrapping = None  # the change refers to the record, and so keeps the engine alive
     return _as_given(model), plain
+
+
+def _begin(record: Wrapped, change: Callable[[], None]) -> None:
+    """Refuses everything but ``change``, which the next call finds. Both, or nothing would end the refusal."""
+    record.engine.uses.refuse_all("unwrap_model was cut short by an exception: call it again, with the same model")
+    record.unwrapping = change
 
 
 def _as_given(model: nn.Module | Sequence[nn.Module]) -> nn.Module | list[nn.Module]:

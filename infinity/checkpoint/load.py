@@ -247,10 +247,9 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
     average, count = engine.average, manifest.get("average", 0)
     if average is None:
         if count:
-            logger.warning(
-                "the checkpoint has an average of the weights, which this model has not: make it with infinity.ema before loading"
-            )
+            logger.warning("the checkpoint has an average of the weights, and this model none: make it with infinity.ema first")
         return
+    average.is_exchanged = False  # weights and averages are read to their own places
     if count:
         with SavedTensors(data, manifest, files="average-") as saved:
             for handle in filter(average.has, engine.trained):

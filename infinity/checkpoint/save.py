@@ -85,8 +85,7 @@ def save_checkpoint(
     ConfigError if another model's checkpoint is there.
     """
     engine = engine_of_pair(model, optimizer)
-    engine.uses.check(Operation.SAVE_CHECKPOINT)
-    with engine.uses.begin(), engine.collectives.together("save_checkpoint"):
+    with engine.uses.operation(Operation.SAVE_CHECKPOINT), engine.collectives.together("save_checkpoint"):
         _save_all(Path(path), engine, whole_of(model), optimizer, extra, overwrite)
 
 

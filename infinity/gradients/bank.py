@@ -81,7 +81,7 @@ class GradientBank(AssignedGrads):
     def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
         """Sets ``p.grad = value``. With several ranks every rank calls this. Raises UsageError for
         a value of another dtype, shape or layout."""
-        handle.engine.uses.check(Operation.USE_GRAD, f"{handle.name}.grad")
+        handle.engine.uses.check(Operation.SET_GRAD, f"{handle.name}.grad")
         with handle.engine.uses.begin():
             self._set(handle, value)
 
@@ -90,7 +90,8 @@ class GradientBank(AssignedGrads):
         if value is None:
             self.clear(handle)
             return
-        value = self.plain_of(handle, value)
+        if not isinstance(value, torch.Tensor) or value.shape == handle.param.shape:  # else refused below, as it is
+            value = self.plain_of(handle, value)
         if value is not record.shown and not self.is_assigned(handle, value):
             wanted = handle.shard.spec.grad_dtype
             if not isinstance(value, torch.Tensor) or value.dtype not in (wanted, handle.shard.spec.dtype):

@@ -36,6 +36,7 @@ class Given:
         self.optimizer = optimizer
         self._groups: Groups = []
         self._own = {name: vars(optimizer).get(name) for name in self.REPLACED}
+        self._hooks = {kind: getattr(optimizer, kind) for kind in self.SHARED}
 
     def share_groups(self, ours: Groups) -> Groups:
         """Returns the current list of groups, and sets it on the given optimizer: the list that was
@@ -65,13 +66,12 @@ class Given:
         ``outside`` of its groups. The group objects, which schedulers refer to, stay the same.
         Idempotent."""
         self._give_back_calls()
-        hooks = {kind: vars(self.optimizer)[kind] for kind in self.SHARED}
         try:
             # Hooks of users' loads must not run
             vars(self.optimizer).update({kind: OrderedDict() for kind in self.SHARED})
             self.optimizer.load_state_dict(state_dict)
         finally:
-            vars(self.optimizer).update(hooks)
+            vars(self.optimizer).update(self._hooks)
         self.optimizer.param_groups = self._groups
         self.optimizer.state.update(outside)
         vars(self.optimizer).update(attributes)

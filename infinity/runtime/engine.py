@@ -36,7 +36,7 @@ from ..planning.unit_sizes import UnitSize
 from ..state import mistakes
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
-from ..state.operations import State
+from ..state.operations import Operation, State
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..state.uses import Uses
@@ -224,6 +224,8 @@ class Engine:
         if (error := self.uses.halted_error()) is not None and not repairing:
             self.collectives.warn(error)  # so that other ranks do not wait for this one
             raise error
+        if self.average is not None and not repairing:
+            self.average.bring_back()  # an exception came as they were to be swapped back
         self.handed.begin_use(repairing=repairing)
 
     @property
@@ -283,7 +285,7 @@ class Engine:
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Writes the value of ``p.copy_(value)`` home, master included, outside a forward."""
-        with self.uses.begin(), self.handed.loading(handle, value):
+        with self.uses.operation(Operation.WRITE_VALUE), self.handed.loading(handle, value):
             self.edits.write_value(handle, value)
 
     def read_value(self, handle: ParamHandle) -> torch.Tensor:

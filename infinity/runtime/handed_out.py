@@ -299,7 +299,7 @@ class HandedOut:
         return left
 
     def _send(self, written: list[_Handed]) -> None:
-        self._uses.check(Operation.WRITE_STATE_DICT)
+        self._uses.check(Operation.WRITE_STATE_DICT)  # refused, the write goes home when that is over
         if moments := [entry for entry in written if entry.array not in (VALUE, MASTER)]:
             self._lent.settle()  # writes through optimizer.state make these entries stale
         try:

@@ -60,6 +60,7 @@ class WeightAverage:
         self._job, self._blend = weakref.ref(job), blend
         self.count = 0  # updates
         self.is_exchanged = False
+        self.is_wanted = False  # as the weights: else the next use brings the weights back
         self._arrays: dict[ParamShard, StateArray] = {}
         self._taken: list[StateArray] = []
         try:
@@ -71,7 +72,7 @@ class WeightAverage:
             self.free()
             raise
         me = weakref.ref(self)
-        job.uses.define(State.AVERAGED, lambda: (average := me()) is not None and average.is_exchanged)
+        job.uses.define(State.AVERAGED, lambda: (average := me()) is not None and average.is_exchanged and average.is_wanted)
 
     @property
     def job(self) -> Job:
@@ -162,6 +163,13 @@ class WeightAverage:
         for handle in job.trained:
             handle.changed()
         job.journal.carry_out(partial(self._carry_out, self._exchanged, Progress(), self._end_exchange, not self.is_exchanged))
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Swaps the weights back if nobody wants the averages in their place any more."""
+        if self.is_exchanged and not self.is_wanted:
+            with self.job.store.guarding():
+                self.exchange()
 
     def _exchanged(self, piece: Piece) -> dict[str, torch.Tensor]:
         average = self._average(piece)

@@ -50,6 +50,7 @@ class Operation(Enum):
     STEP_IN_BACKWARD = "step_in_backward()"
     ZERO_GRAD = "zero_grad()"
     USE_GRAD = "param.grad"
+    SET_GRAD = "setting param.grad"
     ADD_PARAM_GROUP = "add_param_group()"
     USE_OPTIMIZER_STATE = "optimizer.state"
     OPTIMIZER_STATE_DICT = "optimizer.state_dict()"
@@ -57,6 +58,7 @@ class Operation(Enum):
     STATE_DICT = "state_dict()"
     LOAD_STATE_DICT = "load_state_dict()"
     WRITE_STATE_DICT = "writing to a tensor of a state dict"
+    WRITE_VALUE = "writing to a parameter"
     FULL_PARAMS = "full_params"
     WRITE_FULL_PARAMS = "full_params(writeback=True)"
     SAVE_CHECKPOINT = "save_checkpoint"
@@ -90,6 +92,7 @@ TABLE = """
     STEP_IN_BACKWARD           u f b a s p e w .
     ZERO_GRAD                  u . . a s p . . .
     USE_GRAD                   . . . a . . . . .
+    SET_GRAD                   . . . a . p . . .
     ADD_PARAM_GROUP            u f b a s p e w .
     USE_OPTIMIZER_STATE        u . . . . . . w .
     OPTIMIZER_STATE_DICT       u . . . s p . w .
@@ -97,6 +100,7 @@ TABLE = """
     STATE_DICT                 u . . . s p . w .
     LOAD_STATE_DICT            u f . a s p e w .
     WRITE_STATE_DICT           u . . a . . . w .
+    WRITE_VALUE                u . . . . p e w .
     FULL_PARAMS                u . . . s p . w .
     WRITE_FULL_PARAMS          u . . a s p e w .
     SAVE_CHECKPOINT            u . b a s p e w .
@@ -127,8 +131,10 @@ QUICK = {
     Operation.STEP_IN_BACKWARD,
     Operation.ZERO_GRAD,
     Operation.USE_GRAD,
+    Operation.SET_GRAD,
     Operation.ADD_PARAM_GROUP,
     Operation.WRITE_STATE_DICT,
+    Operation.WRITE_VALUE,
 }
 
 STALE_REMEDY = (

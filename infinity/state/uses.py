@@ -59,31 +59,44 @@ class Uses:
         Raises UsageError for a halted job, in a forked child, for tensors without bytes, and if
         another thread uses the job and makes no progress.
         """
+        return self._open(partial(self._prepare, repairing))
+
+    def _open(self, prepare: Callable[[], None]) -> native.Scope:
+        """Opens a scope. ``prepare`` runs in it, once no other thread uses the job, unless this thread uses it already."""
         if not is_compiling():  # compilers inspect parameters under FakeTensorMode
             refuse_without_bytes("a use", transforms=False)
         self._check_process()
         if self.scopes.running_here or torch._C._current_graph_task_id() != -1:
             return self.scopes.scope()
-        return self.scopes.scope(wait=self._wait, prepare=partial(self._prepare, repairing))
+        return self.scopes.scope(wait=self._wait, prepare=prepare)
 
     def check(self, operation: Operation, what: str | None = None) -> None:
         """Raises UsageError, with ``what`` as the name, if ``operation`` is refused in the present
         states. Nothing has changed then, so a running activity can continue."""
-        states = REFUSED[operation]
         if operation not in QUICK and not self.is_in(State.UNWRAPPED):
             repairing = operation is Operation.LOAD_CHECKPOINT
             with self.begin(repairing=repairing):
                 if not repairing:
                     self._settle()  # only its exceptions may interrupt a running activity
-        for state in states:
+        self._refuse(operation, what)
+
+    def _refuse(self, operation: Operation, what: str | None) -> None:
+        for state in REFUSED[operation]:
             if self.is_in(state):
                 raise refusal(operation, state, what)
 
     def operation(self, operation: Operation) -> native.Scope:
         """Opens the scope of ``operation``. Raises UsageError if it is refused in the present
         states."""
+        repairing = operation is Operation.LOAD_CHECKPOINT
+
+        def prepare() -> None:
+            # Asked once more: another thread may have begun something while this one waited for it.
+            self._prepare(repairing)
+            self._refuse(operation, None)
+
         self.check(operation)
-        return self.begin(repairing=operation is Operation.LOAD_CHECKPOINT)
+        return self._open(prepare)
 
     def interrupt(self) -> None:
         """Makes the next use recover first."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 import infinity
+from infinity.runtime import weight_average
 
 SEED = 180
 HOMES = ["device", "host", "nvme"]
@@ -180,7 +181,11 @@ def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monk
 
         monkeypatch.setattr(WeightAverage, "_write", interrupted)
         try:
-            average.update() if change == "update" else average._exchange(True)
+            if change == "update":
+                average.update()
+            else:
+                average._average.is_wanted = True
+                average._exchange()
         except KeyboardInterrupt:
             pass
         monkeypatch.setattr(WeightAverage, "_write", write)
@@ -188,7 +193,8 @@ def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monk
             seen = model(tokens(3))
         if change == "exchange":
             assert average._average.is_exchanged
-            average._exchange(False)
+            average._average.is_wanted = False
+            average._bring_back()
         step(model, optimizer, 2)
         average.update()
         ends.append((seen, average.state_dict(), average.updates))
@@ -346,3 +352,37 @@ def test_averages_that_copy_are_refused_by_name(tmp_path):
     )
     with pytest.raises(infinity.UsageError, match=r"infinity\.ema"):
         scope["make"](model.parameters())
+
+
+def test_the_weights_come_back_whatever_ends_the_block(tmp_path, monkeypatch):
+    """Method: the swap back is interrupted before anything moved, and a write to an older state dict is refused there. The next use brings the
+    weights back, and the job goes on. Twin: in a block that is not interrupted they come back at its end."""
+    for how in ("nothing", "an interrupt", "a stale write"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model, optimizer = infinity.wrap_model(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+        )
+        average = infinity.ema(model, 0.5)
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update()
+        older = model.state_dict()
+        expected = {name: value.clone() for name, value in older.items()}
+        if how == "nothing":
+            with average.applied():
+                assert differing(model.state_dict(), expected)
+        elif how == "an interrupt":
+            with pytest.raises(KeyboardInterrupt), average.applied():
+                monkeypatch.setattr(weight_average, "wait_idle", lambda job: (_ for _ in ()).throw(KeyboardInterrupt()))
+            monkeypatch.undo()
+        else:
+            with pytest.raises(infinity.UsageError, match="snapshot"), average.applied():
+                for value in older.values():
+                    value.mul_(0.5)
+        assert not differing(model.state_dict(), expected), how
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        infinity.unwrap_model(model, optimizer)

@@ -168,3 +168,28 @@ def test_a_wrap_that_is_refused_leaves_the_optimizer_as_it_was():
     assert set(vars(optimizer)) == own
     train(model, optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_an_unwrap_that_is_interrupted_keeps_the_hooks(monkeypatch):
+    """Method: the load into the plain optimizer is interrupted, and its caller tries again. Twin: the hooks are off during the load."""
+    model, optimizer = made()
+    called: list[str] = []
+    optimizer.register_load_state_dict_post_hook(lambda own: called.append("loaded"))
+    plain = optimizer
+    model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"})
+    train(model, optimizer)
+    real, tries = type(plain).load_state_dict, []
+
+    def load(self, state):
+        tries.append(len(self._optimizer_load_state_dict_post_hooks))
+        if len(tries) == 1:
+            raise KeyboardInterrupt
+        real(self, state)
+
+    monkeypatch.setattr(type(plain), "load_state_dict", load)
+    with pytest.raises(KeyboardInterrupt):
+        infinity.unwrap_model(model, optimizer)
+    monkeypatch.undo()
+    assert tries == [0, 0] and called == []
+    plain.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert called == ["loaded"]

@@ -52,6 +52,11 @@ def enter(context: Any) -> None:
         pass
 
 
+@torch.no_grad()
+def write(param: torch.Tensor) -> None:
+    param.copy_(torch.ones(WIDTH, WIDTH))
+
+
 CALLS: dict[Operation, Callable[[Job], Any]] = {
     Operation.LONE_FORWARD: lambda job: job.loss(),
     Operation.ACCUMULATE: lambda job: enter(infinity.accumulate(job.model)),
@@ -59,6 +64,8 @@ CALLS: dict[Operation, Callable[[Job], Any]] = {
     Operation.STEP_IN_BACKWARD: lambda job: enter(job.optimizer.step_in_backward()),
     Operation.ZERO_GRAD: lambda job: job.optimizer.zero_grad(),
     Operation.USE_GRAD: lambda job: job.weight.grad,
+    Operation.SET_GRAD: lambda job: setattr(job.weight, "grad", None),
+    Operation.WRITE_VALUE: lambda job: write(job.weight),
     Operation.ADD_PARAM_GROUP: lambda job: job.optimizer.add_param_group({"params": [job.model.extra]}),
     Operation.USE_OPTIMIZER_STATE: lambda job: job.entry["exp_avg"].sum(),
     Operation.OPTIMIZER_STATE_DICT: lambda job: job.optimizer.state_dict(),
@@ -84,7 +91,7 @@ ASKED = [operation for operation in Operation if operation not in CALLS]
 CALLS |= {operation: lambda job, operation=operation: job.engine.uses.check(operation) for operation in ASKED}
 
 # Of an unwrapped model torch's own, which are not asked for here any more.
-PLAIN = (Operation.LONE_FORWARD, Operation.STATE_DICT, Operation.LOAD_STATE_DICT)
+PLAIN = (Operation.LONE_FORWARD, Operation.STATE_DICT, Operation.LOAD_STATE_DICT, Operation.WRITE_VALUE)
 # What is refused for what is given, and not for the state: gradients that wait for their step, an
 # optimizer that was stepped, a model without a folder of its own.
 OWN_REASONS = (

@@ -100,3 +100,17 @@ def test_the_message_has_the_name_that_the_caller_gives():
     door.uses.define(State.ACCUMULATING, lambda: True)
     with pytest.raises(infinity.UsageError, match=r"^blocks\.0\.weight\.grad is not available here"):
         door.uses.check(Operation.USE_GRAD, "blocks.0.weight.grad")
+
+
+def test_what_begins_while_a_use_waits_refuses_it():
+    """Method: the job is another thread's until this one may begin, and in a state that refuses then. Twin: asked before, it was allowed."""
+    door, begun = Door(), []
+    door.uses.define(State.STEPPED, lambda: bool(begun))
+    door.uses.check(Operation.ZERO_GRAD)
+    door.uses._prepare = lambda repairing: begun.append(repairing)
+    with (
+        pytest.raises(infinity.UsageError, match="between step_in_backward and its step"),
+        door.uses.operation(Operation.ZERO_GRAD),
+    ):
+        pass
+    assert not door.scopes.interrupted and door.scopes.running == 0
