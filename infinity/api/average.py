@@ -115,7 +115,7 @@ class Average:
 
     @torch.no_grad()
     def _bring_back(self) -> None:
-        """Swaps the weights back, whatever goes on: no operation of the table may keep them away."""
+        """Swaps the weights back. Asks no table: a refusal would leave the averages as weights."""
         with self._average.job.uses.begin():
             self._average.bring_back()
 

@@ -90,30 +90,35 @@ class GradientBank(AssignedGrads):
         if value is None:
             self.clear(handle)
             return
-        if not isinstance(value, torch.Tensor) or value.shape == handle.param.shape:  # else refused below, as it is
-            value = self.plain_of(handle, value)
-        if value is not record.shown and not self.is_assigned(handle, value):
-            wanted = handle.shard.spec.grad_dtype
-            if not isinstance(value, torch.Tensor) or value.dtype not in (wanted, handle.shard.spec.dtype):
-                found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-                raise UsageError(f"{handle.name}.grad must be None or a tensor of {wanted}, not {found}")
-            if value.shape != handle.param.shape:
-                raise UsageError(f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape")
-            if value.layout is not torch.strided:
-                raise UsageError(f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}")
-            given, part = value, part_of(handle.param, value.detach(), f"{handle.name}.grad")
-            value = part.clone()
-            # Compared over the ranks that share it: with an ep axis each rank has other experts.
-            handle.shard.collectives.same(f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param))
-            self.part_from(handle)
-            self.clear(handle)
-            self._average()
-            handle.grad.averaged = self.ranks.data_size > 1
-            handle.grad.move(GradState.LANDED)
-            with self._store.guarding():
-                handle.shard.wait()
-                self.put(handle, value)
-            self.watch(handle, given, part)
+        self._check_value(handle, value)
+        value = self.plain_of(handle, value)
+        if value is record.shown or self.is_assigned(handle, value):
+            return
+        given, part = value, part_of(handle.param, value.detach(), f"{handle.name}.grad")
+        value = part.clone()
+        # Compared over the ranks that share it: with an ep axis each rank has other experts.
+        handle.shard.collectives.same(f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param))
+        self.part_from(handle)
+        self.clear(handle)
+        self._average()
+        handle.grad.averaged = self.ranks.data_size > 1
+        handle.grad.move(GradState.LANDED)
+        with self._store.guarding():
+            handle.shard.wait()
+            self.put(handle, value)
+        self.watch(handle, given, part)
+
+    @staticmethod
+    def _check_value(handle: ParamHandle, value: object) -> None:
+        """Raises UsageError for what cannot be the gradient of ``handle``. Nothing has changed then."""
+        wanted = handle.shard.spec.grad_dtype
+        if not isinstance(value, torch.Tensor) or value.dtype not in (wanted, handle.shard.spec.dtype):
+            found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UsageError(f"{handle.name}.grad must be None or a tensor of {wanted}, not {found}")
+        if value.shape != handle.param.shape:
+            raise UsageError(f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape")
+        if value.layout is not torch.strided:
+            raise UsageError(f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}")
 
     def average(self) -> None:
         """Settles assigned tensors, then averages gradients that wait for it. Every rank calls

@@ -166,7 +166,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Swaps the weights back if nobody wants the averages in their place any more."""
+        """Swaps the weights back if the block that swapped them is over."""
         if self.is_exchanged and not self.is_wanted:
             with self.job.store.guarding():
                 self.exchange()

@@ -546,3 +546,17 @@ def test_another_shape_is_refused(home, tmp_path):
     tensor.unsqueeze_(0)
     with pytest.raises(infinity.UsageError, match="another shape"):
         optimizer.step()
+
+
+@every_home
+def test_a_gradient_of_another_kind_is_refused_and_changes_neither(home, tmp_path):
+    """Method: one parameter's gradient becomes that of another of another shape; both are as before. Twin: of the same shape it is taken."""
+    model, _ = wrapped(home, tmp_path)
+    loss_of(model).backward()
+    expected, before = grads_of(model), model[0].weight.grad
+    with pytest.raises(infinity.UsageError, match="for another shape"):
+        model[0].bias.grad = before
+    assert model[0].weight.grad is before
+    assert all(map(torch.equal, grads_of(model), expected))
+    model[2].weight.grad = before
+    assert torch.equal(model[2].weight.grad, expected[0])
