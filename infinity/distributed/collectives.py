@@ -95,14 +95,14 @@ class Collectives(Exchanges):
         if not place.lockstep.enter(key):
             place.announce(f"a forward {self._progress}", _flags_of(place.lockstep, key), then=partial(self._begin, key))
 
-    def _begin(self, key: bytes, found: torch.Tensor, *, foreseen: bool = False) -> None:
+    def _begin(self, key: bytes, found: torch.Tensor, *, predicted: bool = False) -> None:
         """Starts a pass from all ranks' flags. It is agreed if they match. A predicted pass
-        (``foreseen``) starts only if agreed."""
+        (``predicted``) starts only if agreed."""
         same = (found[:SAID_NBYTES] == 255 - found[SAID_NBYTES:]).tolist()
         agreed = all(same) and bool(found[DIGEST_NBYTES:SAID_NBYTES].any())
-        if agreed or not foreseen:
+        if agreed or not predicted:
             self._traces_agree = all(same[:DIGEST_NBYTES])
-            self.ranks.data.lockstep.begin(key, agreed=agreed, foreseen=foreseen)
+            self.ranks.data.lockstep.begin(key, agreed=agreed, predicted=predicted)
 
     def meet_for_step(
         self, inputs: Inputs, *, over_stages: Inputs | None, trace: Iterable[int], in_common: InCommon, then: Callable[[], None]
@@ -131,7 +131,7 @@ class Collectives(Exchanges):
         flags = _flags_of(place.lockstep, key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
 
         def go_on(found: torch.Tensor) -> None:
-            self._begin(key, found, foreseen=True)
+            self._begin(key, found, predicted=True)
             then()
 
         place.rendezvous(f"{what} {self._progress}", flags, then=go_on)

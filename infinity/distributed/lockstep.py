@@ -1,13 +1,13 @@
 """Lockstep: runs the collectives of a pass on all data ranks without a meeting before each.
 
-sequence   the collectives of a pass in their order
-agreed     of a sequence: all data ranks reported, as the pass started, that the last pass of this
-           key went this way
-foreseen   of a pass: agreed at the step before it, and no forward has entered it yet (predicted)
-parted     of a rank: it needs another collective than the next of the agreed sequence, or was
-           interrupted (diverged)
-struck     of a rank: interrupted by an exception, which may have kept it from starting what the
-           others have started since the last meeting
+sequence     the collectives of a pass in their order
+agreed       of a sequence: all data ranks reported, as the pass started, that the last pass of this
+             key went this way
+predicted    of a pass: agreed at the step before it, and no forward has entered it yet
+diverged     of a rank: it needs another collective than the next of the agreed sequence, or was
+             interrupted
+interrupted  of a rank: by an exception, which may have kept it from starting what the others have
+             started since the last meeting
 
 Invariant: **a rank starts a collective only as the next one of the agreed sequence, or after a
 meeting just before it.** So two different collectives never meet.
@@ -71,14 +71,14 @@ class Lockstep:
         self._started: list[Collective] = []
         self._agreed: list[Collective] | None = None
         self._is_over = True  # collectives started now belong to no pass
-        self._is_foreseen = False
+        self._is_predicted = False
         self.was_followed = False  # the last pass was agreed, and did not diverge
         # Started, by number: those that some rank may lack, and the last
         self._recent: list[tuple[int, Collective]] = []
         self._under_way: list[dist.Work] = []
         self._starting: tuple[Collective, Callable[[], int], int] | None = None
         self._expects = False  # the last meeting was for this rank's next collective
-        self._was_struck = False
+        self._was_interrupted = False
         self.stand_ins: StandIns | None = None  # starts collectives that only others have started
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Lockstep:
 
     def end(self) -> None:
         """Ends the pass. Remembers its sequence, unless it was left early or never entered."""
-        was_entered = not self._is_over and not self._is_foreseen
+        was_entered = not self._is_over and not self._is_predicted
         if was_entered:
             self.was_followed = self.is_agreed and not self.is_open
         if was_entered and not self.is_open:
@@ -111,17 +111,17 @@ class Lockstep:
         said = repr([(each.what, each.nbytes) for each in self._known[key]])
         return hashlib.blake2b(key + said.encode(), digest_size=DIGEST_NBYTES).digest()
 
-    def begin(self, key: bytes, *, agreed: bool, foreseen: bool = False) -> None:
-        """Starts a pass of ``key``. ``agreed``: all ranks repeat the last sequence. ``foreseen``:
+    def begin(self, key: bytes, *, agreed: bool, predicted: bool = False) -> None:
+        """Starts a pass of ``key``. ``agreed``: all ranks repeat the last sequence. ``predicted``:
         predicted; its forward calls :meth:`enter` later."""
-        self._key, self._started, self._is_over, self._is_foreseen = key, [], False, foreseen
+        self._key, self._started, self._is_over, self._is_predicted = key, [], False, predicted
         self._agreed = self._known[key] if agreed else None
 
     def enter(self, key: bytes) -> bool:
         """Enters the predicted pass. Returns whether it is still agreed, has this ``key``, and
         nothing of it was started. If not, it ends."""
-        if self._is_foreseen and self._agreed is not None and not self._is_over and not self._started and self._key == key:
-            self._is_foreseen = False
+        if self._is_predicted and self._agreed is not None and not self._is_over and not self._started and self._key == key:
+            self._is_predicted = False
             return True
         self.end()
         return False
@@ -188,18 +188,18 @@ class Lockstep:
 
     def strike(self) -> None:
         """Notes that an exception interrupted this rank: it diverges at its next meeting."""
-        self._was_struck = True
+        self._was_interrupted = True
 
     @property
-    def has_parted(self) -> bool:
+    def has_diverged(self) -> bool:
         """Whether the others may wait for a collective that this rank does not start."""
-        return self.is_open or self._expects or self._was_struck or self._starting is not None
+        return self.is_open or self._expects or self._was_interrupted or self._starting is not None
 
     def settle(self) -> None:
         """Finds out whether an interrupted start has started its collective."""
         if self._starting is not None:
             collective, count, before = self._starting
-            self._was_struck = True
+            self._was_interrupted = True
             if count() > before:
                 self._note(collective)
             self._starting = None
@@ -224,7 +224,7 @@ class Lockstep:
             works.append(self.start(Collective(STAND_IN, 0, numbers), begin, count))
         for work in works:
             work.wait()
-        self._expects = self._was_struck = False
+        self._expects = self._was_interrupted = False
 
     def forget(self, number: int) -> None:
         """Forgets the collectives below ``number``, which all ranks have started; keeps the last

@@ -50,7 +50,7 @@ class Word(IntEnum):
 
     FAILED = 0  # 1: this rank failed, and reports why
     SETTLING = 1  # 1: it cleans up after an exception, and meets again
-    PARTED = 2  # 1: it left the agreed sequence, or was interrupted
+    DIVERGED = 2  # 1: it left the agreed sequence, or was interrupted
     WHOLE = 3  # 1: it did not, and may use what it has started
     STARTED = 4  # collectives that it has started
     MINUS_STARTED = 5  # the maximum is minus the minimum count
@@ -103,12 +103,12 @@ class Meeting:
         lockstep, tree = self._channel.lockstep, self._channel.tree
         lockstep.settle()
         number = tree.begun
-        if parted := lockstep.has_parted or self._failed:
+        if diverged := lockstep.has_diverged or self._failed:
             self._channel.raise_alarm(number)
         said = f"{self._what}, having begun {lockstep.reach} collectives of the pass" if self._is_between else self._what
         digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "big")
         total = lockstep.total
-        header = [self._failed, self._settling, parted, not parted, total, -total, digest, -digest]
+        header = [self._failed, self._settling, diverged, not diverged, total, -total, digest, -digest]
         header += [*self._values, *(-value for value in self._values)]
         merge = tree.merge(_message(header, self._flags, self._channel.flags_nbytes), _merged)
         self._rounds.append(Round(number, said, merge))
@@ -134,12 +134,12 @@ class Meeting:
         message = self._channel.complete(last.merge, self._what)
         header = message[:HEADER_NBYTES].view(torch.int64).tolist()
         least, most = -header[Word.MINUS_STARTED], header[Word.STARTED]
-        if header[Word.PARTED]:
+        if header[Word.DIVERGED]:
             self._come_together(last, least, most)
         self._channel.lockstep.forget(most)
         # A collective completed with dummy data must not be used. Every rank that would use it gets
         # the error here.
-        is_torn = header[Word.PARTED] and header[Word.WHOLE] and least < most
+        is_torn = header[Word.DIVERGED] and header[Word.WHOLE] and least < most
         differs = header[Word.DIGEST] != -header[Word.MINUS_DIGEST]
         if header[Word.FAILED] or (not header[Word.SETTLING] and (differs or is_torn)):
             if last.words is None:

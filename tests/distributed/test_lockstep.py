@@ -333,16 +333,16 @@ def test_what_an_exception_strikes_as_it_starts_is_noted_where_its_transport_has
 
     if line == 3:
         lockstep.start(collective("a"), begin, count)
-        assert not lockstep.has_parted
+        assert not lockstep.has_diverged
     else:
         lockstep.expect()
         with pytest.raises(KeyboardInterrupt):
             lockstep.start(collective("a"), begin, count)
-        assert lockstep.has_parted
+        assert lockstep.has_diverged
     lockstep.settle()
-    assert lockstep.total == len(begun) and lockstep.has_parted is (line != 3)
+    assert lockstep.total == len(begun) and lockstep.has_diverged is (line != 3)
     lockstep.part(lockstep.total)
-    assert not lockstep.has_parted
+    assert not lockstep.has_diverged
 
 
 def test_a_pass_that_was_left_does_not_replace_a_whole_one():
@@ -359,7 +359,7 @@ def test_a_foreseen_pass_that_never_came_is_not_remembered(comes):
     lockstep = Lockstep()
     passed(lockstep, b"k", "abc", agreed=False)
     before = lockstep.digest_of(b"k")
-    lockstep.begin(b"k", agreed=True, foreseen=True)
+    lockstep.begin(b"k", agreed=True, predicted=True)
     assert not comes or lockstep.enter(b"k")
     lockstep.part(0)
     assert not lockstep.enter(b"k")

@@ -266,7 +266,7 @@ def struck(shard: str, every: int = 1, numb: bool = False, **options: Any) -> di
         changed.enter_context(mock.patch.object(transfer, "HEARING_INTERVAL", timedelta(milliseconds=20)))
         changed.enter_context(mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES)))
         if numb:
-            changed.enter_context(mock.patch.object(Lockstep, "has_parted", property(lambda self: self.is_open)))
+            changed.enter_context(mock.patch.object(Lockstep, "has_diverged", property(lambda self: self.is_open)))
         return _struck(shard, every, options)
 
 
