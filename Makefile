@@ -43,9 +43,11 @@ test-all: setup $(VENV)/.test-ready
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile --basetemp=build/pytest $(ARGS)
 
-# The form of the code: ruff's formatter and checks over everything, mypy over the configuration, the planning and the files that pyproject.toml names.
+# The form of the code: formatters and ruff's checks over everything, mypy over the files that
+# pyproject.toml names.
 lint: setup $(VENV)/.lint-ready
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu')
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

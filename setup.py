@@ -1,14 +1,16 @@
-"""Builds the native core `infinity._C`: C++17, no torch at build time, liburing from the system where there is one; and,
-where nvcc is found, the GPU's kernels as `infinity._cuda`.
+"""Builds the native core `infinity._C`: C++17, no torch at build time, liburing from the system
+where there is one; and, where nvcc is found, the GPU's kernels as `infinity._cuda`.
 
-In a checkout, builds in place (`build_ext --inplace`, `pip install -e`) also make the doubles of disks that tests and
-benchmarks use (csrc/tests/doubles). Wheels have none, and source distributions do not have their sources.
+In a checkout, builds in place (`build_ext --inplace`, `pip install -e`) also make the doubles of
+disks that tests and benchmarks use (csrc/tests/doubles). Wheels have none, and source distributions
+do not have their sources.
 
-`LIBURING_ROOT` points at a liburing outside the system's paths. Without liburing the build succeeds with the thread
-engine and says so. Each SIMD unit is compiled with its own flags; which one runs is decided at run time.
+`LIBURING_ROOT` points at a liburing outside the system's paths. Without liburing the build succeeds
+with the thread engine and says so. Each SIMD unit is compiled with its own flags; which one runs is
+decided at run time.
 
-`INFINITY_CUDA`: "auto" (the default) builds `_cuda` where there is an nvcc, "0" never, "1" always. `INFINITY_CUDA_ARCH`
-names other GPUs than sm_80, sm_90 and, by PTX, later ones: "sm_89", say.
+`INFINITY_CUDA`: "auto" (the default) builds `_cuda` where there is an nvcc, "0" never, "1" always.
+`INFINITY_CUDA_ARCH` names other GPUs than sm_80, sm_90 and, by PTX, later ones: "sm_89", say.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 SOURCES = sorted(
-    str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*/*.cpp") if path.parent.name not in {"tests", "cuda"}
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "csrc").glob("*/*.cpp")
+    if path.parent.name not in {"tests", "cuda"}
 )
 X86 = platform.machine() in {"x86_64", "AMD64"}
 ARM = platform.machine() in {"aarch64", "arm64"}
@@ -34,7 +38,15 @@ ARM = platform.machine() in {"aarch64", "arm64"}
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 UNIT_FLAGS = {
     "unit_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "unit_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", *QUIET],
+    "unit_avx512.cpp": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mfma",
+        "-mf16c",
+        *QUIET,
+    ],
 }
 NOT_HERE = (set() if X86 else set(UNIT_FLAGS)) | (set() if ARM else {"unit_neon.cpp"})
 CUDA_SOURCES = [
@@ -45,7 +57,9 @@ CUDA_SOURCES = [
     "csrc/optim/constants.cpp",
 ]
 GPUS = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
-DOUBLES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc/tests/doubles").glob("*.cpp"))
+DOUBLES = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "csrc/tests/doubles").glob("*.cpp")
+)
 LIGHT = {"bindings.cpp"}  # only converts: optimising it would take half of the build
 
 
@@ -58,7 +72,9 @@ def find_liburing() -> tuple[list[str], list[str]] | None:
         return [f"-I{include}"], [f"-L{library}", f"-Wl,-rpath,{library}", "-luring"]
     try:
         query = ["pkg-config", "--cflags", "--libs", "liburing"]
-        flags = shlex.split(subprocess.run(query, check=True, capture_output=True, text=True).stdout)
+        flags = shlex.split(
+            subprocess.run(query, check=True, capture_output=True, text=True).stdout
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     links = [flag for flag in flags if flag.startswith(("-l", "-L", "-Wl"))]
@@ -86,14 +102,17 @@ class BuildExtension(build_ext):
         if is_wheel:
             self.extensions = [each for each in self.extensions if each.name != DOUBLES_MODULE]
         super().run()
-        if is_wheel:  # it has all that lies in build_lib: the doubles of an earlier build must not stay there
+        if (
+            is_wheel
+        ):  # it has all that lies in build_lib: the doubles of an earlier build must not stay there
             shutil.rmtree(Path(self.build_lib, "tests"), ignore_errors=True)
 
     def build_extension(self, extension: Pybind11Extension) -> None:
         compiler = os.environ.get("CXX", "c++")
         if shutil.which(shlex.split(compiler)[0]) is None:
             raise SystemExit(
-                f"infinity's core is compiled here, and there is no {compiler}: install a C++17 compiler (g++), or set CXX"
+                f"infinity's core is compiled here, and there is no {compiler}: install a C++17"
+                " compiler (g++), or set CXX"
             )
         folder = Path(self.build_temp, extension.name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,9 +122,14 @@ class BuildExtension(build_ext):
         subprocess.run([Path(ninja.BIN_DIR) / "ninja", "-C", folder], check=True)
 
     def _ninja_file(self, extension: Pybind11Extension, target: Path) -> str:
-        includes = [f"-I{path}" for path in [*extension.include_dirs, *self.compiler.include_dirs, *self.include_dirs]]
+        includes = [
+            f"-I{path}"
+            for path in [*extension.include_dirs, *self.compiler.include_dirs, *self.include_dirs]
+        ]
         defines = [f"-D{name}={value}" for name, value in extension.define_macros]
-        flags = shlex.join(["-fPIC", "-DNDEBUG", *defines, *includes, *extension.extra_compile_args])
+        flags = shlex.join(
+            ["-fPIC", "-DNDEBUG", *defines, *includes, *extension.extra_compile_args]
+        )
         lines = [
             f"cxx = {os.environ.get('CXX', 'c++')}",
             f"flags = {flags}",
@@ -134,13 +158,25 @@ class BuildExtension(build_ext):
                 lines.append(f"build {objects[-1]}: cuda {ROOT.resolve() / source}")
                 continue
             unit = ["-O1"] if name in LIGHT else UNIT_FLAGS.get(name, [])
-            lines += [f"build {objects[-1]}: compile {ROOT.resolve() / source}", f"  unit = {shlex.join(unit)}"]
+            lines += [
+                f"build {objects[-1]}: compile {ROOT.resolve() / source}",
+                f"  unit = {shlex.join(unit)}",
+            ]
         lines += [f"build {target}: link {' '.join(objects)}", f"default {target}", ""]
         return "\n".join(lines)
 
 
 # -fmad=false: no contraction, as on the processor.
-NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-Wall,-pthread", "--threads", "2", "-DNDEBUG"]
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fmad=false",
+    "-Xcompiler",
+    "-fPIC,-Wall,-pthread",
+    "--threads",
+    "2",
+    "-DNDEBUG",
+]
 
 
 def gpus() -> list[str]:
@@ -151,17 +187,29 @@ def gpus() -> list[str]:
 
 def toolkit(nvcc: str) -> Path:
     """The folder that nvcc takes its own parts from; the one on the PATH may be a script."""
-    told = subprocess.run([nvcc, "--dryrun", "-x", "cu", "/dev/null"], capture_output=True, text=True).stderr
-    top = next((line.partition("TOP=")[2].strip() for line in told.splitlines() if "TOP=" in line), "")
+    told = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "/dev/null"], capture_output=True, text=True
+    ).stderr
+    top = next(
+        (line.partition("TOP=")[2].strip() for line in told.splitlines() if "TOP=" in line), ""
+    )
     return Path(top or Path(nvcc).resolve().parent.parent).resolve()
 
 
 def cuda_extension(nvcc: str) -> Pybind11Extension:
-    """The description of `infinity._cuda`. The runtime is linked in: nothing of CUDA has to be there to import it."""
+    """The description of `infinity._cuda`. The runtime is linked in: nothing of CUDA has to be
+    there to import it."""
     places = ("lib64", "lib", "targets/*/lib")
-    found = [path.parent for place in places for path in toolkit(nvcc).glob(f"{place}/libcudart_static.a")]
+    found = [
+        path.parent
+        for place in places
+        for path in toolkit(nvcc).glob(f"{place}/libcudart_static.a")
+    ]
     if not found:
-        raise SystemExit(f"{toolkit(nvcc)} has no libcudart_static.a: install CUDA's runtime, or build with INFINITY_CUDA=0")
+        raise SystemExit(
+            f"{toolkit(nvcc)} has no libcudart_static.a: install CUDA's runtime, or build with"
+            " INFINITY_CUDA=0"
+        )
     return Pybind11Extension(
         "infinity._cuda",
         CUDA_SOURCES,
@@ -181,7 +229,8 @@ def extension() -> Pybind11Extension:
         sources,
         include_dirs=[str(ROOT.resolve() / "csrc")],
         cxx_std=17,
-        # No contraction: a fused multiply-add that one unit's compiler invents would change its bits.
+        # No contraction: a fused multiply-add that one unit's compiler invents would change its
+        # bits.
         extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread"],
         extra_link_args=["-pthread", "-ldl"],
         depends=[str(path) for path in (ROOT / "csrc").glob("*/*.h")],
@@ -191,7 +240,10 @@ def extension() -> Pybind11Extension:
     if ARM:
         core.define_macros.append(("INFINITY_HAVE_NEON", "1"))
     if (liburing := find_liburing()) is None:
-        print("liburing was not found: building with the thread I/O engine only (install liburing-dev for io_uring)")
+        print(
+            "liburing was not found: building with the thread I/O engine only (install liburing-dev"
+            " for io_uring)"
+        )
     else:
         compile_args, link_args = liburing
         core.extra_compile_args += compile_args
@@ -204,7 +256,8 @@ DOUBLES_MODULE = "tests.support.disks.doubles._native"
 
 
 def doubles_extension() -> Pybind11Extension:
-    """The description of the doubles of disks. They share the core's headers, and none of its objects."""
+    """The description of the doubles of disks. They share the core's headers, and none of its
+    objects."""
     return Pybind11Extension(
         DOUBLES_MODULE,
         DOUBLES,

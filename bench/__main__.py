@@ -19,13 +19,35 @@ from .themes import APART, THEMES
 
 def build_parser() -> argparse.ArgumentParser:
     """Makes the parser: the options of `infinity bench`, and those of the report."""
-    parser = Parser(prog="python -m bench", description="measure the engine beside its ceilings and its rivals")
-    parser.add_argument("theme", choices=(*THEMES, *APART, "all", "report"), help="what to measure, or a page of results")
+    parser = Parser(
+        prog="python -m bench", description="measure the engine beside its ceilings and its rivals"
+    )
+    parser.add_argument(
+        "theme",
+        choices=(*THEMES, *APART, "all", "report"),
+        help="what to measure, or a page of results",
+    )
     command.add_options(parser)
-    parser.add_argument("--no-rivals", action="store_true", help="measure ours and the ceilings only")
-    parser.add_argument("--results", type=Path, default=Path("bench/results"), metavar="DIR", help="for report: the files")
-    parser.add_argument("--out", type=Path, default=Path("bench-report.html"), metavar="FILE", help="for report: the page")
-    parser.add_argument("--svg", type=Path, metavar="DIR", help="for report: every plot as a file of its own, too")
+    parser.add_argument(
+        "--no-rivals", action="store_true", help="measure ours and the ceilings only"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("bench/results"),
+        metavar="DIR",
+        help="for report: the files",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bench-report.html"),
+        metavar="FILE",
+        help="for report: the page",
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="DIR", help="for report: every plot as a file of its own, too"
+    )
     return parser
 
 
@@ -42,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     """Measures a theme and prints its table, or writes the report and prints its path."""
     if args.theme == "report":
         return _report(args)
-    return command.measure(args, THEMES | APART, tuple(THEMES) if args.theme == "all" else (args.theme,))
+    return command.measure(
+        args, THEMES | APART, tuple(THEMES) if args.theme == "all" else (args.theme,)
+    )
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -50,7 +74,9 @@ def _report(args: argparse.Namespace) -> int:
 
     outputs = [Output("--out", args.out, made=report.HEAD.encode())]
     if args.svg is not None:
-        outputs += [Output("--svg", args.svg / f"{name}.svg", made=PICTURE) for name in report.PLOTS]
+        outputs += [
+            Output("--svg", args.svg / f"{name}.svg", made=PICTURE) for name in report.PLOTS
+        ]
     read = [("--results", path) for path in args.results.glob("*.json")]
     check_outputs(outputs, read, overwrite=args.overwrite)
     print(report.write(args.results, args.out))

@@ -29,7 +29,10 @@ def _int8_error() -> Row:
     300. Gradients are normal, with scales over four decades.
     """
     count, steps, settled = 64 * 1024, 300, 100
-    runs = {name: adam.Ours(next(each for each in adam.VARIANTS if each.name == name), count, 1) for name in ("int8", "split")}
+    runs = {
+        name: adam.Ours(next(each for each in adam.VARIANTS if each.name == name), count, 1)
+        for name in ("int8", "split")
+    }
     generator = torch.Generator().manual_seed(0)
     scales = 10 ** (4 * torch.rand(count, generator=generator) - 6)
     errors = []

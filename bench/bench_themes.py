@@ -1,4 +1,5 @@
-"""Every theme of `python -m bench all` under pytest-benchmark; result files go to ``bench/results``.
+"""Every theme of `python -m bench all` under pytest-benchmark; result files go to
+``bench/results``.
 
 INFINITY_BENCH_SCALE makes them smaller; figures are then not kept.
 """

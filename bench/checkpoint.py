@@ -1,9 +1,11 @@
 """checkpoint: saving and loading, beside the disk that the files go to and come from.
 
-A load begins with nothing of the files in the page cache, and with as much free memory as the files have bytes that this machine need not
-ask for: a virtual machine which gives free memory back to its host gets it again at a fraction of the disk's rate. The ceilings move as many
-bytes past the page cache and do nothing else: a checkpoint cannot be written or read in less. State that is at home on the disk is read and
-written there: its ceiling does both. What a save writes is new, which a file system is slower at than at replacing: so much is said apart.
+A load begins with nothing of the files in the page cache, and with as much free memory as the files
+have bytes that this machine need not ask for: a virtual machine which gives free memory back to its
+host gets it again at a fraction of the disk's rate. The ceilings move as many bytes past the page
+cache and do nothing else: a checkpoint cannot be written or read in less. State that is at home on
+the disk is read and written there: its ceiling does both. What a save writes is new, which a file
+system is slower at than at replacing: so much is said apart.
 """
 
 from __future__ import annotations
@@ -34,28 +36,51 @@ SMALL = 64  # layers where the benchmark is scaled down are narrower, not fewer
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows checkpoint.save and checkpoint.load, of a state on the host and on NVMe (GB/s of the checkpoint's files), whose
-    ceiling is the best of the raw disk's rounds, and the best rounds' shares; and checkpoint.new_file, which a save is beside."""
+    """Measures rows checkpoint.save and checkpoint.load, of a state on the host and on NVMe (GB/s
+    of the checkpoint's files), whose ceiling is the best of the raw disk's rounds, and the best
+    rounds' shares; and checkpoint.new_file, which a save is beside.
+    """
     width = max(SMALL, int(WIDTH * settings.scale**0.5) // SMALL * SMALL)
     rows: list[Row] = []
     notes: list[str] = []
     for home in ("host", "nvme"):
         with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
             found, nbytes = _times(Path(folder), home, width, settings.rounds)
-        rates = {name: [nbytes / seconds / 1e9 for seconds in times.wall] for name, times in found.items()}
-        rates["copy"] = [rate / 2 for rate in rates["mixed"]]  # half of what is moved there is read, half is written
-        ceilings = {"save": "write", "load": "read"} if home == "host" else {"save": "copy", "load": "copy"}
+        rates = {
+            name: [nbytes / seconds / 1e9 for seconds in times.wall]
+            for name, times in found.items()
+        }
+        rates["copy"] = [
+            rate / 2 for rate in rates["mixed"]
+        ]  # half of what is moved there is read, half is written
+        ceilings = (
+            {"save": "write", "load": "read"}
+            if home == "host"
+            else {"save": "copy", "load": "copy"}
+        )
         for way, raw in (ceilings | {"new_file": "write"}).items():
-            rows.append(row(f"checkpoint.{home}.{way}", "GB/s", rates[way], ceiling=(f"raw disk, {raw}", rates[raw])))
+            rows.append(
+                row(
+                    f"checkpoint.{home}.{way}",
+                    "GB/s",
+                    rates[way],
+                    ceiling=(f"raw disk, {raw}", rates[raw]),
+                )
+            )
         for way, ceiling in (*ceilings.items(), ("save", "new_file")):
             share = max(rates[way]) / max(rates[ceiling])
-            notes.append(f"checkpoint.{home}.{way}: best of {settings.rounds} rounds {share:.2f} of the best {ceiling}")
+            notes.append(
+                f"checkpoint.{home}.{way}: best of {settings.rounds} rounds {share:.2f} of the best"
+                f" {ceiling}"
+            )
     return Measured(rows, notes)
 
 
 def _times(folder: Path, home: str, width: int, rounds: int) -> tuple[dict[str, Times], int]:
     """The times of one home's jobs, in turns, and the bytes that each moves."""
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS))).to(torch.bfloat16)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS))).to(
+        torch.bfloat16
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = infinity.wrap_model(model, optimizer, _config(folder, home))
     model(torch.ones(1, width, dtype=torch.bfloat16)).sum().backward()
@@ -86,7 +111,9 @@ def _times(folder: Path, home: str, width: int, rounds: int) -> tuple[dict[str, 
 def _config(folder: Path, home: str) -> infinity.Config:
     if home == "host":
         return infinity.Config(params="host", optimizer="host")
-    return infinity.Config(params="nvme", optimizer="nvme", nvme_paths=[str(folder)], host_memory="256MiB")
+    return infinity.Config(
+        params="nvme", optimizer="nvme", nvme_paths=[str(folder)], host_memory="256MiB"
+    )
 
 
 def _raw_file(folder: Path, nbytes: int) -> TestFile:
@@ -100,7 +127,8 @@ def _raw_file(folder: Path, nbytes: int) -> TestFile:
 
 
 def _write_new(path: Path, nbytes: int) -> None:
-    """Writes as much as a save does to one file whose space is reserved, from memory that no cache holds, and syncs it."""
+    """Writes as much as a save does to one file whose space is reserved, from memory that no cache
+    holds, and syncs it."""
     slots = make_slots(SLOTS * SLOT_NBYTES)
     with FileWriter(path, nbytes, slots) as file:
         file.write(_memory(nbytes), stays=True)
@@ -109,7 +137,8 @@ def _write_new(path: Path, nbytes: int) -> None:
 
 
 def _free_space(path: Path) -> None:
-    """Removes ``path``, and waits for the space of the last checkpoint: neither slows what is measured next."""
+    """Removes ``path``, and waits for the space of the last checkpoint: neither slows what is
+    measured next."""
     path.unlink(missing_ok=True)
     wait_for_space()
 

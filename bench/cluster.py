@@ -1,9 +1,12 @@
-"""cluster: steps on modelled disks and over a modelled network, beside those that `infinity plan --machine` predicts for such machines.
+"""cluster: steps on modelled disks and over a modelled network, beside those that `infinity plan
+--machine` predicts for such machines.
 
-The prediction is made from the plan before the model is wrapped, for machines of which one resource is the modelled one, and all others are
-so fast that it decides. What is predicted is how much passes there, and that nothing else holds it up.
+The prediction is made from the plan before the model is wrapped, for machines of which one resource
+is the modelled one, and all others are so fast that it decides. What is predicted is how much
+passes there, and that nothing else holds it up.
 
-message   what one rank sends another in a ring. Over gloo it takes a round trip: the receiver says first that it is ready
+message   what one rank sends another in a ring. Over gloo it takes a round trip: the receiver says
+          first that it is ready
 """
 
 from __future__ import annotations
@@ -42,14 +45,27 @@ STEPS = 3  # of a round
 RANKS, LATENCY_SECONDS = (2, 4), 5e-3
 FAST, LARGE = 1e15, 1 << 50
 ANY = Machine(
-    name="modelled", devices=1, device_memory=LARGE, device_flops=FAST, host_memory=LARGE, host_bandwidth=FAST, checksum_rate=FAST, disks=1,
-    disk_capacity=LARGE, disk_read=FAST, disk_write=FAST, device_link=FAST, host_link=FAST, network=FAST, latency=1 / FAST,
-)  # fmt: skip
+    name="modelled",
+    devices=1,
+    device_memory=LARGE,
+    device_flops=FAST,
+    host_memory=LARGE,
+    host_bandwidth=FAST,
+    checksum_rate=FAST,
+    disks=1,
+    disk_capacity=LARGE,
+    disk_read=FAST,
+    disk_write=FAST,
+    device_link=FAST,
+    host_link=FAST,
+    network=FAST,
+    latency=1 / FAST,
+)
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows cluster.disks1, cluster.disks2 and cluster.disks8, cluster.latency2 and cluster.latency4 (steps/s) against the
-    prediction."""
+    """Measures rows cluster.disks1, cluster.disks2 and cluster.disks8, cluster.latency2 and
+    cluster.latency4 (steps/s) against the prediction."""
     rows, notes = _on_disks(settings)
     for ranks in RANKS:
         told = launch_delayed(__name__, ranks, LATENCY_SECONDS, settings)
@@ -57,8 +73,18 @@ def measure(settings: Settings) -> Measured:
             notes.append(f"cluster.latency{ranks}: {told}")
             continue
         found = [1 / each for each in told["seconds"]]
-        rows.append(row(f"cluster.latency{ranks}", "steps/s", found, ceiling=("predicted", [1 / told["predicted"]] * len(found))))
-        notes.append(f"cluster.latency{ranks}: predicted {told['predicted']:.2f} s, {told['gathers']} gathers in rings of {ranks}")
+        rows.append(
+            row(
+                f"cluster.latency{ranks}",
+                "steps/s",
+                found,
+                ceiling=("predicted", [1 / told["predicted"]] * len(found)),
+            )
+        )
+        notes.append(
+            f"cluster.latency{ranks}: predicted {told['predicted']:.2f} s, {told['gathers']}"
+            f" gathers in rings of {ranks}"
+        )
     return Measured(rows, notes)
 
 
@@ -67,12 +93,22 @@ def _on_disks(settings: Settings) -> tuple[list[Row], list[str]]:
     rows: list[Row] = []
     notes: list[str] = []
     for count, width in WIDTHS.items():
-        with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder, ExitStack() as stack:
+        with (
+            tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder,
+            ExitStack() as stack,
+        ):
             disks = _model_disks(Path(folder).resolve(), count, stack)
             predicted, seconds = _times(disks, width, layers, settings.rounds)
         expected = predicted.step_seconds
         found = [1 / each for each in seconds]
-        rows.append(row(f"cluster.disks{count}", "steps/s", found, ceiling=("predicted", [1 / expected] * len(found))))
+        rows.append(
+            row(
+                f"cluster.disks{count}",
+                "steps/s",
+                found,
+                ceiling=("predicted", [1 / expected] * len(found)),
+            )
+        )
         moved = {edge: nbytes / 1e6 for edge, nbytes in predicted.edges.items() if "nvme" in edge}
         notes.append(
             f"cluster.disks{count}: predicted {expected:.2f} s by the {predicted.bottleneck}, "
@@ -82,29 +118,44 @@ def _on_disks(settings: Settings) -> tuple[list[Row], list[str]]:
 
 
 def _model_disks(folder: Path, count: int, stack: ExitStack) -> list[Path]:
-    """Makes ``count`` modelled disks, and has this process take them for disks until ``stack`` closes."""
+    """Makes ``count`` modelled disks, and has this process take them for disks until ``stack``
+    closes."""
     disks = [folder / f"disk{index}" for index in range(count)]
     for disk in disks:
         disk.mkdir()
     (folder / "model.json").write_text(json.dumps({str(disk): RATE for disk in disks}))
     profile = asdict(DiskProfile(RATE, RATE, RATE, MIB, 64))
-    (folder / "disks.json").write_text(json.dumps({f"model {disk} {kind}": profile for disk in disks for kind in native.IO_KINDS}))
-    environment = {"INFINITY_MODEL_DISKS": str(folder / "model.json"), "INFINITY_CACHE": str(folder)}
+    (folder / "disks.json").write_text(
+        json.dumps({f"model {disk} {kind}": profile for disk in disks for kind in native.IO_KINDS})
+    )
+    environment = {
+        "INFINITY_MODEL_DISKS": str(folder / "model.json"),
+        "INFINITY_CACHE": str(folder),
+    }
     stack.enter_context(mock.patch.dict(os.environ, environment))
     stack.enter_context(mock.patch.object(native, "disks", doubles().DoubledDisks()))
     return disks
 
 
-def _times(disks: list[Path], width: int, layers: int, rounds: int) -> tuple[ClusterPrediction, list[float]]:
+def _times(
+    disks: list[Path], width: int, layers: int, rounds: int
+) -> tuple[ClusterPrediction, list[float]]:
     """What is predicted for a step, and the seconds of one in each round."""
     host_memory = f"{max(64, 32 * len(disks))}MiB"
-    config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(disk) for disk in disks], "host_memory": host_memory}
+    config = {
+        "params": "nvme",
+        "optimizer": "nvme",
+        "nvme_paths": [str(disk) for disk in disks],
+        "host_memory": host_memory,
+    }
     machine = replace(ANY, disks=len(disks), disk_read=RATE, disk_write=RATE)
     return _predict_and_run(_layers(width, layers), config, machine, 1, rounds)
 
 
 def _layers(width: int, count: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(torch.bfloat16)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(
+        torch.bfloat16
+    )
 
 
 def _predict_and_run(
@@ -137,7 +188,9 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     torch.manual_seed(0)
     machine = replace(ANY, latency=2 * LATENCY_SECONDS)
     config = {"params": "host", "optimizer": "host", "units": ["Linear"]}
-    predicted, seconds = _predict_and_run(_layers(64, LAYERS), config, machine, dist.get_world_size(), rounds)
+    predicted, seconds = _predict_and_run(
+        _layers(64, LAYERS), config, machine, dist.get_world_size(), rounds
+    )
     return {"predicted": predicted.step_seconds, "gathers": predicted.gathers, "seconds": seconds}
 
 

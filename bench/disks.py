@@ -1,13 +1,15 @@
 """disks: eight modelled disks and up to eight ranks, beside the rate of all disks together.
 
-modelled disk   a folder whose files the I/O engine moves at a given rate and no faster (csrc/tests/doubles); the ranks share it
+modelled disk   a folder whose files the I/O engine moves at a given rate and no faster
+                (csrc/tests/doubles); the ranks share it
 unit            what one block of a model moves at once, cut into equal slices for the ranks
 lockstep        all ranks read the same unit, and meet before the next
 
-The model is checked by row ``disks.one``: one disk alone gives its rate. A disk of 1 GB/s moves nothing (the instant backend): a drive
-brings its bytes without the processor, and eight of them bring more than two processors can copy. All else is done as it is for real ones: the
-queues, the completions, and a checksum of every byte, which is verified against that of the zeros which are there. The rows with ``.moved``
-are of slower disks whose bytes do move, by the disk that is there.
+The model is checked by row ``disks.one``: one disk alone gives its rate. A disk of 1 GB/s moves
+nothing (the instant backend): a drive brings its bytes without the processor, and eight of them
+bring more than two processors can copy. All else is done as it is for real ones: the queues, the
+completions, and a checksum of every byte, which is verified against that of the zeros which are
+there. The rows with ``.moved`` are of slower disks whose bytes do move, by the disk that is there.
 """
 
 from __future__ import annotations
@@ -38,22 +40,33 @@ from infinity.storage.store import ShardStore
 from .launch import doubles
 
 DISKS, UNITS = 8, 8
-RATE, UNIT_NBYTES = 1e9, 800_000_000  # bytes per second of a disk that moves nothing; of half a layer of a 70 B model in bf16
-MOVED_RATE, MOVED_NBYTES = 64e6, 200_000_000  # of a disk whose bytes move: eight of them are slower than the one that is there
+RATE, UNIT_NBYTES = (
+    1e9,
+    800_000_000,
+)  # bytes per second of a disk that moves nothing; of half a layer of a 70 B model in bf16
+MOVED_RATE, MOVED_NBYTES = (
+    64e6,
+    200_000_000,
+)  # of a disk whose bytes move: eight of them are slower than the one that is there
 TIMES_SLOWER = 10
 MIB = 1024 * 1024
 PATIENCE_SECONDS = 300
 
 
 class Ranks:
-    """Processes that read units in lockstep from the disks of one model, each through a store of its own. ``moves``: whether bytes move."""
+    """Processes that read units in lockstep from the disks of one model, each through a store of
+    its own. ``moves``: whether bytes move."""
 
-    def __init__(self, folder: Path, rates: Sequence[float], count: int, unit_nbytes: int, *, moves: bool):
+    def __init__(
+        self, folder: Path, rates: Sequence[float], count: int, unit_nbytes: int, *, moves: bool
+    ):
         self.count, self.unit_nbytes = count, unit_nbytes
         self._disks = [folder / f"disk{index}" for index in range(len(rates))]
         for disk in self._disks:
             disk.mkdir(parents=True)
-        (folder / "model.json").write_text(json.dumps({str(disk): rate for disk, rate in zip(self._disks, rates)}))
+        (folder / "model.json").write_text(
+            json.dumps({str(disk): rate for disk, rate in zip(self._disks, rates)})
+        )
         kept = {
             f"model {disk} {kind}": asdict(DiskProfile(rate, rate, rate, MIB, 64))
             for disk, rate in zip(self._disks, rates)
@@ -67,7 +80,9 @@ class Ranks:
             end, other = context.Pipe()
             slice_nbytes = round_up(unit_nbytes // count, native.BLOCK_NBYTES)
             process = context.Process(
-                target=serve, args=(other, str(folder), rank, count, slice_nbytes, self._barrier, moves), daemon=True
+                target=serve,
+                args=(other, str(folder), rank, count, slice_nbytes, self._barrier, moves),
+                daemon=True,
             )
             process.start()
             self._processes.append(process)
@@ -81,7 +96,8 @@ class Ranks:
         return [end.recv() for end in self._ends]
 
     def rate(self, units: int, *, at_once: bool) -> float:
-        """Returns the bytes per second of all ranks together for reading ``units`` units, one after the other or all at once."""
+        """Returns the bytes per second of all ranks together for reading ``units`` units, one after
+        the other or all at once."""
         for end in self._ends:
             end.send((units, at_once))
         return units * self.unit_nbytes / max(self._answers())
@@ -94,12 +110,20 @@ class Ranks:
             process.join(PATIENCE_SECONDS)
 
 
-def serve(end: Connection, folder: str, rank: int, ranks: int, slice_nbytes: int, barrier, moves: bool) -> None:
-    """Runs one rank: makes the units, then reads what it is told to and answers with the seconds, until it is told None."""
-    os.environ |= {"INFINITY_MODEL_DISKS": os.path.join(folder, "model.json"), "INFINITY_CACHE": folder}
+def serve(
+    end: Connection, folder: str, rank: int, ranks: int, slice_nbytes: int, barrier, moves: bool
+) -> None:
+    """Runs one rank: makes the units, then reads what it is told to and answers with the seconds,
+    until it is told None."""
+    os.environ |= {
+        "INFINITY_MODEL_DISKS": os.path.join(folder, "model.json"),
+        "INFINITY_CACHE": folder,
+    }
     doubles().install()
     disks, layer = list(doubles().modelled_disks()), doubles().layer(instant=not moves)
-    store = ShardStore(disks, Ledger(), Traffic(), service_nbytes=MIB, layer=layer, rank=rank, ranks=ranks)
+    store = ShardStore(
+        disks, Ledger(), Traffic(), service_nbytes=MIB, layer=layer, rank=rank, ranks=ranks
+    )
     arrays = [store.allocate(Tier.NVME, torch.uint8, slice_nbytes, "a unit") for _ in range(UNITS)]
     memory = store.make_region(slice_nbytes)  # of all units: nobody looks at the bytes
     store.open([memory])
@@ -123,11 +147,16 @@ def serve(end: Connection, folder: str, rank: int, ranks: int, slice_nbytes: int
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows disks.one, disks.unit, disks.units8, disks.ranks2, disks.ranks4, disks.ranks8 and disks.slow_one (GB/s), of disks of
-    1 GB/s that move nothing; and disks.moved.one, disks.moved.unit and so on, of slower ones whose bytes move."""
+    """Measures rows disks.one, disks.unit, disks.units8, disks.ranks2, disks.ranks4, disks.ranks8
+    and disks.slow_one (GB/s), of disks of 1 GB/s that move nothing; and disks.moved.one,
+    disks.moved.unit and so on, of slower ones whose bytes move.
+    """
     doubles()  # before any process starts
     rows: list[Row] = []
-    for prefix, rate, unit_nbytes, moves in (("disks", RATE, UNIT_NBYTES, False), ("disks.moved", MOVED_RATE, MOVED_NBYTES, True)):
+    for prefix, rate, unit_nbytes, moves in (
+        ("disks", RATE, UNIT_NBYTES, False),
+        ("disks.moved", MOVED_RATE, MOVED_NBYTES, True),
+    ):
         nbytes = settings.scaled(unit_nbytes, MIB)
         equal, slow = [rate] * DISKS, [rate] * (DISKS - 1) + [rate / TIMES_SLOWER]
         jobs = {  # disks, ranks, units, and whether those are asked for at once
@@ -140,10 +169,22 @@ def measure(settings: Settings) -> Measured:
             "slow_one": (slow, 1, UNITS, True),
         }
         for name, (rates, count, units, at_once) in jobs.items():
-            with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder, ExitStack() as stack:
+            with (
+                tempfile.TemporaryDirectory(
+                    prefix="infinity-bench-", dir=settings.folder
+                ) as folder,
+                ExitStack() as stack,
+            ):
                 ranks = Ranks(Path(folder).resolve(), rates, count, nbytes, moves=moves)
                 stack.callback(ranks.close)
                 found = [ranks.rate(units, at_once=at_once) / 1e9 for _ in range(settings.rounds)]
             what = f"{len(rates)} modelled disks" if len(rates) > 1 else "the modelled disk"
-            rows.append(row(f"{prefix}.{name}", "GB/s", found, ceiling=(what, [sum(rates) / 1e9] * len(found))))
+            rows.append(
+                row(
+                    f"{prefix}.{name}",
+                    "GB/s",
+                    found,
+                    ceiling=(what, [sum(rates) / 1e9] * len(found)),
+                )
+            )
     return Measured(rows)

@@ -1,7 +1,9 @@
-"""end to end: one training job in a process of its own, by one of several systems: tokens per second and peak memory.
+"""end to end: one training job in a process of its own, by one of several systems: tokens per
+second and peak memory.
 
-``python -m bench.endtoend <system> ...`` runs one and prints JSON; :func:`measure` runs them all in turns. A
-system is timed from one step's end to another's, with its last update at home; the first steps are its warm-up.
+``python -m bench.endtoend <system> ...`` runs one and prints JSON; :func:`measure` runs them all in
+turns. A system is timed from one step's end to another's, with its last update at home; the first
+steps are its warm-up.
 """
 
 from __future__ import annotations
@@ -41,8 +43,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--units-at-once", action="store_true", help="all micro-batches unit by unit (ours only)")
-    parser.add_argument("--speculate", action="store_true", help="updates ahead of the clipping (ours only)")
+    parser.add_argument(
+        "--units-at-once", action="store_true", help="all micro-batches unit by unit (ours only)"
+    )
+    parser.add_argument(
+        "--speculate", action="store_true", help="updates ahead of the clipping (ours only)"
+    )
     parser.add_argument("--warm-up", type=int, default=2, metavar="STEPS")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--clip", action="store_true")
@@ -76,23 +82,28 @@ def main() -> None:
 
 
 def _counted_twice() -> float:
-    """Counts the bytes of shared memory here that are other ranks' part: of pages that several map, each has its share."""
+    """Counts the bytes of shared memory here that are other ranks' part: of pages that several map,
+    each has its share."""
     resident = re.search(r"RssShmem:\s+(\d+)", Path("/proc/self/status").read_text())
     own = re.search(r"Pss_Shmem:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())
     return 1024.0 * (int(resident[1]) - int(own[1])) if resident and own else 0.0
 
 
 def run(system: str, options: list[str], *, ranks: int = 1, timeout: float = 900) -> dict | str:
-    """Runs one job of ``ranks`` processes. Returns what it printed, or the reason where the system cannot do it."""
+    """Runs one job of ``ranks`` processes. Returns what it printed, or the reason where the system
+    cannot do it."""
     command = [sys.executable, "-P", "-m"]
     if ranks > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     threads = max(1, (os.cpu_count() or 1) // ranks)
     try:
         done = subprocess.run(
-            [*command, "bench.endtoend", system, *options], capture_output=True, text=True, timeout=timeout,
+            [*command, "bench.endtoend", system, *options],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
             env=environment(**({"OMP_NUM_THREADS": str(threads)} if ranks > 1 else {})),
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return f"no end within {timeout:.0f} s"
     try:
@@ -102,16 +113,24 @@ def run(system: str, options: list[str], *, ranks: int = 1, timeout: float = 900
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``train.<system>`` (tokens/s), ``train.<system>.peak`` and, of some, ``.held`` (GiB)."""
+    """Measures rows ``train.<system>`` (tokens/s), ``train.<system>.peak`` and, of some, ``.held``
+    (GiB)."""
     of_ranks = {"fsdp2", "infinity_host_sent"}
-    return turns(settings, [system for system in SYSTEMS if system not in of_ranks], _size(settings), ROUNDS)
+    return turns(
+        settings, [system for system in SYSTEMS if system not in of_ranks], _size(settings), ROUNDS
+    )
 
 
 def measure_ways(settings: Settings) -> Measured:
-    """Measures training with clipping (``train.clip``; ``train.clip.ahead`` updates units ahead of it) and with eight micro-batches
-    (``train.micro8``; ``train.units8`` runs them unit by unit), and the speed against the host budget."""
+    """Measures training with clipping (``train.clip``; ``train.clip.ahead`` updates units ahead of
+    it) and with eight micro-batches (``train.micro8``; ``train.units8`` runs them unit by unit),
+    and the speed against the host budget.
+    """
     ours = ["infinity_host", "infinity_nvme"]
-    size, few = _size(settings), ["compute", "plain", *ours, "deepspeed_cpu", "deepspeed_nvme_tuned"]
+    size, few = (
+        _size(settings),
+        ["compute", "plain", *ours, "deepspeed_cpu", "deepspeed_nvme_tuned"],
+    )
     found = turns(settings, few, size, 1, options=["--clip"], name=".clip")
     found.add(turns(settings, ours, size, 1, options=["--clip", "--speculate"], name=".clip.ahead"))
     eight = ["--micro-batches", "8", "--warm-up", "1", "--steps", "2"]
@@ -125,7 +144,9 @@ def measure_large(settings: Settings) -> Measured:
     """Measures a model of 1 B parameters, by the systems that it does not outgrow here."""
     systems = ["compute", "plain", "infinity_host", "infinity_nvme", "deepspeed_nvme_tuned"]
     size = "1B" if settings.scale >= 1 else _size(settings)
-    return turns(settings, systems, size, 1, options=["--warm-up", "1", "--steps", "2"], theme="train_1b")
+    return turns(
+        settings, systems, size, 1, options=["--warm-up", "1", "--steps", "2"], theme="train_1b"
+    )
 
 
 def _size(settings: Settings) -> str:
@@ -141,7 +162,14 @@ def _budgets(settings: Settings, size: str) -> list[dict]:
     points = []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         for share in SHARES:
-            options = ["--size", size, "--folder", folder, "--host-memory", str(round(share * state_nbytes))]
+            options = [
+                "--size",
+                size,
+                "--folder",
+                folder,
+                "--host-memory",
+                str(round(share * state_nbytes)),
+            ]
             result = run("infinity_nvme", options)
             if isinstance(result, dict):
                 points.append({"share": share, "tokens/s": result["tokens_per_second"]})
@@ -159,10 +187,15 @@ def turns(
     ranks: int = 1,
     theme: str = "train",
 ) -> Measured:
-    """Measures the rows of ``systems``, which take turns, one job each. Their ceiling is the slower of the compute alone and, where
-    the state is on disk, of the disk alone. ``.peak``: memory of the process; ``.held``: what of it the system keeps (weights and
-    gradients of the compute alone; everything that the engine's budgets count)."""
-    chosen = [system for system in systems if settings.rivals or system.startswith(("compute", "plain", "infinity"))]
+    """Measures the rows of ``systems``, which take turns, one job each. Their ceiling is the slower
+    of the compute alone and, where the state is on disk, of the disk alone. ``.peak``: memory of
+    the process; ``.held``: what of it the system keeps (weights and gradients of the compute alone;
+    everything that the engine's budgets count)."""
+    chosen = [
+        system
+        for system in systems
+        if settings.rivals or system.startswith(("compute", "plain", "infinity"))
+    ]
     found: dict[str, list[dict]] = {system: [] for system in chosen}
     notes = []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
@@ -180,13 +213,26 @@ def turns(
         if system.startswith("infinity"):
             for rival, theirs in found.items():
                 if not rival.startswith(("infinity", "compute")):
-                    ratios[rival] = statistics.median(our / their for our, their in zip(speeds, _speeds(theirs)))
+                    ratios[rival] = statistics.median(
+                        our / their for our, their in zip(speeds, _speeds(theirs))
+                    )
             if "compute" in found:
                 pairs = zip(results, _speeds(found["compute"]))
-                limits = [min(limit, result.get("disk_tokens_per_second", limit)) for result, limit in pairs]
+                limits = [
+                    min(limit, result.get("disk_tokens_per_second", limit))
+                    for result, limit in pairs
+                ]
                 ceiling = ("compute and disk", limits)
-        rows.append(row(f"{theme}{name}.{system}", "tokens/s", speeds, ceiling=ceiling, ratios=ratios))
-        rows.append(row(f"{theme}{name}.{system}.peak", "GiB", [result["peak_nbytes"] / 2**30 for result in results]))
+        rows.append(
+            row(f"{theme}{name}.{system}", "tokens/s", speeds, ceiling=ceiling, ratios=ratios)
+        )
+        rows.append(
+            row(
+                f"{theme}{name}.{system}.peak",
+                "GiB",
+                [result["peak_nbytes"] / 2**30 for result in results],
+            )
+        )
         if held := [result["held_nbytes"] / 2**30 for result in results if "held_nbytes" in result]:
             rows.append(row(f"{theme}{name}.{system}.held", "GiB", held))
     return Measured(rows, notes)

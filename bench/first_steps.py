@@ -1,7 +1,9 @@
-"""first_steps: short scripts of each library with us and without, what differs between the two, and the seconds to their first step.
+"""first_steps: short scripts of each library with us and without, what differs between the two, and
+the seconds to their first step.
 
-A recipe has both scripts: lines that begin with ``+`` are of ours only, with ``-`` of the plain one only. Each is run by a process of its own,
-from its start, imports and all, to the end of its first step.
+A recipe has both scripts: lines that begin with ``+`` are of ours only, with ``-`` of the plain one
+only. Each is run by a process of its own, from its start, imports and all, to the end of its first
+step.
 """
 
 from __future__ import annotations
@@ -18,27 +20,34 @@ HOME = {"params": "host", "optimizer": "host"}
 
 MODEL = """
   import torch, transformers
-  config = transformers.LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2)
+  config = transformers.LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=256,
+                                    num_hidden_layers=2, num_attention_heads=2)
   model = transformers.LlamaForCausalLM(config)
   rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(512, (2, 32))]
 """
 
 RECIPES = {
-    "loop": """
+    "loop": (
+        """
 + import infinity
   optimizer = torch.optim.AdamW(model.parameters())
 + model, optimizer = infinity.wrap_model(model, optimizer, HOME)
   model(**torch.utils.data.default_collate(rows)).loss.backward()
   optimizer.step()
-""",
-    "transformers": """
+"""
+    ),
+    "transformers": (
+        """
 - from transformers import Trainer
 + from infinity.integrations import InfinityTrainer
-  args = transformers.TrainingArguments(max_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
+  args = transformers.TrainingArguments(max_steps=1, report_to=[], save_strategy="no", use_cpu=True,
+                                        disable_tqdm=True)
 - Trainer(model=model, args=args, train_dataset=rows).train()
 + InfinityTrainer(model=model, args=args, train_dataset=rows, infinity=HOME).train()
-""",
-    "accelerate": """
+"""
+    ),
+    "accelerate": (
+        """
 - from accelerate import Accelerator
 + from infinity.integrations import InfinityAccelerator
 - accelerator = Accelerator(cpu=True)
@@ -46,8 +55,10 @@ RECIPES = {
   model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
   accelerator.backward(model(**torch.utils.data.default_collate(rows)).loss)
   optimizer.step()
-""",
-    "lightning": """
+"""
+    ),
+    "lightning": (
+        """
   import lightning
 + from infinity.integrations import InfinityStrategy
   class Tuned(lightning.LightningModule):
@@ -58,11 +69,13 @@ RECIPES = {
           return self.model(**batch).loss
       def configure_optimizers(self):
           return torch.optim.AdamW(self.parameters())
-  quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=1)
+  quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False,
+               enable_model_summary=False, accelerator="cpu", devices=1)
 - trainer = lightning.Trainer(max_steps=1, **quiet)
 + trainer = lightning.Trainer(max_steps=1, strategy=InfinityStrategy(HOME), **quiet)
   trainer.fit(Tuned(), torch.utils.data.DataLoader(rows))
-""",
+"""
+    ),
 }
 
 
@@ -78,14 +91,22 @@ def lines_changed(name: str) -> int:
 
 
 def rows_of(names: Sequence[str], folder: str, rounds: int) -> list[Row]:
-    """Measures, for each of ``names``, rows ``integrations.<name>.first_step`` (s; the ratio ``plain`` is to the script without us),
-    ``.lines`` and ``.options``."""
-    jobs = {(name, ours): lambda name=name, ours=ours: _run(name, ours, folder) for name in names for ours in (True, False)}
-    times = alternate({f"{name}.{ours}": job for (name, ours), job in jobs.items()}, rounds, warm_up=0)  # the median is a warm one
+    """Measures, for each of ``names``, rows ``integrations.<name>.first_step`` (s; the ratio
+    ``plain`` is to the script without us), ``.lines`` and ``.options``."""
+    jobs = {
+        (name, ours): lambda name=name, ours=ours: _run(name, ours, folder)
+        for name in names
+        for ours in (True, False)
+    }
+    times = alternate(
+        {f"{name}.{ours}": job for (name, ours), job in jobs.items()}, rounds, warm_up=0
+    )  # the median is a warm one
     rows = []
     for name in names:
         ours, plain = times[f"{name}.True"].wall, times[f"{name}.False"].wall
-        rows.append(row(f"integrations.{name}.first_step", "s", ours, ratios={"plain": paired(ours, plain)}))
+        rows.append(
+            row(f"integrations.{name}.first_step", "s", ours, ratios={"plain": paired(ours, plain)})
+        )
         rows.append(row(f"integrations.{name}.lines", "lines changed", [lines_changed(name)]))
         rows.append(row(f"integrations.{name}.options", "options set", [len(HOME)]))
     return rows
@@ -95,6 +116,12 @@ def _run(name: str, ours: bool, folder: str) -> Times:
     """Raises CalledProcessError, with what the script said, where it fails."""
     text = f"HOME = {HOME!r}\n{script(name, ours=ours)}\nimport time\nprint('ended', time.time())"
     began = time.time()
-    done = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, cwd=folder, check=True)
-    ended = next(float(line.split()[1]) for line in reversed(done.stdout.splitlines()) if line.startswith("ended"))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", text], capture_output=True, text=True, cwd=folder, check=True
+    )
+    ended = next(
+        float(line.split()[1])
+        for line in reversed(done.stdout.splitlines())
+        if line.startswith("ended")
+    )
     return Times([ended - began], [0.0])

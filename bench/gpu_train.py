@@ -1,9 +1,10 @@
 """gpu_train: whole training jobs on a GPU, by one of several systems, one process each.
 
-``python -m bench.gpu_train <system> ...`` runs one and prints JSON; :func:`measure` runs, most telling first:
+``python -m bench.gpu_train <system> ...`` runs one and prints JSON; :func:`measure` runs, most
+telling first:
 
-a  a model that fits, with nothing offloaded, beside ours with all, half and none of its state on the device, and on disk;
-   then an 8 B model
+a  a model that fits, with nothing offloaded, beside ours with all, half and none of its state on
+   the device, and on disk; then an 8 B model
 b  the largest model that trains, exact and with 8-bit moments
 budget  the first model against the device's budget
 d  a step that the next forward overlaps, beside one that is waited for, both clipped
@@ -31,14 +32,19 @@ from .launch import environment
 from .llama import SHAPES, Llama
 
 LENGTH = 2048
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bf16, dense, by the maker's data sheets
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}  # bf16, dense, by the maker's data sheets
 WARM_UP = 2
 
 Step = Callable[[], torch.Tensor]
 
 
 def plain(args: argparse.Namespace) -> tuple[Step, dict]:
-    """Makes the step of torch alone, nothing offloaded: bf16 weights, an fp32 master copy, AdamW fused."""
+    """Makes the step of torch alone, nothing offloaded: bf16 weights, an fp32 master copy, AdamW
+    fused."""
     model = _real_model(args)
     masters = [param.detach().float().requires_grad_() for param in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=args.device != "cpu")
@@ -66,7 +72,9 @@ def ours(args: argparse.Namespace) -> tuple[Step, dict]:
     with torch.device("meta"):
         model = Llama(SHAPES[args.size]).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    model, optimizer = infinity.wrap_model(model, optimizer, {"device": args.device, **json.loads(args.config)})
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, {"device": args.device, **json.loads(args.config)}
+    )
     told = {"model": model}
 
     def step() -> torch.Tensor:
@@ -85,10 +93,16 @@ def deepspeed(args: argparse.Namespace) -> tuple[Step, dict]:
     _one_process()
     offload = {"device": "cpu", "pin_memory": True}
     config = {
-        "train_micro_batch_size_per_gpu": args.batch, "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_param": dict(offload), "offload_optimizer": dict(offload)},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, **({"gradient_clipping": 1.0} if args.clip else {}),
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": args.batch,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": dict(offload),
+            "offload_optimizer": dict(offload),
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        **({"gradient_clipping": 1.0} if args.clip else {}),
+    }
     model = _real_model(args, device="cpu")
     engine, *_ = rival.initialize(model=model, model_parameters=model.parameters(), config=config)
 
@@ -110,8 +124,11 @@ def fsdp(args: argparse.Namespace) -> tuple[Step, dict]:
     kind = torch.device(args.device).type
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     model = _real_model(args, device="cpu").float()
-    options = {"mesh": init_device_mesh(kind, (1,)), "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-               "offload_policy": CPUOffloadPolicy(pin_memory=kind == "cuda")}  # fmt: skip
+    options = {
+        "mesh": init_device_mesh(kind, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=kind == "cuda"),
+    }
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -140,7 +157,9 @@ def _batch(args: argparse.Namespace) -> torch.Tensor:
     """Always the same one: what is in it costs nothing and changes nothing."""
     if args.batch not in _batches:
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(0, SHAPES[args.size].vocabulary, (args.batch, args.length), generator=generator)
+        ids = torch.randint(
+            0, SHAPES[args.size].vocabulary, (args.batch, args.length), generator=generator
+        )
         _batches[args.batch] = ids.to(args.device)
     return _batches[args.batch]
 
@@ -151,7 +170,9 @@ def _backward(model: Llama, args: argparse.Namespace) -> torch.Tensor:
     return loss.detach()
 
 
-def _usual_step(model: Llama, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> torch.Tensor:
+def _usual_step(
+    model: Llama, optimizer: torch.optim.Optimizer, args: argparse.Namespace
+) -> torch.Tensor:
     loss = _backward(model, args)
     if args.clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -197,9 +218,16 @@ def _run(args: argparse.Namespace) -> dict:
     wait()
     seconds = (time.perf_counter() - start) / args.steps
     shape, tokens = SHAPES[args.size], args.batch * args.length
-    told = {"tokens_per_second": tokens / seconds, "parameters": shape.parameters, "losses": [loss.item() for loss in losses]}
+    told = {
+        "tokens_per_second": tokens / seconds,
+        "parameters": shape.parameters,
+        "losses": [loss.item() for loss in losses],
+    }
     if on_gpu:
-        peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
+        peak = next(
+            (flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()),
+            None,
+        )
         told["mfu"] = shape.flops(args.length) * tokens / seconds / peak if peak else None
         told["peak_device"] = torch.cuda.max_memory_allocated()
         told["allocations"] = torch.cuda.memory_stats().get("num_device_alloc", 0) - allocated
@@ -212,10 +240,13 @@ def _run(args: argparse.Namespace) -> dict:
 
 
 def run(system: str, options: list[str], *, timeout: float = 240) -> dict | str:
-    """Runs one job in a process of its own. Returns what it printed, or the reason where the system cannot do it."""
+    """Runs one job in a process of its own. Returns what it printed, or the reason where the system
+    cannot do it."""
     command = [sys.executable, "-P", "-m", "bench.gpu_train", system, *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, start_new_session=True, env=environment(), **pipes) as job:
+    with subprocess.Popen(
+        command, text=True, start_new_session=True, env=environment(), **pipes
+    ) as job:
         try:
             out, err = job.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -240,14 +271,20 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
         return ["--config", json.dumps(config), *more]
 
     disk = {"params": "host", "optimizer": "nvme", "nvme_paths": [folder]}
-    few, many = (["--batch", "1"], ["--batch", "2"]) if tiny else (["--batch", "4"], ["--batch", "16"])
+    few, many = (
+        (["--batch", "1"], ["--batch", "2"]) if tiny else (["--batch", "4"], ["--batch", "16"])
+    )
     jobs = []
     for tokens, batch in (("8k", few), ("32k", many)):
         jobs += [
             (f"a.{small}.{tokens}.plain", "plain", ["--size", small, *batch]),
             (f"a.{small}.{tokens}.host", "infinity", ["--size", small, *batch, *ours_with(HOST)]),
             (f"a.{small}.{tokens}.device", "infinity", ["--size", small, *batch, *ours_with({})]),
-            (f"a.{small}.{tokens}.half", "infinity", ["--size", small, *batch, *ours_with({"device_memory": state // 2})]),
+            (
+                f"a.{small}.{tokens}.half",
+                "infinity",
+                ["--size", small, *batch, *ours_with({"device_memory": state // 2})],
+            ),
             (f"a.{small}.{tokens}.deepspeed", "deepspeed", ["--size", small, *batch]),
             (f"a.{small}.{tokens}.fsdp2", "fsdp2", ["--size", small, *batch]),
         ]
@@ -258,22 +295,34 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
         ]
     jobs += [
         (f"d.{small}.overlapped", "infinity", ["--size", small, *few, "--clip", *ours_with(HOST)]),
-        (f"d.{small}.waited", "infinity", ["--size", small, *few, "--clip", "--wait", *ours_with(HOST)]),
+        (
+            f"d.{small}.waited",
+            "infinity",
+            ["--size", small, *few, "--clip", "--wait", *ours_with(HOST)],
+        ),
         (f"a.{small}.8k.nvme", "infinity", ["--size", small, *few, *ours_with(disk)]),
     ]
     for share in SHARES:
         config = {"device_memory": round(share * state)}
-        jobs.append((f"budget.{small}.{share}", "infinity", ["--size", small, *few, *ours_with(config)]))
+        jobs.append(
+            (f"budget.{small}.{share}", "infinity", ["--size", small, *few, *ours_with(config)])
+        )
     for size in [] if tiny else ["20B", "13B", "27B", "34B"]:
         for moments in ("fp32", "int8"):
             config = {"moments": moments, "nvme_paths": [folder]}
-            jobs.append((f"b.{size}.{moments}", "infinity", ["--size", size, "--batch", "1", "--steps", "1", *ours_with(config)]))
+            jobs.append(
+                (
+                    f"b.{size}.{moments}",
+                    "infinity",
+                    ["--size", size, "--batch", "1", "--steps", "1", *ours_with(config)],
+                )
+            )
     return jobs
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``gpu_train.<a|b|d>.<model>...`` (tokens/s), with MFU, peaks and the bound in notes. The losses of ours at
-    every home must be the same numbers; a note tells where not."""
+    """Measures rows ``gpu_train.<a|b|d>.<model>...`` (tokens/s), with MFU, peaks and the bound in
+    notes. The losses of ours at every home must be the same numbers; a note tells where not."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tiny = settings.scale < 1 or device == "cpu"
     rows, notes, found = [], [], {}
@@ -291,16 +340,42 @@ def measure(settings: Settings) -> Measured:
                 notes.append(f"gpu_train.{name} does not run here ({told})")
                 continue
             found[name] = told
-            rows.append(row(f"gpu_train.{name}", "tokens/s", [told["tokens_per_second"]], ratios=_ratios(name, told, found)))
+            rows.append(
+                row(
+                    f"gpu_train.{name}",
+                    "tokens/s",
+                    [told["tokens_per_second"]],
+                    ratios=_ratios(name, told, found),
+                )
+            )
             notes.append(_note(name, told))
-            print(f"{rows[-1].name}: {told['tokens_per_second']:.0f} tokens/s", file=sys.stderr, flush=True)  # if it is cut off
+            print(
+                f"{rows[-1].name}: {told['tokens_per_second']:.0f} tokens/s",
+                file=sys.stderr,
+                flush=True,
+            )  # if it is cut off
     notes += _differing_losses(found)
     measured = Measured(rows, notes)
-    budgets = [(float(name.rpartition(".")[2]), told) for name, told in found.items() if name.startswith("budget.")]
-    measured.series["gpu_train.budget"] = [{"share": share, "tokens/s": told["tokens_per_second"]} for share, told in budgets]
-    sizes = [told for name, told in found.items() if name.startswith(("a.", "b.")) and name.endswith((".auto", ".device", ".fp32"))]
+    budgets = [
+        (float(name.rpartition(".")[2]), told)
+        for name, told in found.items()
+        if name.startswith("budget.")
+    ]
+    measured.series["gpu_train.budget"] = [
+        {"share": share, "tokens/s": told["tokens_per_second"]} for share, told in budgets
+    ]
+    sizes = [
+        told
+        for name, told in found.items()
+        if name.startswith(("a.", "b.")) and name.endswith((".auto", ".device", ".fp32"))
+    ]
     measured.series["gpu_train.size"] = [
-        {"parameters": told["parameters"], "tokens/s": told["tokens_per_second"], "mfu": told.get("mfu")} for told in sizes
+        {
+            "parameters": told["parameters"],
+            "tokens/s": told["tokens_per_second"],
+            "mfu": told.get("mfu"),
+        }
+        for told in sizes
     ]
     return measured
 
@@ -310,8 +385,14 @@ def _ratios(name: str, told: dict, found: dict) -> dict[str, float]:
     stem, _, own = name.rpartition(".")
     if own in ("plain", "deepspeed", "fsdp2", "waited"):
         return {}
-    others = {rival: found.get(f"{stem}.{rival}") for rival in ("plain", "deepspeed", "fsdp2", "waited")}
-    return {rival: told["tokens_per_second"] / other["tokens_per_second"] for rival, other in others.items() if other}
+    others = {
+        rival: found.get(f"{stem}.{rival}") for rival in ("plain", "deepspeed", "fsdp2", "waited")
+    }
+    return {
+        rival: told["tokens_per_second"] / other["tokens_per_second"]
+        for rival, other in others.items()
+        if other
+    }
 
 
 def _note(name: str, told: dict) -> str:
@@ -319,10 +400,17 @@ def _note(name: str, told: dict) -> str:
     if told.get("mfu"):
         parts.append(f"MFU {100 * told['mfu']:.1f} %")
     if "peak_device" in told:
-        parts.append(f"peak {told['peak_device'] / 2**30:.1f} GiB, {told['allocations']} allocations, {told['retries']} retries")
+        parts.append(
+            f"peak {told['peak_device'] / 2**30:.1f} GiB, {told['allocations']} allocations,"
+            f" {told['retries']} retries"
+        )
     if stats := told.get("stats"):
-        stalls = ", ".join(f"{edge} {values['stall_seconds']:.2f} s" for edge, values in stats["edges"].items())
-        tiers = ", ".join(f"{tier} {values['peak_nbytes'] / 2**30:.1f}" for tier, values in stats["tiers"].items())
+        stalls = ", ".join(
+            f"{edge} {values['stall_seconds']:.2f} s" for edge, values in stats["edges"].items()
+        )
+        tiers = ", ".join(
+            f"{tier} {values['peak_nbytes'] / 2**30:.1f}" for tier, values in stats["tiers"].items()
+        )
         parts.append(f"GiB {tiers}; stalls {stalls}. {stats['bottleneck']}")
     return f"gpu_train.{name}: " + "; ".join(parts)
 
@@ -335,7 +423,10 @@ def _differing_losses(found: dict) -> list[str]:
         if own in ("host", "device", "half", "auto", "nvme"):
             first, losses = by_job.setdefault(stem, (own, told["losses"]))
             if losses != told["losses"]:
-                notes.append(f"gpu_train.{stem}: {own} has other losses than {first}: {told['losses']} against {losses}")
+                notes.append(
+                    f"gpu_train.{stem}: {own} has other losses than {first}: {told['losses']}"
+                    f" against {losses}"
+                )
     return notes
 
 

@@ -1,8 +1,10 @@
-"""integrations: what other libraries' training loops cost beside the bare loop, over one model at home.
+"""integrations: what other libraries' training loops cost beside the bare loop, over one model at
+home.
 
-Each system trains a model of its own with its state on the host: the same batches, clipping and optimizer. They take turns, a few steps at
-a time, so that ratios are of pairs. The same loops without us stand beside them: what a library costs itself is not ours. What a user
-changes, and the seconds to a first step, are those of short scripts (:mod:`bench.first_steps`).
+Each system trains a model of its own with its state on the host: the same batches, clipping and
+optimizer. They take turns, a few steps at a time, so that ratios are of pairs. The same loops
+without us stand beside them: what a library costs itself is not ours. What a user changes, and the
+seconds to a first step, are those of short scripts (:mod:`bench.first_steps`).
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ LIBRARIES = ("transformers", "accelerate", "lightning")
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``integrations.<library>`` and ``integrations.<library>.plain`` (tokens/s), whose ratios ``loop`` are to the bare loop
-    with us, and to the one without; and those of :func:`bench.first_steps.rows_of`. ``integrations.loop`` has the ratio
-    ``plain``, to the bare loop without us."""
+    """Measures rows ``integrations.<library>`` and ``integrations.<library>.plain`` (tokens/s),
+    whose ratios ``loop`` are to the bare loop with us, and to the one without; and those of
+    :func:`bench.first_steps.rows_of`. ``integrations.loop`` has the ratio ``plain``, to the bare
+    loop without us."""
     try:
         import accelerate  # noqa: F401
         import lightning  # noqa: F401
@@ -37,19 +40,37 @@ def measure(settings: Settings) -> Measured:
         return Measured([], [f"integrations: {error}"])
     width, layers = (512, 8) if settings.scale >= 1 else (64, 2)
     config = transformers.LlamaConfig(
-        vocab_size=4096, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=8,
+        vocab_size=4096,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
         max_position_embeddings=LENGTH,
-    )  # fmt: skip
-    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4096, (STEPS * BATCH, LENGTH))]
+    )
+    rows = [
+        {"input_ids": ids, "labels": ids} for ids in torch.randint(4096, (STEPS * BATCH, LENGTH))
+    ]
 
     def model() -> nn.Module:
         torch.manual_seed(0)
         return transformers.LlamaForCausalLM(config)
 
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
-        makers = {"loop": _loop, "transformers": _trainer, "accelerate": _accelerate, "lightning": _lightning}
-        jobs = {(name, ours): make(model(), rows, folder, ours) for name, make in makers.items() for ours in (True, False)}
-        named = alternate({f"{name}{'' if ours else '.plain'}": job for (name, ours), job in jobs.items()}, settings.rounds)
+        makers = {
+            "loop": _loop,
+            "transformers": _trainer,
+            "accelerate": _accelerate,
+            "lightning": _lightning,
+        }
+        jobs = {
+            (name, ours): make(model(), rows, folder, ours)
+            for name, make in makers.items()
+            for ours in (True, False)
+        }
+        named = alternate(
+            {f"{name}{'' if ours else '.plain'}": job for (name, ours), job in jobs.items()},
+            settings.rounds,
+        )
         first_steps = rows_of(("loop", *LIBRARIES), folder, min(3, settings.rounds))
     found = Measured([])
     for name, times in named.items():
@@ -58,7 +79,12 @@ def measure(settings: Settings) -> Measured:
         if name == "loop":
             ratios = {"plain": paired(times.wall, named["loop.plain"].wall)}
         found.rows.append(
-            row(f"integrations.{name}", "tokens/s", [STEPS * BATCH * LENGTH / each for each in times.wall], ratios=ratios)
+            row(
+                f"integrations.{name}",
+                "tokens/s",
+                [STEPS * BATCH * LENGTH / each for each in times.wall],
+                ratios=ratios,
+            )
         )
     found.rows += first_steps
     return found
@@ -106,9 +132,16 @@ def _trainer(model: nn.Module, rows: list, folder: str, ours: bool) -> Callable[
 
     clock = _Clock()
     args = transformers.TrainingArguments(
-        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=BATCH, report_to=[], save_strategy="no", use_cpu=True,
-        disable_tqdm=True, logging_steps=1000, max_grad_norm=1.0,
-    )  # fmt: skip
+        output_dir=folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_steps=1000,
+        max_grad_norm=1.0,
+    )
     kind, more = (InfinityTrainer, {"infinity": HOME}) if ours else (transformers.Trainer, {})
     trainer = kind(model=model, args=args, train_dataset=rows, callbacks=[Clocked()], **more)
     trainer.remove_callback(transformers.PrinterCallback)
@@ -126,7 +159,9 @@ def _accelerate(model: nn.Module, rows: list, folder: str, ours: bool) -> Callab
 
     from infinity.integrations import InfinityAccelerator
 
-    accelerator = InfinityAccelerator(cpu=True, infinity=HOME) if ours else accelerate.Accelerator(cpu=True)
+    accelerator = (
+        InfinityAccelerator(cpu=True, infinity=HOME) if ours else accelerate.Accelerator(cpu=True)
+    )
     model, optimizer, loader = accelerator.prepare(model, _adamw(model), _batches(rows))
 
     def run() -> Times:
@@ -170,9 +205,17 @@ def _lightning(model: nn.Module, rows: list, folder: str, ours: bool) -> Callabl
         clock.reset()
         strategy = {"strategy": InfinityStrategy(HOME)} if ours else {}
         job = lightning.Trainer(
-            accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=folder, gradient_clip_val=1.0, **strategy,
-        )  # fmt: skip
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            gradient_clip_val=1.0,
+            **strategy,
+        )
         job.fit(module, _batches(rows))
         return clock.end()
 
@@ -180,7 +223,8 @@ def _lightning(model: nn.Module, rows: list, folder: str, ours: bool) -> Callabl
 
 
 class _Clock:
-    """Seconds from the begin of the first step to the end of the last: what is before and behind is not a step's."""
+    """Seconds from the begin of the first step to the end of the last: what is before and behind is
+    not a step's."""
 
     def __init__(self) -> None:
         self.reset()

@@ -32,19 +32,25 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def doubles(name: str = "doubles") -> ModuleType:
-    """Imports the doubles of disks, or of networks, that a checkout has for its tests. Raises UsageError where there is none."""
+    """Imports the doubles of disks, or of networks, that a checkout has for its tests. Raises
+    UsageError where there is none."""
     support = str(ROOT / "tests" / "support" / "disks")
     if support not in sys.path:
         sys.path.append(support)
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"modelled disks and networks need a checkout of the repository, built in place: {error}") from error
+        raise UsageError(
+            "modelled disks and networks need a checkout of the repository, built in place:"
+            f" {error}"
+        ) from error
 
 
-def launch_each(found: Measured, theme: str, module: str, counts: Sequence[int], settings: Settings) -> Iterator[tuple[int, dict]]:
-    """Runs ``module`` in as many processes as ``counts`` says, one count after the other. Yields each count, and what the first process
-    told; notes in ``found`` why one told nothing."""
+def launch_each(
+    found: Measured, theme: str, module: str, counts: Sequence[int], settings: Settings
+) -> Iterator[tuple[int, dict]]:
+    """Runs ``module`` in as many processes as ``counts`` says, one count after the other. Yields
+    each count, and what the first process told; notes in ``found`` why one told nothing."""
     for ranks in counts:
         tell(f"{theme}: {ranks} processes, {settings.rounds} rounds")
         with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
@@ -56,13 +62,24 @@ def launch_each(found: Measured, theme: str, module: str, counts: Sequence[int],
 
 
 def _launch(module: str, ranks: int, folder: str, settings: Settings) -> dict | str:
-    """Runs ``module`` as a script in ``ranks`` processes. Returns what the first one told, or why it told nothing."""
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    """Runs ``module`` as a script in ``ranks`` processes. Returns what the first one told, or why
+    it told nothing."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     command += ["-m", module, folder, str(settings.rounds), str(settings.scale)]
     threads = max(1, (os.cpu_count() or 1) // ranks)
     variables = environment(OMP_NUM_THREADS=str(threads))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, env=variables)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=RUN_SECONDS, env=variables
+        )
         return json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         return f"no end within {RUN_SECONDS} s"
@@ -71,17 +88,38 @@ def _launch(module: str, ranks: int, folder: str, settings: Settings) -> dict | 
 
 
 def launch_delayed(module: str, ranks: int, seconds: float, settings: Settings) -> dict | str:
-    """Runs ``module`` as a script in ``ranks`` processes whose messages to each other take ``seconds``. Returns what the first one told, or
-    why it told nothing."""
+    """Runs ``module`` as a script in ``ranks`` processes whose messages to each other take
+    ``seconds``. Returns what the first one told, or why it told nothing."""
     network_of = doubles("doubles.delayed_network")
     if (missing := network_of.why_not()) is not None:
         return missing
-    tell(f"{module.rpartition('.')[2]}: {ranks} processes, messages of {1e3 * seconds:g} ms, {settings.rounds} rounds")
-    with network_of.DelayedNetwork(ranks, seconds) as network, tempfile.TemporaryDirectory(dir=settings.folder) as folder:
-        shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(ranks)}
+    tell(
+        f"{module.rpartition('.')[2]}: {ranks} processes, messages of {1e3 * seconds:g} ms,"
+        f" {settings.rounds} rounds"
+    )
+    with (
+        network_of.DelayedNetwork(ranks, seconds) as network,
+        tempfile.TemporaryDirectory(dir=settings.folder) as folder,
+    ):
+        shared = {
+            "MASTER_ADDR": network.addresses[0],
+            "MASTER_PORT": str(PORT),
+            "WORLD_SIZE": str(ranks),
+        }
         shared |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        command = [sys.executable, "-P", "-m", module, folder, str(settings.rounds), str(settings.scale)]
-        started = [network.start(place, command, environment(**shared, RANK=str(place))) for place in range(ranks)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            module,
+            folder,
+            str(settings.rounds),
+            str(settings.scale),
+        ]
+        started = [
+            network.start(place, command, environment(**shared, RANK=str(place)))
+            for place in range(ranks)
+        ]
         try:
             out, err = started[0].communicate(timeout=RUN_SECONDS)
             return json.loads(out.strip().splitlines()[-1])

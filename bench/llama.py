@@ -1,4 +1,5 @@
-"""A Llama-style model of torch alone, for machines that have nothing else: what the benchmarks of a GPU train."""
+"""A Llama-style model of torch alone, for machines that have nothing else: what the benchmarks of a
+GPU train."""
 
 from __future__ import annotations
 
@@ -31,8 +32,11 @@ class Shape:
         return int(self.layers * block + 2 * self.vocabulary * self.width + self.width)
 
     def flops(self, length: int) -> int:
-        """Counts the operations of a token's forward and backward in a sequence of ``length``, without what is computed again."""
-        return 6 * self.parameters + 6 * self.layers * length * self.width  # causal: half of the scores
+        """Counts the operations of a token's forward and backward in a sequence of ``length``,
+        without what is computed again."""
+        return (
+            6 * self.parameters + 6 * self.layers * length * self.width
+        )  # causal: half of the scores
 
 
 SHAPES = {
@@ -50,7 +54,11 @@ SHAPES = {
 class Attention(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
-        self.heads, self.key_heads, self.size = shape.heads, shape.key_heads, shape.width // shape.heads
+        self.heads, self.key_heads, self.size = (
+            shape.heads,
+            shape.key_heads,
+            shape.width // shape.heads,
+        )
         self.query = nn.Linear(shape.width, shape.width, bias=False)
         self.key = nn.Linear(shape.width, self.key_heads * self.size, bias=False)
         self.value = nn.Linear(shape.width, self.key_heads * self.size, bias=False)
@@ -60,9 +68,14 @@ class Attention(nn.Module):
         def split(values: torch.Tensor, heads: int) -> torch.Tensor:
             return values.unflatten(-1, (heads, self.size)).transpose(1, 2)
 
-        query, key = _turned(split(self.query(x), self.heads), turn), _turned(split(self.key(x), self.key_heads), turn)
+        query, key = (
+            _turned(split(self.query(x), self.heads), turn),
+            _turned(split(self.key(x), self.key_heads), turn),
+        )
         value = split(self.value(x), self.key_heads)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.heads != self.key_heads)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.heads != self.key_heads
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -89,7 +102,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """``model(ids)`` is the loss of predicting each token from those before it. Blocks are computed again in the backward."""
+    """``model(ids)`` is the loss of predicting each token from those before it. Blocks are computed
+    again in the backward."""
 
     def __init__(self, shape: Shape):
         super().__init__()

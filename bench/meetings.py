@@ -1,8 +1,11 @@
-"""meetings: what it costs that the ranks of a row make sure that all of them do the same, over gloo, on this machine.
+"""meetings: what it costs that the ranks of a row make sure that all of them do the same, over
+gloo, on this machine.
 
-Three ways take turns step by step in the same processes: as it is, without any meeting (`none`: each rank takes its own word for everybody's),
-and with a meeting before each collective (`each`). Few rows of small matrices: the step is bound by messages, as one of hundreds of ranks is,
-and not by arithmetic. Processes outnumber the cores, so that the processor seconds of all of them tell more than the clock.
+Three ways take turns step by step in the same processes: as it is, without any meeting (`none`:
+each rank takes its own word for everybody's), and with a meeting before each collective (`each`).
+Few rows of small matrices: the step is bound by messages, as one of hundreds of ranks is, and not
+by arithmetic. Processes outnumber the cores, so that the processor seconds of all of them tell more
+than the clock.
 """
 
 from __future__ import annotations
@@ -27,16 +30,25 @@ RANKS = (8, 16, 32)
 LATENCY_SECONDS, LATENCY_RANKS = 5e-3, 8
 WIDTH, BATCH, STEPS = 128, 4, 1
 PAIRS = 6  # of turns in a round: a turn is short, and a busy moment hits one of them
-BLOCKS, FEW_BLOCKS = 12, 6  # the second for 32 processes, or a small scale: then meetings weigh more
+BLOCKS, FEW_BLOCKS = (
+    12,
+    6,
+)  # the second for 32 processes, or a small scale: then meetings weigh more
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``meetings.<processes>`` (tokens/s) with their ratios to both other ways, ``.cpu`` (processor ms per step) and ``.count``
-    (meetings per step); ``meetings.latency5ms``: 8 processes on a network where a message takes 5 ms."""
+    """Measures rows ``meetings.<processes>`` (tokens/s) with their ratios to both other ways,
+    ``.cpu`` (processor ms per step) and ``.count`` (meetings per step); ``meetings.latency5ms``: 8
+    processes on a network where a message takes 5 ms.
+    """
     found = Measured([])
     for ranks, told in launch_each(found, "meetings", __name__, RANKS, settings):
         _add_rows(found, f"meetings.{ranks}", told)
-    _add_rows(found, "meetings.latency5ms", launch_delayed(__name__, LATENCY_RANKS, LATENCY_SECONDS, settings))
+    _add_rows(
+        found,
+        "meetings.latency5ms",
+        launch_delayed(__name__, LATENCY_RANKS, LATENCY_SECONDS, settings),
+    )
     return found
 
 
@@ -46,7 +58,9 @@ def _add_rows(found: Measured, name: str, told: dict[str, Any] | str) -> None:
         return
     seconds, cpu = told["seconds"], told["cpu"]
     ratios = {way: paired(seconds["ours"], seconds[way]) for way in ("none", "each")}
-    found.rows.append(row(name, "tokens/s", [told["tokens"] / each for each in seconds["ours"]], ratios=ratios))
+    found.rows.append(
+        row(name, "tokens/s", [told["tokens"] / each for each in seconds["ours"]], ratios=ratios)
+    )
     ratios = {way: paired(cpu["ours"], cpu[way]) for way in ("none", "each")}
     found.rows.append(row(f"{name}.cpu", "ms", [1e3 * each for each in cpu["ours"]], ratios=ratios))
     found.rows.append(row(f"{name}.count", "meetings", [told["meetings"]]))
@@ -80,9 +94,13 @@ def _way(name: str) -> Iterator[None]:
 
     with ExitStack() as changed:
         if name == "none":
-            changed.enter_context(mock.patch.object(Tree, "merge", lambda self, message, combine: _Nobody(message)))
+            changed.enter_context(
+                mock.patch.object(Tree, "merge", lambda self, message, combine: _Nobody(message))
+            )
         elif name == "each":
-            changed.enter_context(mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES)))
+            changed.enter_context(
+                mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES))
+            )
         yield
 
 
@@ -94,7 +112,9 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     blocks = BLOCKS if scale >= 1 and dist.get_world_size() < 32 else FEW_BLOCKS
-    model: Any = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(blocks)])
+    model: Any = nn.Sequential(
+        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(blocks)]
+    )
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
     # Weights are sent, as between machines.
     config = {"params": "host", "optimizer": "host", "units": ["Linear"], "share_homes": False}
@@ -115,7 +135,9 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     def stepping(name: str) -> Callable[[], Times]:
         def run() -> Times:
             with _way(name):
-                step()  # at the end of a step is agreed how the next one goes: this one's way is the last turn's
+                # at the end of a step is agreed how the next one goes: this one's way is the last
+                # turn's
+                step()
                 wrapped(model).engine.wait_idle()
                 dist.barrier()
                 cpu, start = time.process_time(), time.perf_counter()
@@ -130,7 +152,9 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
         step()
     with mock.patch.object(Meeting, "begin", counting):
         step()
-    times = alternate({name: stepping(name) for name in ("ours", "none", "each")}, PAIRS * rounds, warm_up=1)
+    times = alternate(
+        {name: stepping(name) for name in ("ours", "none", "each")}, PAIRS * rounds, warm_up=1
+    )
     return _told(times, STEPS * BATCH * dist.get_world_size(), met)
 
 
@@ -139,9 +163,11 @@ def _told(times: dict[str, Times], tokens: int, meetings: int) -> dict[str, Any]
     cpu = torch.tensor([each.cpu for each in times.values()], dtype=torch.float64)
     dist.all_reduce(cpu)
     return {
-        "tokens": tokens, "seconds": {name: each.wall for name, each in times.items()},
-        "cpu": dict(zip(times, cpu.tolist())), "meetings": meetings,
-    }  # fmt: skip
+        "tokens": tokens,
+        "seconds": {name: each.wall for name, each in times.items()},
+        "cpu": dict(zip(times, cpu.tolist())),
+        "meetings": meetings,
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""past_host: bytes from a disk into a GPU's memory, past the host's and through it, verified both ways. Needs a GPU.
+"""past_host: bytes from a disk into a GPU's memory, past the host's and through it, verified both
+ways. Needs a GPU.
 
 ceiling of both        the disk alone: the same reads into the host's memory, which nobody looks at
 ceiling of checksums   what a copy inside the device moves in the same time
@@ -43,7 +44,8 @@ def measure(settings: Settings) -> Measured:
 
 
 def measure_on(device: Device, settings: Settings) -> Measured:
-    """Measures with what computes given. Without a way past the host it says why, and measures the other."""
+    """Measures with what computes given. Without a way past the host it says why, and measures the
+    other."""
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         refusal = direct_storage.refusal([folder])
         jobs = {"through": _Job(folder, device, settings, past_host=False)}
@@ -54,7 +56,15 @@ def measure_on(device: Device, settings: Settings) -> Measured:
             times = alternate(runs, settings.rounds)
             nbytes = jobs["through"].array.nbytes
             rates = {name: [nbytes / each / 1e9 for each in times[name].wall] for name in runs}
-            rows = [row(f"past_host.{name}", "GB/s", rates[name], ceiling=("the disk alone", rates["disk"])) for name in jobs]
+            rows = [
+                row(
+                    f"past_host.{name}",
+                    "GB/s",
+                    rates[name],
+                    ceiling=("the disk alone", rates["disk"]),
+                )
+                for name in jobs
+            ]
         finally:
             for job in jobs.values():
                 job.store.close()
@@ -68,8 +78,12 @@ class _Job:
 
     def __init__(self, folder: str, device: Device, settings: Settings, *, past_host: bool):
         self._device = device
-        self.store = ShardStore([folder], Ledger(), device.traffic, service_nbytes=PIECE_NBYTES, device=device)
-        self.array: StateArray = self.store.allocate(Tier.NVME, torch.uint8, settings.scaled(NBYTES, PIECE_NBYTES), "the benchmark")
+        self.store = ShardStore(
+            [folder], Ledger(), device.traffic, service_nbytes=PIECE_NBYTES, device=device
+        )
+        self.array: StateArray = self.store.allocate(
+            Tier.NVME, torch.uint8, settings.scaled(NBYTES, PIECE_NBYTES), "the benchmark"
+        )
         region = self.store.make_region(AHEAD * PIECE_NBYTES)
         self.store.open([region], staging=native.PinnedPool(region), past_host=past_host)
         self._target = device.zeros(PIECE_NBYTES, torch.uint8, "the benchmark")
@@ -94,12 +108,16 @@ class _Job:
                 fetch.wait()
                 if copies:
                     source = self.store.fetched(fetch, self.array, lease.address, PIECE_NBYTES)
-                    last = self._device.put("in", lambda source=source: self._target.copy_(source, non_blocking=True))
+                    last = self._device.put(
+                        "in", lambda source=source: self._target.copy_(source, non_blocking=True)
+                    )
                     self.store.take_back([lease], last)
                 else:
                     lease.release()
             if begin < self.array.nbytes:
-                lease = self.store.take_lease(self.store.staging, PIECE_NBYTES, lambda: self.store.collect(wait=True))
+                lease = self.store.take_lease(
+                    self.store.staging, PIECE_NBYTES, lambda: self.store.collect(wait=True)
+                )
                 fetch = self.store.fetch(self.array, begin, lease, PIECE_NBYTES)
                 ahead.append((lease, fetch))
         while ahead:
@@ -109,7 +127,9 @@ class _Job:
 
 
 def _checksums(device: Device, settings: Settings):
-    data = device.zeros(settings.scaled(1024 * MIB, native.CHECKSUM_NBYTES), torch.uint8, "the benchmark")
+    data = device.zeros(
+        settings.scaled(1024 * MIB, native.CHECKSUM_NBYTES), torch.uint8, "the benchmark"
+    )
     other = torch.empty_like(data)
     ours, limits = [], []
     for _ in range(settings.rounds + 1):
@@ -120,4 +140,6 @@ def _checksums(device: Device, settings: Settings):
         device.now().wait()
         ours.append(data.numel() / (middle - start) / 1e9)
         limits.append(2 * data.numel() / (time.perf_counter() - middle) / 1e9)
-    return row("past_host.checksums", "GB/s", ours[1:], ceiling=("a copy inside the device", limits[1:]))
+    return row(
+        "past_host.checksums", "GB/s", ours[1:], ceiling=("a copy inside the device", limits[1:])
+    )

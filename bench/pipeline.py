@@ -1,7 +1,9 @@
-"""pipeline: one model cut into stages over the processes of this machine, trained by torch's own schedules alone and from every home, over gloo.
+"""pipeline: one model cut into stages over the processes of this machine, trained by torch's own
+schedules alone and from every home, over gloo.
 
-All systems take turns step by step in the same processes, so that ratios are of pairs. On a machine whose processes share its cores a rank that
-stands idle costs nothing, so that schedules are not compared with each other here, but each with itself without the engine.
+All systems take turns step by step in the same processes, so that ratios are of pairs. On a machine
+whose processes share its cores a rank that stands idle costs nothing, so that schedules are not
+compared with each other here, but each with itself without the engine.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ HOMES = ("device", "host", "nvme")
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``pipeline.<processes>.<schedule>.<system>`` (tokens/s), and what a step of each home moves and holds. With four
-    processes also ``<schedule>-dp2``: two stages of two data ranks, beside FSDP2 that offloads to the CPU."""
+    """Measures rows ``pipeline.<processes>.<schedule>.<system>`` (tokens/s), and what a step of
+    each home moves and holds. With four processes also ``<schedule>-dp2``: two stages of two data
+    ranks, beside FSDP2 that offloads to the CPU.
+    """
     found = Measured([])
     for ranks, told in launch_each(found, "pipeline", __name__, RANKS, settings):
         for schedule, of_one in told["seconds"].items():
@@ -35,16 +39,28 @@ def measure(settings: Settings) -> Measured:
             for system, times in of_one.items():
                 ratios = {beside: paired(times, of_one[beside])} if system != beside else {}
                 rates = [told["tokens"] / each for each in times]
-                found.rows.append(row(f"pipeline.{ranks}.{schedule}.{system}", "tokens/s", rates, ratios=ratios))
+                found.rows.append(
+                    row(f"pipeline.{ranks}.{schedule}.{system}", "tokens/s", rates, ratios=ratios)
+                )
         for name, value in told["counts"].items():
-            found.rows.append(row(f"pipeline.{ranks}.{name}", "times" if name.endswith(".loads") else "MiB", [value]))
+            found.rows.append(
+                row(
+                    f"pipeline.{ranks}.{name}",
+                    "times" if name.endswith(".loads") else "MiB",
+                    [value],
+                )
+            )
     return found
 
 
 class _Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -60,21 +76,35 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     seconds: dict[str, dict[str, list[float]]] = {}
     counts: dict[str, float] = {}
     for schedule in SCHEDULES:
-        systems = {home: _system(schedule, home, mesh, width, layers, folder) for home in (None, *HOMES)}
+        systems = {
+            home: _system(schedule, home, mesh, width, layers, folder) for home in (None, *HOMES)
+        }
         steps = {home or "torch": _stepper(*system, x) for home, system in systems.items()}
-        seconds[schedule] = {name: times.wall for name, times in alternate(steps, 3 * rounds, warm_up=2).items()}
+        seconds[schedule] = {
+            name: times.wall for name, times in alternate(steps, 3 * rounds, warm_up=2).items()
+        }
         for home in HOMES:
-            counts |= {f"{schedule}.{home}.{name}": value for name, value in _count(*systems[home], x).items()}
+            counts |= {
+                f"{schedule}.{home}.{name}": value
+                for name, value in _count(*systems[home], x).items()
+            }
     if dist.get_world_size() == 4:
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         for schedule in SCHEDULES:
-            systems = {home: _system(schedule, home, both, width, layers, folder) for home in ("fsdp2", "device", "host")}
+            systems = {
+                home: _system(schedule, home, both, width, layers, folder)
+                for home in ("fsdp2", "device", "host")
+            }
             steps = {name: _stepper(*system, x) for name, system in systems.items()}
-            seconds[f"{schedule}-dp2"] = {name: times.wall for name, times in alternate(steps, 3 * rounds, warm_up=2).items()}
+            seconds[f"{schedule}-dp2"] = {
+                name: times.wall for name, times in alternate(steps, 3 * rounds, warm_up=2).items()
+            }
     return {"tokens": MICRO * EACH * LENGTH, "seconds": seconds, "counts": counts}
 
 
-def _system(schedule: str, home: str | None, mesh: Any, width: int, layers: int, folder: str) -> tuple:
+def _system(
+    schedule: str, home: str | None, mesh: Any, width: int, layers: int, folder: str
+) -> tuple:
     from torch.distributed.pipelining import PipelineStage, schedules
 
     import infinity
@@ -85,16 +115,24 @@ def _system(schedule: str, home: str | None, mesh: Any, width: int, layers: int,
     torch.manual_seed(0)
     chain = [_Layer(width) for _ in range(layers)]
     each = layers // count
-    chunks = [nn.ModuleDict({str(n): chain[n] for n in range(number * each, (number + 1) * each)}) for number in numbers]
+    chunks = [
+        nn.ModuleDict({str(n): chain[n] for n in range(number * each, (number + 1) * each)})
+        for number in numbers
+    ]
     parts: list[nn.Module] = [_Chunk(chunk) for chunk in chunks]
     if home == "fsdp2":
         _shard(parts, mesh["dp"])
-    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-4, fused=home != "fsdp2")
+    optimizer = torch.optim.AdamW(
+        [p for part in parts for p in part.parameters()], lr=1e-4, fused=home != "fsdp2"
+    )
     if home not in (None, "fsdp2"):
         config = {"params": home, "optimizer": home, "nvme_paths": [folder]}
         parts, optimizer = infinity.wrap_model(parts, optimizer, config, mesh=mesh)
     group = mesh["pp"].get_group()
-    stages = [PipelineStage(part, n, count, torch.device("cpu"), group=group) for part, n in zip(parts, numbers)]
+    stages = [
+        PipelineStage(part, n, count, torch.device("cpu"), group=group)
+        for part, n in zip(parts, numbers)
+    ]
     made = getattr(schedules, f"Schedule{schedule}")(
         stages[0] if schedule == "1F1B" else stages, MICRO, loss_fn=nn.functional.mse_loss
     )
@@ -124,13 +162,17 @@ class _Chunk(nn.Module):
         return x
 
 
-def _stepper(schedule: Any, parts: list, optimizer: Any, numbers: list[int], count: int, x: torch.Tensor) -> Callable[[], None]:
+def _stepper(
+    schedule: Any, parts: list, optimizer: Any, numbers: list[int], count: int, x: torch.Tensor
+) -> Callable[[], None]:
     """Makes one step of a system, which ends with its last update at home."""
     from infinity.runtime.registry import RECORD
 
     def step() -> None:
         torch.distributed.barrier()
-        schedule.step(*((x,) if 0 in numbers else ()), **({"target": x} if count - 1 in numbers else {}))
+        schedule.step(
+            *((x,) if 0 in numbers else ()), **({"target": x} if count - 1 in numbers else {})
+        )
         optimizer.step()
         optimizer.zero_grad()
         if (record := vars(parts[0]).get(RECORD)) is not None:
@@ -139,8 +181,11 @@ def _stepper(schedule: Any, parts: list, optimizer: Any, numbers: list[int], cou
     return step
 
 
-def _count(schedule: Any, parts: list, optimizer: Any, numbers: list[int], count: int, x: torch.Tensor) -> dict[str, float]:
-    """Counts what one more step moves of the weights, and what the device holds at most beside what was planned."""
+def _count(
+    schedule: Any, parts: list, optimizer: Any, numbers: list[int], count: int, x: torch.Tensor
+) -> dict[str, float]:
+    """Counts what one more step moves of the weights, and what the device holds at most beside what
+    was planned."""
     import infinity
     from infinity.runtime.registry import wrapped
 

@@ -15,13 +15,16 @@ LEASE_NBYTES = (MIB, 4 * MIB, 12 * MIB)
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows pool.lease (microseconds of one lease and its release, Python's call included) and pool.make (GB/s)."""
+    """Measures rows pool.lease (microseconds of one lease and its release, Python's call included)
+    and pool.make (GB/s)."""
     return Measured([_lease(settings), _make(settings)])
 
 
 def _lease(settings: Settings) -> Row:
     pool = native.PinnedPool(native.Region(POOL_NBYTES, True, settings.threads))
-    held = [pool.try_lease(nbytes) for nbytes in LEASE_NBYTES]  # a pool in use is not one free block
+    held = [
+        pool.try_lease(nbytes) for nbytes in LEASE_NBYTES
+    ]  # a pool in use is not one free block
     microseconds = []
     for _ in range(settings.rounds):
         start = time.perf_counter()

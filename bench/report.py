@@ -13,19 +13,24 @@ from infinity.untrusted import parse_json, read_text
 
 HEAD = "<!doctype html><meta charset='utf-8'><title>Infinity: measured</title>"
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: .7rem 0 1.5rem; } td, th { padding: .2rem .8rem .2rem 0; text-align: left; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; } th { border-bottom: 1px solid #999; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
+  color: #222; }
+table { border-collapse: collapse; margin: .7rem 0 1.5rem; }
+td, th { padding: .2rem .8rem .2rem 0; text-align: left; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+th { border-bottom: 1px solid #999; }
 svg { display: block; margin: .5rem 0 1.5rem; } .note { color: #666; }
 """
 
 
 def write(folder: Path, out: Path) -> Path:
-    """Reads the result files in ``folder`` and writes the page to ``out``. Raises ConfigError when there are none, or one
-    is not a result."""
+    """Reads the result files in ``folder`` and writes the page to ``out``. Raises ConfigError when
+    there are none, or one is not a result."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
-        raise ConfigError(f"no result files in {folder}: make some with `python -m bench all --json {folder}`")
+        raise ConfigError(
+            f"no result files in {folder}: make some with `python -m bench all --json {folder}`"
+        )
     sections = [_section_of(path) for path in paths]
     page = f"{HEAD}<style>{STYLE}</style>"
     out.write_text(page + "<h1>Infinity: what was measured</h1>" + "".join(sections))
@@ -33,10 +38,12 @@ def write(folder: Path, out: Path) -> Path:
 
 
 def write_plots(folder: Path, out: Path) -> list[Path]:
-    """Draws every plot that the result files in ``folder`` have points for, the newest of each, as a file in ``out``. Raises
-    ConfigError as :func:`write` does."""
+    """Draws every plot that the result files in ``folder`` have points for, the newest of each, as
+    a file in ``out``. Raises ConfigError as :func:`write` does."""
     if not (paths := sorted(folder.glob("*.json"))):
-        raise ConfigError(f"no result files in {folder}: make some with `python -m bench all --json {folder}`")
+        raise ConfigError(
+            f"no result files in {folder}: make some with `python -m bench all --json {folder}`"
+        )
     if not out.is_dir():
         raise ConfigError(f"there is no folder {out} for the plots")
     newest: dict[str, tuple[str, str]] = {}
@@ -55,8 +62,18 @@ def write_plots(folder: Path, out: Path) -> list[Path]:
 def _naming(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a result of `python -m bench <theme> --json`: {error!r}") from error
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise ConfigError(
+            f"{path} is not a result of `python -m bench <theme> --json`: {error!r}"
+        ) from error
 
 
 def _section_of(path: Path) -> str:
@@ -70,21 +87,39 @@ def _section(found: dict) -> str:
     series = found.get("series", {})
     plots = [draw(series[name]) for name, draw in PLOTS.items() if series.get(name)]
     commit = html.escape(found["commit"])
-    return f"<h2>{title}</h2><p class='note'>commit {commit}</p>{_table(found['rows'])}{notes}{''.join(plots)}"
+    return (
+        f"<h2>{title}</h2><p class='note'>commit"
+        f" {commit}</p>{_table(found['rows'])}{notes}{''.join(plots)}"
+    )
 
 
 def _table(rows: Sequence[dict]) -> str:
     rivals = list(dict.fromkeys(rival for row in rows for rival in row["ratios"]))
-    head = ["", "median", "low", "high", "unit", "of the ceiling", *(f"x {rival}" for rival in rivals)]
+    head = [
+        "",
+        "median",
+        "low",
+        "high",
+        "unit",
+        "of the ceiling",
+        *(f"x {rival}" for rival in rivals),
+    ]
     lines = []
     for row in rows:
         share = row.get("share_of_ceiling")
-        of_ceiling = f"{100 * share:.0f} % of {html.escape(row['ceiling']['name'])}" if share else ""
-        ratios = [f"{row['ratios'][rival]:.2f}" if rival in row["ratios"] else "" for rival in rivals]
+        of_ceiling = (
+            f"{100 * share:.0f} % of {html.escape(row['ceiling']['name'])}" if share else ""
+        )
+        ratios = [
+            f"{row['ratios'][rival]:.2f}" if rival in row["ratios"] else "" for rival in rivals
+        ]
         numbers = [f"<td class='number'>{row[name]:.3f}</td>" for name in ("median", "low", "high")]
-        rest = "".join(f"<td>{cell}</td>" for cell in [html.escape(row["unit"]), of_ceiling, *ratios])
+        rest = "".join(
+            f"<td>{cell}</td>" for cell in [html.escape(row["unit"]), of_ceiling, *ratios]
+        )
         lines.append(f"<tr><td>{html.escape(row['name'])}</td>{''.join(numbers)}{rest}</tr>")
-    return f"<table><tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>{''.join(lines)}</table>"
+    titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    return f"<table><tr>{titles}</tr>{''.join(lines)}</table>"
 
 
 # --- plots ---
@@ -94,7 +129,13 @@ def _draw_sweep(points: Sequence[dict]) -> str:
     blocks = sorted({point["block_nbytes"] for point in points})
     depths = sorted({point["depth"] for point in points})
     rate = {(point["block_nbytes"], point["depth"]): point["GB/s"] for point in points}
-    chart = Chart("reading", "block size, KiB", "GB/s", [f"{block // 1024}" for block in blocks], 1.1 * max(rate.values()))
+    chart = Chart(
+        "reading",
+        "block size, KiB",
+        "GB/s",
+        [f"{block // 1024}" for block in blocks],
+        1.1 * max(rate.values()),
+    )
     return chart.draw(
         chart.line([rate.get((block, depth), 0) for block in blocks], f"{depth} in flight", order)
         for order, depth in enumerate(depths)
@@ -105,7 +146,9 @@ def _draw_threads(points: Sequence[dict]) -> str:
     top = 1.1 * max(max(point["split"], point["moving"]) for point in points)
     ticks = [str(point["threads"]) for point in points]
     chart = Chart("optimizer step, bf16 with split master", "threads", "G parameters/s", ticks, top)
-    moving = chart.line([point["moving"] for point in points], "moving the same bytes", 1, dashed=True)
+    moving = chart.line(
+        [point["moving"] for point in points], "moving the same bytes", 1, dashed=True
+    )
     return chart.draw([chart.line([point["split"] for point in points], "AdamW", 0), moving])
 
 
@@ -122,10 +165,15 @@ def _draw_timeline(events: Sequence[dict]) -> str:
     marks = []
     for event in events:
         kind, y = event["kind"], chart.y(slots.index(event["slot"]) + 1)
-        x, width = chart.x(0) + span * event["start"], max(0.5, span * (event["end"] - event["start"]))
+        x, width = (
+            chart.x(0) + span * event["start"],
+            max(0.5, span * (event["end"] - event["start"])),
+        )
         marks.append(bar(x, y + inset[kind] * height, width, 0.25 * height, colours[kind]))
     for order, (kind, colour) in enumerate(colours.items()):
-        marks.append(text(chart.width - chart.margin - 60 * order, 22, kind, anchor="end", colour=colour))
+        marks.append(
+            text(chart.width - chart.margin - 60 * order, 22, kind, anchor="end", colour=colour)
+        )
     return chart.draw(marks)
 
 
@@ -133,7 +181,9 @@ def _draw_budget(title: str, budget: str, model: str) -> Callable[[Sequence[dict
     def draw(points: Sequence[dict]) -> str:
         speeds = [point["tokens/s"] for point in points]
         ticks = [f"{100 * point['share']:.0f} %" for point in points]
-        chart = Chart(title, f"{budget}, of the training state", "tokens/s", ticks, 1.1 * max(speeds))
+        chart = Chart(
+            title, f"{budget}, of the training state", "tokens/s", ticks, 1.1 * max(speeds)
+        )
         return chart.draw([chart.line(speeds, model, 0)])
 
     return draw
@@ -151,7 +201,11 @@ def _draw_widths(points: Sequence[dict]) -> str:
     widths = [point["width"] for point in points]
     budget = f"{points[0]['budget_nbytes'] / 2**20:.0f} MiB of device memory"
     chart = Chart(
-        "the widest layer that trains", "tiles of a weight", "width", [str(p["factor"]) for p in points], 1.1 * max(widths)
+        "the widest layer that trains",
+        "tiles of a weight",
+        "width",
+        [str(p["factor"]) for p in points],
+        1.1 * max(widths),
     )
     return chart.draw([chart.line(widths, budget, 0)])
 
@@ -161,7 +215,9 @@ PLOTS: dict[str, Callable[[Sequence[dict]], str]] = {
     "adam.threads": _draw_threads,
     "update.timeline": _draw_timeline,
     "train.budget": _draw_budget("everything at home on NVMe", "host budget", "50 M parameters"),
-    "gpu_train.budget": _draw_budget("homes chosen by the engine", "the GPU's budget", "1.3 B parameters"),
+    "gpu_train.budget": _draw_budget(
+        "homes chosen by the engine", "the GPU's budget", "1.3 B parameters"
+    ),
     "gpu_train.size": _draw_sizes,
     "tiling.width": _draw_widths,
 }

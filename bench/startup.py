@@ -1,4 +1,5 @@
-"""startup: from a model on ``meta`` and a safetensors folder to a wrapped model, beside reading that folder.
+"""startup: from a model on ``meta`` and a safetensors folder to a wrapped model, beside reading
+that folder.
 
 inference   no optimizer: weights go home, nothing else is needed
 training    AdamW: homes also take masters and moments, six times the bytes of the file
@@ -40,7 +41,10 @@ def make_folder(folder: Path, shape: str) -> int:
         tensors = list(Llama(SHAPES[shape]).to(torch.bfloat16).state_dict().items())
     each = -(-len(tensors) // SHARDS)
     for part in range(SHARDS):
-        chosen = {name: torch.randn(tensor.shape).to(tensor.dtype) for name, tensor in tensors[part * each : (part + 1) * each]}
+        chosen = {
+            name: torch.randn(tensor.shape).to(tensor.dtype)
+            for name, tensor in tensors[part * each : (part + 1) * each]
+        }
         if chosen:
             path = folder / f"model-{part}.safetensors"
             safetensors.torch.save_file(chosen, path)
@@ -51,8 +55,9 @@ def make_folder(folder: Path, shape: str) -> int:
 
 
 def start(shape: str, home: str, use: str, weights: str, swap: str) -> float:
-    """Measures the seconds of ``wrap_model``, with memory that the machine has at hand: what a virtual machine has given back to
-    its host comes at a twentieth of the rate, whoever asks for it."""
+    """Measures the seconds of ``wrap_model``, with memory that the machine has at hand: what a
+    virtual machine has given back to its host comes at a twentieth of the rate, whoever asks for
+    it."""
     native.Region(round(0.9 * psutil.virtual_memory().available), True, os.cpu_count() or 1)
     with torch.device("meta"):
         model = Llama(SHAPES[shape]).to(torch.bfloat16)
@@ -77,22 +82,31 @@ def load_whole(folder: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-    held = [{name: value.clone() for name, value in safetensors.torch.load_file(path).items()} for path in sorted(folder.iterdir())]
+    held = [
+        {name: value.clone() for name, value in safetensors.torch.load_file(path).items()}
+        for path in sorted(folder.iterdir())
+    ]
     del held
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``startup.<home>.<use>``: GB of the folder per second, beside the disk alone."""
+    """Measures rows ``startup.<home>.<use>``: GB of the folder per second, beside the disk
+    alone."""
     shape = "1.1B" if settings.scale >= 1 else "tiny"
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         weights, swap = Path(folder, "weights"), Path(folder, "swap")
         weights.mkdir()
         swap.mkdir()
         nbytes = make_folder(weights, shape)
-        jobs: dict[str, Callable[[], object]] = {"raw": lambda: read_raw(weights), "safetensors": lambda: load_whole(weights)}
+        jobs: dict[str, Callable[[], object]] = {
+            "raw": lambda: read_raw(weights),
+            "safetensors": lambda: load_whole(weights),
+        }
         for home in HOMES:
             for use in USES:
-                jobs[f"{home}.{use}"] = lambda asked=[shape, home, use, str(weights), str(swap)]: _in_process(asked)
+                jobs[f"{home}.{use}"] = lambda asked=[shape, home, use, str(weights), str(swap)]: (
+                    _in_process(asked)
+                )
         times = alternate(jobs, min(3, settings.rounds))
         written = nbytes / disk_profile.seconds([str(swap)], nbytes, nbytes) / 1e9
     rivals = {name: times.pop(name).wall for name in ("raw", "safetensors")}
@@ -100,7 +114,11 @@ def measure(settings: Settings) -> Measured:
     rows = []
     for name, found in times.items():
         # To be at home on a disk the weights are also written.
-        limit = ("reading", read) if name.startswith("host") else ("reading and writing", [min(rate, written) for rate in read])
+        limit = (
+            ("reading", read)
+            if name.startswith("host")
+            else ("reading and writing", [min(rate, written) for rate in read])
+        )
         rates = [nbytes / seconds / 1e9 for seconds in found.wall]
         ratios = {rival: paired(found.wall, theirs) for rival, theirs in rivals.items()}
         rows.append(row(f"startup.{name}", "GB/s", rates, ceiling=limit, ratios=ratios))

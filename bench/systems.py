@@ -1,4 +1,5 @@
-"""Systems: what trains the model of the end-to-end benchmarks: compute alone, plain torch, ours, DeepSpeed, FSDP2."""
+"""Systems: what trains the model of the end-to-end benchmarks: compute alone, plain torch, ours,
+DeepSpeed, FSDP2."""
 
 from __future__ import annotations
 
@@ -25,10 +26,19 @@ def make_model(size: str) -> torch.nn.Module:
 
     width, layers = SIZES[size]
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_layer=layers, n_embd=width, n_head=width // 64, n_positions=512, resid_pdrop=0,
-        embd_pdrop=0, attn_pdrop=0, bos_token_id=None, eos_token_id=None, use_cache=False,
+        vocab_size=VOCABULARY,
+        n_layer=layers,
+        n_embd=width,
+        n_head=width // 64,
+        n_positions=512,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
         activation_function="gelu_pytorch_tanh",
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -44,7 +54,10 @@ class Job:
         self.args = args
         self.tokens = args.batch * args.length
         generator = torch.Generator().manual_seed(1)
-        self.batches = [torch.randint(0, VOCABULARY, (args.batch, args.length), generator=generator) for _ in range(4)]
+        self.batches = [
+            torch.randint(0, VOCABULARY, (args.batch, args.length), generator=generator)
+            for _ in range(4)
+        ]
 
     def micro_batches(self) -> Iterator[torch.Tensor]:
         for index in range(self.args.micro_batches):
@@ -116,7 +129,9 @@ def ours(job: Job) -> Running:
         config["micro_batch"] = job.args.batch
     config["speculate"] = job.args.speculate
     config["share_homes"] = False if job.args.system.endswith("_sent") else None
-    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-4), config
+    )
 
     def step() -> None:
         if job.args.units_at_once:
@@ -137,14 +152,16 @@ def ours(job: Job) -> Running:
         moved.append(_moved(model))
 
     def told() -> dict:
-        """Returns the bytes of memory that the engine held at most, and the seconds that the disk alone needed for the steps that
-        were timed."""
+        """Returns the bytes of memory that the engine held at most, and the seconds that the disk
+        alone needed for the steps that were timed."""
         tiers = infinity.stats(model).tiers
         held = tiers["device"].peak_nbytes + tiers["host"].peak_nbytes
         read, written = (after - before for before, after in zip(*moved[-2:]))
         return {
             "held_nbytes": held,
-            "disk_seconds": disk_profile.seconds([job.args.folder], read, written) if home == "nvme" else 0.0,
+            "disk_seconds": (
+                disk_profile.seconds([job.args.folder], read, written) if home == "nvme" else 0.0
+            ),
         }
 
     return Running(step, wait_idle, told)
@@ -159,7 +176,8 @@ def _moved(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def deepspeed(job: Job) -> Running:
-    """Makes the system of ZeRO-3 with parameters and optimizer on the CPU, or on NVMe at its defaults or at better settings."""
+    """Makes the system of ZeRO-3 with parameters and optimizer on the CPU, or on NVMe at its
+    defaults or at better settings."""
     import deepspeed as rival
 
     _one_process()
@@ -174,14 +192,25 @@ def deepspeed(job: Job) -> Running:
     if kind == "nvme_tuned":
         zero |= {"sub_group_size": int(2e7)}
         zero["offload_param"] |= {"buffer_size": int(3e7)}
-        zero["offload_optimizer"] |= {"buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
+        zero["offload_optimizer"] |= {
+            "buffer_count": 16,
+            "pipeline_read": True,
+            "pipeline_write": True,
+        }
     config = {
-        "train_micro_batch_size_per_gpu": job.args.batch, "gradient_accumulation_steps": job.args.micro_batches,
-        "bf16": {"enabled": True}, "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": job.args.batch,
+        "gradient_accumulation_steps": job.args.micro_batches,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "aio": {"block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 2 if kind == "nvme_tuned" else 1,
-                "single_submit": False, "overlap_events": True},
-    }  # fmt: skip
+        "aio": {
+            "block_size": 1048576,
+            "queue_depth": 32,
+            "intra_op_parallelism": 2 if kind == "nvme_tuned" else 1,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    }
     if job.args.clip:
         config["gradient_clipping"] = 1.0
     model = make_model(job.args.size)
@@ -196,7 +225,8 @@ def deepspeed(job: Job) -> Running:
 
 
 def fsdp(job: Job) -> Running:
-    """Makes the system of FSDP2 with or without CPUOffloadPolicy, fp32 sharded parameters, bf16 compute, AdamW fused."""
+    """Makes the system of FSDP2 with or without CPUOffloadPolicy, fp32 sharded parameters, bf16
+    compute, AdamW fused."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -232,7 +262,15 @@ def _one_process() -> None:
 
 
 SYSTEMS: dict[str, Callable[[Job], Running]] = {
-    "compute": compute, "plain": plain, "infinity_device": ours, "infinity_host": ours, "infinity_nvme": ours, "fsdp2_cpu": fsdp,
-    "infinity_host_sent": ours, "fsdp2": fsdp,
-    "deepspeed_cpu": deepspeed, "deepspeed_nvme": deepspeed, "deepspeed_nvme_tuned": deepspeed,
-}  # fmt: skip
+    "compute": compute,
+    "plain": plain,
+    "infinity_device": ours,
+    "infinity_host": ours,
+    "infinity_nvme": ours,
+    "fsdp2_cpu": fsdp,
+    "infinity_host_sent": ours,
+    "fsdp2": fsdp,
+    "deepspeed_cpu": deepspeed,
+    "deepspeed_nvme": deepspeed,
+    "deepspeed_nvme_tuned": deepspeed,
+}

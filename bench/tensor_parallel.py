@@ -1,7 +1,9 @@
-"""tensor_parallel: one model cut over the processes of this machine, trained by torch alone and from every home, over gloo.
+"""tensor_parallel: one model cut over the processes of this machine, trained by torch alone and
+from every home, over gloo.
 
-All systems take turns step by step in the same processes, so that ratios are of pairs. The loop is bound by the processor and by gloo here;
-what it shows is what homes cost beside torch's own tensor parallelism, where both hold the same weights, gradients and moments.
+All systems take turns step by step in the same processes, so that ratios are of pairs. The loop is
+bound by the processor and by gloo here; what it shows is what homes cost beside torch's own tensor
+parallelism, where both hold the same weights, gradients and moments.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ HOMES = ("device", "host", "nvme")
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``tensor_parallel.<processes>.<system>`` (tokens/s), ``.clip`` (seconds of a global norm) and ``.home`` (bytes per
-    rank)."""
+    """Measures rows ``tensor_parallel.<processes>.<system>`` (tokens/s), ``.clip`` (seconds of a
+    global norm) and ``.home`` (bytes per rank)."""
     found = Measured([])
     for ranks, told in launch_each(found, "tensor_parallel", __name__, RANKS, settings):
         _add_rows(found, ranks, told)
@@ -37,13 +39,30 @@ def _add_rows(found: Measured, ranks: int, told: dict[str, Any]) -> None:
     tokens, seconds = told["tokens"], told["seconds"]
     for system, times in seconds.items():
         ratios = {"torch": paired(times, seconds["torch"])} if system != "torch" else {}
-        found.rows.append(row(f"tensor_parallel.{ranks}.{system}", "tokens/s", [tokens / each for each in times], ratios=ratios))
+        found.rows.append(
+            row(
+                f"tensor_parallel.{ranks}.{system}",
+                "tokens/s",
+                [tokens / each for each in times],
+                ratios=ratios,
+            )
+        )
     for system, times in told["clip"].items():
-        found.rows.append(row(f"tensor_parallel.{ranks}.{system}.clip", "ms", [1e3 * each for each in times]))
+        found.rows.append(
+            row(f"tensor_parallel.{ranks}.{system}.clip", "ms", [1e3 * each for each in times])
+        )
     found.rows.append(row(f"tensor_parallel.{ranks}.home", "MiB", [told["home_nbytes"] / 2**20]))
-    found.rows.append(row(f"tensor_parallel.{ranks}.formula", "MiB", [told["formula_nbytes"] / 2**20]))
+    found.rows.append(
+        row(f"tensor_parallel.{ranks}.formula", "MiB", [told["formula_nbytes"] / 2**20])
+    )
     for name in ("peak", "planned"):
-        found.rows.append(row(f"tensor_parallel.{ranks}.device_{name}", "MiB", [told[f"device_{name}_nbytes"] / 2**20]))
+        found.rows.append(
+            row(
+                f"tensor_parallel.{ranks}.device_{name}",
+                "MiB",
+                [told[f"device_{name}_nbytes"] / 2**20],
+            )
+        )
 
 
 # --- one rank ---
@@ -54,12 +73,23 @@ class _Block(nn.Module):
         super().__init__()
         self.norm, self.width = nn.LayerNorm(width), width
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.second, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.second, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(x)
-        q, k, v = (each(hidden).unflatten(-1, (-1, 64)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            each(hidden).unflatten(-1, (-1, 64)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        x = x + self.o(
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 
 
@@ -77,7 +107,9 @@ class _Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Callable[[], None]:
+def _stepper(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
+) -> Callable[[], None]:
     """Makes one step of a system, which ends with its last update at home."""
     from infinity.runtime.registry import RECORD
 
@@ -106,32 +138,48 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     def make(home: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = infinity.parallel.tensor_parallel(_Model(width, layers), mesh, quiet=True)
-        cut = [isinstance(param, DTensor) for param in model.parameters()]  # torch's fused step takes no mixed group
-        groups = [{"params": [p for p, is_cut in zip(model.parameters(), cut) if is_cut is each]} for each in (True, False)]
+        cut = [
+            isinstance(param, DTensor) for param in model.parameters()
+        ]  # torch's fused step takes no mixed group
+        groups = [
+            {"params": [p for p, is_cut in zip(model.parameters(), cut) if is_cut is each]}
+            for each in (True, False)
+        ]
         optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=home is None)
         if home is None:
             return model, optimizer
-        return infinity.wrap_model(model, optimizer, {"params": home, "optimizer": home, "nvme_paths": [folder]}, mesh=mesh)
+        return infinity.wrap_model(
+            model, optimizer, {"params": home, "optimizer": home, "nvme_paths": [folder]}, mesh=mesh
+        )
 
     systems = {name: make(None if name == "torch" else name) for name in ("torch", *HOMES)}
-    seconds = alternate({name: _stepper(*system, tokens) for name, system in systems.items()}, 3 * rounds, warm_up=2)
+    seconds = alternate(
+        {name: _stepper(*system, tokens) for name, system in systems.items()}, 3 * rounds, warm_up=2
+    )
     clips: dict[str, Times] = {}
     for name in HOMES:
         model, optimizer = systems[name]
         infinity.clip_grad_norm_(optimizer, 1.0)  # from here on norms are taken as gradients land
         model(tokens).backward()
-        clips |= alternate({name: lambda optimizer=optimizer: infinity.clip_grad_norm_(optimizer, 1.0)}, rounds, warm_up=0)
+        clips |= alternate(
+            {name: lambda optimizer=optimizer: infinity.clip_grad_norm_(optimizer, 1.0)},
+            rounds,
+            warm_up=0,
+        )
         optimizer.zero_grad()
     engine = wrapped(systems["nvme"][0]).engine
     shards = [shard for unit in engine.units for shard in unit.shards]
     return {
-        "tokens": tokens.numel(), "seconds": {name: times.wall for name, times in seconds.items()},
+        "tokens": tokens.numel(),
+        "seconds": {name: times.wall for name, times in seconds.items()},
         "clip": {name: times.wall for name, times in clips.items()},
         "home_nbytes": sum(array.nbytes for shard in shards for array in shard.arrays.values()),
-        "formula_nbytes": sum(shard.layout.numel for shard in shards) * 16,  # weight, gradient and two moments, fp32
+        "formula_nbytes": (
+            sum(shard.layout.numel for shard in shards) * 16
+        ),  # weight, gradient and two moments, fp32
         "device_planned_nbytes": engine.plan.planned_nbytes(Tier.DEVICE),
         "device_peak_nbytes": infinity.stats(systems["nvme"][0]).tiers["device"].peak_nbytes,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

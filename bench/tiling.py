@@ -1,5 +1,5 @@
-"""tiling: how wide a layer trains within one budget of device memory, against the number of its tiles, and a vocabulary
-head with its loss, whole and in tiles.
+"""tiling: how wide a layer trains within one budget of device memory, against the number of its
+tiles, and a vocabulary head with its loss, whole and in tiles.
 
 factor   tiles of the largest weight; 1: whole
 width    of a feed-forward, width -> 4 width -> width, that trains a step within the budget
@@ -35,25 +35,36 @@ HEAD_BUDGET = 48 * 1024 * 1024
 def make_layer(width: int, device: str = "cpu") -> nn.Module:
     """Makes a feed-forward in bf16."""
     with torch.device(device):
-        return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).to(torch.bfloat16)
+        return nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        ).to(torch.bfloat16)
 
 
 def config(budget: int | None) -> dict:
     """Makes a configuration with everything at home on the host, and no master."""
-    return {"params": "host", "optimizer": "host", "device_memory": budget, "master": "none", "host_memory": "4TiB"}
+    return {
+        "params": "host",
+        "optimizer": "host",
+        "device_memory": budget,
+        "master": "none",
+        "host_memory": "4TiB",
+    }
 
 
 def factor_of(width: int, budget: int | None) -> tuple[int, int]:
     """Counts the tiles of the largest weight in the plan, and the device bytes that are planned."""
     model = make_layer(width, "meta")
-    plan, units = lay_out(model, torch.optim.SGD(model.parameters(), lr=0.1), infinity.Config.make(config(budget)))
+    plan, units = lay_out(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), infinity.Config.make(config(budget))
+    )
     largest = 4 * width * width * 2
     tiles = [-(-largest // unit.tile_nbytes) for unit in units if unit.tile_nbytes]
     return max(tiles, default=1), plan.planned_nbytes(Tier.DEVICE)
 
 
 def widest(budget: int, factor: int, most: int) -> int:
-    """Finds the widest layer (a multiple of STEP, up to ``most``) that the budget holds in no more tiles than ``factor``."""
+    """Finds the widest layer (a multiple of STEP, up to ``most``) that the budget holds in no more
+    tiles than ``factor``."""
     low, high = STEP, most
     while low < high:
         middle = (low + high + STEP) // (2 * STEP) * STEP
@@ -93,7 +104,8 @@ class Head(nn.Module):
 
 
 def head(budget: int | None, vocabulary: int, width: int, tokens: int) -> dict:
-    """Takes two steps of a head. Returns the seconds and the loss of the second, and the bytes that the process grew by at most."""
+    """Takes two steps of a head. Returns the seconds and the loss of the second, and the bytes that
+    the process grew by at most."""
     torch.manual_seed(0)
     model = Head(vocabulary, width)
     model, optimizer = infinity.wrap_model(
@@ -103,7 +115,10 @@ def head(budget: int | None, vocabulary: int, width: int, tokens: int) -> dict:
     before = _memory("VmRSS")
     for _ in range(2):
         start = time.perf_counter()
-        loss = model(torch.randn(tokens, width, dtype=torch.bfloat16), torch.randint(0, vocabulary, (tokens,)))
+        loss = model(
+            torch.randn(tokens, width, dtype=torch.bfloat16),
+            torch.randint(0, vocabulary, (tokens,)),
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -118,7 +133,8 @@ def _memory(name: str) -> int:
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``tiling.width.<factor>``; ``tiling.head.whole|tiles`` (seconds, and MiB beside what the engine holds)."""
+    """Measures rows ``tiling.width.<factor>``; ``tiling.head.whole|tiles`` (seconds, and MiB beside
+    what the engine holds)."""
     base = max(STEP, round(BASE * settings.scale) // STEP * STEP)
     budget = factor_of(base, None)[1]
     rows, points = [], []
@@ -128,9 +144,22 @@ def measure(settings: Settings) -> Measured:
         if peak > budget:
             raise AssertionError(f"a layer {width} wide took {peak} of {budget} bytes")
         rows.append(
-            row(f"tiling.width.{factor}", "wide", [width], ratios={"untiled": width / points[0]["width"] if points else 1.0})
+            row(
+                f"tiling.width.{factor}",
+                "wide",
+                [width],
+                ratios={"untiled": width / points[0]["width"] if points else 1.0},
+            )
         )
-        points.append({"factor": factor, "width": width, "seconds": seconds, "peak_nbytes": peak, "budget_nbytes": budget})
+        points.append(
+            {
+                "factor": factor,
+                "width": width,
+                "seconds": seconds,
+                "peak_nbytes": peak,
+                "budget_nbytes": budget,
+            }
+        )
     found: dict[str, list[dict]] = {"whole": [], "tiles": []}
     sizes = {name: max(64, round(value * settings.scale)) for name, value in HEAD.items()}
     for _ in range(min(3, settings.rounds)):
@@ -146,18 +175,36 @@ def measure(settings: Settings) -> Measured:
             found[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
     for whole, tiles in zip(found["whole"], found["tiles"]):
         if abs(whole["loss"] - tiles["loss"]) > 1e-3 * abs(whole["loss"]):
-            raise AssertionError(f"the losses differ: {whole['loss']} whole, {tiles['loss']} in tiles")
+            raise AssertionError(
+                f"the losses differ: {whole['loss']} whole, {tiles['loss']} in tiles"
+            )
     for name, results in found.items():
         seconds = [result["seconds"] for result in results]
         grown = [result["grown_nbytes"] / 2**20 for result in results]
-        rows.append(row(f"tiling.head.{name}", "s", seconds, ratios=_ratio(found, "seconds") if name == "tiles" else {}))
-        rows.append(row(f"tiling.head.{name}.grown", "MiB", grown, ratios=_ratio(found, "grown_nbytes") if name == "tiles" else {}))
+        rows.append(
+            row(
+                f"tiling.head.{name}",
+                "s",
+                seconds,
+                ratios=_ratio(found, "seconds") if name == "tiles" else {},
+            )
+        )
+        rows.append(
+            row(
+                f"tiling.head.{name}.grown",
+                "MiB",
+                grown,
+                ratios=_ratio(found, "grown_nbytes") if name == "tiles" else {},
+            )
+        )
     return Measured(rows, series={"tiling.width": points})
 
 
 def _ratio(found: dict[str, list[dict]], what: str) -> dict[str, float]:
     """How many times as much the whole head takes."""
-    pairs = [whole[what] / max(1e-9, tiles[what]) for whole, tiles in zip(found["whole"], found["tiles"])]
+    pairs = [
+        whole[what] / max(1e-9, tiles[what]) for whole, tiles in zip(found["whole"], found["tiles"])
+    ]
     return {"whole": sorted(pairs)[len(pairs) // 2]}
 
 

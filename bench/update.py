@@ -1,7 +1,8 @@
 """update: the optimizer step over NVMe, load -> step -> save, beside what it is made of.
 
 read, write   the step's bytes from and to the disk alone, as the pipeline transfers them
-both          both directions at once, without any computing: a disk whose directions share a rate cannot do better
+both          both directions at once, without any computing: a disk whose directions share a rate
+              cannot do better
 compute       the same step with every array in memory
 """
 
@@ -28,9 +29,12 @@ STATES = (64 * MIB, 512 * MIB, 4096 * MIB, 8192 * MIB)  # bytes of state on disk
 FILES = 2  # one that is stepped, one that is only moved
 SIZES = {"weight": 2, "master": 2, "exp_avg": 4, "exp_avg_sq": 4}
 LAYOUT = native.Layout(
-    rule=native.Rule.ADAMW, weight=native.DType.BFLOAT16, master=native.Master.SPLIT, grad=native.DType.BFLOAT16,
+    rule=native.Rule.ADAMW,
+    weight=native.DType.BFLOAT16,
+    master=native.Master.SPLIT,
+    grad=native.DType.BFLOAT16,
     moments=native.DType.FLOAT32,
-)  # fmt: skip
+)
 
 
 class Step:
@@ -45,17 +49,25 @@ class Step:
         self.slots = native.Region(SLOT_COUNT * SLOT_NBYTES, True, threads)
         self.engine.register([(self.slots.address, self.slots.nbytes)])
         sizes = SIZES if in_memory else {}
-        self.regions = {name: native.Region(count * size, True, threads) for name, size in sizes.items()}
+        self.regions = {
+            name: native.Region(count * size, True, threads) for name, size in sizes.items()
+        }
         self.grad = native.Region(count * 2, True, threads)
         native.tensor_at(self.grad, self.grad.address, count, torch.bfloat16).normal_()
-        self.memory = {name: native.Extent.in_memory(region.address, region.nbytes) for name, region in self.regions.items()}
+        self.memory = {
+            name: native.Extent.in_memory(region.address, region.nbytes)
+            for name, region in self.regions.items()
+        }
         self.disk, offset = {}, 0
-        self.moved = []  # as much of another file, for what is only moved: there nobody looks at the bytes
+        # as much of another file, for what is only moved: there nobody looks at the bytes
+        self.moved = []
         for name, size in SIZES.items():
             self.disk[name] = native.Extent.in_file(file, offset, count * size)
             self.moved.append(native.Extent.in_file(other, offset, count * size))
             offset += count * size
-        self.updater = native.Updater(self.engine, self.slots.address, self.slots.nbytes, SLOT_COUNT, threads)
+        self.updater = native.Updater(
+            self.engine, self.slots.address, self.slots.nbytes, SLOT_COUNT, threads
+        )
         self.steps = 0
         self.step(self.disk)  # the first writes allocate blocks
         self.transfer(self.write)
@@ -65,19 +77,26 @@ class Step:
         hyper = native.Hyperparameters()
         hyper.step = self.steps
         update = native.UnitUpdate(
-            layout=LAYOUT, count=self.count, **extents,
+            layout=LAYOUT,
+            count=self.count,
+            **extents,
             grad=native.Extent.in_memory(self.grad.address, self.grad.nbytes),
-            runs=[native.Run(0, self.count, hyper)], version=self.steps,
-        )  # fmt: skip
+            runs=[native.Run(0, self.count, hyper)],
+            version=self.steps,
+        )
         self.updater.submit(update).wait()
 
     def timeline(self) -> list[dict]:
-        """Takes one more step, and returns it chunk by chunk: what happened in which slot, from when to when, in seconds."""
+        """Takes one more step, and returns it chunk by chunk: what happened in which slot, from
+        when to when, in seconds."""
         self.updater.record_events()
         self.step(self.disk)
         events = self.updater.take_events()
         begin = min(start for *_, start, _ in events)
-        return [{"kind": kind, "slot": slot, "start": start - begin, "end": end - begin} for kind, _, slot, start, end in events]
+        return [
+            {"kind": kind, "slot": slot, "start": start - begin, "end": end - begin}
+            for kind, _, slot, start, end in events
+        ]
 
     def read(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
         return self.engine.read(extent, offset, address, nbytes, checksum=False)
@@ -94,8 +113,10 @@ class Step:
         places = list(self._places())
         half = len(places) // 2
         pairs = zip(places, places[half:] + places[:half])
-        self._move([one for first, second in pairs for one in ((self.read, first), (self.write, second))],
-                   SLOT_COUNT)  # fmt: skip
+        self._move(
+            [one for first, second in pairs for one in ((self.read, first), (self.write, second))],
+            SLOT_COUNT,
+        )
 
     def _places(self):
         chunk = SLOT_NBYTES // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
@@ -116,7 +137,8 @@ class Step:
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows update.nvme (ceiling: both directions at once), its parts in seconds, and the step over the slowest part."""
+    """Measures rows update.nvme (ceiling: both directions at once), its parts in seconds, and the
+    step over the slowest part."""
     count = settings.scaled(PARAMETERS, native.CHECKSUM_NBYTES)
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         times, timeline = _time_parts(Step(folder, count, settings.threads), settings)
@@ -127,18 +149,25 @@ def measure(settings: Settings) -> Measured:
     rows += [row(f"update.{name}", "s", values) for name, values in times.items()]
     slowest = [step / part for step, part in zip(times["step"], alone)]
     rows.append(row("update.step_over_slowest", "ratio", slowest))
-    notes = [f"update: the step takes {statistics.median(slowest):.2f} times the slowest of read, compute and write alone"]
+    notes = [
+        f"update: the step takes {statistics.median(slowest):.2f} times the slowest of read,"
+        " compute and write alone"
+    ]
     for nbytes in STATES:
         needed = FILES * nbytes * settings.scale
         if shutil.disk_usage(settings.folder).free > needed:
             rows.append(_of_size(nbytes, settings))
         else:
-            notes.append(f"update: no row of {nbytes // MIB} MiB, {format_nbytes(needed)} of disk are not free")
+            notes.append(
+                f"update: no row of {nbytes // MIB} MiB, {format_nbytes(needed)} of disk are not"
+                " free"
+            )
     return Measured(rows, notes, {"update.timeline": timeline})
 
 
 def _time_parts(job: Step, settings: Settings) -> tuple[dict[str, list[float]], list]:
-    """Seconds of the step and of its parts alone, in turns; and when what happened in the last step."""
+    """Seconds of the step and of its parts alone, in turns; and when what happened in the last
+    step."""
     jobs = {
         "step": lambda: job.step(job.disk),
         "read": lambda: job.transfer(job.read),
@@ -158,7 +187,10 @@ def _time_whole(job: Step, settings: Settings) -> dict[str, list[float]]:
 
 def _of_size(nbytes: int, settings: Settings) -> Row:
     """The step over a state of ``nbytes``, in units of both directions alone."""
-    count = max(1, round(nbytes * settings.scale / sum(SIZES.values()) / native.CHECKSUM_NBYTES)) * native.CHECKSUM_NBYTES
+    count = (
+        max(1, round(nbytes * settings.scale / sum(SIZES.values()) / native.CHECKSUM_NBYTES))
+        * native.CHECKSUM_NBYTES
+    )
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         times = _time_whole(Step(folder, count, settings.threads, in_memory=False), settings)
     ratios = [step / both for step, both in zip(times["step"], times["both"])]

@@ -2,7 +2,8 @@
 
     python examples/continued_pretraining.py MODEL TOKENS CHECKPOINT [--steps N]
 
-Called again it goes on from its checkpoint, with the same bits. Ctrl-C and SIGTERM let it finish its step and save.
+Called again it goes on from its checkpoint, with the same bits. Ctrl-C and SIGTERM let it finish
+its step and save.
 """
 
 import argparse
@@ -17,9 +18,12 @@ import infinity
 
 
 def batch_of(tokens: numpy.ndarray, step: int, samples: int, length: int) -> torch.Tensor:
-    """The batch of a step follows from its number alone: a resumed job reads what one that was left alone reads."""
+    """The batch of a step follows from its number alone: a resumed job reads what one that was left
+    alone reads."""
     starts = numpy.random.default_rng(step).integers(0, len(tokens) - length, samples)
-    return torch.from_numpy(numpy.stack([tokens[start : start + length] for start in starts]).astype(numpy.int64))
+    return torch.from_numpy(
+        numpy.stack([tokens[start : start + length] for start in starts]).astype(numpy.int64)
+    )
 
 
 def main() -> None:
@@ -61,7 +65,12 @@ def main() -> None:
         step += 1
         print(f"step {step} loss {loss.item():.6f}", flush=True)
         if step % args.every == 0 or step == args.steps or stopping:
-            infinity.save_checkpoint(args.checkpoint, model, optimizer, extra={"step": step, "schedule": schedule.state_dict()})
+            infinity.save_checkpoint(
+                args.checkpoint,
+                model,
+                optimizer,
+                extra={"step": step, "schedule": schedule.state_dict()},
+            )
 
 
 if __name__ == "__main__":

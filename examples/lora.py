@@ -1,4 +1,5 @@
-"""Trains low-rank adapters of peft on a transformers folder: the base is frozen, and at home where it fits.
+"""Trains low-rank adapters of peft on a transformers folder: the base is frozen, and at home where
+it fits.
 
 python examples/lora.py MODEL TEXT OUT [--steps N]
 """
@@ -22,18 +23,26 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     args = parser.parse_args()
     if os.path.exists(args.out):
-        parser.error(f"{args.out} is there already: save_pretrained would refuse it, after the training")
+        parser.error(
+            f"{args.out} is there already: save_pretrained would refuse it, after the training"
+        )
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokens = tokenizer(open(args.text).read(), return_tensors="pt").input_ids[0]
     base = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
-    model = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=2e-4)
+    model = get_peft_model(
+        base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    optimizer = torch.optim.AdamW(
+        [param for param in model.parameters() if param.requires_grad], lr=2e-4
+    )
     model, optimizer = infinity.wrap_model(model, optimizer)  # no option: what fits stays in memory
     model.train()
 
     for step in range(args.steps):
-        starts = torch.randint(0, len(tokens) - args.length, (2,), generator=torch.Generator().manual_seed(step))
+        starts = torch.randint(
+            0, len(tokens) - args.length, (2,), generator=torch.Generator().manual_seed(step)
+        )
         batch = torch.stack([tokens[start : start + args.length] for start in starts])
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()

@@ -1,4 +1,5 @@
-"""Writes on from several prompts at once with a model whose weights stay on a disk: each pass reads them once, for all prompts.
+"""Writes on from several prompts at once with a model whose weights stay on a disk: each pass reads
+them once, for all prompts.
 
 python examples/streaming_inference.py MODEL PROMPT [PROMPT ...] [--tokens N] [--scratch FOLDER]
 """
@@ -29,7 +30,12 @@ def main() -> None:
 
     inputs = tokenizer(args.prompts, return_tensors="pt", padding=True)
     with torch.no_grad():
-        written = model.generate(**inputs, max_new_tokens=args.tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        written = model.generate(
+            **inputs,
+            max_new_tokens=args.tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )
     for text in tokenizer.batch_decode(written, skip_special_tokens=True):
         print(text)
     print(f"{infinity.stats(model).edges['nvme->host'].nbytes} bytes read from the disk")

@@ -1,6 +1,7 @@
 """Infinity: trains PyTorch models that do not fit, with the same bits.
 
-    model, optimizer = infinity.wrap_model(model, optimizer, {"params": "nvme", "optimizer": "nvme", ...})
+    config = {"params": "nvme", "optimizer": "nvme", ...}
+    model, optimizer = infinity.wrap_model(model, optimizer, config)
 
 and the training loop stays as it is. See :class:`Config` for everything that can be chosen.
 """
@@ -10,7 +11,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from .errors import CapacityError, ConfigError, CorruptionError, InfinityError, InternalError, PeerError, StorageError, UsageError
+from .errors import (
+    CapacityError,
+    ConfigError,
+    CorruptionError,
+    InfinityError,
+    InternalError,
+    PeerError,
+    StorageError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from . import parallel

@@ -32,4 +32,5 @@ class PeerError(InfinityError, RuntimeError):
 
 
 class InternalError(InfinityError, RuntimeError):
-    """A check of the engine itself failed: a defect of this library. Nothing more is to be trusted; go on from a checkpoint."""
+    """A check of the engine itself failed: a defect of this library. Nothing more is to be trusted;
+    go on from a checkpoint."""

@@ -14,7 +14,8 @@ try:
     from . import _C
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise ImportError(
-        f"Infinity's native core is not built: run `pip install .` (or `make setup`) in the repository. ({error})"
+        "Infinity's native core is not built: run `pip install .` (or `make setup`) in the"
+        f" repository. ({error})"
     ) from error
 
 from .errors import UsageError
@@ -36,7 +37,10 @@ def gpu_kernels() -> tuple[object | None, str]:
     found = _cuda.device()
     refusal = found.get("refusal", "")
     if not refusal and found["capability"] < OLDEST_CAPABILITY:
-        refusal = f"{found['name']} has capability {found['capability']}, the kernels need {OLDEST_CAPABILITY}"
+        refusal = (
+            f"{found['name']} has capability {found['capability']}, the kernels need"
+            f" {OLDEST_CAPABILITY}"
+        )
     return (None if refusal else _cuda), refusal
 
 
@@ -68,13 +72,15 @@ Task = _C.Task
 Ticket = _C.Ticket
 UnitUpdate = _C.UnitUpdate
 Updater = _C.Updater
-crc32c_before = (
-    _C.crc32c_before
-)  # what a part's sum adds to that of a whole in which bytes follow it: those of all parts, xored, are the whole's
+# what a part's sum adds to that of a whole in which bytes follow it: those of all parts, xored, are
+# the whole's
+crc32c_before = _C.crc32c_before
 insist = _C.insist
 joined = _C.joined  # one ticket that finishes with several
 
-driver_calls = _C.driver_calls  # the address of what threads call on a GPU without its kernels; 0 without CUDA's driver
+driver_calls = (
+    _C.driver_calls
+)  # the address of what threads call on a GPU without its kernels; 0 without CUDA's driver
 cufile = _C.cufile  # (its version as "1.14", ""), or ("", why it cannot be used)
 cuda_driver = _C.cuda_driver  # (version as 13000, ""), or (0, why it cannot be used)
 make_cufile_road = _C.make_cufile_road  # (the road, ""), or (None, why not)
@@ -87,8 +93,16 @@ uring_refusal = _C.uring_refusal
 
 IO_KINDS = ("auto", "uring", "threads")
 MOMENT_BLOCK = _C.MOMENT_BLOCK  # elements with one scale, where moments are 8-bit
-DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
-MOMENT_DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.uint8: DType.INT8}
+DTYPES = {
+    torch.float32: DType.FLOAT32,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float16: DType.FLOAT16,
+}
+MOMENT_DTYPES = {
+    torch.float32: DType.FLOAT32,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.uint8: DType.INT8,
+}
 
 
 def io_kind() -> str:
@@ -100,7 +114,8 @@ def io_kind() -> str:
 
 
 class Disks:
-    """The disks that I/O engines use: the machine's own. Test doubles put an object of another class in place of :data:`disks`."""
+    """The disks that I/O engines use: the machine's own. Test doubles put an object of another
+    class in place of :data:`disks`."""
 
     def layer(self) -> BackendLayer | None:
         """Returns what chooses the backend of every engine that is made. None: the engine does."""
@@ -111,7 +126,8 @@ class Disks:
         return self.layer()
 
     def modelled(self, folder: str) -> str | None:
-        """Returns the folder of the modelled disk that ``folder`` is on. None: it is on a real disk."""
+        """Returns the folder of the modelled disk that ``folder`` is on. None: it is on a real
+        disk."""
         return None
 
 
@@ -119,7 +135,8 @@ disks = Disks()
 
 
 def io_timeout() -> float:
-    """Returns the seconds after which a device that does not answer is taken for hung: ``INFINITY_IO_TIMEOUT`` (120)."""
+    """Returns the seconds after which a device that does not answer is taken for hung:
+    ``INFINITY_IO_TIMEOUT`` (120)."""
     text = os.environ.get("INFINITY_IO_TIMEOUT") or "120"
     try:
         timeout = float(text)
@@ -138,25 +155,33 @@ def make_io_engine(
     work_threads: int = 1,
     layer: BackendLayer | None = None,
 ) -> IoEngine:
-    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names), which takes checksums in at most ``work_threads`` threads.
-    ``layer``: of test doubles (None: that of :data:`disks`). A device that does not answer for ``INFINITY_IO_TIMEOUT`` seconds (120) is an
-    error."""
+    """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names), which takes checksums
+    in at most ``work_threads`` threads. ``layer``: of test doubles (None: that of :data:`disks`). A
+    device that does not answer for ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
     return IoEngine(
-        kind=kind or io_kind(), block_nbytes=block_nbytes, depth=depth, timeout_seconds=io_timeout(), work_threads=work_threads,
+        kind=kind or io_kind(),
+        block_nbytes=block_nbytes,
+        depth=depth,
+        timeout_seconds=io_timeout(),
+        work_threads=work_threads,
         layer=layer or disks.layer(),
-    )  # fmt: skip
+    )
 
 
 def tensor_at(region: Region, address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Makes a flat tensor over ``count`` elements at ``address`` inside ``region``; it keeps the region alive."""
+    """Makes a flat tensor over ``count`` elements at ``address`` inside ``region``; it keeps the
+    region alive."""
     return torch.frombuffer(region, dtype=dtype, count=count, offset=address - region.address)
 
 
 def copy_flat(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies ``source`` to ``target``, both flat, contiguous, in host memory and of one dtype, by this thread alone: torch would
-    have several do it, and then wait for each of them while others keep the processors busy."""
+    """Copies ``source`` to ``target``, both flat, contiguous, in host memory and of one dtype, by
+    this thread alone: torch would have several do it, and then wait for each of them while others
+    keep the processors busy."""
     if target.dtype != source.dtype or target.numel() != source.numel():
-        raise UsageError(f"{source.numel()} elements of {source.dtype} for {target.numel()} of {target.dtype}")
+        raise UsageError(
+            f"{source.numel()} elements of {source.dtype} for {target.numel()} of {target.dtype}"
+        )
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in (target, source)):
         raise UsageError("only contiguous tensors in host memory are copied byte by byte")
     if source.nbytes:
@@ -167,18 +192,23 @@ def address_of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """Returns the address of a contiguous CPU tensor of ``dtype``. Raises UsageError otherwise."""
     if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise UsageError(
-            f"expected a contiguous CPU tensor of {dtype}, got {tensor.dtype} on {tensor.device}, strides {tuple(tensor.stride())}"
+            f"expected a contiguous CPU tensor of {dtype}, got {tensor.dtype} on {tensor.device},"
+            f" strides {tuple(tensor.stride())}"
         )
     return tensor.data_ptr()
 
 
 def _check_same_length(*tensors: torch.Tensor) -> None:
     if len({tensor.numel() for tensor in tensors}) > 1:
-        raise UsageError(f"tensors of {', '.join(str(t.numel()) for t in tensors)} elements: they must be equally long")
+        raise UsageError(
+            f"tensors of {', '.join(str(t.numel()) for t in tensors)} elements: they must be"
+            " equally long"
+        )
 
 
 def encode_moments(values: torch.Tensor, *, sq: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encodes flat fp32 values as uint8 codes and uint8 scales, one per MOMENT_BLOCK, rounded to the nearest."""
+    """Encodes flat fp32 values as uint8 codes and uint8 scales, one per MOMENT_BLOCK, rounded to
+    the nearest."""
     values = values.to(torch.float32).contiguous()
     codes = torch.empty(values.numel(), dtype=torch.uint8, device="cpu")
     scales = torch.empty(-(-values.numel() // MOMENT_BLOCK), dtype=torch.uint8, device="cpu")
@@ -187,9 +217,13 @@ def encode_moments(values: torch.Tensor, *, sq: bool) -> tuple[torch.Tensor, tor
 
 
 def decode_moments(codes: torch.Tensor, scales: torch.Tensor, *, sq: bool) -> torch.Tensor:
-    """Decodes the fp32 values of codes and scales. Encoding them again gives the same codes and scales."""
+    """Decodes the fp32 values of codes and scales. Encoding them again gives the same codes and
+    scales."""
     if scales.numel() != -(-codes.numel() // MOMENT_BLOCK):
-        raise UsageError(f"{codes.numel()} codes with {scales.numel()} scales: there is one for every {MOMENT_BLOCK}")
+        raise UsageError(
+            f"{codes.numel()} codes with {scales.numel()} scales: there is one for every"
+            f" {MOMENT_BLOCK}"
+        )
     values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
     addresses = (address_of(codes, torch.uint8), address_of(scales, torch.uint8), values.data_ptr())
     _C.decode_moments(*addresses, codes.numel(), sq)
@@ -197,22 +231,31 @@ def decode_moments(codes: torch.Tensor, scales: torch.Tensor, *, sq: bool) -> to
 
 
 def split_master(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) -> None:
-    """Splits fp32 ``master`` into bf16 ``weight`` (nearest, ties away from zero) and its low 16 bits, int16 ``low``."""
+    """Splits fp32 ``master`` into bf16 ``weight`` (nearest, ties away from zero) and its low 16
+    bits, int16 ``low``."""
     _check_same_length(master, weight, low)
     _C.split_master(
-        address_of(master, torch.float32), address_of(weight, torch.bfloat16), address_of(low, torch.int16),
+        address_of(master, torch.float32),
+        address_of(weight, torch.bfloat16),
+        address_of(low, torch.int16),
         master.numel(),
-    )  # fmt: skip
+    )
 
 
 def join_master(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Joins a bf16 ``weight`` and its low 16 bits to the exact fp32 master: a new tensor."""
     _check_same_length(weight, low)
     master = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-    _C.join_master(address_of(weight, torch.bfloat16), address_of(low, torch.int16), master.data_ptr(), weight.numel())
+    _C.join_master(
+        address_of(weight, torch.bfloat16),
+        address_of(low, torch.int16),
+        master.data_ptr(),
+        weight.numel(),
+    )
     return master
 
 
 def crc32c(tensor: torch.Tensor, seed: int = 0) -> int:
-    """Computes the CRC-32C of a contiguous CPU tensor's bytes; ``seed`` continues an earlier call."""
+    """Computes the CRC-32C of a contiguous CPU tensor's bytes; ``seed`` continues an earlier
+    call."""
     return _C.crc32c(address_of(tensor, tensor.dtype), tensor.numel() * tensor.element_size(), seed)

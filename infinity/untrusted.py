@@ -1,4 +1,5 @@
-"""Untrusted: files that anybody may have written, read without harm. Whatever is in them ends in a ValueError, or an OSError."""
+"""Untrusted: files that anybody may have written, read without harm. Whatever is in them ends in a
+ValueError, or an OSError."""
 
 from __future__ import annotations
 
@@ -14,15 +15,17 @@ LARGEST_NBYTES = 1 << 30  # of a text file: more is none of ours
 
 
 def read_text(path: str | os.PathLike, *, most_nbytes: int = LARGEST_NBYTES) -> str:
-    """Reads the text of a regular file. Raises OSError for anything else (a pipe would be waited for, a device never ends),
-    ValueError for what is too long or not UTF-8."""
+    """Reads the text of a regular file. Raises OSError for anything else (a pipe would be waited
+    for, a device never ends), ValueError for what is too long or not UTF-8."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if status.st_size > most_nbytes:
-            raise ValueError(f"{path} has {status.st_size} bytes, more than the {most_nbytes} that are read")
+            raise ValueError(
+                f"{path} has {status.st_size} bytes, more than the {most_nbytes} that are read"
+            )
         with open(descriptor, "rb", closefd=False) as file:
             raw = file.read(most_nbytes + 1)
     finally:
@@ -33,8 +36,8 @@ def read_text(path: str | os.PathLike, *, most_nbytes: int = LARGEST_NBYTES) -> 
 
 
 def parse_json(text: str) -> Any:
-    """Parses JSON as data. Raises ValueError for what is no JSON, for numbers without end (NaN, 10,000 digits) and for depth
-    without end."""
+    """Parses JSON as data. Raises ValueError for what is no JSON, for numbers without end (NaN,
+    10,000 digits) and for depth without end."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"the number {constant}")
@@ -51,12 +54,15 @@ def parse_json(text: str) -> Any:
 
 def printable(text: str) -> str:
     """Returns ``text`` with its control characters shown, not obeyed, by a terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def is_regular(path: Path, *, links: bool = True) -> bool:
-    """Tells whether ``path`` is a regular file (a pipe would be waited for). Without ``links`` no link is one: a link may
-    lead anywhere."""
+    """Tells whether ``path`` is a regular file (a pipe would be waited for). Without ``links`` no
+    link is one: a link may lead anywhere."""
     try:
         return stat.S_ISREG((os.stat if links else os.lstat)(path).st_mode)
     except (OSError, ValueError):

@@ -32,7 +32,8 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def short_collections() -> None:
-    """Takes what is imported by now out of the garbage collector's sight: these tests collect often."""
+    """Takes what is imported by now out of the garbage collector's sight: these tests collect
+    often."""
     gc.collect()
     gc.freeze()
 
@@ -72,16 +73,25 @@ def launch_folder(tmp_path_factory) -> Path:
 def standing_ranks(tmp_path_factory) -> Iterator[Callable[[int], StandingRanks]]:
     """So many ranks, which run the jobs of all tests that ask for them."""
     kept: dict[int, StandingRanks] = {}
-    yield lambda world: kept.setdefault(world, StandingRanks(world, tmp_path_factory.getbasetemp() / f"standing-{world}"))
+    yield lambda world: kept.setdefault(
+        world, StandingRanks(world, tmp_path_factory.getbasetemp() / f"standing-{world}")
+    )
     for ranks in kept.values():
         ranks.close()
 
 
 @pytest.fixture(scope="module")
 def chosen(request) -> Callable[..., set[tuple]]:
-    """Which values of some parameters this module's tests are run with: what is made for all of them at once need not be made for others."""
-    cases = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    return lambda *names: {tuple(case[name] for name in names) for case in cases if set(names) <= set(case)}
+    """Which values of some parameters this module's tests are run with: what is made for all of
+    them at once need not be made for others."""
+    cases = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    return lambda *names: {
+        tuple(case[name] for name in names) for case in cases if set(names) <= set(case)
+    }
 
 
 def pytest_collection_finish() -> None:
@@ -89,19 +99,25 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what `make test` can do without: of a test with several parameters it runs so many cases that each value of each
-    parameter is in one; `make test-all` runs every combination."""
+    """Marks as slow what `make test` can do without: of a test with several parameters it runs
+    so many cases that each value of each parameter is in one; `make test-all` runs every
+    combination."""
     refuse_kept_errors(items)
     mark_files(items)
     cases: dict[str, list[tuple[pytest.Item, set[tuple[int, str]]]]] = {}
     for item in items:
-        values = item.callspec._idlist if hasattr(item, "callspec") else ()  # one of each `parametrize`
+        values = (
+            item.callspec._idlist if hasattr(item, "callspec") else ()
+        )  # one of each `parametrize`
         if len(values) > 1 and item.get_closest_marker("slow") is None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append((item, set(enumerate(values))))
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(
+                (item, set(enumerate(values)))
+            )
     for combinations in cases.values():
         kept: set[tuple[int, str]] = set()
         chosen: set[pytest.Item] = set()
-        # Those with the most values that no case has had, first: three homes and three modes make three cases, not five.
+        # Those with the most values that no case has had, first: three homes and three modes make
+        # three cases, not five.
         for new in range(max(len(values) for _, values in combinations), 0, -1):
             for item, values in combinations:
                 if len(values - kept) >= new:
@@ -124,7 +140,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "standing ranks" if name_of(nodeid) in OF_STANDING_RANKS else super()._split_scope(nodeid)
+            return (
+                "standing ranks"
+                if name_of(nodeid) in OF_STANDING_RANKS
+                else super()._split_scope(nodeid)
+            )
 
     config.option.loadscopereorder = False  # by the number of tests
     return ByFile(config, log)

@@ -3,7 +3,8 @@
     make check FILE=infinity/checkpoint/load.py
 
 room      a folder of infinity/, and the folder of the same name below tests/
-order     first the test files that are named after the module, then those that import it, then the rest of the room
+order     first the test files that are named after the module, then those that import it, then the
+          rest of the room
 
 Slow tests and those of several ranks are left out. A test whose turn comes too late is skipped and
 counted.
@@ -19,11 +20,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 SECONDS = 45  # in which a test may begin; imports come before, and the last test comes after
-ROOMS = {"csrc": "native", "bench": "bench", "tools": "bench", "examples": "repository", "docs": "repository"}
+ROOMS = {
+    "csrc": "native",
+    "bench": "bench",
+    "tools": "bench",
+    "examples": "repository",
+    "docs": "repository",
+}
 ELSEWHERE = {"data": "cli"}  # a room whose tests are another one's
 MODULES = {  # modules of infinity/ that lie in no folder
-    "__init__": "api", "__main__": "cli", "_C": "native", "errors": "api", "native": "native", "untrusted": "cli",
-}  # fmt: skip
+    "__init__": "api",
+    "__main__": "cli",
+    "_C": "native",
+    "errors": "api",
+    "native": "native",
+    "untrusted": "cli",
+}
 
 
 def room_of(path: Path) -> str:
@@ -36,7 +48,10 @@ def room_of(path: Path) -> str:
     else:
         room = ROOMS.get(top, "")
     if not room or not any((TESTS / room).glob("test_*.py")):
-        raise ValueError(f"{path} has no tests of its own. Give a file of a room: infinity/checkpoint/load.py, say.")
+        raise ValueError(
+            f"{path} has no tests of its own. Give a file of a room: infinity/checkpoint/load.py,"
+            " say."
+        )
     return room
 
 
@@ -61,7 +76,9 @@ def imports(source: str, module: str) -> bool:
     package, _, name = module.rpartition(".")
     for line in source.splitlines():
         words = line.replace(",", " ").split()
-        if words[:1] in (["from"], ["import"]) and (module in words or (words[1] == package and name in words[3:])):
+        if words[:1] in (["from"], ["import"]) and (
+            module in words or (words[1] == package and name in words[3:])
+        ):
             return True
     return False
 
@@ -80,7 +97,16 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    command = [sys.executable, "-m", "pytest", "-p", "no:benchmark", "-q", "-m", "not slow and not ranks"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:benchmark",
+        "-q",
+        "-m",
+        "not slow and not ranks",
+    ]
     command += [f"--basetemp={ROOT / 'build' / 'pytest'}", *arguments[1:], *map(str, files)]
     (ROOT / "build").mkdir(exist_ok=True)
     environment = os.environ | {

@@ -1,4 +1,5 @@
-"""Trains one step with the installed package, everything on disk. usage: first_step.py <site-packages that it must come from>"""
+"""Trains one step with the installed package, everything on disk. usage: first_step.py
+<site-packages that it must come from>"""
 
 import sys
 

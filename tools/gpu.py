@@ -1,11 +1,13 @@
-"""`make gpu`: builds, tests and measures what needs a GPU, in stages that a second call goes on from.
+"""`make gpu`: builds, tests and measures what needs a GPU, in stages that a second call goes on
+from.
 
-stage   a command with its log in build/gpu; stages that these very sources have passed are not run again. Shortest and most
-        telling first
+stage   a command with its log in build/gpu; stages that these very sources have passed are not run
+        again. Shortest and most telling first
 
-Needs the repository and a Python with torch, pybind11 or pip's wheel of it, and pytest: no network, no liburing (the
-thread engine serves, or LIBURING_ROOT points at a copy). Tests of what is not installed there (transformers, say) are left
-out; with pytest-xdist the suite takes two minutes instead of ten.
+Needs the repository and a Python with torch, pybind11 or pip's wheel of it, and pytest: no network,
+no liburing (the thread engine serves, or LIBURING_ROOT points at a copy). Tests of what is not
+installed there (transformers, say) are left out; with pytest-xdist the suite takes two minutes
+instead of ten.
 """
 
 from __future__ import annotations
@@ -24,17 +26,29 @@ ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / "build" / "gpu"
 PYTHON = sys.executable
 PYTEST = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp=build/pytest"]
-WORKERS = ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"] if importlib.util.find_spec("xdist") else []
+WORKERS = (
+    ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"]
+    if importlib.util.find_spec("xdist")
+    else []
+)
 STAGES: list[tuple[str, list[str], int]] = [  # name, command, seconds it may take
     ("build", [PYTHON, "setup.py", "build_ext", "--inplace"], 300),
     ("env", [PYTHON, "-m", "infinity", "env"], 60),
     ("kernels", [*PYTEST, "tests/gpu/test_kernels_on_device.py"], 60),
     ("engine", [*PYTEST, "tests/gpu/test_engine_on_device.py"], 90),
     ("bench", [PYTHON, "-m", "bench", "gpu", "--json", "bench/results"], 60),
-    ("past_host", [PYTHON, "-m", "bench", "past_host", "--folder", "build", "--json", "bench/results"], 120),
+    (
+        "past_host",
+        [PYTHON, "-m", "bench", "past_host", "--folder", "build", "--json", "bench/results"],
+        120,
+    ),
     ("train", [PYTHON, "-m", "bench", "gpu_train", "--json", "bench/results"], 300),
-    ("suite", [*PYTEST, *WORKERS, "-m", "not slow", "--continue-on-collection-errors", "tests"], 300),
-]  # fmt: skip
+    (
+        "suite",
+        [*PYTEST, *WORKERS, "-m", "not slow", "--continue-on-collection-errors", "tests"],
+        300,
+    ),
+]
 SECONDS = 530  # of one call; the next goes on from there
 TRAIN_SECONDS = 240  # of the stage "train" in one call, for its jobs
 
@@ -53,11 +67,22 @@ def _run(command: list[str], log: Path, seconds: float, *, suite: bool) -> str:
     """One stage, and how it ended. Nothing of it is left running."""
     if seconds < 5:
         return "no time left: call again"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "INFINITY_BENCH_SECONDS": str(min(TRAIN_SECONDS, seconds - 5))}
-    if suite:  # whose tensors are small and whose workers are many; the others have the machine to themselves
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "INFINITY_BENCH_SECONDS": str(min(TRAIN_SECONDS, seconds - 5)),
+    }
+    # whose tensors are small and whose workers are many; the others have the machine to themselves
+    if suite:
         environment["OMP_NUM_THREADS"] = "1"
     with open(log, "w") as out:
-        stage = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        stage = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
         try:
             code = stage.wait(timeout=seconds)
             return "passed" if code == 0 else f"failed ({code})"
@@ -98,7 +123,11 @@ def main() -> int:
     for name in ("bench", "past_host", "train"):
         if (log := STATE / f"{name}.log").exists():
             print(log.read_text())
-    return 0 if all(state["stages"].get(name, {}).get("status") == "passed" for name, *_ in STAGES) else 1
+    return (
+        0
+        if all(state["stages"].get(name, {}).get("status") == "passed" for name, *_ in STAGES)
+        else 1
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Runs a sample of mutants of the engine's rooms, each against the tests beside it, and says which survive.
+"""Runs a sample of mutants of the engine's rooms, each against the tests beside it, and says which
+survive.
 
     python tools/mutants.py [--count 12] [--seed 1] [--json bench/results/mutants_<date>.json] [room ...]
 
-cosmic-ray makes the mutants, in a copy of the tree below build/; ``--count`` of each file's are drawn. A mutant that no test notices
-is a survivor: it is equivalent, or a test is missing.
-"""
+cosmic-ray makes the mutants, in a copy of the tree below build/; ``--count`` of each file's are
+drawn. A mutant that no test notices is a survivor: it is equivalent, or a test is missing.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -27,13 +28,23 @@ TIMEOUT_SECONDS = 300  # of one mutant's tests, at least: many hang instead of f
 
 # of a mutant in a session of cosmic-ray
 PLACE = (
-    "module_path", "start_pos_row", "start_pos_col", "end_pos_row", "end_pos_col", "operator_name", "operator_args", "occurrence",
-)  # fmt: skip
+    "module_path",
+    "start_pos_row",
+    "start_pos_col",
+    "end_pos_row",
+    "end_pos_col",
+    "operator_name",
+    "operator_args",
+    "occurrence",
+)
 
 # file below infinity/ -> the tests beside it, below tests/
 TARGETS = {
     "planning/memory_terms.py": "planning/test_memory_terms.py planning/test_plan.py",
-    "planning/budgets.py": "planning/test_memory_terms.py planning/test_plan.py planning/test_placement.py planning/test_speculation.py",
+    "planning/budgets.py": (
+        "planning/test_memory_terms.py planning/test_plan.py planning/test_placement.py"
+        " planning/test_speculation.py"
+    ),
     "planning/placement.py": "planning/test_placement.py",
     "planning/step_traffic.py": "planning/test_memory_terms.py planning/test_placement.py",
     "planning/lookahead.py": "planning/test_lookahead.py",
@@ -43,27 +54,48 @@ TARGETS = {
     "machine/limits.py": "machine/test_limits.py",
     "machine/cgroups.py": "machine/test_limits.py",
     "state/shard.py": "api/test_round_trips.py training/test_split_master.py",
-    "state/shard_arrays.py": "state/test_unit.py planning/test_speculation.py distributed/test_ranks.py",
+    "state/shard_arrays.py": (
+        "state/test_unit.py planning/test_speculation.py distributed/test_ranks.py"
+    ),
     "state/unit.py": "state/test_unit.py machine/test_device.py",
     "state/forward_edits.py": "state/test_forward_edits.py api/test_at_rest.py",
-    "state/partition.py": "planning/test_memory_terms.py planning/test_plan.py training/test_unusual_models.py",
+    "state/partition.py": (
+        "planning/test_memory_terms.py planning/test_plan.py training/test_unusual_models.py"
+    ),
     "gradients/record.py": "api/test_grad_stand_ins.py planning/test_speculation.py",
-    "gradients/bank.py": "api/test_grad_stand_ins.py training/test_steps_and_gradients.py forwards/test_tiles.py",
-    "gradients/values.py": "api/test_grad_stand_ins.py gradients/test_norms.py machine/test_device.py",
+    "gradients/bank.py": (
+        "api/test_grad_stand_ins.py training/test_steps_and_gradients.py forwards/test_tiles.py"
+    ),
+    "gradients/values.py": (
+        "api/test_grad_stand_ins.py gradients/test_norms.py machine/test_device.py"
+    ),
     "gradients/changes.py": "api/test_grad_stand_ins.py gradients/test_norms.py",
     "gradients/homes.py": "gradients/test_norms.py api/test_grad_stand_ins.py",
-    "gradients/lander.py": "gradients/test_norms.py api/test_grad_stand_ins.py planning/test_placement.py",
+    "gradients/lander.py": (
+        "gradients/test_norms.py api/test_grad_stand_ins.py planning/test_placement.py"
+    ),
     "gradients/landing.py": "machine/test_device.py",
     "gradients/opened.py": "gradients/test_norms.py api/test_grad_stand_ins.py",
     "gradients/reducer.py": "gradients/test_reducer.py",
     "distributed/collectives.py": "distributed/test_collectives.py",
     "distributed/exchanges.py": "distributed/test_collectives.py",
-    "optim/stepper.py": "optim/test_stepper.py training/test_equals_torch.py planning/test_speculation.py machine/test_device.py",
+    "optim/stepper.py": (
+        "optim/test_stepper.py training/test_equals_torch.py planning/test_speculation.py"
+        " machine/test_device.py"
+    ),
     "optim/rules.py": "optim/test_rules.py",
-    "runtime/prefetch.py": "runtime/test_prefetch.py training/test_homes_change_no_bit.py state/test_unit.py",
-    "runtime/backward.py": "runtime/test_backward.py api/test_accumulate.py api/test_step_in_backward.py planning/test_speculation.py",
-    "runtime/passes.py": "runtime/test_passes.py runtime/test_backward.py training/test_ordinary_loops.py training/test_unusual_models.py forwards/test_recompute.py "
-    "api/test_grad_stand_ins.py runtime/test_activations.py training/test_later_groups.py",
+    "runtime/prefetch.py": (
+        "runtime/test_prefetch.py training/test_homes_change_no_bit.py state/test_unit.py"
+    ),
+    "runtime/backward.py": (
+        "runtime/test_backward.py api/test_accumulate.py api/test_step_in_backward.py"
+        " planning/test_speculation.py"
+    ),
+    "runtime/passes.py": (
+        "runtime/test_passes.py runtime/test_backward.py training/test_ordinary_loops.py"
+        " training/test_unusual_models.py forwards/test_recompute.py api/test_grad_stand_ins.py"
+        " runtime/test_activations.py training/test_later_groups.py"
+    ),
     "runtime/tasks.py": "runtime/test_tasks.py training/test_ordinary_loops.py",
 }
 
@@ -77,12 +109,17 @@ def copy_tree() -> None:
 
 
 def draw(session: Path, count: int, seed: int) -> int:
-    """Leaves ``count`` of the session's mutants, drawn by ``seed``: of one file, the same whenever it is done. Returns how many there were."""
+    """Leaves ``count`` of the session's mutants, drawn by ``seed``: of one file, the same whenever
+    it is done. Returns how many there were."""
     with sqlite3.connect(session) as database:
         # By place, for their numbers are other ones in every session.
-        found = database.execute(f"SELECT job_id, operator_name FROM mutation_specs ORDER BY {', '.join(PLACE)}").fetchall()
+        found = database.execute(
+            f"SELECT job_id, operator_name FROM mutation_specs ORDER BY {', '.join(PLACE)}"
+        ).fetchall()
         jobs = [job for job, _ in found]
-        real = [job for job, operator in found if "BitOr_" not in operator]  # those are nearly all in annotations
+        real = [
+            job for job, operator in found if "BitOr_" not in operator
+        ]  # those are nearly all in annotations
         drawn = set(random.Random(seed).sample(real, min(count, len(real))))
         for job in jobs:
             if job not in drawn:
@@ -102,10 +139,18 @@ def mutate(path: str, tests: str, count: int, seed: int) -> Iterator[dict]:
     session, config = COPY / "session.sqlite", COPY / "session.toml"
     session.unlink(missing_ok=True)
     paths = " ".join(f"tests/{test}" for test in tests.split())
-    command = f"env PYTHONPATH={COPY} OMP_NUM_THREADS=1 {sys.executable} -m pytest -q -x -m 'not slow' -p no:cacheprovider --basetemp=pt {paths}"
+    command = (
+        f"env PYTHONPATH={COPY} OMP_NUM_THREADS=1 {sys.executable} -m pytest -q -x -m 'not slow' -p"
+        f" no:cacheprovider --basetemp=pt {paths}"
+    )
     began = time.monotonic()
-    if (plain := subprocess.run(shlex.split(command), cwd=COPY, capture_output=True, text=True)).returncode:
-        raise SystemExit(f"{path}: its tests fail without a mutant, so that every one would be found\n{plain.stdout[-2000:]}")
+    if (
+        plain := subprocess.run(shlex.split(command), cwd=COPY, capture_output=True, text=True)
+    ).returncode:
+        raise SystemExit(
+            f"{path}: its tests fail without a mutant, so that every one would be"
+            f" found\n{plain.stdout[-2000:]}"
+        )
     config.write_text(
         "[cosmic-ray]\n"
         f'module-path = "infinity/{path}"\n'
@@ -125,7 +170,9 @@ def mutate(path: str, tests: str, count: int, seed: int) -> Iterator[dict]:
             "of": total,
             "line": mutation["start_pos"][0],
             "operator": mutation["operator_name"].removeprefix("core/"),
-            "outcome": (result or {}).get("test_outcome") or (result or {}).get("worker_outcome") or "none",
+            "outcome": (
+                (result or {}).get("test_outcome") or (result or {}).get("worker_outcome") or "none"
+            ),
             "diff": (result or {}).get("diff") or "",
         }
 
@@ -133,9 +180,16 @@ def mutate(path: str, tests: str, count: int, seed: int) -> Iterator[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("rooms", nargs="*", help="files whose path begins like this (default: all)")
-    parser.add_argument("--count", type=int, default=12, metavar="N", help="mutants of each file (default 12)")
+    parser.add_argument(
+        "--count", type=int, default=12, metavar="N", help="mutants of each file (default 12)"
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the draw (default 1)")
-    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / f"mutants_{date.today()}.json", metavar="FILE")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=ROOT / "bench" / "results" / f"mutants_{date.today()}.json",
+        metavar="FILE",
+    )
     args = parser.parse_args()
     copy_tree()
     found: list[dict] = []
@@ -145,13 +199,24 @@ def main() -> int:
         of_file = list(mutate(path, tests, args.count, args.seed))
         found += of_file
         killed = sum(one["outcome"] != "survived" for one in of_file)
-        print(f"{path}: {killed} of {len(of_file)} found ({of_file[0]['of'] if of_file else 0} in all)", flush=True)
+        print(
+            f"{path}: {killed} of {len(of_file)} found ({of_file[0]['of'] if of_file else 0} in"
+            " all)",
+            flush=True,
+        )
         survivors = [one for one in found if one["outcome"] == "survived"]
-        summary = {"mutants": len(found), "found": len(found) - len(survivors), "seed": args.seed, "survivors": survivors}
+        summary = {
+            "mutants": len(found),
+            "found": len(found) - len(survivors),
+            "seed": args.seed,
+            "survivors": survivors,
+        }
         args.json.write_text(json.dumps(summary, indent=1) + "\n")
     for one in found:
         if one["outcome"] == "survived":
-            print(f"\nsurvived: infinity/{one['file']}:{one['line']} {one['operator']}\n{one['diff']}")
+            print(
+                f"\nsurvived: infinity/{one['file']}:{one['line']} {one['operator']}\n{one['diff']}"
+            )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Looks for test doubles in a wheel or a source distribution, and ends with 1 if there are any: no_doubles.py ARCHIVE..."""
+"""Looks for test doubles in a wheel or a source distribution, and ends with 1 if there are any:
+no_doubles.py ARCHIVE..."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NAMES = ("doubles", "delayed_network", "faulty", "modelled", "instant")
-BYTES = (b"INFINITY_FAULTS", b"FaultyBackend", b"ModelledBackend", b"InstantBackend", b"class DelayedNetwork")
+BYTES = (
+    b"INFINITY_FAULTS",
+    b"FaultyBackend",
+    b"ModelledBackend",
+    b"InstantBackend",
+    b"class DelayedNetwork",
+)
 
 
 def members(archive: Path) -> Iterator[tuple[str, bytes]]:
@@ -25,12 +32,16 @@ def members(archive: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def doubles_in(archive: Path) -> list[str]:
-    """Returns the files of ``archive`` that are, or have in them, a test double. Prose may speak of them."""
+    """Returns the files of ``archive`` that are, or have in them, a test double. Prose may speak of
+    them."""
     return [
         name
         for name, content in members(archive)
         if Path(name).stem in NAMES
-        or (not name.endswith((".md", "PKG-INFO", "METADATA")) and any(each in content for each in BYTES))
+        or (
+            not name.endswith((".md", "PKG-INFO", "METADATA"))
+            and any(each in content for each in BYTES)
+        )
     ]
 
 

@@ -1,6 +1,8 @@
-"""Rivals: other systems' loops, each behind ``find``, which gives a runner or the reason why there is none.
+"""Rivals: other systems' loops, each behind ``find``, which gives a runner or the reason why there
+is none.
 
-Disk rivals        ``find(path, nbytes)`` -> an object with ``run("read" | "write" | "mixed")`` and ``close()``
+Disk rivals        ``find(path, nbytes)`` -> an object with ``run("read" | "write" | "mixed")`` and
+                   ``close()``
 Optimizer rivals   ``find(count, whole_job=, factor=)`` -> a callable, one step
 """
 

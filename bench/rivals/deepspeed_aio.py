@@ -19,15 +19,22 @@ class DeepSpeedAio:
 
     def __init__(self, module, path: str, nbytes: int):
         self.path, self.nbytes = path, nbytes
-        self.handles = [module.aio_handle(block, depth, False, True, threads) for block, depth, threads in SETTINGS]
+        self.handles = [
+            module.aio_handle(block, depth, False, True, threads)
+            for block, depth, threads in SETTINGS
+        ]
         self.size = min(BUFFER_NBYTES, nbytes // 2)
         template = torch.empty(0, dtype=torch.uint8)
-        self.buffers = [self.handles[0].new_cpu_locked_tensor(self.size, template) for _ in range(2)]
+        self.buffers = [
+            self.handles[0].new_cpu_locked_tensor(self.size, template) for _ in range(2)
+        ]
         self.best: dict[str, object] = {}
 
     def run(self, direction: str) -> None:
         if direction not in self.best:
-            self.best[direction] = min(self.handles, key=lambda handle: self._seconds(handle, direction))
+            self.best[direction] = min(
+                self.handles, key=lambda handle: self._seconds(handle, direction)
+            )
         self._move(self.best[direction], direction)
 
     def close(self) -> None:
@@ -49,7 +56,9 @@ class DeepSpeedAio:
                 handle.async_pread(parts[0], self.path, offset)
                 started += 1
             if direction != "read":
-                handle.async_pwrite(parts[1], self.path, offset + (half if direction == "mixed" else 0))
+                handle.async_pwrite(
+                    parts[1], self.path, offset + (half if direction == "mixed" else 0)
+                )
                 started += 1
             done = handle.wait()
             assert done == started, f"{done} of {started} operations"

@@ -22,7 +22,9 @@ class Fio:
 
     def run(self, direction: str) -> Times:
         if direction not in self.best:
-            self.best[direction] = min(SETTINGS, key=lambda setting: self._run(direction, *setting).wall[0])
+            self.best[direction] = min(
+                SETTINGS, key=lambda setting: self._run(direction, *setting).wall[0]
+            )
         return self._run(direction, *self.best[direction])
 
     def close(self) -> None:
@@ -30,11 +32,21 @@ class Fio:
 
     def _run(self, direction: str, block: str, depth: int) -> Times:
         command = [
-            "fio", "--name=rival", f"--filename={self.path}", f"--rw={WAYS[direction]}", f"--bs={block}",
-            f"--iodepth={depth}", f"--size={self.nbytes}", "--ioengine=io_uring", "--fixedbufs=1", "--direct=1",
+            "fio",
+            "--name=rival",
+            f"--filename={self.path}",
+            f"--rw={WAYS[direction]}",
+            f"--bs={block}",
+            f"--iodepth={depth}",
+            f"--size={self.nbytes}",
+            "--ioengine=io_uring",
+            "--fixedbufs=1",
+            "--direct=1",
             "--output-format=json",
-        ]  # fmt: skip
-        job = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["jobs"][0]
+        ]
+        job = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        )["jobs"][0]
         seconds = max(job["read"]["runtime"], job["write"]["runtime"], 1) / 1e3
         moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
         seconds *= self.nbytes / moved

@@ -1,4 +1,5 @@
-"""The rivals' AdamW over fp32 masters: the fused step alone, or the whole job with the casts and the scaling."""
+"""The rivals' AdamW over fp32 masters: the fused step alone, or the whole job with the casts and
+the scaling."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ import torch
 
 
 class AdamWJob:
-    """A callable: one step. ``whole_job``: bf16 gradients in, scaled by ``factor``, fp32 master kept, bf16 weights out.
+    """A callable: one step. ``whole_job``: bf16 gradients in, scaled by ``factor``, fp32 master
+    kept, bf16 weights out.
 
-    Passes are in-place where they can be and reuse their memory, as a careful user of these optimizers would have it.
+    Passes are in-place where they can be and reuse their memory, as a careful user of these
+    optimizers would have it.
     """
 
     def __init__(self, make_optimizer: Callable, count: int, *, whole_job: bool, factor: float):
@@ -65,7 +68,8 @@ OPTIMIZER_RIVALS = (
 
 @contextmanager
 def openmp_threads(count: int) -> Iterator[None]:
-    """Sets ``count`` threads for every OpenMP runtime in this process inside the block: torch and DeepSpeed may each have one."""
+    """Sets ``count`` threads for every OpenMP runtime in this process inside the block: torch and
+    DeepSpeed may each have one."""
     before = torch.get_num_threads()
     _set_openmp_threads(count)
     try:
@@ -76,7 +80,13 @@ def openmp_threads(count: int) -> Iterator[None]:
 
 def _set_openmp_threads(count: int) -> None:
     torch.set_num_threads(count)
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    mapped = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "omp" in line
+    }
     for path in mapped:
-        if path.startswith("/") and (setter := getattr(ctypes.CDLL(path), "omp_set_num_threads", None)):
+        if path.startswith("/") and (
+            setter := getattr(ctypes.CDLL(path), "omp_set_num_threads", None)
+        ):
             setter(count)

@@ -1,7 +1,8 @@
 // Errors of the native core, and the checks that stay on in release builds.
 //
-// Two kinds of wrong. The world's (disk, kernel, a caller's argument) throws one of the typed errors
-// below, which the bindings turn into their namesakes in `infinity.errors`. Ours fails INFINITY_CHECK.
+// Two kinds of wrong. The world's (disk, kernel, a caller's argument) throws one of the typed
+// errors below, which the bindings turn into their namesakes in `infinity.errors`. Ours fails
+// INFINITY_CHECK.
 #pragma once
 
 #include <cstring>
@@ -52,18 +53,17 @@ std::string concat(const Parts&... parts) {
 }  // namespace infinity
 
 // The message is built only when the check fails.
-#define INFINITY_CHECK(condition, ...)                                                          \
-  do {                                                                                          \
-    if (__builtin_expect(!(condition), 0)) {                                                    \
-      throw ::infinity::CheckFailure(::infinity::concat("check failed: " #condition " at ",     \
-                                                        __FILE__, ":", __LINE__, ": ",          \
-                                                        __VA_ARGS__));                          \
-    }                                                                                           \
+#define INFINITY_CHECK(condition, ...)                                                      \
+  do {                                                                                      \
+    if (__builtin_expect(!(condition), 0)) {                                                \
+      throw ::infinity::CheckFailure(::infinity::concat(                                    \
+          "check failed: " #condition " at ", __FILE__, ":", __LINE__, ": ", __VA_ARGS__)); \
+    }                                                                                       \
   } while (0)
 
-#define INFINITY_REQUIRE(condition, ...)                                     \
-  do {                                                                       \
-    if (__builtin_expect(!(condition), 0)) {                                 \
-      throw ::infinity::UsageError(::infinity::concat(__VA_ARGS__));         \
-    }                                                                        \
+#define INFINITY_REQUIRE(condition, ...)                             \
+  do {                                                               \
+    if (__builtin_expect(!(condition), 0)) {                         \
+      throw ::infinity::UsageError(::infinity::concat(__VA_ARGS__)); \
+    }                                                                \
   } while (0)

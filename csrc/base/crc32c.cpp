@@ -54,8 +54,12 @@ bool has_instruction() {
   static const bool yes = __builtin_cpu_supports("sse4.2");
   return yes;
 }
-INFINITY_CRC_TARGET inline std::uint64_t crc_word(std::uint64_t crc, std::uint64_t word) { return __builtin_ia32_crc32di(crc, word); }
-INFINITY_CRC_TARGET inline std::uint32_t crc_byte(std::uint32_t crc, unsigned char byte) { return __builtin_ia32_crc32qi(crc, byte); }
+INFINITY_CRC_TARGET inline std::uint64_t crc_word(std::uint64_t crc, std::uint64_t word) {
+  return __builtin_ia32_crc32di(crc, word);
+}
+INFINITY_CRC_TARGET inline std::uint32_t crc_byte(std::uint32_t crc, unsigned char byte) {
+  return __builtin_ia32_crc32qi(crc, byte);
+}
 #elif defined(__aarch64__)
 #define INFINITY_HAS_CRC 1
 #define INFINITY_CRC_TARGET __attribute__((target("+crc")))
@@ -67,7 +71,9 @@ bool has_instruction() {
 INFINITY_CRC_TARGET inline std::uint64_t crc_word(std::uint64_t crc, std::uint64_t word) {
   return __crc32cd(static_cast<std::uint32_t>(crc), word);
 }
-INFINITY_CRC_TARGET inline std::uint32_t crc_byte(std::uint32_t crc, unsigned char byte) { return __crc32cb(crc, byte); }
+INFINITY_CRC_TARGET inline std::uint32_t crc_byte(std::uint32_t crc, unsigned char byte) {
+  return __crc32cb(crc, byte);
+}
 #endif
 
 // a * b modulo the polynomial, over GF(2). The coefficient of x^0 is the highest bit.
@@ -91,7 +97,8 @@ std::uint32_t zeros(std::size_t nbytes) {
 }
 
 #if defined(INFINITY_HAS_CRC)
-INFINITY_CRC_TARGET std::uint32_t crc_instruction(std::uint32_t crc, const unsigned char* bytes, std::size_t nbytes) {
+INFINITY_CRC_TARGET std::uint32_t crc_instruction(std::uint32_t crc, const unsigned char* bytes,
+                                                  std::size_t nbytes) {
   std::uint64_t wide = crc;
   for (; nbytes >= 8; bytes += 8, nbytes -= 8) {
     std::uint64_t word;
@@ -103,24 +110,28 @@ INFINITY_CRC_TARGET std::uint32_t crc_instruction(std::uint32_t crc, const unsig
   return crc;
 }
 
-// What a fixed number of zero bytes makes of a register: linear in it, so a table for each of its bytes does.
+// What a fixed number of zero bytes makes of a register: linear in it, so a table for each of its
+// bytes does.
 class Zeros {
  public:
   explicit Zeros(std::size_t nbytes) {
     const std::uint32_t power = zeros(nbytes);
     for (std::size_t byte = 0; byte < 4; ++byte)
-      for (std::uint32_t value = 0; value < 256; ++value) tables_[byte][value] = product(value << 8 * byte, power);
+      for (std::uint32_t value = 0; value < 256; ++value)
+        tables_[byte][value] = product(value << 8 * byte, power);
   }
   std::uint32_t after(std::uint32_t crc) const {
-    return tables_[0][crc & 0xFF] ^ tables_[1][crc >> 8 & 0xFF] ^ tables_[2][crc >> 16 & 0xFF] ^ tables_[3][crc >> 24];
+    return tables_[0][crc & 0xFF] ^ tables_[1][crc >> 8 & 0xFF] ^ tables_[2][crc >> 16 & 0xFF] ^
+           tables_[3][crc >> 24];
   }
 
  private:
   std::array<std::array<std::uint32_t, 256>, 4> tables_;
 };
 
-// One whole block. The instruction has a latency of three cycles and a throughput of one, so three parts of the block
-// run in lockstep at three times the speed of one, and are put together by what follows each of them.
+// One whole block. The instruction has a latency of three cycles and a throughput of one, so three
+// parts of the block run in lockstep at three times the speed of one, and are put together by what
+// follows each of them.
 INFINITY_CRC_TARGET std::uint32_t crc_block(std::uint32_t crc, const unsigned char* bytes) {
   constexpr std::size_t kPart = kChecksumNbytes / 24 * 8;
   static const Zeros one_part(kPart), two_parts(2 * kPart);
@@ -135,7 +146,8 @@ INFINITY_CRC_TARGET std::uint32_t crc_block(std::uint32_t crc, const unsigned ch
     c = crc_word(c, z);
   }
   const std::uint32_t joined = two_parts.after(static_cast<std::uint32_t>(a)) ^
-                               one_part.after(static_cast<std::uint32_t>(b)) ^ static_cast<std::uint32_t>(c);
+                               one_part.after(static_cast<std::uint32_t>(b)) ^
+                               static_cast<std::uint32_t>(c);
   return crc_instruction(joined, bytes + 3 * kPart, kChecksumNbytes - 3 * kPart);
 }
 #endif
@@ -147,14 +159,17 @@ std::uint32_t crc32c(const void* data, std::size_t nbytes, std::uint32_t seed) {
 #if defined(INFINITY_HAS_CRC)
   if (has_instruction()) {
     std::uint32_t crc = ~seed;
-    for (; nbytes >= kChecksumNbytes; bytes += kChecksumNbytes, nbytes -= kChecksumNbytes) crc = crc_block(crc, bytes);
+    for (; nbytes >= kChecksumNbytes; bytes += kChecksumNbytes, nbytes -= kChecksumNbytes)
+      crc = crc_block(crc, bytes);
     return ~crc_instruction(crc, bytes, nbytes);
   }
 #endif
   return ~crc_table(~seed, bytes, nbytes);
 }
 
-std::uint32_t crc32c_before(std::uint32_t sum, std::size_t nbytes) { return product(sum, zeros(nbytes)); }
+std::uint32_t crc32c_before(std::uint32_t sum, std::size_t nbytes) {
+  return product(sum, zeros(nbytes));
+}
 
 void crc32c_blocks(const void* data, std::size_t nbytes, std::uint32_t* sums) {
   const auto* bytes = static_cast<const unsigned char*>(data);

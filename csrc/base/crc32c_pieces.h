@@ -1,10 +1,12 @@
-// CRC-32C by pieces: the checksum of bytes that several threads have each a part of, on a processor or a GPU.
+// CRC-32C by pieces: the checksum of bytes that several threads have each a part of, on a processor
+// or a GPU.
 //
-//   remainder   of a polynomial over GF(2), modulo Castagnoli's: 32 bits, reflected (bit 31 is the coefficient of 1)
-//   register    what runs through a CRC: linear in the bytes. `~register` after all bytes, from ~0 before them, is the checksum
+//   remainder   of a polynomial over GF(2), modulo Castagnoli's: 32 bits, reflected (bit 31 is the
+//   coefficient of 1) register    what runs through a CRC: linear in the bytes. `~register` after
+//   all bytes, from ~0 before them, is the checksum
 //
-// A byte behind multiplies what is in front of it by x^8. So the register of two pieces is that of the first, times x^8 for each byte
-// of the second, plus (that is, XOR) that of the second.
+// A byte behind multiplies what is in front of it by x^8. So the register of two pieces is that of
+// the first, times x^8 for each byte of the second, plus (that is, XOR) that of the second.
 #pragma once
 
 #include <cstddef>
@@ -43,6 +45,8 @@ INFINITY_BOTH constexpr std::uint32_t behind(std::size_t count) {
 }
 
 // The register that `count` zero bytes make of `value`.
-INFINITY_BOTH constexpr std::uint32_t moved(std::uint32_t value, std::size_t count) { return times(behind(count), value); }
+INFINITY_BOTH constexpr std::uint32_t moved(std::uint32_t value, std::size_t count) {
+  return times(behind(count), value);
+}
 
 }  // namespace infinity::pieces

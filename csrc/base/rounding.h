@@ -1,5 +1,5 @@
-// The rounding mode of a thread. A new one inherits its maker's, and torch can be told to flush subnormals to zero
-// (torch.set_flush_denormal): the optimizer's bits must not depend on that.
+// The rounding mode of a thread. A new one inherits its maker's, and torch can be told to flush
+// subnormals to zero (torch.set_flush_denormal): the optimizer's bits must not depend on that.
 #pragma once
 
 #if defined(__x86_64__)

@@ -8,7 +8,8 @@
 
 namespace infinity {
 
-// Starts a thread and appends it. False, with nothing appended, when the system has no thread to give.
+// Starts a thread and appends it. False, with nothing appended, when the system has no thread to
+// give.
 template <class Work>
 bool try_spawn(std::vector<std::thread>& threads, Work&& work) {
   threads.reserve(threads.size() + 1);  // a thread that has no place would end the process

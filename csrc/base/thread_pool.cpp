@@ -14,7 +14,8 @@ constexpr std::size_t kPiecesPerThread = 8;
 }
 
 ThreadPool::ThreadPool(int thread_count) {
-  INFINITY_REQUIRE(thread_count >= 1, "a thread pool needs at least one thread, not ", thread_count);
+  INFINITY_REQUIRE(thread_count >= 1, "a thread pool needs at least one thread, not ",
+                   thread_count);
   // Fewer threads do the same work: each takes the next piece.
   for (int part = 1; part < thread_count; ++part)
     if (!try_spawn(workers_, [this, part] { worker(part); })) break;
@@ -48,13 +49,15 @@ void ThreadPool::for_range(std::size_t begin, std::size_t end, std::size_t grain
   if (begin >= end) return;
   const std::size_t count = end - begin;
   if (workers_.empty() || most == 1 || count <= grain) return work(begin, end);
-  // More pieces than threads, taken one by one: a thread whose core is busy elsewhere delays no other.
+  // More pieces than threads, taken one by one: a thread whose core is busy elsewhere delays no
+  // other.
   const std::size_t pieces = kPiecesPerThread * static_cast<std::size_t>(thread_count());
   const std::size_t share = round_up((count + pieces - 1) / pieces, grain);
   std::atomic<std::size_t> next{0};
   run([&](int part) {
     if (most > 0 && part >= most) return;
-    for (std::size_t from; (from = begin + share * next++) < end;) work(from, std::min(end, from + share));
+    for (std::size_t from; (from = begin + share * next++) < end;)
+      work(from, std::min(end, from + share));
   });
 }
 

@@ -31,10 +31,13 @@ class INFINITY_THREAD_SAFETY(capability("mutex")) Mutex : public std::mutex {
 // Holds a mutex for as long as it lives, but for the time between unlock() and lock().
 class INFINITY_THREAD_SAFETY(scoped_lockable) Lock : public std::unique_lock<std::mutex> {
  public:
-  explicit Lock(Mutex& mutex) INFINITY_THREAD_SAFETY(acquire_capability(mutex)) : std::unique_lock<std::mutex>(mutex) {}
+  explicit Lock(Mutex& mutex) INFINITY_THREAD_SAFETY(acquire_capability(mutex))
+      : std::unique_lock<std::mutex>(mutex) {}
   ~Lock() INFINITY_THREAD_SAFETY(release_capability()) {}
   void lock() INFINITY_THREAD_SAFETY(acquire_capability()) { std::unique_lock<std::mutex>::lock(); }
-  void unlock() INFINITY_THREAD_SAFETY(release_capability()) { std::unique_lock<std::mutex>::unlock(); }
+  void unlock() INFINITY_THREAD_SAFETY(release_capability()) {
+    std::unique_lock<std::mutex>::unlock();
+  }
 };
 
 }  // namespace infinity

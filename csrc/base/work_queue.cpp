@@ -16,7 +16,9 @@ void WorkQueue::add(Job job, bool awaited) {
     Lock lock(mutex_);
     INFINITY_CHECK(!stopping_, "work for a queue that was stopped");
     const std::size_t waiting = awaited_.size() + others_.size() + 1;
-    if (waiting > idle_ && workers_.size() < max_threads_ && !try_spawn(workers_, [this] { worker(); })) max_threads_ = workers_.size();
+    if (waiting > idle_ && workers_.size() < max_threads_ &&
+        !try_spawn(workers_, [this] { worker(); }))
+      max_threads_ = workers_.size();
     if (!workers_.empty()) {
       (awaited ? awaited_ : others_).push_back(std::move(job));
       changed_.notify_one();
@@ -40,7 +42,9 @@ void WorkQueue::worker() {
   Lock lock(mutex_);
   for (;;) {
     ++idle_;
-    changed_.wait(lock, [this]() INFINITY_REQUIRES(mutex_) { return stopping_ || !awaited_.empty() || !others_.empty(); });
+    changed_.wait(lock, [this]() INFINITY_REQUIRES(mutex_) {
+      return stopping_ || !awaited_.empty() || !others_.empty();
+    });
     --idle_;
     std::deque<Job>& jobs = awaited_.empty() ? others_ : awaited_;
     if (jobs.empty()) return;  // stopping

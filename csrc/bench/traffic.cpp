@@ -1,4 +1,5 @@
-// The ceiling of the optimizer kernels: a loop that only moves the bytes a step moves, in the pattern it moves them.
+// The ceiling of the optimizer kernels: a loop that only moves the bytes a step moves, in the
+// pattern it moves them.
 #include "bench/traffic.h"
 
 #include <cstdint>
@@ -17,14 +18,17 @@
 namespace infinity {
 namespace {
 
-constexpr std::size_t kLine = 64;  // bytes; one line of an array of bytes has 64 elements, and so has one turn below
+// bytes; one line of an array of bytes has 64 elements, and so has one turn below
+constexpr std::size_t kLine = 64;
 
 using Line = std::uint8_t __attribute__((vector_size(kLine)));
 
-volatile std::uint8_t unknown_zero = 0;  // so that bytes are written back unchanged, without the compiler knowing
+// so that bytes are written back unchanged, without the compiler knowing
+volatile std::uint8_t unknown_zero = 0;
 
 INFINITY_FOR_EVERY_UNIT
-void move_lines(const Stream* streams, std::size_t stream_count, std::size_t begin, std::size_t end) {
+void move_lines(const Stream* streams, std::size_t stream_count, std::size_t begin,
+                std::size_t end) {
   const Line zero = Line{} + unknown_zero;
   for (std::size_t i = begin; i < end; i += kLine)
     for (std::size_t s = 0; s < stream_count; ++s) {
@@ -47,7 +51,8 @@ void move_lines(const Stream* streams, std::size_t stream_count, std::size_t beg
 }  // namespace
 
 void move_streams(const std::vector<Stream>& streams, std::size_t count, int thread_count) {
-  INFINITY_REQUIRE(count % kLine == 0, "streams of ", count, " elements: must be a multiple of ", kLine);
+  INFINITY_REQUIRE(count % kLine == 0, "streams of ", count, " elements: must be a multiple of ",
+                   kLine);
   ThreadPool pool(thread_count);
   pool.for_range(0, count, 4096, [&](std::size_t begin, std::size_t end) {
     move_lines(streams.data(), streams.size(), begin, end);

@@ -1,4 +1,5 @@
-// The ceiling of the optimizer kernels: a loop that only moves the bytes a step moves, in the pattern it moves them.
+// The ceiling of the optimizer kernels: a loop that only moves the bytes a step moves, in the
+// pattern it moves them.
 #pragma once
 
 #include <cstddef>

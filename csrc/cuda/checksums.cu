@@ -12,14 +12,16 @@ constexpr int kThreads = 256;
 constexpr int kWordNbytes = 4;
 constexpr std::size_t kMostSums = 4096;  // of one launch
 
-// Entry `i` of four tables: what the byte `i` makes of an empty register, with up to three zero bytes behind it.
+// Entry `i` of four tables: what the byte `i` makes of an empty register, with up to three zero
+// bytes behind it.
 __device__ std::uint32_t table_entry(std::uint32_t i, int behind) {
   for (int bit = 0; bit < 8 * (behind + 1); ++bit) i = (i >> 1) ^ (i & 1 ? pieces::kPolynomial : 0);
   return i;
 }
 
 // A block of threads for each checksum, and of its bytes an equal piece for each thread.
-__global__ void __launch_bounds__(kThreads) sum_blocks(const std::uint32_t* words, std::size_t nbytes, std::uint32_t* sums) {
+__global__ void __launch_bounds__(kThreads)
+    sum_blocks(const std::uint32_t* words, std::size_t nbytes, std::uint32_t* sums) {
   __shared__ std::uint32_t tables[4][256], parts[kThreads];
   const unsigned t = threadIdx.x;
   for (int behind = 0; behind < 4; ++behind) tables[behind][t] = table_entry(t, behind);
@@ -31,7 +33,8 @@ __global__ void __launch_bounds__(kThreads) sum_blocks(const std::uint32_t* word
   const std::uint32_t* mine = words + (begin + t * piece) / kWordNbytes;
   for (std::size_t i = 0; i < piece / kWordNbytes; ++i) {
     value ^= mine[i];
-    value = tables[3][value & 0xFF] ^ tables[2][value >> 8 & 0xFF] ^ tables[1][value >> 16 & 0xFF] ^ tables[0][value >> 24];
+    value = tables[3][value & 0xFF] ^ tables[2][value >> 8 & 0xFF] ^ tables[1][value >> 16 & 0xFF] ^
+            tables[0][value >> 24];
   }
   parts[t] = pieces::moved(value, (kThreads - 1 - t) * piece);
   for (int half = kThreads / 2; half > 0; half /= 2) {
@@ -47,8 +50,10 @@ struct Lane {
   std::uint32_t* sums = nullptr;
   cudaError_t open() {
     if (sums) return cudaSuccess;
-    if (const cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)) return error;
-    return cudaHostAlloc(reinterpret_cast<void**>(&sums), kMostSums * sizeof *sums, cudaHostAllocPortable);
+    if (const cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking))
+      return error;
+    return cudaHostAlloc(reinterpret_cast<void**>(&sums), kMostSums * sizeof *sums,
+                         cudaHostAllocPortable);
   }
   ~Lane() {  // of no account where the driver has gone
     if (sums) cudaFreeHost(sums);
@@ -63,7 +68,8 @@ int checksums(const void* data, std::size_t nbytes, std::uint32_t* sums) {
   if (const cudaError_t error = lane.open()) return error;
   const auto* bytes = static_cast<const std::byte*>(data);
   while (nbytes) {
-    const std::size_t part = nbytes < kMostSums * kChecksumNbytes ? nbytes : kMostSums * kChecksumNbytes;
+    const std::size_t part =
+        nbytes < kMostSums * kChecksumNbytes ? nbytes : kMostSums * kChecksumNbytes;
     const std::size_t count = checksum_count(part);
     INFINITY_LAUNCH(sum_blocks, static_cast<unsigned>(count), kThreads, lane.stream)
     (reinterpret_cast<const std::uint32_t*>(bytes), part, lane.sums);

@@ -1,5 +1,5 @@
-// The GPU's kernels. All are asynchronous on `stream` (a cudaStream_t; null is the legacy default stream) of the current
-// device; addresses are the device's.
+// The GPU's kernels. All are asynchronous on `stream` (a cudaStream_t; null is the legacy default
+// stream) of the current device; addresses are the device's.
 #pragma once
 
 #include <cstddef>
@@ -17,14 +17,16 @@
 
 namespace infinity::cuda {
 
-// One optimizer step of flat arrays: bits equal to the processor's kernels. Throws UsageError for a layout without one.
+// One optimizer step of flat arrays: bits equal to the processor's kernels. Throws UsageError for a
+// layout without one.
 void step(const Layout& layout, const Arrays& arrays, const std::vector<Run>& runs, void* stream);
 
-// One pass over a flat gradient: `out` (null: none) becomes its values in `out_dtype`, rounded as torch casts; `sum` gets
-// the sum of their squares in fp64, and `not_finite` is set to 1 where one is infinite or not a number (else left alone).
-// The sum is taken in an order that depends on `count` alone. `workspace`: scan_workspace_nbytes(count) bytes.
-void scan(const void* grad, DType grad_dtype, void* out, DType out_dtype, std::size_t count, double* sum,
-          float* not_finite, void* workspace, void* stream);
+// One pass over a flat gradient: `out` (null: none) becomes its values in `out_dtype`, rounded as
+// torch casts; `sum` gets the sum of their squares in fp64, and `not_finite` is set to 1 where one
+// is infinite or not a number (else left alone). The sum is taken in an order that depends on
+// `count` alone. `workspace`: scan_workspace_nbytes(count) bytes.
+void scan(const void* grad, DType grad_dtype, void* out, DType out_dtype, std::size_t count,
+          double* sum, float* not_finite, void* workspace, void* stream);
 std::size_t scan_workspace_nbytes(std::size_t count);
 
 // What threads of a direct reader call.

@@ -1,5 +1,6 @@
-// The GPU's vector type: four consecutive elements, so that a thread moves 8 or 16 bytes at once. Every operation is the
-// scalar one, four times. Included inside the unit's namespace, after scalar.h.
+// The GPU's vector type: four consecutive elements, so that a thread moves 8 or 16 bytes at once.
+// Every operation is the scalar one, four times. Included inside the unit's namespace, after
+// scalar.h.
 
 struct Quad {
   struct F {
@@ -16,17 +17,39 @@ struct Quad {
   }
 
   __device__ static F set(float a) { return {a, a, a, a}; }
-  __device__ static F add(F a, F b) { return each([&](int j) { return Scalar::add(a.x[j], b.x[j]); }); }
-  __device__ static F sub(F a, F b) { return each([&](int j) { return Scalar::sub(a.x[j], b.x[j]); }); }
-  __device__ static F mul(F a, F b) { return each([&](int j) { return Scalar::mul(a.x[j], b.x[j]); }); }
-  __device__ static F div(F a, F b) { return each([&](int j) { return Scalar::div(a.x[j], b.x[j]); }); }
-  __device__ static F fma(F a, F b, F c) { return each([&](int j) { return Scalar::fma(a.x[j], b.x[j], c.x[j]); }); }
-  __device__ static F sqrt(F a) { return each([&](int j) { return Scalar::sqrt(a.x[j]); }); }
-  __device__ static F or_if_nan(F a, F b) { return each([&](int j) { return Scalar::or_if_nan(a.x[j], b.x[j]); }); }
-  __device__ static F neg(F a) { return each([&](int j) { return Scalar::neg(a.x[j]); }); }
-  __device__ static F sign(F a) { return each([&](int j) { return Scalar::sign(a.x[j]); }); }
-  __device__ static F round_bf16(F a) { return each([&](int j) { return Scalar::round_bf16(a.x[j]); }); }
-  __device__ static F round_f16(F a) { return each([&](int j) { return Scalar::round_f16(a.x[j]); }); }
+  __device__ static F add(F a, F b) {
+    return each([&](int j) { return Scalar::add(a.x[j], b.x[j]); });
+  }
+  __device__ static F sub(F a, F b) {
+    return each([&](int j) { return Scalar::sub(a.x[j], b.x[j]); });
+  }
+  __device__ static F mul(F a, F b) {
+    return each([&](int j) { return Scalar::mul(a.x[j], b.x[j]); });
+  }
+  __device__ static F div(F a, F b) {
+    return each([&](int j) { return Scalar::div(a.x[j], b.x[j]); });
+  }
+  __device__ static F fma(F a, F b, F c) {
+    return each([&](int j) { return Scalar::fma(a.x[j], b.x[j], c.x[j]); });
+  }
+  __device__ static F sqrt(F a) {
+    return each([&](int j) { return Scalar::sqrt(a.x[j]); });
+  }
+  __device__ static F or_if_nan(F a, F b) {
+    return each([&](int j) { return Scalar::or_if_nan(a.x[j], b.x[j]); });
+  }
+  __device__ static F neg(F a) {
+    return each([&](int j) { return Scalar::neg(a.x[j]); });
+  }
+  __device__ static F sign(F a) {
+    return each([&](int j) { return Scalar::sign(a.x[j]); });
+  }
+  __device__ static F round_bf16(F a) {
+    return each([&](int j) { return Scalar::round_bf16(a.x[j]); });
+  }
+  __device__ static F round_f16(F a) {
+    return each([&](int j) { return Scalar::round_f16(a.x[j]); });
+  }
 
   __device__ static F load_f32(const float* p) {
     const float4 v = *reinterpret_cast<const float4*>(p);
@@ -74,6 +97,8 @@ struct Quad {
   struct alignas(8) Halves {
     std::uint16_t x[4];
   };
-  __device__ static Halves load(const std::uint16_t* p) { return *reinterpret_cast<const Halves*>(p); }
+  __device__ static Halves load(const std::uint16_t* p) {
+    return *reinterpret_cast<const Halves*>(p);
+  }
   __device__ static void store(std::uint16_t* p, Halves h) { *reinterpret_cast<Halves*>(p) = h; }
 };

@@ -14,22 +14,41 @@ namespace {
 #include "cuda/quad.h"
 
 constexpr int kThreads = 256;
-constexpr std::size_t kChunk = 64 * 1024;  // elements of one block: the sums' order does not depend on the grid
+// elements of one block: the sums' order does not depend on the grid
+constexpr std::size_t kChunk = 64 * 1024;
 
 struct Float32 {
   using T = float;
-  template <class V> __device__ static typename V::F load(const T* p) { return V::load_f32(p); }
-  template <class V> __device__ static void store(T* p, typename V::F x) { V::store_f32(p, x); }
+  template <class V>
+  __device__ static typename V::F load(const T* p) {
+    return V::load_f32(p);
+  }
+  template <class V>
+  __device__ static void store(T* p, typename V::F x) {
+    V::store_f32(p, x);
+  }
 };
 struct BFloat16 {
   using T = std::uint16_t;
-  template <class V> __device__ static typename V::F load(const T* p) { return V::load_bf16(p); }
-  template <class V> __device__ static void store(T* p, typename V::F x) { V::store_bf16(p, x); }
+  template <class V>
+  __device__ static typename V::F load(const T* p) {
+    return V::load_bf16(p);
+  }
+  template <class V>
+  __device__ static void store(T* p, typename V::F x) {
+    V::store_bf16(p, x);
+  }
 };
 struct Float16 {
   using T = std::uint16_t;
-  template <class V> __device__ static typename V::F load(const T* p) { return V::load_f16(p); }
-  template <class V> __device__ static void store(T* p, typename V::F x) { V::store_f16(p, x); }
+  template <class V>
+  __device__ static typename V::F load(const T* p) {
+    return V::load_f16(p);
+  }
+  template <class V>
+  __device__ static void store(T* p, typename V::F x) {
+    V::store_f16(p, x);
+  }
 };
 
 // The sum of one value per thread, in a tree; of thread 0.
@@ -47,8 +66,10 @@ __device__ double block_sum(double value) {
 
 template <class In, class Out>
 __global__ void __launch_bounds__(kThreads)
-scan_chunks(const typename In::T* grad, typename Out::T* out, std::size_t count, double* sums, float* not_finite) {
-  const std::size_t begin = blockIdx.x * kChunk, end = begin + kChunk < count ? begin + kChunk : count;
+    scan_chunks(const typename In::T* grad, typename Out::T* out, std::size_t count, double* sums,
+                float* not_finite) {
+  const std::size_t begin = blockIdx.x * kChunk,
+                    end = begin + kChunk < count ? begin + kChunk : count;
   double sum = 0;
   bool finite = true;
   auto take = [&](float x) {
@@ -71,7 +92,8 @@ scan_chunks(const typename In::T* grad, typename Out::T* out, std::size_t count,
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(kThreads) add_up(const double* sums, std::size_t count, double* sum) {
+__global__ void __launch_bounds__(kThreads)
+    add_up(const double* sums, std::size_t count, double* sum) {
   double mine = 0;
   for (std::size_t i = threadIdx.x; i < count; i += kThreads) mine += sums[i];
   mine = block_sum(mine);
@@ -79,38 +101,49 @@ __global__ void __launch_bounds__(kThreads) add_up(const double* sums, std::size
 }
 
 template <class In, class Out>
-void launch(const void* grad, void* out, std::size_t count, double* sum, float* not_finite, double* sums, cudaStream_t on) {
+void launch(const void* grad, void* out, std::size_t count, double* sum, float* not_finite,
+            double* sums, cudaStream_t on) {
   const std::size_t chunks = (count + kChunk - 1) / kChunk;
   const auto kernel = scan_chunks<In, Out>;
   INFINITY_LAUNCH(kernel, static_cast<unsigned>(chunks), kThreads, on)
-  (static_cast<const typename In::T*>(grad), static_cast<typename Out::T*>(out), count, sums, not_finite);
+  (static_cast<const typename In::T*>(grad), static_cast<typename Out::T*>(out), count, sums,
+   not_finite);
   INFINITY_LAUNCH(add_up, 1, kThreads, on)(sums, chunks, sum);
 }
 
 template <class In>
 auto launcher(DType out) {
   switch (out) {
-    case DType::kFloat32: return launch<In, Float32>;
-    case DType::kBFloat16: return launch<In, BFloat16>;
-    case DType::kFloat16: return launch<In, Float16>;
-    default: throw UsageError("a gradient is cast to fp32, bf16 or fp16");
+    case DType::kFloat32:
+      return launch<In, Float32>;
+    case DType::kBFloat16:
+      return launch<In, BFloat16>;
+    case DType::kFloat16:
+      return launch<In, Float16>;
+    default:
+      throw UsageError("a gradient is cast to fp32, bf16 or fp16");
   }
 }
 
 }  // namespace
 
-std::size_t scan_workspace_nbytes(std::size_t count) { return (count + kChunk - 1) / kChunk * sizeof(double); }
+std::size_t scan_workspace_nbytes(std::size_t count) {
+  return (count + kChunk - 1) / kChunk * sizeof(double);
+}
 
-void scan(const void* grad, DType grad_dtype, void* out, DType out_dtype, std::size_t count, double* sum,
-          float* not_finite, void* workspace, void* stream) {
+void scan(const void* grad, DType grad_dtype, void* out, DType out_dtype, std::size_t count,
+          double* sum, float* not_finite, void* workspace, void* stream) {
   INFINITY_REQUIRE(count > 0, "a gradient without elements has nothing to scan");
   auto start = grad_dtype == DType::kFloat32    ? launcher<Float32>(out_dtype)
                : grad_dtype == DType::kBFloat16 ? launcher<BFloat16>(out_dtype)
-               : grad_dtype == DType::kFloat16  ? launcher<Float16>(out_dtype)
-                                                : throw UsageError("a gradient is fp32, bf16 or fp16");
-  start(grad, out, count, sum, not_finite, static_cast<double*>(workspace), static_cast<cudaStream_t>(stream));
+               : grad_dtype == DType::kFloat16
+                   ? launcher<Float16>(out_dtype)
+                   : throw UsageError("a gradient is fp32, bf16 or fp16");
+  start(grad, out, count, sum, not_finite, static_cast<double*>(workspace),
+        static_cast<cudaStream_t>(stream));
   const cudaError_t error = cudaGetLastError();
-  INFINITY_CHECK(error == cudaSuccess, "the scan's kernel did not start: ", cudaGetErrorString(error));
+  INFINITY_CHECK(error == cudaSuccess,
+                 "the scan's kernel did not start: ", cudaGetErrorString(error));
 }
 
 Device device(std::string* refusal) {

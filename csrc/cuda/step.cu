@@ -1,5 +1,6 @@
-// The optimizer's formulas compiled for the GPU: the same source as the processor's units, without contraction of
-// multiplications and additions (-fmad=false) and with IEEE division and square root, so that the bits are the same.
+// The optimizer's formulas compiled for the GPU: the same source as the processor's units, without
+// contraction of multiplications and additions (-fmad=false) and with IEEE division and square
+// root, so that the bits are the same.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -32,17 +33,19 @@ using Vector = Quad;
 
 void step(const Layout& layout, const Arrays& arrays, const std::vector<Run>& runs, void* on) {
   const Kernel kernel = find(layout);
-  INFINITY_REQUIRE(kernel, "no GPU kernel for this layout (rule ", int(layout.rule), ", weight ", int(layout.weight),
-                   ", master ", int(layout.master), ", gradient ", int(layout.grad), ", moments ", int(layout.moments), ")");
+  INFINITY_REQUIRE(kernel, "no GPU kernel for this layout (rule ", int(layout.rule), ", weight ",
+                   int(layout.weight), ", master ", int(layout.master), ", gradient ",
+                   int(layout.grad), ", moments ", int(layout.moments), ")");
   stream = static_cast<cudaStream_t>(on);
   for (const Run& run : runs) {
     const Constants constants = prepare(layout.rule, run.hyper);
     const Uses uses = kernel.uses(constants);
-    INFINITY_REQUIRE((!uses.exp_avg || arrays.exp_avg) && (!uses.exp_avg_sq || arrays.exp_avg_sq), "rule ",
-                     int(layout.rule), " needs an array for each of its moments");
+    INFINITY_REQUIRE((!uses.exp_avg || arrays.exp_avg) && (!uses.exp_avg_sq || arrays.exp_avg_sq),
+                     "rule ", int(layout.rule), " needs an array for each of its moments");
     kernel.step(arrays, run.begin, run.end, constants);
     const cudaError_t error = cudaGetLastError();
-    INFINITY_CHECK(error == cudaSuccess, "the step's kernel did not start: ", cudaGetErrorString(error));
+    INFINITY_CHECK(error == cudaSuccess,
+                   "the step's kernel did not start: ", cudaGetErrorString(error));
   }
 }
 

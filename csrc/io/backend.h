@@ -70,8 +70,12 @@ class Backend {
   virtual void abandon() {}
 
   // Registers the files or the staging buffers. Returns why it could not, or an empty string.
-  virtual std::string register_files(const std::vector<int>&) { return "this engine has no file table"; }
-  virtual std::string register_buffers(const std::vector<Span>&) { return "this engine has no buffer table"; }
+  virtual std::string register_files(const std::vector<int>&) {
+    return "this engine has no file table";
+  }
+  virtual std::string register_buffers(const std::vector<Span>&) {
+    return "this engine has no buffer table";
+  }
 
   // Unregisters the file once its last piece has completed. No new transfers will use it.
   virtual void forget_file(int) {}
@@ -88,7 +92,8 @@ class BackendLayer {
   virtual ~BackendLayer() = default;
 
   // Returns the backend. `real` makes the one that the engine's options name.
-  virtual std::unique_ptr<Backend> make(const std::function<std::unique_ptr<Backend>()>& real) const = 0;
+  virtual std::unique_ptr<Backend> make(
+      const std::function<std::unique_ptr<Backend>()>& real) const = 0;
 
   // Names the device that `path` is on. Empty: the kernel's name counts.
   virtual std::string device_of(const std::string& path) const = 0;

@@ -1,4 +1,5 @@
-// cuFile: the road of GPUDirect Storage. A read is one blocking call; any number of threads may be in it.
+// cuFile: the road of GPUDirect Storage. A read is one blocking call; any number of threads may be
+// in it.
 #include <dlfcn.h>
 #include <sys/types.h>
 
@@ -42,7 +43,8 @@ struct Functions {
 };
 
 std::string text(Status status) {
-  return status.cuda_error ? concat("cuFile's error ", status.error, ", CUDA's ", status.cuda_error) : concat("cuFile's error ", status.error);
+  return status.cuda_error ? concat("cuFile's error ", status.error, ", CUDA's ", status.cuda_error)
+                           : concat("cuFile's error ", status.error);
 }
 
 // The library with its driver open, shared by whoever uses it.
@@ -71,7 +73,8 @@ class Library {
   Library() = default;
 
   std::string load() {
-    void* library = dlopen("libcufile.so.0", RTLD_NOW | RTLD_LOCAL);  // never closed: it has threads
+    // never closed: it has threads
+    void* library = dlopen("libcufile.so.0", RTLD_NOW | RTLD_LOCAL);
     if (!library) return concat("no cuFile: ", dlerror());
     Symbols symbols(library);
     symbols.look_up(functions.open_driver, "cuFileDriverOpen");
@@ -82,7 +85,8 @@ class Library {
     symbols.look_up(functions.open_buffer, "cuFileBufRegister");
     symbols.look_up(functions.close_buffer, "cuFileBufDeregister");
     symbols.look_up(functions.read, "cuFileRead");
-    if (!symbols.missing().empty()) return concat("cuFile is too old: it has no ", symbols.missing());
+    if (!symbols.missing().empty())
+      return concat("cuFile is too old: it has no ", symbols.missing());
     if (const Status status = functions.open_driver(); status.error)
       return concat("cuFile's driver does not open (", text(status), ")");
     is_open_ = true;
@@ -94,7 +98,8 @@ class Library {
 
 class CuFile final : public Road {
  public:
-  CuFile(std::shared_ptr<Library> library, Span buffer) : library_(std::move(library)), buffer_(buffer) {}
+  CuFile(std::shared_ptr<Library> library, Span buffer)
+      : library_(std::move(library)), buffer_(buffer) {}
   ~CuFile() override { CuFile::close(); }
   const char* name() const override { return "cuFile"; }
 
@@ -107,7 +112,9 @@ class CuFile final : public Road {
   // Memory that is not registered would be read by way of a cache of the library's.
   std::string enter_buffer() {
     const Status status = library_->functions.open_buffer(buffer_.data, buffer_.nbytes, 0);
-    if (status.error) return concat("cuFile does not register ", buffer_.nbytes, " bytes of the device (", text(status), ")");
+    if (status.error)
+      return concat("cuFile does not register ", buffer_.nbytes, " bytes of the device (",
+                    text(status), ")");
     is_registered_ = true;
     return "";
   }
@@ -128,9 +135,11 @@ class CuFile final : public Road {
     return handle;
   }
 
-  std::int64_t read(void* handle, std::byte* device, std::size_t nbytes, std::uint64_t offset) override {
+  std::int64_t read(void* handle, std::byte* device, std::size_t nbytes,
+                    std::uint64_t offset) override {
     errno = 0;
-    const ssize_t moved = library_->functions.read(handle, buffer_.data, nbytes, static_cast<off_t>(offset), device - buffer_.data);
+    const ssize_t moved = library_->functions.read(
+        handle, buffer_.data, nbytes, static_cast<off_t>(offset), device - buffer_.data);
     if (moved >= 0 || moved < -kRoadError) return moved;
     return errno ? -errno : -EIO;
   }

@@ -25,7 +25,8 @@ std::string reason(std::int64_t result) {
 
 // The state that the threads share. A stuck thread keeps it after the reader is gone.
 struct DirectReader::State {
-  State(std::shared_ptr<IoEngine> io, std::shared_ptr<Road> to, DeviceCalls made, DirectOptions chosen)
+  State(std::shared_ptr<IoEngine> io, std::shared_ptr<Road> to, DeviceCalls made,
+        DirectOptions chosen)
       : engine(std::move(io)), road(std::move(to)), calls(made), options(chosen) {}
   ~State() {
     if (road) road->close();
@@ -42,16 +43,18 @@ struct DirectReader::State {
   Mutex opening;  // held while the road opens a file, which takes long
   std::deque<LandingPtr> waiting INFINITY_GUARDED_BY(mutex);  // for a thread; awaited ones first
   std::vector<LandingPtr> running INFINITY_GUARDED_BY(mutex);
-  std::map<int, Way> ways INFINITY_GUARDED_BY(mutex);             // by file
-  std::vector<int> descriptors INFINITY_GUARDED_BY(mutex);        // the road's own: stuck reads outlive the engine's
+  std::map<int, Way> ways INFINITY_GUARDED_BY(mutex);  // by file
+  // the road's own: stuck reads outlive the engine's
+  std::vector<int> descriptors INFINITY_GUARDED_BY(mutex);
   std::map<std::string, Refusals> refused INFINITY_GUARDED_BY(mutex);
   std::map<const Landing*, Stuck> stuck INFINITY_GUARDED_BY(mutex);
   std::uint64_t nbytes INFINITY_GUARDED_BY(mutex) = 0;
-  Clock::time_point returned INFINITY_GUARDED_BY(mutex) = Clock::now();  // when the road last ended a read
+  // when the road last ended a read
+  Clock::time_point returned INFINITY_GUARDED_BY(mutex) = Clock::now();
   // By piece: the turn of its next read.
   std::map<std::pair<const Extent*, std::size_t>, std::size_t> turns INFINITY_GUARDED_BY(mutex);
   std::size_t open INFINITY_GUARDED_BY(mutex) = 0;  // landings that have not ended
-  int threads INFINITY_GUARDED_BY(mutex) = 0;       // that serve
+  int threads INFINITY_GUARDED_BY(mutex) = 0;  // that serve
   bool stopping INFINITY_GUARDED_BY(mutex) = false;
 
   bool start_thread(const std::shared_ptr<State>& state) INFINITY_REQUIRES(mutex);
@@ -59,25 +62,33 @@ struct DirectReader::State {
   std::string take_road(const LandingPtr& landing, std::string* said) INFINITY_EXCLUDES(mutex);
   Span part_to_verify(const Landing& landing) INFINITY_EXCLUDES(mutex);
   int take_sums(Span device, std::uint32_t* sums) const;
-  void note(const Landing& landing, const char* word, const std::string& said) INFINITY_REQUIRES(mutex);
+  void note(const Landing& landing, const char* word, const std::string& said)
+      INFINITY_REQUIRES(mutex);
   const char* why_not(const Landing& landing, std::string* said) INFINITY_EXCLUDES(mutex);
 };
 
-DirectReader::DirectReader(std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road, DeviceCalls calls, const DirectOptions& options)
+DirectReader::DirectReader(std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road,
+                           DeviceCalls calls, const DirectOptions& options)
     : state_(std::make_shared<State>(std::move(engine), std::move(road), calls, options)) {
-  INFINITY_REQUIRE(options.threads >= 1, "a direct reader needs at least one thread, not ", options.threads);
-  INFINITY_REQUIRE(options.late_seconds > 0, "a read that is late after ", options.late_seconds, " seconds");
+  INFINITY_REQUIRE(options.threads >= 1, "a direct reader needs at least one thread, not ",
+                   options.threads);
+  INFINITY_REQUIRE(options.late_seconds > 0, "a read that is late after ", options.late_seconds,
+                   " seconds");
   INFINITY_REQUIRE(state_->engine, "a direct reader needs an I/O engine");
   INFINITY_REQUIRE(options.sampled >= 0, "a sample of one in ", options.sampled);
   const bool verifies = state_->calls.checksums || (options.sampled > 0 && state_->calls.copy_out);
-  INFINITY_REQUIRE(!state_->road || !options.checksums || verifies, "a road to a device that cannot verify what it brings");
+  INFINITY_REQUIRE(!state_->road || !options.checksums || verifies,
+                   "a road to a device that cannot verify what it brings");
   const Lock lock(state_->mutex);
   try {
     watcher_ = std::thread([state = state_] { watch(state); });
   } catch (const std::system_error& error) {
-    throw StorageError(error.code().value(), "", "the system refuses a thread for direct reads (a limit on processes: `ulimit -u`, or the container's pids)");
+    throw StorageError(error.code().value(), "",
+                       "the system refuses a thread for direct reads (a limit on processes: "
+                       "`ulimit -u`, or the container's pids)");
   }
-  for (int i = 0; state_->road && i < options.threads && state_->start_thread(state_); ++i) {}
+  for (int i = 0; state_->road && i < options.threads && state_->start_thread(state_); ++i) {
+  }
 }
 
 DirectReader::~DirectReader() { shut_down(); }
@@ -86,12 +97,15 @@ void DirectReader::shut_down() {
   {
     Lock lock(state_->mutex);
     if (state_->stopping) return;
-    state_->changed.wait(lock, [this]() INFINITY_REQUIRES(state_->mutex) { return state_->open == 0; });
+    state_->changed.wait(lock,
+                         [this]() INFINITY_REQUIRES(state_->mutex) { return state_->open == 0; });
     state_->stopping = true;
     state_->work.notify_all();
     state_->changed.notify_all();
     // Stuck threads go on, and keep what they use.
-    state_->changed.wait(lock, [this]() INFINITY_REQUIRES(state_->mutex) { return state_->threads == static_cast<int>(state_->stuck.size()); });
+    state_->changed.wait(lock, [this]() INFINITY_REQUIRES(state_->mutex) {
+      return state_->threads == static_cast<int>(state_->stuck.size());
+    });
   }
   watcher_.join();
   if (state_->road && stuck() == 0) state_->road->close();
@@ -108,9 +122,11 @@ bool DirectReader::State::start_thread(const std::shared_ptr<State>& state) {
   return true;
 }
 
-LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::size_t at, Span host, std::byte* device,
-                              const TicketPtr& after, const std::shared_ptr<void>& memory) {
-  INFINITY_REQUIRE(is_ours(), "a direct reader of process ", process_, " was used in its forked child ", getpid());
+LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::size_t at,
+                              Span host, std::byte* device, const TicketPtr& after,
+                              const std::shared_ptr<void>& memory) {
+  INFINITY_REQUIRE(is_ours(), "a direct reader of process ", process_,
+                   " was used in its forked child ", getpid());
   INFINITY_REQUIRE(extent, "a direct read of no extent");
   auto landing = std::make_shared<Landing>();
   landing->extent_ = extent;
@@ -127,13 +143,15 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
     ++state_->open;
   }
   const TicketPtr before = extent->settled(at, host.nbytes, after);
-  landing->ticket_->on_hurry([state = state_, before, raw = landing.get()] {  // not called once it is over, so it is still there
+  // not called once it is over, so it is still there
+  landing->ticket_->on_hurry([state = state_, before, raw = landing.get()] {
     if (before) before->hurry();
     TicketPtr bounced;
     {
       const Lock lock(state->mutex);
       auto& waiting = state->waiting;
-      const auto found = std::find_if(waiting.begin(), waiting.end(), [raw](const LandingPtr& each) { return each.get() == raw; });
+      const auto found = std::find_if(waiting.begin(), waiting.end(),
+                                      [raw](const LandingPtr& each) { return each.get() == raw; });
       if (found != waiting.end()) std::rotate(waiting.begin(), found, found + 1);
       bounced = raw->bounced_;
     }
@@ -141,10 +159,12 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
   });
   const auto begin = [state = state_, landing](std::exception_ptr error) {
     if (error) return end(*state, landing, error);
-    if (landing->ticket_->cancelled()) return end(*state, landing, cancelled_error(*state, *landing));
+    if (landing->ticket_->cancelled())
+      return end(*state, landing, cancelled_error(*state, *landing));
     landing->ticket_->begin();
     std::string said;
-    if (const char* word = state->why_not(*landing, &said)) return bounce(state, landing, word, said);
+    if (const char* word = state->why_not(*landing, &said))
+      return bounce(state, landing, word, said);
     const Lock lock(state->mutex);
     landing->stage_ = Landing::Stage::kWaiting;
     landing->since_ = Clock::now();
@@ -171,7 +191,8 @@ const char* DirectReader::State::why_not(const Landing& landing, std::string* sa
     if (way != ways.end() && way->second.closed) return "closed";
     const std::byte* device = landing.device_ + (each.span.data - landing.host_.data);
     if (!is_aligned(device, kBlockNbytes)) {
-      *said = concat("address ", static_cast<const void*>(device), " of the device is not a multiple of ", kBlockNbytes);
+      *said = concat("address ", static_cast<const void*>(device),
+                     " of the device is not a multiple of ", kBlockNbytes);
       return "misaligned";
     }
   }
@@ -180,7 +201,8 @@ const char* DirectReader::State::why_not(const Landing& landing, std::string* sa
 
 std::exception_ptr DirectReader::cancelled_error(const State& state, const Landing& landing) {
   const std::string path = state.engine->file(landing.requests_.front().file).path;
-  return std::make_exception_ptr(StorageError(ECANCELED, path, concat("a direct read of ", path, " was cancelled")));
+  return std::make_exception_ptr(
+      StorageError(ECANCELED, path, concat("a direct read of ", path, " was cancelled")));
 }
 
 void DirectReader::cancel(const LandingPtr& landing) {
@@ -222,12 +244,13 @@ void DirectReader::State::note(const Landing& landing, const char* word, const s
   Refusals& counted = refused[word];
   if (counted.count++ != 0) return;
   const Request& first = landing.requests_.front();
-  counted.first = concat("read of ", landing.host_.nbytes, " bytes at offset ", first.offset, " of ", engine->file(first.file).path,
-                         said.empty() ? "" : ": ", said);
+  counted.first = concat("read of ", landing.host_.nbytes, " bytes at offset ", first.offset,
+                         " of ", engine->file(first.file).path, said.empty() ? "" : ": ", said);
 }
 
 // Reads the whole landing by the I/O engine, into host memory.
-void DirectReader::bounce(const std::shared_ptr<State>& state, const LandingPtr& landing, const char* word, const std::string& said) {
+void DirectReader::bounce(const std::shared_ptr<State>& state, const LandingPtr& landing,
+                          const char* word, const std::string& said) {
   std::shared_ptr<void> memory;
   {
     const Lock lock(state->mutex);
@@ -236,7 +259,8 @@ void DirectReader::bounce(const std::shared_ptr<State>& state, const LandingPtr&
     state->note(*landing, word, said);
   }
   try {
-    const TicketPtr bounced = landing->extent_->read(*state->engine, landing->at_, landing->host_, nullptr, memory, state->options.checksums);
+    const TicketPtr bounced = landing->extent_->read(*state->engine, landing->at_, landing->host_,
+                                                     nullptr, memory, state->options.checksums);
     {
       const Lock lock(state->mutex);
       landing->bounced_ = bounced;
@@ -253,20 +277,26 @@ void DirectReader::serve(const std::shared_ptr<State>& state) {
   const int refused = state->calls.enter ? state->calls.enter(state->options.device) : 0;
   Lock lock(state->mutex);
   for (;;) {
-    state->work.wait(lock, [&]() INFINITY_REQUIRES(state->mutex) { return state->stopping || !state->waiting.empty(); });
+    state->work.wait(lock, [&]() INFINITY_REQUIRES(state->mutex) {
+      return state->stopping || !state->waiting.empty();
+    });
     if (state->waiting.empty()) break;
     const LandingPtr landing = state->waiting.front();
     state->waiting.pop_front();
     state->running.push_back(landing);
     landing->stage_ = Landing::Stage::kRunning;
     landing->since_ = Clock::now();
-    std::shared_ptr<void> memory = landing->memory_;  // until the road has returned, whatever becomes of the landing
+    // until the road has returned, whatever becomes of the landing
+    std::shared_ptr<void> memory = landing->memory_;
     lock.unlock();
-    std::string said = refused ? concat("the device cannot be used (CUDA error ", refused, ")") : "";
+    std::string said =
+        refused ? concat("the device cannot be used (CUDA error ", refused, ")") : "";
     const std::string word = refused ? "refused" : state->take_road(landing, &said);
     lock.lock();
-    state->running.erase(std::remove(state->running.begin(), state->running.end(), landing), state->running.end());
-    if (state->stuck.erase(landing.get())) {  // it was given up, and another thread took this one's place
+    state->running.erase(std::remove(state->running.begin(), state->running.end(), landing),
+                         state->running.end());
+    // it was given up, and another thread took this one's place
+    if (state->stuck.erase(landing.get())) {
       lock.unlock();
       memory.reset();
       lock.lock();
@@ -353,7 +383,8 @@ std::string DirectReader::State::take_road(const LandingPtr& landing, std::strin
   const Lock lock(mutex);
   if (landing->stage_ != Landing::Stage::kRunning) return "late";
   try {
-    landing->extent_->verify_sums(landing->at_ + static_cast<std::size_t>(part.data - landing->device_), sums, *engine);
+    landing->extent_->verify_sums(
+        landing->at_ + static_cast<std::size_t>(part.data - landing->device_), sums, *engine);
   } catch (const CorruptionError& error) {
     *said = error.what();
     return "changed";
@@ -366,13 +397,16 @@ std::string DirectReader::State::take_road(const LandingPtr& landing, std::strin
 Span DirectReader::State::part_to_verify(const Landing& landing) {
   const std::size_t nbytes = landing.host_.nbytes;
   if (calls.checksums) return {landing.device_, nbytes};
-  const std::size_t blocks = checksum_count(nbytes), turns_of_all = static_cast<std::size_t>(options.sampled);
+  const std::size_t blocks = checksum_count(nbytes),
+                    turns_of_all = static_cast<std::size_t>(options.sampled);
   std::size_t turn;
   {
     const Lock lock(mutex);
-    turn = turns.try_emplace({landing.extent_.get(), landing.at_}, turns.size()).first->second++ % turns_of_all;
+    turn = turns.try_emplace({landing.extent_.get(), landing.at_}, turns.size()).first->second++ %
+           turns_of_all;
   }
-  const std::size_t begin = blocks * turn / turns_of_all * kChecksumNbytes, end = blocks * (turn + 1) / turns_of_all * kChecksumNbytes;
+  const std::size_t begin = blocks * turn / turns_of_all * kChecksumNbytes,
+                    end = blocks * (turn + 1) / turns_of_all * kChecksumNbytes;
   return {landing.device_ + begin, std::min(end, nbytes) - std::min(begin, nbytes)};
 }
 
@@ -394,9 +428,12 @@ void DirectReader::watch(const std::shared_ptr<State>& state) {
   const auto tick = std::chrono::duration<double>(std::min(1.0, state->options.late_seconds / 4));
   Lock lock(state->mutex);
   while (!state->stopping) {
-    state->changed.wait_for(lock, tick, [&]() INFINITY_REQUIRES(state->mutex) { return state->stopping; });
+    state->changed.wait_for(lock, tick,
+                            [&]() INFINITY_REQUIRES(state->mutex) { return state->stopping; });
     std::vector<LandingPtr> late;
-    const auto limit = Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(state->options.late_seconds));
+    const auto limit =
+        Clock::now() - std::chrono::duration_cast<Clock::duration>(
+                           std::chrono::duration<double>(state->options.late_seconds));
     for (const LandingPtr& landing : state->running)
       if (landing->stage_ == Landing::Stage::kRunning && landing->since_ < limit) {
         late.push_back(landing);
@@ -405,9 +442,11 @@ void DirectReader::watch(const std::shared_ptr<State>& state) {
         state->start_thread(state);
       }
     // A waiting landing is late only if the road has ended no other read meanwhile.
-    const auto punctual = std::stable_partition(state->waiting.begin(), state->waiting.end(), [&](const LandingPtr& landing) INFINITY_REQUIRES(state->mutex) {
-      return std::max(landing->since_, state->returned) >= limit;
-    });
+    const auto punctual =
+        std::stable_partition(state->waiting.begin(), state->waiting.end(),
+                              [&](const LandingPtr& landing) INFINITY_REQUIRES(state->mutex) {
+                                return std::max(landing->since_, state->returned) >= limit;
+                              });
     late.insert(late.end(), punctual, state->waiting.end());
     state->waiting.erase(punctual, state->waiting.end());
     for (const LandingPtr& landing : late) {
@@ -415,7 +454,8 @@ void DirectReader::watch(const std::shared_ptr<State>& state) {
       for (const Request& each : landing->requests_) state->ways[each.file].closed = true;
     }
     lock.unlock();
-    for (const LandingPtr& landing : late) bounce(state, landing, "late", concat("nothing came in ", state->options.late_seconds, " s"));
+    for (const LandingPtr& landing : late)
+      bounce(state, landing, "late", concat("nothing came in ", state->options.late_seconds, " s"));
     late.clear();
     lock.lock();
   }
@@ -439,7 +479,8 @@ std::size_t DirectReader::stuck() const {
 std::string DirectReader::hung() const {
   const Lock lock(state_->mutex);
   for (const auto& [landing, stuck] : state_->stuck)
-    if (std::chrono::duration<double>(Clock::now() - stuck.since).count() >= state_->options.hung_seconds - state_->options.late_seconds)
+    if (std::chrono::duration<double>(Clock::now() - stuck.since).count() >=
+        state_->options.hung_seconds - state_->options.late_seconds)
       return stuck.path;
   return "";
 }

@@ -59,7 +59,8 @@ class Road {
   virtual void* open(const File& file, std::string* refusal) = 0;
   // Returns the bytes that were read, or -errno, or an error of the road's own below -kRoadError.
   // Blocks until the device's memory has the bytes. Thread-safe.
-  virtual std::int64_t read(void* handle, std::byte* device, std::size_t nbytes, std::uint64_t offset) = 0;
+  virtual std::int64_t read(void* handle, std::byte* device, std::size_t nbytes,
+                            std::uint64_t offset) = 0;
   // Releases the files and the device's memory, which have to be valid still. Last use; idempotent.
   virtual void close() {}
 };
@@ -88,11 +89,11 @@ class Landing {
 using LandingPtr = std::shared_ptr<Landing>;
 
 struct DirectOptions {
-  int threads = 8;            // concurrent reads by the road
-  double late_seconds = 10;   // after which a read is given up
+  int threads = 8;  // concurrent reads by the road
+  double late_seconds = 10;  // after which a read is given up
   double hung_seconds = 120;  // after which a stuck read counts as hung
-  int device = 0;             // that the threads enter
-  bool checksums = true;      // verify reads
+  int device = 0;  // that the threads enter
+  bool checksums = true;  // verify reads
   // If the device computes no checksums: every byte is verified once in so many reads. 0: the
   // device has to.
   int sampled = 0;
@@ -108,7 +109,8 @@ class DirectReader {
   static constexpr int kMostFailures = 8;
 
   // `road`: null if there is none. Throws StorageError if the system refuses a thread.
-  DirectReader(std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road, DeviceCalls calls, const DirectOptions& options);
+  DirectReader(std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road, DeviceCalls calls,
+               const DirectOptions& options);
   ~DirectReader();
   DirectReader(const DirectReader&) = delete;
   DirectReader& operator=(const DirectReader&) = delete;
@@ -116,8 +118,8 @@ class DirectReader {
   // Reads `host.nbytes` of `extent` from byte `at`, after the writes under way there, and `after`,
   // have finished without error. `host` and `device` belong to the landing until it ends; `memory`
   // keeps them valid. The extent must not be written meanwhile.
-  LandingPtr read(const std::shared_ptr<const Extent>& extent, std::size_t at, Span host, std::byte* device, const TicketPtr& after,
-                  const std::shared_ptr<void>& memory);
+  LandingPtr read(const std::shared_ptr<const Extent>& extent, std::size_t at, Span host,
+                  std::byte* device, const TicketPtr& after, const std::shared_ptr<void>& memory);
 
   // Cancels a landing that has not started: it fails with ECANCELED. A started one finishes.
   void cancel(const LandingPtr& landing);
@@ -126,7 +128,7 @@ class DirectReader {
   void shut_down();
 
   bool is_ours() const { return getpid() == process_; }
-  std::uint64_t nbytes() const;                     // read by the road
+  std::uint64_t nbytes() const;  // read by the road
   std::map<std::string, Refusals> refused() const;  // by the word above
   std::size_t stuck() const;
   std::string hung() const;  // the path of a file whose read is stuck for `hung_seconds`, or empty
@@ -149,7 +151,8 @@ class DirectReader {
   static void watch(const std::shared_ptr<State>& state);
   static std::exception_ptr cancelled_error(const State& state, const Landing& landing);
   static void end(State& state, const LandingPtr& landing, std::exception_ptr error);
-  static void bounce(const std::shared_ptr<State>& state, const LandingPtr& landing, const char* word, const std::string& said);
+  static void bounce(const std::shared_ptr<State>& state, const LandingPtr& landing,
+                     const char* word, const std::string& said);
 
   const int process_ = getpid();
   std::shared_ptr<State> state_;

@@ -12,7 +12,9 @@ Driver& driver() {
 }
 
 int enter(int device) { return driver().enter(device); }
-int copy_out(void* host, const void* data, std::size_t nbytes) { return driver().copy_out(host, data, nbytes); }
+int copy_out(void* host, const void* data, std::size_t nbytes) {
+  return driver().copy_out(host, data, nbytes);
+}
 
 constexpr DeviceCalls kCalls{&enter, nullptr, &copy_out};
 

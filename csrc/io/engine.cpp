@@ -15,7 +15,8 @@ namespace {
 
 const char* verb(Op op) { return op == Op::kRead ? "read" : "write"; }
 
-std::unique_ptr<Backend> make_real_backend(const IoOptions& options, std::vector<std::string>& notes) {
+std::unique_ptr<Backend> make_real_backend(const IoOptions& options,
+                                           std::vector<std::string>& notes) {
   if (options.kind != "threads") {
     std::string why;
     if (auto backend = make_uring_backend(options.depth, why)) return backend;
@@ -26,8 +27,8 @@ std::unique_ptr<Backend> make_real_backend(const IoOptions& options, std::vector
 }
 
 std::unique_ptr<Backend> make_backend(const IoOptions& options, std::vector<std::string>& notes) {
-  INFINITY_REQUIRE(options.kind == "auto" || options.kind == "uring" || options.kind == "threads", "unknown I/O engine '",
-                   options.kind, "': use auto, uring or threads");
+  INFINITY_REQUIRE(options.kind == "auto" || options.kind == "uring" || options.kind == "threads",
+                   "unknown I/O engine '", options.kind, "': use auto, uring or threads");
   const auto real = [&] { return make_real_backend(options, notes); };
   return options.layer ? options.layer->make(real) : real();
 }
@@ -40,25 +41,33 @@ void end_part(const TicketPtr& ticket, const std::exception_ptr& error, bool can
 }
 
 std::string describe(const Piece& piece, const File& file) {
-  return concat(verb(piece.op), " of ", piece.nbytes, " bytes at offset ", piece.offset, " of ", file.path);
+  return concat(verb(piece.op), " of ", piece.nbytes, " bytes at offset ", piece.offset, " of ",
+                file.path);
 }
 
 }  // namespace
 
 IoEngine::IoEngine(const IoOptions& options) : options_(options), works_(options.work_threads) {
-  INFINITY_REQUIRE(options.depth >= 1 && options.depth <= kMaxInFlight, "I/O depth ", options.depth, " is not in 1..", kMaxInFlight);
-  INFINITY_REQUIRE(options.block_nbytes <= (1u << 30), "I/O block of ", options.block_nbytes, " bytes is over 1 GiB");
+  INFINITY_REQUIRE(options.depth >= 1 && options.depth <= kMaxInFlight, "I/O depth ", options.depth,
+                   " is not in 1..", kMaxInFlight);
+  INFINITY_REQUIRE(options.block_nbytes <= (1u << 30), "I/O block of ", options.block_nbytes,
+                   " bytes is over 1 GiB");
   INFINITY_REQUIRE(options.block_nbytes >= kBlockNbytes && options.block_nbytes % kBlockNbytes == 0,
-                   "I/O block of ", options.block_nbytes, " bytes is not a multiple of ", kBlockNbytes);
-  INFINITY_REQUIRE(options.threads >= 1, "the thread engine needs at least one thread, not ", options.threads);
+                   "I/O block of ", options.block_nbytes, " bytes is not a multiple of ",
+                   kBlockNbytes);
+  INFINITY_REQUIRE(options.threads >= 1, "the thread engine needs at least one thread, not ",
+                   options.threads);
   INFINITY_REQUIRE(options.max_pieces >= 1, "a limit of ", options.max_pieces, " I/O pieces");
-  INFINITY_REQUIRE(options.timeout_seconds > 0, "an I/O timeout of ", options.timeout_seconds, " seconds");
+  INFINITY_REQUIRE(options.timeout_seconds > 0, "an I/O timeout of ", options.timeout_seconds,
+                   " seconds");
   backend_ = make_backend(options, notes_);
   backend_name_ = backend_->name();
   try {
     completion_thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
-    throw StorageError(error.code().value(), "", "the system refuses a thread for I/O (a limit on processes: `ulimit -u`, or the container's pids)");
+    throw StorageError(error.code().value(), "",
+                       "the system refuses a thread for I/O (a limit on processes: `ulimit -u`, or "
+                       "the container's pids)");
   }
 }
 
@@ -102,13 +111,17 @@ int IoEngine::create_file(const std::string& path, std::uint64_t nbytes) {
   }
 }
 
-int IoEngine::create_swap_file(const std::string& folder, std::uint64_t nbytes) { return add(create_unnamed_file(folder, nbytes)); }
+int IoEngine::create_swap_file(const std::string& folder, std::uint64_t nbytes) {
+  return add(create_unnamed_file(folder, nbytes));
+}
 
 int IoEngine::open_file(const std::string& path) { return add(open_existing_file(path)); }
 
 void IoEngine::drop_file(int index, bool behind) {
-  INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_, " was used in its forked child ", getpid());
-  std::shared_ptr<OpenFile> open;  // declared first: it may close the file, after the lock is released
+  INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_,
+                   " was used in its forked child ", getpid());
+  // declared first: it may close the file, after the lock is released
+  std::shared_ptr<OpenFile> open;
   Lock lock(mutex_);
   INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
   File& file = files_[index];
@@ -129,10 +142,14 @@ std::vector<int> IoEngine::open_files() const {
 }
 
 int IoEngine::add(File file) {
-  if (std::string device = options_.layer ? options_.layer->device_of(file.path) : ""; !device.empty()) file.device = std::move(device);
+  if (std::string device = options_.layer ? options_.layer->device_of(file.path) : "";
+      !device.empty())
+    file.device = std::move(device);
   Lock lock(mutex_);
   file.queue = queue_of(file.device);
-  if (!file.direct) notes_.push_back(file.path + ": no O_DIRECT on this file system, reads go through the page cache");
+  if (!file.direct)
+    notes_.push_back(file.path +
+                     ": no O_DIRECT on this file system, reads go through the page cache");
   files_.push_back(std::move(file));
   return static_cast<int>(files_.size()) - 1;
 }
@@ -143,16 +160,20 @@ int IoEngine::queue_of(const std::string& device) {
     if (queues_[i].device == device) return static_cast<int>(i);
   backend_->add_queue(device);
   queues_.emplace_back().device = device;
-  const std::size_t count = std::min<std::size_t>(slots_.size() + options_.depth, std::max<std::size_t>(slots_.size(), kMaxInFlight));
-  for (std::size_t id = count; id-- > slots_.size();) free_slots_.push_back(static_cast<std::uint32_t>(id));
+  const std::size_t count = std::min<std::size_t>(
+      slots_.size() + options_.depth, std::max<std::size_t>(slots_.size(), kMaxInFlight));
+  for (std::size_t id = count; id-- > slots_.size();)
+    free_slots_.push_back(static_cast<std::uint32_t>(id));
   slots_.resize(count);
   return static_cast<int>(queues_.size()) - 1;
 }
 
 bool IoEngine::is_idle() const {
-  const bool waiting = std::any_of(queues_.begin(), queues_.end(),
-                                   [](const Queue& queue) { return !queue.awaited.empty() || !queue.others.empty(); });
-  return !waiting && dependent_ == 0 && worked_on_ == 0 && !completing_ && free_slots_.size() + given_up_ == slots_.size();
+  const bool waiting = std::any_of(queues_.begin(), queues_.end(), [](const Queue& queue) {
+    return !queue.awaited.empty() || !queue.others.empty();
+  });
+  return !waiting && dependent_ == 0 && worked_on_ == 0 && !completing_ &&
+         free_slots_.size() + given_up_ == slots_.size();
 }
 
 void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
@@ -161,7 +182,8 @@ void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
   INFINITY_CHECK(free_slots_.size() == slots_.size(), "registration while pieces are in flight");
   std::vector<int> descriptors;
   for (const File& file : files_) descriptors.push_back(file.descriptor);
-  for (std::string why : {backend_->register_files(descriptors), backend_->register_buffers(buffers)})
+  for (std::string why :
+       {backend_->register_files(descriptors), backend_->register_buffers(buffers)})
     if (!why.empty()) notes_.push_back(why);
 }
 
@@ -174,7 +196,8 @@ File IoEngine::file(int index) const {
 std::string IoEngine::hung() const {
   Lock lock(mutex_);
   if (given_up_ == 0) return "";
-  const auto file = std::find_if(files_.begin(), files_.end(), [](const File& each) { return each.hung; });
+  const auto file =
+      std::find_if(files_.begin(), files_.end(), [](const File& each) { return each.hung; });
   return file == files_.end() ? files_.front().path : file->path;
 }
 
@@ -184,15 +207,19 @@ IoTotals IoEngine::totals(Op op) const {
 }
 
 void IoEngine::check(const Request& request) const {
-  INFINITY_REQUIRE(request.file >= 0 && request.file < static_cast<int>(files_.size()), "no file ", request.file);
+  INFINITY_REQUIRE(request.file >= 0 && request.file < static_cast<int>(files_.size()), "no file ",
+                   request.file);
   INFINITY_REQUIRE(request.span.nbytes > 0 && request.span.nbytes % kBlockNbytes == 0 &&
-                       request.offset % kBlockNbytes == 0 && is_aligned(request.span.data, kBlockNbytes),
-                   verb(request.op), " of ", request.span.nbytes, " bytes at offset ", request.offset, ", address ",
-                   static_cast<const void*>(request.span.data), ": each must be a multiple of ", kBlockNbytes);
+                       request.offset % kBlockNbytes == 0 &&
+                       is_aligned(request.span.data, kBlockNbytes),
+                   verb(request.op), " of ", request.span.nbytes, " bytes at offset ",
+                   request.offset, ", address ", static_cast<const void*>(request.span.data),
+                   ": each must be a multiple of ", kBlockNbytes);
   const File& file = files_[request.file];
-  INFINITY_REQUIRE(request.offset < file.nbytes && request.span.nbytes <= file.nbytes - request.offset,
-                   verb(request.op), " of ", request.span.nbytes, " bytes at offset ", request.offset, " of ", file.path,
-                   ", which has ", file.nbytes);
+  INFINITY_REQUIRE(
+      request.offset < file.nbytes && request.span.nbytes <= file.nbytes - request.offset,
+      verb(request.op), " of ", request.span.nbytes, " bytes at offset ", request.offset, " of ",
+      file.path, ", which has ", file.nbytes);
 }
 
 void IoEngine::validate(const Request& request) const {
@@ -201,13 +228,15 @@ void IoEngine::validate(const Request& request) const {
 }
 
 TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr& after) {
-  INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_, " was used in its forked child ", getpid());
+  INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_,
+                   " was used in its forked child ", getpid());
   INFINITY_REQUIRE(!requests.empty(), "a submission without requests");
   std::size_t pieces = 0;
   for (const Request& request : requests)
     pieces += (request.span.nbytes + options_.block_nbytes - 1) / options_.block_nbytes;
   auto ticket = std::make_shared<Ticket>(pieces);
-  ticket->on_hurry([this, after, raw = ticket.get()] {  // not called once it is over, so this is still there
+  // not called once it is over, so this is still there
+  ticket->on_hurry([this, after, raw = ticket.get()] {
     if (after) after->hurry();
     hurry(raw);
   });
@@ -215,8 +244,9 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
     Lock lock(mutex_);
     INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
     for (const Request& request : requests) check(request);
-    INFINITY_REQUIRE(pieces <= options_.max_pieces - pieces_, "a submission of ", pieces, " pieces of ", options_.block_nbytes,
-                     " bytes beside ", pieces_, " that are not over: this I/O engine takes ", options_.max_pieces,
+    INFINITY_REQUIRE(pieces <= options_.max_pieces - pieces_, "a submission of ", pieces,
+                     " pieces of ", options_.block_nbytes, " bytes beside ", pieces_,
+                     " that are not over: this I/O engine takes ", options_.max_pieces,
                      " at most. Wait for earlier transfers before submitting more");
     pieces_ += pieces;
     if (after) ++dependent_;
@@ -249,7 +279,11 @@ void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ti
       for (std::size_t at = 0; at < request.span.nbytes; at += options_.block_nbytes) {
         InFlight entry;
         const int queue = files_[request.file].queue;
-        entry.piece = {request.op, request.file, queue, request.offset + at, request.span.data + at,
+        entry.piece = {request.op,
+                       request.file,
+                       queue,
+                       request.offset + at,
+                       request.span.data + at,
                        std::min(options_.block_nbytes, request.span.nbytes - at)};
         entry.ticket = ticket;
         entry.memory = request.memory;
@@ -317,8 +351,9 @@ void IoEngine::work_on(InFlight& entry) {
 void IoEngine::hurry(const Ticket* ticket) {
   Lock lock(mutex_);
   for (Queue& queue : queues_) {
-    const auto moved = std::stable_partition(queue.others.begin(), queue.others.end(),
-                                             [ticket](const InFlight& entry) { return entry.ticket.get() != ticket; });
+    const auto moved = std::stable_partition(
+        queue.others.begin(), queue.others.end(),
+        [ticket](const InFlight& entry) { return entry.ticket.get() != ticket; });
     std::move(moved, queue.others.end(), std::back_inserter(queue.awaited));
     queue.others.erase(moved, queue.others.end());
   }
@@ -339,9 +374,10 @@ void IoEngine::cancel(const TicketPtr& ticket) {
 void IoEngine::fail_the_waiting(Finished& finished) {
   for (Queue& queue : queues_)
     for (auto* waiting : {&queue.awaited, &queue.others}) {
-      const auto kept = std::stable_partition(waiting->begin(), waiting->end(), [&](const InFlight& entry) INFINITY_REQUIRES(mutex_) {
-        return !entry.ticket->cancelled() && !files_[entry.piece.file].hung && !broken_;
-      });
+      const auto kept = std::stable_partition(
+          waiting->begin(), waiting->end(), [&](const InFlight& entry) INFINITY_REQUIRES(mutex_) {
+            return !entry.ticket->cancelled() && !files_[entry.piece.file].hung && !broken_;
+          });
       for (auto entry = kept; entry != waiting->end(); ++entry) finished.push_back(failed(*entry));
       waiting->erase(kept, waiting->end());
     }
@@ -353,7 +389,9 @@ IoEngine::Part IoEngine::failed(const InFlight& entry) const {
   if (broken_) return {entry.ticket, broken_};
   if (file.hung) return {entry.ticket, hung_error(entry.piece)};
   return {entry.ticket,
-          std::make_exception_ptr(StorageError(ECANCELED, file.path, describe(entry.piece, file) + " was cancelled")), true};
+          std::make_exception_ptr(
+              StorageError(ECANCELED, file.path, describe(entry.piece, file) + " was cancelled")),
+          true};
 }
 
 // Starts waiting pieces in the free slots of every device.
@@ -401,7 +439,8 @@ void IoEngine::break_down(const std::exception_ptr& error, Finished& finished) {
 // Ends parts of tickets. Without the mutex: a ticket's callbacks may submit again.
 void IoEngine::end_parts(Finished& finished) {
   if (finished.empty()) return;
-  discharge(static_cast<std::size_t>(std::count_if(finished.begin(), finished.end(), [](const Part& part) { return !part.arrived; })));
+  discharge(static_cast<std::size_t>(std::count_if(
+      finished.begin(), finished.end(), [](const Part& part) { return !part.arrived; })));
   for (Part& part : finished) {
     if (part.arrived)
       queue_work(std::move(part.arrived));
@@ -478,9 +517,12 @@ void IoEngine::complete(const PieceResult& result, Finished& finished) {
   const auto where = [&] { return describe(piece, file); };
   if (result.result == -EINTR || result.result == -EAGAIN) {
     again = ++entry.stalled < 1000;
-    if (!again) error = std::make_exception_ptr(StorageError(static_cast<int>(-result.result), file.path, where()));
+    if (!again)
+      error = std::make_exception_ptr(
+          StorageError(static_cast<int>(-result.result), file.path, where()));
   } else if (result.result < 0) {
-    error = std::make_exception_ptr(StorageError(static_cast<int>(-result.result), file.path, where()));
+    error =
+        std::make_exception_ptr(StorageError(static_cast<int>(-result.result), file.path, where()));
   } else if (static_cast<std::size_t>(result.result) < piece.nbytes) {
     // O_DIRECT continues at block boundaries, so a partial block counts as not moved.
     const std::size_t moved = round_down(static_cast<std::size_t>(result.result), kBlockNbytes);
@@ -491,8 +533,8 @@ void IoEngine::complete(const PieceResult& result, Finished& finished) {
     piece.nbytes -= moved;
     again = result.result > 0 && entry.stalled < 8;
     if (!again && piece.op == Op::kRead)
-      error = std::make_exception_ptr(
-          CorruptionError(where() + ": the file ends there, but it was made longer: it was truncated"));
+      error = std::make_exception_ptr(CorruptionError(
+          where() + ": the file ends there, but it was made longer: it was truncated"));
     else if (!again)
       error = std::make_exception_ptr(StorageError(EIO, file.path, where() + " moved nothing"));
   } else {
@@ -514,7 +556,8 @@ void IoEngine::give_up_on_the_hung(Finished& finished) {
   if (clock_ < next_look_) return;
   next_look_ = clock_ + tick();
   const std::vector<std::uint32_t> queued = backend_->queued();
-  for (const std::uint32_t id : queued) slots_[id].started = next_look_;  // it cannot reach the kernel earlier
+  // it cannot reach the kernel earlier
+  for (const std::uint32_t id : queued) slots_[id].started = next_look_;
   std::vector<std::uint32_t> late;
   for (std::uint32_t id = 0; id < slots_.size(); ++id)
     if (slots_[id].ticket && clock_ - slots_[id].started >= options_.timeout_seconds) {
@@ -552,18 +595,21 @@ void IoEngine::give_up(std::uint32_t id, std::exception_ptr error, Finished& fin
 
 std::exception_ptr IoEngine::hung_error(const Piece& piece) const {
   const File& file = files_[piece.file];
-  return std::make_exception_ptr(StorageError(
-      ETIMEDOUT, file.path,
-      concat(describe(piece, file), ": device ", file.device, " has not answered for ", options_.timeout_seconds,
-             " s. Look at the kernel's log (dmesg); resume from the last checkpoint on another disk, or give it longer "
-             "with INFINITY_IO_TIMEOUT=<seconds>")));
+  return std::make_exception_ptr(
+      StorageError(ETIMEDOUT, file.path,
+                   concat(describe(piece, file), ": device ", file.device, " has not answered for ",
+                          options_.timeout_seconds,
+                          " s. Look at the kernel's log (dmesg); resume from the last checkpoint "
+                          "on another disk, or give it longer "
+                          "with INFINITY_IO_TIMEOUT=<seconds>")));
 }
 
 void IoEngine::count(Op op, int change, std::size_t nbytes) {
   Meter& meter = meters_[static_cast<int>(op)];
   meter.totals.nbytes += nbytes;
   const auto now = std::chrono::steady_clock::now();
-  if (meter.active > 0) meter.totals.busy_seconds += std::chrono::duration<double>(now - meter.since).count();
+  if (meter.active > 0)
+    meter.totals.busy_seconds += std::chrono::duration<double>(now - meter.since).count();
   meter.since = now;
   meter.active += change;
 }

@@ -80,11 +80,12 @@ struct IoOptions {
   std::string kind = "auto";  // auto, uring or threads
   unsigned depth = 64;  // pieces in flight per device
   std::size_t block_nbytes = 1024 * 1024;
-  int threads = 8;       // of the thread backend, per device
+  int threads = 8;  // of the thread backend, per device
   int work_threads = 1;  // upper bound over all devices; started on demand
   double timeout_seconds = 120;
   std::size_t max_pieces = std::size_t{1} << 22;  // submitted and not over
-  std::shared_ptr<const BackendLayer> layer = nullptr;  // chooses the backend; null: the engine does
+  // chooses the backend; null: the engine does
+  std::shared_ptr<const BackendLayer> layer = nullptr;
 };
 
 struct IoTotals {
@@ -163,8 +164,8 @@ class IoEngine {
     std::shared_ptr<PieceWork> work;
     std::shared_ptr<OpenFile> open;
     Span whole;  // `piece` is the rest of it that has not been moved
-    int stalled = 0;       // results in a row that moved nothing usable
-    double started = 0;    // by clock_; the time at which it may have reached the kernel
+    int stalled = 0;  // results in a row that moved nothing usable
+    double started = 0;  // by clock_; the time at which it may have reached the kernel
     bool given_up = false;  // its ticket has failed; the slot waits for the device
   };
   struct Part {  // a piece that is over, or a read that has arrived and needs its work done
@@ -187,7 +188,8 @@ class IoEngine {
   void hurry(const Ticket* ticket) INFINITY_EXCLUDES(mutex_);
   bool is_idle() const INFINITY_REQUIRES(mutex_);
   void free_slot(std::uint32_t id) INFINITY_REQUIRES(mutex_);
-  void enqueue(const std::vector<Request>& requests, const TicketPtr& ticket) INFINITY_EXCLUDES(mutex_);
+  void enqueue(const std::vector<Request>& requests, const TicketPtr& ticket)
+      INFINITY_EXCLUDES(mutex_);
   void start_waiting(Finished& finished) INFINITY_REQUIRES(mutex_);
   void run() INFINITY_EXCLUDES(mutex_);
   void serve(Finished& finished) INFINITY_EXCLUDES(mutex_);
@@ -200,8 +202,10 @@ class IoEngine {
   void break_down(const std::exception_ptr& error, Finished& finished) INFINITY_REQUIRES(mutex_);
   void complete(const PieceResult& result, Finished& finished) INFINITY_REQUIRES(mutex_);
   void give_up_on_the_hung(Finished& finished) INFINITY_REQUIRES(mutex_);
-  void give_up(std::uint32_t id, std::exception_ptr error, Finished& finished) INFINITY_REQUIRES(mutex_);
-  double tick() const { return std::min(5.0, options_.timeout_seconds / 8); }  // between checks for hung devices
+  void give_up(std::uint32_t id, std::exception_ptr error, Finished& finished)
+      INFINITY_REQUIRES(mutex_);
+  // between checks for hung devices
+  double tick() const { return std::min(5.0, options_.timeout_seconds / 8); }
   std::exception_ptr hung_error(const Piece& piece) const INFINITY_REQUIRES(mutex_);
   void count(Op op, int change, std::size_t nbytes) INFINITY_REQUIRES(mutex_);
 
@@ -219,16 +223,19 @@ class IoEngine {
   // up, so that other disks go on.
   std::deque<InFlight> slots_ INFINITY_GUARDED_BY(mutex_);
   std::vector<std::uint32_t> free_slots_ INFINITY_GUARDED_BY(mutex_);
-  std::size_t pieces_ INFINITY_GUARDED_BY(mutex_) = 0;     // submitted and not over
-  std::size_t dependent_ INFINITY_GUARDED_BY(mutex_) = 0;  // submissions that wait for their `after`
+  std::size_t pieces_ INFINITY_GUARDED_BY(mutex_) = 0;  // submitted and not over
+  // submissions that wait for their `after`
+  std::size_t dependent_ INFINITY_GUARDED_BY(mutex_) = 0;
   std::size_t worked_on_ INFINITY_GUARDED_BY(mutex_) = 0;  // pieces
   // Seconds in which this process ran: after a SIGSTOP, the device must not be blamed for them.
   double clock_ INFINITY_GUARDED_BY(mutex_) = 0;
-  double next_look_ INFINITY_GUARDED_BY(mutex_) = 0;      // by clock_
+  double next_look_ INFINITY_GUARDED_BY(mutex_) = 0;  // by clock_
   std::size_t given_up_ INFINITY_GUARDED_BY(mutex_) = 0;  // slots that wait for a hung device
-  bool troubled_ INFINITY_GUARDED_BY(mutex_) = false;     // a device is hung, or broken_ is set
-  std::exception_ptr broken_ INFINITY_GUARDED_BY(mutex_);  // why the backend cannot be used any longer
-  bool completing_ INFINITY_GUARDED_BY(mutex_) = false;    // tickets end outside the lock and may submit
+  bool troubled_ INFINITY_GUARDED_BY(mutex_) = false;  // a device is hung, or broken_ is set
+  // why the backend cannot be used any longer
+  std::exception_ptr broken_ INFINITY_GUARDED_BY(mutex_);
+  // tickets end outside the lock and may submit
+  bool completing_ INFINITY_GUARDED_BY(mutex_) = false;
   bool stopping_ INFINITY_GUARDED_BY(mutex_) = false;
 
   struct Meter {

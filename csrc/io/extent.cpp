@@ -7,16 +7,19 @@
 
 namespace infinity {
 
-Extent Extent::in_volume(std::shared_ptr<const Volume> volume, std::uint64_t offset, std::size_t nbytes) {
-  INFINITY_REQUIRE(nbytes > 0 && nbytes % kBlockNbytes == 0 && offset % kBlockNbytes == 0, "an extent of ", nbytes,
-                   " bytes at offset ", offset, ": both must be multiples of ", kBlockNbytes);
+Extent Extent::in_volume(std::shared_ptr<const Volume> volume, std::uint64_t offset,
+                         std::size_t nbytes) {
+  INFINITY_REQUIRE(nbytes > 0 && nbytes % kBlockNbytes == 0 && offset % kBlockNbytes == 0,
+                   "an extent of ", nbytes, " bytes at offset ", offset,
+                   ": both must be multiples of ", kBlockNbytes);
   Extent extent;
   extent.volume_ = std::move(volume);
   extent.offset_ = offset;
   extent.nbytes_ = nbytes;
   const std::vector<std::byte> zeros(std::min(nbytes, kChecksumNbytes));
   extent.books_->checksums.assign(checksum_count(nbytes), crc32c(zeros.data(), zeros.size()));
-  if (const std::size_t rest = nbytes % kChecksumNbytes) extent.books_->checksums.back() = crc32c(zeros.data(), rest);
+  if (const std::size_t rest = nbytes % kChecksumNbytes)
+    extent.books_->checksums.back() = crc32c(zeros.data(), rest);
   return extent;
 }
 
@@ -26,7 +29,8 @@ Extent Extent::unknown(int file, std::uint64_t offset, std::size_t nbytes) {
   return extent;
 }
 
-std::vector<Request> Extent::requests(Op op, std::size_t at, Span span, const std::shared_ptr<void>& memory) const {
+std::vector<Request> Extent::requests(Op op, std::size_t at, Span span,
+                                      const std::shared_ptr<void>& memory) const {
   check(at, span.nbytes);
   std::vector<Request> found;
   std::size_t done = 0;
@@ -42,7 +46,8 @@ std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) c
   Books& books = *books_;
   Lock lock(books.mutex);
   auto& writes = books.under_way;
-  writes.erase(std::remove_if(writes.begin(), writes.end(), [](const Write& write) { return write.ticket->succeeded(); }),
+  writes.erase(std::remove_if(writes.begin(), writes.end(),
+                              [](const Write& write) { return write.ticket->succeeded(); }),
                writes.end());
   std::vector<TicketPtr> found;
   for (const Write& write : writes)
@@ -55,14 +60,21 @@ std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) c
 class Extent::BlockSums : public PieceWork {
  public:
   BlockSums(const Extent& extent, Op op, std::size_t at, Span span, const IoEngine& engine)
-      : extent_(extent), op_(op), at_(at), span_(span), engine_(engine), blocks_(checksum_count(span.nbytes)) {
-    for (std::size_t i = 0; i < blocks_.size(); ++i) blocks_[i].missing = std::min(kChecksumNbytes, span.nbytes - i * kChecksumNbytes);
+      : extent_(extent),
+        op_(op),
+        at_(at),
+        span_(span),
+        engine_(engine),
+        blocks_(checksum_count(span.nbytes)) {
+    for (std::size_t i = 0; i < blocks_.size(); ++i)
+      blocks_[i].missing = std::min(kChecksumNbytes, span.nbytes - i * kChecksumNbytes);
   }
 
   void look_at(Span piece) override {
     std::size_t begin = static_cast<std::size_t>(piece.data - span_.data);
     for (const std::size_t end = begin + piece.nbytes; begin < end;) {
-      const std::size_t index = begin / kChecksumNbytes, block_end = std::min(span_.nbytes, (index + 1) * kChecksumNbytes);
+      const std::size_t index = begin / kChecksumNbytes,
+                        block_end = std::min(span_.nbytes, (index + 1) * kChecksumNbytes);
       const std::size_t nbytes = std::min(end, block_end) - begin;
       add(index, crc32c(span_.data + begin, nbytes), nbytes, block_end - begin - nbytes);
       begin += nbytes;
@@ -121,7 +133,8 @@ bool Extent::written(std::size_t at, std::size_t nbytes) const {
          std::all_of(sent.begin() + first, sent.begin() + last, [](bool each) { return each; });
 }
 
-TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span, const std::shared_ptr<void>& memory, bool checksum) {
+TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span,
+                        const std::shared_ptr<void>& memory, bool checksum) {
   std::vector<Request> wanted = requests(Op::kWrite, at, span, memory);
   if (checksum) {
     const auto sums = std::make_shared<BlockSums>(*this, Op::kWrite, at, span, engine);
@@ -129,7 +142,8 @@ TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span, const std::
   }
   std::vector<TicketPtr> before = writes_over(at, span.nbytes);
   // A failed write is repaired by this one.
-  before.erase(std::remove_if(before.begin(), before.end(), [](const TicketPtr& ticket) { return ticket->done(); }),
+  before.erase(std::remove_if(before.begin(), before.end(),
+                              [](const TicketPtr& ticket) { return ticket->done(); }),
                before.end());
   const TicketPtr ticket = engine.submit(wanted, joined(before));
   Books& books = *books_;
@@ -151,7 +165,8 @@ std::uint32_t Extent::checksum(std::size_t nbytes) const {
   if (nbytes > 0) check(0, nbytes);
   std::uint32_t joined = 0;
   for (std::size_t at = 0; at < nbytes; at += kChecksumNbytes)
-    joined = crc32c_before(joined, std::min(kChecksumNbytes, nbytes - at)) ^ books_->checksums[at / kChecksumNbytes];
+    joined = crc32c_before(joined, std::min(kChecksumNbytes, nbytes - at)) ^
+             books_->checksums[at / kChecksumNbytes];
   return joined;
 }
 
@@ -167,7 +182,8 @@ void Extent::verify(std::size_t at, Span span, const IoEngine& engine) const {
   verify_sums(at, found, engine);
 }
 
-void Extent::verify_sums(std::size_t at, const std::vector<std::uint32_t>& found, const IoEngine& engine) const {
+void Extent::verify_sums(std::size_t at, const std::vector<std::uint32_t>& found,
+                         const IoEngine& engine) const {
   for (std::size_t i = 0; i < found.size(); ++i) hold(at / kChecksumNbytes + i, found[i], engine);
 }
 
@@ -176,10 +192,11 @@ void Extent::verify_sums(std::size_t at, const std::vector<std::uint32_t>& found
 void Extent::hold(std::size_t block, std::uint32_t found, const IoEngine& engine) const {
   const std::uint32_t expected = books_->checksums[block];
   if (found == expected) return;
-  throw CorruptionError(concat("checksum mismatch in ", where(engine, block * kChecksumNbytes), " (version ", version(), "): wrote ",
-                               std::hex, expected, ", read ", found,
-                               ". The disk or its file was changed or lost a write; resume from the last "
-                               "checkpoint, on another disk if it happens again"));
+  throw CorruptionError(
+      concat("checksum mismatch in ", where(engine, block * kChecksumNbytes), " (version ",
+             version(), "): wrote ", std::hex, expected, ", read ", found,
+             ". The disk or its file was changed or lost a write; resume from the last "
+             "checkpoint, on another disk if it happens again"));
 }
 
 // "/scratch/a at offset 4096", of the checksum block at byte `at`: two places if it crosses a
@@ -189,18 +206,20 @@ std::string Extent::where(const IoEngine& engine, std::size_t at) const {
   const std::size_t end = std::min(nbytes_, at + kChecksumNbytes);
   while (at < end) {
     const Volume::Place place = volume_->place(offset_ + at, end - at);
-    found += concat(found.empty() ? "" : " or ", engine.file(place.file).path, " at offset ", place.offset);
+    found += concat(found.empty() ? "" : " or ", engine.file(place.file).path, " at offset ",
+                    place.offset);
     at += place.nbytes;
   }
   return found;
 }
 
 void Extent::check(std::size_t at, std::size_t nbytes) const {
-  INFINITY_REQUIRE(is_file(), "a transfer of an extent in memory: its bytes are where they are used");
+  INFINITY_REQUIRE(is_file(),
+                   "a transfer of an extent in memory: its bytes are where they are used");
   INFINITY_REQUIRE(at % kChecksumNbytes == 0 && at < nbytes_ && nbytes <= nbytes_ - at &&
                        (nbytes % kChecksumNbytes == 0 || at + nbytes == nbytes_),
-                   "bytes ", at, " to ", at + nbytes, " of an extent of ", nbytes_, ": outside it, or not whole blocks of ",
-                   kChecksumNbytes);
+                   "bytes ", at, " to ", at + nbytes, " of an extent of ", nbytes_,
+                   ": outside it, or not whole blocks of ", kChecksumNbytes);
 }
 
 }  // namespace infinity

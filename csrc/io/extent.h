@@ -45,13 +45,18 @@ class Extent {
     return extent;
   }
   // An extent on disk starts as zeros, which is what reserved space reads as.
-  static Extent in_file(int file, std::uint64_t offset, std::size_t nbytes) { return in_volume(Volume::of(file), offset, nbytes); }
+  static Extent in_file(int file, std::uint64_t offset, std::size_t nbytes) {
+    return in_volume(Volume::of(file), offset, nbytes);
+  }
   // Bytes that other software wrote: the first read records their checksums.
   static Extent unknown(int file, std::uint64_t offset, std::size_t nbytes);
-  static Extent in_volume(std::shared_ptr<const Volume> volume, std::uint64_t offset, std::size_t nbytes);
+  static Extent in_volume(std::shared_ptr<const Volume> volume, std::uint64_t offset,
+                          std::size_t nbytes);
 
   // A range of an extent in memory, which shares the owner.
-  Extent part(std::size_t at, std::size_t nbytes) const { return in_memory({memory_.data + at, nbytes}, owner_); }
+  Extent part(std::size_t at, std::size_t nbytes) const {
+    return in_memory({memory_.data + at, nbytes}, owner_);
+  }
 
   bool is_file() const { return volume_ != nullptr; }
   std::size_t nbytes() const { return nbytes_; }
@@ -59,7 +64,8 @@ class Extent {
   std::byte* memory() const { return memory_.data; }
 
   // The requests that move `span` to or from byte `at`: one for each stripe.
-  std::vector<Request> requests(Op op, std::size_t at, Span span, const std::shared_ptr<void>& memory = nullptr) const;
+  std::vector<Request> requests(Op op, std::size_t at, Span span,
+                                const std::shared_ptr<void>& memory = nullptr) const;
 
   // Reads or writes `span` after the overlapping writes under way, and `after`, have finished
   // without error. Unless `checksum` is false, a read fails with CorruptionError if the bytes are
@@ -67,8 +73,8 @@ class Extent {
   // call.
   TicketPtr read(IoEngine& engine, std::size_t at, Span span, const TicketPtr& after = nullptr,
                  const std::shared_ptr<void>& memory = nullptr, bool checksum = true) const;
-  TicketPtr write(IoEngine& engine, std::size_t at, Span span, const std::shared_ptr<void>& memory = nullptr,
-                  bool checksum = true);
+  TicketPtr write(IoEngine& engine, std::size_t at, Span span,
+                  const std::shared_ptr<void>& memory = nullptr, bool checksum = true);
 
   // The writes under way, as one ticket; null if there are none.
   TicketPtr writes_under_way() const { return joined(writes_over(0, nbytes_)); }
@@ -88,7 +94,8 @@ class Extent {
   // Throws CorruptionError if bytes read at `at` are not those last written there.
   void verify(std::size_t at, Span span, const IoEngine& engine) const;
   // As verify, with checksums that were computed elsewhere: one per kChecksumNbytes.
-  void verify_sums(std::size_t at, const std::vector<std::uint32_t>& found, const IoEngine& engine) const;
+  void verify_sums(std::size_t at, const std::vector<std::uint32_t>& found,
+                   const IoEngine& engine) const;
 
   std::uint64_t version() const { return books_->version; }
   void set_version(std::uint64_t version) { books_->version = version; }

@@ -68,10 +68,12 @@ std::pair<int, bool> open_without_name(const std::string& folder) {
   }
   // File systems without O_TMPFILE (NFS, overlays of old kernels): create the file, then unlink it.
   // If the process is killed in between, an empty file stays.
-  if (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL && errno != ENOENT) return {-1, false};
+  if (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL && errno != ENOENT)
+    return {-1, false};
   static std::atomic<unsigned> count{0};
   for (int tries = 0; tries < 100; ++tries) {
-    const std::string path = concat(folder, "/.infinity-", getpid(), "-", std::random_device{}(), "-", count++);
+    const std::string path =
+        concat(folder, "/.infinity-", getpid(), "-", std::random_device{}(), "-", count++);
     for (const int direct : {O_DIRECT, 0}) {
       // A file system without O_DIRECT refuses the open, but has created the file.
       const int flags = O_RDWR | O_CREAT | O_CLOEXEC | direct | (direct ? O_EXCL : 0);
@@ -91,7 +93,8 @@ std::pair<int, bool> open_without_name(const std::string& folder) {
 // aligned blocks, which O_DIRECT needs.
 int write_zeros(int descriptor, std::uint64_t nbytes) {
   constexpr std::size_t kStep = 1024 * 1024;
-  std::unique_ptr<void, decltype(&std::free)> zeros(std::aligned_alloc(kBlockNbytes, kStep), &std::free);
+  std::unique_ptr<void, decltype(&std::free)> zeros(std::aligned_alloc(kBlockNbytes, kStep),
+                                                    &std::free);
   if (!zeros) return ENOMEM;
   std::fill_n(static_cast<std::byte*>(zeros.get()), kStep, std::byte{0});
   for (std::uint64_t at = 0; at < nbytes;) {
@@ -101,7 +104,8 @@ int write_zeros(int descriptor, std::uint64_t nbytes) {
     if (written < 0) return errno;
     if (written == 0) return EIO;
     at += round_down(static_cast<std::size_t>(written), kBlockNbytes);
-    if (static_cast<std::size_t>(written) < kBlockNbytes) return ENOSPC;  // less than a block: the disk is full
+    // less than a block: the disk is full
+    if (static_cast<std::size_t>(written) < kBlockNbytes) return ENOSPC;
   }
   return 0;
 }
@@ -194,7 +198,8 @@ File open_existing_file(const std::string& path) {
   if (descriptor < 0) throw StorageError(errno, path, concat("cannot open ", path));
   File file = opened(descriptor, path, direct);
   struct stat status{};
-  if (fstat(descriptor, &status) != 0) throw StorageError(errno, path, concat("cannot open ", path));
+  if (fstat(descriptor, &status) != 0)
+    throw StorageError(errno, path, concat("cannot open ", path));
   file.nbytes = round_down(static_cast<std::size_t>(status.st_size), kBlockNbytes);
   check_direct(file);
   file.device = device_of(descriptor);

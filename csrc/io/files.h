@@ -15,14 +15,14 @@
 namespace infinity {
 
 struct File {
-  int descriptor = -1;             // of `open`; -1: dropped
+  int descriptor = -1;  // of `open`; -1: dropped
   std::shared_ptr<OpenFile> open;  // null: dropped
   std::string path;
   bool direct = false;  // O_DIRECT is on
   std::uint64_t nbytes = 0;
   std::string device;  // the kernel's name for the disk that the file is on
-  int queue = -1;      // of that device, index given by the engine
-  bool hung = false;   // a transfer timed out: the engine starts no other one
+  int queue = -1;  // of that device, index given by the engine
+  bool hung = false;  // a transfer timed out: the engine starts no other one
 };
 
 // Creates `path` with mode 0600 and reserves `nbytes`, so that no later write can fail with ENOSPC.

@@ -25,17 +25,24 @@
 namespace infinity {
 namespace {
 
-constexpr std::size_t kMostPosted = 1024;  // gathers that a rank may be ahead of the last one that all have taken
+// gathers that a rank may be ahead of the last one that all have taken
+constexpr std::size_t kMostPosted = 1024;
 constexpr std::size_t kPieceNbytes = 1024 * 1024;
 constexpr long kLookNanoseconds = 50'000'000;  // how long one waits between two looks at the others
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 // Numbers wrap around: a counter has come to a number when it is less than half of them behind.
-bool has_come(std::uint32_t counter, std::uint32_t number) { return static_cast<std::int32_t>(counter - number) >= 0; }
+bool has_come(std::uint32_t counter, std::uint32_t number) {
+  return static_cast<std::int32_t>(counter - number) >= 0;
+}
 
-long futex(const std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* limit) {
-  return syscall(SYS_futex, reinterpret_cast<const std::uint32_t*>(&word), operation, value, limit, nullptr, 0);
+long futex(const std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
+           const timespec* limit) {
+  return syscall(SYS_futex, reinterpret_cast<const std::uint32_t*>(&word), operation, value, limit,
+                 nullptr, 0);
 }
 
 void advance(std::atomic<std::uint32_t>& counter, std::uint32_t number) {
@@ -45,7 +52,8 @@ void advance(std::atomic<std::uint32_t>& counter, std::uint32_t number) {
 
 int make_file() {
   constexpr unsigned kCloseOnExec = 1, kNotExecutable = 8;
-  for (const unsigned flags : {kCloseOnExec | kNotExecutable, kCloseOnExec}) {  // the second of Linux 6.3 and later
+  // the second of Linux 6.3 and later
+  for (const unsigned flags : {kCloseOnExec | kNotExecutable, kCloseOnExec}) {
     const int file = static_cast<int>(syscall(SYS_memfd_create, "infinity-weights", flags));
     if (file >= 0) return file;
     if (errno != EINVAL) break;
@@ -69,8 +77,12 @@ struct SharedRow::Mapped {
   std::unique_ptr<Region> region;
 
   Mapped(std::size_t place, int process)
-      : place(place), process(process), exited(static_cast<int>(syscall(SYS_pidfd_open, process, 0))) {
-    if (exited < 0) throw StorageError(errno, "", concat("process ", process, " of rank ", place, " cannot be seen"));
+      : place(place),
+        process(process),
+        exited(static_cast<int>(syscall(SYS_pidfd_open, process, 0))) {
+    if (exited < 0)
+      throw StorageError(errno, "",
+                         concat("process ", process, " of rank ", place, " cannot be seen"));
   }
   ~Mapped() { ::close(exited); }
   const Header& header() const { return *reinterpret_cast<const Header*>(region->data()); }
@@ -88,7 +100,8 @@ SharedRow::SharedRow(int threads) : pool_(threads) {
     std::random_device random;
     auto* header = new (front_->data()) Header{};
     header->token = (static_cast<std::uint64_t>(random()) << 32) | random();
-    if (!try_spawn(thread_, [this] { serve(); })) throw StorageError(EAGAIN, "", "the system has no thread to give");
+    if (!try_spawn(thread_, [this] { serve(); }))
+      throw StorageError(EAGAIN, "", "the system has no thread to give");
   } catch (...) {
     close_file();
     throw;
@@ -97,14 +110,18 @@ SharedRow::SharedRow(int threads) : pool_(threads) {
 
 SharedRow::~SharedRow() { close(); }
 
-std::shared_ptr<Region> SharedRow::allocate(std::size_t nbytes, bool huge_pages, int touch_threads) {
-  INFINITY_REQUIRE(others_.empty() && file_ >= 0, "what is shared is allocated before the ranks know of each other");
+std::shared_ptr<Region> SharedRow::allocate(std::size_t nbytes, bool huge_pages,
+                                            int touch_threads) {
+  INFINITY_REQUIRE(others_.empty() && file_ >= 0,
+                   "what is shared is allocated before the ranks know of each other");
   const std::size_t wanted = round_up(nbytes, kBlockNbytes);
   // Huge pages lie on such borders in the file, too. What is skipped takes no memory.
-  const std::uint64_t begin = huge_pages && wanted >= kHugeNbytes ? round_up(nbytes_, kHugeNbytes) : nbytes_;
+  const std::uint64_t begin =
+      huge_pages && wanted >= kHugeNbytes ? round_up(nbytes_, kHugeNbytes) : nbytes_;
   if (ftruncate(file_, static_cast<off_t>(begin + wanted)) != 0)
     throw StorageError(errno, "", concat("cannot share ", wanted, " bytes of memory"));
-  auto region = std::make_shared<Region>(nbytes, huge_pages, touch_threads, FileRange{file_, begin, true});
+  auto region =
+      std::make_shared<Region>(nbytes, huge_pages, touch_threads, FileRange{file_, begin, true});
   allocated_[region->data()] = {region, begin};
   nbytes_ = begin + wanted;
   return region;
@@ -115,18 +132,23 @@ SharedRow::Peer SharedRow::self() const {
 }
 
 void SharedRow::connect(const std::vector<Peer>& peers, std::size_t place) {
-  INFINITY_REQUIRE(front_ && place < peers.size() && peers[place].token == self().token, "place ", place, " is another rank's");
+  INFINITY_REQUIRE(front_ && place < peers.size() && peers[place].token == self().token, "place ",
+                   place, " is another rank's");
   std::vector<std::unique_ptr<Mapped>> found;
-  for (std::size_t step = 1; step < peers.size(); ++step) {  // each begins with another one: not all read the same memory at once
+  // each begins with another one: not all read the same memory at once
+  for (std::size_t step = 1; step < peers.size(); ++step) {
     const std::size_t other = (place + step) % peers.size();
     const Peer& peer = peers[other];
     auto mapped = std::make_unique<Mapped>(other, peer.process);
     const std::string path = concat("/proc/", peer.process, "/fd/", peer.file);
     const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (file < 0) throw StorageError(errno, path, concat("the memory of rank ", other, " cannot be opened"));
-    const bool whole = lseek(file, 0, SEEK_END) >= static_cast<off_t>(peer.nbytes) && peer.nbytes >= sizeof(Header);
+    if (file < 0)
+      throw StorageError(errno, path, concat("the memory of rank ", other, " cannot be opened"));
+    const bool whole = lseek(file, 0, SEEK_END) >= static_cast<off_t>(peer.nbytes) &&
+                       peer.nbytes >= sizeof(Header);
     try {
-      if (whole) mapped->region = std::make_unique<Region>(peer.nbytes, true, 0, FileRange{file, 0, false});
+      if (whole)
+        mapped->region = std::make_unique<Region>(peer.nbytes, true, 0, FileRange{file, 0, false});
     } catch (...) {
       ::close(file);
       throw;
@@ -147,18 +169,20 @@ bool SharedRow::owns(const Region& region) const {
 
 bool SharedRow::shares(const Region& region) const { return !others_.empty() && owns(region); }
 
-TicketPtr SharedRow::gather(std::uint64_t what, const std::byte* home, std::size_t nbytes, std::byte* whole,
-                            double patience_seconds) {
+TicketPtr SharedRow::gather(std::uint64_t what, const std::byte* home, std::size_t nbytes,
+                            std::byte* whole, double patience_seconds) {
   Lock lock(mutex_);
-  INFINITY_REQUIRE(!closing_ && !others_.empty(), "the ranks do not know of each other's memory, or no more");
+  INFINITY_REQUIRE(!closing_ && !others_.empty(),
+                   "the ranks do not know of each other's memory, or no more");
   const auto found = allocated_.find(home);
   const bool is_shared = found != allocated_.end() && !found->second.region.expired();
   INFINITY_REQUIRE(is_shared || (home == nullptr && what == kNobodys), "this memory is not shared");
   INFINITY_REQUIRE(nbytes <= nbytes_, nbytes, " bytes are more than what is shared");
   const std::uint32_t number = number_ + 1;
   for (const auto& peer : others_)
-    INFINITY_CHECK(has_come(peer->header().taken.load(std::memory_order_acquire), number - kMostPosted), "more than ",
-                   kMostPosted, " gathers are under way");
+    INFINITY_CHECK(
+        has_come(peer->header().taken.load(std::memory_order_acquire), number - kMostPosted),
+        "more than ", kMostPosted, " gathers are under way");
   const Posting mine{is_shared ? found->second.offset : 0, nbytes, what};
   jobs_.push_back({number, mine, whole, patience_seconds, std::make_shared<Ticket>(1)});
   number_ = number;
@@ -217,28 +241,33 @@ void SharedRow::take(const Job& job) {
     const bool same = theirs.what == mine.what || theirs.what == kNobodys || mine.what == kNobodys;
     if (!same || theirs.nbytes != mine.nbytes || theirs.offset > peer->region->nbytes() ||
         theirs.nbytes > peer->region->nbytes() - theirs.offset)
-      throw std::runtime_error(concat("rank ", peer->place, " of this row shares ", theirs.nbytes, " bytes of another gather than the ",
-                                      mine.nbytes, " expected as number ", job.number));
+      throw std::runtime_error(concat("rank ", peer->place, " of this row shares ", theirs.nbytes,
+                                      " bytes of another gather than the ", mine.nbytes,
+                                      " expected as number ", job.number));
     const std::byte* from = peer->region->data() + theirs.offset;
     std::byte* to = job.whole + peer->place * mine.nbytes;
-    pool_.for_range(0, mine.nbytes, kPieceNbytes,
-                    [&](std::size_t begin, std::size_t end) { std::memcpy(to + begin, from + begin, end - begin); });
+    pool_.for_range(0, mine.nbytes, kPieceNbytes, [&](std::size_t begin, std::size_t end) {
+      std::memcpy(to + begin, from + begin, end - begin);
+    });
   }
   advance(reinterpret_cast<Header*>(front_->data())->taken, job.number);
   for (const auto& peer : others_) await(*peer, peer->header().taken, job.number, deadline);
 }
 
-void SharedRow::await(const Mapped& peer, const std::atomic<std::uint32_t>& counter, std::uint32_t number, double deadline) const {
+void SharedRow::await(const Mapped& peer, const std::atomic<std::uint32_t>& counter,
+                      std::uint32_t number, double deadline) const {
   const timespec look{0, kLookNanoseconds};
   for (;;) {
     const std::uint32_t seen = counter.load(std::memory_order_acquire);
     if (has_come(seen, number)) return;
     if (closing_) throw std::runtime_error("the row was closed");
     if (futex(counter, FUTEX_WAIT, seen, &look) == 0 || errno == EAGAIN) continue;
-    const bool has_ended = peer.has_ended();  // before the counter is read again: what it did last counts
+    // before the counter is read again: what it did last counts
+    const bool has_ended = peer.has_ended();
     if (has_come(counter.load(std::memory_order_acquire), number)) return;
     if (has_ended) throw std::runtime_error(concat("process ", peer.process, " has ended"));
-    if (now() > deadline) throw std::runtime_error(concat("timed out waiting for process ", peer.process));
+    if (now() > deadline)
+      throw std::runtime_error(concat("timed out waiting for process ", peer.process));
   }
 }
 

@@ -50,7 +50,7 @@ class SharedRow {
   struct Peer {
     int process;
     int file;
-    std::uint64_t token;   // in the file, too: another process may have that number by now
+    std::uint64_t token;  // in the file, too: another process may have that number by now
     std::uint64_t nbytes;  // of the file
   };
 
@@ -89,7 +89,8 @@ class SharedRow {
   // same on all ranks; a rank that only completes the others' gather passes `kNobodys` and no home.
   // The ticket finishes when all ranks have copied everything. It fails if another rank's process
   // ends, posts another gather, or does not arrive within `patience_seconds`.
-  TicketPtr gather(std::uint64_t what, const std::byte* home, std::size_t nbytes, std::byte* whole, double patience_seconds);
+  TicketPtr gather(std::uint64_t what, const std::byte* home, std::size_t nbytes, std::byte* whole,
+                   double patience_seconds);
 
   // The number of gathers that this rank has started, and the tickets of the unfinished ones.
   std::uint32_t begun() const;
@@ -119,7 +120,8 @@ class SharedRow {
   void serve();
   void post(std::uint32_t number, const Posting& posting);
   void take(const Job& job);
-  void await(const Mapped& peer, const std::atomic<std::uint32_t>& counter, std::uint32_t number, double deadline) const;
+  void await(const Mapped& peer, const std::atomic<std::uint32_t>& counter, std::uint32_t number,
+             double deadline) const;
 
   const int process_ = getpid();
   int file_ = -1;

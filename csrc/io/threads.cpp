@@ -23,7 +23,9 @@ class ThreadsBackend final : public Backend {
   explicit ThreadsBackend(int thread_count) : thread_count_(thread_count) {
     queues_.emplace_back();
     if (!add_threads(queues_.front()))
-      throw StorageError(EAGAIN, "", "the system refuses a thread for I/O (a limit on processes: `ulimit -u`, or the container's pids)");
+      throw StorageError(EAGAIN, "",
+                         "the system refuses a thread for I/O (a limit on processes: `ulimit -u`, "
+                         "or the container's pids)");
   }
 
   ~ThreadsBackend() override {
@@ -71,7 +73,8 @@ class ThreadsBackend final : public Backend {
   bool take_back(std::uint32_t id) override {
     Lock lock(mutex_);
     for (Queue& queue : queues_) {
-      const auto job = std::find_if(queue.jobs.begin(), queue.jobs.end(), [id](const Job& each) { return each.id == id; });
+      const auto job = std::find_if(queue.jobs.begin(), queue.jobs.end(),
+                                    [id](const Job& each) { return each.id == id; });
       if (job == queue.jobs.end()) continue;
       queue.jobs.erase(job);
       return true;
@@ -102,7 +105,8 @@ class ThreadsBackend final : public Backend {
 
   void wait(std::vector<PieceResult>& results, double seconds) override {
     Lock lock(mutex_);
-    finished_.wait_for(lock, std::chrono::duration<double>(seconds), [this]() INFINITY_REQUIRES(mutex_) { return woken_ || !results_.empty(); });
+    finished_.wait_for(lock, std::chrono::duration<double>(seconds),
+                       [this]() INFINITY_REQUIRES(mutex_) { return woken_ || !results_.empty(); });
     woken_ = false;
     results.insert(results.end(), results_.begin(), results_.end());
     results_.clear();
@@ -140,16 +144,18 @@ class ThreadsBackend final : public Backend {
   void work(Queue& queue) {
     Lock lock(mutex_);
     for (;;) {
-      queue.queued.wait(lock, [&]() INFINITY_REQUIRES(mutex_) { return stopping_ || !queue.jobs.empty(); });
+      queue.queued.wait(
+          lock, [&]() INFINITY_REQUIRES(mutex_) { return stopping_ || !queue.jobs.empty(); });
       if (stopping_) return;
       const Job job = queue.jobs.front();
       queue.jobs.pop_front();
       running_[job.id] = &queue;
       lock.unlock();
       const Piece& piece = job.piece;
-      const ssize_t moved = piece.op == Op::kRead
-                                ? pread(job.descriptor, piece.data, piece.nbytes, static_cast<off_t>(piece.offset))
-                                : pwrite(job.descriptor, piece.data, piece.nbytes, static_cast<off_t>(piece.offset));
+      const ssize_t moved =
+          piece.op == Op::kRead
+              ? pread(job.descriptor, piece.data, piece.nbytes, static_cast<off_t>(piece.offset))
+              : pwrite(job.descriptor, piece.data, piece.nbytes, static_cast<off_t>(piece.offset));
       const std::int64_t result = moved < 0 ? -static_cast<std::int64_t>(errno) : moved;
       lock.lock();
       running_.erase(job.id);

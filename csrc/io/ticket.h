@@ -47,15 +47,15 @@ class Ticket {
   // finished.
   std::pair<double, double> times() const {
     Lock lock(mutex_);
-    const auto seconds = [](Clock::time_point at) { return std::chrono::duration<double>(at.time_since_epoch()).count(); };
+    const auto seconds = [](Clock::time_point at) {
+      return std::chrono::duration<double>(at.time_since_epoch()).count();
+    };
     return {seconds(started_), seconds(finished_at_)};
   }
 
   // Ends one part. The first error is reported after the last part: until then a part may still
   // write into memory that the waiter would free.
-  void part_done(std::exception_ptr error = nullptr) {
-    end_part(std::move(error), false);
-  }
+  void part_done(std::exception_ptr error = nullptr) { end_part(std::move(error), false); }
 
   // Ends one part that was cancelled before it started. Any other error replaces this one.
   void part_cancelled(std::exception_ptr error) { end_part(std::move(error), true); }
@@ -93,7 +93,8 @@ class Ticket {
   bool wait_for(double seconds) const {
     hurry();
     Lock lock(mutex_);
-    return finished_.wait_for(lock, std::chrono::duration<double>(seconds), [this]() INFINITY_REQUIRES(mutex_) { return remaining_ == 0; });
+    return finished_.wait_for(lock, std::chrono::duration<double>(seconds),
+                              [this]() INFINITY_REQUIRES(mutex_) { return remaining_ == 0; });
   }
 
   // Blocks until finished; throws the first error of its parts.

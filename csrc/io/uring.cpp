@@ -1,4 +1,5 @@
-// The io_uring backend: one ring, registered buffers and files, results awaited in the kernel (no spinning).
+// The io_uring backend: one ring, registered buffers and files, results awaited in the kernel (no
+// spinning).
 #include "io/backend.h"
 
 #ifdef INFINITY_HAVE_URING
@@ -17,26 +18,31 @@ namespace infinity {
 namespace {
 
 constexpr std::uint64_t kWake = ~std::uint64_t{0};
-constexpr std::size_t kMaxBufferNbytes = std::size_t{1} << 30;  // the kernel's limit for one registered buffer
+// the kernel's limit for one registered buffer
+constexpr std::size_t kMaxBufferNbytes = std::size_t{1} << 30;
 
 class UringBackend final : public Backend {
  public:
   explicit UringBackend(unsigned depth) {
-    // Two entries beyond the depth of one device: one for the wake-up, one spare. More devices hand theirs over in turns, but
-    // the results of all of them have room.
+    // Two entries beyond the depth of one device: one for the wake-up, one spare. More devices hand
+    // theirs over in turns, but the results of all of them have room.
     io_uring_params parameters{};
     parameters.flags = IORING_SETUP_CQSIZE;
     parameters.cq_entries = 2 * kMaxInFlight;
     const int error = io_uring_queue_init_params(depth + 2, &ring_, &parameters);
     if (error < 0) throw StorageError(-error, "", "io_uring_setup");
-    if (!(ring_.features & IORING_FEAT_EXT_ARG)) {  // else waiting with a timeout would take submission entries
+    // else waiting with a timeout would take submission entries
+    if (!(ring_.features & IORING_FEAT_EXT_ARG)) {
       io_uring_queue_exit(&ring_);
-      throw StorageError(ENOSYS, "", "this kernel's io_uring cannot wait with a timeout (Linux 5.11 can)");
+      throw StorageError(ENOSYS, "",
+                         "this kernel's io_uring cannot wait with a timeout (Linux 5.11 can)");
     }
-    for (int operation : {IORING_OP_NOP, IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED})
+    for (int operation : {IORING_OP_NOP, IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READ_FIXED,
+                          IORING_OP_WRITE_FIXED})
       if (!offers(operation)) {
         io_uring_queue_exit(&ring_);
-        throw StorageError(ENOSYS, "", concat("this kernel's io_uring lacks operation ", operation));
+        throw StorageError(ENOSYS, "",
+                           concat("this kernel's io_uring lacks operation ", operation));
       }
   }
   ~UringBackend() override { io_uring_queue_exit(&ring_); }
@@ -73,7 +79,8 @@ class UringBackend final : public Backend {
 
   void wait(std::vector<PieceResult>& results, double seconds) override {
     const auto whole = static_cast<long long>(seconds);
-    __kernel_timespec timeout{whole, static_cast<long long>((seconds - static_cast<double>(whole)) * 1e9)};
+    __kernel_timespec timeout{whole,
+                              static_cast<long long>((seconds - static_cast<double>(whole)) * 1e9)};
     io_uring_cqe* completion = nullptr;
     const int error = io_uring_wait_cqe_timeout(&ring_, &completion, &timeout);
     if (error == -ETIME || error == -EINTR || error == -EAGAIN) return;
@@ -105,8 +112,10 @@ class UringBackend final : public Backend {
   void forget_file(int file) override {
     forgotten_.insert(file);
     int none = -1;
-    // What is in flight keeps its own reference. Refused, the table keeps the file's space until the engine's end.
-    if (file < registered_files_) (void)io_uring_register_files_update(&ring_, static_cast<unsigned>(file), &none, 1);
+    // What is in flight keeps its own reference. Refused, the table keeps the file's space until
+    // the engine's end.
+    if (file < registered_files_)
+      (void)io_uring_register_files_update(&ring_, static_cast<unsigned>(file), &none, 1);
   }
 
   std::string register_buffers(const std::vector<Span>& spans) override {
@@ -152,15 +161,18 @@ class UringBackend final : public Backend {
       buffers_ = table_of(spans, tried * kStep);
       const int error = io_uring_register_buffers(&ring_, buffers_.data(), buffers_.size());
       if (error < 0) buffers_.clear();
-      if (error < 0 && error != -ENOMEM) return concat("io_uring_register_buffers: ", std::strerror(-error));
+      if (error < 0 && error != -ENOMEM)
+        return concat("io_uring_register_buffers: ", std::strerror(-error));
       (error < 0 ? too_much : fits) = tried;
     }
     if (fits && buffers_.empty()) {
       buffers_ = table_of(spans, fits * kStep);
       if (io_uring_register_buffers(&ring_, buffers_.data(), buffers_.size()) < 0) buffers_.clear();
     }
-    return concat("io_uring_register_buffers: ", buffers_.empty() ? 0 : fits, " MiB of ", total / kStep,
-                  " MiB were registered, the memlock limit allows no more; the rest costs more processor time (see "
+    return concat("io_uring_register_buffers: ", buffers_.empty() ? 0 : fits, " MiB of ",
+                  total / kStep,
+                  " MiB were registered, the memlock limit allows no more; the rest costs more "
+                  "processor time (see "
                   "`ulimit -l`; raise it in limits.conf or with LimitMEMLOCK=infinity)");
   }
 
@@ -177,7 +189,8 @@ class UringBackend final : public Backend {
   int registered_buffer(const Piece& piece) const {
     for (std::size_t i = 0; i < buffers_.size(); ++i) {
       const auto* base = static_cast<std::byte*>(buffers_[i].iov_base);
-      if (piece.data >= base && piece.data + piece.nbytes <= base + buffers_[i].iov_len) return static_cast<int>(i);
+      if (piece.data >= base && piece.data + piece.nbytes <= base + buffers_[i].iov_len)
+        return static_cast<int>(i);
     }
     return -1;
   }
@@ -196,7 +209,8 @@ std::unique_ptr<Backend> make_uring_backend(unsigned depth, std::string& why) {
   } catch (const StorageError& error) {
     why = concat("the kernel refused io_uring (", error.what(),
                  error.error_number == EPERM || error.error_number == EACCES
-                     ? "): allow it with sysctl kernel.io_uring_disabled=0 or in the container's seccomp profile"
+                     ? "): allow it with sysctl kernel.io_uring_disabled=0 or in the container's "
+                       "seccomp profile"
                  : error.error_number == ENOMEM ? "): raise the memlock limit, see `ulimit -l`"
                                                 : ")");
     return nullptr;

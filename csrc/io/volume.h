@@ -36,8 +36,9 @@ class Volume {
   // Lays `nbytes` out over one member for each of `counts`, its number of stripes. Returns the
   // bytes of each member; the last stripe may be shorter. Throws UsageError if the stripes do not
   // hold `nbytes`, or if the volume was laid out before.
-  std::vector<std::uint64_t> lay_out(std::size_t stripe_nbytes, const std::vector<std::uint64_t>& counts, std::uint64_t skipped,
-                                     std::uint64_t nbytes);
+  std::vector<std::uint64_t> lay_out(std::size_t stripe_nbytes,
+                                     const std::vector<std::uint64_t>& counts,
+                                     std::uint64_t skipped, std::uint64_t nbytes);
 
   // Sets the file of each member; -1 for a member without bytes. Precondition of every transfer.
   void set_files(const std::vector<int>& files);

@@ -86,11 +86,12 @@ class Account : public std::enable_shared_from_this<Account> {
   mutable Mutex mutex_;
   std::int64_t charged_ INFINITY_GUARDED_BY(mutex_) = 0, peak_ INFINITY_GUARDED_BY(mutex_) = 0;
   std::int64_t passing_ INFINITY_GUARDED_BY(mutex_) = 0;  // of charged_
-  std::uint64_t round_ INFINITY_GUARDED_BY(mutex_) = 0;   // counts forget_passing
+  std::uint64_t round_ INFINITY_GUARDED_BY(mutex_) = 0;  // counts forget_passing
 };
 
 inline void Charge::release() {
-  if (auto account = std::exchange(account_, nullptr)) account->give_back(nbytes_, passing_, round_);
+  if (auto account = std::exchange(account_, nullptr))
+    account->give_back(nbytes_, passing_, round_);
 }
 
 }  // namespace infinity

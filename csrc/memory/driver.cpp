@@ -13,14 +13,15 @@ namespace infinity {
 namespace {
 
 constexpr int kOldestVersion = 12000;  // what the kernels' runtime needs
-constexpr unsigned kPortable = 1;      // registered for every context
-constexpr unsigned kNonBlocking = 1;   // a stream that waits for no other
+constexpr unsigned kPortable = 1;  // registered for every context
+constexpr unsigned kNonBlocking = 1;  // a stream that waits for no other
 constexpr int kOutOfMemory = 2, kNotPermitted = 800, kNotSupported = 801;
 
 // The context is current for the length of one call; the thread's own is put back.
 class Current {
  public:
-  Current(int (*push)(void*), int (*pop)(void**), void* context) : pop_(pop), pushed_(push(context) == 0) {}
+  Current(int (*push)(void*), int (*pop)(void**), void* context)
+      : pop_(pop), pushed_(push(context) == 0) {}
   ~Current() {
     void* previous = nullptr;
     if (pushed_) pop_(&previous);
@@ -48,7 +49,8 @@ Driver* Driver::find(std::string* refusal) {
 }
 
 std::string Driver::load() {
-  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // never closed: it does not survive that
+  // never closed: it does not survive that
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!library) return concat("no CUDA driver: ", dlerror());
   Symbols symbols(library);
   symbols.look_up(functions_.init, "cuInit");
@@ -64,13 +66,19 @@ std::string Driver::load() {
   symbols.look_up(functions_.copy_out, "cuMemcpyDtoHAsync_v2");
   symbols.look_up(functions_.await_stream, "cuStreamSynchronize");
   symbols.look_up(functions_.error_string, "cuGetErrorString");
-  if (!symbols.missing().empty()) return concat("the CUDA driver has no ", symbols.missing(), ": it is too old, install a newer one");
-  if (const int error = functions_.init(0)) return concat("the CUDA driver does not start: ", text(error));
-  if (const int error = functions_.version(&version_)) return concat("the CUDA driver does not tell its version: ", text(error));
+  if (!symbols.missing().empty())
+    return concat("the CUDA driver has no ", symbols.missing(),
+                  ": it is too old, install a newer one");
+  if (const int error = functions_.init(0))
+    return concat("the CUDA driver does not start: ", text(error));
+  if (const int error = functions_.version(&version_))
+    return concat("the CUDA driver does not tell its version: ", text(error));
   if (version_ < kOldestVersion)
-    return concat("the CUDA driver is of CUDA ", version_ / 1000, ".", version_ % 1000 / 10, ", but 12.0 or newer is needed");
+    return concat("the CUDA driver is of CUDA ", version_ / 1000, ".", version_ % 1000 / 10,
+                  ", but 12.0 or newer is needed");
   int devices = 0;
-  if (const int error = functions_.device_count(&devices)) return concat("the CUDA driver finds no device: ", text(error));
+  if (const int error = functions_.device_count(&devices))
+    return concat("the CUDA driver finds no device: ", text(error));
   if (devices == 0) return "the CUDA driver finds no device";
   return "";
 }
@@ -94,7 +102,8 @@ int Driver::find_context(int device, void** context) noexcept {
 
 void* Driver::context_of(int device) {
   void* context = nullptr;
-  if (const int error = find_context(device, &context)) throw StorageError(ENODEV, "", concat("GPU ", device, " cannot be used: ", text(error)));
+  if (const int error = find_context(device, &context))
+    throw StorageError(ENODEV, "", concat("GPU ", device, " cannot be used: ", text(error)));
   return context;
 }
 
@@ -117,7 +126,8 @@ int Driver::copy_out(void* host, const void* data, std::size_t nbytes) noexcept 
     stream.destroy = functions_.destroy_stream;
     if (const int error = functions_.create_stream(&stream.handle, kNonBlocking)) return error;
   }
-  const int error = functions_.copy_out(host, reinterpret_cast<std::uintptr_t>(data), nbytes, stream.handle);
+  const int error =
+      functions_.copy_out(host, reinterpret_cast<std::uintptr_t>(data), nbytes, stream.handle);
   return error ? error : functions_.await_stream(stream.handle);
 }
 
@@ -129,13 +139,16 @@ void Driver::register_host(void* address, std::size_t nbytes, int device) {
   if (error == kOutOfMemory || error == kNotPermitted) {
     rlimit limit{};
     getrlimit(RLIMIT_MEMLOCK, &limit);
-    const std::string told = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : concat(limit.rlim_cur / 1024, " KiB");
-    remedy = concat(". The limit of locked memory is ", told, ": `ulimit -l unlimited` before the job raises it");
+    const std::string told =
+        limit.rlim_cur == RLIM_INFINITY ? "unlimited" : concat(limit.rlim_cur / 1024, " KiB");
+    remedy = concat(". The limit of locked memory is ", told,
+                    ": `ulimit -l unlimited` before the job raises it");
   } else if (error == kNotSupported) {
     remedy = ". This system does not register memory that is mapped already";
   }
-  throw StorageError(error == kNotSupported ? ENOTSUP : ENOMEM, "",
-                     concat("CUDA refuses to register ", nbytes, " bytes of host memory: ", text(error), remedy));
+  throw StorageError(
+      error == kNotSupported ? ENOTSUP : ENOMEM, "",
+      concat("CUDA refuses to register ", nbytes, " bytes of host memory: ", text(error), remedy));
 }
 
 void Driver::unregister_host(void* address, int device) noexcept {

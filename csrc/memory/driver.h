@@ -1,7 +1,9 @@
-// CUDA's driver, looked up when it is first needed: nothing of CUDA has to be there to build or to load the core.
+// CUDA's driver, looked up when it is first needed: nothing of CUDA has to be there to build or to
+// load the core.
 //
-// Registered memory is what the GPU copies from and to without a staging copy. Registering memory that is mapped already
-// costs a fraction of what the runtime's own allocation of pinned memory does, and wastes nothing of it.
+// Registered memory is what the GPU copies from and to without a staging copy. Registering memory
+// that is mapped already costs a fraction of what the runtime's own allocation of pinned memory
+// does, and wastes nothing of it.
 #pragma once
 
 #include <cstddef>
@@ -19,15 +21,17 @@ class Driver {
   // As the driver counts them: 13000 is CUDA 13.0.
   int version() const { return version_; }
 
-  // Makes [address, address + nbytes) copyable by every GPU, in the primary context of the one with number `device`, which
-  // computes: no other gets a context. Throws StorageError with what to change.
+  // Makes [address, address + nbytes) copyable by every GPU, in the primary context of the one with
+  // number `device`, which computes: no other gets a context. Throws StorageError with what to
+  // change.
   void register_host(void* address, std::size_t nbytes, int device);
   void unregister_host(void* address, int device) noexcept;
 
-  // Has the calling thread use the device with this number from now on. Returns 0, or the driver's error.
+  // Has the calling thread use the device with this number from now on. Returns 0, or the driver's
+  // error.
   int enter(int device) noexcept;
-  // Copies memory of the device that the calling thread has entered to any of the host's, beside what runs there. Returns 0 when it is
-  // there, or the driver's error.
+  // Copies memory of the device that the calling thread has entered to any of the host's, beside
+  // what runs there. Returns 0 when it is there, or the driver's error.
   int copy_out(void* host, const void* data, std::size_t nbytes) noexcept;
 
  private:

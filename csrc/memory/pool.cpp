@@ -17,7 +17,8 @@ std::shared_ptr<void> Lease::hold() const {
     Lock lock(pool.mutex_);
     ++pool.transfers_;
   }
-  // Drops the claim before the transfer counts as ended: a thread that waits for that finds the memory free.
+  // Drops the claim before the transfer counts as ended: a thread that waits for that finds the
+  // memory free.
   return std::shared_ptr<void>(claim_.get(), [claim = claim_](void*) mutable {
     const std::shared_ptr<PinnedPool> pool = claim->pool();
     claim.reset();
@@ -32,8 +33,8 @@ PinnedPool::PinnedPool(std::shared_ptr<Region> region) : region_(std::move(regio
 
 Lease PinnedPool::try_lease(std::size_t nbytes) {
   INFINITY_REQUIRE(nbytes > 0, "a lease needs at least one byte");
-  INFINITY_REQUIRE(nbytes <= capacity_nbytes(), "a lease of ", nbytes, " bytes can never fit a pool of ",
-                   capacity_nbytes(), " bytes");
+  INFINITY_REQUIRE(nbytes <= capacity_nbytes(), "a lease of ", nbytes,
+                   " bytes can never fit a pool of ", capacity_nbytes(), " bytes");
   const std::size_t wanted = round_up(nbytes, kBlockNbytes);
   Lock lock(mutex_);
   for (auto it = free_.begin(); it != free_.end(); ++it) {
@@ -45,7 +46,8 @@ Lease PinnedPool::try_lease(std::size_t nbytes) {
     peak_nbytes_ = std::max(peak_nbytes_, leased_nbytes_);
     const std::uint64_t round = round_;
     lock.unlock();
-    return Lease(std::make_shared<Claim>(shared_from_this(), Span{region_->data() + offset, wanted}, round));
+    return Lease(
+        std::make_shared<Claim>(shared_from_this(), Span{region_->data() + offset, wanted}, round));
   }
   return Lease();
 }
@@ -54,7 +56,8 @@ bool PinnedPool::wait_for_transfer(double seconds) {
   Lock lock(mutex_);
   if (transfers_ == 0) return false;
   const std::uint64_t before = ended_;
-  came_back_.wait_for(lock, std::chrono::duration<double>(seconds), [&]() INFINITY_REQUIRES(mutex_) { return ended_ != before; });
+  came_back_.wait_for(lock, std::chrono::duration<double>(seconds),
+                      [&]() INFINITY_REQUIRES(mutex_) { return ended_ != before; });
   return true;
 }
 
@@ -78,7 +81,8 @@ void PinnedPool::end_transfer() {
 }
 
 void PinnedPool::give_back(Span span, std::uint64_t round) {
-  if (process_ != getpid()) return;  // a forked child: the lock may be held by a thread that it does not have
+  // a forked child: the lock may be held by a thread that it does not have
+  if (process_ != getpid()) return;
   Lock lock(mutex_);
   if (round != round_) return;
   leased_nbytes_ -= span.nbytes;

@@ -107,8 +107,9 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   std::size_t leased_nbytes_ INFINITY_GUARDED_BY(mutex_) = 0;
   std::size_t peak_nbytes_ INFINITY_GUARDED_BY(mutex_) = 0;
   std::size_t transfers_ INFINITY_GUARDED_BY(mutex_) = 0;  // that hold a claim
-  std::uint64_t ended_ INFINITY_GUARDED_BY(mutex_) = 0;    // transfers that did
-  std::uint64_t round_ INFINITY_GUARDED_BY(mutex_) = 0;    // counts take_back_all: older claims give nothing back
+  std::uint64_t ended_ INFINITY_GUARDED_BY(mutex_) = 0;  // transfers that did
+  // counts take_back_all: older claims give nothing back
+  std::uint64_t round_ INFINITY_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace infinity

@@ -44,22 +44,26 @@ bool are_off() {
   const std::string said{std::istreambuf_iterator<char>(file), {}};
   return said.find("[never]") != std::string::npos;
 }
-}
+}  // namespace
 
 Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads, FileRange range)
     : nbytes_(round_up(nbytes, kBlockNbytes)), shared_(range.file >= 0) {
   INFINITY_REQUIRE(nbytes > 0, "a region needs at least one byte");
-  if (nbytes > kMaxNbytes) throw StorageError(ENOMEM, "", concat("cannot map ", nbytes, " bytes of host memory"));
+  if (nbytes > kMaxNbytes)
+    throw StorageError(ENOMEM, "", concat("cannot map ", nbytes, " bytes of host memory"));
   // A huge page needs a 2 MiB-aligned address: over-reserve address space (not memory) and trim
   // both ends.
   const bool aligned = huge_pages && nbytes_ >= kHugeNbytes;
   const std::size_t slack = aligned ? kHugeNbytes : 0;
   const int reserved = shared_ ? PROT_NONE : PROT_READ | PROT_WRITE;
-  void* address = mmap(nullptr, nbytes_ + slack, reserved, MAP_PRIVATE | MAP_ANONYMOUS | (shared_ ? MAP_NORESERVE : 0), -1, 0);
-  if (address == MAP_FAILED) throw StorageError(errno, "", concat("cannot map ", nbytes_, " bytes of host memory"));
+  void* address = mmap(nullptr, nbytes_ + slack, reserved,
+                       MAP_PRIVATE | MAP_ANONYMOUS | (shared_ ? MAP_NORESERVE : 0), -1, 0);
+  if (address == MAP_FAILED)
+    throw StorageError(errno, "", concat("cannot map ", nbytes_, " bytes of host memory"));
   data_ = static_cast<std::byte*>(address);
   if (aligned) {
-    auto* start = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::size_t>(data_), kHugeNbytes));
+    auto* start =
+        reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::size_t>(data_), kHugeNbytes));
     const std::size_t head = start - data_;
     if (head) munmap(data_, head);
     if (slack - head) munmap(start + nbytes_, slack - head);
@@ -67,7 +71,8 @@ Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads, FileRange
   }
   if (shared_) {
     const int access = range.writable ? PROT_READ | PROT_WRITE : PROT_READ;
-    if (mmap(data_, nbytes_, access, MAP_SHARED | MAP_FIXED, range.file, static_cast<off_t>(range.offset)) == MAP_FAILED) {
+    if (mmap(data_, nbytes_, access, MAP_SHARED | MAP_FIXED, range.file,
+             static_cast<off_t>(range.offset)) == MAP_FAILED) {
       const int refused = errno;
       munmap(data_, nbytes_);
       throw StorageError(refused, "", concat("cannot map ", nbytes_, " bytes of shared memory"));
@@ -110,7 +115,8 @@ void Region::populate(int threads, const std::atomic<bool>* stopped) {
   pool.for_range(0, nbytes_, kHugeNbytes, [&](std::size_t begin, std::size_t end) {
     // Huge page by huge page: each call holds the lock that mapping and unmapping anything in this
     // process needs.
-    for (std::size_t at = begin; at < end && !refused && !(stopped && *stopped); at += kHugeNbytes) {
+    for (std::size_t at = begin; at < end && !refused && !(stopped && *stopped);
+         at += kHugeNbytes) {
       const std::size_t nbytes = std::min(kHugeNbytes, end - at);
       if (const int error = fault_in(data_ + at, nbytes, shared_)) refused = error;
       // For shared memory the kernel ignores MADV_HUGEPAGE by default, but does MADV_COLLAPSE.
@@ -121,10 +127,15 @@ void Region::populate(int threads, const std::atomic<bool>* stopped) {
         collapses_ = false;
     }
   });
-  if (refused) throw StorageError(refused, "", concat("the system has no ", nbytes_, " bytes left for memory that ranks share; Config(share_homes=False) takes none of that"));
+  if (refused)
+    throw StorageError(refused, "",
+                       concat("the system has no ", nbytes_,
+                              " bytes left for memory that ranks share; Config(share_homes=False) "
+                              "takes none of that"));
 }
 
-Pages::Pages(std::vector<std::shared_ptr<Region>> regions, int threads) : regions_(std::move(regions)) {
+Pages::Pages(std::vector<std::shared_ptr<Region>> regions, int threads)
+    : regions_(std::move(regions)) {
   if (!try_spawn(thread_, [this, threads] { run(threads); })) run(threads);
 }
 

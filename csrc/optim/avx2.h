@@ -22,7 +22,9 @@ struct Avx2 {
 
   using I = __m256i;
   static I iset(std::uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
-  static I positions(std::uint32_t first) { return iadd(iset(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }
+  static I positions(std::uint32_t first) {
+    return iadd(iset(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
   static I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
   static I isub(I a, I b) { return _mm256_sub_epi32(a, b); }
   static I imul(I a, I b) { return _mm256_mullo_epi32(a, b); }
@@ -31,10 +33,16 @@ struct Avx2 {
   static I imax(I a, I b) { return _mm256_max_epi32(a, b); }
   static I imin(I a, I b) { return _mm256_min_epi32(a, b); }
   template <int n>
-  static I shift_left(I a) { return _mm256_slli_epi32(a, n); }
+  static I shift_left(I a) {
+    return _mm256_slli_epi32(a, n);
+  }
   template <int n>
-  static I shift_right(I a) { return _mm256_srli_epi32(a, n); }
-  static I if_less(I x, I y, I a, I b) { return _mm256_blendv_epi8(b, a, _mm256_cmpgt_epi32(y, x)); }
+  static I shift_right(I a) {
+    return _mm256_srli_epi32(a, n);
+  }
+  static I if_less(I x, I y, I a, I b) {
+    return _mm256_blendv_epi8(b, a, _mm256_cmpgt_epi32(y, x));
+  }
   static I to_int(F x) { return _mm256_cvttps_epi32(x); }
   static I as_int(F x) { return _mm256_castps_si256(x); }
   static F as_float(I a) { return _mm256_castsi256_ps(a); }
@@ -49,9 +57,12 @@ struct Avx2 {
     const __m128i low = _mm256_castsi256_si128(words);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(low, low));
   }
-  static I or_masked(I a, I b, std::uint32_t mask) { return _mm256_or_si256(a, iand(b, iset(mask))); }
+  static I or_masked(I a, I b, std::uint32_t mask) {
+    return _mm256_or_si256(a, iand(b, iset(mask)));
+  }
   static I rotate_left(I a, int n) {
-    return _mm256_or_si256(_mm256_sll_epi32(a, _mm_cvtsi32_si128(n)), _mm256_srl_epi32(a, _mm_cvtsi32_si128(32 - n)));
+    return _mm256_or_si256(_mm256_sll_epi32(a, _mm_cvtsi32_si128(n)),
+                           _mm256_srl_epi32(a, _mm_cvtsi32_si128(32 - n)));
   }
   struct Power {
     F first, second;
@@ -73,7 +84,9 @@ struct Avx2 {
   static F load_bf16(const std::uint16_t* p) { return widen(load_u16(p)); }
   static void store_bf16(std::uint16_t* p, F x) { store_u16(p, to_bf16(x)); }
   static void stream_bf16(std::uint16_t* p, F x) { stream(p, pack(to_bf16(x))); }
-  static void stream_f16(std::uint16_t* p, F x) { stream(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+  static void stream_f16(std::uint16_t* p, F x) {
+    stream(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  }
   static void finish_streams() { _mm_sfence(); }
   static F round_bf16(F x) { return _mm256_castsi256_ps(_mm256_slli_epi32(to_bf16(x), 16)); }
   static F load_f16(const std::uint16_t* p) {
@@ -90,8 +103,9 @@ struct Avx2 {
     return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(high, 16), l));
   }
   static void store_split(std::uint16_t* weight, std::uint16_t* low, F x) {
-    const __m256i quiet = _mm256_or_si256(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x80000000)),
-                                          _mm256_set1_epi32(0x7FC00000));
+    const __m256i quiet =
+        _mm256_or_si256(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x80000000)),
+                        _mm256_set1_epi32(0x7FC00000));
     const __m256i word = _mm256_castps_si256(
         _mm256_blendv_ps(x, _mm256_castsi256_ps(quiet), _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
     store_u16(weight, _mm256_srli_epi32(_mm256_add_epi32(word, _mm256_set1_epi32(0x8000)), 16));
@@ -105,17 +119,20 @@ struct Avx2 {
   static __m128i pack(__m256i x) {  // each lane holds 0..65535
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0x08));
   }
-  static void store_u16(std::uint16_t* p, __m256i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), pack(x)); }
+  static void store_u16(std::uint16_t* p, __m256i x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), pack(x));
+  }
   static void stream(std::uint16_t* p, __m128i words) {
     auto* const to = reinterpret_cast<__m128i*>(p);
-    reinterpret_cast<std::uintptr_t>(p) % 16 == 0 ? _mm_stream_si128(to, words) : _mm_storeu_si128(to, words);
+    reinterpret_cast<std::uintptr_t>(p) % 16 == 0 ? _mm_stream_si128(to, words)
+                                                  : _mm_storeu_si128(to, words);
   }
   static F widen(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
   static __m256i to_bf16(F x) {
     const __m256i word = _mm256_castps_si256(x);
     const __m256i even = _mm256_and_si256(_mm256_srli_epi32(word, 16), _mm256_set1_epi32(1));
-    const __m256i rounded =
-        _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(word, _mm256_set1_epi32(0x7FFF)), even), 16);
+    const __m256i rounded = _mm256_srli_epi32(
+        _mm256_add_epi32(_mm256_add_epi32(word, _mm256_set1_epi32(0x7FFF)), even), 16);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), nan);
   }

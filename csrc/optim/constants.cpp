@@ -9,7 +9,8 @@ namespace infinity {
 
 Constants prepare(Rule rule, const Hyperparameters& h) {
   INFINITY_REQUIRE(h.step >= 1, "optimizer steps count from 1, not ", h.step);
-  INFINITY_REQUIRE(h.grad_factors.size() <= kMaxGradFactors, "at most ", kMaxGradFactors, " gradient factors");
+  INFINITY_REQUIRE(h.grad_factors.size() <= kMaxGradFactors, "at most ", kMaxGradFactors,
+                   " gradient factors");
   const double step = static_cast<double>(h.step);
   Constants k{};
   k.decay = static_cast<float>(1 - h.lr * h.weight_decay);

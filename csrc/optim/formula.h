@@ -1,15 +1,17 @@
-// The update formulas, once, over a vector type V. Included by each SIMD unit inside a namespace of its own, so that
-// no unit's code can be linked into another's.
+// The update formulas, once, over a vector type V. Included by each SIMD unit inside a namespace of
+// its own, so that no unit's code can be linked into another's.
 //
-// Formulas and their order of operations follow torch.optim's single-tensor implementations: AdamW (Loshchilov and
-// Hutter 2019, algorithm 2), Adam (Kingma and Ba 2015), SGD with momentum (Sutskever et al. 2013), Lion (Chen et
-// al. 2023, algorithm 2).
+// Formulas and their order of operations follow torch.optim's single-tensor implementations: AdamW
+// (Loshchilov and Hutter 2019, algorithm 2), Adam (Kingma and Ba 2015), SGD with momentum
+// (Sutskever et al. 2013), Lion (Chen et al. 2023, algorithm 2).
 
 // --- masters: how a vector of fp32 masters is read from and written to the arrays ---
 
 template <class V>
 struct OwnFloat32 {
-  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) { return V::load_f32(static_cast<float*>(a.weight) + i); }
+  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) {
+    return V::load_f32(static_cast<float*>(a.weight) + i);
+  }
   INFINITY_FN void store(const Arrays& a, std::size_t i, typename V::F x) {
     V::store_f32(static_cast<float*>(a.weight) + i, x);
   }
@@ -38,37 +40,49 @@ struct OwnFloat16 {
 template <class V>
 struct Split {
   INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) {
-    return V::load_split(static_cast<std::uint16_t*>(a.weight) + i, static_cast<std::uint16_t*>(a.master) + i);
+    return V::load_split(static_cast<std::uint16_t*>(a.weight) + i,
+                         static_cast<std::uint16_t*>(a.master) + i);
   }
   INFINITY_FN void store(const Arrays& a, std::size_t i, typename V::F x) {
-    V::store_split(static_cast<std::uint16_t*>(a.weight) + i, static_cast<std::uint16_t*>(a.master) + i, x);
+    V::store_split(static_cast<std::uint16_t*>(a.weight) + i,
+                   static_cast<std::uint16_t*>(a.master) + i, x);
   }
 };
 
 template <class V>
 struct Float32BFloat16 {
-  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) { return V::load_f32(static_cast<float*>(a.master) + i); }
+  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) {
+    return V::load_f32(static_cast<float*>(a.master) + i);
+  }
   INFINITY_FN void store(const Arrays& a, std::size_t i, typename V::F x) {
     V::store_f32(static_cast<float*>(a.master) + i, x);
-    V::stream_bf16(static_cast<std::uint16_t*>(a.weight) + i, x);  // the only array that is not read
+    // the only array that is not read
+    V::stream_bf16(static_cast<std::uint16_t*>(a.weight) + i, x);
   }
 };
 
 template <class V>
 struct Float32Float16 {
-  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) { return V::load_f32(static_cast<float*>(a.master) + i); }
+  INFINITY_FN typename V::F load(const Arrays& a, std::size_t i) {
+    return V::load_f32(static_cast<float*>(a.master) + i);
+  }
   INFINITY_FN void store(const Arrays& a, std::size_t i, typename V::F x) {
     V::store_f32(static_cast<float*>(a.master) + i, x);
     V::stream_f16(static_cast<std::uint16_t*>(a.weight) + i, x);
   }
 };
 
-// --- gradients and moments: arrays of one dtype; `round` is what storing and loading again would do ---
+// --- gradients and moments: arrays of one dtype; `round` is what storing and loading again would
+// do ---
 
 template <class V>
 struct AsFloat32 {
-  INFINITY_FN typename V::F load(const void* p, std::size_t i) { return V::load_f32(static_cast<const float*>(p) + i); }
-  INFINITY_FN void store(void* p, std::size_t i, typename V::F x) { V::store_f32(static_cast<float*>(p) + i, x); }
+  INFINITY_FN typename V::F load(const void* p, std::size_t i) {
+    return V::load_f32(static_cast<const float*>(p) + i);
+  }
+  INFINITY_FN void store(void* p, std::size_t i, typename V::F x) {
+    V::store_f32(static_cast<float*>(p) + i, x);
+  }
   INFINITY_FN typename V::F round(typename V::F x) { return x; }
 };
 
@@ -77,7 +91,9 @@ struct AsBFloat16 {
   INFINITY_FN typename V::F load(const void* p, std::size_t i) {
     return V::load_bf16(static_cast<const std::uint16_t*>(p) + i);
   }
-  INFINITY_FN void store(void* p, std::size_t i, typename V::F x) { V::store_bf16(static_cast<std::uint16_t*>(p) + i, x); }
+  INFINITY_FN void store(void* p, std::size_t i, typename V::F x) {
+    V::store_bf16(static_cast<std::uint16_t*>(p) + i, x);
+  }
   INFINITY_FN typename V::F round(typename V::F x) { return V::round_bf16(x); }
 };
 
@@ -86,13 +102,16 @@ struct AsFloat16 {
   INFINITY_FN typename V::F load(const void* p, std::size_t i) {
     return V::load_f16(static_cast<const std::uint16_t*>(p) + i);
   }
-  INFINITY_FN void store(void* p, std::size_t i, typename V::F x) { V::store_f16(static_cast<std::uint16_t*>(p) + i, x); }
+  INFINITY_FN void store(void* p, std::size_t i, typename V::F x) {
+    V::store_f16(static_cast<std::uint16_t*>(p) + i, x);
+  }
   INFINITY_FN typename V::F round(typename V::F x) { return V::round_f16(x); }
 };
 
-// x / c for a constant c whose reciprocal is known, correctly rounded as the division would be but without one
-// (Markstein 1990, theorem 8.4): the quotient's remainder is exact in a fused multiply-add. Where x is infinite the
-// remainder is not a number, and the product is right by itself. x must not be near the smallest number.
+// x / c for a constant c whose reciprocal is known, correctly rounded as the division would be but
+// without one (Markstein 1990, theorem 8.4): the quotient's remainder is exact in a fused
+// multiply-add. Where x is infinite the remainder is not a number, and the product is right by
+// itself. x must not be near the smallest number.
 template <class V>
 INFINITY_FN inline typename V::F quotient(typename V::F x, float c, float reciprocal) {
   const typename V::F r = V::set(reciprocal);
@@ -121,7 +140,8 @@ struct AdamRule {
     else
       m = V::fma(V::set(k.one_minus_beta1 - 1.0f), V::sub(g, m), g);
     v = V::fma(V::mul(V::set(k.one_minus_beta2), g), g, V::mul(v, V::set(k.beta2)));
-    const F denominator = V::add(quotient<V>(V::sqrt(v), k.bias2_sqrt, k.bias2_sqrt_reciprocal), V::set(k.eps));
+    const F denominator =
+        V::add(quotient<V>(V::sqrt(v), k.bias2_sqrt, k.bias2_sqrt_reciprocal), V::set(k.eps));
     p = V::add(p, V::div(V::mul(V::set(k.neg_step_size), m), denominator));
   }
 };
@@ -156,8 +176,8 @@ struct LionRule {
 
 // --- the loop ---
 
-template <class V, template <class> class Weights, template <class> class Grads, template <class> class Moments,
-          class RuleOfV>
+template <class V, template <class> class Weights, template <class> class Grads,
+          template <class> class Moments, class RuleOfV>
 INFINITY_FN inline void step_at(const Arrays& a, std::size_t i, const Constants& k) {
   using F = typename V::F;
   F g = Grads<V>::load(a.grad, i);
@@ -176,12 +196,14 @@ INFINITY_FN inline void step_at(const Arrays& a, std::size_t i, const Constants&
 
 #ifndef INFINITY_OWN_LOOPS  // a unit of another kind of processor has its own
 
-template <template <class> class Weights, template <class> class Grads, template <class> class Moments,
-          template <class> class RuleOf>
+template <template <class> class Weights, template <class> class Grads,
+          template <class> class Moments, template <class> class RuleOf>
 void run_kernel(const Arrays& a, std::size_t begin, std::size_t end, const Constants& constants) {
-  const Constants k = constants;  // a copy of its own: stores through `a` cannot change it, so it stays in registers
+  // a copy of its own: stores through `a` cannot change it, so it stays in registers
+  const Constants k = constants;
   std::size_t i = begin;
-  for (; i + Vector::width <= end; i += Vector::width) step_at<Vector, Weights, Grads, Moments, RuleOf<Vector>>(a, i, k);
+  for (; i + Vector::width <= end; i += Vector::width)
+    step_at<Vector, Weights, Grads, Moments, RuleOf<Vector>>(a, i, k);
   for (; i < end; ++i) step_at<Scalar, Weights, Grads, Moments, RuleOf<Scalar>>(a, i, k);
   Vector::finish_streams();
 }
@@ -206,13 +228,18 @@ Uses uses_of(const Constants& k) {
   return {RuleOf<Scalar>::uses_exp_avg(k), RuleOf<Scalar>::uses_exp_avg_sq};
 }
 
-template <template <class> class Weights, template <class> class Grads, template <class> class Moments>
+template <template <class> class Weights, template <class> class Grads,
+          template <class> class Moments>
 Kernel by_rule(const Layout& layout) {
   switch (layout.rule) {
-    case Rule::kAdamW: return {run_kernel<Weights, Grads, Moments, AdamW>, uses_of<AdamW>};
-    case Rule::kAdam: return {run_kernel<Weights, Grads, Moments, Adam>, uses_of<Adam>};
-    case Rule::kSgd: return {run_kernel<Weights, Grads, Moments, SgdRule>, uses_of<SgdRule>};
-    case Rule::kLion: return {run_kernel<Weights, Grads, Moments, LionRule>, uses_of<LionRule>};
+    case Rule::kAdamW:
+      return {run_kernel<Weights, Grads, Moments, AdamW>, uses_of<AdamW>};
+    case Rule::kAdam:
+      return {run_kernel<Weights, Grads, Moments, Adam>, uses_of<Adam>};
+    case Rule::kSgd:
+      return {run_kernel<Weights, Grads, Moments, SgdRule>, uses_of<SgdRule>};
+    case Rule::kLion:
+      return {run_kernel<Weights, Grads, Moments, LionRule>, uses_of<LionRule>};
   }
   return {};
 }
@@ -220,10 +247,14 @@ Kernel by_rule(const Layout& layout) {
 template <template <class> class Weights, template <class> class Grads>
 Kernel block_by_rule(const Layout& layout) {
   switch (layout.rule) {
-    case Rule::kAdamW: return {run_block_kernel<Weights, Grads, AdamW>, uses_of<AdamW>};
-    case Rule::kAdam: return {run_block_kernel<Weights, Grads, Adam>, uses_of<Adam>};
-    case Rule::kSgd: return {run_block_kernel<Weights, Grads, SgdRule>, uses_of<SgdRule>};
-    case Rule::kLion: return {run_block_kernel<Weights, Grads, LionRule>, uses_of<LionRule>};
+    case Rule::kAdamW:
+      return {run_block_kernel<Weights, Grads, AdamW>, uses_of<AdamW>};
+    case Rule::kAdam:
+      return {run_block_kernel<Weights, Grads, Adam>, uses_of<Adam>};
+    case Rule::kSgd:
+      return {run_block_kernel<Weights, Grads, SgdRule>, uses_of<SgdRule>};
+    case Rule::kLion:
+      return {run_block_kernel<Weights, Grads, LionRule>, uses_of<LionRule>};
   }
   return {};
 }
@@ -231,10 +262,14 @@ Kernel block_by_rule(const Layout& layout) {
 template <template <class> class Weights, template <class> class Grads>
 Kernel by_moments(const Layout& layout) {
   switch (layout.moments) {
-    case DType::kFloat32: return by_rule<Weights, Grads, AsFloat32>(layout);
-    case DType::kBFloat16: return by_rule<Weights, Grads, AsBFloat16>(layout);
-    case DType::kInt8: return block_by_rule<Weights, Grads>(layout);
-    default: return {};
+    case DType::kFloat32:
+      return by_rule<Weights, Grads, AsFloat32>(layout);
+    case DType::kBFloat16:
+      return by_rule<Weights, Grads, AsBFloat16>(layout);
+    case DType::kInt8:
+      return block_by_rule<Weights, Grads>(layout);
+    default:
+      return {};
   }
 }
 
@@ -253,18 +288,25 @@ inline Kernel find(const Layout& layout) {
                  : Kernel{};
     case DType::kBFloat16:
       switch (layout.master) {
-        case Master::kOwn: return by_grad<OwnBFloat16, AsBFloat16>(layout);
-        case Master::kSplit: return by_grad<Split, AsBFloat16>(layout);
-        case Master::kFloat32: return by_grad<Float32BFloat16, AsBFloat16>(layout);
+        case Master::kOwn:
+          return by_grad<OwnBFloat16, AsBFloat16>(layout);
+        case Master::kSplit:
+          return by_grad<Split, AsBFloat16>(layout);
+        case Master::kFloat32:
+          return by_grad<Float32BFloat16, AsBFloat16>(layout);
       }
       return {};
     case DType::kFloat16:
       switch (layout.master) {
-        case Master::kOwn: return by_grad<OwnFloat16, AsFloat16>(layout);
-        case Master::kFloat32: return by_grad<Float32Float16, AsFloat16>(layout);
-        default: return {};
+        case Master::kOwn:
+          return by_grad<OwnFloat16, AsFloat16>(layout);
+        case Master::kFloat32:
+          return by_grad<Float32Float16, AsFloat16>(layout);
+        default:
+          return {};
       }
-    case DType::kInt8: return {};
+    case DType::kInt8:
+      return {};
   }
   return {};
 }

@@ -46,10 +46,12 @@ const std::vector<Unit>& units() {
   static const std::vector<Unit> all = {
 #ifdef INFINITY_HAVE_AVX
       {"avx512",
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl"),
+       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"),
        avx512_unit::find_kernel},
-      {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
+      {"avx2",
+       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c"),
        avx2_unit::find_kernel},
 #endif
 #ifdef INFINITY_HAVE_NEON
@@ -68,7 +70,8 @@ const Unit& chosen_unit() {
     if (unit.supported && (any || !std::strcmp(unit.name, wanted))) return unit;
   std::string have;
   for (const std::string& name : simd_units()) have += (have.empty() ? "" : ", ") + name;
-  throw UsageError(concat("INFINITY_SIMD=", wanted, " is not one of this processor's units: ", have));
+  throw UsageError(
+      concat("INFINITY_SIMD=", wanted, " is not one of this processor's units: ", have));
 }
 
 }  // namespace
@@ -84,19 +87,22 @@ std::vector<std::string> simd_units() {
 
 Kernel find_kernel(const Layout& layout) {
   const Kernel kernel = chosen_unit().find(layout);
-  INFINITY_REQUIRE(kernel, "no optimizer kernel for this layout (rule ", int(layout.rule), ", weight ",
-                   int(layout.weight), ", master ", int(layout.master), ", gradient ", int(layout.grad), ", moments ",
-                   int(layout.moments), "): gradients are in the weight's dtype or fp32, moments in fp32, bf16 or int8");
+  INFINITY_REQUIRE(kernel, "no optimizer kernel for this layout (rule ", int(layout.rule),
+                   ", weight ", int(layout.weight), ", master ", int(layout.master), ", gradient ",
+                   int(layout.grad), ", moments ", int(layout.moments),
+                   "): gradients are in the weight's dtype or fp32, moments in fp32, bf16 or int8");
   return kernel;
 }
 
-void encode_moments(const float* values, std::uint8_t* codes, std::uint8_t* scales, std::size_t count, bool sq) {
+void encode_moments(const float* values, std::uint8_t* codes, std::uint8_t* scales,
+                    std::size_t count, bool sq) {
   const DefaultRounding rounding;  // codes pass through subnormals
   using Codes = Int8<Scalar>;
   for (std::size_t begin = 0; begin < count; begin += kMomentBlock) {
     const std::size_t end = std::min(count, begin + kMomentBlock);
     std::int32_t largest = 0;
-    for (std::size_t i = begin; i < end; ++i) largest = std::max(largest, Scalar::as_int(values[i]) & 0x7FFFFFFF);
+    for (std::size_t i = begin; i < end; ++i)
+      largest = std::max(largest, Scalar::as_int(values[i]) & 0x7FFFFFFF);
     const auto scale = scales[begin / kMomentBlock] = static_cast<std::uint8_t>(largest >> 23);
     const auto power = Codes::power(scale, sq ? Codes::kExpAvgSqField : Codes::kExpAvgField, -1);
     for (std::size_t i = begin; i < end; ++i)
@@ -105,20 +111,25 @@ void encode_moments(const float* values, std::uint8_t* codes, std::uint8_t* scal
   }
 }
 
-void decode_moments(const std::uint8_t* codes, const std::uint8_t* scales, float* values, std::size_t count, bool sq) {
+void decode_moments(const std::uint8_t* codes, const std::uint8_t* scales, float* values,
+                    std::size_t count, bool sq) {
   const DefaultRounding rounding;  // codes pass through subnormals
   using Codes = Int8<Scalar>;
   for (std::size_t i = 0; i < count; ++i) {
-    const auto power = Codes::power(scales[i / kMomentBlock], sq ? Codes::kExpAvgSqField : Codes::kExpAvgField, 1);
-    values[i] = sq ? Codes::decode_exp_avg_sq(codes + i, power) : Codes::decode_exp_avg(codes + i, power);
+    const auto power =
+        Codes::power(scales[i / kMomentBlock], sq ? Codes::kExpAvgSqField : Codes::kExpAvgField, 1);
+    values[i] =
+        sq ? Codes::decode_exp_avg_sq(codes + i, power) : Codes::decode_exp_avg(codes + i, power);
   }
 }
 
-void split_master(const float* master, std::uint16_t* weight, std::uint16_t* low, std::size_t count) {
+void split_master(const float* master, std::uint16_t* weight, std::uint16_t* low,
+                  std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) Scalar::store_split(weight + i, low + i, master[i]);
 }
 
-void join_master(const std::uint16_t* weight, const std::uint16_t* low, float* master, std::size_t count) {
+void join_master(const std::uint16_t* weight, const std::uint16_t* low, float* master,
+                 std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) master[i] = Scalar::load_split(weight + i, low + i);
 }
 

@@ -1,18 +1,20 @@
 // The optimizer kernels: one pass over flat arrays, each byte touched once.
 //
 //   weight    what the model computes with
-//   master    what the optimizer updates: the weight itself, an fp32 array of its own, or, for "split", the pair of
+//   master    what the optimizer updates: the weight itself, an fp32 array of its own, or, for
+//   "split", the pair of
 //             a bf16 weight and the low 16 bits of the fp32 master
 //   moments   exp_avg (momentum for SGD and Lion) and exp_avg_sq
 //   run       consecutive elements with one set of hyperparameters and one step count
 //
-// The formula stands once (formula.h). The scalar, AVX2, AVX-512 and NEON units compile it over their own
-// vector type and give the same bits: every operation in it is one correctly rounded IEEE operation. (Which
-// NaN results from two NaNs depends on the processor family.)
+// The formula stands once (formula.h). The scalar, AVX2, AVX-512 and NEON units compile it over
+// their own vector type and give the same bits: every operation in it is one correctly rounded IEEE
+// operation. (Which NaN results from two NaNs depends on the processor family.)
 //
-// Thread safety: every function is a pure function of its arguments, and safe on any thread. Two threads may
-// step disjoint elements of the same arrays. There is no state but the chosen unit, set at first use.
-// Ownership: the arrays are the caller's, and have to stay valid for the call alone. There is no mutex.
+// Thread safety: every function is a pure function of its arguments, and safe on any thread. Two
+// threads may step disjoint elements of the same arrays. There is no state but the chosen unit, set
+// at first use. Ownership: the arrays are the caller's, and have to stay valid for the call alone.
+// There is no mutex.
 #pragma once
 
 #include <cstddef>
@@ -61,8 +63,8 @@ struct Arrays {
 
 constexpr int kMaxGradFactors = 4;
 
-// As torch.optim names them. `grad_factors` multiply the gradient one after the other, each product rounded to the
-// gradient's dtype, as in-place multiplications of the gradient would have been.
+// As torch.optim names them. `grad_factors` multiply the gradient one after the other, each product
+// rounded to the gradient's dtype, as in-place multiplications of the gradient would have been.
 struct Hyperparameters {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0;
   double momentum = 0, dampening = 0;
@@ -78,10 +80,10 @@ struct Run {
 
 // Hyperparameters as the fp32 constants of the formula, prepared in double as torch does.
 struct Constants {
-  float decay, weight_decay;                       // 1 - lr * weight_decay; weight_decay
+  float decay, weight_decay;  // 1 - lr * weight_decay; weight_decay
   float beta1, beta2, one_minus_beta1, one_minus_beta2;
-  float neg_step_size, eps;                        // -lr / (1 - beta1^t)
-  float bias2_sqrt, bias2_sqrt_reciprocal;         // sqrt(1 - beta2^t)
+  float neg_step_size, eps;  // -lr / (1 - beta1^t)
+  float bias2_sqrt, bias2_sqrt_reciprocal;  // sqrt(1 - beta2^t)
   float momentum, one_minus_dampening, neg_lr;
   bool has_decay, has_momentum, first, nesterov, maximize;
   std::uint32_t salt;  // of this step's random bits
@@ -91,13 +93,15 @@ struct Constants {
 
 Constants prepare(Rule rule, const Hyperparameters& hyper);
 
-// What a rule reads and writes beside the weight, the master and the gradient; from the formula itself.
+// What a rule reads and writes beside the weight, the master and the gradient; from the formula
+// itself.
 struct Uses {
   bool exp_avg = false, exp_avg_sq = false;
 };
 
 struct Kernel {
-  void (*step)(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& constants) = nullptr;
+  void (*step)(const Arrays& arrays, std::size_t begin, std::size_t end,
+               const Constants& constants) = nullptr;
   Uses (*uses)(const Constants& constants) = nullptr;
   explicit operator bool() const { return step != nullptr; }
 };
@@ -105,16 +109,23 @@ struct Kernel {
 // The kernel of `layout` in the chosen SIMD unit. Throws UsageError when the combination has none.
 Kernel find_kernel(const Layout& layout);
 
-// fp32 values as kInt8 moments keep them, rounded to the nearest, and back. `values` that were decoded come out as the
-// codes and scales they had (of scales above 31: those of numbers above 2^-96). `sq`: as exp_avg_sq, which has no sign.
-void encode_moments(const float* values, std::uint8_t* codes, std::uint8_t* scales, std::size_t count, bool sq);
-void decode_moments(const std::uint8_t* codes, const std::uint8_t* scales, float* values, std::size_t count, bool sq);
+// fp32 values as kInt8 moments keep them, rounded to the nearest, and back. `values` that were
+// decoded come out as the codes and scales they had (of scales above 31: those of numbers above
+// 2^-96). `sq`: as exp_avg_sq, which has no sign.
+void encode_moments(const float* values, std::uint8_t* codes, std::uint8_t* scales,
+                    std::size_t count, bool sq);
+void decode_moments(const std::uint8_t* codes, const std::uint8_t* scales, float* values,
+                    std::size_t count, bool sq);
 
-// Splits fp32 masters into bf16 weights (nearest, ties away from zero) and low halves, and joins them again.
-void split_master(const float* master, std::uint16_t* weight, std::uint16_t* low, std::size_t count);
-void join_master(const std::uint16_t* weight, const std::uint16_t* low, float* master, std::size_t count);
+// Splits fp32 masters into bf16 weights (nearest, ties away from zero) and low halves, and joins
+// them again.
+void split_master(const float* master, std::uint16_t* weight, std::uint16_t* low,
+                  std::size_t count);
+void join_master(const std::uint16_t* weight, const std::uint16_t* low, float* master,
+                 std::size_t count);
 
-// The unit in use: "avx512", "avx2", "neon" or "scalar". INFINITY_SIMD chooses a lesser one. Best first.
+// The unit in use: "avx512", "avx2", "neon" or "scalar". INFINITY_SIMD chooses a lesser one. Best
+// first.
 std::string simd_unit();
 std::vector<std::string> simd_units();
 

@@ -1,4 +1,5 @@
-// Four lanes with NEON, which every aarch64 processor has, fused multiply-add and half conversions included.
+// Four lanes with NEON, which every aarch64 processor has, fused multiply-add and half conversions
+// included.
 
 struct Neon {
   using F = float32x4_t;
@@ -33,9 +34,13 @@ struct Neon {
   static I imax(I a, I b) { return vmaxq_s32(a, b); }
   static I imin(I a, I b) { return vminq_s32(a, b); }
   template <int n>
-  static I shift_left(I a) { return vshlq_n_s32(a, n); }
+  static I shift_left(I a) {
+    return vshlq_n_s32(a, n);
+  }
   template <int n>
-  static I shift_right(I a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), n)); }
+  static I shift_right(I a) {
+    return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), n));
+  }
   static I if_less(I x, I y, I a, I b) { return vbslq_s32(vcltq_s32(x, y), a, b); }
   static I to_int(F x) {  // too large a number and NaN are INT32_MIN, as on x86
     return vbslq_s32(vcltq_f32(x, vdupq_n_f32(0x1p31f)), vcvtq_s32_f32(x), vdupq_n_s32(INT32_MIN));
@@ -55,13 +60,15 @@ struct Neon {
   }
   static void store_u8(std::uint8_t* p, I a) {  // each lane holds 0..255
     const uint16x4_t words = vmovn_u32(vreinterpretq_u32_s32(a));
-    const std::uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(words, words))), 0);
+    const std::uint32_t four =
+        vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(words, words))), 0);
     std::memcpy(p, &four, 4);
   }
   static I or_masked(I a, I b, std::uint32_t mask) { return vorrq_s32(a, iand(b, iset(mask))); }
   static I rotate_left(I a, int n) {
     const uint32x4_t x = vreinterpretq_u32_s32(a);
-    return vreinterpretq_s32_u32(vorrq_u32(vshlq_u32(x, vdupq_n_s32(n)), vshlq_u32(x, vdupq_n_s32(n - 32))));
+    return vreinterpretq_s32_u32(
+        vorrq_u32(vshlq_u32(x, vdupq_n_s32(n)), vshlq_u32(x, vdupq_n_s32(n - 32))));
   }
   struct Power {
     F first, second;
@@ -81,8 +88,12 @@ struct Neon {
   static void stream_f16(std::uint16_t* p, F x) { store_f16(p, x); }
   static void finish_streams() {}
   static F round_bf16(F x) { return from_bits(vshlq_n_u32(to_bf16(x), 16)); }
-  static F load_f16(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-  static void store_f16(std::uint16_t* p, F x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+  static F load_f16(const std::uint16_t* p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+  }
+  static void store_f16(std::uint16_t* p, F x) {
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+  }
   static F round_f16(F x) { return vcvt_f32_f16(vcvt_f16_f32(x)); }
 
   static F load_split(const std::uint16_t* weight, const std::uint16_t* low) {

@@ -1,5 +1,5 @@
-// The vector type of width one: the definition of every operation, and the tail of every wider unit. Included by
-// each SIMD unit inside a namespace of its own.
+// The vector type of width one: the definition of every operation, and the tail of every wider
+// unit. Included by each SIMD unit inside a namespace of its own.
 
 struct Scalar {
   using F = float;
@@ -29,11 +29,16 @@ struct Scalar {
   INFINITY_FN I imax(I a, I b) { return a > b ? a : b; }
   INFINITY_FN I imin(I a, I b) { return a < b ? a : b; }
   template <int n>
-  INFINITY_FN I shift_left(I a) { return iset(unsigned_(a) << n); }
+  INFINITY_FN I shift_left(I a) {
+    return iset(unsigned_(a) << n);
+  }
   template <int n>
-  INFINITY_FN I shift_right(I a) { return iset(unsigned_(a) >> n); }
+  INFINITY_FN I shift_right(I a) {
+    return iset(unsigned_(a) >> n);
+  }
   INFINITY_FN I if_less(I x, I y, I a, I b) { return x < y ? a : b; }
-  INFINITY_FN I to_int(F x) { return x < 0x1p31f ? static_cast<I>(x) : INT32_MIN; }  // towards zero; x is not below 0
+  // towards zero; x is not below 0
+  INFINITY_FN I to_int(F x) { return x < 0x1p31f ? static_cast<I>(x) : INT32_MIN; }
   INFINITY_FN I as_int(F x) { return iset(bits(x)); }
   INFINITY_FN F as_float(I a) { return from_bits(unsigned_(a)); }
   INFINITY_FN I load_u8(const std::uint8_t* p) { return *p; }
@@ -41,8 +46,11 @@ struct Scalar {
   INFINITY_FN void store_u8(std::uint8_t* p, I a) { *p = static_cast<std::uint8_t>(a); }
   INFINITY_FN std::int32_t largest(I a) { return a; }
   INFINITY_FN I or_masked(I a, I b, std::uint32_t mask) { return a | (b & iset(mask)); }
-  INFINITY_FN I rotate_left(I a, int n) { return n ? iset(unsigned_(a) << n | unsigned_(a) >> (32 - n)) : a; }
-  // A power of two, as two factors: one float may not hold it. Only one of the products is ever inexact.
+  INFINITY_FN I rotate_left(I a, int n) {
+    return n ? iset(unsigned_(a) << n | unsigned_(a) >> (32 - n)) : a;
+  }
+  // A power of two, as two factors: one float may not hold it. Only one of the products is ever
+  // inexact.
   struct Power {
     F first, second;
   };
@@ -51,14 +59,17 @@ struct Scalar {
     return {set(two_to(exponent - second)), set(two_to(second))};
   }
   INFINITY_FN F times(F x, const Power& power) { return mul(mul(x, power.first), power.second); }
-  INFINITY_FN float two_to(int exponent) { return from_bits(static_cast<std::uint32_t>(exponent + 127) << 23); }
+  INFINITY_FN float two_to(int exponent) {
+    return from_bits(static_cast<std::uint32_t>(exponent + 127) << 23);
+  }
   INFINITY_FN std::uint32_t unsigned_(I a) { return static_cast<std::uint32_t>(a); }
 
   INFINITY_FN F load_f32(const float* p) { return *p; }
   INFINITY_FN void store_f32(float* p, F x) { *p = x; }
   INFINITY_FN F load_bf16(const std::uint16_t* p) { return from_bits(std::uint32_t{*p} << 16); }
   INFINITY_FN void store_bf16(std::uint16_t* p, F x) { *p = to_bf16(x); }
-  // Stores to memory that nobody reads here: past the caches, where there is a way and the address allows it.
+  // Stores to memory that nobody reads here: past the caches, where there is a way and the address
+  // allows it.
   INFINITY_FN void stream_bf16(std::uint16_t* p, F x) { store_bf16(p, x); }
   INFINITY_FN void stream_f16(std::uint16_t* p, F x) { store_f16(p, x); }
   INFINITY_FN void finish_streams() {}
@@ -67,13 +78,13 @@ struct Scalar {
   INFINITY_FN void store_f16(std::uint16_t* p, F x) { *p = to_f16(x); }
   INFINITY_FN F round_f16(F x) { return from_f16(to_f16(x)); }
 
-  // master = ((bits(weight) - (low >> 15)) << 16) | low: the weight was rounded away from zero when low's top bit is
-  // set, so one is taken off again.
+  // master = ((bits(weight) - (low >> 15)) << 16) | low: the weight was rounded away from zero when
+  // low's top bit is set, so one is taken off again.
   INFINITY_FN F load_split(const std::uint16_t* weight, const std::uint16_t* low) {
     return from_bits(((std::uint32_t{*weight} - (std::uint32_t{*low} >> 15)) << 16) | *low);
   }
-  // A NaN keeps its sign and becomes the quiet one, whose low half is zero: rounding other NaNs up would wrap the
-  // weight around to a number, and training would go on as if nothing had happened.
+  // A NaN keeps its sign and becomes the quiet one, whose low half is zero: rounding other NaNs up
+  // would wrap the weight around to a number, and training would go on as if nothing had happened.
   INFINITY_FN void store_split(std::uint16_t* weight, std::uint16_t* low, F x) {
     std::uint32_t word = bits(x);
     if ((word & 0x7FFFFFFFu) > 0x7F800000u) word = (word & 0x80000000u) | 0x7FC00000u;
@@ -110,15 +121,18 @@ struct Scalar {
     return from_bits(sign | bits(value));
   }
 
-  // Nearest, ties to even. The addition of a power of two lets the FPU do the rounding of subnormals.
+  // Nearest, ties to even. The addition of a power of two lets the FPU do the rounding of
+  // subnormals.
   INFINITY_FN std::uint16_t to_f16(F x) {
     const std::uint32_t word = bits(x);
     const std::uint16_t sign = static_cast<std::uint16_t>((word >> 16) & 0x8000u);
     const std::uint32_t magnitude = word & 0x7FFFFFFFu;
-    if (magnitude > 0x7F800000u) return sign | 0x7E00 | static_cast<std::uint16_t>((magnitude >> 13) & 0x3FF);
+    if (magnitude > 0x7F800000u)
+      return sign | 0x7E00 | static_cast<std::uint16_t>((magnitude >> 13) & 0x3FF);
     if (magnitude >= 0x477FF000u) return sign | 0x7C00;  // 65520 and above round to infinity
-    if (magnitude < 0x38800000u) {                       // below 2^-14: subnormal
-      const F rounded = from_bits(magnitude) + 0.5f;     // 0.5 has an ulp of 2^-24, the smallest half
+    if (magnitude < 0x38800000u) {  // below 2^-14: subnormal
+      // 0.5 has an ulp of 2^-24, the smallest half
+      const F rounded = from_bits(magnitude) + 0.5f;
       return sign | static_cast<std::uint16_t>(bits(rounded) - 0x3F000000u);
     }
     const std::uint32_t rounded = magnitude + 0xFFFu + ((magnitude >> 13) & 1);

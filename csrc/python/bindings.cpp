@@ -1,5 +1,5 @@
-// Bindings: convert, release the GIL, nothing else. Addresses come in as integers; infinity/native.py has checked
-// dtype, contiguity and alignment.
+// Bindings: convert, release the GIL, nothing else. Addresses come in as integers;
+// infinity/native.py has checked dtype, contiguity and alignment.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -51,9 +51,9 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
-// A forked child has a copy of the object without its threads: it is never destroyed there, since a lock or a condition
-// that a thread held or waited on at the fork stays so. Destruction waits for threads, and one of those may wait for Python:
-// the lock of the interpreter is not held meanwhile.
+// A forked child has a copy of the object without its threads: it is never destroyed there, since a
+// lock or a condition that a thread held or waited on at the fork stays so. Destruction waits for
+// threads, and one of those may wait for Python: the lock of the interpreter is not held meanwhile.
 template <class Object>
 std::shared_ptr<Object> kept_in_children(Object* object) {
   return {object, [](Object* mine) {
@@ -82,16 +82,16 @@ void wait_for_ticket(const Ticket& ticket) {
 // The transfer keeps `lease` until it is over, whatever becomes of the ticket.
 std::shared_ptr<void> held(const Lease* lease) { return lease ? lease->hold() : nullptr; }
 
-TicketPtr read(IoEngine& engine, const Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
-               const TicketPtr& after, const Lease* lease, bool checksum) {
+TicketPtr read(IoEngine& engine, const Extent& extent, std::size_t offset, Address address,
+               std::size_t nbytes, const TicketPtr& after, const Lease* lease, bool checksum) {
   const std::shared_ptr<void> memory = held(lease);  // before anybody else can release it
   py::gil_scoped_release release;
   return extent.read(engine, offset, {at(address), nbytes}, after, memory, checksum);
 }
 
 // The bytes must be there already.
-TicketPtr write(IoEngine& engine, Extent& extent, std::size_t offset, Address address, std::size_t nbytes,
-                bool checksum, const Lease* lease) {
+TicketPtr write(IoEngine& engine, Extent& extent, std::size_t offset, Address address,
+                std::size_t nbytes, bool checksum, const Lease* lease) {
   const std::shared_ptr<void> memory = held(lease);
   py::gil_scoped_release release;
   return extent.write(engine, offset, {at(address), nbytes}, memory, checksum);
@@ -133,10 +133,12 @@ void bind_memory(py::module_& m) {
       .def("pin", &Region::pin, py::arg("device") = 0, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("pinned", &Region::pinned)
       .def("discard", &Region::discard, py::call_guard<py::gil_scoped_release>())
-      .def("populate", [](Region& region, int threads) { region.populate(threads); }, py::arg("threads"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "populate", [](Region& region, int threads) { region.populate(threads); },
+          py::arg("threads"), py::call_guard<py::gil_scoped_release>())
       .def_buffer([](Region& r) {
-        return py::buffer_info(reinterpret_cast<unsigned char*>(r.data()), static_cast<py::ssize_t>(r.nbytes()));
+        return py::buffer_info(reinterpret_cast<unsigned char*>(r.data()),
+                               static_cast<py::ssize_t>(r.nbytes()));
       });
   py::class_<Lease>(m, "Lease")
       .def_property_readonly("address", [](const Lease& l) { return address_of(l.span().data); })
@@ -150,7 +152,9 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("done", &Pages::done)
       .def("wait", &Pages::wait, py::call_guard<py::gil_scoped_release>())
       .def("stop", &Pages::stop, py::call_guard<py::gil_scoped_release>());
-  shared_class<Charge>(m, "Charge").def_property_readonly("nbytes", &Charge::nbytes).def("release", &Charge::release);
+  shared_class<Charge>(m, "Charge")
+      .def_property_readonly("nbytes", &Charge::nbytes)
+      .def("release", &Charge::release);
   shared_class<Account>(m, "Account")
       .def(py::init<>())
       .def("charge", &Account::charge, py::arg("nbytes"), py::arg("passing") = false)
@@ -161,12 +165,13 @@ void bind_memory(py::module_& m) {
       .def_readwrite("budget_nbytes", &Account::budget);
   shared_class<PinnedPool>(m, "PinnedPool")
       .def(py::init<std::shared_ptr<Region>>(), py::arg("region"))
-      .def("try_lease",
-           [](PinnedPool& pool, std::size_t nbytes) -> py::object {
-             Lease lease = pool.try_lease(nbytes);
-             return lease ? py::cast(std::move(lease)) : py::none();
-           },
-           py::arg("nbytes"))
+      .def(
+          "try_lease",
+          [](PinnedPool& pool, std::size_t nbytes) -> py::object {
+            Lease lease = pool.try_lease(nbytes);
+            return lease ? py::cast(std::move(lease)) : py::none();
+          },
+          py::arg("nbytes"))
       .def("wait_for_transfer", &wait_for_transfer)
       .def("take_back_all", &PinnedPool::take_back_all)
       .def_property_readonly("region", &PinnedPool::region)
@@ -180,53 +185,69 @@ void bind_io(py::module_& m) {
   shared_class<BackendLayer>(m, "BackendLayer");  // bound here for modules of test doubles
   shared_class<Ticket>(m, "Ticket")
       .def(py::init<std::size_t>(), py::arg("parts"))  // of work that is not the core's
-      .def("part_done", [](Ticket& ticket) { ticket.part_done(); }, py::call_guard<py::gil_scoped_release>())
-      .def("part_failed",
-           [](Ticket& ticket, const std::string& why) { ticket.part_done(std::make_exception_ptr(std::runtime_error(why))); },
-           py::arg("why"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "part_done", [](Ticket& ticket) { ticket.part_done(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "part_failed",
+          [](Ticket& ticket, const std::string& why) {
+            ticket.part_done(std::make_exception_ptr(std::runtime_error(why)));
+          },
+          py::arg("why"), py::call_guard<py::gil_scoped_release>())
       .def("wait", &wait_for_ticket)
-      .def("wait_for", &Ticket::wait_for, py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
+      .def("wait_for", &Ticket::wait_for, py::arg("seconds"),
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("done", &Ticket::done)
       .def_property_readonly("times", &Ticket::times);
   m.def("joined", &joined, py::arg("tickets"), py::call_guard<py::gil_scoped_release>());
   shared_class<Volume>(m, "Volume")
       .def(py::init<>())
-      .def("lay_out", &Volume::lay_out, py::arg("stripe_nbytes"), py::arg("counts"), py::arg("skipped"), py::arg("nbytes"))
+      .def("lay_out", &Volume::lay_out, py::arg("stripe_nbytes"), py::arg("counts"),
+           py::arg("skipped"), py::arg("nbytes"))
       .def("set_files", &Volume::set_files, py::arg("files"))
       .def_property_readonly("files", &Volume::files)
-      .def("place",
-           [](const Volume& volume, std::uint64_t at, std::size_t nbytes) {
-             const Volume::Place place = volume.place(at, nbytes);
-             return py::make_tuple(place.file, place.offset, place.nbytes);
-           },
-           py::arg("at"), py::arg("nbytes"));
+      .def(
+          "place",
+          [](const Volume& volume, std::uint64_t at, std::size_t nbytes) {
+            const Volume::Place place = volume.place(at, nbytes);
+            return py::make_tuple(place.file, place.offset, place.nbytes);
+          },
+          py::arg("at"), py::arg("nbytes"));
   shared_class<Extent>(m, "Extent")
-      .def_static("in_memory",
-                  [](Address address, std::size_t nbytes, std::shared_ptr<Region> owner) {
-                    return std::make_shared<Extent>(Extent::in_memory({at(address), nbytes}, std::move(owner)));
-                  },
-                  py::arg("address"), py::arg("nbytes"), py::arg("owner") = nullptr)
-      .def_static("in_file",
-                  [](int file, std::uint64_t offset, std::size_t nbytes) {
-                    return std::make_shared<Extent>(Extent::in_file(file, offset, nbytes));
-                  },
-                  py::arg("file"), py::arg("offset"), py::arg("nbytes"))
-      .def_static("unknown",
-                  [](int file, std::uint64_t offset, std::size_t nbytes) {
-                    return std::make_shared<Extent>(Extent::unknown(file, offset, nbytes));
-                  },
-                  py::arg("file"), py::arg("offset"), py::arg("nbytes"))
-      .def_static("in_volume",
-                  [](std::shared_ptr<Volume> volume, std::uint64_t offset, std::size_t nbytes) {
-                    return std::make_shared<Extent>(Extent::in_volume(std::move(volume), offset, nbytes));
-                  },
-                  py::arg("volume"), py::arg("offset"), py::arg("nbytes"))
-      .def("part", [](const Extent& extent, std::size_t offset, std::size_t nbytes) {
-             return std::make_shared<Extent>(extent.part(offset, nbytes));
-           },
-           py::arg("offset"), py::arg("nbytes"))
+      .def_static(
+          "in_memory",
+          [](Address address, std::size_t nbytes, std::shared_ptr<Region> owner) {
+            return std::make_shared<Extent>(
+                Extent::in_memory({at(address), nbytes}, std::move(owner)));
+          },
+          py::arg("address"), py::arg("nbytes"), py::arg("owner") = nullptr)
+      .def_static(
+          "in_file",
+          [](int file, std::uint64_t offset, std::size_t nbytes) {
+            return std::make_shared<Extent>(Extent::in_file(file, offset, nbytes));
+          },
+          py::arg("file"), py::arg("offset"), py::arg("nbytes"))
+      .def_static(
+          "unknown",
+          [](int file, std::uint64_t offset, std::size_t nbytes) {
+            return std::make_shared<Extent>(Extent::unknown(file, offset, nbytes));
+          },
+          py::arg("file"), py::arg("offset"), py::arg("nbytes"))
+      .def_static(
+          "in_volume",
+          [](std::shared_ptr<Volume> volume, std::uint64_t offset, std::size_t nbytes) {
+            return std::make_shared<Extent>(Extent::in_volume(std::move(volume), offset, nbytes));
+          },
+          py::arg("volume"), py::arg("offset"), py::arg("nbytes"))
+      .def(
+          "part",
+          [](const Extent& extent, std::size_t offset, std::size_t nbytes) {
+            return std::make_shared<Extent>(extent.part(offset, nbytes));
+          },
+          py::arg("offset"), py::arg("nbytes"))
       .def("writes_under_way", &Extent::writes_under_way)
-      .def("checksum", &Extent::checksum, py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
+      .def("checksum", &Extent::checksum, py::arg("nbytes"),
+           py::call_guard<py::gil_scoped_release>())
       .def_property("version", &Extent::version, &Extent::set_version)
       .def_property_readonly("nbytes", &Extent::nbytes)
       .def_property_readonly("offset", &Extent::offset)
@@ -234,7 +255,8 @@ void bind_io(py::module_& m) {
       .def_property_readonly("is_file", &Extent::is_file);
   shared_class<IoEngine>(m, "IoEngine")
       .def(py::init([](std::string kind, unsigned depth, std::size_t block_nbytes, int threads,
-                       double timeout_seconds, int work_threads, std::size_t max_pieces, std::shared_ptr<BackendLayer> layer) {
+                       double timeout_seconds, int work_threads, std::size_t max_pieces,
+                       std::shared_ptr<BackendLayer> layer) {
              IoOptions options;
              options.kind = std::move(kind);
              options.depth = depth;
@@ -246,9 +268,9 @@ void bind_io(py::module_& m) {
              options.layer = std::move(layer);
              return kept_in_children(new IoEngine(options));
            }),
-           py::arg("kind") = "auto", py::arg("depth") = 64, py::arg("block_nbytes") = 1 << 20, py::arg("threads") = 8,
-           py::arg("timeout_seconds") = 120.0, py::arg("work_threads") = 1, py::arg("max_pieces") = IoOptions{}.max_pieces,
-           py::arg("layer") = nullptr)
+           py::arg("kind") = "auto", py::arg("depth") = 64, py::arg("block_nbytes") = 1 << 20,
+           py::arg("threads") = 8, py::arg("timeout_seconds") = 120.0, py::arg("work_threads") = 1,
+           py::arg("max_pieces") = IoOptions{}.max_pieces, py::arg("layer") = nullptr)
       .def_property_readonly("backend", &IoEngine::backend_name)
       .def_property_readonly("hung", &IoEngine::hung)
       .def_property_readonly("notes", &IoEngine::notes)
@@ -257,32 +279,46 @@ void bind_io(py::module_& m) {
       .def("shut_down", &IoEngine::shut_down, py::call_guard<py::gil_scoped_release>())
       .def("create_swap_file", &IoEngine::create_swap_file, py::arg("folder"), py::arg("nbytes"),
            py::call_guard<py::gil_scoped_release>())
-      .def("drop_file", &IoEngine::drop_file, py::arg("file"), py::arg("behind") = true, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("open_files", py::cpp_function(&IoEngine::open_files, py::call_guard<py::gil_scoped_release>()))
-      .def("open_file", &IoEngine::open_file, py::arg("path"), py::call_guard<py::gil_scoped_release>())
-      .def("device", [](const IoEngine& engine, int file) { return engine.file(file).device; }, py::arg("file"))
-      .def("is_direct", [](const IoEngine& engine, int file) { return engine.file(file).direct; }, py::arg("file"))
-      .def("register",
-           [](IoEngine& engine, const std::vector<std::pair<Address, std::size_t>>& buffers) {
-             std::vector<Span> spans;
-             for (const auto& [address, nbytes] : buffers) spans.push_back({at(address), nbytes});
-             engine.register_files_and_buffers(spans);
-           },
-           py::arg("buffers"))
-      .def("read", &read, py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
-           py::arg("after") = nullptr, py::arg("lease") = nullptr, py::arg("checksum") = true)
-      .def("write", &write, py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
-           py::arg("checksum") = true, py::arg("lease") = nullptr)
-      .def("cancel", &IoEngine::cancel, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
-      .def("verify",
-           [](const IoEngine& engine, const Extent& extent, std::size_t offset, Address address, std::size_t nbytes) {
-             extent.verify(offset, {at(address), nbytes}, engine);
-           },
-           py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
+      .def("drop_file", &IoEngine::drop_file, py::arg("file"), py::arg("behind") = true,
            py::call_guard<py::gil_scoped_release>())
-      .def("nbytes", [](const IoEngine& engine, Op op) { return engine.totals(op).nbytes; }, py::arg("op"))
-      .def("busy_seconds", [](const IoEngine& engine, Op op) { return engine.totals(op).busy_seconds; },
-           py::arg("op"));
+      .def_property_readonly(
+          "open_files",
+          py::cpp_function(&IoEngine::open_files, py::call_guard<py::gil_scoped_release>()))
+      .def("open_file", &IoEngine::open_file, py::arg("path"),
+           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "device", [](const IoEngine& engine, int file) { return engine.file(file).device; },
+          py::arg("file"))
+      .def(
+          "is_direct", [](const IoEngine& engine, int file) { return engine.file(file).direct; },
+          py::arg("file"))
+      .def(
+          "register",
+          [](IoEngine& engine, const std::vector<std::pair<Address, std::size_t>>& buffers) {
+            std::vector<Span> spans;
+            for (const auto& [address, nbytes] : buffers) spans.push_back({at(address), nbytes});
+            engine.register_files_and_buffers(spans);
+          },
+          py::arg("buffers"))
+      .def("read", &read, py::arg("extent"), py::arg("offset"), py::arg("address"),
+           py::arg("nbytes"), py::arg("after") = nullptr, py::arg("lease") = nullptr,
+           py::arg("checksum") = true)
+      .def("write", &write, py::arg("extent"), py::arg("offset"), py::arg("address"),
+           py::arg("nbytes"), py::arg("checksum") = true, py::arg("lease") = nullptr)
+      .def("cancel", &IoEngine::cancel, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "verify",
+          [](const IoEngine& engine, const Extent& extent, std::size_t offset, Address address,
+             std::size_t nbytes) { extent.verify(offset, {at(address), nbytes}, engine); },
+          py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "nbytes", [](const IoEngine& engine, Op op) { return engine.totals(op).nbytes; },
+          py::arg("op"))
+      .def(
+          "busy_seconds",
+          [](const IoEngine& engine, Op op) { return engine.totals(op).busy_seconds; },
+          py::arg("op"));
 }
 
 void bind_direct(py::module_& m) {
@@ -294,20 +330,24 @@ void bind_direct(py::module_& m) {
   m.def("driver_calls", [] { return address_of(driver_calls()); });
   shared_class<Landing>(m, "Landing")
       .def("wait", [](const Landing& landing) { wait_for_ticket(*landing.ticket()); })
-      .def_property_readonly("done", [](const Landing& landing) { return landing.ticket()->done(); })
-      .def_property_readonly("times", [](const Landing& landing) { return landing.ticket()->times(); })
+      .def_property_readonly("done",
+                             [](const Landing& landing) { return landing.ticket()->done(); })
+      .def_property_readonly("times",
+                             [](const Landing& landing) { return landing.ticket()->times(); })
       .def_property_readonly("on_device", &Landing::on_device);
   shared_class<Road>(m, "Road").def_property_readonly("name", &Road::name);
-  m.def("make_cufile_road",
-        [](Address address, std::size_t nbytes) {
-          std::string refusal;
-          auto road = make_cufile_road({at(address), nbytes}, &refusal);
-          return py::make_tuple(road, refusal);
-        },
-        py::arg("address"), py::arg("nbytes"));
+  m.def(
+      "make_cufile_road",
+      [](Address address, std::size_t nbytes) {
+        std::string refusal;
+        auto road = make_cufile_road({at(address), nbytes}, &refusal);
+        return py::make_tuple(road, refusal);
+      },
+      py::arg("address"), py::arg("nbytes"));
   shared_class<DirectReader>(m, "DirectReader")
-      .def(py::init([](std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road, Address calls, int device, int threads,
-                       double late_seconds, double hung_seconds, bool checksums, int sampled) {
+      .def(py::init([](std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road, Address calls,
+                       int device, int threads, double late_seconds, double hung_seconds,
+                       bool checksums, int sampled) {
              DirectOptions options;
              options.device = device;
              options.threads = threads;
@@ -315,27 +355,34 @@ void bind_direct(py::module_& m) {
              options.hung_seconds = hung_seconds;
              options.checksums = checksums;
              options.sampled = sampled;
-             const DeviceCalls made = calls ? *reinterpret_cast<const DeviceCalls*>(calls) : DeviceCalls{};
-             return kept_in_children(new DirectReader(std::move(engine), std::move(road), made, options));
+             const DeviceCalls made =
+                 calls ? *reinterpret_cast<const DeviceCalls*>(calls) : DeviceCalls{};
+             return kept_in_children(
+                 new DirectReader(std::move(engine), std::move(road), made, options));
            }),
-           py::arg("engine"), py::arg("road"), py::kw_only(), py::arg("calls"), py::arg("device") = 0, py::arg("threads") = 8,
-           py::arg("late_seconds") = 10.0, py::arg("hung_seconds") = 120.0, py::arg("checksums") = true, py::arg("sampled") = 0)
-      .def("read",
-           [](DirectReader& reader, const std::shared_ptr<Extent>& extent, std::size_t offset, Address host, Address device,
-              std::size_t nbytes, const TicketPtr& after, const Lease* lease) {
-             const std::shared_ptr<void> memory = held(lease);
-             py::gil_scoped_release release;
-             return reader.read(extent, offset, {at(host), nbytes}, at(device), after, memory);
-           },
-           py::arg("extent"), py::arg("offset"), py::arg("host"), py::arg("device"), py::arg("nbytes"), py::arg("after") = nullptr,
-           py::arg("lease") = nullptr)
-      .def("cancel", &DirectReader::cancel, py::arg("landing"), py::call_guard<py::gil_scoped_release>())
+           py::arg("engine"), py::arg("road"), py::kw_only(), py::arg("calls"),
+           py::arg("device") = 0, py::arg("threads") = 8, py::arg("late_seconds") = 10.0,
+           py::arg("hung_seconds") = 120.0, py::arg("checksums") = true, py::arg("sampled") = 0)
+      .def(
+          "read",
+          [](DirectReader& reader, const std::shared_ptr<Extent>& extent, std::size_t offset,
+             Address host, Address device, std::size_t nbytes, const TicketPtr& after,
+             const Lease* lease) {
+            const std::shared_ptr<void> memory = held(lease);
+            py::gil_scoped_release release;
+            return reader.read(extent, offset, {at(host), nbytes}, at(device), after, memory);
+          },
+          py::arg("extent"), py::arg("offset"), py::arg("host"), py::arg("device"),
+          py::arg("nbytes"), py::arg("after") = nullptr, py::arg("lease") = nullptr)
+      .def("cancel", &DirectReader::cancel, py::arg("landing"),
+           py::call_guard<py::gil_scoped_release>())
       .def("shut_down", &DirectReader::shut_down, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("nbytes", &DirectReader::nbytes)
       .def_property_readonly("refused",
                              [](const DirectReader& reader) {
                                std::map<std::string, std::pair<std::uint64_t, std::string>> told;
-                               for (const auto& [word, refusals] : reader.refused()) told[word] = {refusals.count, refusals.first};
+                               for (const auto& [word, refusals] : reader.refused())
+                                 told[word] = {refusals.count, refusals.first};
                                return told;
                              })
       .def_property_readonly("stuck", &DirectReader::stuck)
@@ -345,7 +392,8 @@ void bind_direct(py::module_& m) {
 void bind_shared_row(py::module_& m) {
   using Named = std::tuple<int, int, std::uint64_t, std::uint64_t>;
   py::class_<SharedRow, std::shared_ptr<SharedRow>>(m, "SharedRow")
-      .def(py::init([](int threads) { return kept_in_children(new SharedRow(threads)); }), py::arg("threads"))
+      .def(py::init([](int threads) { return kept_in_children(new SharedRow(threads)); }),
+           py::arg("threads"))
       .def(
           "allocate",
           [](SharedRow& row, std::size_t nbytes, bool huge_pages, int touch_threads) {
@@ -362,7 +410,8 @@ void bind_shared_row(py::module_& m) {
           "connect",
           [](SharedRow& row, const std::vector<Named>& named, std::size_t place) {
             std::vector<SharedRow::Peer> peers;
-            for (const auto& [process, file, token, nbytes] : named) peers.push_back({process, file, token, nbytes});
+            for (const auto& [process, file, token, nbytes] : named)
+              peers.push_back({process, file, token, nbytes});
             py::gil_scoped_release release;
             row.connect(peers, place);
           },
@@ -372,11 +421,13 @@ void bind_shared_row(py::module_& m) {
       .def("shares", &SharedRow::shares, py::arg("region"))
       .def(
           "gather",
-          [](SharedRow& row, std::uint64_t what, Address home, std::size_t nbytes, Address whole, double patience_seconds) {
+          [](SharedRow& row, std::uint64_t what, Address home, std::size_t nbytes, Address whole,
+             double patience_seconds) {
             py::gil_scoped_release release;
             return row.gather(what, at(home), nbytes, at(whole), patience_seconds);
           },
-          py::arg("what"), py::arg("home"), py::arg("nbytes"), py::arg("whole"), py::arg("patience_seconds"))
+          py::arg("what"), py::arg("home"), py::arg("nbytes"), py::arg("whole"),
+          py::arg("patience_seconds"))
       .def_property_readonly("begun", &SharedRow::begun)
       .def("under_way", &SharedRow::under_way)
       .def_readonly_static("NOBODYS", &SharedRow::kNobodys)
@@ -402,7 +453,8 @@ void bind_adam(py::module_& m) {
       .def(py::init([](Rule rule, DType weight, Master master, DType grad, DType moments) {
              return Layout{rule, weight, master, grad, moments};
            }),
-           py::arg("rule"), py::arg("weight"), py::arg("master"), py::arg("grad"), py::arg("moments"))
+           py::arg("rule"), py::arg("weight"), py::arg("master"), py::arg("grad"),
+           py::arg("moments"))
       .def_readonly("rule", &Layout::rule);
   py::class_<Hyperparameters>(m, "Hyperparameters")
       .def(py::init<>())
@@ -417,101 +469,140 @@ void bind_adam(py::module_& m) {
       .def_readwrite("maximize", &Hyperparameters::maximize)
       .def_readwrite("step", &Hyperparameters::step)
       .def_readwrite("grad_factors", &Hyperparameters::grad_factors);
-  py::class_<Run>(m, "Run").def(py::init([](std::size_t begin, std::size_t end, Hyperparameters hyper) {
-                                  return Run{begin, end, std::move(hyper)};
-                                }),
-                                py::arg("begin"), py::arg("end"), py::arg("hyper"));
+  py::class_<Run>(m, "Run").def(
+      py::init([](std::size_t begin, std::size_t end, Hyperparameters hyper) {
+        return Run{begin, end, std::move(hyper)};
+      }),
+      py::arg("begin"), py::arg("end"), py::arg("hyper"));
   m.attr("MOMENT_BLOCK") = kMomentBlock;
-  m.def("encode_moments",
-        [](Address values, Address codes, Address scales, std::size_t count, bool sq) {
-          encode_moments(reinterpret_cast<const float*>(values), reinterpret_cast<std::uint8_t*>(codes),
-                         reinterpret_cast<std::uint8_t*>(scales), count, sq);
-        },
-        py::arg("values"), py::arg("codes"), py::arg("scales"), py::arg("count"), py::arg("sq"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("decode_moments",
-        [](Address codes, Address scales, Address values, std::size_t count, bool sq) {
-          decode_moments(reinterpret_cast<const std::uint8_t*>(codes), reinterpret_cast<const std::uint8_t*>(scales),
-                         reinterpret_cast<float*>(values), count, sq);
-        },
-        py::arg("codes"), py::arg("scales"), py::arg("values"), py::arg("count"), py::arg("sq"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("move_streams",
-        [](const std::vector<std::tuple<Address, std::size_t, bool, bool>>& given, std::size_t count, int thread_count) {
-          std::vector<Stream> streams;
-          for (const auto& [address, nbytes, read, written] : given)
-            streams.push_back({at(address), nbytes, read, written});
-          move_streams(streams, count, thread_count);
-        },
-        py::arg("streams"), py::arg("count"), py::arg("thread_count"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "encode_moments",
+      [](Address values, Address codes, Address scales, std::size_t count, bool sq) {
+        encode_moments(reinterpret_cast<const float*>(values),
+                       reinterpret_cast<std::uint8_t*>(codes),
+                       reinterpret_cast<std::uint8_t*>(scales), count, sq);
+      },
+      py::arg("values"), py::arg("codes"), py::arg("scales"), py::arg("count"), py::arg("sq"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "decode_moments",
+      [](Address codes, Address scales, Address values, std::size_t count, bool sq) {
+        decode_moments(reinterpret_cast<const std::uint8_t*>(codes),
+                       reinterpret_cast<const std::uint8_t*>(scales),
+                       reinterpret_cast<float*>(values), count, sq);
+      },
+      py::arg("codes"), py::arg("scales"), py::arg("values"), py::arg("count"), py::arg("sq"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "move_streams",
+      [](const std::vector<std::tuple<Address, std::size_t, bool, bool>>& given, std::size_t count,
+         int thread_count) {
+        std::vector<Stream> streams;
+        for (const auto& [address, nbytes, read, written] : given)
+          streams.push_back({at(address), nbytes, read, written});
+        move_streams(streams, count, thread_count);
+      },
+      py::arg("streams"), py::arg("count"), py::arg("thread_count"),
+      py::call_guard<py::gil_scoped_release>());
   m.attr("MAX_GRAD_FACTORS") = kMaxGradFactors;
   m.def("simd_unit", &simd_unit);
   m.def("simd_units", &simd_units);
-  m.def("split_master",
-        [](Address master, Address weight, Address low, std::size_t count) {
-          split_master(reinterpret_cast<const float*>(master), reinterpret_cast<std::uint16_t*>(weight),
-                       reinterpret_cast<std::uint16_t*>(low), count);
-        },
-        py::arg("master"), py::arg("weight"), py::arg("low"), py::arg("count"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("join_master",
-        [](Address weight, Address low, Address master, std::size_t count) {
-          join_master(reinterpret_cast<const std::uint16_t*>(weight), reinterpret_cast<const std::uint16_t*>(low),
-                      reinterpret_cast<float*>(master), count);
-        },
-        py::arg("weight"), py::arg("low"), py::arg("master"), py::arg("count"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("crc32c", [](Address address, std::size_t nbytes, std::uint32_t seed) {
-    return crc32c(at(address), nbytes, seed);
-  }, py::arg("address"), py::arg("nbytes"), py::arg("seed") = 0, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "split_master",
+      [](Address master, Address weight, Address low, std::size_t count) {
+        split_master(reinterpret_cast<const float*>(master),
+                     reinterpret_cast<std::uint16_t*>(weight),
+                     reinterpret_cast<std::uint16_t*>(low), count);
+      },
+      py::arg("master"), py::arg("weight"), py::arg("low"), py::arg("count"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "join_master",
+      [](Address weight, Address low, Address master, std::size_t count) {
+        join_master(reinterpret_cast<const std::uint16_t*>(weight),
+                    reinterpret_cast<const std::uint16_t*>(low), reinterpret_cast<float*>(master),
+                    count);
+      },
+      py::arg("weight"), py::arg("low"), py::arg("master"), py::arg("count"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "crc32c",
+      [](Address address, std::size_t nbytes, std::uint32_t seed) {
+        return crc32c(at(address), nbytes, seed);
+      },
+      py::arg("address"), py::arg("nbytes"), py::arg("seed") = 0,
+      py::call_guard<py::gil_scoped_release>());
   m.def("crc32c_before", &crc32c_before, py::arg("sum"), py::arg("nbytes"));
   m.attr("CHECKSUM_NBYTES") = kChecksumNbytes;
 }
 
 void bind_update(py::module_& m) {
   py::class_<Shadow>(m, "Shadow")
-      .def(py::init([](std::shared_ptr<Extent> weight, std::shared_ptr<Extent> master, std::shared_ptr<Extent> exp_avg,
-                       std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> exp_avg_scale,
+      .def(py::init([](std::shared_ptr<Extent> weight, std::shared_ptr<Extent> master,
+                       std::shared_ptr<Extent> exp_avg, std::shared_ptr<Extent> exp_avg_sq,
+                       std::shared_ptr<Extent> exp_avg_scale,
                        std::shared_ptr<Extent> exp_avg_sq_scale) {
-             return Shadow{std::move(weight), std::move(master), std::move(exp_avg), std::move(exp_avg_sq),
-                          std::move(exp_avg_scale), std::move(exp_avg_sq_scale)};
+             return Shadow{std::move(weight),        std::move(master),
+                           std::move(exp_avg),       std::move(exp_avg_sq),
+                           std::move(exp_avg_scale), std::move(exp_avg_sq_scale)};
            }),
            py::arg("weight") = nullptr, py::arg("master") = nullptr, py::arg("exp_avg") = nullptr,
-           py::arg("exp_avg_sq") = nullptr, py::arg("exp_avg_scale") = nullptr, py::arg("exp_avg_sq_scale") = nullptr);
+           py::arg("exp_avg_sq") = nullptr, py::arg("exp_avg_scale") = nullptr,
+           py::arg("exp_avg_sq_scale") = nullptr);
   shared_class<UnitUpdate>(m, "UnitUpdate")
       .def(py::init([](Layout layout, std::size_t count, std::shared_ptr<Extent> weight,
                        std::shared_ptr<Extent> master, std::shared_ptr<Extent> exp_avg,
-                       std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> grad, std::vector<Run> runs,
-                       std::uint64_t version, TicketPtr after, std::shared_ptr<Extent> exp_avg_scale,
+                       std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> grad,
+                       std::vector<Run> runs, std::uint64_t version, TicketPtr after,
+                       std::shared_ptr<Extent> exp_avg_scale,
                        std::shared_ptr<Extent> exp_avg_sq_scale, int label, Shadow shadow) {
-             return UnitUpdate{layout, count, std::move(weight), std::move(master), std::move(exp_avg),
-                               std::move(exp_avg_sq), std::move(grad), std::move(exp_avg_scale),
-                               std::move(exp_avg_sq_scale), std::move(runs), version, std::move(after), label,
-                               std::move(shadow), nullptr};
+             return UnitUpdate{layout,
+                               count,
+                               std::move(weight),
+                               std::move(master),
+                               std::move(exp_avg),
+                               std::move(exp_avg_sq),
+                               std::move(grad),
+                               std::move(exp_avg_scale),
+                               std::move(exp_avg_sq_scale),
+                               std::move(runs),
+                               version,
+                               std::move(after),
+                               label,
+                               std::move(shadow),
+                               nullptr};
            }),
-           py::arg("layout"), py::arg("count"), py::arg("weight"), py::arg("master"), py::arg("exp_avg"),
-           py::arg("exp_avg_sq"), py::arg("grad"), py::arg("runs"), py::arg("version"), py::arg("after") = nullptr,
-           py::arg("exp_avg_scale") = nullptr, py::arg("exp_avg_sq_scale") = nullptr, py::arg("label") = 0,
+           py::arg("layout"), py::arg("count"), py::arg("weight"), py::arg("master"),
+           py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"), py::arg("runs"),
+           py::arg("version"), py::arg("after") = nullptr, py::arg("exp_avg_scale") = nullptr,
+           py::arg("exp_avg_sq_scale") = nullptr, py::arg("label") = 0,
            py::arg("shadow") = Shadow{})
       .def_readonly("ticket", &UnitUpdate::ticket);
   shared_class<Updater>(m, "Updater")
-      .def(py::init([](std::shared_ptr<IoEngine> engine, Address address, std::size_t nbytes, int slot_count,
-                       int thread_count, std::shared_ptr<Region> owner, bool checksums, bool measured) {
-             return kept_in_children(new Updater(std::move(engine), Span{at(address), nbytes}, slot_count, thread_count,
-                                                 std::move(owner), checksums, measured));
+      .def(py::init([](std::shared_ptr<IoEngine> engine, Address address, std::size_t nbytes,
+                       int slot_count, int thread_count, std::shared_ptr<Region> owner,
+                       bool checksums, bool measured) {
+             return kept_in_children(new Updater(std::move(engine), Span{at(address), nbytes},
+                                                 slot_count, thread_count, std::move(owner),
+                                                 checksums, measured));
            }),
-           py::arg("engine"), py::arg("address"), py::arg("nbytes"), py::arg("slot_count"), py::arg("thread_count"),
-           py::arg("owner") = nullptr, py::arg("checksums") = true, py::arg("measured") = false)
+           py::arg("engine"), py::arg("address"), py::arg("nbytes"), py::arg("slot_count"),
+           py::arg("thread_count"), py::arg("owner") = nullptr, py::arg("checksums") = true,
+           py::arg("measured") = false)
       .def("submit", &Updater::submit, py::arg("update"), py::call_guard<py::gil_scoped_release>())
-      .def("submit_all", &Updater::submit_all, py::arg("updates"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("step_seconds", [](const Updater& u) { return u.totals().step_seconds; })
-      .def_property_readonly("wait_seconds", [](const Updater& u) { return u.totals().wait_seconds; })
+      .def("submit_all", &Updater::submit_all, py::arg("updates"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("step_seconds",
+                             [](const Updater& u) { return u.totals().step_seconds; })
+      .def_property_readonly("wait_seconds",
+                             [](const Updater& u) { return u.totals().wait_seconds; })
       .def("record_events", &Updater::record_events)
       .def("take_events",
            [](Updater& updater) {
              std::vector<std::tuple<std::string, int, int, double, double>> found;
              for (const UpdaterEvent& event : updater.take_events())
-               found.emplace_back(event.kind, event.label, event.slot.value_or(-1), event.start, event.end);
+               found.emplace_back(event.kind, event.label, event.slot.value_or(-1), event.start,
+                                  event.end);
              return found;
            })
       .def_property_readonly("elements", [](const Updater& u) { return u.totals().elements; });
@@ -520,7 +611,9 @@ void bind_update(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Native core of Infinity: host memory, disk transfers, optimizer kernels. Used through infinity.native.";
+  m.doc() =
+      "Native core of Infinity: host memory, disk transfers, optimizer kernels. Used through "
+      "infinity.native.";
   py::register_exception_translator(&translate);
   bind_memory(m);
   bind_io(m);
@@ -534,28 +627,39 @@ PYBIND11_MODULE(_C, m) {
       .def("pop_hooks", &Scopes::pop_hooks, py::arg("count"))
       .def_property_readonly("hooks", &Scopes::hooks)
       .def_readonly("running", &Scopes::running)
-      .def_property_readonly("running_here", [](const Scopes& scopes) { return scopes.here().scopes; })
+      .def_property_readonly("running_here",
+                             [](const Scopes& scopes) { return scopes.here().scopes; })
       .def_property_readonly("is_used_elsewhere", &Scopes::is_used_elsewhere)
       .def_property_readonly("has_to_wait", &Scopes::has_to_wait)
       .def_readonly("changes", &Scopes::changes)
       .def_readwrite("interrupted", &Scopes::interrupted)
-      .def("task",
-           [](const std::shared_ptr<Scopes>& scopes, const py::object& wait) { return std::make_shared<Task>(scopes, wait); },
-           py::arg("wait") = py::none())
-      .def("scope",
-           [](const std::shared_ptr<Scopes>& scopes, py::object pack, py::object unpack, py::object wait, py::object prepare) {
-             return std::make_shared<Scope>(scopes, std::move(pack), std::move(unpack), std::move(wait), std::move(prepare));
-           },
-           py::arg("pack") = py::none(), py::arg("unpack") = py::none(), py::arg("wait") = py::none(),
-           py::arg("prepare") = py::none());
+      .def(
+          "task",
+          [](const std::shared_ptr<Scopes>& scopes, const py::object& wait) {
+            return std::make_shared<Task>(scopes, wait);
+          },
+          py::arg("wait") = py::none())
+      .def(
+          "scope",
+          [](const std::shared_ptr<Scopes>& scopes, py::object pack, py::object unpack,
+             py::object wait, py::object prepare) {
+            return std::make_shared<Scope>(scopes, std::move(pack), std::move(unpack),
+                                           std::move(wait), std::move(prepare));
+          },
+          py::arg("pack") = py::none(), py::arg("unpack") = py::none(),
+          py::arg("wait") = py::none(), py::arg("prepare") = py::none());
   shared_class<Task>(m, "Task").def("__call__", [](const Task&) {});
   m.def("insist", &insist, py::arg("work"), py::arg("tries") = 4);
   shared_class<Scope>(m, "Scope")
       .def("__enter__", &Scope::enter)
-      .def("__exit__", [](Scope& scope, const py::object& kind, const py::object&, const py::object&) { scope.leave(kind); });
-  m.def("uring_refusal", [] {
-    std::string why;
-    make_uring_backend(8, why);
-    return why;
-  }, "Why io_uring cannot be used here, or an empty string.");
+      .def("__exit__", [](Scope& scope, const py::object& kind, const py::object&,
+                          const py::object&) { scope.leave(kind); });
+  m.def(
+      "uring_refusal",
+      [] {
+        std::string why;
+        make_uring_backend(8, why);
+        return why;
+      },
+      "Why io_uring cannot be used here, or an empty string.");
 }

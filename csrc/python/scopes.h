@@ -1,10 +1,12 @@
 // Scopes: what of an engine runs on the stack just now, told by the stack itself.
 //
-// A scope is entered and left in one step each, which no signal handler can come between, and left however the block inside
-// ends. So whether something is running never has to be guessed from what an exception may have left behind. What was pushed
-// on torch's stack of saved-tensor hooks inside a scope is popped when it is left.
+// A scope is entered and left in one step each, which no signal handler can come between, and left
+// however the block inside ends. So whether something is running never has to be guessed from what
+// an exception may have left behind. What was pushed on torch's stack of saved-tensor hooks inside
+// a scope is popped when it is left.
 //
-// task    a run of autograd, told by an object that only autograd holds. Scopes and tasks of two threads never overlap: what a
+// task    a run of autograd, told by an object that only autograd holds. Scopes and tasks of two
+// threads never overlap: what a
 //         thread begins first of all is counted only once no other thread has any.
 #pragma once
 
@@ -60,16 +62,18 @@ class Scopes {
     return running > mine.scopes || tasks > mine.tasks;
   }
 
-  // True if this thread may not begin yet: another thread has scopes or tasks, or has waited for longer.
+  // True if this thread may not begin yet: another thread has scopes or tasks, or has waited for
+  // longer.
   bool has_to_wait() const {
     if (is_used_elsewhere()) return true;
     const auto me = std::this_thread::get_id();
-    const auto mine = std::find_if(waiting_.begin(), waiting_.end(), [me](const auto& each) { return each.second == me; });
+    const auto mine = std::find_if(waiting_.begin(), waiting_.end(),
+                                   [me](const auto& each) { return each.second == me; });
     return mine != waiting_.end() && mine != waiting_.begin();
   }
 
-  // Calls `wait` until this thread may begin, unless it has scopes or tasks. No other thread can begin before
-  // what this one counts next.
+  // Calls `wait` until this thread may begin, unless it has scopes or tasks. No other thread can
+  // begin before what this one counts next.
   void wait_for_others(const py::object& wait) {
     const Count mine = here();
     if (wait.is_none() || mine.scopes > 0 || mine.tasks > 0) return;
@@ -85,9 +89,9 @@ class Scopes {
     ++changes;
   }
 
-  int running = 0;           // scopes that are entered
-  int tasks = 0;             // runs of autograd that were told of and are not over
-  long changes = 0;          // how often one of either began or ended
+  int running = 0;  // scopes that are entered
+  int tasks = 0;  // runs of autograd that were told of and are not over
+  long changes = 0;  // how often one of either began or ended
   bool interrupted = false;  // an exception left all scopes, or is one that always counts
 
  private:
@@ -108,10 +112,12 @@ class Scopes {
   std::unordered_map<std::thread::id, int> hooks_;
 };
 
-// Counts a run of autograd for as long as autograd holds this object, which it calls when the run is over. `wait`: as a scope's.
+// Counts a run of autograd for as long as autograd holds this object, which it calls when the run
+// is over. `wait`: as a scope's.
 class Task {
  public:
-  Task(std::shared_ptr<Scopes> scopes, const py::object& wait) : scopes_(std::move(scopes)), thread_(std::this_thread::get_id()) {
+  Task(std::shared_ptr<Scopes> scopes, const py::object& wait)
+      : scopes_(std::move(scopes)), thread_(std::this_thread::get_id()) {
     scopes_->wait_for_others(wait);
     scopes_->count(thread_, 0, 1);
   }
@@ -123,12 +129,17 @@ class Task {
   const std::thread::id thread_;
 };
 
-// One use of a `with` statement, inside which a pair of hooks may be pushed from the start. On the way in `wait` is called while
-// another thread has scopes or tasks, then `prepare`, when this one has the engine to itself.
+// One use of a `with` statement, inside which a pair of hooks may be pushed from the start. On the
+// way in `wait` is called while another thread has scopes or tasks, then `prepare`, when this one
+// has the engine to itself.
 class Scope {
  public:
-  Scope(std::shared_ptr<Scopes> scopes, py::object pack, py::object unpack, py::object wait, py::object prepare)
-      : scopes_(std::move(scopes)), pack_(std::move(pack)), unpack_(std::move(unpack)), wait_(std::move(wait)),
+  Scope(std::shared_ptr<Scopes> scopes, py::object pack, py::object unpack, py::object wait,
+        py::object prepare)
+      : scopes_(std::move(scopes)),
+        pack_(std::move(pack)),
+        unpack_(std::move(unpack)),
+        wait_(std::move(wait)),
         prepare_(std::move(prepare)) {}
 
   void enter() {
@@ -150,14 +161,16 @@ class Scope {
     if (!entered_) return;
     entered_ = false;
     scopes_->count(thread_, -1, 0);
-    if (!kind.is_none() && (scopes_->running == 0 || !may_be_handled(kind))) scopes_->interrupted = true;
+    if (!kind.is_none() && (scopes_->running == 0 || !may_be_handled(kind)))
+      scopes_->interrupted = true;
     scopes_->pop_hooks(hooks_);
   }
 
-  // An `Exception` counts as an interrupt only if it leaves the outermost scope; KeyboardInterrupt, SystemExit and
-  // MemoryError always do.
+  // An `Exception` counts as an interrupt only if it leaves the outermost scope; KeyboardInterrupt,
+  // SystemExit and MemoryError always do.
   static bool may_be_handled(const py::object& kind) {
-    return PyObject_IsSubclass(kind.ptr(), PyExc_Exception) == 1 && PyObject_IsSubclass(kind.ptr(), PyExc_MemoryError) == 0;
+    return PyObject_IsSubclass(kind.ptr(), PyExc_Exception) == 1 &&
+           PyObject_IsSubclass(kind.ptr(), PyExc_MemoryError) == 0;
   }
 
   ~Scope() {  // of a generator that was never finished, say
@@ -172,9 +185,9 @@ class Scope {
   bool entered_ = false;
 };
 
-// Calls what must be done to its end: once more when an exception cut it short, up to `tries` times in all. What is called
-// begins anew each time. An error of the engine's own, which would only come again, ends it. Raises the first exception when it is
-// done, or cannot be.
+// Calls what must be done to its end: once more when an exception cut it short, up to `tries` times
+// in all. What is called begins anew each time. An error of the engine's own, which would only come
+// again, ends it. Raises the first exception when it is done, or cannot be.
 inline void insist(const py::object& work, int tries) {
   std::unique_ptr<py::error_already_set> first;
   for (int i = 0; i < tries; ++i) {

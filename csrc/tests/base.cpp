@@ -66,7 +66,8 @@ TEST(base, crc32c_gives_the_published_values) {
   std::vector<unsigned char> zeros(32, 0), ones(32, 0xFF), up(32), down(32);
   std::iota(up.begin(), up.end(), 0);
   std::iota(down.rbegin(), down.rend(), 0);
-  for (auto crc : {static_cast<std::uint32_t (*)(const void*, std::size_t, std::uint32_t)>(crc32c), portable::crc32c}) {
+  for (auto crc : {static_cast<std::uint32_t (*)(const void*, std::size_t, std::uint32_t)>(crc32c),
+                   portable::crc32c}) {
     CHECK(crc("123456789", 9, 0) == 0xE3069283);
     CHECK(crc(zeros.data(), 32, 0) == 0x8A9136AA);
     CHECK(crc(ones.data(), 32, 0) == 0x62A8AB43);
@@ -83,7 +84,8 @@ TEST(base, crc32c_is_the_division_by_its_polynomial) {
     for (std::size_t nbytes = 0; nbytes <= 100; ++nbytes) {
       const std::uint32_t expected = crc32c_by_bits(bytes.data() + shift, nbytes);
       CHECK(crc32c(bytes.data() + shift, nbytes) == expected, nbytes, " bytes from ", shift);
-      CHECK(portable::crc32c(bytes.data() + shift, nbytes, 0) == expected, nbytes, " bytes from ", shift);
+      CHECK(portable::crc32c(bytes.data() + shift, nbytes, 0) == expected, nbytes, " bytes from ",
+            shift);
     }
 }
 
@@ -92,21 +94,24 @@ TEST(base, crc32c_in_two_parts_is_crc32c_of_the_whole) {
   const auto bytes = random_bytes(200, 2);
   const std::uint32_t whole = crc32c(bytes.data(), bytes.size());
   for (std::size_t cut = 0; cut <= bytes.size(); ++cut) {
-    CHECK(crc32c(bytes.data() + cut, 200 - cut, crc32c(bytes.data(), cut)) == whole, "cut at ", cut);
-    CHECK(portable::crc32c(bytes.data() + cut, 200 - cut, portable::crc32c(bytes.data(), cut, 0)) == whole);
+    CHECK(crc32c(bytes.data() + cut, 200 - cut, crc32c(bytes.data(), cut)) == whole, "cut at ",
+          cut);
+    CHECK(portable::crc32c(bytes.data() + cut, 200 - cut, portable::crc32c(bytes.data(), cut, 0)) ==
+          whole);
   }
 }
 
 TEST(base, crc32c_of_parts_in_any_order_joins_to_that_of_the_whole) {
-  // Cuts several blocks at random into up to nine parts, empty ones too, and takes them up in a random order. A part that is told a
-  // byte too few behind it gives another sum (the twin).
+  // Cuts several blocks at random into up to nine parts, empty ones too, and takes them up in a
+  // random order. A part that is told a byte too few behind it gives another sum (the twin).
   Random random(5);
   const auto bytes = random_bytes(3 * kChecksumNbytes + 77, 5);
   const std::uint32_t whole = crc32c(bytes.data(), bytes.size());
   CHECK(whole == portable::crc32c(bytes.data(), bytes.size(), 0));
   for (int round = 0; round < 40; ++round) {
     std::vector<std::size_t> cuts{0, bytes.size()};
-    for (std::size_t i = random.below(9); i > 0; --i) cuts.push_back(random.below(bytes.size() + 1));
+    for (std::size_t i = random.below(9); i > 0; --i)
+      cuts.push_back(random.below(bytes.size() + 1));
     std::sort(cuts.begin(), cuts.end());
     std::vector<std::size_t> order(cuts.size() - 1);
     std::iota(order.begin(), order.end(), std::size_t{0});
@@ -125,7 +130,8 @@ TEST(base, crc32c_of_parts_in_any_order_joins_to_that_of_the_whole) {
 }
 
 TEST(base, work_queue_does_every_job_once_before_it_stops) {
-  // A thousand jobs from two threads, one to four of whose own do them; none runs in the thread that brings it.
+  // A thousand jobs from two threads, one to four of whose own do them; none runs in the thread
+  // that brings it.
   for (int threads = 1; threads <= 4; ++threads) {
     std::vector<std::atomic<int>> done(1000);
     std::atomic<int> here{0};
@@ -134,20 +140,23 @@ TEST(base, work_queue_does_every_job_once_before_it_stops) {
       const auto bring = [&](std::size_t first) {
         const auto me = std::this_thread::get_id();
         for (std::size_t i = first; i < done.size(); i += 2)
-          queue.add([&, i, me] { ++done[i], here += std::this_thread::get_id() == me; }, i % 3 == 0);
+          queue.add([&, i, me] { ++done[i], here += std::this_thread::get_id() == me; },
+                    i % 3 == 0);
       };
       std::thread other(bring, 1);
       bring(0);
       other.join();
     }
-    for (std::size_t i = 0; i < done.size(); ++i) CHECK(done[i] == 1, "job ", i, " with ", threads, " threads");
+    for (std::size_t i = 0; i < done.size(); ++i)
+      CHECK(done[i] == 1, "job ", i, " with ", threads, " threads");
     CHECK(here == 0);
   }
   said_by<UsageError>([] { WorkQueue queue(0); });
 }
 
 TEST(base, work_queue_does_what_is_awaited_first) {
-  // Holds the only thread, then brings jobs of both kinds in turns: the awaited ones come first, each kind in its order.
+  // Holds the only thread, then brings jobs of both kinds in turns: the awaited ones come first,
+  // each kind in its order.
   std::vector<int> order;
   std::mutex gate;
   gate.lock();
@@ -164,7 +173,8 @@ TEST(base, crc32c_of_blocks_is_crc32c_of_each) {
   // One to eight blocks, so that three at a time leave every rest, with whole and short last ones.
   const auto bytes = random_bytes(8 * kChecksumNbytes, 3);
   for (std::size_t count = 1; count <= 8; ++count)
-    for (std::size_t missing : {std::size_t{0}, kBlockNbytes, std::size_t{1}, kChecksumNbytes - 1}) {
+    for (std::size_t missing :
+         {std::size_t{0}, kBlockNbytes, std::size_t{1}, kChecksumNbytes - 1}) {
       const std::size_t nbytes = count * kChecksumNbytes - missing;
       CHECK(checksum_count(nbytes) == count);
       std::vector<std::uint32_t> sums(count + 1, 7), portable_sums(count + 1, 7);
@@ -172,7 +182,8 @@ TEST(base, crc32c_of_blocks_is_crc32c_of_each) {
       portable::crc32c_blocks(bytes.data(), nbytes, portable_sums.data());
       for (std::size_t i = 0; i < count; ++i) {
         const std::size_t at = i * kChecksumNbytes;
-        CHECK(sums[i] == crc32c(bytes.data() + at, std::min(kChecksumNbytes, nbytes - at)), "block ", i);
+        CHECK(sums[i] == crc32c(bytes.data() + at, std::min(kChecksumNbytes, nbytes - at)),
+              "block ", i);
       }
       CHECK(sums == portable_sums);
       CHECK(sums[count] == 7, "written behind the last checksum");
@@ -199,7 +210,8 @@ TEST(base, thread_pool_runs_every_part_once) {
   for (int threads = 1; threads <= 5; ++threads) {
     ThreadPool pool(threads);
     CHECK(pool.thread_count() == threads);
-    std::vector<int> counts(threads);  // not atomic: the end of `run` must order what the parts wrote
+    // not atomic: the end of `run` must order what the parts wrote
+    std::vector<int> counts(threads);
     for (int round = 1; round <= 200; ++round) {
       pool.run([&](int part) { ++counts[part]; });
       for (int part = 0; part < threads; ++part) CHECK(counts[part] == round, "part ", part);
@@ -215,7 +227,8 @@ TEST(base, thread_pool_visits_every_element_once) {
         for (std::size_t grain : {1, 8, 10'000}) {
           const Visits visits(threads, begin, begin + count, grain);
           for (std::size_t i = 0; i < begin + count; ++i)
-            CHECK(visits.counts[i] == (i >= begin), i, " of ", count, " from ", begin, ", ", threads, " threads");
+            CHECK(visits.counts[i] == (i >= begin), i, " of ", count, " from ", begin, ", ",
+                  threads, " threads");
           CHECK(visits.ragged == 0, "a cut is not at a multiple of ", grain);
           CHECK(visits.calls <= 8 * threads, "pieces are a few per thread");
           if (count && (count <= grain || threads == 1)) CHECK(visits.calls == 1);
@@ -232,17 +245,21 @@ TEST(base, thread_pool_uses_all_its_threads) {
 }
 
 TEST(base, thread_pool_leaves_threads_out) {
-  // A range with at most one, two and three of three threads: each element once, by no more threads than that.
+  // A range with at most one, two and three of three threads: each element once, by no more threads
+  // than that.
   ThreadPool pool(3);
   for (int most = 1; most <= 3; ++most) {
     std::mutex mutex;
     std::set<std::thread::id> seen;
     std::vector<int> counts(1000);
-    pool.for_range(0, counts.size(), 1, [&](std::size_t begin, std::size_t end) {
-      for (std::size_t i = begin; i < end; ++i) ++counts[i];
-      std::lock_guard<std::mutex> lock(mutex);
-      seen.insert(std::this_thread::get_id());
-    }, most);
+    pool.for_range(
+        0, counts.size(), 1,
+        [&](std::size_t begin, std::size_t end) {
+          for (std::size_t i = begin; i < end; ++i) ++counts[i];
+          std::lock_guard<std::mutex> lock(mutex);
+          seen.insert(std::this_thread::get_id());
+        },
+        most);
     CHECK(static_cast<int>(seen.size()) <= most, seen.size(), " threads of at most ", most);
     CHECK(std::all_of(counts.begin(), counts.end(), [](int count) { return count == 1; }));
   }
@@ -257,7 +274,8 @@ TEST(base, thread_pool_without_threads_is_refused) {
 }
 
 TEST(base, rounding_keeps_subnormals_whatever_the_maker_does) {
-  // Flushes subnormals to zero on this thread, makes a pool, and halves the smallest normal number on all threads.
+  // Flushes subnormals to zero on this thread, makes a pool, and halves the smallest normal number
+  // on all threads.
 #if defined(__x86_64__)
   const unsigned before = _mm_getcsr();
   _mm_setcsr(before | 0x8040);  // flush to zero, denormals are zero
@@ -278,10 +296,12 @@ TEST(base, rounding_keeps_subnormals_whatever_the_maker_does) {
 
 TEST(base, span_rounding_meets_its_edges) {
   // Around zero and around multiples of a block.
-  for (std::size_t blocks : {std::size_t{0}, std::size_t{1}, std::size_t{5}, std::size_t{1} << 40}) {
+  for (std::size_t blocks :
+       {std::size_t{0}, std::size_t{1}, std::size_t{5}, std::size_t{1} << 40}) {
     const std::size_t at = blocks * kBlockNbytes;
     CHECK(round_up(at, kBlockNbytes) == at && round_down(at, kBlockNbytes) == at);
-    CHECK(round_up(at + 1, kBlockNbytes) == at + kBlockNbytes && round_down(at + 1, kBlockNbytes) == at);
+    CHECK(round_up(at + 1, kBlockNbytes) == at + kBlockNbytes &&
+          round_down(at + 1, kBlockNbytes) == at);
     CHECK(round_down(at + kBlockNbytes - 1, kBlockNbytes) == at);
   }
   alignas(64) std::byte bytes[65];
@@ -290,13 +310,18 @@ TEST(base, span_rounding_meets_its_edges) {
 }
 
 TEST(base, checks_stay_on_and_say_their_numbers) {
-  // A broken invariant, a refused argument, a refusal of the kernel; and none of them where all is well.
+  // A broken invariant, a refused argument, a refusal of the kernel; and none of them where all is
+  // well.
   const int three = 3;
-  const std::string check = said_by<CheckFailure>([&] { INFINITY_CHECK(three == 4, "three is ", three); });
-  CHECK(check.find("three == 4") != std::string::npos && check.find("three is 3") != std::string::npos, check);
+  const std::string check =
+      said_by<CheckFailure>([&] { INFINITY_CHECK(three == 4, "three is ", three); });
+  CHECK(check.find("three == 4") != std::string::npos &&
+            check.find("three is 3") != std::string::npos,
+        check);
   CHECK(said_by<UsageError>([&] { INFINITY_REQUIRE(three == 4, "not ", three); }) == "not 3");
   CHECK(StorageError(EIO, "/disk", "read").path == "/disk");
-  CHECK(std::string(StorageError(EIO, "/disk", "read").what()) == concat("read: ", std::strerror(EIO)));
+  CHECK(std::string(StorageError(EIO, "/disk", "read").what()) ==
+        concat("read: ", std::strerror(EIO)));
   INFINITY_CHECK(three == 3, "unreachable");
   INFINITY_REQUIRE(three == 3, "unreachable");
 }

@@ -1,5 +1,6 @@
-// Work on pieces beside their transfers, and the checksums of extents, which are such work: what is wrong is found wherever it is, before
-// anything is handed out; and no thread that asks or waits does any of it.
+// Work on pieces beside their transfers, and the checksums of extents, which are such work: what is
+// wrong is found wherever it is, before anything is handed out; and no thread that asks or waits
+// does any of it.
 #include <algorithm>
 #include <atomic>
 #include <mutex>
@@ -12,11 +13,13 @@
 namespace infinity::tests {
 namespace {
 
-constexpr std::size_t kPieces[] = {kBlockNbytes, 3 * kBlockNbytes, kChecksumNbytes, kChecksumNbytes + kBlockNbytes, kMib};
+constexpr std::size_t kPieces[] = {kBlockNbytes, 3 * kBlockNbytes, kChecksumNbytes,
+                                   kChecksumNbytes + kBlockNbytes, kMib};
 
 TEST_OF_BACKENDS(checksums, a_bit_flipped_in_any_piece_is_found_with_its_offset) {
-  // Pieces that cut blocks, that are blocks, and that are several: a bit anywhere fails the read with the offset of its block. The same
-  // read without checksums does not see it (the twin), and one of the other blocks has nothing to see.
+  // Pieces that cut blocks, that are blocks, and that are several: a bit anywhere fails the read
+  // with the offset of its block. The same read without checksums does not see it (the twin), and
+  // one of the other blocks has nothing to see.
   Random random(81);
   const std::size_t nbytes = 5 * kChecksumNbytes + 3 * kBlockNbytes, offset = 3 * kBlockNbytes;
   for (std::size_t piece : kPieces) {
@@ -30,20 +33,23 @@ TEST_OF_BACKENDS(checksums, a_bit_flipped_in_any_piece_is_found_with_its_offset)
       const std::size_t at = round == 0 ? 0 : round == 1 ? nbytes - 1 : random.below(nbytes);
       const std::size_t block = at / kChecksumNbytes;
       disk.flip(offset + at);
-      const std::string said = thrown_by<CorruptionError>(extent.read(*disk.engine, 0, target.span)).what();
-      CHECK(has(said, concat(disk.path, " at offset ", offset + block * kChecksumNbytes, " (")), said, " for byte ", at);
+      const std::string said =
+          thrown_by<CorruptionError>(extent.read(*disk.engine, 0, target.span)).what();
+      CHECK(has(said, concat(disk.path, " at offset ", offset + block * kChecksumNbytes, " (")),
+            said, " for byte ", at);
       wait(extent.read(*disk.engine, 0, target.span, nullptr, nullptr, false));
       CHECK(!same(source.span, target.span));
       const std::size_t other = (block + 1) % 6 * kChecksumNbytes;
-      wait(extent.read(*disk.engine, other, target.part(0, std::min(kChecksumNbytes, nbytes - other))));
+      wait(extent.read(*disk.engine, other,
+                       target.part(0, std::min(kChecksumNbytes, nbytes - other))));
       disk.flip(offset + at);
     }
   }
 }
 
 TEST_OF_BACKENDS(checksums, what_was_lost_on_the_way_to_the_disk_is_found) {
-  // Writes that are reported and never performed, short transfers that go on in mid-block, and late ones: the first is found, the others
-  // change nothing.
+  // Writes that are reported and never performed, short transfers that go on in mid-block, and late
+  // ones: the first is found, the others change nothing.
   Random random(82);
   for (bool lost : {false, true}) {
     FaultPlan plan = fault_plan(82);
@@ -64,7 +70,8 @@ TEST_OF_BACKENDS(checksums, what_was_lost_on_the_way_to_the_disk_is_found) {
 }
 
 TEST_OF_BACKENDS(checksums, pieces_that_come_after_a_failed_one_are_waited_for) {
-  // Bits flip in all pieces, which come late and in another order: the ticket fails once, when nobody writes to or looks at the memory.
+  // Bits flip in all pieces, which come late and in another order: the ticket fails once, when
+  // nobody writes to or looks at the memory.
   FaultPlan plan = fault_plan(83);
   plan.bit_flip = 1, plan.delay = plan.reorder = 0.7, plan.delay_seconds = 0.002;
   const Disk disk(kind, &plan, kBlockNbytes, 16);
@@ -76,7 +83,8 @@ TEST_OF_BACKENDS(checksums, pieces_that_come_after_a_failed_one_are_waited_for) 
     read->on_done([&](std::exception_ptr error) { ends += error ? 1 : 100; });
     thrown_by<CorruptionError>(read);
     target.reset();  // unmapped: who still looked at it would crash
-    for (int i = 0; i < 1000 && ends == 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    for (int i = 0; i < 1000 && ends == 0; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     CHECK(ends == 1);
   }
 }
@@ -90,7 +98,8 @@ struct Noted : PieceWork {
       threads.insert(std::this_thread::get_id());
     }
     if (together) {  // holds a thread until another has come, too
-      for (int i = 0; i < 20'000 && others() < 2; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      for (int i = 0; i < 20'000 && others() < 2; ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     if (piece.data == bad) throw 7;  // not even an exception
   }
@@ -106,8 +115,8 @@ struct Noted : PieceWork {
 };
 
 TEST_OF_BACKENDS(checksums, work_is_done_once_on_each_piece_by_threads_of_its_own) {
-  // Reads and writes eight pieces: each is given once, to at least two threads, none of which asked or waited. Without work (the twin)
-  // nobody looks.
+  // Reads and writes eight pieces: each is given once, to at least two threads, none of which asked
+  // or waited. Without work (the twin) nobody looks.
   const Disk disk(kind);
   const std::size_t nbytes = 8 * 4 * kBlockNbytes;
   const Memory memory(nbytes);
@@ -115,7 +124,8 @@ TEST_OF_BACKENDS(checksums, work_is_done_once_on_each_piece_by_threads_of_its_ow
     const auto noted = std::make_shared<Noted>();
     noted->together = true;
     wait(disk.engine->submit({{op, disk.file, 0, memory.span, nullptr, noted}}));
-    CHECK(noted->pieces == 8 && noted->nbytes == nbytes, noted->pieces, " pieces of ", noted->nbytes, " bytes");
+    CHECK(noted->pieces == 8 && noted->nbytes == nbytes, noted->pieces, " pieces of ",
+          noted->nbytes, " bytes");
     CHECK(noted->threads.size() >= 2 && noted->threads.count(std::this_thread::get_id()) == 0);
     wait(disk.engine->submit({{op, disk.file, 0, memory.span}}));
     CHECK(noted->pieces == 8);
@@ -123,8 +133,8 @@ TEST_OF_BACKENDS(checksums, work_is_done_once_on_each_piece_by_threads_of_its_ow
 }
 
 TEST_OF_BACKENDS(checksums, work_that_throws_fails_its_ticket_and_nothing_else) {
-  // Throws an int at the third of eight pieces. A read of it fails, a write of it leaves that piece as it was; what comes next on the same
-  // threads is served.
+  // Throws an int at the third of eight pieces. A read of it fails, a write of it leaves that piece
+  // as it was; what comes next on the same threads is served.
   Random random(84);
   const Disk disk(kind);
   const std::size_t piece = 4 * kBlockNbytes;
@@ -143,8 +153,8 @@ TEST_OF_BACKENDS(checksums, work_that_throws_fails_its_ticket_and_nothing_else) 
 }
 
 TEST(checksums, a_piece_that_never_comes_is_an_error_in_time) {
-  // The third of sixteen pieces hangs. The others are verified meanwhile, the ticket fails with the timeout, and a read of another file
-  // on the same engine is verified after it, wrong or right.
+  // The third of sixteen pieces hangs. The others are verified meanwhile, the ticket fails with the
+  // timeout, and a read of another file on the same engine is verified after it, wrong or right.
   for (const std::string& kind : {std::string("uring"), std::string("threads")}) {
     std::string why;
     if (kind == "uring" && !make_uring_backend(4, why)) continue;
@@ -160,19 +170,23 @@ TEST(checksums, a_piece_that_never_comes_is_an_error_in_time) {
     IoEngine& engine = *new IoEngine(options);
     for (const char* name : {"hung-", "sound-"}) engine.create_file(name + kind, kMib);
     static const Memory hung(2 * kChecksumNbytes), sound(2 * kChecksumNbytes);
-    const Extent first = Extent::in_file(0, 0, hung.span.nbytes), second = Extent::in_file(1, 0, sound.span.nbytes);
+    const Extent first = Extent::in_file(0, 0, hung.span.nbytes),
+                 second = Extent::in_file(1, 0, sound.span.nbytes);
     const StorageError error = thrown_by<StorageError>(first.read(engine, 0, hung.span));
     CHECK(error.error_number == ETIMEDOUT && has(error.what(), "hung-" + kind), error.what());
     wait(second.read(engine, 0, sound.span));
-    std::fstream((std::string("sound-") + kind).c_str(), std::ios::in | std::ios::out | std::ios::binary).put('x');
+    std::fstream((std::string("sound-") + kind).c_str(),
+                 std::ios::in | std::ios::out | std::ios::binary)
+        .put('x');
     thrown_by<CorruptionError>(second.read(engine, 0, sound.span));
     for (const char* name : {"hung-", "sound-"}) unlink((name + kind).c_str());
   }
 }
 
 TEST_OF_BACKENDS(checksums, transfers_of_many_threads_are_verified_and_cancelled_at_once) {
-  // Four threads write their own extents anew and read them, now and then cancelled, through short, late and reordered transfers: no read
-  // that ends well has other bytes than the last that were written, and the engine ends with nothing under way.
+  // Four threads write their own extents anew and read them, now and then cancelled, through short,
+  // late and reordered transfers: no read that ends well has other bytes than the last that were
+  // written, and the engine ends with nothing under way.
   FaultPlan plan = fault_plan(85);
   plan.short_transfer = plan.delay = plan.reorder = 0.3;
   const Disk disk(kind, &plan, 5 * kBlockNbytes, 8, 8 * kMib);
@@ -185,7 +199,8 @@ TEST_OF_BACKENDS(checksums, transfers_of_many_threads_are_verified_and_cancelled
         Random random(86 + mine);
         const std::size_t nbytes = 3 * kChecksumNbytes;
         Extent extent = Extent::in_file(disk.file, mine * 2 * kMib, nbytes);
-        const auto source = std::make_shared<Memory>(nbytes), target = std::make_shared<Memory>(nbytes);
+        const auto source = std::make_shared<Memory>(nbytes),
+                   target = std::make_shared<Memory>(nbytes);
         for (int round = 0; round < 12; ++round) {
           random.fill(source->span);
           wait(extent.write(*disk.engine, 0, source->span, source));

@@ -1,5 +1,6 @@
-// Enough of CUDA to run the GPU's kernels on a processor, for tests: a block's threads are fibers of the thread that launches, one
-// block after the other. Given to the compiler with -include, before anything else.
+// Enough of CUDA to run the GPU's kernels on a processor, for tests: a block's threads are fibers
+// of the thread that launches, one block after the other. Given to the compiler with -include,
+// before anything else.
 #pragma once
 
 #include <ucontext.h>
@@ -74,11 +75,12 @@ inline void enter() {
   running->over = true;
 }
 
-// Runs a block's threads, each until it waits for others, in another order each time: who reads what another one writes, without a
-// barrier between them, comes too early in some.
+// Runs a block's threads, each until it waits for others, in another order each time: who reads
+// what another one writes, without a barrier between them, comes too early in some.
 inline void run_block(unsigned threads, const std::function<void()>& kernel) {
   constexpr std::size_t kStackNbytes = 64 * 1024;
-  static std::vector<std::unique_ptr<char[]>> stacks;  // a fiber that ends leaves its own to the next
+  // a fiber that ends leaves its own to the next
+  static std::vector<std::unique_ptr<char[]>> stacks;
   static std::minstd_rand drawn;
   Barrier barrier(threads);
   std::vector<Warp> warps(threads / 32);
@@ -86,7 +88,8 @@ inline void run_block(unsigned threads, const std::function<void()>& kernel) {
   block = &barrier, work = &kernel;
   unsigned left = threads;
   while (left) {
-    const unsigned first = drawn() % threads, stride = drawn() | 1;  // odd: it comes to each of a power of two
+    // odd: it comes to each of a power of two
+    const unsigned first = drawn() % threads, stride = drawn() | 1;
     for (unsigned i = 0; i < threads; ++i) {
       const unsigned t = (first + i * stride) % threads;
       running = &fibers[t];
@@ -151,7 +154,8 @@ struct cudaDeviceProp {
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = 0; }  // then a grid has 16 blocks at most
+// then a grid has 16 blocks at most
+inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = 0; }
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {"cpu", 0, 0, 1};
   return cudaSuccess;
@@ -164,7 +168,9 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaHostAlloc(void** memory, std::size_t nbytes, unsigned) { return (*memory = std::malloc(nbytes)) == nullptr; }
+inline cudaError_t cudaHostAlloc(void** memory, std::size_t nbytes, unsigned) {
+  return (*memory = std::malloc(nbytes)) == nullptr;
+}
 inline cudaError_t cudaFreeHost(void* memory) {
   std::free(memory);
   return cudaSuccess;

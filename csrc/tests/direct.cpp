@@ -1,4 +1,5 @@
-// Direct reads: whole and verified in one of two places, whatever the road does and however it is timed.
+// Direct reads: whole and verified in one of two places, whatever the road does and however it is
+// timed.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -20,7 +21,8 @@ constexpr double kLateSeconds = 0.02;
 // Reads into memory of the host's, and fails by a seed.
 class FaultyRoad final : public Road {
  public:
-  FaultyRoad(std::uint64_t seed, std::uint64_t faults_in_eight) : random_(seed), faults_(faults_in_eight) {}
+  FaultyRoad(std::uint64_t seed, std::uint64_t faults_in_eight)
+      : random_(seed), faults_(faults_in_eight) {}
   const char* name() const override { return "faulty"; }
   void* open(const File& file, std::string*) override {
     ++opened;
@@ -59,7 +61,8 @@ int host_checksums(const void* data, std::size_t nbytes, std::uint32_t* sums) {
 constexpr DeviceCalls kHost{nullptr, &host_checksums};
 
 TEST(direct, pieces_join_to_the_checksum_of_the_whole) {
-  // Bytes cut at random places: the registers of the pieces, moved by what is behind them and added up, are that of the whole.
+  // Bytes cut at random places: the registers of the pieces, moved by what is behind them and added
+  // up, are that of the whole.
   Random random(3);
   Memory memory(kChecksumNbytes, random);
   for (int round = 0; round < 20; ++round) {
@@ -67,7 +70,8 @@ TEST(direct, pieces_join_to_the_checksum_of_the_whole) {
     for (std::size_t at = 0; at < kChecksumNbytes;) {
       const std::size_t piece = 1 + random.below(kChecksumNbytes - at);
       // crc32c's own inversions taken off: the register from 0, or from ~0 for the first.
-      const std::uint32_t value = ~crc32c(memory.span.data + at, piece, at == 0 ? 0 : ~std::uint32_t{0});
+      const std::uint32_t value =
+          ~crc32c(memory.span.data + at, piece, at == 0 ? 0 : ~std::uint32_t{0});
       sum ^= pieces::moved(value, kChecksumNbytes - at - piece);
       at += piece;
     }
@@ -77,8 +81,9 @@ TEST(direct, pieces_join_to_the_checksum_of_the_whole) {
 }
 
 TEST_OF_BACKENDS(direct, reads_are_whole_whatever_the_road_does) {
-  // Three threads read random parts of an extent by a road that fails every other time, is late, or brings other bytes; some are taken
-  // back. Every landing that ends well has its bytes in the place that it names; the memory of each is its own until all is over.
+  // Three threads read random parts of an extent by a road that fails every other time, is late, or
+  // brings other bytes; some are taken back. Every landing that ends well has its bytes in the
+  // place that it names; the memory of each is its own until all is over.
   for (std::uint64_t seed = 0; seed < 3; ++seed) {
     Random random(seed);
     const auto disk = std::make_unique<Disk>(kind);
@@ -96,17 +101,22 @@ TEST_OF_BACKENDS(direct, reads_are_whole_whatever_the_road_does) {
       threads.emplace_back([&, t] {
         Random mine(100 * seed + t);
         for (int i = 0; i < 25; ++i) {
-          const auto host = std::make_shared<Memory>(kPlace), device = std::make_shared<Memory>(kPlace);
-          const auto memory = std::make_shared<std::pair<std::shared_ptr<Memory>, std::shared_ptr<Memory>>>(host, device);
+          const auto host = std::make_shared<Memory>(kPlace),
+                     device = std::make_shared<Memory>(kPlace);
+          const auto memory =
+              std::make_shared<std::pair<std::shared_ptr<Memory>, std::shared_ptr<Memory>>>(host,
+                                                                                            device);
           const std::size_t at = mine.below(31) * kChecksumNbytes;
           const auto before = mine.below(4) == 0 ? std::make_shared<Ticket>(1) : nullptr;
-          const LandingPtr landing = reader->read(extent, at, host->span, device->span.data, before, memory);
+          const LandingPtr landing =
+              reader->read(extent, at, host->span, device->span.data, before, memory);
           const bool takes_back = mine.below(6) == 0;
           if (takes_back) reader->cancel(landing);
           if (before) before->part_done();
           try {
             wait(landing->ticket());
-            CHECK(same((landing->on_device() ? device : host)->span, source->part(at, kPlace)), "at ", at);
+            CHECK(same((landing->on_device() ? device : host)->span, source->part(at, kPlace)),
+                  "at ", at);
             on_device += landing->on_device();
           } catch (const StorageError& error) {
             CHECK(takes_back && error.error_number == ECANCELED, error.what());
@@ -120,7 +130,8 @@ TEST_OF_BACKENDS(direct, reads_are_whole_whatever_the_road_does) {
     CHECK(on_device + cancelled + static_cast<int>(refused) >= 75);
     if (seed == 0) CHECK(refused == 0 && on_device + cancelled == 75, refused);
     reader->shut_down();
-    for (int i = 0; i < 3000 && reader->stuck(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    for (int i = 0; i < 3000 && reader->stuck(); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
     CHECK(reader->stuck() == 0 && road->opened <= 1);
   }
 }

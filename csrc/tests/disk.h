@@ -1,5 +1,6 @@
-// Disk: an engine, one swap file of its own in the working folder, and aligned memory. Both backends are tested by
-// the same cases: `TEST_OF_BACKENDS(io, name)` is "io/name/uring" and "io/name/threads".
+// Disk: an engine, one swap file of its own in the working folder, and aligned memory. Both
+// backends are tested by the same cases: `TEST_OF_BACKENDS(io, name)` is "io/name/uring" and
+// "io/name/threads".
 #pragma once
 
 #include <dirent.h>
@@ -39,8 +40,9 @@ inline std::shared_ptr<const BackendLayer> layer_of(const FaultPlan& faults) {
 }
 
 struct Disk {
-  explicit Disk(const std::string& kind, const FaultPlan* faults = nullptr, std::size_t block_nbytes = 4 * kBlockNbytes,
-                unsigned depth = 8, std::uint64_t nbytes = 4 * kMib)
+  explicit Disk(const std::string& kind, const FaultPlan* faults = nullptr,
+                std::size_t block_nbytes = 4 * kBlockNbytes, unsigned depth = 8,
+                std::uint64_t nbytes = 4 * kMib)
       : path(concat("swap-", getpid(), "-", count()++)), nbytes(nbytes) {
     IoOptions options;
     options.kind = kind;
@@ -125,14 +127,18 @@ Error thrown_by(const TicketPtr& ticket) {
   throw Failed("nothing was thrown");
 }
 
-inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+inline bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
-// Open descriptors and threads of this process; io_uring's workers belong to the kernel, which ends them later.
+// Open descriptors and threads of this process; io_uring's workers belong to the kernel, which ends
+// them later.
 struct Resources {
   int descriptors = entries("/proc/self/fd", false);
   int threads = entries("/proc/self/task", true);
 
-  // Fails when there are more than when this was made. A joined thread may stay listed for a moment.
+  // Fails when there are more than when this was made. A joined thread may stay listed for a
+  // moment.
   void check_nothing_leaked() const {
     Resources now;
     for (int i = 0; i < 100 && (now.threads > threads || now.descriptors > descriptors); ++i) {
@@ -166,7 +172,8 @@ inline FaultPlan fault_plan(std::uint64_t seed) {
 // Runs a case on one backend and sees that nothing stays behind.
 inline void run_on(const std::string& kind, void (*run)(const std::string&)) {
   need(kind);
-  std::thread([] {}).join();  // with the first thread ThreadSanitizer starts one of its own, which stays
+  // with the first thread ThreadSanitizer starts one of its own, which stays
+  std::thread([] {}).join();
   const Resources before;
   run(kind);
   before.check_nothing_leaked();
@@ -174,12 +181,14 @@ inline void run_on(const std::string& kind, void (*run)(const std::string&)) {
 
 }  // namespace infinity::tests
 
-#define TEST_OF_BACKENDS(group, name)                                                                 \
-  static void group##_##name(const std::string& kind);                                                \
-  static const bool group##_##name##_known =                                                          \
-      (::infinity::tests::cases().push_back(                                                          \
-           {#group "/" #name "/uring", [] { ::infinity::tests::run_on("uring", group##_##name); }}),  \
-       ::infinity::tests::cases().push_back(                                                          \
-           {#group "/" #name "/threads", [] { ::infinity::tests::run_on("threads", group##_##name); }}), \
-       true);                                                                                         \
+#define TEST_OF_BACKENDS(group, name)                                       \
+  static void group##_##name(const std::string& kind);                      \
+  static const bool group##_##name##_known =                                \
+      (::infinity::tests::cases().push_back(                                \
+           {#group "/" #name "/uring",                                      \
+            [] { ::infinity::tests::run_on("uring", group##_##name); }}),   \
+       ::infinity::tests::cases().push_back(                                \
+           {#group "/" #name "/threads",                                    \
+            [] { ::infinity::tests::run_on("threads", group##_##name); }}), \
+       true);                                                               \
   static void group##_##name(const std::string& kind)

@@ -1,4 +1,5 @@
-// The I/O engine and extents: the right bytes or a typed error, each ticket finished once, nothing left behind.
+// The I/O engine and extents: the right bytes or a typed error, each ticket finished once, nothing
+// left behind.
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <sys/ioctl.h>
@@ -23,17 +24,20 @@ constexpr std::size_t kBlock = 4 * kBlockNbytes;  // Disk's default piece
 // --- bytes that are written come back ---
 
 TEST_OF_BACKENDS(io, requests_of_every_size_come_back) {
-  // Sizes below, at and over the piece and its multiples, at the file's first and last bytes; the file agrees.
+  // Sizes below, at and over the piece and its multiples, at the file's first and last bytes; the
+  // file agrees.
   Random random(41);
   for (std::size_t block : {kBlockNbytes, 3 * kBlockNbytes, kMib})
-    for (std::size_t nbytes : {kBlockNbytes, 2 * kBlockNbytes, 3 * kBlockNbytes, 4 * kBlockNbytes, 9 * kBlockNbytes,
-                               kMib - kBlockNbytes, kMib, kMib + kBlockNbytes, 2 * kMib}) {
+    for (std::size_t nbytes :
+         {kBlockNbytes, 2 * kBlockNbytes, 3 * kBlockNbytes, 4 * kBlockNbytes, 9 * kBlockNbytes,
+          kMib - kBlockNbytes, kMib, kMib + kBlockNbytes, 2 * kMib}) {
       const Disk disk(kind, nullptr, block, 8, 2 * kMib);
       for (std::uint64_t offset : {std::uint64_t{0}, disk.nbytes - nbytes}) {
         const Memory source(nbytes, random), target(nbytes);
         wait(disk.write(offset, source.span));
         wait(disk.read(offset, target.span));
-        CHECK(same(source.span, target.span), nbytes, " bytes at ", offset, " in pieces of ", block);
+        CHECK(same(source.span, target.span), nbytes, " bytes at ", offset, " in pieces of ",
+              block);
         CHECK(disk.raw(offset, nbytes) == source.bytes());
         if (nbytes == disk.nbytes) break;
       }
@@ -48,7 +52,8 @@ TEST_OF_BACKENDS(io, a_request_touches_only_its_place) {
   const Memory before(2 * kMib, random), target(2 * kMib);
   wait(disk.write(0, before.span));
   for (int round = 0; round < 20; ++round) {
-    const std::size_t at = random.below(400) * kBlockNbytes, nbytes = (1 + random.below(100)) * kBlockNbytes;
+    const std::size_t at = random.below(400) * kBlockNbytes,
+                      nbytes = (1 + random.below(100)) * kBlockNbytes;
     random.fill(before.part(at, nbytes));
     wait(disk.write(at, before.part(at, nbytes)));
   }
@@ -58,7 +63,8 @@ TEST_OF_BACKENDS(io, a_request_touches_only_its_place) {
   wait(disk.read(5 * kBlockNbytes, target.part(9 * kBlockNbytes, kBlock + kBlockNbytes)));
   const Span read = target.part(9 * kBlockNbytes, kBlock + kBlockNbytes);
   CHECK(same(read, before.part(5 * kBlockNbytes, read.nbytes)));
-  CHECK(std::to_integer<int>(read.data[-1]) == 7 && std::to_integer<int>(read.data[read.nbytes]) == 7);
+  CHECK(std::to_integer<int>(read.data[-1]) == 7 &&
+        std::to_integer<int>(read.data[read.nbytes]) == 7);
 }
 
 TEST_OF_BACKENDS(io, requests_of_one_ticket_all_arrive) {
@@ -74,7 +80,8 @@ TEST_OF_BACKENDS(io, requests_of_one_ticket_all_arrive) {
     const Request write{Op::kWrite, i % 2 ? disk.file : other, i * 3 * kBlockNbytes,
                         source.part(i * kBlockNbytes, kBlockNbytes)};
     writes.push_back(write);
-    reads.push_back({Op::kRead, write.file, write.offset, target.part(i * kBlockNbytes, kBlockNbytes)});
+    reads.push_back(
+        {Op::kRead, write.file, write.offset, target.part(i * kBlockNbytes, kBlockNbytes)});
   }
   random.shuffle(reads);
   wait(disk.engine->submit(writes));
@@ -83,7 +90,8 @@ TEST_OF_BACKENDS(io, requests_of_one_ticket_all_arrive) {
 }
 
 TEST_OF_BACKENDS(io, registered_memory_gives_the_same_bytes) {
-  // Moves bytes inside, outside and across the edge of registered memory, and to a file made after registration.
+  // Moves bytes inside, outside and across the edge of registered memory, and to a file made after
+  // registration.
   Random random(44);
   const Disk disk(kind);
   const Memory memory(kMib);
@@ -114,7 +122,8 @@ TEST_OF_BACKENDS(io, bytes_moved_are_counted_once) {
   const Memory memory(kMib);
   for (int i = 0; i < 3; ++i) wait(disk.write(0, memory.span));
   wait(disk.read(kMib, memory.span));
-  CHECK(disk.engine->totals(Op::kWrite).nbytes == 3 * kMib && disk.engine->totals(Op::kRead).nbytes == kMib);
+  CHECK(disk.engine->totals(Op::kWrite).nbytes == 3 * kMib &&
+        disk.engine->totals(Op::kRead).nbytes == kMib);
   CHECK(disk.engine->totals(Op::kRead).busy_seconds > 0);
 }
 
@@ -163,7 +172,8 @@ TEST_OF_BACKENDS(io, several_threads_may_submit_and_wait) {
 }
 
 TEST_OF_BACKENDS(io, what_comes_after_sees_what_came_before) {
-  // Chains of a write, a read, a write of what was read to another place, and a read there; results late, reordered.
+  // Chains of a write, a read, a write of what was read to another place, and a read there; results
+  // late, reordered.
   FaultPlan plan = fault_plan(53);
   plan.delay = 0.1, plan.reorder = 0.4;
   const Disk disk(kind, &plan, kBlockNbytes);
@@ -182,14 +192,16 @@ TEST_OF_BACKENDS(io, what_comes_after_sees_what_came_before) {
 }
 
 TEST_OF_BACKENDS(io, what_comes_after_a_failure_fails_with_its_error_and_moves_nothing) {
-  // Chains reads behind one that meets EIO, on the same engine and on a healthy one; the twin reads without a chain.
+  // Chains reads behind one that meets EIO, on the same engine and on a healthy one; the twin reads
+  // without a chain.
   FaultPlan plan = fault_plan(54);
   plan.eio = 1;
   const Disk failing(kind, &plan), healthy(kind);
   Random random(54);
   const Memory source(kBlock, random), target(kBlock);
   wait(healthy.write(0, source.span));
-  const TicketPtr first = failing.read(0, target.span), second = healthy.read(0, target.span, first);
+  const TicketPtr first = failing.read(0, target.span),
+                  second = healthy.read(0, target.span, first);
   for (const TicketPtr& ticket : {healthy.read(0, target.span, second), second, first}) {
     const StorageError error = thrown_by<StorageError>(ticket);
     CHECK(error.error_number == EIO && error.path == failing.path, error.what());
@@ -200,7 +212,8 @@ TEST_OF_BACKENDS(io, what_comes_after_a_failure_fails_with_its_error_and_moves_n
 }
 
 TEST_OF_BACKENDS(io, a_completion_may_submit) {
-  // Each completion starts the next of thirty reads, on the engine's own thread; the last one tells.
+  // Each completion starts the next of thirty reads, on the engine's own thread; the last one
+  // tells.
   Random random(55);
   const Disk disk(kind, nullptr, kBlock, 1);
   const Memory source(30 * kBlockNbytes, random), target(30 * kBlockNbytes);
@@ -208,9 +221,9 @@ TEST_OF_BACKENDS(io, a_completion_may_submit) {
   const auto last = std::make_shared<Ticket>(1);
   std::function<void(std::size_t)> next = [&](std::size_t i) {
     if (i == 30) return last->part_done();
-    disk.read(i * kBlockNbytes, target.part(i * kBlockNbytes, kBlockNbytes))->on_done([&, i](std::exception_ptr error) {
-      error ? last->part_done(error) : next(i + 1);
-    });
+    disk.read(i * kBlockNbytes, target.part(i * kBlockNbytes, kBlockNbytes))
+        ->on_done(
+            [&, i](std::exception_ptr error) { error ? last->part_done(error) : next(i + 1); });
   };
   next(0);
   wait(last);
@@ -251,7 +264,8 @@ TEST_OF_BACKENDS(io, short_late_and_reordered_transfers_give_the_same_bytes) {
       std::size_t at = 0;
       for (std::size_t i = 0; i < 12; ++i) {
         const std::size_t nbytes = (1 + 7 * i) * kBlockNbytes;
-        tickets.push_back(write ? disk.write(at, source.part(at, nbytes)) : disk.read(at, target.part(at, nbytes)));
+        tickets.push_back(write ? disk.write(at, source.part(at, nbytes))
+                                : disk.read(at, target.part(at, nbytes)));
         at += nbytes;
       }
       for (const TicketPtr& ticket : tickets) wait(ticket);
@@ -263,7 +277,8 @@ TEST_OF_BACKENDS(io, short_late_and_reordered_transfers_give_the_same_bytes) {
 // --- faults that must show ---
 
 TEST_OF_BACKENDS(io, a_refused_piece_is_a_typed_error_and_the_engine_serves_on) {
-  // About a third of all pieces fail; every request has its error, with place and path, or its bytes.
+  // About a third of all pieces fail; every request has its error, with place and path, or its
+  // bytes.
   Random random(71);
   for (bool full : {false, true}) {
     FaultPlan plan = fault_plan(71);
@@ -271,17 +286,21 @@ TEST_OF_BACKENDS(io, a_refused_piece_is_a_typed_error_and_the_engine_serves_on) 
     const Disk disk(kind, &plan, kBlock);
     const Memory source(40 * kBlock, random);
     std::vector<TicketPtr> tickets;
-    for (std::size_t i = 0; i < 40; ++i) tickets.push_back(disk.write(i * kBlock, source.part(i * kBlock, kBlock)));
+    for (std::size_t i = 0; i < 40; ++i)
+      tickets.push_back(disk.write(i * kBlock, source.part(i * kBlock, kBlock)));
     int refused = 0;
     for (std::size_t i = 0; i < 40; ++i) {
       try {
         wait(tickets[i]);
         const Span part = source.part(i * kBlock, kBlock);
-        CHECK(disk.raw(i * kBlock, kBlock) == std::string(reinterpret_cast<char*>(part.data), kBlock));
+        CHECK(disk.raw(i * kBlock, kBlock) ==
+              std::string(reinterpret_cast<char*>(part.data), kBlock));
       } catch (const StorageError& error) {
         ++refused;
         CHECK(error.error_number == (full ? ENOSPC : EIO) && error.path == disk.path, error.what());
-        CHECK(has(error.what(), concat("write of ", kBlock, " bytes at offset ", i * kBlock, " of ")), error.what());
+        CHECK(
+            has(error.what(), concat("write of ", kBlock, " bytes at offset ", i * kBlock, " of ")),
+            error.what());
       }
     }
     CHECK(refused > 0 && refused < 40, refused);
@@ -289,7 +308,8 @@ TEST_OF_BACKENDS(io, a_refused_piece_is_a_typed_error_and_the_engine_serves_on) 
 }
 
 TEST_OF_BACKENDS(io, a_ticket_waits_for_all_its_pieces_even_when_one_fails) {
-  // The first piece fails at once, the others come late: when the ticket is finished nobody writes to memory.
+  // The first piece fails at once, the others come late: when the ticket is finished nobody writes
+  // to memory.
   FaultPlan plan = fault_plan(72);
   plan.eio = 0.2, plan.delay = 1, plan.delay_seconds = 0.002;
   const Disk disk(kind, &plan, kBlockNbytes, 16);
@@ -301,7 +321,8 @@ TEST_OF_BACKENDS(io, a_ticket_waits_for_all_its_pieces_even_when_one_fails) {
 }
 
 TEST_OF_BACKENDS(io, lost_writes_and_flipped_bits_fail_the_checksum) {
-  // The disk lies; the engine alone does not see it (the twin), the extent does. Without faults it verifies.
+  // The disk lies; the engine alone does not see it (the twin), the extent does. Without faults it
+  // verifies.
   for (int fault = 0; fault < 3; ++fault) {
     FaultPlan plan = fault_plan(73);
     plan.lost_write = fault == 1, plan.bit_flip = fault == 2;
@@ -318,26 +339,31 @@ TEST_OF_BACKENDS(io, lost_writes_and_flipped_bits_fail_the_checksum) {
       extent.verify(0, target.span, *disk.engine);
       continue;
     }
-    const std::string said = said_by<CorruptionError>([&] { extent.verify(0, target.span, *disk.engine); });
+    const std::string said =
+        said_by<CorruptionError>([&] { extent.verify(0, target.span, *disk.engine); });
     CHECK(has(said, disk.path) && has(said, "offset 4096 "), said);
   }
 }
 
 TEST_OF_BACKENDS(io, checksums_of_unknown_bytes_are_taken_as_they_are_read) {
-  // Bytes that somebody else wrote, read in two transfers in either order: the sum is theirs, and holds for what is read later. The twin: of an
-  // extent whose bytes count as known, that is corruption.
+  // Bytes that somebody else wrote, read in two transfers in either order: the sum is theirs, and
+  // holds for what is read later. The twin: of an extent whose bytes count as known, that is
+  // corruption.
   Random random(75);
   const Disk disk(kind);
   const std::size_t nbytes = 5 * kChecksumNbytes + kBlockNbytes, first = 2 * kChecksumNbytes;
   const Memory source(nbytes, random), target(nbytes);
-  wait(disk.engine->submit(Extent::in_file(disk.file, 0, nbytes).requests(Op::kWrite, 0, source.span)));
-  const Extent extent = Extent::unknown(disk.file, 0, nbytes), known = Extent::in_file(disk.file, 0, nbytes);
+  wait(disk.engine->submit(
+      Extent::in_file(disk.file, 0, nbytes).requests(Op::kWrite, 0, source.span)));
+  const Extent extent = Extent::unknown(disk.file, 0, nbytes),
+               known = Extent::in_file(disk.file, 0, nbytes);
   wait(extent.read(*disk.engine, first, target.part(first, nbytes - first)));
   wait(extent.read(*disk.engine, 0, target.part(0, first)));
   CHECK(same(source.span, target.span));
   CHECK(extent.checksum(nbytes) == crc32c(source.span.data, nbytes));
   extent.verify(0, target.span, *disk.engine);
-  CHECK(has(said_by<CorruptionError>([&] { wait(known.read(*disk.engine, 0, target.span)); }), disk.path));
+  CHECK(has(said_by<CorruptionError>([&] { wait(known.read(*disk.engine, 0, target.span)); }),
+            disk.path));
 }
 
 TEST_OF_BACKENDS(io, a_bit_flipped_on_disk_is_found_at_its_place) {
@@ -361,7 +387,8 @@ TEST_OF_BACKENDS(io, a_bit_flipped_on_disk_is_found_at_its_place) {
 }
 
 TEST_OF_BACKENDS(io, a_truncated_file_is_corruption) {
-  // Cuts the file inside the second block: reads over the end fail, those before it do not, writes make it whole.
+  // Cuts the file inside the second block: reads over the end fail, those before it do not, writes
+  // make it whole.
   Random random(75);
   const Disk disk(kind);
   const Memory source(4 * kBlock, random), target(4 * kBlock);
@@ -380,7 +407,8 @@ TEST_OF_BACKENDS(io, a_truncated_file_is_corruption) {
 }
 
 TEST(io, a_device_that_does_not_answer_is_an_error_in_time) {
-  // The third piece of a file never comes back: its ticket and every later one of that file fail in time.
+  // The third piece of a file never comes back: its ticket and every later one of that file fail in
+  // time.
   for (const std::string& kind : {std::string("uring"), std::string("threads")}) {
     std::string why;
     if (kind == "uring" && !make_uring_backend(4, why)) continue;
@@ -404,7 +432,8 @@ TEST(io, a_device_that_does_not_answer_is_an_error_in_time) {
   }
 }
 
-// A page that no read into it gets past until it is given: what a hung device is to the thread that asked it.
+// A page that no read into it gets past until it is given: what a hung device is to the thread that
+// asked it.
 class MissingPage {
  public:
   MissingPage() {
@@ -413,7 +442,8 @@ class MissingPage {
     api.api = UFFD_API;
     if (descriptor_ < 0 || ioctl(descriptor_, UFFDIO_API, &api) != 0)
       throw Skipped(concat("userfaultfd is not permitted: ", std::strerror(errno)));
-    void* page = mmap(nullptr, kBlockNbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* page =
+        mmap(nullptr, kBlockNbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     span = {static_cast<std::byte*>(page), kBlockNbytes};
     uffdio_register range{};
     range.range = {reinterpret_cast<std::uintptr_t>(page), kBlockNbytes};
@@ -437,7 +467,8 @@ class MissingPage {
 };
 
 TEST(io, a_hung_disk_is_not_blamed_on_the_one_beside_it) {
-  // Two threads, both held by one disk, and more of it in the queue: the other disk's reads behind it come in.
+  // Two threads, both held by one disk, and more of it in the queue: the other disk's reads behind
+  // it come in.
   MissingPage first, second;
   Random random(77);
   const Memory source(kBlock, random), target(kBlock), rest(kBlockNbytes);
@@ -445,8 +476,10 @@ TEST(io, a_hung_disk_is_not_blamed_on_the_one_beside_it) {
   options.kind = "threads";
   options.threads = 2;
   options.timeout_seconds = 0.4;
-  static IoEngine& engine = *new IoEngine(options);  // never destroyed: it may not know yet that the threads go on
-  const int hung = engine.create_file("beside-hung", kMib), healthy = engine.create_file("beside-healthy", kMib);
+  // never destroyed: it may not know yet that the threads go on
+  static IoEngine& engine = *new IoEngine(options);
+  const int hung = engine.create_file("beside-hung", kMib),
+            healthy = engine.create_file("beside-healthy", kMib);
   unlink("beside-hung"), unlink("beside-healthy");
   wait(engine.submit({{Op::kWrite, healthy, 0, source.span}}));
   std::vector<TicketPtr> of_hung;
@@ -463,14 +496,16 @@ TEST(io, a_hung_disk_is_not_blamed_on_the_one_beside_it) {
 }
 
 TEST_OF_BACKENDS(io, what_is_cancelled_before_it_starts_moves_nothing) {
-  // A queue of one, slow; cancels the third of five writes, a finished one and none at all: the others arrive.
+  // A queue of one, slow; cancels the third of five writes, a finished one and none at all: the
+  // others arrive.
   FaultPlan plan = fault_plan(76);
   plan.delay = 1, plan.delay_seconds = 0.01;
   const Disk disk(kind, &plan, kBlock, 1);
   Random random(76);
   const Memory source(5 * kBlock, random);
   std::vector<TicketPtr> tickets;
-  for (std::size_t i = 0; i < 5; ++i) tickets.push_back(disk.write(i * kBlock, source.part(i * kBlock, kBlock)));
+  for (std::size_t i = 0; i < 5; ++i)
+    tickets.push_back(disk.write(i * kBlock, source.part(i * kBlock, kBlock)));
   disk.engine->cancel(tickets[2]);
   CHECK(thrown_by<StorageError>(tickets[2]).error_number == ECANCELED);
   disk.engine->cancel(tickets[2]);
@@ -486,7 +521,8 @@ TEST_OF_BACKENDS(io, what_is_cancelled_before_it_starts_moves_nothing) {
 // --- the end of an engine ---
 
 TEST_OF_BACKENDS(io, an_engine_that_is_destroyed_finishes_what_it_was_given) {
-  // Drops the engine with late writes in a queue of two and reads chained behind them; every ticket finishes well.
+  // Drops the engine with late writes in a queue of two and reads chained behind them; every ticket
+  // finishes well.
   for (int round = 0; round < 4; ++round) {
     FaultPlan plan = fault_plan(81 + round);
     plan.delay = 0.3, plan.reorder = 0.3, plan.short_transfer = 0.3;
@@ -495,7 +531,8 @@ TEST_OF_BACKENDS(io, an_engine_that_is_destroyed_finishes_what_it_was_given) {
     const Memory source(20 * kBlock, random), target(20 * kBlock);
     std::vector<TicketPtr> tickets;
     for (std::size_t at = 0; at < source.span.nbytes; at += kBlock)
-      tickets.push_back(disk.read(at, target.part(at, kBlock), disk.write(at, source.part(at, kBlock))));
+      tickets.push_back(
+          disk.read(at, target.part(at, kBlock), disk.write(at, source.part(at, kBlock))));
     disk.engine.reset();
     for (const TicketPtr& ticket : tickets) CHECK(ticket->done());
     for (const TicketPtr& ticket : tickets) ticket->wait();
@@ -511,7 +548,8 @@ TEST_OF_BACKENDS(io, an_engine_that_is_destroyed_finishes_what_fails_too) {
   const Memory memory(8 * kBlock);
   std::vector<TicketPtr> tickets;
   for (std::size_t at = 0; at < memory.span.nbytes; at += kBlock)
-    tickets.push_back(disk.read(at, memory.part(at, kBlock), disk.write(at, memory.part(at, kBlock))));
+    tickets.push_back(
+        disk.read(at, memory.part(at, kBlock), disk.write(at, memory.part(at, kBlock))));
   disk.engine.reset();
   for (const TicketPtr& ticket : tickets) {
     CHECK(ticket->done());
@@ -566,7 +604,8 @@ TEST(io, what_stays_behind_is_seen) {
 // --- what cannot be served ---
 
 TEST_OF_BACKENDS(io, unusable_requests_are_refused_with_their_numbers_and_change_nothing) {
-  // Misaligned, empty, outlying and unknown ones, alone and behind a good one of the same submission.
+  // Misaligned, empty, outlying and unknown ones, alone and behind a good one of the same
+  // submission.
   Random random(91);
   const Disk disk(kind);
   const Memory source(4 * kMib, random), memory(2 * kBlock);
@@ -587,18 +626,23 @@ TEST_OF_BACKENDS(io, unusable_requests_are_refused_with_their_numbers_and_change
       {disk.file, end, good, concat("offset ", end)},
       {disk.file, end - kBlockNbytes, good, concat("offset ", end - kBlockNbytes)},
       {disk.file, ~std::uint64_t{0} - kBlockNbytes + 1, good, concat("which has ", end)},
-      {disk.file, kBlockNbytes, {memory.span.data, ~std::size_t{0} - kBlockNbytes + 1}, concat("which has ", end)},
+      {disk.file,
+       kBlockNbytes,
+       {memory.span.data, ~std::size_t{0} - kBlockNbytes + 1},
+       concat("which has ", end)},
       {7, 0, good, "no file 7"},
       {-1, 0, good, "no file -1"},
   };
   for (Op op : {Op::kRead, Op::kWrite})
     for (const Wrong& each : wrong) {
-      const Request request{op, each.file, each.offset, each.span}, fine{Op::kWrite, disk.file, 0, good};
+      const Request request{op, each.file, each.offset, each.span},
+          fine{Op::kWrite, disk.file, 0, good};
       const auto finished = std::make_shared<Ticket>(0);
-      for (const std::string& said : {said_by<UsageError>([&] { disk.engine->validate(request); }),
-                                      said_by<UsageError>([&] { disk.engine->submit({request}); }),
-                                      said_by<UsageError>([&] { disk.engine->submit({request}, finished); }),
-                                      said_by<UsageError>([&] { disk.engine->submit({fine, request}); })})
+      for (const std::string& said :
+           {said_by<UsageError>([&] { disk.engine->validate(request); }),
+            said_by<UsageError>([&] { disk.engine->submit({request}); }),
+            said_by<UsageError>([&] { disk.engine->submit({request}, finished); }),
+            said_by<UsageError>([&] { disk.engine->submit({fine, request}); })})
         CHECK(has(said, each.tells), said);
     }
   said_by<UsageError>([&] { disk.engine->submit({}); });
@@ -623,7 +667,7 @@ TEST_OF_BACKENDS(io, files_that_cannot_be_made_are_refused_and_not_left_behind) 
   for (std::uint64_t nbytes : {0, 100, 4097})
     CHECK(has(said_by<UsageError>(make(huge, nbytes)), std::to_string(nbytes)));
   CHECK(has(said_by<UsageError>([&] { disk.engine->file(1); }), "no file 1"));
-  struct stat status {};
+  struct stat status{};
   CHECK(stat(disk.path.c_str(), &status) == 0 && (status.st_mode & 0777) == 0600);
 }
 
@@ -639,12 +683,14 @@ TEST_OF_BACKENDS(io, swap_files_have_no_name_and_give_their_space_back) {
     wait(disk.engine->submit({{Op::kRead, file, 0, read.span}}));
     CHECK(same(memory.span, read.span));
   }
-  CHECK(has(said_by<StorageError>([&] { disk.engine->create_swap_file("nowhere", kMib); }), "nowhere"));
+  CHECK(has(said_by<StorageError>([&] { disk.engine->create_swap_file("nowhere", kMib); }),
+            "nowhere"));
 }
 
 TEST_OF_BACKENDS(io, a_file_is_dropped_behind_what_was_begun_of_it) {
-  // Late writes of a file fill the queue when it is dropped, and another file is made at once, which would get its descriptor's number: every
-  // write is over, in its own file, and none is accepted any more; what waited for something else is cancelled.
+  // Late writes of a file fill the queue when it is dropped, and another file is made at once,
+  // which would get its descriptor's number: every write is over, in its own file, and none is
+  // accepted any more; what waited for something else is cancelled.
   FaultPlan slow = fault_plan(7);
   slow.delay = 1;
   slow.delay_seconds = 0.002;
@@ -660,17 +706,20 @@ TEST_OF_BACKENDS(io, a_file_is_dropped_behind_what_was_begun_of_it) {
   unlink(other.c_str());
   CHECK(disk.engine->open_files() == std::vector<int>{file});
   wait(written);
-  CHECK(disk.raw(0, kMib / 2) == std::string(kMib / 2, '\3'), "writes of a file that was dropped are lost");
+  CHECK(disk.raw(0, kMib / 2) == std::string(kMib / 2, '\3'),
+        "writes of a file that was dropped are lost");
   CHECK(thrown_by<StorageError>(dependent).error_number == ECANCELED);
   CHECK(disk.raw(kMib / 2, kMib / 2) == std::string(kMib / 2, '\0'));
   wait(disk.engine->submit({{Op::kRead, file, 0, target.span}}));
   CHECK(target.all_zero(), "another file has the bytes of one that was dropped");
-  CHECK(has(said_by<UsageError>([&] { disk.write(0, memory.part(0, kBlockNbytes)); }), "which has 0"));
+  CHECK(has(said_by<UsageError>([&] { disk.write(0, memory.part(0, kBlockNbytes)); }),
+            "which has 0"));
   disk.engine->drop_file(disk.file);
 }
 
 TEST_OF_BACKENDS(io, a_file_that_was_dropped_is_open_nowhere) {
-  // A lease to write is given for a file that nobody else has open: the kernel's table of registered files would count.
+  // A lease to write is given for a file that nobody else has open: the kernel's table of
+  // registered files would count.
   const Disk disk(kind);
   const Memory memory(kMib);
   disk.engine->register_files_and_buffers({memory.span});
@@ -686,7 +735,8 @@ TEST_OF_BACKENDS(io, a_file_that_was_dropped_is_open_nowhere) {
   };
   CHECK(is_open());
   disk.engine->drop_file(disk.file);
-  for (int i = 0; i < 500 && is_open(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  for (int i = 0; i < 500 && is_open(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
   CHECK(!is_open(), "a file that was dropped is open still");
   const int file = disk.engine->create_file(disk.path + "-later", kMib);
   unlink((disk.path + "-later").c_str());
@@ -728,8 +778,9 @@ TEST(io, extent_parts_are_whole_checksum_blocks_inside_it) {
   refused(3 * kChecksumNbytes, kChecksumNbytes);
   refused(4 * kChecksumNbytes, kChecksumNbytes);
   refused(kChecksumNbytes, ~std::size_t{0} - kChecksumNbytes + 1);
-  CHECK(extent.requests(Op::kRead, 3 * kChecksumNbytes, memory.part(0, kBlockNbytes)).at(0).offset ==
-        3 * kChecksumNbytes + kBlockNbytes);
+  CHECK(
+      extent.requests(Op::kRead, 3 * kChecksumNbytes, memory.part(0, kBlockNbytes)).at(0).offset ==
+      3 * kChecksumNbytes + kBlockNbytes);
   CHECK(extent.requests(Op::kRead, 0, memory.part(0, nbytes)).at(0).offset == kBlockNbytes);
   said_by<UsageError>([&] { Extent::in_memory(memory.span).requests(Op::kRead, 0, memory.span); });
   for (std::size_t odd : {std::size_t{0}, std::size_t{100}, kBlockNbytes + 1})
@@ -738,8 +789,9 @@ TEST(io, extent_parts_are_whole_checksum_blocks_inside_it) {
 }
 
 TEST_OF_BACKENDS(io, what_overlaps_a_write_comes_behind_it_though_nobody_waits) {
-  // Sixty writes and reads of overlapping blocks, asked for at once, of a disk that answers late and in another order. Writes
-  // have rising numbers: a read finds the last one before it, or a later one, and in the end the last ones are there.
+  // Sixty writes and reads of overlapping blocks, asked for at once, of a disk that answers late
+  // and in another order. Writes have rising numbers: a read finds the last one before it, or a
+  // later one, and in the end the last ones are there.
   FaultPlan faults = fault_plan(53);
   faults.delay = faults.reorder = 0.5;
   faults.delay_seconds = 0.002;
@@ -762,27 +814,35 @@ TEST_OF_BACKENDS(io, what_overlaps_a_write_comes_behind_it_though_nobody_waits) 
       std::fill_n(last + block, count, static_cast<std::byte>(i));
       extent.write(*disk.engine, block * kChecksumNbytes, memory->span, memory);
     } else {
-      reads.push_back(extent.read(*disk.engine, block * kChecksumNbytes, memory->span, nullptr, memory, false));  // a write may pass it
-      for (std::size_t each = 0; each < count; ++each) wanted.push_back({memory, each * kChecksumNbytes, last[block + each]});
+      // a write may pass it
+      reads.push_back(
+          extent.read(*disk.engine, block * kChecksumNbytes, memory->span, nullptr, memory, false));
+      for (std::size_t each = 0; each < count; ++each)
+        wanted.push_back({memory, each * kChecksumNbytes, last[block + each]});
     }
   }
   for (const TicketPtr& read : reads) wait(read);
   CHECK(wanted.size() > 20);
-  for (const Wanted& each : wanted) CHECK(each.memory->span.data[each.at] >= each.value, "a read came before a write");
+  for (const Wanted& each : wanted)
+    CHECK(each.memory->span.data[each.at] >= each.value, "a read came before a write");
   const Memory whole(4 * kChecksumNbytes);
   wait(extent.read(*disk.engine, 0, whole.span));
-  for (std::size_t block = 0; block < 4; ++block) CHECK(whole.span.data[block * kChecksumNbytes] == last[block], "block ", block);
+  for (std::size_t block = 0; block < 4; ++block)
+    CHECK(whole.span.data[block * kChecksumNbytes] == last[block], "block ", block);
 }
 
 TEST_OF_BACKENDS(io, reads_behind_a_write_that_failed_fail_until_the_place_is_written_anew) {
-  // The first write meets EIO and nobody looks; a read behind it says so, and one behind the next write is served.
+  // The first write meets EIO and nobody looks; a read behind it says so, and one behind the next
+  // write is served.
   FaultPlan faults = fault_plan(55);
   faults.eio = 1;
   Disk failing(kind, &faults);
   Extent extent = Extent::in_file(failing.file, 0, kChecksumNbytes);
   const auto memory = std::make_shared<Memory>(kChecksumNbytes);
   const TicketPtr lost = extent.write(*failing.engine, 0, memory->span, memory);
-  CHECK(said_by<StorageError>([&] { wait(extent.read(*failing.engine, 0, memory->span)); }).find("write of") != std::string::npos);
+  CHECK(said_by<StorageError>([&] {
+          wait(extent.read(*failing.engine, 0, memory->span));
+        }).find("write of") != std::string::npos);
   Disk healthy(kind);
   extent.write(*healthy.engine, 0, memory->span, memory);
   wait(extent.read(*healthy.engine, 0, memory->span));

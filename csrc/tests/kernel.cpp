@@ -16,15 +16,18 @@ namespace {
 constexpr std::size_t kCount = 1003;  // leaves a tail in every unit
 constexpr int kRoles = 5;
 
-// Infinities, NaNs of several payloads, both zeros, subnormals, the largest and smallest numbers of each dtype.
+// Infinities, NaNs of several payloads, both zeros, subnormals, the largest and smallest numbers of
+// each dtype.
 const std::vector<std::uint32_t> kSpecial32 = {
-    0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x80800000, 0x7F7FFFFF, 0xFF7FFFFF,
-    0x7F7F8000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F800001, 0xFFFFFFFF, 0x3F800000, 0x33000000,
-    0x477FF000, 0x38800000, 0x387FF000, 0x33000001, 0x477FEFFF};
-const std::vector<std::uint32_t> kSpecialBf16 = {0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x7F7F, 0xFF7F,
-                                                 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 0xFFFF, 0x3F80};
-const std::vector<std::uint32_t> kSpecialF16 = {0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x7BFF, 0xFBFF,
-                                                0x7C00, 0xFC00, 0x7E00, 0xFE01, 0x7C01, 0xFFFF, 0x3C00};
+    0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x80800000, 0x7F7FFFFF,
+    0xFF7FFFFF, 0x7F7F8000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F800001, 0xFFFFFFFF,
+    0x3F800000, 0x33000000, 0x477FF000, 0x38800000, 0x387FF000, 0x33000001, 0x477FEFFF};
+const std::vector<std::uint32_t> kSpecialBf16 = {0x0000, 0x8000, 0x0001, 0x8001, 0x007F,
+                                                 0x0080, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80,
+                                                 0x7FC0, 0xFFC1, 0x7F81, 0xFFFF, 0x3F80};
+const std::vector<std::uint32_t> kSpecialF16 = {0x0000, 0x8000, 0x0001, 0x8001, 0x03FF,
+                                                0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00,
+                                                0x7E00, 0xFE01, 0x7C01, 0xFFFF, 0x3C00};
 
 using Bytes = std::vector<std::uint8_t>;
 
@@ -34,7 +37,8 @@ bool is_nan(DType dtype, std::uint32_t word) {
   return (word & 0x7FFF) > (dtype == DType::kBFloat16 ? 0x7F80 : 0x7C00);
 }
 
-// Bit for bit, but a NaN is a NaN: where two meet IEEE 754 leaves open which one goes on, and compilers swap operands.
+// Bit for bit, but a NaN is a NaN: where two meet IEEE 754 leaves open which one goes on, and
+// compilers swap operands.
 bool same_numbers(DType dtype, const Bytes& left, const Bytes& right) {
   for (std::size_t at = 0; at < left.size(); at += element_nbytes(dtype)) {
     std::uint32_t a = 0, b = 0;
@@ -45,15 +49,17 @@ bool same_numbers(DType dtype, const Bytes& left, const Bytes& right) {
   return true;
 }
 
-// One array per role: any bits, with a special number at every third place. 8-bit moments take an exponent from the
-// largest word of their block, a NaN's too: what steps those has `numbers` only.
+// One array per role: any bits, with a special number at every third place. 8-bit moments take an
+// exponent from the largest word of their block, a NaN's too: what steps those has `numbers` only.
 Bytes random_array(DType dtype, bool numbers, Random& random) {
   Bytes bytes(kCount * element_nbytes(dtype));
   if (dtype == DType::kInt8) {
     for (std::uint8_t& code : bytes) code = static_cast<std::uint8_t>(random.word());
     return bytes;
   }
-  const auto& special = dtype == DType::kFloat32 ? kSpecial32 : dtype == DType::kBFloat16 ? kSpecialBf16 : kSpecialF16;
+  const auto& special = dtype == DType::kFloat32    ? kSpecial32
+                        : dtype == DType::kBFloat16 ? kSpecialBf16
+                                                    : kSpecialF16;
   for (std::size_t i = 0; i < kCount; ++i) {
     std::uint32_t word = static_cast<std::uint32_t>(random.word());
     const std::size_t what = random.below(3);
@@ -77,7 +83,8 @@ struct State {
   Bytes scales[2];  // of 8-bit moments
 };
 
-// Of weight, master, both moments, gradient. The low half of a split master is any 16 bits, as a bf16 is.
+// Of weight, master, both moments, gradient. The low half of a split master is any 16 bits, as a
+// bf16 is.
 std::array<DType, kRoles> dtypes_of(const Layout& layout) {
   const DType master = layout.master == Master::kSplit ? DType::kBFloat16 : DType::kFloat32;
   return {layout.weight, master, layout.moments, layout.moments, layout.grad};
@@ -87,18 +94,20 @@ State random_state(const Layout& layout, Random& random) {
   State state;
   const auto dtypes = dtypes_of(layout);
   const bool blocks = layout.moments == DType::kInt8;
-  for (int role = 0; role < kRoles; ++role) state.arrays[role] = random_array(dtypes[role], blocks, random);
+  for (int role = 0; role < kRoles; ++role)
+    state.arrays[role] = random_array(dtypes[role], blocks, random);
   for (Bytes& scales : state.scales)
     for (std::size_t i = 0; i < kCount; i += kMomentBlock)
       scales.push_back(static_cast<std::uint8_t>(random.below(200)));
   return state;
 }
 
-State stepped(const std::string& unit, const Layout& layout, State state, const Constants& constants) {
+State stepped(const std::string& unit, const Layout& layout, State state,
+              const Constants& constants) {
   setenv("INFINITY_SIMD", unit.c_str(), 1);
   const Kernel kernel = find_kernel(layout);
   auto& [a, scales] = state;
-  const Arrays arrays = {a[0].data(), a[1].data(), a[2].data(), a[3].data(),
+  const Arrays arrays = {a[0].data(), a[1].data(),      a[2].data(),     a[3].data(),
                          a[4].data(), scales[0].data(), scales[1].data()};
   kernel.step(arrays, 0, kCount, constants);
   return state;
@@ -127,14 +136,17 @@ std::vector<Hyperparameters> all_settings() {
   std::vector<Hyperparameters> all(4);
   all[0].lr = 0.1;
   all[1].weight_decay = 0.1, all[1].momentum = 0.9, all[1].step = 2, all[1].grad_factors = {0.37f};
-  all[2].lr = 0.3, all[2].beta1 = 0.4, all[2].beta2 = 0.5, all[2].maximize = true, all[2].momentum = 0.9;
+  all[2].lr = 0.3, all[2].beta1 = 0.4, all[2].beta2 = 0.5, all[2].maximize = true,
+  all[2].momentum = 0.9;
   all[2].nesterov = true, all[2].grad_factors = {0.37f, 1.0f / 3, 65536.0f, 0.9f};
-  all[3].beta1 = 0, all[3].beta2 = 0, all[3].eps = 0, all[3].momentum = 0.5, all[3].dampening = 0.3, all[3].step = 7;
+  all[3].beta1 = 0, all[3].beta2 = 0, all[3].eps = 0, all[3].momentum = 0.5, all[3].dampening = 0.3,
+  all[3].step = 7;
   return all;
 }
 
 TEST(kernel, units_agree) {
-  // Steps ordinary, random and special bits with every unit, in every layout, and compares with the scalar unit.
+  // Steps ordinary, random and special bits with every unit, in every layout, and compares with the
+  // scalar unit.
   Random random(31);
   const std::vector<Layout> layouts = all_layouts();
   CHECK(layouts.size() > 50, layouts.size());
@@ -150,10 +162,12 @@ TEST(kernel, units_agree) {
         const State found = stepped(unit, layout, before, constants);
         const auto dtypes = dtypes_of(layout);
         for (int role = 0; role < kRoles; ++role)
-          CHECK(same_numbers(dtypes[role], found.arrays[role], expected.arrays[role]), unit, ", role ", role,
-                ", rule ", int(layout.rule), ", weight ", int(layout.weight), ", master ", int(layout.master),
-                ", grad ", int(layout.grad), ", moments ", int(layout.moments));
-        CHECK(found.scales[0] == expected.scales[0] && found.scales[1] == expected.scales[1], unit, ", scales");
+          CHECK(same_numbers(dtypes[role], found.arrays[role], expected.arrays[role]), unit,
+                ", role ", role, ", rule ", int(layout.rule), ", weight ", int(layout.weight),
+                ", master ", int(layout.master), ", grad ", int(layout.grad), ", moments ",
+                int(layout.moments));
+        CHECK(found.scales[0] == expected.scales[0] && found.scales[1] == expected.scales[1], unit,
+              ", scales");
       }
     }
 }
@@ -173,7 +187,8 @@ TEST(kernel, split_masters_join_to_what_they_were) {
     std::uint32_t found;
     std::memcpy(&found, &joined[i], 4);
     const bool nan = (words[i] & 0x7FFFFFFF) > 0x7F800000;
-    CHECK(found == (nan ? (words[i] & 0x80000000) | 0x7FC00000 : words[i]), std::hex, words[i], " became ", found);
+    CHECK(found == (nan ? (words[i] & 0x80000000) | 0x7FC00000 : words[i]), std::hex, words[i],
+          " became ", found);
   }
 }
 
@@ -183,7 +198,8 @@ TEST(kernel, what_nobody_defined_is_refused) {
   said_by<UsageError>([] { find_kernel({Rule::kAdamW, DType::kFloat32, Master::kSplit}); });
   Hyperparameters hyper;
   hyper.step = 0;
-  CHECK(said_by<UsageError>([&] { prepare(Rule::kSgd, hyper); }).find("not 0") != std::string::npos);
+  CHECK(said_by<UsageError>([&] { prepare(Rule::kSgd, hyper); }).find("not 0") !=
+        std::string::npos);
   hyper.step = 1;
   hyper.grad_factors.resize(kMaxGradFactors + 1);
   said_by<UsageError>([&] { prepare(Rule::kSgd, hyper); });

@@ -1,13 +1,15 @@
-// core_tests --list names the cases; core_tests NAME runs one: 0 passed, 77 skipped, anything else failed.
+// core_tests --list names the cases; core_tests NAME runs one: 0 passed, 77 skipped, anything else
+// failed.
 #include <cstdio>
 #include <cstring>
 #include <exception>
 
 #include "tests/test.h"
 
-// An exception that two threads hold is freed by the last to let go. libstdc++ counts them with atomics that
-// ThreadSanitizer does not see, for the library is not built with it: it takes that release for a race with the
-// other thread's what(). Only the release is passed over; everything else that touches an exception is still judged.
+// An exception that two threads hold is freed by the last to let go. libstdc++ counts them with
+// atomics that ThreadSanitizer does not see, for the library is not built with it: it takes that
+// release for a race with the other thread's what(). Only the release is passed over; everything
+// else that touches an exception is still judged.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
   return "race:std::__exception_ptr::exception_ptr::_M_release\n";
 }

@@ -22,11 +22,12 @@ std::shared_ptr<PinnedPool> pool_of(std::size_t blocks) {
 }
 
 TEST(memory, region_is_aligned_zeroed_and_all_its_own) {
-  // Sizes around pages and huge pages, touched by none, one and three threads; every page is written and read.
+  // Sizes around pages and huge pages, touched by none, one and three threads; every page is
+  // written and read.
   for (bool huge : {false, true})
     for (int threads : {0, 1, 3})
-      for (std::size_t nbytes : {std::size_t{1}, kBlockNbytes, kBlockNbytes + 1, 2 * kMib - 1, 2 * kMib,
-                                 5 * kMib + 1}) {
+      for (std::size_t nbytes :
+           {std::size_t{1}, kBlockNbytes, kBlockNbytes + 1, 2 * kMib - 1, 2 * kMib, 5 * kMib + 1}) {
         Region region(nbytes, huge, threads);
         CHECK(region.nbytes() == round_up(nbytes, kBlockNbytes), nbytes);
         CHECK(is_aligned(region.data(), kBlockNbytes));
@@ -41,13 +42,15 @@ TEST(memory, region_is_aligned_zeroed_and_all_its_own) {
 }
 
 TEST(memory, populating_keeps_what_is_there) {
-  // Some bytes are written first, some by another thread meanwhile; every other byte is zero afterwards.
+  // Some bytes are written first, some by another thread meanwhile; every other byte is zero
+  // afterwards.
   for (bool huge : {false, true})
     for (int threads : {1, 3}) {
       Region region(9 * kMib + 1, huge, 0);
       region.data()[0] = region.data()[5 * kMib] = std::byte{7};
       std::thread writer([&] {
-        for (std::size_t at = 1; at < region.nbytes(); at += kBlockNbytes) region.data()[at] = std::byte{9};
+        for (std::size_t at = 1; at < region.nbytes(); at += kBlockNbytes)
+          region.data()[at] = std::byte{9};
       });
       region.populate(threads);
       writer.join();
@@ -61,11 +64,13 @@ TEST(memory, populating_keeps_what_is_there) {
 TEST(memory, region_nobody_can_have_is_refused) {
   // No bytes at all, and more than the address space.
   said_by<UsageError>([] { Region region(0, false, 0); });
-  for (bool huge : {false, true}) said_by<StorageError>([&] { Region region(std::size_t{1} << 60, huge, 0); });
+  for (bool huge : {false, true})
+    said_by<StorageError>([&] { Region region(std::size_t{1} << 60, huge, 0); });
 }
 
 TEST(memory, leases_are_rounded_to_pages_and_do_not_overlap) {
-  // Leases of many sizes until the pool is full; each is filled with its own number, then all are read.
+  // Leases of many sizes until the pool is full; each is filled with its own number, then all are
+  // read.
   Random random(11);
   auto pool = pool_of(64);
   std::vector<Lease> leases;
@@ -74,9 +79,11 @@ TEST(memory, leases_are_rounded_to_pages_and_do_not_overlap) {
     const std::size_t nbytes = 1 + random.below(5 * kBlockNbytes);
     Lease lease = pool->try_lease(nbytes);
     if (!lease) break;
-    CHECK(lease.span().nbytes == round_up(nbytes, kBlockNbytes) && is_aligned(lease.span().data, kBlockNbytes));
+    CHECK(lease.span().nbytes == round_up(nbytes, kBlockNbytes) &&
+          is_aligned(lease.span().data, kBlockNbytes));
     CHECK(lease.span().data >= pool->region()->data());
-    CHECK(lease.span().data + lease.span().nbytes <= pool->region()->data() + pool->capacity_nbytes());
+    CHECK(lease.span().data + lease.span().nbytes <=
+          pool->region()->data() + pool->capacity_nbytes());
     sum += lease.span().nbytes;
     leases.push_back(std::move(lease));
     CHECK(pool->leased_nbytes() == sum);
@@ -162,7 +169,8 @@ TEST(memory, lease_that_is_dropped_while_a_transfer_has_it_is_given_to_nobody) {
   Lease lease = pool->try_lease(2 * kBlockNbytes);
   std::shared_ptr<void> transfer = lease.hold();
   lease.release();
-  CHECK(!lease.hold() && !pool->try_lease(kBlockNbytes), "memory that a transfer uses was given away");
+  CHECK(!lease.hold() && !pool->try_lease(kBlockNbytes),
+        "memory that a transfer uses was given away");
   CHECK(pool->wait_for_transfer(0.001), "nobody knows of the transfer");
   std::thread ending([&] { transfer.reset(); });
   while (pool->wait_for_transfer(10)) {
@@ -174,7 +182,8 @@ TEST(memory, lease_that_is_dropped_while_a_transfer_has_it_is_given_to_nobody) {
 }
 
 TEST(memory, leases_that_were_taken_back_give_nothing_back) {
-  // Takes all leases back, leases anew, then drops the old ones; while a transfer has one it is refused.
+  // Takes all leases back, leases anew, then drops the old ones; while a transfer has one it is
+  // refused.
   auto pool = pool_of(4);
   Lease old = pool->try_lease(3 * kBlockNbytes);
   {
@@ -185,7 +194,8 @@ TEST(memory, leases_that_were_taken_back_give_nothing_back) {
   Lease anew = pool->try_lease(4 * kBlockNbytes);
   CHECK(anew && pool->leased_nbytes() == 4 * kBlockNbytes);
   old.release();
-  CHECK(pool->leased_nbytes() == 4 * kBlockNbytes && !pool->try_lease(1), "an old lease gave away what a new one has");
+  CHECK(pool->leased_nbytes() == 4 * kBlockNbytes && !pool->try_lease(1),
+        "an old lease gave away what a new one has");
 }
 
 TEST(memory, charges_of_a_pass_are_forgotten_together) {
@@ -235,8 +245,10 @@ TEST(memory, leases_of_several_threads_never_overlap) {
         const Span span = lease.span();
         std::fill_n(span.data, span.nbytes, static_cast<std::byte>(id));
         if (round % 8 == 0) std::this_thread::yield();
-        wrong += static_cast<int>(std::count_if(span.data, span.data + span.nbytes,
-                                                [&](std::byte each) { return each != static_cast<std::byte>(id); }));
+        wrong +=
+            static_cast<int>(std::count_if(span.data, span.data + span.nbytes, [&](std::byte each) {
+              return each != static_cast<std::byte>(id);
+            }));
         Lease moved = std::move(lease);
       }
     });

@@ -1,4 +1,5 @@
-// The checksum as a processor without the instruction computes it: the same file, compiled as for one of those.
+// The checksum as a processor without the instruction computes it: the same file, compiled as for
+// one of those.
 #include <array>
 #include <cstddef>
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Random: seeded numbers, the same on every machine. Says its seed, so that a failure can be repeated.
+// Random: seeded numbers, the same on every machine. Says its seed, so that a failure can be
+// repeated.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,8 @@ class Random {
   std::size_t below(std::size_t bound) { return engine_() % bound; }
 
   void fill(Span span) {
-    for (std::size_t i = 0; i < span.nbytes; ++i) span.data[i] = static_cast<std::byte>(engine_() >> 56);
+    for (std::size_t i = 0; i < span.nbytes; ++i)
+      span.data[i] = static_cast<std::byte>(engine_() >> 56);
   }
 
   std::vector<std::byte> bytes(std::size_t count) {

@@ -42,15 +42,15 @@ std::string said_by(Call call) {
 }  // namespace infinity::tests
 
 // `TEST(io, name)` is the case "io/name".
-#define TEST(group, name)                                                                             \
-  static void group##_##name();                                                                       \
-  static const bool group##_##name##_known =                                                          \
-      (::infinity::tests::cases().push_back({#group "/" #name, group##_##name}), true);               \
+#define TEST(group, name)                                                               \
+  static void group##_##name();                                                         \
+  static const bool group##_##name##_known =                                            \
+      (::infinity::tests::cases().push_back({#group "/" #name, group##_##name}), true); \
   static void group##_##name()
 
-#define CHECK(condition, ...)                                                                         \
-  do {                                                                                                \
-    if (!(condition))                                                                                 \
-      throw ::infinity::tests::Failed(                                                                \
-          ::infinity::concat(__FILE__, ":", __LINE__, ": " #condition ". ", ##__VA_ARGS__));          \
+#define CHECK(condition, ...)                                                                \
+  do {                                                                                       \
+    if (!(condition))                                                                        \
+      throw ::infinity::tests::Failed(                                                       \
+          ::infinity::concat(__FILE__, ":", __LINE__, ": " #condition ". ", ##__VA_ARGS__)); \
   } while (0)

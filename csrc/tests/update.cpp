@@ -1,4 +1,5 @@
-// The updater: the same bits whatever the homes, slots, cuts and threads; ordered; dead after its first error.
+// The updater: the same bits whatever the homes, slots, cuts and threads; ordered; dead after its
+// first error.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -9,28 +10,37 @@
 namespace infinity::tests {
 namespace {
 
-constexpr std::size_t kGrain = 32 * 1024;          // elements: what chunks are cut at, twice as many with 8-bit moments
+// elements: what chunks are cut at, twice as many with 8-bit moments
+constexpr std::size_t kGrain = 32 * 1024;
 constexpr std::size_t kCount = 4 * kGrain + 4096;  // five chunks at most
 constexpr int kRoles = 5;
 
-const Layout kSplitAdam{Rule::kAdamW, DType::kBFloat16, Master::kSplit, DType::kBFloat16, DType::kFloat32};
-const Layout kOwnAdam{Rule::kAdam, DType::kFloat32, Master::kOwn, DType::kFloat32, DType::kBFloat16};
-const Layout kHalfLion{Rule::kLion, DType::kFloat16, Master::kFloat32, DType::kFloat32, DType::kFloat32};
-const Layout kByteAdam{Rule::kAdamW, DType::kBFloat16, Master::kSplit, DType::kBFloat16, DType::kInt8};
+const Layout kSplitAdam{Rule::kAdamW, DType::kBFloat16, Master::kSplit, DType::kBFloat16,
+                        DType::kFloat32};
+const Layout kOwnAdam{Rule::kAdam, DType::kFloat32, Master::kOwn, DType::kFloat32,
+                      DType::kBFloat16};
+const Layout kHalfLion{Rule::kLion, DType::kFloat16, Master::kFloat32, DType::kFloat32,
+                       DType::kFloat32};
+const Layout kByteAdam{Rule::kAdamW, DType::kBFloat16, Master::kSplit, DType::kBFloat16,
+                       DType::kInt8};
 const Layout kPlainSgd{Rule::kSgd, DType::kFloat32, Master::kOwn, DType::kFloat32, DType::kFloat32};
 
 std::array<std::size_t, kRoles> sizes_of(const Layout& layout) {
   const bool adam = layout.rule == Rule::kAdamW || layout.rule == Rule::kAdam;
-  const std::size_t master = layout.master == Master::kOwn ? 0 : layout.master == Master::kSplit ? 2 : 4;
+  const std::size_t master = layout.master == Master::kOwn     ? 0
+                             : layout.master == Master::kSplit ? 2
+                                                               : 4;
   const std::size_t moment = element_nbytes(layout.moments);
-  return {element_nbytes(layout.weight), master, moment, adam ? moment : 0, element_nbytes(layout.grad)};
+  return {element_nbytes(layout.weight), master, moment, adam ? moment : 0,
+          element_nbytes(layout.grad)};
 }
 
 // Values about one in size, of the array's dtype; second moments are positive.
 void fill(Span span, DType dtype, bool positive, Random& random) {
   if (dtype == DType::kInt8) return random.fill(span);
   for (std::size_t at = 0; at < span.nbytes; at += element_nbytes(dtype)) {
-    const float value = static_cast<float>(random.below(1 << 20)) * 0x1p-19f - (positive ? 0.0f : 1.0f);
+    const float value =
+        static_cast<float>(random.below(1 << 20)) * 0x1p-19f - (positive ? 0.0f : 1.0f);
     std::uint32_t word;
     std::memcpy(&word, &value, 4);
     if (dtype != DType::kFloat32) word >>= 16;
@@ -42,10 +52,12 @@ void fill(Span span, DType dtype, bool positive, Random& random) {
 // One unit: five arrays, their contents in memory, and their homes there or in the disk's file.
 class Unit {
  public:
-  Unit(const Layout& layout, std::uint64_t seed, std::size_t count = kCount) : layout_(layout), count_(count) {
+  Unit(const Layout& layout, std::uint64_t seed, std::size_t count = kCount)
+      : layout_(layout), count_(count) {
     Random random(seed);
-    const DType dtypes[kRoles] = {layout.weight, layout.master == Master::kSplit ? DType::kBFloat16 : DType::kFloat32,
-                                  layout.moments, layout.moments, layout.grad};
+    const DType dtypes[kRoles] = {
+        layout.weight, layout.master == Master::kSplit ? DType::kBFloat16 : DType::kFloat32,
+        layout.moments, layout.moments, layout.grad};
     for (int role = 0; role < kRoles; ++role) {
       const std::size_t nbytes = sizes_of(layout)[role] * count;
       if (nbytes == 0) continue;
@@ -73,12 +85,13 @@ class Unit {
     }
   }
 
-  UnitUpdate update(std::vector<Run> runs, std::uint64_t version = 1, TicketPtr after = nullptr) const {
+  UnitUpdate update(std::vector<Run> runs, std::uint64_t version = 1,
+                    TicketPtr after = nullptr) const {
     UnitUpdate update;
     update.layout = layout_;
     update.count = count_;
-    std::shared_ptr<Extent>* const extents[] = {&update.weight, &update.master, &update.exp_avg, &update.exp_avg_sq,
-                                                &update.grad};
+    std::shared_ptr<Extent>* const extents[] = {&update.weight, &update.master, &update.exp_avg,
+                                                &update.exp_avg_sq, &update.grad};
     for (int role = 0; role < kRoles; ++role) *extents[role] = homes_[role];
     update.exp_avg_scale = scales_[0];
     update.exp_avg_sq_scale = scales_[1];
@@ -87,7 +100,8 @@ class Unit {
     update.after = std::move(after);
     return update;
   }
-  UnitUpdate update(const Hyperparameters& hyper, std::uint64_t version = 1, TicketPtr after = nullptr) const {
+  UnitUpdate update(const Hyperparameters& hyper, std::uint64_t version = 1,
+                    TicketPtr after = nullptr) const {
     return update(std::vector<Run>{{0, count_, hyper}}, version, std::move(after));
   }
 
@@ -111,12 +125,15 @@ class Unit {
   }
 
   // What the update of another unit is to leave here.
-  Shadow shadow() const { return {homes_[0], homes_[1], homes_[2], homes_[3], scales_[0], scales_[1]}; }
+  Shadow shadow() const {
+    return {homes_[0], homes_[1], homes_[2], homes_[3], scales_[0], scales_[1]};
+  }
 
   // The same without the gradient: what a step changes.
   std::vector<std::string> state(IoEngine* engine) const {
     std::vector<std::string> found = contents(engine);
-    const auto scales = std::count_if(std::begin(scales_), std::end(scales_), [](const auto& each) { return bool(each); });
+    const auto scales = std::count_if(std::begin(scales_), std::end(scales_),
+                                      [](const auto& each) { return bool(each); });
     found.erase(found.end() - 1 - scales);
     return found;
   }
@@ -140,7 +157,8 @@ class Unit {
 
 // An updater with its slots, each for `grains` times kGrain elements of `element_nbytes`.
 struct Steps {
-  Steps(const Disk& disk, int slot_count, int threads, std::size_t element_nbytes, std::size_t grains = 1)
+  Steps(const Disk& disk, int slot_count, int threads, std::size_t element_nbytes,
+        std::size_t grains = 1)
       : slots(std::max<std::size_t>(1, slot_count * grains * kGrain * element_nbytes)),
         updater(disk.engine, slots.span, slot_count, threads) {}
   Memory slots;
@@ -162,12 +180,14 @@ std::vector<std::string> expected_of(const Layout& layout, std::uint64_t seed) {
   const Disk disk("threads");
   const Unit unit(layout, seed);
   Steps steps(disk, 0, 1, 0);
-  for (int step = 1; step <= 2; ++step) wait(steps.updater.submit(unit.update(hyper_of(step), step)));
+  for (int step = 1; step <= 2; ++step)
+    wait(steps.updater.submit(unit.update(hyper_of(step), step)));
   return unit.contents(nullptr);
 }
 
 TEST_OF_BACKENDS(update, homes_slots_cuts_and_threads_do_not_change_bits) {
-  // Two steps over file extents, with one to five chunks, one to four slots and one to three threads, against memory.
+  // Two steps over file extents, with one to five chunks, one to four slots and one to three
+  // threads, against memory.
   std::uint64_t seed = 101;
   for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam}) {
     const std::size_t grain = layout.moments == DType::kInt8 ? 2 : 1;
@@ -182,9 +202,10 @@ TEST_OF_BACKENDS(update, homes_slots_cuts_and_threads_do_not_change_bits) {
       Unit unit(layout, seed);
       unit.move_to(disk);
       Steps steps(disk, cut.slots, cut.threads, unit.element_nbytes_in_file(), grain * cut.grains);
-      for (int step = 1; step <= 2; ++step) wait(steps.updater.submit(unit.update(hyper_of(step), step)));
-      CHECK(unit.contents(disk.engine.get()) == expected, cut.slots, " slots of ", cut.grains, " grains, ", cut.threads,
-            " threads, rule ", int(layout.rule));
+      for (int step = 1; step <= 2; ++step)
+        wait(steps.updater.submit(unit.update(hyper_of(step), step)));
+      CHECK(unit.contents(disk.engine.get()) == expected, cut.slots, " slots of ", cut.grains,
+            " grains, ", cut.threads, " threads, rule ", int(layout.rule));
       CHECK(unit.home(0).version() == 2 && unit.home(4).version() == 0);
       CHECK(steps.updater.totals().elements == 2 * kCount);
     }
@@ -199,7 +220,8 @@ TEST_OF_BACKENDS(update, any_array_may_be_at_home_anywhere) {
     Unit unit(kSplitAdam, 111);
     unit.move_to(disk, 0, roles);
     Steps steps(disk, 2, 2, std::max<std::size_t>(2, unit.element_nbytes_in_file()));
-    for (int step = 1; step <= 2; ++step) wait(steps.updater.submit(unit.update(hyper_of(step), step)));
+    for (int step = 1; step <= 2; ++step)
+      wait(steps.updater.submit(unit.update(hyper_of(step), step)));
     CHECK(unit.contents(disk.engine.get()) == expected, "roles ", roles);
   }
 }
@@ -212,14 +234,17 @@ TEST_OF_BACKENDS(update, faults_that_must_not_show_do_not) {
   Unit unit(kSplitAdam, 112);
   unit.move_to(disk);
   Steps steps(disk, 3, 2, unit.element_nbytes_in_file());
-  for (int step = 1; step <= 2; ++step) wait(steps.updater.submit(unit.update(hyper_of(step), step)));
+  for (int step = 1; step <= 2; ++step)
+    wait(steps.updater.submit(unit.update(hyper_of(step), step)));
   CHECK(unit.contents(disk.engine.get()) == expected_of(kSplitAdam, 112));
 }
 
 TEST_OF_BACKENDS(update, elements_outside_the_runs_keep_their_bits) {
-  // Runs inside one chunk, over a cut, and none at all in two chunks, each with its own hyperparameters.
-  const std::vector<Run> runs = {
-      {5, 100, hyper_of(1)}, {kGrain - 3, kGrain + 7, hyper_of(2)}, {kCount - 1, kCount, hyper_of(3)}};
+  // Runs inside one chunk, over a cut, and none at all in two chunks, each with its own
+  // hyperparameters.
+  const std::vector<Run> runs = {{5, 100, hyper_of(1)},
+                                 {kGrain - 3, kGrain + 7, hyper_of(2)},
+                                 {kCount - 1, kCount, hyper_of(3)}};
   const Disk disk(kind);
   Unit in_memory(kPlainSgd, 113), in_file(kPlainSgd, 113);
   const auto before = in_memory.contents(nullptr);
@@ -231,33 +256,37 @@ TEST_OF_BACKENDS(update, elements_outside_the_runs_keep_their_bits) {
   CHECK(after == in_file.contents(disk.engine.get()));
   std::size_t changed = 0;
   for (std::size_t i = 0; i < kCount; ++i) {
-    const bool inside =
-        std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return run.begin <= i && i < run.end; });
+    const bool inside = std::any_of(runs.begin(), runs.end(),
+                                    [&](const Run& run) { return run.begin <= i && i < run.end; });
     const bool same = before[0].compare(4 * i, 4, after[0], 4 * i, 4) == 0;
     CHECK(inside || same, "element ", i);
     changed += !same;
   }
   CHECK(changed > 0);
-  wait(steps.updater.submit(in_file.update(std::vector<Run>{})));  // nothing to step is done at once
+  // nothing to step is done at once
+  wait(steps.updater.submit(in_file.update(std::vector<Run>{})));
   CHECK(after == in_file.contents(disk.engine.get()));
 }
 
 TEST_OF_BACKENDS(update, updates_that_share_an_extent_run_one_after_the_other) {
-  // Six steps of two units submitted without waiting, results late and reordered, against one at a time; the twin
-  // shows that their order matters.
+  // Six steps of two units submitted without waiting, results late and reordered, against one at a
+  // time; the twin shows that their order matters.
   FaultPlan plan = fault_plan(114);
   plan.delay = 0.02, plan.reorder = 0.4;
   std::map<std::string, std::vector<std::string>> found;
-  for (const std::string& way : {std::string("waiting"), std::string("at once"), std::string("backwards")}) {
+  for (const std::string& way :
+       {std::string("waiting"), std::string("at once"), std::string("backwards")}) {
     const Disk disk(kind, &plan, 16 * kBlockNbytes);
     Unit left(kOwnAdam, 114), right(kOwnAdam, 115);
     left.move_to(disk);
     right.move_to(disk, 2 * kMib);
-    Steps steps(disk, 12, 2, left.element_nbytes_in_file());  // room for the next update beside the one before
+    // room for the next update beside the one before
+    Steps steps(disk, 12, 2, left.element_nbytes_in_file());
     std::vector<TicketPtr> tickets;
     for (const Unit* unit : {&left, &right})
       for (int i = 1; i <= 6; ++i) {
-        tickets.push_back(steps.updater.submit(unit->update(hyper_of(way == "backwards" ? 7 - i : i), i)));
+        tickets.push_back(
+            steps.updater.submit(unit->update(hyper_of(way == "backwards" ? 7 - i : i), i)));
         if (way == "waiting") wait(tickets.back());
       }
     for (const TicketPtr& ticket : tickets) wait(ticket);
@@ -269,60 +298,73 @@ TEST_OF_BACKENDS(update, updates_that_share_an_extent_run_one_after_the_other) {
 }
 
 TEST_OF_BACKENDS(update, a_shadow_has_the_steps_bits_and_leaves_what_it_was_made_from) {
-  // Whole units and a few runs (the rest is copied), at home in the file, in memory or both, over what was there before.
+  // Whole units and a few runs (the rest is copied), at home in the file, in memory or both, over
+  // what was there before.
   std::uint64_t seed = 130;
   for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam})
     for (const unsigned in_file : {0x00u, 0x1Fu, 0x16u})
       for (const bool whole : {true, false}) {
         const bool bytes = layout.moments == DType::kInt8;
-        const std::vector<Run> runs = whole ? std::vector<Run>{{0, kCount, hyper_of(1)}}
-                                            : std::vector<Run>{{64, 128, hyper_of(1)}, {3 * kGrain, kCount, hyper_of(2)}};
+        const std::vector<Run> runs =
+            whole ? std::vector<Run>{{0, kCount, hyper_of(1)}}
+                  : std::vector<Run>{{64, 128, hyper_of(1)}, {3 * kGrain, kCount, hyper_of(2)}};
         const Disk disk(kind, nullptr, 16 * kBlockNbytes, 8, 8 * kMib);
         Unit expected(layout, ++seed), source(layout, seed), target(layout, seed + 1000);
         const auto before = source.contents(nullptr);
         source.move_to(disk, 0, in_file);
         target.move_to(disk, 4 * kMib, in_file);
-        Steps steps(disk, 3, 2, std::max<std::size_t>(1, source.element_nbytes_in_file()), bytes ? 2 : 1);
+        Steps steps(disk, 3, 2, std::max<std::size_t>(1, source.element_nbytes_in_file()),
+                    bytes ? 2 : 1);
         wait(steps.updater.submit(expected.update(runs)));
         UnitUpdate update = source.update(runs, 7);
         update.shadow = target.shadow();
         wait(steps.updater.submit(update));
-        CHECK(target.state(disk.engine.get()) == expected.state(nullptr), "rule ", int(layout.rule), " in file ", in_file);
-        CHECK(source.contents(disk.engine.get()) == before, "the shadow changed what it was made from");
-        CHECK(target.state(disk.engine.get()) != source.state(disk.engine.get()), "the twin: nothing was stepped");
+        CHECK(target.state(disk.engine.get()) == expected.state(nullptr), "rule ", int(layout.rule),
+              " in file ", in_file);
+        CHECK(source.contents(disk.engine.get()) == before,
+              "the shadow changed what it was made from");
+        CHECK(target.state(disk.engine.get()) != source.state(disk.engine.get()),
+              "the twin: nothing was stepped");
         CHECK(target.home(0).version() == 7 && source.home(0).version() == 0);
       }
 }
 
-TEST_OF_BACKENDS(update, a_shadow_of_the_weights_alone_leaves_the_old_ones_and_steps_the_rest_in_place) {
-  // Two such steps that change places, at home in the file, in memory or both, against two steps in place; the twin: the weights
-  // that the second one left are those of the first.
+TEST_OF_BACKENDS(update,
+                 a_shadow_of_the_weights_alone_leaves_the_old_ones_and_steps_the_rest_in_place) {
+  // Two such steps that change places, at home in the file, in memory or both, against two steps in
+  // place; the twin: the weights that the second one left are those of the first.
   std::uint64_t seed = 150;
   for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam})
     for (const unsigned in_file : {0x00u, 0x1Fu, 0x16u}) {
       const Disk disk(kind, nullptr, 16 * kBlockNbytes, 8, 8 * kMib);
-      Unit once(layout, ++seed), twice(layout, seed), source(layout, seed), beside(layout, seed + 1000);
+      Unit once(layout, ++seed), twice(layout, seed), source(layout, seed),
+          beside(layout, seed + 1000);
       source.move_to(disk, 0, in_file);
       beside.move_to(disk, 4 * kMib, in_file);
-      Steps steps(disk, 3, 2, std::max<std::size_t>(1, source.element_nbytes_in_file()), layout.moments == DType::kInt8 ? 2 : 1);
+      Steps steps(disk, 3, 2, std::max<std::size_t>(1, source.element_nbytes_in_file()),
+                  layout.moments == DType::kInt8 ? 2 : 1);
       wait(steps.updater.submit(once.update(hyper_of(1))));
-      for (int step = 1; step <= 2; ++step) wait(steps.updater.submit(twice.update(hyper_of(step))));
+      for (int step = 1; step <= 2; ++step)
+        wait(steps.updater.submit(twice.update(hyper_of(step))));
       const auto weights = [&](const Unit& unit) { return unit.contents(disk.engine.get())[0]; };
       UnitUpdate update = source.update(hyper_of(1), 1);
       update.shadow.weight = beside.shadow().weight;
       wait(steps.updater.submit(update));
-      CHECK(weights(beside) == weights(once) && weights(source) != weights(once), "rule ", int(layout.rule), " in file ", in_file);
+      CHECK(weights(beside) == weights(once) && weights(source) != weights(once), "rule ",
+            int(layout.rule), " in file ", in_file);
       std::swap(update.weight, update.shadow.weight);
       update.runs = {{0, kCount, hyper_of(2)}};
       wait(steps.updater.submit(update));
       auto found = source.contents(disk.engine.get());
       CHECK(found == twice.contents(nullptr), "rule ", int(layout.rule), " in file ", in_file);
-      CHECK(weights(beside) == weights(once), "the second step changed the weights it was made from");
+      CHECK(weights(beside) == weights(once),
+            "the second step changed the weights it was made from");
     }
 }
 
 TEST_OF_BACKENDS(update, a_shadow_and_what_shares_its_extents_run_one_after_the_other) {
-  // A shadow, a step in place of the state that it was made from, and another shadow over the first, without waiting.
+  // A shadow, a step in place of the state that it was made from, and another shadow over the
+  // first, without waiting.
   FaultPlan plan = fault_plan(140);
   plan.delay = 0.02, plan.reorder = 0.4;
   const Disk disk(kind, &plan, 16 * kBlockNbytes, 8, 8 * kMib);
@@ -332,17 +374,21 @@ TEST_OF_BACKENDS(update, a_shadow_and_what_shares_its_extents_run_one_after_the_
   Steps steps(disk, 12, 2, source.element_nbytes_in_file());
   UnitUpdate shadow = source.update(hyper_of(9), 1);
   shadow.shadow = target.shadow();
-  std::vector<TicketPtr> tickets{steps.updater.submit(shadow), steps.updater.submit(source.update(hyper_of(1), 2))};
+  std::vector<TicketPtr> tickets{steps.updater.submit(shadow),
+                                 steps.updater.submit(source.update(hyper_of(1), 2))};
   shadow.runs = {{0, kCount, hyper_of(2)}};
   tickets.push_back(steps.updater.submit(shadow));
   for (const TicketPtr& ticket : tickets) wait(ticket);
-  CHECK(target.contents(disk.engine.get())[0] == expected_of(kSplitAdam, 140)[0], "the second shadow is the second step");
+  CHECK(target.contents(disk.engine.get())[0] == expected_of(kSplitAdam, 140)[0],
+        "the second shadow is the second step");
 }
 
 TEST_OF_BACKENDS(update, a_shadow_that_cannot_hold_its_update_is_refused) {
-  // A place missing, of another size, in a file instead of memory, the very array; the twin is a whole one.
+  // A place missing, of another size, in a file instead of memory, the very array; the twin is a
+  // whole one.
   const Disk disk(kind);
-  Unit source(kSplitAdam, 142), target(kSplitAdam, 143), other(kSplitAdam, 144, kCount + kBlockNbytes);
+  Unit source(kSplitAdam, 142), target(kSplitAdam, 143),
+      other(kSplitAdam, 144, kCount + kBlockNbytes);
   Unit in_file(kSplitAdam, 145);
   in_file.move_to(disk);
   Steps steps(disk, 2, 1, 14);
@@ -382,8 +428,8 @@ TEST_OF_BACKENDS(update, a_gradient_that_lands_later_is_waited_for) {
 }
 
 TEST_OF_BACKENDS(update, after_an_error_every_later_update_fails_with_it) {
-  // A load or a save meets EIO at one of several pieces; a healthy unit in memory is not stepped any more. The twin,
-  // without the fault, goes on.
+  // A load or a save meets EIO at one of several pieces; a healthy unit in memory is not stepped
+  // any more. The twin, without the fault, goes on.
   for (std::int64_t first_piece : {-1, 0, 3, 5, 7}) {
     FaultPlan plan = fault_plan(117);
     plan.eio = first_piece < 0 ? 0 : 1;
@@ -420,18 +466,20 @@ TEST_OF_BACKENDS(update, updates_already_submitted_fail_with_the_first_error) {
   const auto gate = std::make_shared<Ticket>(1);
   std::vector<TicketPtr> tickets;
   for (int i = 1; i <= 5; ++i)
-    tickets.push_back(steps.updater.submit((i % 2 ? unit : other).update(hyper_of(i), i, i == 1 ? gate : nullptr)));
+    tickets.push_back(steps.updater.submit(
+        (i % 2 ? unit : other).update(hyper_of(i), i, i == 1 ? gate : nullptr)));
   gate->part_done();
   std::vector<std::string> said;
-  for (const TicketPtr& ticket : tickets) said.push_back(said_by<CorruptionError>([&] { wait(ticket); }));
+  for (const TicketPtr& ticket : tickets)
+    said.push_back(said_by<CorruptionError>([&] { wait(ticket); }));
   for (const std::string& each : said) CHECK(each == said[0], each);
   CHECK(said[0].find(disk.path) != std::string::npos, said[0]);
   CHECK(before == other.contents(nullptr));
 }
 
 TEST_OF_BACKENDS(update, an_updater_that_is_destroyed_finishes_what_it_was_given) {
-  // Drops the updater behind two steps, its slots right after it, and reads the homes. Many times: its last save is
-  // over a moment before the update is.
+  // Drops the updater behind two steps, its slots right after it, and reads the homes. Many times:
+  // its last save is over a moment before the update is.
   const auto expected = expected_of(kSplitAdam, 121);
   for (int round = 0; round < 30; ++round) {
     FaultPlan plan = fault_plan(121 + round);
@@ -442,7 +490,8 @@ TEST_OF_BACKENDS(update, an_updater_that_is_destroyed_finishes_what_it_was_given
     std::vector<TicketPtr> tickets;
     {
       Steps steps(disk, 3, 2, unit.element_nbytes_in_file());
-      for (int step = 1; step <= 2; ++step) tickets.push_back(steps.updater.submit(unit.update(hyper_of(step), step)));
+      for (int step = 1; step <= 2; ++step)
+        tickets.push_back(steps.updater.submit(unit.update(hyper_of(step), step)));
     }
     for (const TicketPtr& ticket : tickets) CHECK(ticket->done());
     CHECK(unit.contents(disk.engine.get()) == expected);
@@ -450,8 +499,9 @@ TEST_OF_BACKENDS(update, an_updater_that_is_destroyed_finishes_what_it_was_given
 }
 
 TEST(update, as_many_threads_step_as_are_worth_it) {
-  // Steps chunks whose seconds are given by a rule, until the size is settled and once round again: the fastest size, of
-  // two alike the smaller one, and no size tried below one that is slower. Chunks too small to tell are not counted.
+  // Steps chunks whose seconds are given by a rule, until the size is settled and once round again:
+  // the fastest size, of two alike the smaller one, and no size tried below one that is slower.
+  // Chunks too small to tell are not counted.
   struct Case {
     const char* machine;
     int most;
@@ -475,7 +525,8 @@ TEST(update, as_many_threads_step_as_are_worth_it) {
         size.note(TeamSize::kLeastElements, each.seconds(threads));
         size.note(TeamSize::kLeastElements - 1, 1e-9);
       }
-    CHECK(size.next(TeamSize::kLeastElements) == each.expected, each.machine, ": ", size.next(TeamSize::kLeastElements));
+    CHECK(size.next(TeamSize::kLeastElements) == each.expected, each.machine, ": ",
+          size.next(TeamSize::kLeastElements));
     CHECK(size.next(1) == each.expected);
     CHECK(least_tried == each.least_tried, each.machine, ": ", least_tried);
   }
@@ -508,7 +559,8 @@ TEST(update, unusable_updates_are_refused_and_change_nothing) {
   refused([](UnitUpdate& u) { u.layout.grad = DType::kFloat16; });
   Steps small(disk, 2, 1, 1), none(disk, 0, 1, 0);
   for (Updater* updater : {&small.updater, &none.updater}) {
-    const std::string said = said_by<UsageError>([&] { updater->submit(in_file.update(hyper_of(1))); });
+    const std::string said =
+        said_by<UsageError>([&] { updater->submit(in_file.update(hyper_of(1))); });
     CHECK(said.find("too small") != std::string::npos, said);
   }
   CHECK(before == unit.contents(nullptr) && before == in_file.contents(disk.engine.get()));

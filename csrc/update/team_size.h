@@ -1,8 +1,9 @@
-// TeamSize: how many of a pool's threads step a chunk, by what was measured. More threads than the memory feeds, or than
-// there are cores for, are slower than fewer: two that share one core, say.
+// TeamSize: how many of a pool's threads step a chunk, by what was measured. More threads than the
+// memory feeds, or than there are cores for, are slower than fewer: two that share one core, say.
 //
 //   candidate   a size that is tried: all threads, half of them, a quarter, ..., one
-//   trial       one chunk with each candidate, from all threads on, for as long as fewer are not slower
+//   trial       one chunk with each candidate, from all threads on, for as long as fewer are not
+//   slower
 #pragma once
 
 #include <algorithm>
@@ -14,9 +15,12 @@ namespace infinity {
 class TeamSize {
  public:
   static constexpr std::size_t kLeastElements = 1 << 18;  // of a chunk whose time tells anything
-  static constexpr int kTrials = 3;                       // of which the best time of each candidate counts
-  static constexpr int kChunksBetween = 1024;             // until they are tried again: a machine's other work comes and goes
-  static constexpr double kWorthIt = 1.03;                // times as fast, below which fewer threads do
+  // of which the best time of each candidate counts
+  static constexpr int kTrials = 3;
+  // until they are tried again: a machine's other work comes and goes
+  static constexpr int kChunksBetween = 1024;
+  // times as fast, below which fewer threads do
+  static constexpr double kWorthIt = 1.03;
 
   explicit TeamSize(int most) : chosen_(most) {
     for (int size = most; size >= 1; size /= 2) rates_.push_back({size, 0});

@@ -16,7 +16,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
 
 // The arrays of an update that have an element per parameter, in the order of Arrays. Loading,
 // stepping and saving walk this list.
@@ -26,20 +28,26 @@ enum class Role : std::size_t { kWeight, kMaster, kExpAvg, kExpAvgSq, kGrad };
 enum class Scale : std::size_t { kExpAvg, kExpAvgSq };
 
 struct Member {
-  std::shared_ptr<Extent> UnitUpdate::*extent;
-  std::shared_ptr<Extent> Shadow::*shadow;  // null: the array is read only
+  std::shared_ptr<Extent> UnitUpdate::* extent;
+  std::shared_ptr<Extent> Shadow::* shadow;  // null: the array is read only
 };
 
-constexpr std::array kRoles{Role::kWeight, Role::kMaster, Role::kExpAvg, Role::kExpAvgSq, Role::kGrad};
+constexpr std::array kRoles{Role::kWeight, Role::kMaster, Role::kExpAvg, Role::kExpAvgSq,
+                            Role::kGrad};
 constexpr std::array kScales{Scale::kExpAvg, Scale::kExpAvgSq};
 
 constexpr Member member_of(Role role) {
   switch (role) {
-    case Role::kWeight: return {&UnitUpdate::weight, &Shadow::weight};
-    case Role::kMaster: return {&UnitUpdate::master, &Shadow::master};
-    case Role::kExpAvg: return {&UnitUpdate::exp_avg, &Shadow::exp_avg};
-    case Role::kExpAvgSq: return {&UnitUpdate::exp_avg_sq, &Shadow::exp_avg_sq};
-    case Role::kGrad: break;
+    case Role::kWeight:
+      return {&UnitUpdate::weight, &Shadow::weight};
+    case Role::kMaster:
+      return {&UnitUpdate::master, &Shadow::master};
+    case Role::kExpAvg:
+      return {&UnitUpdate::exp_avg, &Shadow::exp_avg};
+    case Role::kExpAvgSq:
+      return {&UnitUpdate::exp_avg_sq, &Shadow::exp_avg_sq};
+    case Role::kGrad:
+      break;
   }
   return {&UnitUpdate::grad, nullptr};
 }
@@ -69,7 +77,8 @@ std::vector<const Extent*> extents_of(const UnitUpdate& update) {
   std::vector<const Extent*> found;
   for (const Role role : kRoles) {
     found.push_back(extent_of(update, role).get());
-    if (const Extent* target = target_of(update, role); target != found.back()) found.push_back(target);
+    if (const Extent* target = target_of(update, role); target != found.back())
+      found.push_back(target);
   }
   found.erase(std::remove(found.begin(), found.end(), nullptr), found.end());
   return found;
@@ -77,14 +86,19 @@ std::vector<const Extent*> extents_of(const UnitUpdate& update) {
 
 void check_shadow(const UnitUpdate& update) {
   const Shadow& shadow = update.shadow;
-  const bool weights_alone = !(shadow.master || shadow.exp_avg || shadow.exp_avg_sq || shadow.exp_avg_scale || shadow.exp_avg_sq_scale);
+  const bool weights_alone = !(shadow.master || shadow.exp_avg || shadow.exp_avg_sq ||
+                               shadow.exp_avg_scale || shadow.exp_avg_sq_scale);
   const auto check = [&](const Member& member) {
     const auto& from = update.*member.extent;
     const auto& to = update.shadow.*member.shadow;
     if (weights_alone && member.shadow != &Shadow::weight) return;
-    INFINITY_REQUIRE(bool(from) == bool(to), "a shadow has a place for every array of its update, or for the weights alone");
-    INFINITY_REQUIRE(!from || (from != to && from->is_file() == to->is_file() && from->nbytes() == to->nbytes()),
-                     "an array of ", from ? from->nbytes() : 0, " bytes has another kind or size in its shadow, or is the same");
+    INFINITY_REQUIRE(
+        bool(from) == bool(to),
+        "a shadow has a place for every array of its update, or for the weights alone");
+    INFINITY_REQUIRE(
+        !from || (from != to && from->is_file() == to->is_file() && from->nbytes() == to->nbytes()),
+        "an array of ", from ? from->nbytes() : 0,
+        " bytes has another kind or size in its shadow, or is the same");
   };
   for (const Role role : kRoles)
     if (role != Role::kGrad) check(member_of(role));
@@ -93,46 +107,60 @@ void check_shadow(const UnitUpdate& update) {
 
 std::size_t role_nbytes(const Layout& layout, Role role) {
   switch (role) {
-    case Role::kWeight: return element_nbytes(layout.weight);
-    case Role::kMaster: return layout.master == Master::kSplit ? 2 : 4;
-    case Role::kGrad: return element_nbytes(layout.grad);
+    case Role::kWeight:
+      return element_nbytes(layout.weight);
+    case Role::kMaster:
+      return layout.master == Master::kSplit ? 2 : 4;
+    case Role::kGrad:
+      return element_nbytes(layout.grad);
     case Role::kExpAvg:
-    case Role::kExpAvgSq: break;
+    case Role::kExpAvgSq:
+      break;
   }
   return element_nbytes(layout.moments);
 }
 
 // Cuts at this many elements are whole checksum blocks in arrays of every element size.
-std::size_t chunk_grain(const Layout& layout) { return kChecksumNbytes / (layout.moments == DType::kInt8 ? 1 : 2); }
+std::size_t chunk_grain(const Layout& layout) {
+  return kChecksumNbytes / (layout.moments == DType::kInt8 ? 1 : 2);
+}
 
 void check_update(const UnitUpdate& update, const Kernel& kernel) {
   const Layout& layout = update.layout;
-  INFINITY_REQUIRE(update.count > 0 && update.count % kBlockNbytes == 0, "an update of ", update.count,
-                   " elements: must be a positive multiple of ", kBlockNbytes);
+  INFINITY_REQUIRE(update.count > 0 && update.count % kBlockNbytes == 0, "an update of ",
+                   update.count, " elements: must be a positive multiple of ", kBlockNbytes);
   INFINITY_REQUIRE(update.weight && update.grad, "an update needs a weight and a gradient extent");
-  INFINITY_REQUIRE(bool(update.master) == (layout.master != Master::kOwn), "master extent and layout disagree");
+  INFINITY_REQUIRE(bool(update.master) == (layout.master != Master::kOwn),
+                   "master extent and layout disagree");
   for (const Role role : kRoles) {
     const auto& extent = extent_of(update, role);
-    INFINITY_REQUIRE(!extent || extent->nbytes() >= update.count * role_nbytes(layout, role), "an extent of ",
-                     extent ? extent->nbytes() : 0, " bytes for ", update.count, " elements of ",
-                     role_nbytes(layout, role), " bytes");
+    INFINITY_REQUIRE(!extent || extent->nbytes() >= update.count * role_nbytes(layout, role),
+                     "an extent of ", extent ? extent->nbytes() : 0, " bytes for ", update.count,
+                     " elements of ", role_nbytes(layout, role), " bytes");
   }
   const bool blocks = layout.moments == DType::kInt8;
   for (const auto& [moment, scale] : {std::pair{update.exp_avg, update.exp_avg_scale},
                                       std::pair{update.exp_avg_sq, update.exp_avg_sq_scale}})
-    INFINITY_REQUIRE(!blocks || !moment || (scale && !scale->is_file() && scale->nbytes() >= update.count / kMomentBlock),
-                     "8-bit moments need a scale in memory for each of ", update.count / kMomentBlock, " blocks");
+    INFINITY_REQUIRE(
+        !blocks || !moment ||
+            (scale && !scale->is_file() && scale->nbytes() >= update.count / kMomentBlock),
+        "8-bit moments need a scale in memory for each of ", update.count / kMomentBlock,
+        " blocks");
   if (update.is_shadow()) check_shadow(update);
   std::size_t last = 0;
   for (const Run& run : update.runs) {
-    INFINITY_REQUIRE(run.begin >= last && run.begin < run.end && run.end <= update.count, "run ", run.begin, " to ",
-                     run.end, " of ", update.count, " elements is empty, out of order or outside");
+    INFINITY_REQUIRE(run.begin >= last && run.begin < run.end && run.end <= update.count, "run ",
+                     run.begin, " to ", run.end, " of ", update.count,
+                     " elements is empty, out of order or outside");
     last = blocks ? round_up(run.end, kMomentBlock) : run.end;
     INFINITY_REQUIRE(!blocks || run.begin % kMomentBlock == 0, "run ", run.begin, " to ", run.end,
                      " starts inside a block of ", kMomentBlock, " 8-bit moments");
-    const Uses uses = kernel.uses(prepare(layout.rule, run.hyper));  // throws on what it cannot express
-    INFINITY_REQUIRE(!uses.exp_avg || update.exp_avg, "rule ", int(layout.rule), " needs an extent for exp_avg");
-    INFINITY_REQUIRE(!uses.exp_avg_sq || update.exp_avg_sq, "rule ", int(layout.rule), " needs an extent for exp_avg_sq");
+    // throws on what it cannot express
+    const Uses uses = kernel.uses(prepare(layout.rule, run.hyper));
+    INFINITY_REQUIRE(!uses.exp_avg || update.exp_avg, "rule ", int(layout.rule),
+                     " needs an extent for exp_avg");
+    INFINITY_REQUIRE(!uses.exp_avg_sq || update.exp_avg_sq, "rule ", int(layout.rule),
+                     " needs an extent for exp_avg_sq");
   }
 }
 
@@ -150,12 +178,14 @@ Updater::Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, i
       pool_(thread_count) {
   if (measured) team_size_.emplace(pool_.thread_count());
   INFINITY_REQUIRE(engine_, "an updater needs an I/O engine");
-  INFINITY_REQUIRE(slot_count == 0 || is_aligned(slots.data, kBlockNbytes), "the slots are not aligned to ",
-                   kBlockNbytes, " bytes");
+  INFINITY_REQUIRE(slot_count == 0 || is_aligned(slots.data, kBlockNbytes),
+                   "the slots are not aligned to ", kBlockNbytes, " bytes");
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
-    throw StorageError(error.code().value(), "", "the system refuses a thread for the optimizer (a limit on processes: `ulimit -u`, or the container's pids)");
+    throw StorageError(error.code().value(), "",
+                       "the system refuses a thread for the optimizer (a limit on processes: "
+                       "`ulimit -u`, or the container's pids)");
   }
 }
 
@@ -188,7 +218,8 @@ std::shared_ptr<Updater::Job> Updater::make_job(const UnitUpdate& update) const 
   job->kernel = find_kernel(update.layout);
   check_update(update, job->kernel);
   job->chunk = chunk_elements(update, slot_nbytes_);
-  INFINITY_REQUIRE(job->chunk > 0, "a slot of ", slot_nbytes_, " bytes is too small for ", chunk_grain(update.layout), " elements");
+  INFINITY_REQUIRE(job->chunk > 0, "a slot of ", slot_nbytes_, " bytes is too small for ",
+                   chunk_grain(update.layout), " elements");
   job->ticket = std::make_shared<Ticket>((update.count + job->chunk - 1) / job->chunk);
   job->update = update;
   std::vector<TicketPtr> before;  // transfers to the arrays that are under way
@@ -197,7 +228,8 @@ std::shared_ptr<Updater::Job> Updater::make_job(const UnitUpdate& update) const 
     if (const auto& extent = extent_of(update, role); extent && extent->is_file())
       if (TicketPtr writes = extent->writes_under_way()) before.push_back(std::move(writes));
   job->update.after = joined(before);
-  job->ticket->on_done([signal = signal_](std::exception_ptr) { signal->raise(); });  // another update may wait for it
+  // another update may wait for it
+  job->ticket->on_done([signal = signal_](std::exception_ptr) { signal->raise(); });
   return job;
 }
 
@@ -209,7 +241,8 @@ TicketPtr Updater::submit(UnitUpdate update) {
 }
 
 void Updater::submit_all(const std::vector<std::shared_ptr<UnitUpdate>>& updates) {
-  INFINITY_REQUIRE(is_ours(), "an updater of process ", process_, " was used in its forked child ", getpid());
+  INFINITY_REQUIRE(is_ours(), "an updater of process ", process_, " was used in its forked child ",
+                   getpid());
   std::deque<std::shared_ptr<Job>> jobs;
   std::vector<UnitUpdate*> waiting;
   for (const auto& update : updates) {
@@ -289,7 +322,8 @@ void Updater::serve(std::deque<Chunk>& loading) {
     const auto start = Clock::now();
     {
       Lock lock(signal_->mutex);
-      signal_->changed.wait(lock, [&]() INFINITY_REQUIRES(signal_->mutex) { return signal_->count != seen; });
+      signal_->changed.wait(
+          lock, [&]() INFINITY_REQUIRES(signal_->mutex) { return signal_->count != seen; });
     }
     if (waiting) {
       Lock lock(mutex_);
@@ -312,7 +346,8 @@ void Updater::end_all(const std::exception_ptr& error, std::deque<Chunk>& loadin
 std::optional<Updater::Place> Updater::free_place() const {
   if (slot_saves_.empty()) return Place{};
   for (std::size_t slot = 0; slot < slot_saves_.size(); ++slot)
-    if (!slot_taken_[slot] && (!slot_saves_[slot] || slot_saves_[slot]->done())) return Place{static_cast<int>(slot)};
+    if (!slot_taken_[slot] && (!slot_saves_[slot] || slot_saves_[slot]->done()))
+      return Place{static_cast<int>(slot)};
   return std::nullopt;
 }
 
@@ -370,13 +405,15 @@ bool Updater::start_next(std::deque<Chunk>& loading, const Place& place) {
 
 // True if an unfinished update uses one of the job's extents. Forgets the finished ones.
 bool Updater::conflicts(const Job& job) {
-  unfinished_.erase(std::remove_if(unfinished_.begin(), unfinished_.end(),
-                                   [](const std::shared_ptr<Job>& other) { return other->ticket->done(); }),
-                    unfinished_.end());
+  unfinished_.erase(
+      std::remove_if(unfinished_.begin(), unfinished_.end(),
+                     [](const std::shared_ptr<Job>& other) { return other->ticket->done(); }),
+      unfinished_.end());
   const auto ours = extents_of(job.update);
   for (const auto& other : unfinished_) {
     const auto theirs = extents_of(other->update);
-    if (std::find_first_of(ours.begin(), ours.end(), theirs.begin(), theirs.end()) != ours.end()) return true;
+    if (std::find_first_of(ours.begin(), ours.end(), theirs.begin(), theirs.end()) != ours.end())
+      return true;
   }
   return false;
 }
@@ -385,7 +422,9 @@ bool Updater::conflicts(const Job& job) {
 void Updater::load(Chunk& chunk, const Place& place) {
   const Job& job = *chunk.job;
   std::array<void*, kRoles.size()> addresses{};
-  const auto address = [&](Role role) -> void*& { return addresses[static_cast<std::size_t>(role)]; };
+  const auto address = [&](Role role) -> void*& {
+    return addresses[static_cast<std::size_t>(role)];
+  };
   std::size_t used = 0;
   std::vector<Request> requests;
   for (const Role role : kRoles) {
@@ -395,15 +434,18 @@ void Updater::load(Chunk& chunk, const Place& place) {
     Extent* const target = target_of(job.update, role);
     if (!extent->is_file()) {
       address(role) = target != nullptr ? target->memory() : extent->memory();
-      if (address(role) != extent->memory()) chunk.copies.push_back({extent->memory(), target->memory(), size});
+      if (address(role) != extent->memory())
+        chunk.copies.push_back({extent->memory(), target->memory(), size});
       continue;
     }
     INFINITY_CHECK(place.slot, "an array on disk, and no slot to load it into");
-    const Span span{slots_.data + *place.slot * slot_nbytes_ + used, (chunk.end - chunk.begin) * size};
+    const Span span{slots_.data + *place.slot * slot_nbytes_ + used,
+                    (chunk.end - chunk.begin) * size};
     INFINITY_CHECK(used + span.nbytes <= slot_nbytes_, "a chunk outgrew its slot");
     used += span.nbytes;
     chunk.parts.push_back({extent.get(), target, chunk.begin * size, span});
-    for (Request& each : extent->requests(Op::kRead, chunk.begin * size, span, owner_)) requests.push_back(std::move(each));
+    for (Request& each : extent->requests(Op::kRead, chunk.begin * size, span, owner_))
+      requests.push_back(std::move(each));
     address(role) = span.data - chunk.begin * size;
   }
   std::array<std::uint8_t*, kScales.size()> scales{};
@@ -414,18 +456,25 @@ void Updater::load(Chunk& chunk, const Place& place) {
     scales[static_cast<std::size_t>(scale)] = reinterpret_cast<std::uint8_t*>(target->memory());
     if (target != extent.get()) chunk.copies.push_back({extent->memory(), target->memory(), 0});
   }
-  chunk.arrays = {address(Role::kWeight), address(Role::kMaster), address(Role::kExpAvg), address(Role::kExpAvgSq),
-                  address(Role::kGrad),   scales[0],              scales[1]};
+  chunk.arrays = {address(Role::kWeight),
+                  address(Role::kMaster),
+                  address(Role::kExpAvg),
+                  address(Role::kExpAvgSq),
+                  address(Role::kGrad),
+                  scales[0],
+                  scales[1]};
   if (requests.empty()) {
     chunk.loads = job.update.after;
-    if (chunk.loads) chunk.loads->on_done([signal = signal_](std::exception_ptr) { signal->raise(); });
+    if (chunk.loads)
+      chunk.loads->on_done([signal = signal_](std::exception_ptr) { signal->raise(); });
     return;
   }
   const auto start = Clock::now();
   chunk.loads = engine_->submit(requests, job.update.after);
   chunk.slot = place.slot;
   slot_taken_[*chunk.slot] = true;
-  chunk.loads->on_done([recorder = recorder_, signal = signal_, label = job.update.label, slot = chunk.slot, start](std::exception_ptr) {
+  chunk.loads->on_done([recorder = recorder_, signal = signal_, label = job.update.label,
+                        slot = chunk.slot, start](std::exception_ptr) {
     recorder->add("load", label, slot, start);
     signal->raise();
   });
@@ -448,11 +497,13 @@ void Updater::finish(Chunk& chunk) {
     std::vector<Request> requests;
     for (const Part& part : chunk.parts)
       if (part.target != nullptr)
-        for (Request& each : part.target->requests(Op::kWrite, part.at, part.span, owner_)) requests.push_back(std::move(each));
+        for (Request& each : part.target->requests(Op::kWrite, part.at, part.span, owner_))
+          requests.push_back(std::move(each));
     if (!requests.empty()) {
       const auto saving = Clock::now();
       saves = engine_->submit(requests);
-      saves->on_done([recorder = recorder_, signal = signal_, label, slot = chunk.slot, saving](std::exception_ptr) {
+      saves->on_done([recorder = recorder_, signal = signal_, label, slot = chunk.slot,
+                      saving](std::exception_ptr) {
         recorder->add("save", label, slot, saving);
         signal->raise();  // the slot is free
       });
@@ -484,20 +535,25 @@ void Updater::step(Chunk& chunk) {
   Failure failure;
   const int threads = team_size_ ? team_size_->next(chunk.end - chunk.begin) : 0;
   const auto start = Clock::now();
-  pool_.for_range(chunk.begin, chunk.end, grain, [&](std::size_t begin, std::size_t end) {
-    try {
-      for (std::size_t at = begin; at < end; at += grain) step_tile(chunk, constants, at, std::min(at + grain, end));
-    } catch (...) {
-      failure.set(std::current_exception());
-    }
-  }, threads);
+  pool_.for_range(
+      chunk.begin, chunk.end, grain,
+      [&](std::size_t begin, std::size_t end) {
+        try {
+          for (std::size_t at = begin; at < end; at += grain)
+            step_tile(chunk, constants, at, std::min(at + grain, end));
+        } catch (...) {
+          failure.set(std::current_exception());
+        }
+      },
+      threads);
   if (const auto error = failure.get()) std::rethrow_exception(error);
   if (team_size_) team_size_->note(chunk.end - chunk.begin, seconds_since(start));
   for (const Role role : kRoles)
     if (Extent* const target = target_of(update, role)) target->set_version(update.version);
 }
 
-void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, std::size_t begin, std::size_t end) {
+void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, std::size_t begin,
+                        std::size_t end) {
   const std::size_t count = chunk.end - chunk.begin;
   const auto part_of = [&](const Part& part) {
     const std::size_t size = part.span.nbytes / count;  // bytes of an element
@@ -510,7 +566,8 @@ void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, s
   }
   for (const Copy& copy : chunk.copies) {
     const auto bytes_before = [&](std::size_t element) {
-      return copy.per_element ? element * copy.per_element : (element + kMomentBlock - 1) / kMomentBlock;
+      return copy.per_element ? element * copy.per_element
+                              : (element + kMomentBlock - 1) / kMomentBlock;
     };
     const std::size_t first = bytes_before(begin);
     std::memcpy(copy.to + first, copy.from + first, bytes_before(end) - first);

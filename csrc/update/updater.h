@@ -56,12 +56,12 @@ struct UnitUpdate {
   std::size_t count = 0;  // elements, a multiple of 4096
   std::shared_ptr<Extent> weight, master, exp_avg, exp_avg_sq, grad;
   std::shared_ptr<Extent> exp_avg_scale, exp_avg_sq_scale;  // of 8-bit moments; in memory always
-  std::vector<Run> runs;      // ascending and disjoint; other elements are not touched
+  std::vector<Run> runs;  // ascending and disjoint; other elements are not touched
   std::uint64_t version = 0;  // written into the extents
-  TicketPtr after;            // the transfer of the gradient, or null
-  int label = 0;              // names its owner in a timeline
-  Shadow shadow;              // empty: in place
-  TicketPtr ticket;           // set by `submit_all`
+  TicketPtr after;  // the transfer of the gradient, or null
+  int label = 0;  // names its owner in a timeline
+  Shadow shadow;  // empty: in place
+  TicketPtr ticket;  // set by `submit_all`
   bool is_shadow() const { return shadow.weight != nullptr; }
 };
 
@@ -74,7 +74,7 @@ struct UpdaterTotals {
 // One piece of the pipeline's work, for a timeline: seconds of the steady clock.
 struct UpdaterEvent {
   const char* kind;  // load, step or save
-  int label;         // of the update
+  int label;  // of the update
   std::optional<int> slot;  // none: its arrays are in memory
   double start, end;
 };
@@ -100,7 +100,8 @@ class Updater {
   // refused, none is submitted.
   void submit_all(const std::vector<std::shared_ptr<UnitUpdate>>& updates);
 
-  bool is_ours() const { return getpid() == process_; }  // false in a forked child, which has no threads
+  // false in a forked child, which has no threads
+  bool is_ours() const { return getpid() == process_; }
 
   UpdaterTotals totals() const;
 
@@ -118,7 +119,7 @@ class Updater {
     TicketPtr ticket;
     Kernel kernel;
     std::size_t chunk = 0;  // elements
-    std::size_t next = 0;   // first element of the next chunk
+    std::size_t next = 0;  // first element of the next chunk
   };
   // The first error. Shared with the completions of saves, which may run after the updater is gone.
   struct Failure {
@@ -142,7 +143,9 @@ class Updater {
     // No slot: the arrays are in memory.
     void add(const char* kind, int label, std::optional<int> slot, Clock::time_point start) {
       const auto end = Clock::now();
-      const auto seconds = [](Clock::time_point at) { return std::chrono::duration<double>(at.time_since_epoch()).count(); };
+      const auto seconds = [](Clock::time_point at) {
+        return std::chrono::duration<double>(at.time_since_epoch()).count();
+      };
       Lock lock(mutex);
       if (on) events.push_back({kind, label, slot, seconds(start), seconds(end)});
     }
@@ -199,7 +202,8 @@ class Updater {
   void release(Chunk& chunk, TicketPtr saves = nullptr);
   void finish(Chunk& chunk);
   void step(Chunk& chunk);
-  void step_tile(Chunk& chunk, const std::vector<Constants>& constants, std::size_t begin, std::size_t end);
+  void step_tile(Chunk& chunk, const std::vector<Constants>& constants, std::size_t begin,
+                 std::size_t end);
   std::optional<Place> free_place() const;
 
   const std::shared_ptr<IoEngine> engine_;

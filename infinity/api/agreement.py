@@ -36,36 +36,58 @@ logger = logging.getLogger(__name__)
 
 def describe_config(config: Config) -> dict[str, str]:
     """Describes the configuration fields that must be the same on every rank."""
-    found = {f"Config({field.name})": repr(getattr(config, field.name)) for field in dataclasses.fields(config)
-             if field.name not in ("nvme_paths", "trace", "device")}  # fmt: skip
-    return found | {"Config(nvme_paths)": "found where needed" if config.nvme_paths == AUTO else "given"}
+    found = {
+        f"Config({field.name})": repr(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        if field.name not in ("nvme_paths", "trace", "device")
+    }
+    return found | {
+        "Config(nvme_paths)": "found where needed" if config.nvme_paths == AUTO else "given"
+    }
 
 
-def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> dict[str, str]:
+def describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+) -> dict[str, str]:
     """Describes the inputs of wrap_model that must be the same on every rank. Raises ConfigError
     for a trained parameter that the optimizer lacks."""
     inputs = describe_config(config)
     inputs["the model"] = type(model).__name__
     names_of = {param: name for name, param in model.named_parameters()}
-    given = {param for group in (optimizer.param_groups if optimizer is not None else []) for param in group["params"]}
+    given = {
+        param
+        for group in (optimizer.param_groups if optimizer is not None else [])
+        for param in group["params"]
+    }
     for name, param in model.named_parameters(remove_duplicate=False):
         inputs[f"parameter {name}"] = (
-            f"{tuple(param.shape)}{describe_placements(param)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
+            f"{tuple(param.shape)}{describe_placements(param)} {param.dtype}"
+            f" {'trained' if param.requires_grad else 'frozen'}"
         )
         if raw_grad(param) is not None:
             inputs[f"the gradient of {name}"] = "present"
         if state := optimizer.state.get(param) if optimizer is not None else None:
             inputs[f"the optimizer's state of {name}"] = ", ".join(sorted(state))
-        if optimizer is not None and param.requires_grad and param not in given and is_managed(param):
+        if (
+            optimizer is not None
+            and param.requires_grad
+            and param not in given
+            and is_managed(param)
+        ):
             raise ConfigError(
-                f"parameter {name} requires a gradient but is not in the optimizer: with several ranks nobody would average it. "
-                "Give it to the optimizer, or set requires_grad=False."
+                f"parameter {name} requires a gradient but is not in the optimizer: with several"
+                " ranks nobody would average it. Give it to the optimizer, or set"
+                " requires_grad=False."
             )
     inputs["the optimizer"] = type(optimizer).__name__
     for i, group in enumerate(optimizer.param_groups if optimizer is not None else []):
         names = [names_of.get(param, "another") for param in group["params"]]
-        inputs[f"the optimizer's group {i}"] = f"{len(names)} parameters, {', '.join(names[:3])}, ..."
-        inputs[f"all names of the optimizer's group {i}"] = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
+        inputs[f"the optimizer's group {i}"] = (
+            f"{len(names)} parameters, {', '.join(names[:3])}, ..."
+        )
+        inputs[f"all names of the optimizer's group {i}"] = hashlib.blake2b(
+            "\n".join(names).encode(), digest_size=8
+        ).hexdigest()
     return inputs
 
 
@@ -73,7 +95,11 @@ def check_stages(model: nn.Module, description: dict[str, str], collectives: Col
     """Raises ConfigError if stages of a pipeline have different configurations. Every rank calls
     this."""
     if collectives.ranks.stages is not None:
-        settings = {key: value for key, value in description.items() if key.startswith("Config(") or key == "the optimizer"}
+        settings = {
+            key: value
+            for key, value in description.items()
+            if key.startswith("Config(") or key == "the optimizer"
+        }
         collectives.compare(settings, "wrap_model", over_stages=True)
 
 
@@ -83,7 +109,11 @@ def prefix_of_stage(model: nn.Module, collectives: Collectives) -> str:
     stages = collectives.ranks.stages
     if stages is None:
         return ""
-    names = {name for name, param in model.named_parameters(remove_duplicate=False) if not is_shared(param)}
+    names = {
+        name
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if not is_shared(param)
+    }
     everyones = collectives.collect(names, "names of the stages' parameters", [stages])
     return f"stage{stages.rank}." if len(set().union(*everyones)) < sum(map(len, everyones)) else ""
 
@@ -106,16 +136,30 @@ def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
         return
     with collectives.together("comparing the values"):
         apart = {param for module in model.modules() for param in divided_parameters(module)}
-        common = {name: local_of(param) for name, param in model.named_parameters() if is_managed(param) and param not in apart}
+        common = {
+            name: local_of(param)
+            for name, param in model.named_parameters()
+            if is_managed(param) and param not in apart
+        }
         mine = _samples(common)
     everyones = collectives.collect(mine, "samples of the values", collectives.ranks.data_channels)
-    others = sorted({name for theirs in everyones for name, digest in theirs.items() if digest != everyones[0].get(name)})
+    others = sorted(
+        {
+            name
+            for theirs in everyones
+            for name, digest in theirs.items()
+            if digest != everyones[0].get(name)
+        }
+    )
     if others and collectives.ranks.is_first:
         logger.warning(
-            "wrap_model was given other values on other ranks, in %d of %d parameters (%s, ...): the first rank's count on all of them. If the ranks "
-            "have different parts of a model, stages of a pipeline say, they are no replicas: give wrap_model a mesh that says so.",
-            len(others), len(mine), others[0],
-        )  # fmt: skip
+            "wrap_model was given other values on other ranks, in %d of %d parameters (%s, ...):"
+            " the first rank's count on all of them. If the ranks have different parts of a model,"
+            " stages of a pipeline say, they are no replicas: give wrap_model a mesh that says so.",
+            len(others),
+            len(mine),
+            others[0],
+        )
 
 
 def _samples(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
@@ -123,23 +167,41 @@ def _samples(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     found = {}
     for name, tensor in tensors.items():
         if not tensor.is_meta and tensor.numel():
-            sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLED)].cpu().contiguous()
-            found[name] = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+            sample = (
+                tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLED)].cpu().contiguous()
+            )
+            found[name] = hashlib.blake2b(
+                sample.view(torch.uint8).numpy().tobytes(), digest_size=8
+            ).digest()
     return found
 
 
 def tell_of_untied(model: nn.Module, collectives: Collectives) -> None:
     """Warns if two distributed parameters look like a pair that was tied before it was sharded:
     torch's parallelize_module makes two of it."""
-    cut = {name: local_of(param) for name, param in model.named_parameters() if is_distributed(param) and is_managed(param)}
+    cut = {
+        name: local_of(param)
+        for name, param in model.named_parameters()
+        if is_distributed(param) and is_managed(param)
+    }
     alike: dict[tuple, str] = {}
-    for name, digest in _samples({name: local for name, local in cut.items() if local.dim() > 1}).items():
+    for name, digest in _samples(
+        {name: local for name, local in cut.items() if local.dim() > 1}
+    ).items():
         other = alike.setdefault((tuple(cut[name].shape), digest), name)
-        if other != name and not bool((cut[name] == cut[name].reshape(-1)[0]).all()) and collectives.ranks.is_first:
+        if (
+            other != name
+            and not bool((cut[name] == cut[name].reshape(-1)[0]).all())
+            and collectives.ranks.is_first
+        ):
             logger.warning(
-                "parameters %s and %s have the same values, but are not one: they will train apart. If they were tied before they were cut, tie them "
-                "again (module.weight = other.weight), or cut the model with infinity.parallel.tensor_parallel, which does.", other, name,
-            )  # fmt: skip
+                "parameters %s and %s have the same values, but are not one: they will train apart."
+                " If they were tied before they were cut, tie them again (module.weight ="
+                " other.weight), or cut the model with infinity.parallel.tensor_parallel, which"
+                " does.",
+                other,
+                name,
+            )
 
 
 def compare_common_values(model: nn.Module, collectives: Collectives) -> None:
@@ -149,17 +211,33 @@ def compare_common_values(model: nn.Module, collectives: Collectives) -> None:
     if channel is None:
         return
     with collectives.together("comparing what the tp ranks have in common"):
-        mine = _samples({name: local_of(p) for name, p in model.named_parameters() if is_managed(p) and is_common(p)})
-    everyones = collectives.collect(mine, "samples of what the tp ranks have in common", collectives.ranks.unit_channels)
+        mine = _samples(
+            {
+                name: local_of(p)
+                for name, p in model.named_parameters()
+                if is_managed(p) and is_common(p)
+            }
+        )
+    everyones = collectives.collect(
+        mine, "samples of what the tp ranks have in common", collectives.ranks.unit_channels
+    )
     each = collectives.ranks.data_size
     firsts = everyones[collectives.ranks.data_rank :: each]
-    others = sorted({name for theirs in firsts for name, digest in theirs.items() if digest != firsts[0].get(name)})
+    others = sorted(
+        {
+            name
+            for theirs in firsts
+            for name, digest in theirs.items()
+            if digest != firsts[0].get(name)
+        }
+    )
     with collectives.together("having compared what the tp ranks have in common"):
         if others:
             raise ConfigError(
-                f"{len(others)} of {len(mine)} parameters that are whole on every rank of the tp axis ({others[0]}, ...) have other values on other "
-                "ranks of it. Cut them (infinity.parallel.tensor_parallel, or torch's parallelize_module), or give every rank the same values: "
-                "the same seed, or the same file."
+                f"{len(others)} of {len(mine)} parameters that are whole on every rank of the tp"
+                f" axis ({others[0]}, ...) have other values on other ranks of it. Cut them"
+                " (infinity.parallel.tensor_parallel, or torch's parallelize_module), or give"
+                " every rank the same values: the same seed, or the same file."
             )
 
 
@@ -171,7 +249,12 @@ def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:
             and tensor.layout is torch.strided
             and not (isinstance(tensor, nn.Parameter) and is_managed(tensor))
         ):
-            overwrite(tensor, collectives.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), name))
+            overwrite(
+                tensor,
+                collectives.broadcast(
+                    tensor.detach().clone(memory_format=torch.contiguous_format), name
+                ),
+            )
 
 
 PARTS = 10**6  # parts of a machine: the denominator of a share
@@ -187,7 +270,9 @@ def share_of_machine(model: nn.Module, collectives: Collectives, local_size: int
     me = dist.get_rank() // local_size  # torchrun numbers ranks machine by machine
     everyones = collectives.collect((me, own), "the bytes of the stages")
     here = sum(nbytes for machine, nbytes in everyones if machine == me)
-    return Fraction(collectives.least([own * PARTS // max(1, here)], "parts of a machine")[0], PARTS)
+    return Fraction(
+        collectives.least([own * PARTS // max(1, here)], "parts of a machine")[0], PARTS
+    )
 
 
 def share_processors(collectives: Collectives) -> None:
@@ -198,26 +283,38 @@ def share_processors(collectives: Collectives) -> None:
         return
     mine = collectives.ranks.world_rank, socket.gethostname(), sorted(processors.allowed())
     everyones = collectives.collect(mine, "where the ranks may run")
-    processors.share_with([set(theirs) for rank, host, theirs in everyones if host == mine[1] and rank != mine[0]])
+    processors.share_with(
+        [set(theirs) for rank, host, theirs in everyones if host == mine[1] and rank != mine[0]]
+    )
 
 
 def own_budgets(config: Config, ranks: DataRanks) -> Config:
     """Returns the configuration with this rank's part of the machine's budgets."""
     shared = {name: getattr(config, name) for name in ("host_memory", "nvme_capacity")}
-    own: dict[str, Any] = {name: int(n * ranks.machine_share) for name, n in shared.items() if n is not None}
+    own: dict[str, Any] = {
+        name: int(n * ranks.machine_share) for name, n in shared.items() if n is not None
+    }
     return dataclasses.replace(config, **own)
 
 
-def free_everywhere(config: Config, collectives: Collectives, device: Device) -> dict[Tier, int] | None:
+def free_everywhere(
+    config: Config, collectives: Collectives, device: Device
+) -> dict[Tier, int] | None:
     """Measures the minimum over the ranks of the free bytes of each tier, because plans must not
     differ between ranks. Returns None if there is one rank. Every rank calls this."""
     if collectives.ranks.alone:
         return None
     check_folders(config)
     own = collectives.ranks.machine_share
-    shares = {tier: Fraction(1) if tier is Tier.DEVICE and not device.is_host else own for tier in Tier}
+    shares = {
+        tier: Fraction(1) if tier is Tier.DEVICE and not device.is_host else own for tier in Tier
+    }
     mine = [
-        int(measured_free(tier, config, device) * shares[tier]) if tier is not Tier.NVME or config.nvme_paths else 0
+        (
+            int(measured_free(tier, config, device) * shares[tier])
+            if tier is not Tier.NVME or config.nvme_paths
+            else 0
+        )
         for tier in Tier
     ]
     return dict(zip(Tier, collectives.least(mine, "free memory")))

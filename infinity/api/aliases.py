@@ -33,7 +33,11 @@ MARK = "infinity"  # in the metadata of a graph's node
 def tell_of_aliases(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Warns, once, if an object outside the model and its optimizer shares the memory of managed
     parameters."""
-    names = {param: its[0] for param, its in parameter_names(model).items() if is_managed(param) and _has_bytes(local_of(param))}
+    names = {
+        param: its[0]
+        for param, its in parameter_names(model).items()
+        if is_managed(param) and _has_bytes(local_of(param))
+    }
     own = _own_tensors(model, optimizer)
     counts = Counter(map(storage_guard.identity, own.values()))
     held: dict[int, list[nn.Parameter]] = {}
@@ -44,26 +48,45 @@ def tell_of_aliases(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     if not held:
         return
     others = _others(held, own)
-    of_dicts = _in_state_dicts([tensor for tensors in others.values() for tensor in tensors], set(names.values()))
+    of_dicts = _in_state_dicts(
+        [tensor for tensors in others.values() for tensor in tensors], set(names.values())
+    )
     found = []
     for key, params in held.items():
-        hidden = storage_guard.references(local_of(params[0])) - counts[key] - len(_with_bases(others[key]))
-        passed = _with_bases([tensor for tensor in others[key] if id(tensor) in of_dicts or _is_of_graph(tensor, params)])
+        hidden = (
+            storage_guard.references(local_of(params[0]))
+            - counts[key]
+            - len(_with_bases(others[key]))
+        )
+        passed = _with_bases(
+            [
+                tensor
+                for tensor in others[key]
+                if id(tensor) in of_dicts or _is_of_graph(tensor, params)
+            ]
+        )
         if others[key] and passed.keys() >= {id(tensor) for tensor in others[key]}:
             continue
         if others[key] or (hidden > 0 and not any(map(_may_be_saved, params))):
             found += [names[param] for param in params]
     if found:
         logger.warning(
-            "%d of this model's parameters (%s%s) share memory with a tensor or array outside of the model, which keeps the values "
-            "of before from here on: steps do not show there, and writes to it do not reach the weights. Read and write these "
-            "through model.state_dict(), or in `with infinity.full_params(model, names, writeback=True)`.",
-            len(found), ", ".join(found[:TOLD]), ", ..." if len(found) > TOLD else "",
-        )  # fmt: skip
+            "%d of this model's parameters (%s%s) share memory with a tensor or array outside of"
+            " the model, which keeps the values of before from here on: steps do not show there,"
+            " and writes to it do not reach the weights. Read and write these through"
+            " model.state_dict(), or in `with infinity.full_params(model, names, writeback=True)`.",
+            len(found),
+            ", ".join(found[:TOLD]),
+            ", ..." if len(found) > TOLD else "",
+        )
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if type(tensor) not in (
+        torch.Tensor,
+        nn.Parameter,
+        nn.Buffer,
+    ) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
 
@@ -77,9 +100,15 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _own_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, torch.Tensor]:
+def _own_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[int, torch.Tensor]:
     """Returns the tensors of the model and its optimizer, and their view bases, by id."""
-    given: list[torch.Tensor | None] = [*model.parameters(), *model.buffers(), *map(raw_grad, model.parameters())]
+    given: list[torch.Tensor | None] = [
+        *model.parameters(),
+        *model.buffers(),
+        *map(raw_grad, model.parameters()),
+    ]
     for state in optimizer.state.values() if optimizer is not None else ():
         given += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return _with_bases([local_of(each) for each in given if each is not None])
@@ -91,7 +120,9 @@ def _with_bases(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     return {id(tensor): tensor for tensor in (*there, *bases)}
 
 
-def _others(held: Mapping[int, list[nn.Parameter]], own: Mapping[int, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+def _others(
+    held: Mapping[int, list[nn.Parameter]], own: Mapping[int, torch.Tensor]
+) -> dict[int, list[torch.Tensor]]:
     """Finds other Python tensors than ``own`` in the storages ``held``: in the same storage, or in
     another one over its memory."""
     by_address = {_address(local_of(params[0])): key for key, params in held.items()}

@@ -41,7 +41,9 @@ def swa(model: nn.Module) -> Average:
     """
     average = swa_utils.get_swa_avg_fn()
 
-    def blend(averages: list[torch.Tensor], values: list[torch.Tensor], count: torch.Tensor) -> None:
+    def blend(
+        averages: list[torch.Tensor], values: list[torch.Tensor], count: torch.Tensor
+    ) -> None:
         for mean, value in zip(averages, values):
             mean.copy_(average(mean, value, count))
 
@@ -56,7 +58,9 @@ class Average:
     def __init__(self, model: nn.Module, blend: Blend):
         engine = engine_of(model)
         if not engine.trained:
-            raise UsageError("this model was wrapped without an optimizer: its weights do not change")
+            raise UsageError(
+                "this model was wrapped without an optimizer: its weights do not change"
+            )
         if engine.average is not None:
             raise UsageError("this model has an average already: call its remove() first")
         with engine.uses.begin():
@@ -95,7 +99,9 @@ class Average:
             self._exchange()
             yield
         finally:
-            self._average.is_wanted = False  # first: if the swap is interrupted, the next use makes it
+            self._average.is_wanted = (
+                False  # first: if the swap is interrupted, the next use makes it
+            )
             self._bring_back()
 
     def _check(self, operation: Operation, *, updated: bool = True) -> None:
@@ -137,12 +143,20 @@ class Average:
         self._check(Operation.AVERAGE_STATE_DICT)
         state = self._model.state_dict()
         with self._average.job.uses.begin():
-            return state | {name: self._whole(handle) for name, handle in self._handles().items() if name in state}
+            return state | {
+                name: self._whole(handle)
+                for name, handle in self._handles().items()
+                if name in state
+            }
 
     def _handles(self) -> dict[str, ParamHandle]:
         named = whole_of(self._model).named_parameters(remove_duplicate=False)
         found = {name: handle_of(param) for name, param in named}
-        return {name: handle for name, handle in found.items() if handle is not None and self._average.has(handle)}
+        return {
+            name: handle
+            for name, handle in found.items()
+            if handle is not None and self._average.has(handle)
+        }
 
     def _whole(self, handle: ParamHandle) -> torch.Tensor:
         place = handle.shard.layout.placements[handle.index]
@@ -158,9 +172,13 @@ class Average:
         for name, handle in handles.items():
             if name not in state_dict or state_dict[name].shape != handle.param.shape:
                 there = tuple(state_dict[name].shape) if name in state_dict else "missing"
-                raise UsageError(f"the average of {name} is {there} in the state dict, and has shape {tuple(handle.param.shape)}")
+                raise UsageError(
+                    f"the average of {name} is {there} in the state dict, and has shape"
+                    f" {tuple(handle.param.shape)}"
+                )
         parts = {
-            handle: part_of(handle.param, state_dict[name], f"the average of {name}").detach() for name, handle in handles.items()
+            handle: part_of(handle.param, state_dict[name], f"the average of {name}").detach()
+            for name, handle in handles.items()
         }
         job = self._average.job
         with job.uses.begin(), job.store.guarding():
@@ -170,7 +188,9 @@ class Average:
         """Sets the average to ``parts``. Restarts from the beginning if it was interrupted."""
         for handle, part in parts.items():
             shard, index = handle.shard, handle.index
-            begin, end = (at - shard.layout.placements[index].offset for at in shard.own_part("weight", index))
+            begin, end = (
+                at - shard.layout.placements[index].offset for at in shard.own_part("weight", index)
+            )
             flat = shard.flattened(part, index)[begin:end]
             self._average.write_own(handle, flat.to(self._average.dtype_of(handle)))
         self._average.resume(updates)

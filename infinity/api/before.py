@@ -16,8 +16,15 @@ class Before:
     """Model and optimizer before a wrap. Each change is known before it is made, so :meth:`restore`
     may be called at any time, and more than once. Holds references to values, not copies."""
 
-    HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
-             "_forward_hooks_always_called", "_state_dict_hooks", "_load_state_dict_pre_hooks")  # fmt: skip
+    HOOKS = (
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_state_dict_hooks",
+        "_load_state_dict_pre_hooks",
+    )
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
         self.materialized: Materialized | None = None  # undone by restore(), too
@@ -25,7 +32,11 @@ class Before:
             (
                 module,
                 _attributes_of(module),
-                {name: type(hooks)(hooks) for name in self.HOOKS if (hooks := getattr(module, name, None))},
+                {
+                    name: type(hooks)(hooks)
+                    for name in self.HOOKS
+                    if (hooks := getattr(module, name, None))
+                },
             )
             for module in model.modules()
         ]
@@ -68,11 +79,19 @@ class _ParamBefore:
     """One parameter before the wrap."""
 
     def __init__(self, param: nn.Parameter):
-        self._param, self._class, self._data, self._grad = param, param.__class__, local_of(param).data, param.grad
+        self._param, self._class, self._data, self._grad = (
+            param,
+            param.__class__,
+            local_of(param).data,
+            param.grad,
+        )
         self._wanted = param.requires_grad
         self._has_data = param.layout is torch.strided and not param.is_meta
         hooks = param._post_accumulate_grad_hooks
-        self._attributes, self._hooks = dict(param.__dict__), None if hooks is None else type(hooks)(hooks)
+        self._attributes, self._hooks = (
+            dict(param.__dict__),
+            None if hooks is None else type(hooks)(hooks),
+        )
 
     def restore(self) -> None:
         param = self._param
@@ -84,7 +103,11 @@ class _ParamBefore:
         if param._post_accumulate_grad_hooks is not None:
             param._post_accumulate_grad_hooks = self._hooks
         there = local_of(param)
-        if self._has_data and not param.is_meta and there.untyped_storage()._cdata != self._data.untyped_storage()._cdata:
+        if (
+            self._has_data
+            and not param.is_meta
+            and there.untyped_storage()._cdata != self._data.untyped_storage()._cdata
+        ):
             set_bytes(param, self._data)
         if param.grad is not self._grad:
             param.grad = self._grad

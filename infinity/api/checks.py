@@ -29,13 +29,31 @@ logger = logging.getLogger(__name__)
 
 # Module of a class -> its effect on a model, and the remedy.
 OWNERS = {
-    "torch.nn.parallel.distributed": ("averages its gradients", "give wrap_model the model inside (.module): the engine averages over the ranks itself"),
-    "torch.nn.parallel.data_parallel": ("copies it to several devices", "give wrap_model the model inside (.module), one process per device"),
-    "torch.distributed.fsdp": ("shards its parameters", "give wrap_model the model as it was before: the engine shards it over the ranks itself"),
-    "torch.distributed._composable": ("manages its parameters", "give wrap_model the model as it was before"),
-    "deepspeed.runtime": ("manages its parameters", "give wrap_model the model that deepspeed.initialize was given (and no zero.Init)"),
-    "accelerate.utils.other": ("manages its parameters", "give wrap_model the model that accelerator.prepare was given"),
-}  # fmt: skip
+    "torch.nn.parallel.distributed": (
+        "averages its gradients",
+        "give wrap_model the model inside (.module): the engine averages over the ranks itself",
+    ),
+    "torch.nn.parallel.data_parallel": (
+        "copies it to several devices",
+        "give wrap_model the model inside (.module), one process per device",
+    ),
+    "torch.distributed.fsdp": (
+        "shards its parameters",
+        "give wrap_model the model as it was before: the engine shards it over the ranks itself",
+    ),
+    "torch.distributed._composable": (
+        "manages its parameters",
+        "give wrap_model the model as it was before",
+    ),
+    "deepspeed.runtime": (
+        "manages its parameters",
+        "give wrap_model the model that deepspeed.initialize was given (and no zero.Init)",
+    ),
+    "accelerate.utils.other": (
+        "manages its parameters",
+        "give wrap_model the model that accelerator.prepare was given",
+    ),
+}
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
@@ -43,7 +61,10 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     if isinstance(optimizer, InfinityOptimizer):
-        raise UsageError("this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model first")
+        raise UsageError(
+            "this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model"
+            " first"
+        )
     if optimizer is not None:
         refuse_wrapper(optimizer)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -54,18 +75,26 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     _check_lasting(model, names)
     for param, param_names in names.items():
         if handle_of(param) is not None:
-            raise UsageError(f"this model is wrapped already (parameter {param_names[0]} is managed): unwrap_model it first")
+            raise UsageError(
+                f"this model is wrapped already (parameter {param_names[0]} is managed):"
+                " unwrap_model it first"
+            )
         if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"parameter {param_names[0]} is not initialised yet: run one forward before wrap_model")
+            raise ConfigError(
+                f"parameter {param_names[0]} is not initialised yet: run one forward before"
+                " wrap_model"
+            )
         if param.is_inference():
             raise ConfigError(
-                f"parameter {param_names[0]} was made under torch.inference_mode(): torch lets nothing train or change it outside. Build or load the "
-                "model outside of that block (torch.no_grad() is enough)"
+                f"parameter {param_names[0]} was made under torch.inference_mode(): torch lets"
+                " nothing train or change it outside. Build or load the model outside of that"
+                " block (torch.no_grad() is enough)"
             )
         check_placements(param_names[0], param)
         if hasattr(param, "ds_id"):
             raise ConfigError(
-                f"parameter {param_names[0]} is a placeholder that DeepSpeed fills: build the model outside zero.Init"
+                f"parameter {param_names[0]} is a placeholder that DeepSpeed fills: build the model"
+                " outside zero.Init"
             )
     _check_storages(names)
     if optimizer is not None:
@@ -81,7 +110,10 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
     distributed = {name: param for name, param in model.named_parameters() if is_distributed(param)}
     for name, buffer in model.named_buffers():
         if is_distributed(buffer):
-            raise ConfigError(f"buffer {name} is a DTensor: buffers have to be whole on every rank; take buffer.full_tensor()")
+            raise ConfigError(
+                f"buffer {name} is a DTensor: buffers have to be whole on every rank; take"
+                " buffer.full_tensor()"
+            )
     members = ranks.tensor.ranks if ranks.tensor is not None else [ranks.world_rank]
     divided = {param for module in model.modules() for param in divided_parameters(module)}
     for name, param in distributed.items():
@@ -91,13 +123,14 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
             continue
         if len(over) == parts > 1 and sorted(over) != sorted(members):
             raise ConfigError(
-                f"parameter {name} is cut over ranks {over}, but the tp axis of the mesh that wrap_model was "
-                f"given has ranks {members} here: cut the model over mesh['tp']"
+                f"parameter {name} is cut over ranks {over}, but the tp axis of the mesh that"
+                f" wrap_model was given has ranks {members} here: cut the model over mesh['tp']"
             )
         if len(over) != parts:
             raise ConfigError(
-                f"parameter {name} is cut over {len(over)} ranks, but the mesh that wrap_model was given has tp={parts}: give it "
-                "the mesh of the whole job, whose tp axis the model was cut over"
+                f"parameter {name} is cut over {len(over)} ranks, but the mesh that wrap_model was"
+                f" given has tp={parts}: give it the mesh of the whole job, whose tp axis the model"
+                " was cut over"
             )
     if parts == 1 and not distributed and ranks.stages is None:
         return
@@ -107,9 +140,11 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
     of = f"tensor parallelism (tp={parts})" if is_cut else f"pipeline parallelism (pp={stages})"
     if ranks.experts is not None:
         of = f"divided experts (ep={len(ranks.experts.over)})"
-    for field, instead in (("micro_batch", "use a smaller batch, or recompute blocks with torch's checkpoint"),
-                           ("speculate", "leave it out: updates still overlap with the next forward"),
-                           ("recompute", "use torch's checkpoint, or the model's gradient_checkpointing_enable()")):  # fmt: skip
+    for field, instead in (
+        ("micro_batch", "use a smaller batch, or recompute blocks with torch's checkpoint"),
+        ("speculate", "leave it out: updates still overlap with the next forward"),
+        ("recompute", "use torch's checkpoint, or the model's gradient_checkpointing_enable()"),
+    ):
         if getattr(config, field):
             raise ConfigError(f"{field}: not available with {of} in this version: {instead}")
 
@@ -120,8 +155,9 @@ def _check_divided(name: str, over: list[int], ranks: DataRanks) -> None:
     members = list(ranks.experts.over) if ranks.experts is not None else [ranks.world_rank]
     if sorted(over) != sorted(members):
         raise ConfigError(
-            f"the experts of {name} are divided among ranks {over}, but the ep axis of the mesh that wrap_model was given has ranks {members} here: give "
-            "it the mesh of the whole job, with the axis ep that expert_parallel was given"
+            f"the experts of {name} are divided among ranks {over}, but the ep axis of the mesh"
+            f" that wrap_model was given has ranks {members} here: give it the mesh of the whole"
+            " job, with the axis ep that expert_parallel was given"
         )
 
 
@@ -134,19 +170,28 @@ def _check_adapters(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         base = getattr(module, "base_layer", None)
-        if base is None or not hasattr(module, "lora_A") or not any(map(is_distributed, base.parameters())):
+        if (
+            base is None
+            or not hasattr(module, "lora_A")
+            or not any(map(is_distributed, base.parameters()))
+        ):
             continue
         for layer in (
-            adapter for key, adapter in module.named_modules() if isinstance(adapter, torch.nn.Linear) and "lora_" in key
+            adapter
+            for key, adapter in module.named_modules()
+            if isinstance(adapter, torch.nn.Linear) and "lora_" in key
         ):
             if is_distributed(layer.weight):
                 layer.out_features, layer.in_features = layer.weight.shape
-        around = [param for key, param in module.named_parameters() if not key.startswith("base_layer.")]
+        around = [
+            param for key, param in module.named_parameters() if not key.startswith("base_layer.")
+        ]
         if around and not any(map(is_distributed, around)):
             raise ConfigError(
-                f"{name} has adapters of peft that are whole, around a layer that is cut over the tp axis: each rank would train another adapter. "
-                "peft cuts them itself around linear layers that infinity.parallel.tensor_parallel has cut as colwise or rowwise; give other "
-                "layers 'replicate' in its plan, or do not adapt them."
+                f"{name} has adapters of peft that are whole, around a layer that is cut over the"
+                " tp axis: each rank would train another adapter. peft cuts them itself around"
+                " linear layers that infinity.parallel.tensor_parallel has cut as colwise or"
+                " rowwise; give other layers 'replicate' in its plan, or do not adapt them."
             )
 
 
@@ -157,12 +202,16 @@ def _check_owners(model: nn.Module) -> None:
         for kind in type(module).__mro__:
             for owner, (does, instead) in OWNERS.items():
                 if kind.__module__ == owner or kind.__module__.startswith(owner + "."):
-                    raise ConfigError(f"{where} is a {kind.__name__} ({kind.__module__}), which {does}: {instead}.")
+                    raise ConfigError(
+                        f"{where} is a {kind.__name__} ({kind.__module__}), which {does}:"
+                        f" {instead}."
+                    )
         if (hook := module.__dict__.get("_hf_hook")) is not None:
             raise ConfigError(
-                f"{where} has accelerate's {type(hook).__name__} (of device_map, cpu_offload or disk_offload), which moves its weights "
-                "in and out itself. Load the model without device_map, or take the hooks off: "
-                "accelerate.hooks.remove_hook_from_submodules(model)."
+                f"{where} has accelerate's {type(hook).__name__} (of device_map, cpu_offload or"
+                " disk_offload), which moves its weights in and out itself. Load the model without"
+                " device_map, or take the hooks off:"
+                " accelerate.hooks.remove_hook_from_submodules(model)."
             )
 
 
@@ -172,14 +221,31 @@ def _check_lasting(model: nn.Module, names: dict[torch.Tensor, list[str]]) -> No
     made = [its[0] for param, its in names.items() if param not in again]
     if not made:
         return
-    around = [module for name, module in model.named_modules() if f"{made[0]}.".startswith(f"{name}." if name else "")]
-    walks = "named_modules", "named_parameters", "parameters", "named_children", "children", "_named_members"
-    own = [module for module in around if any(getattr(type(module), walk) is not getattr(nn.Module, walk) for walk in walks)]
+    around = [
+        module
+        for name, module in model.named_modules()
+        if f"{made[0]}.".startswith(f"{name}." if name else "")
+    ]
+    walks = (
+        "named_modules",
+        "named_parameters",
+        "parameters",
+        "named_children",
+        "children",
+        "_named_members",
+    )
+    own = [
+        module
+        for module in around
+        if any(getattr(type(module), walk) is not getattr(nn.Module, walk) for walk in walks)
+    ]
     kind = type((own or around)[-1])
     raise ConfigError(
-        f"{len(made)} of the model's {len(names)} parameters ({', '.join(made[:3])}{', ...' if len(made) > 3 else ''}) are other Parameters each time "
-        f"the model is asked for them: {kind.__module__}.{kind.__name__} makes them anew, and what is at home would not be theirs. Leave such modules "
-        "out (with peft: out of LoraConfig(target_modules=...), or in exclude_modules), or keep this model unwrapped."
+        f"{len(made)} of the model's {len(names)} parameters"
+        f" ({', '.join(made[:3])}{', ...' if len(made) > 3 else ''}) are other Parameters each"
+        f" time the model is asked for them: {kind.__module__}.{kind.__name__} makes them anew,"
+        " and what is at home would not be theirs. Leave such modules out (with peft: out of"
+        " LoraConfig(target_modules=...), or in exclude_modules), or keep this model unwrapped."
     )
 
 
@@ -190,13 +256,26 @@ def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
     ]  # unmanaged tensor subclasses may share storage
     on_meta: dict[int, str] = {}
     for local, name in managed:
-        if local.is_meta and (other := on_meta.setdefault(local.untyped_storage()._cdata, name)) != name:
+        if (
+            local.is_meta
+            and (other := on_meta.setdefault(local.untyped_storage()._cdata, name)) != name
+        ):
             raise _share_memory(other, name)
     spans = sorted(
-        (local.data_ptr(), local.data_ptr() + local.untyped_storage().nbytes() - local.storage_offset() * local.itemsize
-         if not local.is_contiguous() else local.data_ptr() + local.nbytes, name)
-        for local, name in managed if not local.is_meta and local.numel()
-    )  # fmt: skip
+        (
+            local.data_ptr(),
+            (
+                local.data_ptr()
+                + local.untyped_storage().nbytes()
+                - local.storage_offset() * local.itemsize
+                if not local.is_contiguous()
+                else local.data_ptr() + local.nbytes
+            ),
+            name,
+        )
+        for local, name in managed
+        if not local.is_meta and local.numel()
+    )
     for (_, end, name), (begin, _, other) in zip(spans, spans[1:]):
         if begin < end:
             raise _share_memory(name, other)
@@ -204,8 +283,8 @@ def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
 
 def _share_memory(name: str, other: str) -> ConfigError:
     return ConfigError(
-        f"parameters {name} and {other} share memory without being one Parameter. Tie them properly "
-        "(module.weight = other.weight), or give one of them a copy."
+        f"parameters {name} and {other} share memory without being one Parameter. Tie them properly"
+        " (module.weight = other.weight), or give one of them a copy."
     )
 
 
@@ -214,21 +293,35 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Conf
         for param in group["params"]:
             if param not in names:
                 raise ConfigError(
-                    f"the optimizer has a parameter of shape {tuple(param.shape)} that is not one of the model's "
-                    f"{len(names)}: build the optimizer from model.parameters() of this very model. One optimizer over several models: "
-                    "wrap_model(torch.nn.ModuleList([first, second]), optimizer)"
+                    f"the optimizer has a parameter of shape {tuple(param.shape)} that is not one"
+                    f" of the model's {len(names)}: build the optimizer from model.parameters() of"
+                    " this very model. One optimizer over several models:"
+                    " wrap_model(torch.nn.ModuleList([first, second]), optimizer)"
                 )
-            if any(isinstance(value, torch.Tensor) and value.is_meta for value in optimizer.state.get(param, {}).values()):
-                raise ConfigError(f"the optimizer's state of {names[param][0]} is on meta: build it anew, without steps")
-            dtype = config.param_dtype or param.dtype
-            if param.dtype not in native.DTYPES or dtype not in native.DTYPES or not is_managed(param):
+            if any(
+                isinstance(value, torch.Tensor) and value.is_meta
+                for value in optimizer.state.get(param, {}).values()
+            ):
                 raise ConfigError(
-                    f"parameter {names[param][0]} ({type(param).__name__}, {param.dtype}) cannot be trained: "
-                    "fp32, bf16 and fp16 Parameters can. Freeze it, or convert the model."
+                    f"the optimizer's state of {names[param][0]} is on meta: build it anew, without"
+                    " steps"
+                )
+            dtype = config.param_dtype or param.dtype
+            if (
+                param.dtype not in native.DTYPES
+                or dtype not in native.DTYPES
+                or not is_managed(param)
+            ):
+                raise ConfigError(
+                    f"parameter {names[param][0]} ({type(param).__name__}, {param.dtype}) cannot be"
+                    " trained: fp32, bf16 and fp16 Parameters can. Freeze it, or convert the"
+                    " model."
                 )
             grad = config.grad_dtype
             if grad is not None and grad not in (torch.float32, dtype):
-                raise ConfigError(f"grad_dtype={grad} with {dtype} parameters: use {dtype} or torch.float32")
+                raise ConfigError(
+                    f"grad_dtype={grad} with {dtype} parameters: use {dtype} or torch.float32"
+                )
 
 
 def rest_nbytes(param: torch.Tensor) -> int:
@@ -244,7 +337,9 @@ def rest_nbytes(param: torch.Tensor) -> int:
 def buffers_nbytes(model: nn.Module) -> int:
     """Counts the bytes of a model's buffers, each storage once; for buffers on meta, their future
     bytes. Views of parameters count as parameters, not here."""
-    params = {local_of(param).untyped_storage()._cdata for param in model.parameters() if _is_there(param)}
+    params = {
+        local_of(param).untyped_storage()._cdata for param in model.parameters() if _is_there(param)
+    }
     found: dict[tuple[str, int], int] = {}
     for buffer in model.buffers():
         if _is_there(buffer):
@@ -256,15 +351,26 @@ def buffers_nbytes(model: nn.Module) -> int:
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not hasattr(tensor, "__tensor_flatten__")
+    )
 
 
 def tell_of_the_rest(model: nn.Module) -> None:
     """Warns of the weights that no budget counts."""
-    rest = [param for param in model.parameters() if not is_managed(param) and handle_of(param) is None]
+    rest = [
+        param for param in model.parameters() if not is_managed(param) and handle_of(param) is None
+    ]
     if rest:
-        kinds = ", ".join(f"{count} {name}" for name, count in Counter(type(param).__name__ for param in rest).items())
+        kinds = ", ".join(
+            f"{count} {name}"
+            for name, count in Counter(type(param).__name__ for param in rest).items()
+        )
         logger.warning(
-            "%s of this model's weights (%s) stay where they are, frozen: the engine does not move them, and no budget counts them",
-            format_nbytes(sum(map(rest_nbytes, rest))), kinds,
-        )  # fmt: skip
+            "%s of this model's weights (%s) stay where they are, frozen: the engine does not move"
+            " them, and no budget counts them",
+            format_nbytes(sum(map(rest_nbytes, rest))),
+            kinds,
+        )

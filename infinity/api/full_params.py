@@ -55,11 +55,13 @@ def full_params(
             copy.lent.end()
         charge.release()
     with engine.uses.begin():
-        edited = {name: copies[param] for name, param in selected.items() if copies[param].is_edited()}
+        edited = {
+            name: copies[param] for name, param in selected.items() if copies[param].is_edited()
+        }
         if edited and not writeback:
             raise UsageError(
-                f"full_params: {', '.join(list(edited)[:5])} was edited without writeback=True; the old values stand. "
-                "Use `with infinity.full_params(model, names, writeback=True)`."
+                f"full_params: {', '.join(list(edited)[:5])} was edited without writeback=True; the"
+                " old values stand. Use `with infinity.full_params(model, names, writeback=True)`."
             )
         for copy in edited.values():
             copy.check_unchanged_at_home()
@@ -74,7 +76,9 @@ class _FullCopy:
     def __init__(self, job: Job, param: nn.Parameter):
         self.handle = managed(param)
         self._version = self.handle.version
-        value = self.handle.shard.read_value(job.store, self.handle.index, self.handle.shard.spec.dtype)
+        value = self.handle.shard.read_value(
+            job.store, self.handle.index, self.handle.shard.spec.dtype
+        )
         self.lent = Lent(param, value.to(job.device.where))
         self._digest = self._hash()
 
@@ -85,7 +89,9 @@ class _FullCopy:
 
     def _hash(self) -> bytes:
         flat = self.tensor.cpu().contiguous().view(-1)
-        return hashlib.blake2b(flat.view(torch.uint8).numpy().data if flat.numel() else b"").digest()
+        return hashlib.blake2b(
+            flat.view(torch.uint8).numpy().data if flat.numel() else b""
+        ).digest()
 
     def is_edited(self) -> bool:
         return self._hash() != self._digest
@@ -93,18 +99,24 @@ class _FullCopy:
     def check_unchanged_at_home(self) -> None:
         if self.handle.version != self._version:
             raise UsageError(
-                f"full_params: {self.handle.name} was edited, but a step, a load or another full_params changed it "
-                "meanwhile. End the block before that."
+                f"full_params: {self.handle.name} was edited, but a step, a load or another"
+                " full_params changed it meanwhile. End the block before that."
             )
 
 
 def _select(model: nn.Module, names: str | list[str] | None) -> dict[str, nn.Parameter]:
-    moved = {n: p for n, p in model.named_parameters(remove_duplicate=False) if handle_of(p) is not None}
+    moved = {
+        n: p for n, p in model.named_parameters(remove_duplicate=False) if handle_of(p) is not None
+    }
     if names is None:
         return moved
     selected: dict[str, nn.Parameter] = {}
     for wanted in [names] if isinstance(names, str) else names:
-        found = {n: p for n, p in moved.items() if n == wanted or n.startswith(wanted + ".") or wanted == ""}
+        found = {
+            n: p
+            for n, p in moved.items()
+            if n == wanted or n.startswith(wanted + ".") or wanted == ""
+        }
         if not found:
             near = difflib.get_close_matches(wanted, moved, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -49,9 +49,17 @@ class Initialiser:
         sent: set[nn.Parameter],
         overwritten: list[tuple[torch.Tensor, torch.Tensor]],
     ):
-        self._model, self._unfilled, self._empty, self._home, self._sent = model, unfilled, empty, home, sent
+        self._model, self._unfilled, self._empty, self._home, self._sent = (
+            model,
+            unfilled,
+            empty,
+            home,
+            sent,
+        )
         self._overwritten = overwritten  # restored if the wrap fails
-        self._names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        self._names = {
+            id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        }
         self._seen: set[nn.Module] = set()
         # Buffers that their own module does not set.
         self._left: list[tuple[torch.Tensor, int, nn.Module]] = []
@@ -59,7 +67,13 @@ class Initialiser:
     @torch.no_grad()
     def run(self) -> None:
         self._module(self._model, None)
-        _refuse([(self._names[id(tensor)], module) for tensor, version, module in self._left if _is_spoiled(tensor, version)])
+        _refuse(
+            [
+                (self._names[id(tensor)], module)
+                for tensor, version, module in self._left
+                if _is_spoiled(tensor, version)
+            ]
+        )
 
     def _module(self, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> bool:
         """Initialises ``module`` and all below it. Returns whether there was anything to
@@ -68,8 +82,14 @@ class Initialiser:
             return False
         self._seen.add(module)
         init = _init_weights_of(module) or init
-        own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
-        waiting = [tensor for tensor in own if tensor in self._unfilled and tensor not in self._sent]
+        own = [
+            tensor
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        ]
+        waiting = [
+            tensor for tensor in own if tensor in self._unfilled and tensor not in self._sent
+        ]
         drawn_below = False
         for child in module.children():
             drawn_below |= self._module(child, init)
@@ -78,7 +98,9 @@ class Initialiser:
             self._initialise(module, waiting, resets, init)
         return bool(waiting) or drawn_below
 
-    def _initialise(self, module: nn.Module, waiting: list[torch.Tensor], resets: list[Callable], init) -> None:
+    def _initialise(
+        self, module: nn.Module, waiting: list[torch.Tensor], resets: list[Callable], init
+    ) -> None:
         """Runs the initialisation of ``module`` itself. It may overwrite values that its children
         have set."""
         reach = list(module.modules()) if resets else [module, *module.children()]
@@ -104,19 +126,27 @@ class Initialiser:
                 init(module)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise ConfigError(
-                f"{type(module).__name__} cannot be initialised by itself ({error}): give Config(weights='model.safetensors')"
+                f"{type(module).__name__} cannot be initialised by itself ({error}): give"
+                " Config(weights='model.safetensors')"
             ) from error
         for tensor, value in given.items():  # tensors that were real already keep their values
             tensor.copy_(value)
         del self._overwritten[len(self._overwritten) - len(given) :]
         left = [(tensor, version) for tensor, version in before if _is_spoiled(tensor, version)]
         # A module further up may set the buffers of modules deep inside it. Parameters go home now.
-        self._left += [(tensor, version, module) for tensor, version in left if tensor not in params]
+        self._left += [
+            (tensor, version, module) for tensor, version in left if tensor not in params
+        ]
         _refuse([(self._names[id(tensor)], module) for tensor, _ in left if tensor in params])
         for param in lent:
             if param in self._sent or any(param is tensor for tensor in waiting):
                 for begin in range(0, param.numel(), PIECE_ELEMENTS):
-                    self._home.send(param, begin, param.data.reshape(-1)[begin : begin + PIECE_ELEMENTS], drawn=True)
+                    self._home.send(
+                        param,
+                        begin,
+                        param.data.reshape(-1)[begin : begin + PIECE_ELEMENTS],
+                        drawn=True,
+                    )
                 self._sent.add(param)
             take_storage(param)
 
@@ -126,8 +156,9 @@ def _refuse(left: list[tuple[str, nn.Module]]) -> None:
     if left:
         _, module = min(left, key=lambda pair: pair[0])
         raise ConfigError(
-            f"{', '.join(sorted(name for name, _ in left))} is on meta, and {type(module).__name__} does not set it (in reset_parameters(), or "
-            "the model's _init_weights): give Config(weights='model.safetensors')"
+            f"{', '.join(sorted(name for name, _ in left))} is on meta, and {type(module).__name__}"
+            " does not set it (in reset_parameters(), or the model's _init_weights): give"
+            " Config(weights='model.safetensors')"
         )
 
 
@@ -137,7 +168,9 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
     if not callable(init):
         return None
     required = [
-        p for p in inspect.signature(init).parameters.values() if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD
+        p
+        for p in inspect.signature(init).parameters.values()
+        if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD
     ]
     return init if len(required) == 1 else None
 
@@ -157,7 +190,11 @@ def _spoil(tensor: torch.Tensor) -> int:
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     else:
-        tensor.zero_() if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
+        (
+            tensor.zero_()
+            if tensor.dtype == torch.bool
+            else tensor.fill_(torch.iinfo(tensor.dtype).max)
+        )
     return tensor._version
 
 
@@ -170,4 +207,8 @@ def _is_spoiled(tensor: torch.Tensor, version: int) -> bool:
         return bool(tensor.isnan().any())
     if tensor._version != version:
         return False
-    return not tensor.any() if tensor.dtype == torch.bool else bool((tensor == torch.iinfo(tensor.dtype).max).all())
+    return (
+        not tensor.any()
+        if tensor.dtype == torch.bool
+        else bool((tensor == torch.iinfo(tensor.dtype).max).all())
+    )

@@ -47,26 +47,42 @@ MakeShards = Callable[[Group], list[ParamShard]]
 def choose_device(model: nn.Module, config: Config, collectives: Collectives) -> Device:
     """Chooses the device that computes: the configured one, else that of the parameters. Raises
     ConfigError if these are on several devices."""
-    places = {param.device for param in model.parameters() if is_managed(param) and not param.is_meta}
+    places = {
+        param.device for param in model.parameters() if is_managed(param) and not param.is_meta
+    }
     if config.device is None and len(places) > 1:
         raise ConfigError(
-            f"the model's parameters are on {', '.join(sorted(map(str, places)))}: move it to one device, or say which computes: "
-            "Config(device='cuda')"
+            f"the model's parameters are on {', '.join(sorted(map(str, places)))}: move it to one"
+            " device, or say which computes: Config(device='cuda')"
         )
-    where = torch.device(config.device) if config.device is not None else next(iter(places), torch.device("cpu"))
+    where = (
+        torch.device(config.device)
+        if config.device is not None
+        else next(iter(places), torch.device("cpu"))
+    )
     # One device for each rank of a machine.
     if where.type != "cpu" and where.index is None and not collectives.ranks.alone:
-        where = torch.device(where.type, int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.accelerator.device_count()))
+        where = torch.device(
+            where.type,
+            int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.accelerator.device_count()),
+        )
         # Else every rank would also have a context on device 0.
         torch.accelerator.set_device_index(where.index)
     if where.type == "cpu" and config.device is None and torch.accelerator.is_available():
         there = torch.accelerator.current_accelerator()
-        logger.warning("this model is on the CPU and is computed there, though there is %s: Config(device=%r)", there, str(there))
+        logger.warning(
+            "this model is on the CPU and is computed there, though there is %s: Config(device=%r)",
+            there,
+            str(there),
+        )
     return make_device(where, collectives.traffic)
 
 
 def lay_out(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, ranks: DataRanks | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    ranks: DataRanks | None = None,
 ) -> tuple[MemoryPlan, list[UnitSize]]:
     """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units, without
     allocating or changing anything. ``ranks``: the planned ranks, which need not exist; None: one.
@@ -80,7 +96,13 @@ def lay_out(
     try:
         dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
         shards_of = partial(
-            shards_of_group, group_of=group_of, rule=rule, optimizer=optimizer, config=config, collectives=alone, dtype_of=dtype_of
+            shards_of_group,
+            group_of=group_of,
+            rule=rule,
+            optimizer=optimizer,
+            config=config,
+            collectives=alone,
+            dtype_of=dtype_of,
         )
         _, (groups, shards, plan) = lay_out_here(model, config, shards_of, device, alone)
     finally:
@@ -109,14 +131,24 @@ def lay_out_groups(
         groups = partition(model, cast("str | tuple[str, ...]", config.units), tiled)
         shards = [make_shards(group) for group in groups]
         sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
-        held = held_nbytes(model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)})
+        held = held_nbytes(
+            model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)}
+        )
         try:
             plan = make_plan(
-                sizes, config, held_nbytes=held, free=free, device=device, reuses=reuses, buffers_nbytes=buffers_nbytes(model)
+                sizes,
+                config,
+                held_nbytes=held,
+                free=free,
+                device=device,
+                reuses=reuses,
+                buffers_nbytes=buffers_nbytes(model),
             )
         except CapacityError as error:
             refused = error
-            if any(size.is_averaged for size in sizes) or any(map(is_distributed, model.parameters())):
+            if any(size.is_averaged for size in sizes) or any(
+                map(is_distributed, model.parameters())
+            ):
                 break  # each tile would need a gather and a reduction of its own
             continue
         if tiled:
@@ -128,12 +160,17 @@ def lay_out_groups(
 
 
 def _tell_of_tiles(groups: list[Group], config: Config) -> None:
-    counts = [f"{group.name} x {-(-group.params[0].size(0) // group.tile_rows)}" for group in groups]
+    counts = [
+        f"{group.name} x {-(-group.params[0].size(0) // group.tile_rows)}" for group in groups
+    ]
     logger.warning(
-        "device_memory=%s does not hold the largest unit: %d layers run in tiles (%s%s). Their sums are added in another "
-        "order than untiled ones.", format_nbytes(cast(int, config.device_memory)), len(groups), ", ".join(counts[:4]),
+        "device_memory=%s does not hold the largest unit: %d layers run in tiles (%s%s). Their sums"
+        " are added in another order than untiled ones.",
+        format_nbytes(cast(int, config.device_memory)),
+        len(groups),
+        ", ".join(counts[:4]),
         ", ..." if len(counts) > 4 else "",
-    )  # fmt: skip
+    )
 
 
 def _tile_limits(config: Config) -> Iterator[int]:
@@ -147,7 +184,11 @@ def _tile_limits(config: Config) -> Iterator[int]:
 
 
 def unit_size(group: Group, shards: list[ParamShard]) -> UnitSize:
-    tile_nbytes = group.tile_rows * group.params[0].size(1) * shards[0].spec.dtype.itemsize if group.tile_rows else 0
+    tile_nbytes = (
+        group.tile_rows * group.params[0].size(1) * shards[0].spec.dtype.itemsize
+        if group.tile_rows
+        else 0
+    )
     return UnitSize(group.name, tuple(_size_of_shard(shard) for shard in shards), tile_nbytes)
 
 
@@ -186,13 +227,18 @@ def shards_of_group(
         spec = _spec_of(param, param in group_of, rule, optimizer, config, dtype_of(param))
         by_spec.setdefault(spec, []).append(param)
     return [
-        ParamShard(spec, sorted(params, key=lambda param: group_of.get(param, 0)), collectives) for spec, params in by_spec.items()
+        ParamShard(spec, sorted(params, key=lambda param: group_of.get(param, 0)), collectives)
+        for spec, params in by_spec.items()
     ]
 
 
-def _spec_of(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config, dtype: torch.dtype) -> ShardSpec:
+def _spec_of(
+    param: nn.Parameter, stepped: bool, rule, optimizer, config: Config, dtype: torch.dtype
+) -> ShardSpec:
     # A gradient is not narrower than its parameter: a parameter kept in fp32 has an fp32 gradient.
-    grad_dtype = dtype if dtype == torch.float32 else cast("torch.dtype | None", config.grad_dtype) or dtype
+    grad_dtype = (
+        dtype if dtype == torch.float32 else cast("torch.dtype | None", config.grad_dtype) or dtype
+    )
     frozen = ShardSpec(
         wrapped_dtype=param.dtype,
         dtype=dtype,
@@ -202,7 +248,11 @@ def _spec_of(param: nn.Parameter, stepped: bool, rule, optimizer, config: Config
         moment_count=0,
         stepped=False,
     )
-    return frozen.trained(config.master, len(moment_names(rule, optimizer.param_groups))) if stepped else frozen
+    return (
+        frozen.trained(config.master, len(moment_names(rule, optimizer.param_groups)))
+        if stepped
+        else frozen
+    )
 
 
 class Laid(NamedTuple):
@@ -214,7 +264,13 @@ class Laid(NamedTuple):
 
 
 def lay_out_here(
-    model: nn.Module, config: Config, make_shards: MakeShards, device: Device, collectives: Collectives, *, reuses: bool = False
+    model: nn.Module,
+    config: Config,
+    make_shards: MakeShards,
+    device: Device,
+    collectives: Collectives,
+    *,
+    reuses: bool = False,
 ) -> tuple[Config, Laid]:
     """Lays the model out on this machine. Returns the configuration and the layout. With
     ``nvme_paths="auto"`` it uses memory only if that holds the state, else also a scratch folder,
@@ -242,7 +298,8 @@ def lay_out_here(
     needed = _state_nbytes(model, config, make_shards)
     chosen = scratch.choose(found, needed * collectives.ranks.local_size)
     everywhere, usable = collectives.least(
-        [chosen is not None, chosen.usable_nbytes // collectives.ranks.local_size if chosen else 0], "scratch folders"
+        [chosen is not None, chosen.usable_nbytes // collectives.ranks.local_size if chosen else 0],
+        "scratch folders",
     )
     if not everywhere or chosen is None:
         raise _nowhere(found, needed, left, limit)
@@ -255,20 +312,26 @@ def lay_out_here(
 
 def _state_nbytes(model: nn.Module, config: Config, make_shards: MakeShards) -> int:
     """Counts the bytes of all arrays that this rank has at home: the upper bound for the disk."""
-    sizes = [unit_size(group, make_shards(group)) for group in partition(model, cast("str | tuple[str, ...]", config.units), {})]
+    sizes = [
+        unit_size(group, make_shards(group))
+        for group in partition(model, cast("str | tuple[str, ...]", config.units), {})
+    ]
     return sum(shard.nbytes(name) for size in sizes for shard in size.shards for name in ARRAYS)
 
 
 def _nowhere(found: list[Candidate], needed: int, left: int, limit: str) -> ConfigError:
     looked_at = ", ".join(map(str, found)) or "no folder"
     return ConfigError(
-        f"weights, optimizer state and gradients are {format_nbytes(needed)}, and {limit} leaves {format_nbytes(left)}, of which a part is "
-        f"activations'. A folder on a disk is needed, and none was found here, or on another machine of the job: looked at {looked_at}. Name "
-        "one: Config(nvme_paths=['/path/on/the/disk'])."
+        f"weights, optimizer state and gradients are {format_nbytes(needed)}, and {limit} leaves"
+        f" {format_nbytes(left)}, of which a part is activations'. A folder on a disk is needed,"
+        f" and none was found here, or on another machine of the job: looked at {looked_at}. Name"
+        " one: Config(nvme_paths=['/path/on/the/disk'])."
     )
 
 
-def _tell(plan: MemoryPlan, left: int, limit: str, chosen: Candidate | None, collectives: Collectives) -> None:
+def _tell(
+    plan: MemoryPlan, left: int, limit: str, chosen: Candidate | None, collectives: Collectives
+) -> None:
     if not collectives.ranks.is_first:
         return
     homes: dict[str, list[str]] = {term_of(name): [] for name in ARRAYS}
@@ -278,8 +341,17 @@ def _tell(plan: MemoryPlan, left: int, limit: str, chosen: Candidate | None, col
                 places.append(f"{format_nbytes(nbytes)} on {tier}")
     held = "; ".join(f"{what} {' and '.join(places)}" for what, places in homes.items() if places)
     reserve = format_nbytes(left - limits.for_the_engine(left))
-    where = f", swap files in {chosen.folder} ({chosen.usable_nbytes >> 30} GiB usable)" if chosen is not None else ""
+    where = (
+        f", swap files in {chosen.folder} ({chosen.usable_nbytes >> 30} GiB usable)"
+        if chosen is not None
+        else ""
+    )
     logger.warning(
-        "homes chosen, for %s leaves %s, of which %s stay free for activations and data: %s%s. Config(params=, optimizer=, nvme_paths=) choose others.",
-        limit, format_nbytes(left), reserve, held, where,
-    )  # fmt: skip
+        "homes chosen, for %s leaves %s, of which %s stay free for activations and data: %s%s."
+        " Config(params=, optimizer=, nvme_paths=) choose others.",
+        limit,
+        format_nbytes(left),
+        reserve,
+        held,
+        where,
+    )

@@ -37,7 +37,12 @@ class Materialized:
     """Makes meta tensors of ``model`` real. Managed parameters end empty, their values at home, and
     are in :attr:`sent`; all other tensors keep their bytes. :meth:`undo` restores the model."""
 
-    def __init__(self, model: nn.Module, weights: str | os.PathLike | None, managed: Callable[[nn.Parameter], bool]):
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: str | os.PathLike | None,
+        managed: Callable[[nn.Parameter], bool],
+    ):
         self._model, self._managed = model, managed
         self._weights = weights
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
@@ -69,7 +74,8 @@ class Materialized:
                 if param is not None and param.is_meta and is_distributed(param):
                     if param not in wholes:
                         wholes[param] = nn.Parameter(
-                            torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+                            torch.empty(param.shape, dtype=param.dtype, device="meta"),
+                            requires_grad=param.requires_grad,
                         )
                         self._wholes[wholes[param]] = param
                     self._apart.append((module, name, param))
@@ -95,18 +101,31 @@ class Materialized:
         if incoming:
             self._check(incoming.sources, targets)
         in_file = {targets[name] for name in incoming.sources} if incoming else set()
-        unfilled = {tensor for tensor in _tensors(self._model) if tensor.is_meta and tensor not in in_file}
+        unfilled = {
+            tensor for tensor in _tensors(self._model) if tensor.is_meta and tensor not in in_file
+        }
         unfilled = self._make_real(unfilled)
         # Before the weights are loaded: initialising a module's buffers also sets its parameters.
         if unfilled:
-            Initialiser(self._model, unfilled, self._empty(), home, self.sent, self._overwritten).run()
+            Initialiser(
+                self._model, unfilled, self._empty(), home, self.sent, self._overwritten
+            ).run()
         if files and incoming:
             origins = {id(source): name for name, source in stored.items()}
-            renamed = {name: origins[id(source)] for name, source in incoming.sources.items() if id(source) in origins}
+            renamed = {
+                name: origins[id(source)]
+                for name, source in incoming.sources.items()
+                if id(source) in origins
+            }
             self._load(files, renamed, home)
-            self._convert({name: source for name, source in incoming.sources.items() if name not in renamed}, home)
+            self._convert(
+                {name: source for name, source in incoming.sources.items() if name not in renamed},
+                home,
+            )
             for part in parts_of(self._model):
-                self._noted.append((part, {key: part.__dict__[key] for key in NOTED & part.__dict__.keys()}))
+                self._noted.append(
+                    (part, {key: part.__dict__[key] for key in NOTED & part.__dict__.keys()})
+                )
                 incoming.note(part)
 
     def _check(self, sources: dict[str, Source], targets: dict[str, torch.Tensor]) -> None:
@@ -118,27 +137,36 @@ class Materialized:
                 names.setdefault(tensor, []).append(name)
         part = parts_of(self._model)[0]
         lacking = [of_one for of_one in names.values() if not set(of_one) & sources.keys()]
-        if missing := [of_one[0] for of_one in lacking if not all(may_lack(part, name) for name in of_one)]:
+        if missing := [
+            of_one[0] for of_one in lacking if not all(may_lack(part, name) for name in of_one)
+        ]:
             raise ConfigError(
-                f"weights={str(self._weights)!r} lacks {len(missing)} of the model's parameters and buffers: "
-                f"{', '.join(missing[:5])}"
+                f"weights={str(self._weights)!r} lacks {len(missing)} of the model's parameters and"
+                f" buffers: {', '.join(missing[:5])}"
             )
         for name, source in sources.items():
             if source.shape != targets[name].shape:
                 raise ConfigError(
-                    f"{name} in {str(self._weights)!r} has shape {tuple(source.shape)}, the model's {tuple(targets[name].shape)}"
+                    f"{name} in {str(self._weights)!r} has shape {tuple(source.shape)}, the model's"
+                    f" {tuple(targets[name].shape)}"
                 )
-            if targets[name].is_floating_point() and not (source.dtype.is_floating_point and source.dtype.itemsize > 1):
+            if targets[name].is_floating_point() and not (
+                source.dtype.is_floating_point and source.dtype.itemsize > 1
+            ):
                 raise ConfigError(
-                    f"{name} in {str(self._weights)!r} is of {source.dtype}, the model's of {targets[name].dtype}: the folder is quantised. Load "
-                    "it by from_pretrained, which has the scales, and wrap that model."
+                    f"{name} in {str(self._weights)!r} is of {source.dtype}, the model's of"
+                    f" {targets[name].dtype}: the folder is quantised. Load it by from_pretrained,"
+                    " which has the scales, and wrap that model."
                 )
         for of_one in names.values():
             found = [(name, sources[name]) for name in of_one if name in sources]
-            if differing := [name for name, source in found[1:] if not _have_same_bits(source, found[0][1])]:
+            if differing := [
+                name for name, source in found[1:] if not _have_same_bits(source, found[0][1])
+            ]:
                 raise ConfigError(
-                    f"{found[0][0]} and {differing[0]} are one tensor of the model, and two different ones in {str(self._weights)!r}: untie them "
-                    "(tie_word_embeddings=False in the model's configuration)"
+                    f"{found[0][0]} and {differing[0]} are one tensor of the model, and two"
+                    f" different ones in {str(self._weights)!r}: untie them"
+                    " (tie_word_embeddings=False in the model's configuration)"
                 )
 
     def _empty(self) -> set[nn.Parameter]:
@@ -146,7 +174,10 @@ class Materialized:
 
     def _swap_contents(self, param: nn.Parameter, real: nn.Parameter) -> None:
         """Makes ``param`` real, and keeps its attributes and hooks."""
-        attributes, hooks = dict(param.__dict__), (param._backward_hooks, param._post_accumulate_grad_hooks)
+        attributes, hooks = (
+            dict(param.__dict__),
+            (param._backward_hooks, param._post_accumulate_grad_hooks),
+        )
         _swap(self._recurrent, param, real)
         param.__dict__.update(attributes)
         param._backward_hooks, param._post_accumulate_grad_hooks = hooks
@@ -200,16 +231,24 @@ class Materialized:
         file's."""
         targets = dict(_targets(self._model))
         own = {origin: targets[name] for name, origin in renamed.items()}
-        managed = {origin: cast(nn.Parameter, tensor) for origin, tensor in own.items() if self._goes_home(tensor)}
+        managed = {
+            origin: cast(nn.Parameter, tensor)
+            for origin, tensor in own.items()
+            if self._goes_home(tensor)
+        }
         self.sent |= set(managed.values())
-        for piece in files.stream(own, {origin: home.span(param) for origin, param in managed.items()}):
+        for piece in files.stream(
+            own, {origin: home.span(param) for origin, param in managed.items()}
+        ):
             self._take(own[piece.name], piece.begin, piece.values, home)
 
     @torch.no_grad()
     def _convert(self, sources: dict[str, Source], home: Home) -> None:
         """Reads the tensors that transformers converts from the file's, one after the other."""
         targets = dict(_targets(self._model))
-        self.sent |= {cast(nn.Parameter, targets[name]) for name in sources if self._goes_home(targets[name])}
+        self.sent |= {
+            cast(nn.Parameter, targets[name]) for name in sources if self._goes_home(targets[name])
+        }
         for name, source in sources.items():
             flat = source.read().reshape(-1)
             for begin in range(0, flat.numel(), PIECE_ELEMENTS):
@@ -276,9 +315,13 @@ def _swap(recurrent: list[nn.RNNBase], param: nn.Parameter, other: nn.Parameter)
         torch.utils.swap_tensors(param, other)
     except RuntimeError as error:
         raise ConfigError(
-            f"a parameter of shape {tuple(param.shape)} on meta cannot be made real, for something beside its module "
-            f"refers to it (a view, a weak reference, a gradient): drop that before wrap_model. torch says: {error}"
+            f"a parameter of shape {tuple(param.shape)} on meta cannot be made real, for something"
+            " beside its module refers to it (a view, a weak reference, a gradient): drop that"
+            f" before wrap_model. torch says: {error}"
         ) from error
     finally:
         for module in recurrent:
-            module._flat_weight_refs = [weakref.ref(weight) if weight is not None else None for weight in module._flat_weights]
+            module._flat_weight_refs = [
+                weakref.ref(weight) if weight is not None else None
+                for weight in module._flat_weights
+            ]

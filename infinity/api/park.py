@@ -33,11 +33,15 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
     engine = engine_of(model)
     engine.uses.check(Operation.PARK)
     if folder is None and not engine.config.nvme_paths:
-        raise ConfigError("park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or Config(nvme_paths=[...])")
+        raise ConfigError(
+            "park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or"
+            " Config(nvme_paths=[...])"
+        )
     with engine.uses.begin():
         if landed := [handle.name for handle in engine.trained if would_be_lost(handle)]:
             raise UsageError(
-                f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait for it. Park after step()"
+                f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait"
+                " for it. Park after step()"
             )
         with engine.store.guarding():
             _refuse_held(engine.job)
@@ -65,8 +69,9 @@ def _refuse_held(job: Job) -> None:
         gc.collect()
     if names := held():
         raise UsageError(
-            f"park: something outside of the engine holds the memory of {len(names)} units ({names[0]}, ...): an array of NumPy, an export by "
-            "DLPack or a view of a weight, made in a forward. Drop it, or keep a copy instead: weight.detach().clone()."
+            f"park: something outside of the engine holds the memory of {len(names)} units"
+            f" ({names[0]}, ...): an array of NumPy, an export by DLPack or a view of a weight,"
+            " made in a forward. Drop it, or keep a copy instead: weight.detach().clone()."
         )
 
 

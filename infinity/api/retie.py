@@ -19,7 +19,12 @@ class Ties:
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._groups: list[tuple[dict, list]] = []
 
-    def tie(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, pairs: Sequence[tuple[str, str]]) -> None:
+    def tie(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        pairs: Sequence[tuple[str, str]],
+    ) -> None:
         """Replaces the second parameter of each of ``pairs`` by the first, in the model and in the
         optimizer.
 
@@ -41,7 +46,9 @@ class Ties:
             group["params"] = params
 
 
-def _tie(model: nn.Module, first: str, second: str, replaced: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+def _tie(
+    model: nn.Module, first: str, second: str, replaced: list[tuple[nn.Module, str, nn.Parameter]]
+) -> None:
     params = dict(model.named_parameters(remove_duplicate=False))
     if missing := [name for name in (first, second) if name not in params]:
         raise ConfigError(f"tied: {type(model).__name__} has no parameter {missing[0]}")
@@ -53,13 +60,22 @@ def _tie(model: nn.Module, first: str, second: str, replaced: list[tuple[nn.Modu
         or one.dtype != other.dtype
         or getattr(one, "placements", None) != getattr(other, "placements", None)
     ):
-        ways = [f"{tuple(p.shape)} {p.dtype} {getattr(p, 'placements', '')}".strip() for p in (one, other)]
-        raise ConfigError(f"tied: {first} is {ways[0]} and {second} is {ways[1]}: they cannot be one")
+        ways = [
+            f"{tuple(p.shape)} {p.dtype} {getattr(p, 'placements', '')}".strip()
+            for p in (one, other)
+        ]
+        raise ConfigError(
+            f"tied: {first} is {ways[0]} and {second} is {ways[1]}: they cannot be one"
+        )
     mine, theirs = local_of(one), local_of(other)
     if not mine.is_meta and not theirs.is_meta and not torch.equal(mine, theirs):
-        raise ConfigError(f"tied: {first} and {second} have other values: give both the same, or leave them two")
+        raise ConfigError(
+            f"tied: {first} and {second} have other values: give both the same, or leave them two"
+        )
     if raw_grad(other) is not None:
-        raise ConfigError(f"tied: {second} has a gradient already: call zero_grad() before wrap_model")
+        raise ConfigError(
+            f"tied: {second} has a gradient already: call zero_grad() before wrap_model"
+        )
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is other:

@@ -25,23 +25,34 @@ class Homes:
     def __init__(self, job: Job, store: ArrayIO):
         self._store, self._collectives = store, job.collectives
         shards = [shard for unit in job.units for shard in unit.shards]
-        self._places = {param: (shard, index) for shard in shards for index, param in enumerate(shard.params)}
+        self._places = {
+            param: (shard, index) for shard in shards for index, param in enumerate(shard.params)
+        }
 
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
         shard, index = self._places[param]
         if drawn:  # each rank has drawn its own random values
-            values = self._collectives.broadcast(values.clone(), "the initial values", over_tensors=True)
+            values = self._collectives.broadcast(
+                values.clone(), "the initial values", over_tensors=True
+            )
         if not is_distributed(param):
             shard.write_first_values(self._store, index, begin, values)
             return
         part = self._part(param)
-        for box, first in boxes_of_run(param.shape, range(param.dim()), begin, begin + values.numel()):
+        for box, first in boxes_of_run(
+            param.shape, range(param.dim()), begin, begin + values.numel()
+        ):
             if (common := box.common(part)) is not None:
                 run = values[first - begin : first - begin + box.numel].view(box.shape)
                 # Consecutive in the part, too: it has the same rows, only shorter.
                 here = common.moved(part.offset, -1)
-                at = sum(offset * math.prod(part.shape[dim + 1 :]) for dim, offset in enumerate(here.offset))
-                shard.write_first_values(self._store, index, at, common.moved(box.offset, -1).of(run).reshape(-1))
+                at = sum(
+                    offset * math.prod(part.shape[dim + 1 :])
+                    for dim, offset in enumerate(here.offset)
+                )
+                shard.write_first_values(
+                    self._store, index, at, common.moved(box.offset, -1).of(run).reshape(-1)
+                )
 
     def span(self, param: nn.Parameter) -> tuple[int, int]:
         shard, index = self._places[param]
@@ -88,7 +99,13 @@ def send_shard_home(
         if not local_of(param).numel():
             continue
         if param not in done:
-            shard.write_value(store, index, _of_first_rank(collectives, param, "a parameter"), version=0, fresh=True)
+            shard.write_value(
+                store,
+                index,
+                _of_first_rank(collectives, param, "a parameter"),
+                version=0,
+                fresh=True,
+            )
         if optimizer is None or not shard.spec.stepped:
             continue
         state = optimizer.state.get(param, {})
@@ -98,7 +115,10 @@ def send_shard_home(
                 shard.write_moment(store, array, index, moment, version=0)
         if (grad := raw_grad(param)) is not None:
             if collectives.ranks.data_size > 1:
-                raise ConfigError("a parameter has a gradient already, of one rank's batch: call zero_grad() before wrap_model")
+                raise ConfigError(
+                    "a parameter has a gradient already, of one rank's batch: call zero_grad()"
+                    " before wrap_model"
+                )
             shard.write_flat(store, "grad", index, local_of(grad), version=0)
 
 

@@ -45,7 +45,12 @@ def connect_homes(config: Config, homes: SharedHomes | None, job: Job) -> None:
     Raises ConfigError if ``share_homes=True`` and it is not possible."""
     row = job.ranks.row
     if homes is not None and row is not None:
-        shards = [shard for unit in job.units for shard in unit.shards if shard.collectives is job.collectives]
+        shards = [
+            shard
+            for unit in job.units
+            for shard in unit.shards
+            if shard.collectives is job.collectives
+        ]
         collect = partial(job.collectives.collect, among=[row])
         refusal = homes.connect(collect, job.ranks.rank, [shard.weight_regions for shard in shards])
         if refusal:

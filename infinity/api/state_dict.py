@@ -26,7 +26,9 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         with engine.handed.filling(state):
             # As in torch, the values can be changed, even if the caller is in inference mode.
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            with (
+                torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+            ):
                 fill_here(module, state, prefix)
 
     def fill_here(module: nn.Module, state: dict, prefix: str) -> None:
@@ -34,13 +36,19 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
             for name, param in module._parameters.items():
                 value = state.get(prefix + name)
                 # With keep_vars the value is the Parameter itself, and stays so.
-                if value is not None and (handle := handle_of(param)) is not None and not isinstance(value, nn.Parameter):
+                if (
+                    value is not None
+                    and (handle := handle_of(param)) is not None
+                    and not isinstance(value, nn.Parameter)
+                ):
                     state[prefix + name] = _full_value(engine, handle, state)
 
     def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
         engine.uses.check(Operation.LOAD_STATE_DICT)
         if metadata.get("assign_to_params_buffers"):
-            raise UsageError("load_state_dict(assign=True) would replace managed parameters: load without assign")
+            raise UsageError(
+                "load_state_dict(assign=True) would replace managed parameters: load without assign"
+            )
 
     for module in dict.fromkeys(module for part in parts_of(model) for module in part.modules()):
         is_owner = any(handle_of(param) is not None for param in module.parameters(recurse=False))

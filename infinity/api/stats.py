@@ -91,13 +91,16 @@ def stats(model: nn.Module) -> Stats:
         sentence = "No step has been taken yet."
     else:
         sentence = (
-            f"The last step took {format_seconds(step_seconds)}; {slowest} alone needs {format_seconds(bound)} "
-            f"({100 * bound / step_seconds if step_seconds else 0:.0f} % of it) and is the bottleneck."
+            f"The last step took {format_seconds(step_seconds)}; {slowest} alone needs"
+            f" {format_seconds(bound)} ({100 * bound / step_seconds if step_seconds else 0:.0f} %"
+            " of it) and is the bottleneck."
         )
     counted = {} if engine.ranks.alone else engine.traffic.collectives
     collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}
     ahead = engine.shadow_policy
-    shadows = {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
+    shadows = (
+        {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
+    )
     planner = engine.activations.planner if engine.activations is not None else None
     blocks = planner.counts() if planner is not None else {}
     return Stats(
@@ -135,7 +138,9 @@ def _bounds(job: Job, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
     bounds = {"compute": max(0.0, job.updates.clock.step_seconds - stalls)}
     if job.planned.plan.planned_nbytes(Tier.NVME):
         read = edges["nvme->host"].nbytes + edges.get(PAST_HOST, EdgeTraffic()).nbytes
-        bounds["the disk"] = disk_profile.seconds(job.config.nvme_paths, read / steps, edges["host->nvme"].nbytes / steps)
+        bounds["the disk"] = disk_profile.seconds(
+            job.config.nvme_paths, read / steps, edges["host->nvme"].nbytes / steps
+        )
     moved = sum(
         2 * sum(spec.nbytes_per_element().values()) - spec.nbytes_per_element()["grad"]
         for spec in (shard.spec for unit in job.units for shard in unit.shards)

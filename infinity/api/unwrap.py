@@ -32,13 +32,19 @@ def unwrap_model(
     call it again.
     """
     roots = list(model) if isinstance(model, (list, tuple)) else [model]
-    if isinstance(optimizer, InfinityOptimizer) and optimizer.is_unwrapped and not any(RECORD in root.__dict__ for root in roots):
+    if (
+        isinstance(optimizer, InfinityOptimizer)
+        and optimizer.is_unwrapped
+        and not any(RECORD in root.__dict__ for root in roots)
+    ):
         # The unwrap completed although an exception interrupted the call.
         return _as_given(model), optimizer.wrapped
     record = wrapped(model)
     engine = record.engine
     managed = optimizer if optimizer is not None else record.optimizer
-    if managed is not None and (not isinstance(managed, InfinityOptimizer) or managed.context.uses is not engine.uses):
+    if managed is not None and (
+        not isinstance(managed, InfinityOptimizer) or managed.context.uses is not engine.uses
+    ):
         raise UsageError("this optimizer is not the one that wrap_model returned with this model")
     plain = managed.wrapped if managed is not None else None
     if (change := record.unwrapping) is None:
@@ -56,8 +62,11 @@ def unwrap_model(
 
 
 def _begin(record: Wrapped, change: Callable[[], None]) -> None:
-    """Refuses everything but ``change``, which the next call finds. Both, or nothing would end the refusal."""
-    record.engine.uses.refuse_all("unwrap_model was cut short by an exception: call it again, with the same model")
+    """Refuses everything but ``change``, which the next call finds. Both, or nothing would end the
+    refusal."""
+    record.engine.uses.refuse_all(
+        "unwrap_model was cut short by an exception: call it again, with the same model"
+    )
     record.unwrapping = change
 
 
@@ -84,7 +93,10 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
                 grad, place = param.grad, record.came_from[param]
                 if grad is not None and isinstance(local_of(grad), AtHome):
                     grad = grad.clone()  # an assigned tensor stays the gradient
-                values[param] = value.to(place), None if grad is None else grad.to(place, shard.spec.wrapped_dtype)
+                values[param] = (
+                    value.to(place),
+                    None if grad is None else grad.to(place, shard.spec.wrapped_dtype),
+                )
     engine.prefetcher.release_all(engine.units)
 
     def change() -> None:

@@ -53,15 +53,25 @@ class Watch:
     """
 
     def __init__(
-        self, model: nn.Module | Sequence[nn.Module], *, steps: int | None = None, first_step: int = 0, folder: str | os.PathLike | None = None,
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        steps: int | None = None,
+        first_step: int = 0,
+        folder: str | os.PathLike | None = None,
         every: float = EVERY_SECONDS,
-    ):  # fmt: skip
+    ):
         engine = wrapped(model).engine
         self._model = weakref.ref(wrapped(model).model)
         self._root = disk_profile.cache_folder() / "runs"
         self.folder = Path(folder) if folder is not None else self._root / _free_name()
         _open.add(self)
-        self._every, self._steps, self._step, self._rank = every, steps, first_step, engine.ranks.world_rank
+        self._every, self._steps, self._step, self._rank = (
+            every,
+            steps,
+            first_step,
+            engine.ranks.world_rank,
+        )
         self._loss: float | None = None
         self._step_seconds = self._tokens = 0.0
         self._at, self._next, self._written = time.monotonic(), 0.0, 0
@@ -73,7 +83,9 @@ class Watch:
         self._lock = threading.Lock()  # autograd has threads of its own if a GPU computes
         self._process = run_files.this_process()
         self._limits = _limits(engine.job)
-        self._removers = [self._watch(module, name) for name, module in _owners(wrapped(model).model, engine.job)]
+        self._removers = [
+            self._watch(module, name) for name, module in _owners(wrapped(model).model, engine.job)
+        ]
         itself = weakref.ref(self)
 
         def landed(unit: ParamUnit) -> None:
@@ -146,8 +158,13 @@ class Watch:
     def _status(self) -> dict[str, Any]:
         now, model = time.monotonic(), self._model()
         doing = {
-            "at": time.time(), "phase": self._doing[0], "unit": self._doing[1], "step": self._step, "steps": self._steps, "loss": self._loss
-        }  # fmt: skip
+            "at": time.time(),
+            "phase": self._doing[0],
+            "unit": self._doing[1],
+            "step": self._step,
+            "steps": self._steps,
+            "loss": self._loss,
+        }
         if model is None or not is_wrapped(model):  # the counters are final
             return (self._told or {}) | doing
         engine = wrapped(model).engine
@@ -157,22 +174,36 @@ class Watch:
         self._before, seconds = (now, edges), max(now - before_at, 1e-9)
         rate = self._tokens / self._step_seconds if self._step_seconds else 0.0
         self._told = doing | {
-            "pid": self._process.pid, "started": self._process.started, "host": os.uname().nodename, "space": process_space(),
-            "rank": self._rank, "ranks": engine.ranks.data_size * engine.ranks.parts,
-            "tokens_per_second": rate, "step_seconds": self._step_seconds,
-            "remaining_seconds": (self._steps - self._step) * self._step_seconds if self._steps is not None else None,
+            "pid": self._process.pid,
+            "started": self._process.started,
+            "host": os.uname().nodename,
+            "space": process_space(),
+            "rank": self._rank,
+            "ranks": engine.ranks.data_size * engine.ranks.parts,
+            "tokens_per_second": rate,
+            "step_seconds": self._step_seconds,
+            "remaining_seconds": (
+                (self._steps - self._step) * self._step_seconds if self._steps is not None else None
+            ),
             "tiers": {
-                str(tier): {"charged_nbytes": account.charged_nbytes, "peak_nbytes": account.peak_nbytes,
-                            "planned_nbytes": account.planned_nbytes, "budget_nbytes": account.budget_nbytes}
+                str(tier): {
+                    "charged_nbytes": account.charged_nbytes,
+                    "peak_nbytes": account.peak_nbytes,
+                    "planned_nbytes": account.planned_nbytes,
+                    "budget_nbytes": account.budget_nbytes,
+                }
                 for tier, account in engine.ledger.accounts.items()
             },
             "edges": {
-                name: {"nbytes": moved["nbytes"], "limit": self._limits.get(name),
-                       "rate": (moved["nbytes"] - before[name]["nbytes"]) / seconds,
-                       "stalled": (moved["stall_seconds"] - before[name]["stall_seconds"]) / seconds}
+                name: {
+                    "nbytes": moved["nbytes"],
+                    "limit": self._limits.get(name),
+                    "rate": (moved["nbytes"] - before[name]["nbytes"]) / seconds,
+                    "stalled": (moved["stall_seconds"] - before[name]["stall_seconds"]) / seconds,
+                }
                 for name, moved in edges.items()
             },
-        }  # fmt: skip
+        }
         return self._told
 
     def _write(self, kind: str, content: dict[str, Any]) -> None:
@@ -191,7 +222,11 @@ def _free_name() -> str:
     """Returns the name of this job's folder. A further model of the same process gets a number, the
     same on all ranks."""
     taken, name = {watch.folder.name for watch in _open}, run_files.job_name()
-    return next(each for number in itertools.count(1) if (each := name if number == 1 else f"{name}-{number}") not in taken)
+    return next(
+        each
+        for number in itertools.count(1)
+        if (each := name if number == 1 else f"{name}-{number}") not in taken
+    )
 
 
 def _owners(model: nn.Module, job: Job) -> list[tuple[str, nn.Module]]:
@@ -212,7 +247,10 @@ def _plan(job: Job) -> dict[str, Any]:
     """Returns the data of the report: the memory map, and the path of the timeline."""
     plan = job.planned.plan
     return {
-        "tiers": {str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": dict(plan.terms[tier])} for tier in Tier},
+        "tiers": {
+            str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": dict(plan.terms[tier])}
+            for tier in Tier
+        },
         "trace": job.config.trace,
         "nvme_paths": list(job.config.nvme_paths),
         "parameters": sum(handle.param.numel() for unit in job.units for handle in unit.handles),

@@ -100,7 +100,11 @@ def wrap_model(
     used. Raises ConfigError, CapacityError, StorageError or UsageError with model and optimizer
     restored, on all ranks; PeerError if another rank has ended.
     """
-    if isinstance(model, (list, tuple)) and model and all(isinstance(part, nn.Module) for part in model):
+    if (
+        isinstance(model, (list, tuple))
+        and model
+        and all(isinstance(part, nn.Module) for part in model)
+    ):
         _, stepping = wrap_model(Parts(model), optimizer, config, mesh=mesh)
         return list(model), stepping
     if mesh is None and isinstance(model, nn.Module):
@@ -125,7 +129,9 @@ def wrap_model(
 def _settle(model: nn.Module, config: Config, collectives: Collectives, mesh: Any) -> DataRanks:
     """Completes the description of the ranks from the configuration and the machine. Every rank
     calls this."""
-    local_size = -collectives.least([-collectives.ranks.local_size], "ranks on a machine", over_stages=True)[0]
+    local_size = -collectives.least(
+        [-collectives.ranks.local_size], "ranks on a machine", over_stages=True
+    )[0]
     ranks = dataclasses.replace(
         collectives.ranks,
         shard=config.shard,
@@ -162,7 +168,13 @@ def _check_everywhere(
     return config
 
 
-def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, collectives: Collectives, mesh: Any) -> tuple:
+def _wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    collectives: Collectives,
+    mesh: Any,
+) -> tuple:
     rule = recognise(optimizer) if optimizer is not None else None
     group_of = groups_of_optimizer(optimizer)
     config = own_budgets(config, collectives.ranks)
@@ -176,7 +188,9 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
         with collectives.together("planning"):
             device = choose_device(model, config, collectives)
             reuses = isinstance(model, Parts) or collectives.ranks.stages is not None
-            config, (groups, shards, plan) = lay_out_here(model, config, make_shards, device, collectives, reuses=reuses)
+            config, (groups, shards, plan) = lay_out_here(
+                model, config, make_shards, device, collectives, reuses=reuses
+            )
     except BaseException:  # perhaps raised on another rank
         if device is not None:
             device.close()
@@ -184,15 +198,28 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     engine = None
     before = Before(model, optimizer)
     try:
-        if collectives.ranks.data_size > 1 and (device.backend is not None or device.where.type != "cpu"):
+        if collectives.ranks.data_size > 1 and (
+            device.backend is not None or device.where.type != "cpu"
+        ):
             join_device(collectives.ranks, mesh, device.backend)
         with collectives.together("allocating"):
             if config.micro_batch is not None:
                 _check_micro_batch(model, groups)
-            units = [ParamUnit(i, group.name, s, device) for i, (group, s) in enumerate(zip(groups, shards))]
+            units = [
+                ParamUnit(i, group.name, s, device)
+                for i, (group, s) in enumerate(zip(groups, shards))
+            ]
             sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
             homes = share_homes(config, device, collectives)
-            engine = Engine(config, plan, units, sizes, stepping=optimizer is not None, device=device, collectives=collectives)
+            engine = Engine(
+                config,
+                plan,
+                units,
+                sizes,
+                stepping=optimizer is not None,
+                device=device,
+                collectives=collectives,
+            )
         with collectives.together("sharing weights"):
             connect_homes(config, homes, engine.job)
         with collectives.together("sending the values home"):
@@ -213,12 +240,16 @@ def _wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
         raise
 
 
-def _send_home(engine: Engine, materialized: Materialized, optimizer: torch.optim.Optimizer | None, rule) -> None:
+def _send_home(
+    engine: Engine, materialized: Materialized, optimizer: torch.optim.Optimizer | None, rule
+) -> None:
     """Copies every value, moment and gradient home. Values of a model on meta come first, from its
     file or its modules."""
     with engine.store.writing_behind() as store:
         materialized.fill(Homes(engine.job, store))
-        with progress("sending the values home", sum(size.slice_nbytes for size in engine.sizes)) as advance:
+        with progress(
+            "sending the values home", sum(size.slice_nbytes for size in engine.sizes)
+        ) as advance:
             for unit, size in zip(engine.units, engine.sizes):
                 for shard in unit.shards:
                     send_shard_home(store, shard, optimizer, rule, done=materialized.sent)
@@ -235,44 +266,75 @@ def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
     blocks = [(group.name, group.block) for group in groups if group.block is not None]
     if not blocks:
         raise ConfigError(
-            f"micro_batch: {type(model).__name__} has no repeated block to run in parts of a batch. Name the classes "
-            "that are: Config(units=[...])"
+            f"micro_batch: {type(model).__name__} has no repeated block to run in parts of a batch."
+            " Name the classes that are: Config(units=[...])"
         )
     for name, block in blocks:
         check_block(name, block)
 
 
-def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], group_of: dict, moved: MovedRest) -> tuple:
+def _commit(
+    model, optimizer, rule, engine: Engine, groups: list[Group], group_of: dict, moved: MovedRest
+) -> tuple:
     """Changes the model. All steps that can fail for lack of space or for bad input are done."""
-    came_from = {param: param.device for unit in engine.units for shard in unit.shards for param in shard.params}
+    came_from = {
+        param: param.device
+        for unit in engine.units
+        for shard in unit.shards
+        for param in shard.params
+    }
     prefix = engine.ranks.stage_prefix
-    engine.attach({param: [prefix + name for name in names] for param, names in parameter_names(model).items()})
+    engine.attach(
+        {
+            param: [prefix + name for name in names]
+            for param, names in parameter_names(model).items()
+        }
+    )
     owners: dict[nn.Module, list[ParamUnit]] = {}
     for group, unit in zip(groups, engine.units):
         for called in (module for owner in group.owners for module in called_for(model, owner)):
             owners.setdefault(called, []).append(unit)
     # Experts are left out: they run once in a layer, and no gradient of it comes before theirs.
-    inside = owners.keys() - {owner for group in groups if group.is_divided for owner in group.owners}
+    inside = owners.keys() - {
+        owner for group in groups if group.is_divided for owner in group.owners
+    }
     for group, unit in zip(groups, engine.units):
         # Also a unit whose module contains others: its gradients may come before and after theirs.
-        around = any(module in inside for owner in group.owners for module in owner.modules() if module is not owner)
+        around = any(
+            module in inside
+            for owner in group.owners
+            for module in owner.modules()
+            if module is not owner
+        )
         if len(group.owners) != 1 or around:
             unit.share()
-    removers = [moved, *install_hooks(engine, parts_of(model), owners), *install_state_dict(engine, model)]
-    removers += install_tiles(engine, model, {g.params[0]: g.tile_rows for g in groups if g.tile_rows})
+    removers = [
+        moved,
+        *install_hooks(engine, parts_of(model), owners),
+        *install_state_dict(engine, model),
+    ]
+    removers += install_tiles(
+        engine, model, {g.params[0]: g.tile_rows for g in groups if g.tile_rows}
+    )
     if engine.config.micro_batch is not None:
         blocks = [(group.name, group.block) for group in groups if group.block is not None]
-        removers += [install_chunks(engine, name, block, engine.config.micro_batch) for name, block in blocks]
+        removers += [
+            install_chunks(engine, name, block, engine.config.micro_batch) for name, block in blocks
+        ]
     if engine.activations is not None and (planner := engine.activations.planner) is not None:
         chosen = [group.block for group in groups if group.block is not None]
-        removers += [ReplacedForward(block, planner.add(block, engine.units_of(block))) for block in chosen]
+        removers += [
+            ReplacedForward(block, planner.add(block, engine.units_of(block))) for block in chosen
+        ]
     stepping = None
     if optimizer is not None:
         stepping = InfinityOptimizer(engine.make_step_context(), optimizer, rule)
         for param in group_of:
             handle, state = managed(param), optimizer.state.get(param, {})
             handle.step = saved_step(state)
-            handle.keeps_moments = not handle.step and any(name in state for name in moment_names(rule, optimizer.param_groups))
+            handle.keeps_moments = not handle.step and any(
+                name in state for name in moment_names(rule, optimizer.param_groups)
+            )
             if (grad := raw_grad(param)) is not None:
                 set_raw_grad(param, None)
                 handle.grad.move(GradState.LANDED)

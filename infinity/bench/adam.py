@@ -36,13 +36,22 @@ class Variant:
 FP32 = dict(master=native.Master.OWN, grad=native.DType.FLOAT32, weight=native.DType.FLOAT32)
 SPLIT = dict(master=native.Master.SPLIT, grad=native.DType.BFLOAT16, weight=native.DType.BFLOAT16)
 VARIANTS = (
-    Variant("split", SPLIT | {"moments": native.DType.FLOAT32},
-            {"weight": 2, "master": 2, "exp_avg": 4, "exp_avg_sq": 4, "grad": 2}),
-    Variant("int8", SPLIT | {"moments": native.DType.INT8},
-            {"weight": 2, "master": 2, "exp_avg": 1, "exp_avg_sq": 1, "grad": 2}),
-    Variant("fp32", FP32 | {"moments": native.DType.FLOAT32},
-            {"weight": 4, "exp_avg": 4, "exp_avg_sq": 4, "grad": 4}),
-)  # fmt: skip
+    Variant(
+        "split",
+        SPLIT | {"moments": native.DType.FLOAT32},
+        {"weight": 2, "master": 2, "exp_avg": 4, "exp_avg_sq": 4, "grad": 2},
+    ),
+    Variant(
+        "int8",
+        SPLIT | {"moments": native.DType.INT8},
+        {"weight": 2, "master": 2, "exp_avg": 1, "exp_avg_sq": 1, "grad": 2},
+    ),
+    Variant(
+        "fp32",
+        FP32 | {"moments": native.DType.FLOAT32},
+        {"weight": 4, "exp_avg": 4, "exp_avg_sq": 4, "grad": 4},
+    ),
+)
 
 
 class Ours:
@@ -50,16 +59,23 @@ class Ours:
 
     def __init__(self, variant: Variant, count: int, threads: int):
         self.variant, self.count, self.threads = variant, count, threads
-        self.regions = {name: native.Region(count * size, True, threads) for name, size in variant.nbytes.items()}
+        self.regions = {
+            name: native.Region(count * size, True, threads)
+            for name, size in variant.nbytes.items()
+        }
         if variant.name == "int8":
             self.regions |= {
-                f"{name}_scale": native.Region(count // native.MOMENT_BLOCK, True, 1) for name in ("exp_avg", "exp_avg_sq")
+                f"{name}_scale": native.Region(count // native.MOMENT_BLOCK, True, 1)
+                for name in ("exp_avg", "exp_avg_sq")
             }
         fill = {"weight": 0.02, "grad": 1e-3}
         for name, scale in fill.items():
             dtype = {2: torch.bfloat16, 4: torch.float32}[variant.nbytes[name]]
             self.tensor(name, dtype).normal_(std=scale)
-        self.extents = {name: native.Extent.in_memory(region.address, region.nbytes) for name, region in self.regions.items()}
+        self.extents = {
+            name: native.Extent.in_memory(region.address, region.nbytes)
+            for name, region in self.regions.items()
+        }
         self.updater = native.Updater(native.IoEngine(kind="threads"), 0, 0, 0, threads)
         self.steps = 0
 
@@ -69,7 +85,9 @@ class Ours:
 
     def master(self) -> torch.Tensor:
         """Joins the fp32 masters of a variant with split masters."""
-        return native.join_master(self.tensor("weight", torch.bfloat16), self.tensor("master", torch.int16))
+        return native.join_master(
+            self.tensor("weight", torch.bfloat16), self.tensor("master", torch.int16)
+        )
 
     def step(self) -> None:
         self.steps += 1
@@ -78,9 +96,12 @@ class Ours:
         hyper.grad_factors = [GRAD_FACTOR] if self.variant.name != "fp32" else []
         arrays = dict.fromkeys(("master", "exp_avg", "exp_avg_sq")) | self.extents
         update = native.UnitUpdate(
-            layout=native.Layout(rule=native.Rule.ADAMW, **self.variant.layout), count=self.count, **arrays,
-            runs=[native.Run(0, self.count, hyper)], version=self.steps,
-        )  # fmt: skip
+            layout=native.Layout(rule=native.Rule.ADAMW, **self.variant.layout),
+            count=self.count,
+            **arrays,
+            runs=[native.Run(0, self.count, hyper)],
+            version=self.steps,
+        )
         self.updater.submit(update).wait()
 
     def move(self) -> None:
@@ -141,8 +162,16 @@ def _measure(
             jobs[rival.NAME] = found
     with limit_threads(threads):
         times = alternate(jobs, settings.rounds)
-    rates = {who: [count / seconds / 1e9 for seconds in of_one.wall] for who, of_one in times.items()}
-    ratios = {who: paired(times["ours"].wall, of_one.wall) for who, of_one in times.items() if who not in ("ours", "moving")}
+    rates = {
+        who: [count / seconds / 1e9 for seconds in of_one.wall] for who, of_one in times.items()
+    }
+    ratios = {
+        who: paired(times["ours"].wall, of_one.wall)
+        for who, of_one in times.items()
+        if who not in ("ours", "moving")
+    }
     name = f"adam.{variant.name}" + ("" if threads == settings.threads else f".{threads}thread")
     ceiling = ("moving the same bytes", rates["moving"])
-    return Measured([row(name, "G parameters/s", rates["ours"], ceiling=ceiling, ratios=ratios)], notes)
+    return Measured(
+        [row(name, "G parameters/s", rates["ours"], ceiling=ceiling, ratios=ratios)], notes
+    )

@@ -30,7 +30,10 @@ def measure(settings: Settings) -> Measured:
         "moving": lambda: native.move_streams(streams, count, settings.threads),
     }
     times = alternate(jobs, settings.rounds)
-    rates = {name: [2 * count / seconds / 1e9 for seconds in of_one.wall] for name, of_one in times.items()}
+    rates = {
+        name: [2 * count / seconds / 1e9 for seconds in of_one.wall]
+        for name, of_one in times.items()
+    }
     ceiling = ("moving the same bytes", rates["moving"])
     rows = [row(name, "GB/s", rates[name], ceiling=ceiling) for name in jobs if name != "moving"]
     return Measured(rows, ["copy: the device is this machine's memory"])

@@ -82,7 +82,9 @@ class Ours:
             if pending[slot] is not None:
                 pending[slot].wait()
             nbytes = min(REQUEST_NBYTES, self.file.nbytes - offset)
-            pending[slot] = operation(self.extent, offset, self.memory.address + slot * REQUEST_NBYTES, nbytes)
+            pending[slot] = operation(
+                self.extent, offset, self.memory.address + slot * REQUEST_NBYTES, nbytes
+            )
         for ticket in pending:
             if ticket is not None:
                 ticket.wait()
@@ -108,7 +110,9 @@ class Raw:
         block = memoryview(self.memory)[thread * RAW_BLOCK : (thread + 1) * RAW_BLOCK]
         writes = direction == "write" or (direction == "mixed" and thread % 2)
         move = os.pwritev if writes else os.preadv
-        for offset in range(thread * RAW_BLOCK, self.file.nbytes - RAW_BLOCK + 1, RAW_THREADS * RAW_BLOCK):
+        for offset in range(
+            thread * RAW_BLOCK, self.file.nbytes - RAW_BLOCK + 1, RAW_THREADS * RAW_BLOCK
+        ):
             move(self.descriptor, [block], offset)
 
 
@@ -120,7 +124,10 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
 
     Creates its file in ``settings.folder`` and removes it.
     """
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder,
+        ExitStack() as stack,
+    ):
         file = _make_file(folder, settings.scaled(FILE_NBYTES, RAW_THREADS * RAW_BLOCK))
         ours, threads = (_as_used(file, kind, folder) for kind in ("auto", "threads"))
         raw = Raw(file)
@@ -134,10 +141,16 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
             else:
                 stack.callback(found.close)
                 systems[rival.NAME] = found.run
-        jobs = {(who, way): (lambda run=run, way=way: run(way)) for way in DIRECTIONS for who, run in systems.items()}
+        jobs = {
+            (who, way): lambda run=run, way=way: run(way)
+            for way in DIRECTIONS
+            for who, run in systems.items()
+        }
         jobs["threads", "read"] = lambda: threads.run("read")
         times = alternate(jobs, settings.rounds)
-        rows = _rows(times, file.nbytes, [who for who in systems if who not in ("ours", "raw disk")])
+        rows = _rows(
+            times, file.nbytes, [who for who in systems if who not in ("ours", "raw disk")]
+        )
         return Measured(rows, notes, {"io.sweep": _sweep(file)})
 
 
@@ -182,10 +195,20 @@ def _rows(times: dict[tuple[str, str], Times], nbytes: int, present: list[str]) 
         limit = max(tools, key=lambda who: statistics.median(rates(who, way)))
         wall = times["ours", way].wall
         ratios = {who: paired(wall, times[who, way].wall) for who in present}
-        rows.append(row(f"io.{way}", "GB/s", rates("ours", way), ceiling=(limit, rates(limit, way)), ratios=ratios))
+        rows.append(
+            row(
+                f"io.{way}",
+                "GB/s",
+                rates("ours", way),
+                ceiling=(limit, rates(limit, way)),
+                ratios=ratios,
+            )
+        )
     gib = nbytes / 2**30
     cpu = [seconds / gib for seconds in times["ours", "read"].cpu]
-    ratios = {who: paired(cpu, [seconds / gib for seconds in times[who, "read"].cpu]) for who in present}
+    ratios = {
+        who: paired(cpu, [seconds / gib for seconds in times[who, "read"].cpu]) for who in present
+    }
     rows.append(row("io.read.cpu", "CPU s/GiB", cpu, ratios=ratios))
     both = paired(times["threads", "read"].wall, times["ours", "read"].wall)
     rows.append(row("io.threads.read", "GB/s", rates("threads", "read"), ratios={"uring": both}))

@@ -47,7 +47,9 @@ def row(
     if ceiling is not None:
         what, limits = ceiling
         made.ceiling = {"name": what, "value": statistics.median(limits)}
-        made.share_of_ceiling = statistics.median(value / limit for value, limit in zip(values, limits))
+        made.share_of_ceiling = statistics.median(
+            value / limit for value, limit in zip(values, limits)
+        )
     return made
 
 
@@ -80,7 +82,15 @@ def hardware() -> str:
 
 def result(theme: str, measured: Measured) -> dict:
     """Returns the content of a result file: results, hardware, date and commit."""
-    query = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7"]
+    query = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=7",
+    ]
     try:
         commit = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     except OSError:
@@ -106,8 +116,14 @@ def table(rows: Sequence[Row]) -> str:
     """Formats the rows as text: median, spread, share of the ceiling, ratio to each rival."""
     lines = [f"{'':<24}{'median':>10}  {'low - high':^19}  unit"]
     for entry in rows:
-        share = f"   {100 * entry.share_of_ceiling:.0f} % of {entry.ceiling['name']}" if entry.ceiling else ""
+        share = (
+            f"   {100 * entry.share_of_ceiling:.0f} % of {entry.ceiling['name']}"
+            if entry.ceiling
+            else ""
+        )
         ratios = "".join(f"   {value:.2f} x {name}" for name, value in entry.ratios.items())
         spread = f"{entry.low:.3f} - {entry.high:.3f}"
-        lines.append(f"{entry.name:<24}{entry.median:>10.3f}  {spread:^19}  {entry.unit}{share}{ratios}")
+        lines.append(
+            f"{entry.name:<24}{entry.median:>10.3f}  {spread:^19}  {entry.unit}{share}{ratios}"
+        )
     return "\n".join(lines)

@@ -17,7 +17,9 @@ class Times:
     cpu: list[float] = field(default_factory=list)
 
 
-def alternate(jobs: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: int = 1) -> dict[str, Times]:
+def alternate(
+    jobs: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: int = 1
+) -> dict[str, Times]:
     """Runs every job once per round, in turn, after ``warm_up`` rounds that are not recorded. A job
     may return a Times of one round, which is used instead of the measured one."""
     times = {name: Times() for name in jobs}

@@ -33,7 +33,10 @@ class Box:
     def common(self, other: Box) -> Box | None:
         """Returns the intersection; None if it is empty."""
         begins = [max(a, b) for a, b in zip(self.offset, other.offset)]
-        ends = [min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape)]
+        ends = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape)
+        ]
         if any(begin >= end for begin, end in zip(begins, ends)):
             return None
         return Box(tuple(begins), tuple(end - begin for begin, end in zip(begins, ends)))
@@ -41,7 +44,8 @@ class Box:
     def within(self, shape: Sequence[int]) -> bool:
         """Returns whether the box is a part of a tensor of ``shape``."""
         return len(self.offset) == len(self.shape) == len(shape) and all(
-            0 <= at and 0 <= n and at + n <= extent for at, n, extent in zip(self.offset, self.shape, shape)
+            0 <= at and 0 <= n and at + n <= extent
+            for at, n, extent in zip(self.offset, self.shape, shape)
         )
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
@@ -51,10 +55,14 @@ class Box:
 
 def order_of(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Returns the order of a dense tensor's dimensions in memory, the slowest first."""
-    return tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim] if shape[dim] != 1 else 0, dim)))
+    return tuple(
+        sorted(range(len(shape)), key=lambda dim: (-stride[dim] if shape[dim] != 1 else 0, dim))
+    )
 
 
-def boxes_of_run(shape: Sequence[int], order: Sequence[int], begin: int, end: int) -> Iterator[tuple[Box, int]]:
+def boxes_of_run(
+    shape: Sequence[int], order: Sequence[int], begin: int, end: int
+) -> Iterator[tuple[Box, int]]:
     """Yields the boxes of elements ``begin`` to ``end``, counted in ``order``, of a tensor of
     ``shape``, each with the index of its first element."""
     back = [list(order).index(dim) for dim in range(len(shape))]
@@ -74,13 +82,23 @@ def _runs(shape: list[int], begin: int, end: int) -> Iterator[tuple[list[int], l
     whole_first, whole_last = -(-begin // row), end // row  # rows that it covers
     if whole_first >= whole_last:  # parts of one or two rows
         for at in range(first, last):
-            for offset, extent, start in _runs(shape[1:], max(0, begin - at * row), min(row, end - at * row)):
+            for offset, extent, start in _runs(
+                shape[1:], max(0, begin - at * row), min(row, end - at * row)
+            ):
                 yield [at, *offset], [1, *extent], at * row + start
         return
-    for offset, extent, start in _runs(shape[1:], begin - first * row, row) if first < whole_first else ():
+    for offset, extent, start in (
+        _runs(shape[1:], begin - first * row, row) if first < whole_first else ()
+    ):
         yield [first, *offset], [1, *extent], first * row + start
-    yield [whole_first, *[0] * (len(shape) - 1)], [whole_last - whole_first, *shape[1:]], whole_first * row
-    for offset, extent, start in _runs(shape[1:], 0, end - whole_last * row) if whole_last < last else ():
+    yield (
+        [whole_first, *[0] * (len(shape) - 1)],
+        [whole_last - whole_first, *shape[1:]],
+        whole_first * row,
+    )
+    for offset, extent, start in (
+        _runs(shape[1:], 0, end - whole_last * row) if whole_last < last else ()
+    ):
         yield [whole_last, *offset], [1, *extent], whole_last * row + start
 
 
@@ -93,7 +111,9 @@ def view_of_run(flat: torch.Tensor, box: Box, order: Sequence[int]) -> torch.Ten
 def cover(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     """Returns whether ``boxes`` cover a tensor of ``shape``, each element exactly once."""
     filled = [box for box in boxes if box.numel]
-    if not all(box.within(shape) for box in boxes) or sum(box.numel for box in filled) != math.prod(shape):
+    if not all(box.within(shape) for box in boxes) or sum(box.numel for box in filled) != math.prod(
+        shape
+    ):
         return False
     if not shape:
         return True

@@ -38,7 +38,9 @@ def flat_bytes(tensor: torch.Tensor) -> bytes:
 
 def engine_of_pair(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
     engine = engine_of(model)
-    if optimizer is not None and (not isinstance(optimizer, InfinityOptimizer) or optimizer.context.uses is not engine.uses):
+    if optimizer is not None and (
+        not isinstance(optimizer, InfinityOptimizer) or optimizer.context.uses is not engine.uses
+    ):
         raise UsageError("this optimizer is not the one that wrap_model returned with this model")
     return engine
 
@@ -46,7 +48,9 @@ def engine_of_pair(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 def part_of_rank(handle: ParamHandle) -> LocalPart:
     """Returns the part of a parameter's global tensor with which its unit computes on this rank."""
     place = handle.shard.layout.placements[handle.index]
-    return LocalPart(Box(part_offset(handle.param), tuple(place.shape)), order_of(place.shape, place.stride))
+    return LocalPart(
+        Box(part_offset(handle.param), tuple(place.shape)), order_of(place.shape, place.stride)
+    )
 
 
 Entry = tuple[torch.Tensor, dict[str, Any]]  # values, and their entry in the header
@@ -63,7 +67,11 @@ def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
         if not job.gradients.counts(handle):
             continue  # several ranks of the mesh hold it whole, and another one writes it
         for name in SAVED:
-            wanted = name == "weight" or handle.has_state or (name == "master" and handle.grad is not None)
+            wanted = (
+                name == "weight"
+                or handle.has_state
+                or (name == "master" and handle.grad is not None)
+            )
             if name in handle.shard.arrays and wanted:
                 for number, (key, entry) in enumerate(_entries(job, handle, name)):
                     if number == len(files):
@@ -86,7 +94,9 @@ def _entries(job: Job, handle: ParamHandle, name: str) -> Iterator[tuple[str, En
         yield f"{name}/{handle.name}", entry
 
 
-def _boxes(job: Job, part: LocalPart, values: torch.Tensor, begin: int, end: int) -> Iterator[Entry]:
+def _boxes(
+    job: Job, part: LocalPart, values: torch.Tensor, begin: int, end: int
+) -> Iterator[Entry]:
     """Yields elements ``begin`` to ``end`` of a local part, as boxes of the global tensor."""
     boxes = list(boxes_of_run(part.box.shape, part.order, begin, end))
     if not part.box.numel and job.ranks.rank == 0:
@@ -104,7 +114,9 @@ def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
         if engine.gradients.counts(handle) and engine.average.has(handle):
             first = handle.shard.part("weight", handle.index)[0]
             begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
-            entries = _boxes(engine.job, part_of_rank(handle), engine.average.read_own(handle), begin, end)
+            entries = _boxes(
+                engine.job, part_of_rank(handle), engine.average.read_own(handle), begin, end
+            )
             for number, entry in enumerate(entries):
                 if number == len(files):
                     files.append({})
@@ -127,7 +139,11 @@ def describe_parameter(handle: ParamHandle) -> dict[str, Any]:
 
 
 def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
-    return param.stride() if is_dense(param.shape, param.stride()) else torch.empty(param.shape, device="meta").stride()
+    return (
+        param.stride()
+        if is_dense(param.shape, param.stride())
+        else torch.empty(param.shape, device="meta").stride()
+    )
 
 
 def describe_groups(optimizer: InfinityOptimizer | None) -> list[dict[str, Any]] | None:
@@ -157,24 +173,34 @@ def put_own_state(optimizer: InfinityOptimizer, job: Job, saved: dict[str, dict[
     """Replaces users' entries in ``optimizer.state`` by those that :func:`describe_own_state`
     listed."""
     params = {handle.name: handle.param for handle in job.trained}
-    of_params = {params[name]: own for name, own in saved.get("parameters", {}).items() if name in params}
+    of_params = {
+        params[name]: own for name, own in saved.get("parameters", {}).items() if name in params
+    }
     optimizer.state.take_own(of_params | saved.get("others", {}))
 
 
-def groups_of_stages(optimizer: torch.optim.Optimizer | None, collectives: Collectives) -> list[dict[str, Any]] | None:
+def groups_of_stages(
+    optimizer: torch.optim.Optimizer | None, collectives: Collectives
+) -> list[dict[str, Any]] | None:
     """Describes an optimizer's groups with the parameters of all pipeline stages. Raises UsageError
     if stages have different group counts. Every rank calls this."""
     mine, stages = describe_groups(optimizer), collectives.ranks.stages
     if stages is None or mine is None:
         return mine
-    everyones = collectives.collect([group["params"] for group in mine], "the optimizer's groups", [stages])
+    everyones = collectives.collect(
+        [group["params"] for group in mine], "the optimizer's groups", [stages]
+    )
     if len({len(groups) for groups in everyones}) > 1:
         raise UsageError(
-            f"the stages' optimizers have {', '.join(str(len(groups)) for groups in everyones)} parameter groups: give every stage as many, in the same "
-            "order, and empty ones where it has no such parameters"
+            f"the stages' optimizers have {', '.join(str(len(groups)) for groups in everyones)}"
+            " parameter groups: give every stage as many, in the same order, and empty ones where"
+            " it has no such parameters"
         )
     # A parameter on two stages is one.
-    return [group | {"params": list(dict.fromkeys(n for names in everyones for n in names[i]))} for i, group in enumerate(mine)]
+    return [
+        group | {"params": list(dict.fromkeys(n for names in everyones for n in names[i]))}
+        for i, group in enumerate(mine)
+    ]
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -194,4 +220,6 @@ def persistent_buffers(model: nn.Module) -> list[str]:
 
 def unmanaged_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     prefix = engine_of(model).ranks.stage_prefix
-    return {prefix + name: param for name, param in model.named_parameters() if handle_of(param) is None}
+    return {
+        prefix + name: param for name, param in model.named_parameters() if handle_of(param) is None
+    }

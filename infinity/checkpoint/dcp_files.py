@@ -26,12 +26,24 @@ from .source import Source
 METADATA = ".metadata"
 MOST_NBYTES = 1 << 32
 CLASSES = {
-    "torch.distributed.checkpoint.metadata": ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-                                              "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch": ("Size",),
-}  # fmt: skip
-BUILT_IN = {("collections", "OrderedDict"): dict, ("pathlib", "PosixPath"): PosixPath, ("pathlib._local", "PosixPath"): PosixPath}
+}
+BUILT_IN = {
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): PosixPath,
+    ("pathlib._local", "PosixPath"): PosixPath,
+}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -46,7 +58,11 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in BUILT_IN:
             return BUILT_IN[module, name]
         if name in CLASSES.get(module, ()):
-            return torch.Size if name == "Size" else getattr(metadata, name, None) or getattr(filesystem, name)
+            return (
+                torch.Size
+                if name == "Size"
+                else getattr(metadata, name, None) or getattr(filesystem, name)
+            )
         raise pickle.UnpicklingError(f"{module}.{name} is not of a checkpoint")
 
 
@@ -82,7 +98,8 @@ def dcp_sources(folder: Path) -> Iterator[dict[str, Source]]:
         raise
     except Exception as error:
         raise CorruptionError(
-            f"{folder} is not a readable checkpoint of torch.distributed.checkpoint: {printable(repr(error))[:300]}"
+            f"{folder} is not a readable checkpoint of torch.distributed.checkpoint:"
+            f" {printable(repr(error))[:300]}"
         ) from error
 
 
@@ -95,13 +112,18 @@ def _read_metadata(folder: Path) -> metadata.Metadata:
             found = _Unpickler(file).load()
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"{path} holds more than a checkpoint's metadata, and is not read: {printable(str(error))[:200]}"
+            f"{path} holds more than a checkpoint's metadata, and is not read:"
+            f" {printable(str(error))[:200]}"
         ) from None
     if not isinstance(found, metadata.Metadata):
         raise TypeError(f"its metadata is a {type(found).__name__}")
     for place in found.storage_data.values():
-        if Path(place.relative_path).name != str(place.relative_path) or not is_regular(folder / place.relative_path):
-            raise CorruptionError(f"{path} names {str(place.relative_path)[:80]!r}, which is no file of the folder")
+        if Path(place.relative_path).name != str(place.relative_path) or not is_regular(
+            folder / place.relative_path
+        ):
+            raise CorruptionError(
+                f"{path} names {str(place.relative_path)[:80]!r}, which is no file of the folder"
+            )
     if found.storage_meta is None:
         found.storage_meta = metadata.StorageMeta()
     return found
@@ -120,7 +142,10 @@ def _names(found: metadata.Metadata) -> dict[str, str]:
     chosen = list(inside.values()) if inside else list(groups.values())
     if len(chosen) != 1:
         paths = ", ".join(".".join(path) or "(none)" for path in groups) or "none"
-        raise ConfigError(f"the checkpoint has not one state dict of a model under {', '.join(INSIDE)}, but these: {paths}")
+        raise ConfigError(
+            f"the checkpoint has not one state dict of a model under {', '.join(INSIDE)}, but"
+            f" these: {paths}"
+        )
     own = without_wrappers(chosen[0])
     return {own[name]: key for name, key in chosen[0].items()}
 
@@ -134,7 +159,9 @@ def _source(folder: Path, found: metadata.Metadata, key: str) -> Source:
         try:
             dcp.load(target, storage_reader=_Reader(folder, found), no_dist=True)
         except dcp.CheckpointException as error:  # not a subclass of Exception
-            raise CorruptionError(f"{folder}: {key} cannot be read: {printable(str(error)).strip()[-300:]}") from None
+            raise CorruptionError(
+                f"{folder}: {key} cannot be read: {printable(str(error)).strip()[-300:]}"
+            ) from None
         return target[key]
 
     return Source(entry.size, dtype, read)

@@ -19,8 +19,17 @@ from .hub_names import is_transformers
 logger = logging.getLogger(__name__)
 
 # Upper bounds: ten times the sizes of the largest models.
-MOST = {"num_hidden_layers": 10_000, "depth": 10_000, "hidden_size": 1_000_000, "num_attention_heads": 100_000, "vocab_size": 100_000_000,
-        "intermediate_size": 100_000_000, "num_experts": 100_000, "num_local_experts": 100_000, "n_routed_experts": 100_000}  # fmt: skip
+MOST = {
+    "num_hidden_layers": 10_000,
+    "depth": 10_000,
+    "hidden_size": 1_000_000,
+    "num_attention_heads": 100_000,
+    "vocab_size": 100_000_000,
+    "intermediate_size": 100_000_000,
+    "num_experts": 100_000,
+    "num_local_experts": 100_000,
+    "n_routed_experts": 100_000,
+}
 
 
 def check_sizes(path: Path, config: Any) -> None:
@@ -33,8 +42,13 @@ def check_sizes(path: Path, config: Any) -> None:
             values = value if isinstance(value, (list, tuple)) else [value]
             for each in values if len(values) <= MOST["num_hidden_layers"] else [value]:
                 is_number = isinstance(each, (int, float)) and not isinstance(each, bool)
-                if (is_number and each > most) or (part is text and each is not None and not (is_number and each >= 0)):
-                    raise ConfigError(f"{path}: {name} is {str(each)[:40]}, which is not a number from 0 to {most:,}")
+                if (is_number and each > most) or (
+                    part is text and each is not None and not (is_number and each >= 0)
+                ):
+                    raise ConfigError(
+                        f"{path}: {name} is {str(each)[:40]}, which is not a number from 0 to"
+                        f" {most:,}"
+                    )
 
 
 def _parts_of(config: Any) -> Iterator[Any]:
@@ -54,7 +68,9 @@ def described_model(folder: Path | None) -> nn.Module | None:
     try:
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         check_sizes(folder, config)
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
@@ -66,8 +82,12 @@ def described_model(folder: Path | None) -> nn.Module | None:
     except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
         first = (str(error).strip().splitlines() or [""])[0][:200]
         logger.warning(
-            "transformers cannot build the model that %s describes (%s: %s): tensors keep the names that they have", folder, type(error).__name__, first
-        )  # fmt: skip
+            "transformers cannot build the model that %s describes (%s: %s): tensors keep the names"
+            " that they have",
+            folder,
+            type(error).__name__,
+            first,
+        )
         return None
 
 
@@ -81,7 +101,9 @@ def description_of(model: nn.Module) -> str | None:
         told = json.loads(model.config.to_json_string(use_diff=True))
         return json.dumps(told | {"architectures": [type(model).__name__]})
     except Exception as error:  # noqa: BLE001 - a configuration is any code
-        logger.warning("the configuration of %s cannot be written as JSON: %s", type(model).__name__, error)
+        logger.warning(
+            "the configuration of %s cannot be written as JSON: %s", type(model).__name__, error
+        )
         return None
 
 

@@ -34,7 +34,15 @@ from .weight_files import FILE_DTYPES, WeightFiles
 
 KINDS = {str(kind).removeprefix("torch."): kind for kind in FILE_DTYPES.values()}
 MASTERS = {kind.name: dtype for kind, dtype in MASTER_DTYPES.items()}
-BESIDE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model")
+BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
 
 
 Change = Callable[[dict[str, Source]], dict[str, Source]]
@@ -77,19 +85,32 @@ def export(
     if not (checkpoint / MANIFEST).exists() and is_foreign(checkpoint):
         if change is not None:
             raise ConfigError(
-                f"{checkpoint} is a checkpoint of another tool: export it first, then merge the adapter into what was written"
+                f"{checkpoint} is a checkpoint of another tool: export it first, then merge the"
+                " adapter into what was written"
             )
         with foreign_sources(checkpoint) as sources:
             return target.write(sources)
-    if not (checkpoint / MANIFEST).exists() and (checkpoint.is_file() or list(checkpoint.glob("*.safetensors"))):
+    if not (checkpoint / MANIFEST).exists() and (
+        checkpoint.is_file() or list(checkpoint.glob("*.safetensors"))
+    ):
         return target.write(WeightFiles(checkpoint).sources())
     with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
         try:
             return _export(manifest, data, target)
         except InfinityError:
             raise
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, RecursionError) as error:
-            raise CorruptionError(f"{checkpoint / MANIFEST} does not describe a checkpoint: {error!r}") from error
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RuntimeError,
+            RecursionError,
+        ) as error:
+            raise CorruptionError(
+                f"{checkpoint / MANIFEST} does not describe a checkpoint: {error!r}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -127,7 +148,11 @@ class _Target:
         """Applies the change to the tensors, and gives them the names of the model's own
         ``save_pretrained``, unless they have them already."""
         own = dict(self.model.state_dict(keep_vars=True)) if self.model is not None else {}
-        if self.model is not None and self.change is not None and not _has_all(self.model, own, sources):
+        if (
+            self.model is not None
+            and self.change is not None
+            and not _has_all(self.model, own, sources)
+        ):
             incoming = Incoming(self.model, sources, own).sources
             sources = incoming if _has_all(self.model, own, incoming) else sources
         if self.change is not None:
@@ -140,15 +165,22 @@ class _Target:
             for name in names_to_write(self.model, own)
             if id(own[name]) in of_tensor
         }
-        return hub_sources(self.model, named) | {name: source for name, source in sources.items() if name not in own}
+        return hub_sources(self.model, named) | {
+            name: source for name, source in sources.items() if name not in own
+        }
 
     def _main_dtype(self, sources: dict[str, Source]) -> torch.dtype | None:
         """Returns the dtype of the model's first parameter, which its configuration names."""
         first = (
-            [name for name, param in self.model.named_parameters() if param.is_floating_point()] if self.model is not None else []
+            [name for name, param in self.model.named_parameters() if param.is_floating_point()]
+            if self.model is not None
+            else []
         )
         dtypes = [source.dtype for source in sources.values() if source.dtype.is_floating_point]
-        return next((sources[name].dtype for name in first if name in sources), dtypes[0] if dtypes else None)
+        return next(
+            (sources[name].dtype for name in first if name in sources),
+            dtypes[0] if dtypes else None,
+        )
 
     def _write_beside(self, dtype: torch.dtype | None) -> None:
         if self.model is not None:
@@ -156,7 +188,9 @@ class _Target:
         if self.beside is None:
             return
         with replacing(self.folder) as made:
-            for path in (path for pattern in BESIDE for path in self.beside.glob(pattern) if path.is_file()):
+            for path in (
+                path for pattern in BESIDE for path in self.beside.glob(pattern) if path.is_file()
+            ):
                 if self.model is None or path.name != "config.json":
                     shutil.copy(path, made / path.name)
 
@@ -186,14 +220,18 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
         check_files(data, manifest["files"])
         other = read_tensors(data / OF_READERS)
-        has_master = {name for name, entry in manifest["parameters"].items() if entry["master"] in MASTERS}
+        has_master = {
+            name for name, entry in manifest["parameters"].items() if entry["master"] in MASTERS
+        }
         with SavedTensors(data, manifest) as saved:
             targets = [_Target(data, dtype, None, None, None) for dtype in (None, torch.float32)]
             plain, in_fp32 = (_sources(saved, manifest, other, target) for target in targets)
             return {name: (in_fp32 if name in has_master else plain)[name].read() for name in plain}
 
 
-def _sources(saved: SavedTensors, manifest: dict[str, Any], other: dict[str, torch.Tensor], target: _Target) -> dict[str, Source]:
+def _sources(
+    saved: SavedTensors, manifest: dict[str, Any], other: dict[str, torch.Tensor], target: _Target
+) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     dtype_of = target.dtypes()
     for name, entry in manifest["parameters"].items():
@@ -212,7 +250,9 @@ def _sources(saved: SavedTensors, manifest: dict[str, Any], other: dict[str, tor
 def _check_place(name: str, entry: dict[str, Any]) -> None:
     """Raises ValueError for a shape and strides that do not fit the number of elements."""
     shape, stride = entry["shape"], entry["stride"]
-    if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, *stride)):
+    if len(shape) != len(stride) or not all(
+        type(n) is int and 0 <= n < 1 << 48 for n in (*shape, *stride)
+    ):
         raise ValueError(f"{name} has shape {shape} and strides {stride}")
     if _numel(entry) and 1 + sum((n - 1) * step for n, step in zip(shape, stride)) > _numel(entry):
         raise ValueError(f"{name} of shape {shape} has strides {stride}")
@@ -222,7 +262,9 @@ def _numel(entry: dict[str, Any]) -> int:
     return torch.Size(entry["shape"]).numel()
 
 
-def _reader(saved: SavedTensors, name: str, entry: dict[str, Any], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+def _reader(
+    saved: SavedTensors, name: str, entry: dict[str, Any], dtype: torch.dtype
+) -> Callable[[], torch.Tensor]:
     whole = Box((0,) * len(entry["shape"]), tuple(entry["shape"]))
 
     def read() -> torch.Tensor:

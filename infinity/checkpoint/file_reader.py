@@ -65,7 +65,9 @@ class _Open:
         if self.missing:
             self.extent = native.Extent.unknown(engine.open_file(str(file.path)), 0, self.missing)
 
-    def start(self, begin: int, end: int, address: int, lease: native.Lease | None) -> native.Ticket:
+    def start(
+        self, begin: int, end: int, address: int, lease: native.Lease | None
+    ) -> native.Ticket:
         return self.engine.read(self.extent, begin, address, end - begin, lease=lease)
 
     def announce(self, end: int, before: Callable[[Destination], object]) -> None:
@@ -100,12 +102,16 @@ def _read_rest(path: Path, begin: int, end: int) -> torch.Tensor:
             found = os.pread(file.fileno(), end - begin, begin)
             return torch.frombuffer(bytearray(found.ljust(end - begin, b"\0")), dtype=torch.uint8)
     except OSError as error:
-        raise StorageError(error.errno or 0, f"cannot read {path}: {error.strerror}", str(path)) from error
+        raise StorageError(
+            error.errno or 0, f"cannot read {path}: {error.strerror}", str(path)
+        ) from error
 
 
 def changed_file(path: Path, found: int, written: int) -> CorruptionError:
     """Makes the error for a file whose bytes are not those that were written."""
-    return CorruptionError(f"{path} was changed: its CRC-32C is {found:08x}, {written:08x} was written")
+    return CorruptionError(
+        f"{path} was changed: its CRC-32C is {found:08x}, {written:08x} was written"
+    )
 
 
 def read_files(
@@ -158,7 +164,11 @@ def _read_group(
         opened, begin, end, ticket, lease = under_way.popleft()
         ticket.wait()
         if lease is not None:
-            _hand_out(native.tensor_at(slots.region, lease.address, end - begin, torch.uint8), begin, opened.file)
+            _hand_out(
+                native.tensor_at(slots.region, lease.address, end - begin, torch.uint8),
+                begin,
+                opened.file,
+            )
             lease.release()
         after(opened.arrived(end - begin))
 
@@ -206,4 +216,6 @@ def _hand_out(piece: torch.Tensor, begin: int, file: WholeFile) -> None:
         low, high = max(begin, destination.begin), min(begin + piece.numel(), destination.end)
         if low < high:
             first = low - destination.begin
-            native.copy_flat(destination.memory[first : first + high - low], piece[low - begin : high - begin])
+            native.copy_flat(
+                destination.memory[first : first + high - low], piece[low - begin : high - begin]
+            )

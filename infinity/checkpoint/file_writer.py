@@ -90,7 +90,9 @@ class FileWriter:
         self._lent.append(raw)
         for begin in range(0, raw.numel(), SLOT_NBYTES):
             piece = raw[begin : begin + SLOT_NBYTES]
-            self._tickets.append(self._engine.write(self._extent, self._end, piece.data_ptr(), piece.numel()))
+            self._tickets.append(
+                self._engine.write(self._extent, self._end, piece.data_ptr(), piece.numel())
+            )
             self._begin = self._end = self._end + piece.numel()
         self._rest = raw[:0]
 
@@ -130,13 +132,22 @@ class FileWriter:
         size, slot = round_up(count, native.BLOCK_NBYTES), self._slot()
         slot[count:size] = 0
         self._rest = slot[count // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES : count].clone()
-        self._tickets.append(self._engine.write(self._extent, self._begin, self._lease.address, size, lease=self._lease))
+        self._tickets.append(
+            self._engine.write(
+                self._extent, self._begin, self._lease.address, size, lease=self._lease
+            )
+        )
         self._lease = None  # the transfer owns it now
         self._begin = self._end
 
 
 def start_file(
-    path: Path, tensors: Mapping[str, torch.Tensor], slots: native.PinnedPool, *, metadata: Mapping[str, str], stay: bool = False
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    slots: native.PinnedPool,
+    *,
+    metadata: Mapping[str, str],
+    stay: bool = False,
 ) -> FileWriter:
     """Starts a safetensors file of ``tensors`` with ``metadata`` in its header. All bytes are
     submitted when this returns. ``stay``: the tensors do not change until the file is finished."""
@@ -146,16 +157,28 @@ def start_file(
     for name in names:
         tensor, begin = tensors[name], at
         at += tensor.nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, at]}
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, at],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     # Pad to a file of whole blocks, which needs no truncation, if its tensors stay aligned.
-    text += b" " * (-(8 + len(text) + at) % native.BLOCK_NBYTES if at % ALIGNMENT == 0 else -len(text) % ALIGNMENT)
+    text += b" " * (
+        -(8 + len(text) + at) % native.BLOCK_NBYTES
+        if at % ALIGNMENT == 0
+        else -len(text) % ALIGNMENT
+    )
     writer = FileWriter(path, 8 + len(text) + at, slots)
     try:
-        writer.write(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))
+        writer.write(
+            torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+        )
         for name in names:
             if tensors[name].nbytes:
-                writer.write(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8), stays=stay)
+                writer.write(
+                    tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8), stays=stay
+                )
         writer.seal()  # before another file needs a slot
     except BaseException:
         writer.__exit__()

@@ -49,8 +49,8 @@ def writing(root: Path) -> Iterator[None]:
         descriptor = _made_and_locked(path)
     except Busy:
         raise UsageError(
-            f"another process is saving a checkpoint to {root} just now: two jobs need two folders. If it is the same job, "
-            "wait until the other save is over."
+            f"another process is saving a checkpoint to {root} just now: two jobs need two folders."
+            " If it is the same job, wait until the other save is over."
         ) from None
     try:
         yield
@@ -72,7 +72,10 @@ def _made_and_locked(path: Path) -> int:
             _lock(descriptor, fcntl.LOCK_EX)
             status = os.fstat(descriptor)
             if status.st_size:
-                raise UsageError(f"{path} is no lock of a save, which is empty: a save would remove it. Give another folder.")
+                raise UsageError(
+                    f"{path} is no lock of a save, which is empty: a save would remove it. Give"
+                    " another folder."
+                )
             if status.st_nlink:
                 return descriptor
         except BaseException:
@@ -104,11 +107,15 @@ def hold(data: Path) -> int | None:
     """Opens a descriptor that keeps ``data`` from being removed until it is closed; None if it is
     gone, or being removed."""
     try:
-        descriptor = os.open(data / OF_READERS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(
+            data / OF_READERS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        )
     except OSError as error:
         if error.errno in GONE:
             return None
-        raise StorageError(error.errno, f"{data} cannot be read: {error.strerror}", str(data)) from error
+        raise StorageError(
+            error.errno, f"{data} cannot be read: {error.strerror}", str(data)
+        ) from error
     try:
         _lock(descriptor, fcntl.LOCK_SH)
         if os.fstat(descriptor).st_nlink:
@@ -130,7 +137,9 @@ def remove_data(root: Path, *, keep: str = "") -> None:
 def remove_unread(data: Path) -> None:
     """Removes a data folder unless it is being read. Only inside :func:`writing`."""
     try:
-        descriptor = os.open(data / OF_READERS, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(
+            data / OF_READERS, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        )
     except OSError as error:
         if error.errno in GONE:
             remove_folder(data)  # of an interrupted save: no manifest ever named it

@@ -34,7 +34,11 @@ class Group:
         if name not in self._ready:
             made = self._convert({origin: source.read() for origin, source in self.given.items()})
             # Some renamings depend on tensors outside of the group: then go by the order.
-            self._ready = made if made.keys() == set(self.made) else dict(zip(self.made, made.values(), strict=True))
+            self._ready = (
+                made
+                if made.keys() == set(self.made)
+                else dict(zip(self.made, made.values(), strict=True))
+            )
         return self._ready.pop(name)
 
 

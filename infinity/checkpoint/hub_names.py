@@ -29,14 +29,19 @@ SHARD_SIZE = "50GB"  # the default of transformers 5, for models of other librar
 def is_transformers(model: nn.Module) -> bool:
     """Returns whether ``model`` is a PreTrainedModel, whose own ``save_pretrained`` defines the
     content of a folder."""
-    return any(kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(model).__mro__
+    )
 
 
 def shard_size_of(model: nn.Module) -> int | str:
     """Returns the default maximum file size of the model's own ``save_pretrained``."""
     for kind in type(model).__mro__ if is_transformers(model) else ():
         if "save_pretrained" in kind.__dict__:
-            given = inspect.signature(kind.__dict__["save_pretrained"]).parameters.get("max_shard_size")
+            given = inspect.signature(kind.__dict__["save_pretrained"]).parameters.get(
+                "max_shard_size"
+            )
             if given is not None:
                 return given.default
     return SHARD_SIZE
@@ -58,22 +63,36 @@ def names_to_write(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> lis
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names = [name for name in tensors if name not in ignored]
-    without_ties = _function("modeling_utils", "remove_tied_weights_from_state_dict") if is_transformers(model) else None
+    without_ties = (
+        _function("modeling_utils", "remove_tied_weights_from_state_dict")
+        if is_transformers(model)
+        else None
+    )
     if without_ties is None:
         return _one_of_each(names, tensors, getattr(model, "_tied_weights_keys", None) or ())
     try:
-        return list(without_ties({name: empty(tensors[name].shape, tensors[name].dtype) for name in names}, model))
+        return list(
+            without_ties(
+                {name: empty(tensors[name].shape, tensors[name].dtype) for name in names}, model
+            )
+        )
     except RuntimeError:  # its own save_pretrained fails here, and the values would be lost
         return names
 
 
-def _one_of_each(names: Iterable[str], tensors: Mapping[str, torch.Tensor], tied: Iterable[str]) -> list[str]:
+def _one_of_each(
+    names: Iterable[str], tensors: Mapping[str, torch.Tensor], tied: Iterable[str]
+) -> list[str]:
     """Returns one name of each tensor: the first that the model does not tie to another."""
 
     def is_tied(name: str) -> bool:
         return any(name == key or name.endswith("." + key) for key in tied)
 
-    return list({id(tensors[name]): name for name in sorted(names, key=lambda name: not is_tied(name))}.values())
+    return list(
+        {
+            id(tensors[name]): name for name in sorted(names, key=lambda name: not is_tied(name))
+        }.values()
+    )
 
 
 # --- their converted form ---
@@ -85,7 +104,11 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
 
     A group is in memory from the first read of its tensors until the last.
     """
-    convert = _function("core_model_loading", "revert_weight_conversion") if is_transformers(model) else None
+    convert = (
+        _function("core_model_loading", "revert_weight_conversion")
+        if is_transformers(model)
+        else None
+    )
     if convert is None:
         return dict(sources)
     given = {name: _Traced.make(name, source) for name, source in sources.items()}
@@ -93,7 +116,8 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
         made: dict[str, torch.Tensor] = convert(model, dict(given))
     except Exception as error:
         raise ConfigError(
-            f"transformers cannot undo its conversions of {type(model).__name__} ({type(error).__name__}: {error}): nothing is written"
+            f"transformers cannot undo its conversions of {type(model).__name__}"
+            f" ({type(error).__name__}: {error}): nothing is written"
         ) from error
     groups: dict[str, Group] = {}  # given tensor -> its group
     storages: dict[int, Storage] = {}
@@ -104,14 +128,25 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
             found[name] = sources[origins[0]]
             continue
         if not origins:
-            raise ConfigError(f"{name} cannot be written: transformers makes it of none of the {len(sources)} tensors of the model")
-        group = _joined([groups[origin] for origin in origins if origin in groups], lambda values: convert(model, values))
+            raise ConfigError(
+                f"{name} cannot be written: transformers makes it of none of the {len(sources)}"
+                " tensors of the model"
+            )
+        group = _joined(
+            [groups[origin] for origin in origins if origin in groups],
+            lambda values: convert(model, values),
+        )
         group.given.update({origin: sources[origin] for origin in origins})
         group.made.append(name)
         groups.update(dict.fromkeys(group.given, group))
         memory = tensor.untyped_storage()
         storage = storages.setdefault(memory._cdata, Storage(memory.nbytes()))
-        found[name] = Source(tensor.shape, tensor.dtype, lambda name=name, of=origins[0]: groups[of].read(name), storage)
+        found[name] = Source(
+            tensor.shape,
+            tensor.dtype,
+            lambda name=name, of=origins[0]: groups[of].read(name),
+            storage,
+        )
     return found
 
 

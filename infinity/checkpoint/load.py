@@ -61,14 +61,19 @@ NOT_A_CHECKPOINT = (
 )  # errors from reading another file as a checkpoint
 
 
-def load_checkpoint(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+def load_checkpoint(
+    path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Any:
     """Loads a checkpoint into a wrapped model, its optimizer and the random number generators.
 
     Every rank calls this. Returns ``extra``. Verifies everything before any change: raises
     CorruptionError for damaged files, UsageError naming the parameters when it is of another model.
     """
     engine = engine_of_pair(model, optimizer)
-    with engine.uses.operation(Operation.LOAD_CHECKPOINT), engine.collectives.together("load_checkpoint"):
+    with (
+        engine.uses.operation(Operation.LOAD_CHECKPOINT),
+        engine.collectives.together("load_checkpoint"),
+    ):
         with checkpoint_of(Path(path), engine.collectives) as (manifest, data):
             return _load(manifest, data, engine, whole_of(model), optimizer)
 
@@ -86,11 +91,15 @@ def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[s
         first = collectives.collect(found["manifest"], "the checkpoint to load")[0]
         if first["data"] == data.name:
             yield found["manifest"], data
-            collectives.rendezvous(f"having read {data.name}, with which this rank is done", wherever=True)
+            collectives.rendezvous(
+                f"having read {data.name}, with which this rank is done", wherever=True
+            )
             return
         with reading(root, lambda: first["data"]) as data:  # a save came between: the older one
             yield first, data
-            collectives.rendezvous(f"having read {data.name}, with which this rank is done", wherever=True)
+            collectives.rendezvous(
+                f"having read {data.name}, with which this rank is done", wherever=True
+            )
 
 
 @dataclass(frozen=True)
@@ -105,11 +114,21 @@ class _Checked:
     generators: tuple | None  # None: this rank did not exist then, and keeps its generators
 
 
-def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+def _load(
+    manifest: dict[str, Any],
+    data: Path,
+    engine: Engine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> Any:
     checked = _check(manifest, data, engine, model, optimizer)
-    engine.collectives.rendezvous(f"loading {manifest['data']}, which every rank can", wherever=True)
+    engine.collectives.rendezvous(
+        f"loading {manifest['data']}, which every rank can", wherever=True
+    )
     # Names the load, not the checkpoint: values may have changed since it was loaded before.
-    origin = engine.collectives.collect(f"{manifest['data']}-{secrets.token_hex(4)}", "what this load is called")[0]
+    origin = engine.collectives.collect(
+        f"{manifest['data']}-{secrets.token_hex(4)}", "what this load is called"
+    )[0]
     once = checked.once
     if once.files and not once.take_room(engine.job):
         check_files(data, {name: manifest["files"][name] for name in once.files})
@@ -137,7 +156,11 @@ def _load(manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module
 
 
 def _check(
-    manifest: dict[str, Any], data: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    manifest: dict[str, Any],
+    data: Path,
+    engine: Engine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
 ) -> _Checked:
     """Raises CorruptionError or UsageError for a broken or foreign checkpoint. Changes nothing."""
     try:
@@ -145,13 +168,22 @@ def _check(
         _check_parameters(engine.job, manifest["parameters"])
         check_sizes(data, manifest["files"])
         once = _choose_files(manifest, data, engine)
-        before = {name: entry for name, entry in manifest["files"].items() if name not in once.files}
+        before = {
+            name: entry for name, entry in manifest["files"].items() if name not in once.files
+        }
         _check_files(data, before, engine.collectives)
         other = read_tensors(data / OF_READERS)
-        groups, extra = decode_value(manifest["groups"], other), decode_value(manifest["extra"], other)
+        groups, extra = (
+            decode_value(manifest["groups"], other),
+            decode_value(manifest["extra"], other),
+        )
         own_state = decode_value(manifest.get("own_state", {"$dict": []}), other)
         _check_complete(engine, manifest, data)
-        generators = check_random_state(manifest["random"][rank], other, rank) if rank < len(manifest["random"]) else None
+        generators = (
+            check_random_state(manifest["random"][rank], other, rank)
+            if rank < len(manifest["random"])
+            else None
+        )
         if optimizer is not None:
             _check_optimizer(optimizer, manifest["optimizer"], groups, engine.collectives)
         for prefix, targets in _rest(model, _rank_in(manifest, engine.job, of_stage=True)):
@@ -160,7 +192,9 @@ def _check(
         raise
     except NOT_A_CHECKPOINT as error:
         # Its checksum is right, so another program or version wrote it like this.
-        raise CorruptionError(f"{data.parent / MANIFEST} does not describe a checkpoint: {error!r}") from error
+        raise CorruptionError(
+            f"{data.parent / MANIFEST} does not describe a checkpoint: {error!r}"
+        ) from error
     return _Checked(once, other, groups, own_state, extra, generators)
 
 
@@ -180,7 +214,11 @@ def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Coll
         return
     rank, found = collectives.ranks.world_rank, data.parent.stat()
     place = running_kernel() or rank, found.st_dev, found.st_ino
-    here = [peer for peer, theirs in collectives.collect((rank, place), "where the checkpoint is read") if theirs == place]
+    here = [
+        peer
+        for peer, theirs in collectives.collect((rank, place), "where the checkpoint is read")
+        if theirs == place
+    ]
     check_files(data, files, turn=(here.index(rank), len(here)))
     collectives.rendezvous(f"having checked the files of {data.name}", wherever=True)
 
@@ -188,7 +226,11 @@ def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Coll
 def _rest(model: nn.Module, rank: int) -> list[tuple[str, dict[str, torch.Tensor]]]:
     """Returns the tensors that the engine does not move, by the prefixes of their saved names."""
     buffers = buffers_of(model)
-    return [("buffer/", buffers), (f"buffer-of-rank/{rank}/", buffers), ("unmanaged/", unmanaged_parameters(model))]
+    return [
+        ("buffer/", buffers),
+        (f"buffer-of-rank/{rank}/", buffers),
+        ("unmanaged/", unmanaged_parameters(model)),
+    ]
 
 
 @torch.no_grad()
@@ -223,9 +265,15 @@ def _load_units(manifest: dict[str, Any], data: Path, job: Job, once: ReadOnce) 
             saved_one = manifest["parameters"][handle.name]
             arrays = _saved_arrays(handle, saved_one)
             coded = handle.shard.spec.moment_dtype == torch.uint8 and _has_state(saved_one)
-            if coded and not all(saved.has_part(name, handle.name, part_of_rank(handle)) for name in MOMENTS if name in arrays):
+            if coded and not all(
+                saved.has_part(name, handle.name, part_of_rank(handle))
+                for name in MOMENTS
+                if name in arrays
+            ):
                 encoded_anew.append(handle.name)
-                _load_decoded(saved, store, job, handle, [name for name in MOMENTS if name in arrays])
+                _load_decoded(
+                    saved, store, job, handle, [name for name in MOMENTS if name in arrays]
+                )
                 arrays = [name for name in arrays if name in ("weight", "master")]
             for name in arrays:
                 if (handle, name) in once.homes:
@@ -237,9 +285,12 @@ def _load_units(manifest: dict[str, Any], data: Path, job: Job, once: ReadOnce) 
             _restore_step(store, job, handle, saved_one)
     if encoded_anew:
         logger.warning(
-            "the 8-bit moments of %d parameters (%s, ...) were saved in other parts than this mesh has: they are decoded and encoded anew, and "
-            "differ from the saved ones by at most the distance of two codes", len(encoded_anew), encoded_anew[0],
-        )  # fmt: skip
+            "the 8-bit moments of %d parameters (%s, ...) were saved in other parts than this mesh"
+            " has: they are decoded and encoded anew, and differ from the saved ones by at most the"
+            " distance of two codes",
+            len(encoded_anew),
+            encoded_anew[0],
+        )
 
 
 def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
@@ -247,7 +298,10 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
     average, count = engine.average, manifest.get("average", 0)
     if average is None:
         if count:
-            logger.warning("the checkpoint has an average of the weights, and this model none: make it with infinity.ema first")
+            logger.warning(
+                "the checkpoint has an average of the weights, and this model none: make it with"
+                " infinity.ema first"
+            )
         return
     average.is_exchanged = False  # weights and averages are read to their own places
     if count:
@@ -255,7 +309,10 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
             for handle in filter(average.has, engine.trained):
                 first = handle.shard.part("weight", handle.index)[0]
                 begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
-                average.write_own(handle, _read_run(saved, handle, "average", begin, end, average.dtype_of(handle))[0])
+                average.write_own(
+                    handle,
+                    _read_run(saved, handle, "average", begin, end, average.dtype_of(handle))[0],
+                )
     average.resume(count)
 
 
@@ -274,11 +331,19 @@ def _has_state(saved: dict[str, Any]) -> bool:
 
 def _saved_arrays(handle: ParamHandle, described: dict[str, Any]) -> list[str]:
     """Returns the names of a parameter's arrays that a checkpoint has."""
-    saved = ("weight",) if handle.grad is None else SAVED if _has_state(described) else ("weight", "master")
+    saved = (
+        ("weight",)
+        if handle.grad is None
+        else SAVED
+        if _has_state(described)
+        else ("weight", "master")
+    )
     return [name for name in handle.shard.arrays if name in saved]
 
 
-def _load_array(saved: SavedTensors, store: ArrayIO, job: Job, handle: ParamHandle, name: str) -> None:
+def _load_array(
+    saved: SavedTensors, store: ArrayIO, job: Job, handle: ParamHandle, name: str
+) -> None:
     shard, part, stays = handle.shard, part_of_rank(handle), False
     first = shard.part(name, handle.index)[0]
     begin, end = (at - first for at in shard.own_part(name, handle.index))
@@ -287,10 +352,14 @@ def _load_array(saved: SavedTensors, store: ArrayIO, job: Job, handle: ParamHand
         values = saved.read_codes(name, handle.name, part, begin, end)
     else:
         values, stays = _read_run(saved, handle, name, begin, end, dtype)
-    shard.write_part(store, name, handle.index, values, begin=begin, version=job.steps.index, stays=stays)
+    shard.write_part(
+        store, name, handle.index, values, begin=begin, version=job.steps.index, stays=stays
+    )
 
 
-def _load_decoded(saved: SavedTensors, store: ArrayIO, job: Job, handle: ParamHandle, names: list[str]) -> None:
+def _load_decoded(
+    saved: SavedTensors, store: ArrayIO, job: Job, handle: ParamHandle, names: list[str]
+) -> None:
     shard = handle.shard
     for name in names:
         first = shard.part(name, handle.index)[0]
@@ -300,7 +369,9 @@ def _load_decoded(saved: SavedTensors, store: ArrayIO, job: Job, handle: ParamHa
             codes, scales = native.encode_moments(values, sq=name == "exp_avg_sq")
             shard.write_part(store, name, handle.index, codes, begin=begin, version=job.steps.index)
             at = begin // elements_each(SCALES[name])
-            shard.write_part(store, SCALES[name], handle.index, scales, begin=at, version=job.steps.index)
+            shard.write_part(
+                store, SCALES[name], handle.index, scales, begin=at, version=job.steps.index
+            )
 
 
 def _read_run(
@@ -326,7 +397,9 @@ def _restore_step(store: ArrayIO, job: Job, handle: ParamHandle, saved: dict[str
     if handle.has_state and not _has_state(saved):
         for name in MOMENTS:
             if name in handle.shard.arrays:
-                zeros = torch.zeros(handle.shard.layout.placements[handle.index].shape, device="cpu")
+                zeros = torch.zeros(
+                    handle.shard.layout.placements[handle.index].shape, device="cpu"
+                )
                 handle.shard.write_moment(store, name, handle.index, zeros, version=job.steps.index)
     handle.step = saved["step"]
     handle.keeps_moments = _has_state(saved) and not handle.step
@@ -335,22 +408,30 @@ def _restore_step(store: ArrayIO, job: Job, handle: ParamHandle, saved: dict[str
 
 
 def _check_parameters(job: Job, saved: dict[str, Any]) -> None:
-    ours = {handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles}
+    ours = {
+        handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles
+    }
     everyones = ours.keys()
     if (stages := job.ranks.stages) is not None:
-        everyones = set().union(*job.collectives.collect(set(ours), "names of the stages' parameters", [stages]))
+        everyones = set().union(
+            *job.collectives.collect(set(ours), "names of the stages' parameters", [stages])
+        )
     only_saved, only_ours = sorted(saved.keys() - everyones), sorted(everyones - saved.keys())
     if only_saved or only_ours:
         raise UsageError(
-            f"the checkpoint is of another model: {len(only_saved)} of its parameters are not in this one "
-            f"({', '.join(only_saved[:3])}), {len(only_ours)} of this one's are not in it ({', '.join(only_ours[:3])})"
+            f"the checkpoint is of another model: {len(only_saved)} of its parameters are not in"
+            f" this one ({', '.join(only_saved[:3])}), {len(only_ours)} of this one's are not in it"
+            f" ({', '.join(only_ours[:3])})"
         )
     for name, mine in ours.items():
         # A model wrapped without an optimizer takes only the weights.
         keys = ("shape", "dtype", "master", "moments") if mine["master"] else ("shape", "dtype")
         for key in keys:
             if saved[name][key] != mine[key]:
-                raise UsageError(f"{name}: {key} is {saved[name][key]} in the checkpoint and {mine[key]} in this model")
+                raise UsageError(
+                    f"{name}: {key} is {saved[name][key]} in the checkpoint and {mine[key]} in this"
+                    " model"
+                )
 
 
 def _check_complete(engine: Engine, manifest: dict[str, Any], data: Path) -> None:
@@ -379,16 +460,21 @@ def _check_average(engine: Engine, manifest: dict[str, Any], data: Path) -> None
 
 
 def _check_optimizer(
-    optimizer: InfinityOptimizer, rule_name: str | None, groups: list[dict] | None, collectives: Collectives
+    optimizer: InfinityOptimizer,
+    rule_name: str | None,
+    groups: list[dict] | None,
+    collectives: Collectives,
 ) -> None:
     if rule_name != optimizer.rule_name:
-        raise UsageError(f"the checkpoint's optimizer is {rule_name}, this one is {optimizer.rule_name}")
+        raise UsageError(
+            f"the checkpoint's optimizer is {rule_name}, this one is {optimizer.rule_name}"
+        )
     ours = [group["params"] for group in groups_of_stages(optimizer, collectives)]
     theirs = [group["params"] for group in groups or []]
     if list(map(sorted, ours)) != list(map(sorted, theirs)):
         raise UsageError(
-            f"the checkpoint's optimizer groups ({[len(names) for names in theirs]} parameters) are not this optimizer's "
-            f"({[len(names) for names in ours]})"
+            f"the checkpoint's optimizer groups ({[len(names) for names in theirs]} parameters) are"
+            f" not this optimizer's ({[len(names) for names in ours]})"
         )
     optimizer.check_groups(groups or [], "this checkpoint")
 
@@ -396,4 +482,7 @@ def _check_optimizer(
 def _check_shapes(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
     for name, mine in ours.items():
         if name in saved and saved[name].shape != mine.shape:
-            raise UsageError(f"{name} has shape {tuple(saved[name].shape)} in the checkpoint, {tuple(mine.shape)} here")
+            raise UsageError(
+                f"{name} has shape {tuple(saved[name].shape)} in the checkpoint,"
+                f" {tuple(mine.shape)} here"
+            )

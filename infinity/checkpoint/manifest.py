@@ -25,7 +25,9 @@ from .folder import DATA_NAME
 
 FORMAT = 3
 MANIFEST = "manifest.json"
-FILE_NAME = re.compile(r"(unit|average)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors")
+FILE_NAME = re.compile(
+    r"(unit|average)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors"
+)
 MOST_STEPS = 1 << 53
 # One thread reads this much in sequence, so that the system reads ahead.
 STRETCH_NBYTES = 32 * 1024 * 1024
@@ -71,7 +73,9 @@ def read_manifest(root: Path) -> dict[str, Any]:
     try:
         text = read_text(path)
     except FileNotFoundError as error:
-        raise UsageError(f"{root} holds no complete checkpoint: there is no {MANIFEST} in it") from error
+        raise UsageError(
+            f"{root} holds no complete checkpoint: there is no {MANIFEST} in it"
+        ) from error
     except (OSError, ValueError) as error:
         raise CorruptionError(f"{path} cannot be read: {error}") from error
     try:
@@ -80,16 +84,25 @@ def read_manifest(root: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptionError(f"{path} is not a checkpoint's manifest: {error!r}") from error
     if not intact:
-        raise CorruptionError(f"{path} was changed: its checksum is not the one it was written with")
+        raise CorruptionError(
+            f"{path} was changed: its checksum is not the one it was written with"
+        )
     if content.get("format") != FORMAT:
         raise UsageError(
-            f"{path} has format {content.get('format')}, this version reads {FORMAT}: another version wrote the checkpoint. "
-            "Load it with that version and save its weights with `infinity export`."
+            f"{path} has format {content.get('format')}, this version reads {FORMAT}: another"
+            " version wrote the checkpoint. Load it with that version and save its weights with"
+            " `infinity export`."
         )
     if not isinstance(content.get("data"), str) or not DATA_NAME.fullmatch(content["data"]):
-        raise CorruptionError(f"{path} names data that is not beside it: {str(content.get('data'))[:80]!r}")
+        raise CorruptionError(
+            f"{path} names data that is not beside it: {str(content.get('data'))[:80]!r}"
+        )
     files = content.get("files")
-    odd = [name for name in files if not FILE_NAME.fullmatch(name)] if isinstance(files, dict) and files else files
+    odd = (
+        [name for name in files if not FILE_NAME.fullmatch(name)]
+        if isinstance(files, dict) and files
+        else files
+    )
     if odd or not files:
         raise CorruptionError(f"{path} names files that no save writes: {str(odd)[:80]}")
     return content
@@ -103,14 +116,22 @@ def check_same_model(root: Path, parameters: dict[str, dict[str, Any]]) -> None:
         return
     remedy = "Give another folder, or overwrite=True to replace it."
     try:
-        told = {name: tuple(entry["shape"]) for name, entry in parse_json(read_text(path))["parameters"].items()}
+        told = {
+            name: tuple(entry["shape"])
+            for name, entry in parse_json(read_text(path))["parameters"].items()
+        }
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(f"{path} is not a checkpoint's manifest, and would be replaced. {remedy}") from None
-    own = {name: tuple(entry["shape"]) for name, entry in parameters.items()}
-    if other := sorted(name for name in told.keys() | own.keys() if told.get(name) != own.get(name)):
         raise ConfigError(
-            f"{root} holds a checkpoint of another model: {other[0]} is {told.get(other[0], 'not there')} in it and "
-            f"{own.get(other[0], 'not there')} in this one. {remedy}"
+            f"{path} is not a checkpoint's manifest, and would be replaced. {remedy}"
+        ) from None
+    own = {name: tuple(entry["shape"]) for name, entry in parameters.items()}
+    if other := sorted(
+        name for name in told.keys() | own.keys() if told.get(name) != own.get(name)
+    ):
+        raise ConfigError(
+            f"{root} holds a checkpoint of another model: {other[0]} is"
+            f" {told.get(other[0], 'not there')} in it and {own.get(other[0], 'not there')} in"
+            f" this one. {remedy}"
         )
 
 
@@ -121,7 +142,9 @@ def check_sizes(data: Path, files: dict[str, dict[str, Any]]) -> None:
         _check_size(data / name, entry)
 
 
-def check_files(data: Path, files: dict[str, dict[str, Any]], *, turn: tuple[int, int] = (0, 1)) -> None:
+def check_files(
+    data: Path, files: dict[str, dict[str, Any]], *, turn: tuple[int, int] = (0, 1)
+) -> None:
     """Verifies files of a checkpoint, with several threads; blocks on the disk. Raises
     CorruptionError for the first that is not as it was written.
 
@@ -146,7 +169,13 @@ def check_files(data: Path, files: dict[str, dict[str, Any]], *, turn: tuple[int
             for name, entry in files.items():
                 for begin in range(0, max(1, entry["nbytes"]), STRETCH_NBYTES):
                     end = min(entry["nbytes"], begin + STRETCH_NBYTES)
-                    summed.append((name, entry["nbytes"] - end, pool.submit(_sum_of_stretch, data / name, begin, end)))
+                    summed.append(
+                        (
+                            name,
+                            entry["nbytes"] - end,
+                            pool.submit(_sum_of_stretch, data / name, begin, end),
+                        )
+                    )
                     while len(summed) > 2 * threads:
                         join_oldest()
             while summed:
@@ -164,7 +193,10 @@ def _check_size(path: Path, entry: dict[str, Any]) -> None:
     except OSError as error:
         raise CorruptionError(f"{path} is missing from the checkpoint") from error
     if nbytes != entry["nbytes"]:
-        raise CorruptionError(f"{path} has {nbytes} bytes, but {entry['nbytes']} were written: it was truncated or grew")
+        raise CorruptionError(
+            f"{path} has {nbytes} bytes, but {entry['nbytes']} were written: it was truncated or"
+            " grew"
+        )
 
 
 def _sum_of_stretch(path: Path, begin: int, end: int) -> int:

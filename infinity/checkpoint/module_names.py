@@ -42,11 +42,17 @@ class Incoming:
         if self._conversions is not None:
             model._weight_conversions = self._conversions
 
-    def _convert(self, library: Any, model: nn.Module, given: Mapping[str, Source], names: Mapping[str, Any]) -> None:
-        mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    def _convert(
+        self, library: Any, model: nn.Module, given: Mapping[str, Source], names: Mapping[str, Any]
+    ) -> None:
+        mapping = importlib.import_module(
+            "transformers.conversion_mapping"
+        ).get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, library.WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, library.WeightConverter)]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         # First result -> patterns and names of its inputs.
         steps: dict[str, list[tuple[str, str]]] = {}
         for origin in sorted(given, key=library.dot_natural_key):
@@ -63,20 +69,29 @@ class Incoming:
             self._add(name, {origin: given[origin] for _, origin in entries}, convert, names)
         self._conversions = [conversion for conversion in mapping if conversion.was_used()]
 
-    def _add(self, name: str, given: dict[str, Source], convert: Callable, names: Mapping[str, Any]) -> None:
+    def _add(
+        self, name: str, given: dict[str, Source], convert: Callable, names: Mapping[str, Any]
+    ) -> None:
         try:
-            made = convert({origin: empty(source.shape, source.dtype) for origin, source in given.items()})
+            made = convert(
+                {origin: empty(source.shape, source.dtype) for origin, source in given.items()}
+            )
         except Exception as error:
             raise ConfigError(
-                f"transformers cannot make {name} of {len(given)} tensors ({', '.join([*given][:3])}): {type(error).__name__}: {error}"
+                f"transformers cannot make {name} of {len(given)} tensors"
+                f" ({', '.join([*given][:3])}): {type(error).__name__}: {error}"
             ) from error
         group = Group(convert, given, list(made))
         for each, tensor in made.items():
             if each in names:
-                self.sources[each] = Source(tensor.shape, tensor.dtype, lambda each=each: group.read(each))
+                self.sources[each] = Source(
+                    tensor.shape, tensor.dtype, lambda each=each: group.read(each)
+                )
 
 
-def _conversion(model: nn.Module, name: str, entries: list[tuple[str, str]], converter: Any) -> Callable:
+def _conversion(
+    model: nn.Module, name: str, entries: list[tuple[str, str]], converter: Any
+) -> Callable:
     """Returns the function that converts tensors of a folder to ``name``, and to the tensors made
     with it."""
 
@@ -85,7 +100,9 @@ def _conversion(model: nn.Module, name: str, entries: list[tuple[str, str]], con
         for pattern, origin in entries:
             one.add_tensor(name, origin, pattern, values.pop(origin))
         made = one.convert(name, model=model, config=model.config)
-        return {each: value[0] if isinstance(value, list) else value for each, value in made.items()}
+        return {
+            each: value[0] if isinstance(value, list) else value for each, value in made.items()
+        }
 
     return convert
 

@@ -26,7 +26,9 @@ def opened_file(path: Path) -> Iterator[Any]:
     try:
         keep_header(path)
     except OSError as error:
-        raise StorageError(error.errno or 0, f"cannot read {path}: {error.strerror}", str(path)) from error
+        raise StorageError(
+            error.errno or 0, f"cannot read {path}: {error.strerror}", str(path)
+        ) from error
     try:
         with safe_open(path, framework="pt") as opened:
             yield opened

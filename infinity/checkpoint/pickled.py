@@ -45,19 +45,25 @@ def load_pickled(path: Path, *, stand_ins: Sequence[tuple[type, str]] = ()) -> A
     except pickle.UnpicklingError as error:
         why = printable(str(error)).strip().split("\n")[0][:300]
         raise ConfigError(
-            f"{path} holds more than weights, and is not read: it could run code. Write its weights alone, as a state dict or safetensors. "
-            f"torch says: {why}"
+            f"{path} holds more than weights, and is not read: it could run code. Write its weights"
+            f" alone, as a state dict or safetensors. torch says: {why}"
         ) from None
     except OSError as error:
         raise StorageError(error.errno or 0, f"cannot read {path}: {error}", str(path)) from error
     except Exception as error:
-        raise CorruptionError(f"{path} is not a readable file of torch.save: {printable(repr(error))[:300]}") from error
+        raise CorruptionError(
+            f"{path} is not a readable file of torch.save: {printable(repr(error))[:300]}"
+        ) from error
 
 
 def stand_in(name: str, base: type = object) -> tuple[type, str]:
     """Makes an inert class for the full ``name``: it accepts any arguments and state, and ignores
     them."""
-    accept = {"__init__": lambda self, *args, **kwargs: None, "__setstate__": lambda self, state: None} if base is object else {}
+    accept = (
+        {"__init__": lambda self, *args, **kwargs: None, "__setstate__": lambda self, state: None}
+        if base is object
+        else {}
+    )
     return type(name.rpartition(".")[2], (base,), accept), name
 
 
@@ -72,7 +78,9 @@ def is_pickled(path: Path) -> bool:
 @contextlib.contextmanager
 def pickled_sources(path: Path) -> Iterator[dict[str, Source]]:
     """Yields name -> source of the tensors of a pickled state dict."""
-    yield sources_of_tensors(tensors for file in _files(path) for tensors in [state_dict_of(load_pickled(file), file)])
+    yield sources_of_tensors(
+        tensors for file in _files(path) for tensors in [state_dict_of(load_pickled(file), file)]
+    )
 
 
 def _files(path: Path) -> list[Path]:
@@ -85,7 +93,9 @@ def _files(path: Path) -> list[Path]:
         if any(not isinstance(name, str) or Path(name).name != name for name in names):
             raise ValueError("it names a file outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptionError(f"{path / INDEX} is not an index of weight files: {error!r}") from error
+        raise CorruptionError(
+            f"{path / INDEX} is not an index of weight files: {error!r}"
+        ) from error
     return [path / name for name in sorted(names)]
 
 
@@ -99,13 +109,17 @@ def state_dict_of(value: Any, path: Path) -> dict[str, torch.Tensor]:
         found = {name: tensor for name, tensor in value.items() if isinstance(tensor, torch.Tensor)}
         if found and all(isinstance(name, str) for name in found):
             return found
-    raise ConfigError(f"{path} holds no state dict of a model: its tensors are under none of {', '.join(INSIDE)}")
+    raise ConfigError(
+        f"{path} holds no state dict of a model: its tensors are under none of {', '.join(INSIDE)}"
+    )
 
 
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
     """Maps the names of a state dict to the names without prefixes of DDP, FSDP and torch.compile.
     A ``module`` with siblings is the model's own. The results are distinct."""
-    paths = {name: tuple(part for part in name.split(".") if part not in WRAPPERS) for name in names}
+    paths = {
+        name: tuple(part for part in name.split(".") if part not in WRAPPERS) for name in names
+    }
     inside: dict[tuple, set[str]] = {}
     for path in paths.values():
         for at, part in enumerate(path):
@@ -114,7 +128,11 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
 
     def stripped(path: tuple) -> str:
         last = len(path) - 1
-        return ".".join(part for at, part in enumerate(path) if part != WRAPPED or at == last or path[:at] not in wrappers)
+        return ".".join(
+            part
+            for at, part in enumerate(path)
+            if part != WRAPPED or at == last or path[:at] not in wrappers
+        )
 
     return {name: stripped(path) for name, path in paths.items()}
 
@@ -128,7 +146,13 @@ def sources_of_tensors(groups: Iterator[dict[str, torch.Tensor]]) -> dict[str, S
     for tensors in groups:
         names += tensors
         for name, tensor in tensors.items():
-            place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+            place = (
+                tensor.untyped_storage().data_ptr(),
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+            )
             if tensor.numel() and place in written:
                 continue
             written.add(place)

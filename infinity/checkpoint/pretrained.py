@@ -68,9 +68,9 @@ def save_pretrained(
     engine.uses.check(Operation.SAVE_PRETRAINED)
     if engine.ranks.stage_prefix:
         raise UsageError(
-            "save_pretrained: stages of this pipeline call parameters the same, which one folder cannot tell apart. "
-            "Give them the names of the whole model (infinity.parallel.pipeline does), or use save_checkpoint, which puts "
-            "the stage before the name."
+            "save_pretrained: stages of this pipeline call parameters the same, which one folder"
+            " cannot tell apart. Give them the names of the whole model (infinity.parallel.pipeline"
+            " does), or use save_checkpoint, which puts the stage before the name."
         )
     with (
         engine.uses.begin(),
@@ -89,7 +89,10 @@ _saved: dict[Identity, frozenset[tuple[str, torch.Size]]] = {}
 def own_place(model: nn.Module, job: Job, folder: Path, overwrite: bool) -> Iterator[Path]:
     """Yields ``folder``, or a new one beside it if another model is there; then raises ConfigError
     after the block, so that neither model is lost. Every rank calls this."""
-    tensors = frozenset((name, param.shape) for name, param in whole_of(model).named_parameters(remove_duplicate=False))
+    tensors = frozenset(
+        (name, param.shape)
+        for name, param in whole_of(model).named_parameters(remove_duplicate=False)
+    )
     refusal, beside = "", ""
     if job.ranks.is_first and not overwrite and _saved.get(identity_of(folder)) != tensors:
         try:
@@ -117,7 +120,11 @@ def _new_beside(folder: Path) -> Path:
     try:
         place.mkdir()
     except OSError as error:
-        raise StorageError(error.errno or 0, f"{folder} holds another model, and {place} cannot be made", str(place)) from error
+        raise StorageError(
+            error.errno or 0,
+            f"{folder} holds another model, and {place} cannot be made",
+            str(place),
+        ) from error
     return place
 
 
@@ -131,7 +138,9 @@ def _has_adapters(model: nn.Module) -> bool:
     return is_transformers(model) and bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def _save_model(model: nn.Module, first: nn.Module, job: Job, folder: Path, max_shard_size: int | str | None) -> None:
+def _save_model(
+    model: nn.Module, first: nn.Module, job: Job, folder: Path, max_shard_size: int | str | None
+) -> None:
     """Writes the model. ``first``: the model, or the first of its parts, which has the
     configuration."""
     wait_idle(job)
@@ -142,20 +151,30 @@ def _save_model(model: nn.Module, first: nn.Module, job: Job, folder: Path, max_
         return
     if getattr(first, "hf_quantizer", None) is not None:
         raise ConfigError(
-            f"{type(first).__name__} is quantised, and its quantizer alone knows what a folder has to hold: infinity.unwrap_model(model), then "
-            "model.save_pretrained(folder)"
+            f"{type(first).__name__} is quantised, and its quantizer alone knows what a folder has"
+            " to hold: infinity.unwrap_model(model), then model.save_pretrained(folder)"
         )
-    files = split(hub_sources(first, sources_of(model)), shard_size_of(first) if max_shard_size is None else max_shard_size)
+    files = split(
+        hub_sources(first, sources_of(model)),
+        shard_size_of(first) if max_shard_size is None else max_shard_size,
+    )
     stages = [] if ranks.stages is None else [ranks.stages]
     mine = _told(files), _numel(model)
     everyones = job.collectives.collect(mine, "the files of the stages", stages)
     names = _name_files([len(files) for files, _ in everyones])
     is_writer = ranks.rank == 0 and ranks.writes and ranks.part == 0
-    with _removed_on_error([_partial(folder / name) for name in names[ranks.stage]] if is_writer else []):
+    with _removed_on_error(
+        [_partial(folder / name) for name in names[ranks.stage]] if is_writer else []
+    ):
         _write_files(folder, files, names[ranks.stage], writes=is_writer)
         # A failed rank raises on all of them here.
         job.collectives.rendezvous("the files of all stages")
-    of_all = dict(zip((name for of_one in names for name in of_one), (file for files, _ in everyones for file in files)))
+    of_all = dict(
+        zip(
+            (name for of_one in names for name in of_one),
+            (file for files, _ in everyones for file in files),
+        )
+    )
     if writes:
         with _storing(folder):
             _name_written(folder, of_all, numel=sum(numel for _, numel in everyones))
@@ -165,7 +184,9 @@ def _save_model(model: nn.Module, first: nn.Module, job: Job, folder: Path, max_
 def _numel(model: nn.Module) -> int:
     """Counts the elements of the parameters, without those that another stage counts."""
     handles = {param: handle_of(param) for param in model.parameters()}
-    return sum(param.numel() for param, handle in handles.items() if handle is None or handle.is_counted)
+    return sum(
+        param.numel() for param, handle in handles.items() if handle is None or handle.is_counted
+    )
 
 
 def write_configs(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -175,11 +196,15 @@ def write_configs(model: nn.Module, folder: Path, *, dtype: torch.dtype | None =
     with replacing(folder) as made:
         if is_transformers(model):
             model.config.architectures = [type(model).__name__]
-            dtypes = [_wrapped_dtype(param) for param in model.parameters() if param.is_floating_point()]
+            dtypes = [
+                _wrapped_dtype(param) for param in model.parameters() if param.is_floating_point()
+            ]
             if dtype is not None or dtypes:
                 model.config.dtype = str(dtype or dtypes[0]).removeprefix("torch.")
             if getattr(model, "_auto_class", None) is not None:
-                importlib.import_module("transformers.dynamic_module_utils").custom_object_save(model, made, config=model.config)
+                importlib.import_module("transformers.dynamic_module_utils").custom_object_save(
+                    model, made, config=model.config
+                )
         generates = not is_transformers(model) or model.can_generate()
         for part in ("config", "generation_config") if generates else ("config",):
             if hasattr(config := getattr(model, part, None), "save_pretrained"):
@@ -200,14 +225,26 @@ def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
                     shutil.copy(card, made)
                 model.save_pretrained(made, state_dict=own, save_embedding_layers=False)
         except OSError as error:
-            raise StorageError(error.errno or 0, f"cannot write the adapters to {folder}: {error}", str(folder)) from error
+            raise StorageError(
+                error.errno or 0, f"cannot write the adapters to {folder}: {error}", str(folder)
+            ) from error
 
 
 def _tensors_of_added(model: nn.Module) -> dict[str, torch.Tensor]:
     """Reads the adapters that ``add_adapter`` made, and other trained tensors."""
-    layers = tuple(f"{path}." for path, module in model.named_modules() if hasattr(module, "adapter_layer_names"))
-    wanted = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
-    wanted |= {name for name in sources_of(model) if name.startswith(layers) and ".base_layer." not in name}
+    layers = tuple(
+        f"{path}."
+        for path, module in model.named_modules()
+        if hasattr(module, "adapter_layer_names")
+    )
+    wanted = {
+        name
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if param.requires_grad
+    }
+    wanted |= {
+        name for name in sources_of(model) if name.startswith(layers) and ".base_layer." not in name
+    }
     return {name: source.read() for name, source in sources_of(model).items() if name in wanted}
 
 
@@ -216,13 +253,31 @@ def adapter_tensors(model: nn.Module, *, embeddings: bool = False) -> dict[str, 
     names. ``embeddings``: also the base's embeddings, which PEFT saves if they are adapted or
     resized."""
     prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
-    wanted = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
+    wanted = {
+        name
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if param.requires_grad
+    }
     if embeddings:
-        tables = {id(module) for get in ("get_input_embeddings", "get_output_embeddings") if (module := getattr(model, get)())}
-        above = [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in tables]
-        wanted |= {name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(tuple(above))}
+        tables = {
+            id(module)
+            for get in ("get_input_embeddings", "get_output_embeddings")
+            if (module := getattr(model, get)())
+        }
+        above = [
+            name
+            for name, module in model.named_modules(remove_duplicate=False)
+            if id(module) in tables
+        ]
+        wanted |= {
+            name
+            for name, _ in model.named_parameters(remove_duplicate=False)
+            if name.startswith(tuple(above))
+        }
     own = {
-        name: source for name, source in sources_of(model).items() if name in wanted or prefix in name or "modules_to_save" in name
+        name: source
+        for name, source in sources_of(model).items()
+        if name in wanted or prefix in name or "modules_to_save" in name
     }
     return {name: source.read() for name, source in own.items()}
 
@@ -295,12 +350,19 @@ def _name_files(counts: Sequence[int]) -> list[list[str]]:
     count, number, names = sum(counts), 0, []
     for of_one in counts:
         numbers = range(number + 1, number + of_one + 1)
-        names.append(["model.safetensors" if count == 1 else f"model-{n:05d}-of-{count:05d}.safetensors" for n in numbers])
+        names.append(
+            [
+                "model.safetensors" if count == 1 else f"model-{n:05d}-of-{count:05d}.safetensors"
+                for n in numbers
+            ]
+        )
         number += of_one
     return names
 
 
-def _write_files(folder: Path, files: list[dict[str, Source]], names: list[str], *, writes: bool) -> None:
+def _write_files(
+    folder: Path, files: list[dict[str, Source]], names: list[str], *, writes: bool
+) -> None:
     """Writes the files completely, under temporary names. Raises StorageError."""
     with _storing(folder):
         if writes:
@@ -325,7 +387,9 @@ def _storing(folder: Path) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(error.errno or 0, f"cannot write the model to {folder}: {error}", str(folder)) from error
+        raise StorageError(
+            error.errno or 0, f"cannot write the model to {folder}: {error}", str(folder)
+        ) from error
 
 
 def sources_of(model: nn.Module) -> dict[str, Source]:
@@ -334,7 +398,10 @@ def sources_of(model: nn.Module) -> dict[str, Source]:
     store = engine_of(model).store
     tensors = {
         prefix + name: tensor
-        for prefix, module in ((f"{path}." if path else "", m) for path, m in model.named_modules(remove_duplicate=False))
+        for prefix, module in (
+            (f"{path}." if path else "", m)
+            for path, m in model.named_modules(remove_duplicate=False)
+        )
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]
         if tensor is not None and name not in module._non_persistent_buffers_set
     }
@@ -344,13 +411,17 @@ def sources_of(model: nn.Module) -> dict[str, Source]:
         handle = handle_of(tensor)
         if handle is None:
             sources[name] = Source(
-                tensor.shape, tensor.dtype, lambda tensor=tensor: global_of(tensor, local_of(tensor.detach())).clone()
+                tensor.shape,
+                tensor.dtype,
+                lambda tensor=tensor: global_of(tensor, local_of(tensor.detach())).clone(),
             )
         elif handle.is_counted:  # else another stage writes it
             sources[name] = Source(
                 tensor.shape,
                 handle.shard.spec.wrapped_dtype,
-                lambda handle=handle: global_of(handle.param, handle.shard.read_value(store, handle.index)),
+                lambda handle=handle: global_of(
+                    handle.param, handle.shard.read_value(store, handle.index)
+                ),
             )
     return sources
 
@@ -386,7 +457,9 @@ def _name_written(folder: Path, files: dict[str, dict[str, int]], *, numel: int 
         os.replace(_partial(folder / name), folder / name)
     if len(files) > 1:
         told = {} if numel is None else {"total_parameters": numel}
-        told["total_size"] = sum(nbytes for entries in files.values() for nbytes in entries.values())
+        told["total_size"] = sum(
+            nbytes for entries in files.values() for nbytes in entries.values()
+        )
         names = {key: name for name, entries in files.items() for key in entries}
         text = json.dumps({"metadata": told, "weight_map": names}, indent=2, sort_keys=True) + "\n"
         _partial(index).write_text(text)

@@ -52,7 +52,10 @@ def restore_random_state(states: tuple, tensors: dict[str, torch.Tensor], rank: 
 @contextmanager
 def keep_random_state() -> Iterator[None]:
     """Restores the generators after the block."""
-    state, tensors = read_random_state(), {f"random/0/{name}": value for name, value in random_state_tensors().items()}
+    state, tensors = (
+        read_random_state(),
+        {f"random/0/{name}": value for name, value in random_state_tensors().items()},
+    )
     try:
         yield
     finally:

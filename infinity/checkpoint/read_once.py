@@ -66,7 +66,9 @@ class ReadOnce:
         enough."""
         try:
             self._charge = job.ledger.reserve(Tier.HOST, self.nbytes, "what a load replaces")
-            self._kept = native.Region(max(self.nbytes, native.BLOCK_NBYTES), huge_pages=True, touch_threads=0)
+            self._kept = native.Region(
+                max(self.nbytes, native.BLOCK_NBYTES), huge_pages=True, touch_threads=0
+            )
         except (CapacityError, StorageError, MemoryError):
             self._let_go()
             return False
@@ -87,11 +89,15 @@ class ReadOnce:
             begin_repair(job, why)
             for handle, _ in self.homes:
                 handle.shard.wait_idle()
-            with progress("loading the checkpoint", sum(file.nbytes for file in self.files.values())) as advance:
+            with progress(
+                "loading the checkpoint", sum(file.nbytes for file in self.files.values())
+            ) as advance:
                 read_files(list(self.files.values()), running, before=self._keep, after=advance)
             for path, believed, read in self.headers:
                 if bytes(read.numpy()) != believed:
-                    raise CorruptionError(f"{path} was read twice and had two headers: its disk is not to be trusted")
+                    raise CorruptionError(
+                        f"{path} was read twice and had two headers: its disk is not to be trusted"
+                    )
         except BaseException:
             native.insist(partial(self._put_back, job, running))
             raise
@@ -101,7 +107,9 @@ class ReadOnce:
     def _keep(self, destination: Destination) -> None:
         home, before = destination.memory, None
         if not is_zero(home):  # a new job has no moments yet
-            before = native.tensor_at(self._kept, self._kept.address + self._used, home.numel(), torch.uint8)
+            before = native.tensor_at(
+                self._kept, self._kept.address + self._used, home.numel(), torch.uint8
+            )
             native.copy_flat(before, home)
             self._used += home.numel()
         self._replaced.append((home, before))
@@ -111,8 +119,12 @@ class ReadOnce:
         if folder := stop(running):
             NEVER_FREED.extend(home for home, _ in self._replaced)
             with job.store.guarding():
-                raise StorageError(errno.ETIMEDOUT, "the disk did not answer, and may still write to the memory it was given: end this process and "
-                                   "resume from the last checkpoint", folder)  # fmt: skip
+                raise StorageError(
+                    errno.ETIMEDOUT,
+                    "the disk did not answer, and may still write to the memory it was given: end"
+                    " this process and resume from the last checkpoint",
+                    folder,
+                )
         for home, before in self._replaced:
             if before is None:
                 home.zero_()
@@ -146,11 +158,19 @@ def choose_files(manifest: dict[str, Any], data: Path, job: Job, homes: Sequence
     room = _room(job)
     for name, entries in sorted(by_file.items()):
         count = sum(each.memory.numel() for each in entries)
-        if chosen.nbytes + count <= room and (found := _whole_file(data / name, manifest["files"][name], entries)) is not None:
+        if (
+            chosen.nbytes + count <= room
+            and (found := _whole_file(data / name, manifest["files"][name], entries)) is not None
+        ):
             chosen.files[name], header = found
             chosen.headers.append((data / name, *header))
             chosen.nbytes += count
-    rest = {each.home for name, entries in by_file.items() if name not in chosen.files for each in entries}
+    rest = {
+        each.home
+        for name, entries in by_file.items()
+        if name not in chosen.files
+        for each in entries
+    }
     chosen.homes = {each.home for name in chosen.files for each in by_file[name]} - rest
     return chosen
 
@@ -170,29 +190,46 @@ def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wante
     elif part.order == tuple(range(len(part.order))):
         boxes = boxes_of_run(part.box.shape, part.order, begin, end)
         found = [
-            (saved.entry_of(name, handle.name, box.moved(part.box.offset)), memory[at - begin : at - begin + box.numel])
+            (
+                saved.entry_of(name, handle.name, box.moved(part.box.offset)),
+                memory[at - begin : at - begin + box.numel],
+            )
             for box, at in boxes
         ]
     else:
         return []
-    wanted = [_Wanted(*entry, (handle, name), here.view(torch.uint8)) for entry, here in found if entry is not None]
+    wanted = [
+        _Wanted(*entry, (handle, name), here.view(torch.uint8))
+        for entry, here in found
+        if entry is not None
+    ]
     return wanted if len(wanted) == len(found) else []
 
 
-def _whole_file(path: Path, entry: dict[str, Any], wanted: list[_Wanted]) -> tuple[WholeFile, tuple[bytes, torch.Tensor]] | None:
+def _whole_file(
+    path: Path, entry: dict[str, Any], wanted: list[_Wanted]
+) -> tuple[WholeFile, tuple[bytes, torch.Tensor]] | None:
     """Returns the file if all of its values are wanted, with its header as parsed and the buffer
     for its second read."""
     nbytes, checksum = entry["nbytes"], entry["crc32c"]
     if type(nbytes) is not int or type(checksum) is not int or nbytes <= 0:
         return None
     header = keep_header(path)
-    stored = {key: tensor for key, tensor in tensors_told(path, header).items() if tensor.begin < tensor.end}
+    stored = {
+        key: tensor
+        for key, tensor in tensors_told(path, header).items()
+        if tensor.begin < tensor.end
+    }
     memory = {each.key: each.memory for each in wanted if each.memory.numel()}
-    if {key: tensor.end - tensor.begin for key, tensor in stored.items()} != {key: here.numel() for key, here in memory.items()}:
+    if {key: tensor.end - tensor.begin for key, tensor in stored.items()} != {
+        key: here.numel() for key, here in memory.items()
+    }:
         return None
     again = torch.zeros(len(header), dtype=torch.uint8)
     places = [(0, again), *((tensor.begin, memory[key]) for key, tensor in stored.items())]
-    destinations = [Destination(begin, here) for begin, here in sorted(places, key=lambda place: place[0])]
+    destinations = [
+        Destination(begin, here) for begin, here in sorted(places, key=lambda place: place[0])
+    ]
     return WholeFile(path, nbytes, checksum, destinations), (header, again)
 
 
@@ -205,4 +242,8 @@ def _room(job: Job) -> int:
 def is_zero(raw: torch.Tensor) -> bool:
     """Returns whether all bytes of flat ``raw`` are zeros. Tests the first ones before the rest."""
     words = raw[: raw.numel() // 8 * 8]
-    return not raw[:4096].any() and not words.numpy().view(np.int64).any() and not raw[words.numel() :].any()
+    return (
+        not raw[:4096].any()
+        and not words.numpy().view(np.int64).any()
+        and not raw[words.numel() :].any()
+    )

@@ -29,7 +29,12 @@ def remove_folder(folder: Path) -> None:
             for entry in entries:
                 if len(held) < FILES_HELD and entry.is_file(follow_symlinks=False):
                     with suppress(OSError):
-                        held.append(os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+                        held.append(
+                            os.open(
+                                entry.path,
+                                os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
+                            )
+                        )
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         free = partial(_close, held, folder)

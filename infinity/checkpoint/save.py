@@ -55,7 +55,15 @@ from .content import (
 from .described import description_of
 from .file_writer import FileWriter, make_slots, start_file
 from .folder import OF_READERS, remove_data, writing
-from .manifest import FORMAT, MANIFEST, check_same_model, seal_manifest, sync_file, sync_folder, write_synced
+from .manifest import (
+    FORMAT,
+    MANIFEST,
+    check_same_model,
+    seal_manifest,
+    sync_file,
+    sync_folder,
+    write_synced,
+)
 from .parts import PARTS_KEY
 from .random_state import random_state_tensors, read_random_state
 from .removal import wait_for_space
@@ -85,19 +93,27 @@ def save_checkpoint(
     ConfigError if another model's checkpoint is there.
     """
     engine = engine_of_pair(model, optimizer)
-    with engine.uses.operation(Operation.SAVE_CHECKPOINT), engine.collectives.together("save_checkpoint"):
+    with (
+        engine.uses.operation(Operation.SAVE_CHECKPOINT),
+        engine.collectives.together("save_checkpoint"),
+    ):
         _save_all(Path(path), engine, whole_of(model), optimizer, extra, overwrite)
 
 
 def _save_all(
-    root: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, overwrite: bool
+    root: Path,
+    engine: Engine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    overwrite: bool,
 ) -> None:
     collectives = engine.collectives
     engine.wait_idle()
     if landed := [handle.name for handle in engine.trained if would_be_lost(handle)]:
         raise UsageError(
-            f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters ({landed[0]}, ...) "
-            "would be lost. Save after step(), or call zero_grad() first."
+            f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters"
+            f" ({landed[0]}, ...) would be lost. Save after step(), or call zero_grad() first."
         )
     tensors: dict[str, torch.Tensor] = {}
     own_state = _encode_own_state(optimizer, tensors, collectives)
@@ -114,19 +130,26 @@ def _save_all(
         "step_index": engine.step_index,
         "average": engine.average.count if engine.average is not None else 0,  # number of updates
         "extra": encode_value(extra, tensors, "extra"),
-        "persistent_buffers": list(_of_stages(dict.fromkeys(persistent_buffers(model)), collectives)),
+        "persistent_buffers": list(
+            _of_stages(dict.fromkeys(persistent_buffers(model)), collectives)
+        ),
         "config": description_of(parts_of(model)[0]),
     }
     buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(model).items()}
     rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}
-    rest |= {f"unmanaged/{name}": param.detach().clone() for name, param in unmanaged_parameters(model).items()}
+    rest |= {
+        f"unmanaged/{name}": param.detach().clone()
+        for name, param in unmanaged_parameters(model).items()
+    }
     tensors |= _of_stages(rest, collectives) | _buffers_of_others(buffers, collectives)
     for rank, states in enumerate(collectives.collect(random_state_tensors(), "random state")):
         tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
     _publish(root, engine, content, tensors)
 
 
-def _publish(root: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def _publish(
+    root: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> None:
     """Writes a checkpoint and makes it the current one in ``root``. Raises StorageError, which
     names the one that is current. Every rank calls this."""
     collectives, published = engine.collectives, False
@@ -145,13 +168,21 @@ def _publish(root: Path, engine: Engine, content: dict[str, Any], tensors: dict[
     except StorageError:
         raise
     except OSError as error:
-        state = "is written, but may not be on the disk yet" if published else "was not written; the old one stands"
+        state = (
+            "is written, but may not be on the disk yet"
+            if published
+            else "was not written; the old one stands"
+        )
         raise StorageError(
-            error.errno, f"checkpoint {root} {state}: {os.strerror(error.errno or 0)}", str(error.filename or root)
+            error.errno,
+            f"checkpoint {root} {state}: {os.strerror(error.errno or 0)}",
+            str(error.filename or root),
         ) from error
 
 
-def _encode_own_state(optimizer: InfinityOptimizer | None, tensors: dict[str, torch.Tensor], collectives: Collectives) -> Any:
+def _encode_own_state(
+    optimizer: InfinityOptimizer | None, tensors: dict[str, torch.Tensor], collectives: Collectives
+) -> Any:
     """Encodes users' entries in ``optimizer.state``; None if there are none."""
     if optimizer is None:
         return None
@@ -163,14 +194,18 @@ def _encode_own_state(optimizer: InfinityOptimizer | None, tensors: dict[str, to
 def _describe_parameters(root: Path, job: Job, *, overwrite: bool) -> dict[str, Any]:
     """Returns the manifest's entries. Raises ConfigError if ``root`` has another model's
     checkpoint, which must not be replaced."""
-    mine = {handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles}
+    mine = {
+        handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles
+    }
     parameters = _of_stages(mine, job.collectives)
     if job.ranks.is_first and not overwrite:
         check_same_model(root, parameters)
     return parameters
 
 
-def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def _write_data(
+    data: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> None:
     """Writes all data of a checkpoint, and its manifest beside the data. After a failed save the
     first rank removes the data, once all ranks have stopped writing."""
     collectives = engine.collectives
@@ -184,20 +219,29 @@ def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: di
                 raise
             failure = error
         told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        everyones = collectives.collect((collectives.ranks.world_rank, files, told), "the files of a checkpoint")
+        everyones = collectives.collect(
+            (collectives.ranks.world_rank, files, told), "the files of a checkpoint"
+        )
         if failure is not None:
             raise failure
         for rank, _, why in everyones:
             if why is not None:
-                raise PeerError(f"rank {rank} could not write its part of the checkpoint {data.parent}: {why}. The old one stands.")
+                raise PeerError(
+                    f"rank {rank} could not write its part of the checkpoint {data.parent}: {why}."
+                    " The old one stands."
+                )
         if collectives.ranks.is_first:
-            content["files"] = {name: entry for _, of_one, _ in everyones for name, entry in of_one.items()}
+            content["files"] = {
+                name: entry for _, of_one, _ in everyones for name, entry in of_one.items()
+            }
             content["files"][OF_READERS] = _write_tensors(data / OF_READERS, tensors)
             if missing := [name for name in content["files"] if not (data / name).exists()]:
                 raise StorageError(
-                    errno.ENOENT, f"{missing[0]}, which another rank wrote, is not there: all ranks must see the same folder",
+                    errno.ENOENT,
+                    f"{missing[0]}, which another rank wrote, is not there: all ranks must see the"
+                    " same folder",
                     str(data / missing[0]),
-                )  # fmt: skip
+                )
             write_synced(data / MANIFEST, seal_manifest(content))
             sync_folder(data)
     except BaseException:
@@ -206,19 +250,31 @@ def _write_data(data: Path, engine: Engine, content: dict[str, Any], tensors: di
         raise
 
 
-def _buffers_of_others(mine: dict[str, torch.Tensor], collectives: Collectives) -> dict[str, torch.Tensor]:
+def _buffers_of_others(
+    mine: dict[str, torch.Tensor], collectives: Collectives
+) -> dict[str, torch.Tensor]:
     """Returns the buffers of other ranks that differ from the first one's, such as running
     statistics of other batches. Every rank calls this."""
     if collectives.ranks.alone:
         return {}
-    digests = {name: hashlib.blake2b(flat_bytes(buffer), digest_size=16).digest() for name, buffer in mine.items()}
-    first = collectives.collect(digests, "digests of the buffers", collectives.ranks.unit_channels)[0]
+    digests = {
+        name: hashlib.blake2b(flat_bytes(buffer), digest_size=16).digest()
+        for name, buffer in mine.items()
+    }
+    first = collectives.collect(digests, "digests of the buffers", collectives.ranks.unit_channels)[
+        0
+    ]
     others = collectives.collect(
-        {name: mine[name].cpu() for name in mine if digests[name] != first.get(name)}, "buffers that differ"
+        {name: mine[name].cpu() for name in mine if digests[name] != first.get(name)},
+        "buffers that differ",
     )
     # Ranks of a stage; each stage's buffers have their own names.
     each = collectives.ranks.data_size * collectives.ranks.parts
-    return {f"buffer-of-rank/{rank % each}/{name}": buffer for rank, of_one in enumerate(others) for name, buffer in of_one.items()}
+    return {
+        f"buffer-of-rank/{rank % each}/{name}": buffer
+        for rank, of_one in enumerate(others)
+        for name, buffer in of_one.items()
+    }
 
 
 def _of_stages(mine: dict[str, Any], collectives: Collectives) -> dict[str, Any]:
@@ -242,7 +298,12 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
     Returns the manifest's entries."""
     entries: dict[str, dict[str, Any]] = {}
     rank = "" if engine.ranks.alone else f"-rank-{engine.ranks.job_rank:05d}"
-    total = sum(array.nbytes for unit in engine.units for shard in unit.shards for array in shard.arrays.values())
+    total = sum(
+        array.nbytes
+        for unit in engine.units
+        for shard in unit.shards
+        for array in shard.arrays.values()
+    )
     slots, started = make_slots(total), deque[tuple[str, FileWriter]]()
 
     def finish_oldest() -> None:
@@ -253,12 +314,30 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
     with progress("saving the checkpoint", total) as advance, ExitStack() as stack:
         stack.callback(lambda: [file.__exit__() for _, file in started])
         for unit in engine.units:
-            stays = all(array.flat is not None and array.flat.is_cpu for shard in unit.shards for array in shard.arrays.values())
-            for kind, files in (("unit", unit_files(engine.job, unit)), ("average", average_files(engine, unit))):
+            stays = all(
+                array.flat is not None and array.flat.is_cpu
+                for shard in unit.shards
+                for array in shard.arrays.values()
+            )
+            for kind, files in (
+                ("unit", unit_files(engine.job, unit)),
+                ("average", average_files(engine, unit)),
+            ):
                 for number, parts in enumerate(files):
-                    name = f"{kind}-{unit.index:05d}{rank}{f'-{number}' if number else ''}.safetensors"
-                    tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))
-                    started.append((name, _start_file(data / name, tensors, slots, told, stay=stays and kind == "unit")))
+                    name = (
+                        f"{kind}-{unit.index:05d}{rank}{f'-{number}' if number else ''}.safetensors"
+                    )
+                    tensors, told = (
+                        {key: entry[at] for key, entry in parts.items()} for at in (0, 1)
+                    )
+                    started.append(
+                        (
+                            name,
+                            _start_file(
+                                data / name, tensors, slots, told, stay=stays and kind == "unit"
+                            ),
+                        )
+                    )
                     while len(started) > FILES_AT_ONCE:
                         finish_oldest()
         while started:
@@ -278,11 +357,19 @@ def _start_file(
     stay: bool = False,
 ) -> FileWriter:
     told = told or {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
-    return start_file(path, tensors, slots, metadata={"format": "pt", "DCP_VERSION": "1.0", PARTS_KEY: json.dumps(told)}, stay=stay)
+    return start_file(
+        path,
+        tensors,
+        slots,
+        metadata={"format": "pt", "DCP_VERSION": "1.0", PARTS_KEY: json.dumps(told)},
+        stay=stay,
+    )
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    with _start_file(path, tensors, make_slots(sum(tensor.nbytes for tensor in tensors.values()))) as file:
+    with _start_file(
+        path, tensors, make_slots(sum(tensor.nbytes for tensor in tensors.values()))
+    ) as file:
         entry = file.finish()
     sync_file(path)
     return entry

@@ -49,13 +49,21 @@ class LocalPart:
         ``shape``."""
         part = cls(Box(tuple(told["offset"]), tuple(told["shape"])), tuple(told["order"]))
         numbers = [*part.box.offset, *part.box.shape, *part.order]
-        if not all(type(n) is int for n in numbers) or not part.box.within(shape) or sorted(part.order) != list(range(len(shape))):
+        if (
+            not all(type(n) is int for n in numbers)
+            or not part.box.within(shape)
+            or sorted(part.order) != list(range(len(shape)))
+        ):
             raise ValueError(f"{key} is of part {told!r}")
         return part
 
     def describe(self) -> dict[str, Any]:
         """Describes the part as plain data."""
-        return {"offset": list(self.box.offset), "shape": list(self.box.shape), "order": list(self.order)}
+        return {
+            "offset": list(self.box.offset),
+            "shape": list(self.box.shape),
+            "order": list(self.order),
+        }
 
 
 @dataclass(frozen=True)
@@ -97,15 +105,32 @@ class SavedTensors:
             header = read_header(opened)
             for key in opened.keys():
                 entry, told = opened.get_slice(key), header.get(key, {})
-                self._add(file, key, tuple(entry.get_shape()), FILE_DTYPES.get(entry.get_dtype()), told)
+                self._add(
+                    file, key, tuple(entry.get_shape()), FILE_DTYPES.get(entry.get_dtype()), told
+                )
 
-    def _add(self, file: str, key: str, shape: tuple[int, ...], dtype: torch.dtype | None, told: dict[str, Any]) -> None:
+    def _add(
+        self,
+        file: str,
+        key: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+        told: dict[str, Any],
+    ) -> None:
         array, _, name = key.partition("/")
         if self.is_coded(array, name.rpartition("#")[0]):
             name = name.rpartition("#")[0]
         described = self._parameters.get(name)
-        if described is None or array not in ("weight", "master", "average", *MOMENTS, *SCALES.values()):
-            raise CorruptionError(f"{self._data} holds {key[:80]!r}, which is of no parameter of the checkpoint")
+        if described is None or array not in (
+            "weight",
+            "master",
+            "average",
+            *MOMENTS,
+            *SCALES.values(),
+        ):
+            raise CorruptionError(
+                f"{self._data} holds {key[:80]!r}, which is of no parameter of the checkpoint"
+            )
         whole, offset = f"{array}/{name}", told.get("saved_offsets") or [0] * len(shape)
         if len(offset) != len(shape) or not all(type(at) is int and at >= 0 for at in offset):
             raise ValueError(f"{key} begins at {offset!r}")
@@ -121,7 +146,9 @@ class SavedTensors:
         """Returns whether the elements of ``array`` of parameter ``name`` are 8-bit codes, or their
         scales."""
         described = self._parameters.get(name)
-        return array in SCALES.values() or (array in MOMENTS and described is not None and described["moments"] == "uint8")
+        return array in SCALES.values() or (
+            array in MOMENTS and described is not None and described["moments"] == "uint8"
+        )
 
     def check(self, array: str, name: str, dtype: torch.dtype) -> None:
         """Raises CorruptionError unless every element of ``array`` of parameter ``name`` is present
@@ -130,20 +157,27 @@ class SavedTensors:
         if self.is_coded(array, name):
             parts = self._runs.get(key, {})
             whole = cover([part.box for part in parts], shape) and all(
-                _reach(runs) == -(-part.box.numel // elements_each(array)) for part, runs in parts.items()
+                _reach(runs) == -(-part.box.numel // elements_each(array))
+                for part, runs in parts.items()
             )
         else:
             whole = key in self._boxes and cover([stored.box for stored in self._boxes[key]], shape)
         if not whole:
-            raise CorruptionError(f"{self._data} holds no {array} of {name} with {math.prod(shape)} elements")
+            raise CorruptionError(
+                f"{self._data} holds no {array} of {name} with {math.prod(shape)} elements"
+            )
         if math.prod(shape) and self._dtypes[key] != {dtype}:
-            raise CorruptionError(f"{self._data} holds {array} of {name} in another dtype than {dtype}")
+            raise CorruptionError(
+                f"{self._data} holds {array} of {name} in another dtype than {dtype}"
+            )
 
     # --- reading ---
 
     def _open(self, file: str) -> Any:
         if file not in self._opened:
-            self._opened[file] = self._files.enter_context(safe_open(self._data / file, framework="pt"))
+            self._opened[file] = self._files.enter_context(
+                safe_open(self._data / file, framework="pt")
+            )
         return self._opened[file]
 
     def read(self, array: str, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
@@ -168,9 +202,15 @@ class SavedTensors:
                 else:
                     here = common.moved(stored.box.offset, -1)
                     values = self._open(stored.file).get_slice(stored.key)
-                    values = values[tuple(slice(at, at + n) for at, n in zip(here.offset, here.shape))]
+                    values = values[
+                        tuple(slice(at, at + n) for at, n in zip(here.offset, here.shape))
+                    ]
                 target = common.moved(box.offset, -1).of(out)
-                if target.is_contiguous() and values.is_contiguous() and target.dtype == values.dtype:
+                if (
+                    target.is_contiguous()
+                    and values.is_contiguous()
+                    and target.dtype == values.dtype
+                ):
                     native.copy_flat(target.view(-1), values.view(-1))
                 else:
                     target.copy_(values)
@@ -189,7 +229,9 @@ class SavedTensors:
                 return stored.file, stored.key
         return None
 
-    def entry_of_codes(self, array: str, name: str, part: LocalPart, begin: int, end: int) -> tuple[str, str] | None:
+    def entry_of_codes(
+        self, array: str, name: str, part: LocalPart, begin: int, end: int
+    ) -> tuple[str, str] | None:
         """Finds the file and the entry that is exactly ``begin`` to ``end`` of the flat array of
         ``part``; None if there is none."""
         for run in self._runs.get(f"{array}/{name}", {}).get(part, ()):
@@ -202,20 +244,28 @@ class SavedTensors:
         exactly."""
         return part in self._runs.get(f"{array}/{name}", {})
 
-    def read_codes(self, array: str, name: str, part: LocalPart, begin: int, end: int) -> torch.Tensor:
+    def read_codes(
+        self, array: str, name: str, part: LocalPart, begin: int, end: int
+    ) -> torch.Tensor:
         """Reads entries ``begin`` to ``end`` of the flat array of ``part``."""
         found = [torch.empty(0, dtype=torch.uint8, device="cpu")]
         for run in sorted(self._runs[f"{array}/{name}"][part], key=lambda run: run.begin):
             low, high = max(begin, run.begin), min(end, run.end)
             if low < high:
-                found.append(self._open(run.file).get_slice(run.key)[low - run.begin : high - run.begin])
+                found.append(
+                    self._open(run.file).get_slice(run.key)[low - run.begin : high - run.begin]
+                )
         return torch.cat(found)
 
     def _decoded(self, array: str, name: str, part: LocalPart) -> torch.Tensor:
         numel = part.box.numel
         codes = self.read_codes(array, name, part, 0, numel)
-        scales = self.read_codes(SCALES[array], name, part, 0, -(-numel // elements_each(SCALES[array])))
-        return view_of_run(native.decode_moments(codes, scales, sq=array == "exp_avg_sq"), part.box, part.order)
+        scales = self.read_codes(
+            SCALES[array], name, part, 0, -(-numel // elements_each(SCALES[array]))
+        )
+        return view_of_run(
+            native.decode_moments(codes, scales, sq=array == "exp_avg_sq"), part.box, part.order
+        )
 
 
 def _reach(runs: list[_Run]) -> int:

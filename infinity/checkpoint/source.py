@@ -27,7 +27,11 @@ class Source:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Source:
         """Makes the source of a tensor in memory; reading returns a copy."""
-        return cls(tensor.shape, tensor.dtype, lambda: tensor.detach().clone(memory_format=torch.contiguous_format))
+        return cls(
+            tensor.shape,
+            tensor.dtype,
+            lambda: tensor.detach().clone(memory_format=torch.contiguous_format),
+        )
 
     @property
     def nbytes(self) -> int:

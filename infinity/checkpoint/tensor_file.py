@@ -16,18 +16,26 @@ from .weight_files import FILE_DTYPES
 
 ALIGNMENT = 8  # bytes; of the first tensor in a file
 NAMES = {dtype: name for name, dtype in FILE_DTYPES.items() if dtype is not None} | {
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
-}  # fmt: skip
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+}
 
 
 def check_dtypes(sources: Mapping[str, Source]) -> None:
     """Raises ConfigError for a tensor whose dtype a safetensors file cannot hold."""
     for name, source in sources.items():
         if source.dtype not in NAMES:
-            raise ConfigError(f"{name} is of {source.dtype}, which a safetensors file cannot hold: convert it, or leave it out")
+            raise ConfigError(
+                f"{name} is of {source.dtype}, which a safetensors file cannot hold: convert it, or"
+                " leave it out"
+            )
 
 
-def write_file(path: Path, sources: Mapping[str, Source], *, advance: Callable[[int], object]) -> None:
+def write_file(
+    path: Path, sources: Mapping[str, Source], *, advance: Callable[[int], object]
+) -> None:
     """Writes ``sources`` to ``path`` and syncs it. The bytes equal those that the safetensors
     library writes.
 
@@ -43,7 +51,8 @@ def write_file(path: Path, sources: Mapping[str, Source], *, advance: Callable[[
             value = source.read()
             if value.shape != source.shape or value.dtype != source.dtype:
                 raise CorruptionError(
-                    f"{name} is {value.dtype} of {tuple(value.shape)} and was said to be {source.dtype} of {tuple(source.shape)}"
+                    f"{name} is {value.dtype} of {tuple(value.shape)} and was said to be"
+                    f" {source.dtype} of {tuple(source.shape)}"
                 )
             raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
             _write_at(file.fileno(), memoryview(raw.numpy()), len(header) + places[name])
@@ -59,7 +68,11 @@ def _lay_out(sources: Mapping[str, Source]) -> tuple[dict[str, int], bytes]:
     for name in sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name)):
         source, places[name] = sources[name], at
         at += source.nbytes
-        told[name] = {"dtype": NAMES[source.dtype], "shape": list(source.shape), "data_offsets": [places[name], at]}
+        told[name] = {
+            "dtype": NAMES[source.dtype],
+            "shape": list(source.shape),
+            "data_offsets": [places[name], at],
+        }
     text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return places, len(text).to_bytes(8, "little") + text

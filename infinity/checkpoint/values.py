@@ -10,11 +10,23 @@ import torch
 
 from ..errors import UsageError
 
-PLAIN_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-                torch.int8, torch.uint8, torch.bool}  # fmt: skip
+PLAIN_DTYPES = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
 
 
-def encode_value(value: Any, tensors: dict[str, torch.Tensor], path: str, above: tuple[int, ...] = ()) -> Any:
+def encode_value(
+    value: Any, tensors: dict[str, torch.Tensor], path: str, above: tuple[int, ...] = ()
+) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, str)):
@@ -23,7 +35,10 @@ def encode_value(value: Any, tensors: dict[str, torch.Tensor], path: str, above:
         return value if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_meta or value.dtype not in PLAIN_DTYPES:
-            raise UsageError(f"{path} is a {value.dtype} tensor ({value.layout}, {value.device}), which cannot be saved")
+            raise UsageError(
+                f"{path} is a {value.dtype} tensor ({value.layout}, {value.device}), which cannot"
+                " be saved"
+            )
         name = f"{path.partition('.')[0]}/{len(tensors)}"
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"$tensor": name}
@@ -34,10 +49,18 @@ def encode_value(value: Any, tensors: dict[str, torch.Tensor], path: str, above:
         items = [encode_value(item, tensors, f"{path}.{i}", above) for i, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, dict):
-        return {"$dict": [[encode_value(key, tensors, path, above), encode_value(item, tensors, f"{path}.{key}", above)]
-                          for key, item in value.items()]}  # fmt: skip
+        return {
+            "$dict": [
+                [
+                    encode_value(key, tensors, path, above),
+                    encode_value(item, tensors, f"{path}.{key}", above),
+                ]
+                for key, item in value.items()
+            ]
+        }
     raise UsageError(
-        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: use dicts, lists, numbers, strings, tensors"
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: use dicts, lists,"
+        " numbers, strings, tensors"
     )
 
 

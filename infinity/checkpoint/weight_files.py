@@ -25,10 +25,19 @@ BLOCKS_AHEAD = 7
 MOST_HEADER_NBYTES = 100_000_000  # the library's limit
 INDEX = "model.safetensors.index.json"
 FILE_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 @dataclass(frozen=True)
@@ -72,18 +81,24 @@ class WeightFiles:
                     continue  # the index names another file for it
                 if name in self.tensors:
                     raise ConfigError(
-                        f"weights={str(path)!r}: {name} is in {self.tensors[name].file.name} and in {file.name}, and no {INDEX} says which "
-                        "counts. Give one of the files, or a folder that one save wrote."
+                        f"weights={str(path)!r}: {name} is in {self.tensors[name].file.name} and in"
+                        f" {file.name}, and no {INDEX} says which counts. Give one of the files, or"
+                        " a folder that one save wrote."
                     )
                 self.tensors[name] = stored
         if index is not None and (missing := [name for name in index if name not in self.tensors]):
-            raise CorruptionError(f"{path / INDEX} says that {missing[0]} is in {index[missing[0]]}, which has no such tensor")
+            raise CorruptionError(
+                f"{path / INDEX} says that {missing[0]} is in {index[missing[0]]}, which has no"
+                " such tensor"
+            )
 
     def read(self, name: str) -> torch.Tensor:
         """Reads one tensor. Opens only its file: a mixture of experts has thousands of tensors."""
         stored = self.tensors[name]
         if stored.dtype is None:
-            raise ConfigError(f"{name} in {stored.file} has a dtype that this version does not read")
+            raise ConfigError(
+                f"{name} in {stored.file} has a dtype that this version does not read"
+            )
         value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         raw = memoryview(value.view(-1).view(torch.uint8).numpy())
         try:
@@ -92,7 +107,9 @@ class WeightFiles:
                 while raw.nbytes and (count := file.readinto(raw)):
                     raw = raw[count:]
         except OSError as error:
-            raise StorageError(error.errno or 0, f"cannot read {stored.file}: {error}", str(stored.file)) from error
+            raise StorageError(
+                error.errno or 0, f"cannot read {stored.file}: {error}", str(stored.file)
+            ) from error
         if raw.nbytes:
             raise CorruptionError(f"{stored.file} ends before {name} does: it was truncated")
         return value
@@ -101,25 +118,33 @@ class WeightFiles:
         """Returns the source of every tensor. Reading one of an unsupported dtype raises
         ConfigError."""
         return {
-            name: Source(stored.shape, stored.dtype or torch.uint8, lambda name=name: self.read(name))
+            name: Source(
+                stored.shape, stored.dtype or torch.uint8, lambda name=name: self.read(name)
+            )
             for name, stored in self.tensors.items()
         }
 
-    def stream(self, names: Iterable[str], spans: Mapping[str, tuple[int, int]] | None = None) -> Iterator[FilePiece]:
+    def stream(
+        self, names: Iterable[str], spans: Mapping[str, tuple[int, int]] | None = None
+    ) -> Iterator[FilePiece]:
         """Yields the pieces of the tensors ``names``, file by file, each tensor's in order.
         ``spans``: name -> (begin, end) of the elements to read, if not all."""
         by_file: dict[Path, dict[str, StoredTensor]] = {}
         for name in names:
             stored, span = self.tensors[name], (spans or {}).get(name)
             if stored.dtype is None:
-                raise ConfigError(f"{name} in {stored.file} has a dtype that this version does not read")
+                raise ConfigError(
+                    f"{name} in {stored.file} has a dtype that this version does not read"
+                )
             if span is not None:
                 first = stored.begin + span[0] * stored.dtype.itemsize
                 last = stored.begin + span[1] * stored.dtype.itemsize
                 stored = replace(stored, begin=first, end=last, first=span[0])
             if stored.begin < stored.end:
                 by_file.setdefault(stored.file, {})[name] = stored
-        total = sum(stored.end - stored.begin for tensors in by_file.values() for stored in tensors.values())
+        total = sum(
+            stored.end - stored.begin for tensors in by_file.values() for stored in tensors.values()
+        )
         with progress("reading weights", total) as advance:
             for file in sorted(by_file):
                 for piece in _stream_file(file, by_file[file]):
@@ -179,7 +204,9 @@ def tensors_told(file: Path, header: bytes) -> dict[str, StoredTensor]:
     found = {}
     for name, entry in told.items():
         begin, end = (len(header) + offset for offset in entry["data_offsets"])
-        found[name] = StoredTensor(file, FILE_DTYPES.get(entry["dtype"]), torch.Size(entry["shape"]), begin, end)
+        found[name] = StoredTensor(
+            file, FILE_DTYPES.get(entry["dtype"]), torch.Size(entry["shape"]), begin, end
+        )
     return found
 
 
@@ -195,13 +222,17 @@ def _stream_file(file: Path, tensors: dict[str, StoredTensor]) -> Iterator[FileP
             yield from _pieces(name, stored, begin - stored.begin, values, carried)
 
 
-def _pieces(name: str, stored: StoredTensor, at: int, raw: torch.Tensor, carried: dict[str, bytes]) -> Iterator[FilePiece]:
+def _pieces(
+    name: str, stored: StoredTensor, at: int, raw: torch.Tensor, carried: dict[str, bytes]
+) -> Iterator[FilePiece]:
     """Yields the whole elements of ``raw``, the bytes of a tensor from its byte ``at``, joined with
     the bytes carried over."""
     size = stored.dtype.itemsize
     if missing := -at % size:
         shared = carried.pop(name) + bytes(raw[:missing].tolist())
-        yield FilePiece(name, stored.first + at // size, torch.frombuffer(bytearray(shared), dtype=stored.dtype))
+        yield FilePiece(
+            name, stored.first + at // size, torch.frombuffer(bytearray(shared), dtype=stored.dtype)
+        )
         raw, at = raw[missing:], at + missing
     if rest := raw.numel() % size:
         carried[name] = bytes(raw[-rest:].tolist())
@@ -217,8 +248,14 @@ def _blocks(file: Path, spans: list[tuple[int, int]]) -> Iterator[tuple[int, tor
     nbytes = os.path.getsize(file)
     # Direct I/O moves whole disk blocks.
     whole = nbytes // native.BLOCK_NBYTES * native.BLOCK_NBYTES
-    wanted = sorted({at for begin, end in spans for at in range(begin // READ_NBYTES, -(-end // READ_NBYTES))})
-    direct = [(at * READ_NBYTES, min(READ_NBYTES, whole - at * READ_NBYTES)) for at in wanted if at * READ_NBYTES < whole]
+    wanted = sorted(
+        {at for begin, end in spans for at in range(begin // READ_NBYTES, -(-end // READ_NBYTES))}
+    )
+    direct = [
+        (at * READ_NBYTES, min(READ_NBYTES, whole - at * READ_NBYTES))
+        for at in wanted
+        if at * READ_NBYTES < whole
+    ]
     engine = native.make_io_engine()
     region = native.Region((BLOCKS_AHEAD + 1) * READ_NBYTES, True, 1)
     if direct:
@@ -228,7 +265,9 @@ def _blocks(file: Path, spans: list[tuple[int, int]]) -> Iterator[tuple[int, tor
         for ahead in range(turn, min(len(direct), turn + BLOCKS_AHEAD)):
             if ahead not in reads:
                 address = region.address + ahead % (BLOCKS_AHEAD + 1) * READ_NBYTES
-                reads[ahead] = engine.read(extent, direct[ahead][0], address, direct[ahead][1], checksum=False)
+                reads[ahead] = engine.read(
+                    extent, direct[ahead][0], address, direct[ahead][1], checksum=False
+                )
         reads.pop(turn).wait()
         address = region.address + turn % (BLOCKS_AHEAD + 1) * READ_NBYTES
         yield offset, native.tensor_at(region, address, length, torch.uint8)

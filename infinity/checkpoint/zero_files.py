@@ -60,8 +60,17 @@ def zero_sources(folder: Path) -> Iterator[dict[str, Source]]:
         yield _sources(folder)
     except InfinityError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise CorruptionError(f"{folder} is not a ZeRO checkpoint of stage 1, 2 or 3: {error!r}") from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
+        raise CorruptionError(
+            f"{folder} is not a ZeRO checkpoint of stage 1, 2 or 3: {error!r}"
+        ) from error
 
 
 def _sources(folder: Path) -> dict[str, Source]:
@@ -71,11 +80,22 @@ def _sources(folder: Path) -> dict[str, Source]:
     counted = optimizers[0]["partition_count"]
     ranks = max(counted) if isinstance(counted, (list, tuple)) else int(counted)
     if ranks != len(optimizers):
-        raise CorruptionError(f"{folder} is of {ranks} ranks, and has files of {len(optimizers)}: it is not whole")
+        raise CorruptionError(
+            f"{folder} is of {ranks} ranks, and has files of {len(optimizers)}: it is not whole"
+        )
     if stage == 3 and len(models) != ranks:
-        raise CorruptionError(f"{folder} is of {ranks} ranks, and has model states of {len(models)}: it is not whole")
-    groups = [[_checked(folder, name, shape) for name, shape in group.items()] for group in first["param_shapes"]]
-    parts = _parts_of_stage_3(optimizers, groups) if stage == 3 else _parts_of_stage_2(optimizers, groups)
+        raise CorruptionError(
+            f"{folder} is of {ranks} ranks, and has model states of {len(models)}: it is not whole"
+        )
+    groups = [
+        [_checked(folder, name, shape) for name, shape in group.items()]
+        for group in first["param_shapes"]
+    ]
+    parts = (
+        _parts_of_stage_3(optimizers, groups)
+        if stage == 3
+        else _parts_of_stage_2(optimizers, groups)
+    )
     sources = {name: Source(shape, torch.float32, part.read) for name, shape, part in parts}
     sources |= _frozen(models, stage)
     sources |= {name: Source.of(tensor) for name, tensor in _buffers(first).items()}
@@ -84,12 +104,16 @@ def _sources(folder: Path) -> dict[str, Source]:
 
 def _ranks(folder: Path, pattern: str) -> list[Path]:
     """Returns the files of one kind, in the order of the ranks."""
-    found = sorted(folder.glob(pattern), key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
+    found = sorted(
+        folder.glob(pattern),
+        key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)],
+    )
     if not found:
         raise ConfigError(f"{folder} has no {pattern}: it is not a whole ZeRO checkpoint")
     if any("expp_rank" in path.name or re.search(r"mp_rank_0*[1-9]", path.name) for path in found):
         raise ConfigError(
-            f"{folder} is cut over tensor or expert ranks too: write it with DeepSpeed's ds_to_universal.py, or as safetensors"
+            f"{folder} is cut over tensor or expert ranks too: write it with DeepSpeed's"
+            " ds_to_universal.py, or as safetensors"
         )
     return found
 
@@ -101,7 +125,9 @@ def _optimizer_of(path: Path) -> Mapping[str, Any]:
 def _checked(folder: Path, name: Any, shape: Any) -> tuple[str, torch.Size]:
     shape = torch.Size(shape)
     if not isinstance(name, str) or any(n < 0 for n in shape) or shape.numel() > 1 << 48:
-        raise CorruptionError(f"{folder} has a parameter {str(name)[:80]!r} of shape {tuple(shape)[:8]}")
+        raise CorruptionError(
+            f"{folder} has a parameter {str(name)[:80]!r} of shape {tuple(shape)[:8]}"
+        )
     return name, shape
 
 
@@ -114,25 +140,38 @@ class _Part:
 
     def read(self) -> torch.Tensor:
         """Concatenates the pieces."""
-        flat = torch.cat([piece.reshape(-1) for piece in self.pieces]) if self.pieces else torch.empty(0)
+        flat = (
+            torch.cat([piece.reshape(-1) for piece in self.pieces])
+            if self.pieces
+            else torch.empty(0)
+        )
         return flat[: self.shape.numel()].to(torch.float32).view(self.shape)
 
 
-def _parts_of_stage_3(optimizers: list[Mapping], groups: list[list]) -> Iterator[tuple[str, torch.Size, _Part]]:
+def _parts_of_stage_3(
+    optimizers: list[Mapping], groups: list[list]
+) -> Iterator[tuple[str, torch.Size, _Part]]:
     flats = [_list(optimizer["fp32_flat_groups"]) for optimizer in optimizers]
     at = 0
     for name, shape in (entry for group in groups for entry in group):
         each = math.ceil(shape.numel() / len(optimizers))
-        yield name, shape, _Part([piece for flat in flats for piece in _span(flat, at, at + each)], shape)
+        yield (
+            name,
+            shape,
+            _Part([piece for flat in flats for piece in _span(flat, at, at + each)], shape),
+        )
         at += each
     for flat in flats:
         if sum(group.numel() for group in flat) != at:
             raise CorruptionError(
-                f"the parameters take {at} elements of each rank, and a rank has {sum(group.numel() for group in flat)}"
+                f"the parameters take {at} elements of each rank, and a rank has"
+                f" {sum(group.numel() for group in flat)}"
             )
 
 
-def _parts_of_stage_2(optimizers: list[Mapping], groups: list[list]) -> Iterator[tuple[str, torch.Size, _Part]]:
+def _parts_of_stage_2(
+    optimizers: list[Mapping], groups: list[list]
+) -> Iterator[tuple[str, torch.Size, _Part]]:
     flats = [_list(optimizer["single_partition_of_fp32_groups"]) for optimizer in optimizers]
     align = 2 * len(optimizers)
     for number, group in enumerate(groups):
@@ -142,7 +181,9 @@ def _parts_of_stage_2(optimizers: list[Mapping], groups: list[list]) -> Iterator
             at += shape.numel()
         held = sum(rank.numel() for rank in ranks)
         if math.ceil(at / align) != math.ceil(held / align):
-            raise CorruptionError(f"the parameters of group {number} have {at} elements, and the ranks {held}")
+            raise CorruptionError(
+                f"the parameters of group {number} have {at} elements, and the ranks {held}"
+            )
 
 
 def _list(value: Any) -> list[torch.Tensor]:
@@ -178,4 +219,8 @@ def _frozen(models: list[Mapping], stage: int) -> dict[str, Source]:
 
 def _buffers(model: Mapping) -> dict[str, torch.Tensor]:
     kept = model.get("module") or {}
-    return {name: kept[name] for name in model.get("buffer_names") or () if isinstance(kept.get(name), torch.Tensor)}
+    return {
+        name: kept[name]
+        for name in model.get("buffer_names") or ()
+        if isinstance(kept.get(name), torch.Tensor)
+    }

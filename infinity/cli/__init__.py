@@ -28,7 +28,18 @@ from ..distributed import farewell
 from ..errors import InfinityError
 from . import presets
 
-SUBCOMMANDS = ("bench", "clean", "completion", "env", "export", "plan", "report", "top", "trace", "train")
+SUBCOMMANDS = (
+    "bench",
+    "clean",
+    "completion",
+    "env",
+    "export",
+    "plan",
+    "report",
+    "top",
+    "trace",
+    "train",
+)
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 
@@ -51,14 +62,23 @@ class Parser(argparse.ArgumentParser):
         if left:
             command = command_of(self, found.subcommand) if hasattr(found, "subcommand") else self
             names = [name for action in command._actions for name in action.option_strings]
-            near = difflib.get_close_matches(left[0].partition("=")[0], names, n=1) if left[0].startswith("-") else []
-            command.error(f"unrecognized arguments: {' '.join(left)}" + (f" (did you mean {near[0]}?)" if near else ""))
+            near = (
+                difflib.get_close_matches(left[0].partition("=")[0], names, n=1)
+                if left[0].startswith("-")
+                else []
+            )
+            command.error(
+                f"unrecognized arguments: {' '.join(left)}"
+                + (f" (did you mean {near[0]}?)" if near else "")
+            )
         return found
 
 
 def command_of(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
     """Returns the parser of a subcommand."""
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
     return commands.choices[name]
 
 
@@ -66,7 +86,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="infinity",
         description="Train PyTorch models with all the memory a machine has: GPU, CPU and NVMe.",
-        epilog="Exit status: 0 done; 1 a defect; 2 bad input, or a world that refused; 130, 143 interrupted.",
+        epilog=(
+            "Exit status: 0 done; 1 a defect; 2 bad input, or a world that refused; 130, 143"
+            " interrupted."
+        ),
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=16, width=100),
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")

@@ -24,9 +24,27 @@ THEMES = {
     "copy": "infinity.bench.copies",
 }
 IN_CHECKOUT = (
-    "checkpoint", "cluster", "disks", "gpu", "gpu_train", "integrations", "meetings", "past_host", "pipeline", "pool",
-    "ranks", "report", "startup", "step", "tensor_parallel", "tiling", "train", "train_1b", "train_ways", "update",
-)  # fmt: skip
+    "checkpoint",
+    "cluster",
+    "disks",
+    "gpu",
+    "gpu_train",
+    "integrations",
+    "meetings",
+    "past_host",
+    "pipeline",
+    "pool",
+    "ranks",
+    "report",
+    "startup",
+    "step",
+    "tensor_parallel",
+    "tiling",
+    "train",
+    "train_1b",
+    "train_ways",
+    "update",
+)
 
 
 class _Choices(tuple):
@@ -38,10 +56,16 @@ class _Choices(tuple):
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Registers the command."""
-    parser = subparsers.add_parser("bench", help="measure this machine's disk, Adam and copies beside their ceilings")
+    parser = subparsers.add_parser(
+        "bench", help="measure this machine's disk, Adam and copies beside their ceilings"
+    )
     parser.add_argument("theme", choices=_Choices((*THEMES, "all")), help="what to measure")
     add_options(parser)
-    parser.add_argument("--no-rivals", action="store_true", help="has no effect here: `python -m bench` measures rivals")
+    parser.add_argument(
+        "--no-rivals",
+        action="store_true",
+        help="has no effect here: `python -m bench` measures rivals",
+    )
     for option in ("--results", "--out", "--svg"):  # of the report, which only a checkout has
         parser.add_argument(option, help=argparse.SUPPRESS)
     return parser
@@ -49,12 +73,33 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of every theme, here and in a checkout."""
-    parser.add_argument("--json", metavar="PATH", help="the result as one JSON object: a file, a folder, or - for stdout")
-    parser.add_argument("--folder", default=".", metavar="DIR", help="on the disk to measure (default: here)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of which the median is given (default 5)")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="times the usual sizes (default 1)")
-    parser.add_argument("--threads", type=int, metavar="N", help="for the optimizer's kernels (default: all processors)")
-    parser.add_argument("--overwrite", action="store_true", help="replace output files that are none of ours")
+    parser.add_argument(
+        "--json",
+        metavar="PATH",
+        help="the result as one JSON object: a file, a folder, or - for stdout",
+    )
+    parser.add_argument(
+        "--folder", default=".", metavar="DIR", help="on the disk to measure (default: here)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        metavar="N",
+        help="of which the median is given (default 5)",
+    )
+    parser.add_argument(
+        "--scale", type=float, default=1.0, metavar="X", help="times the usual sizes (default 1)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="for the optimizer's kernels (default: all processors)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace output files that are none of ours"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
     theme that needs a checkout."""
     if args.theme in IN_CHECKOUT:
         raise UsageError(
-            f"{args.theme} is one of the engine's own benchmarks, which are not installed. Run `python -m bench {args.theme}` "
-            "from the root of a checkout."
+            f"{args.theme} is one of the engine's own benchmarks, which are not installed. Run"
+            f" `python -m bench {args.theme}` from the root of a checkout."
         )
     return measure(args, THEMES, tuple(THEMES) if args.theme == "all" else (args.theme,))
 
@@ -135,4 +180,10 @@ def _settings(args: argparse.Namespace):
     if args.json not in (None, "-") and not Path(args.json).parent.is_dir():
         raise ConfigError(f"--json {args.json}: there is no folder {Path(args.json).parent}")
     chosen = {"threads": args.threads} if args.threads else {}
-    return Settings(folder=args.folder, rounds=args.rounds, scale=args.scale, rivals=not args.no_rivals, **chosen)
+    return Settings(
+        folder=args.folder,
+        rounds=args.rounds,
+        scale=args.scale,
+        rivals=not args.no_rivals,
+        **chosen,
+    )

@@ -23,7 +23,9 @@ from pathlib import Path
 from ..errors import ConfigError
 
 PROBE = re.compile(r"infinity-probe-[a-z0-9_]{8}")
-DATA_FILES = re.compile(r"(unit-\d{5}(-rank-\d{5})?(-\d+)?\.safetensors|other\.safetensors|manifest\.json)")
+DATA_FILES = re.compile(
+    r"(unit-\d{5}(-rank-\d{5})?(-\d+)?\.safetensors|other\.safetensors|manifest\.json)"
+)
 PROBE_SECONDS = 3600  # a probe takes two seconds
 
 
@@ -40,10 +42,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
     parser = subparsers.add_parser("clean", help="list, or remove, what killed jobs have left")
     parser.add_argument(
-        "folder", nargs="*", type=Path, metavar="FOLDER", help="checkpoints and scratch folders to look in, beside the cache"
+        "folder",
+        nargs="*",
+        type=Path,
+        metavar="FOLDER",
+        help="checkpoints and scratch folders to look in, beside the cache",
     )
     parser.add_argument("--yes", action="store_true", help="remove what is found")
-    parser.add_argument("--json", action="store_true", help="what was found as one JSON object on stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="what was found as one JSON object on stdout"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,14 +83,24 @@ def find(folders: list[Path]) -> Iterator[Leftover]:
     for folder in run_files.runs(disk_profile.cache_folder() / "runs"):
         if run_files.is_ours(folder) and not run_files.is_running(folder):
             yield Leftover(
-                str(folder), _nbytes(folder), "a run that is over: only a run's files are in it, and its process is gone"
+                str(folder),
+                _nbytes(folder),
+                "a run that is over: only a run's files are in it, and its process is gone",
             )
     for folder in dict.fromkeys([*folders, Path(tempfile.gettempdir())]):
         for path in _probes(folder):
-            yield Leftover(str(path), _nbytes(path), "a disk's probe of more than an hour ago: it has its one file")
+            yield Leftover(
+                str(path),
+                _nbytes(path),
+                "a disk's probe of more than an hour ago: it has its one file",
+            )
     for folder in folders:
         for path in _data(folder):
-            yield Leftover(str(path), _nbytes(path), "data of a checkpoint that no manifest names, and nobody saves or reads")
+            yield Leftover(
+                str(path),
+                _nbytes(path),
+                "data of a checkpoint that no manifest names, and nobody saves or reads",
+            )
 
 
 def remove(folders: list[Path]) -> None:
@@ -105,7 +123,11 @@ def _probes(folder: Path) -> list[Path]:
     found = []
     for path in folder.iterdir() if os.access(folder, os.R_OK) else ():
         with contextlib.suppress(OSError):  # it may be removed meanwhile
-            if PROBE.fullmatch(path.name) and stat.S_ISDIR((status := path.lstat()).st_mode) and status.st_uid == os.geteuid():
+            if (
+                PROBE.fullmatch(path.name)
+                and stat.S_ISDIR((status := path.lstat()).st_mode)
+                and status.st_uid == os.geteuid()
+            ):
                 old = time.time() - status.st_mtime > PROBE_SECONDS
                 if old and [entry.name for entry in path.iterdir()] in ([], ["probe"]):
                     found.append(path)
@@ -124,10 +146,16 @@ def _unneeded(root: Path) -> list[Path]:
 
     named = _named(root)
     return [
-        path for path in root.iterdir()
-        if DATA_NAME.fullmatch(path.name) and path.name != named and path.is_dir() and not path.is_symlink()
-        and all(DATA_FILES.fullmatch(entry.name.removesuffix(".partial")) for entry in path.iterdir())
-    ]  # fmt: skip
+        path
+        for path in root.iterdir()
+        if DATA_NAME.fullmatch(path.name)
+        and path.name != named
+        and path.is_dir()
+        and not path.is_symlink()
+        and all(
+            DATA_FILES.fullmatch(entry.name.removesuffix(".partial")) for entry in path.iterdir()
+        )
+    ]
 
 
 def _named(root: Path) -> str:

@@ -10,8 +10,12 @@ import shlex
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
     parser = subparsers.add_parser("completion", help="a script for the shell's tab key")
-    parser.add_argument("shell", nargs="?", choices=("bash", "zsh"), default="bash", help="default bash")
-    parser.add_argument("--json", action="store_true", help="what is completed as one JSON object on stdout")
+    parser.add_argument(
+        "shell", nargs="?", choices=("bash", "zsh"), default="bash", help="default bash"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="what is completed as one JSON object on stdout"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -19,13 +23,17 @@ def run(args: argparse.Namespace) -> int:
     from . import build_parser
 
     found = words(build_parser())
-    print(json.dumps(found) if args.json else script(found, args.shell), end="\n" if args.json else "")
+    print(
+        json.dumps(found) if args.json else script(found, args.shell), end="\n" if args.json else ""
+    )
     return 0
 
 
 def words(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
     """Lists the options of every subcommand, each with its choices."""
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
     return {
         name: {
             option: [str(choice) for choice in action.choices or ()]
@@ -41,7 +49,10 @@ def script(found: dict[str, dict[str, list[str]]], shell: str) -> str:
     """Writes the script. It completes choices after an option that has some, else options after a
     dash, else files."""
     lines = ["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []
-    lines += ["_infinity() {", "  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words="]
+    lines += [
+        "_infinity() {",
+        "  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words=",
+    ]
     lines += [
         "  if [ $COMP_CWORD -eq 1 ]; then",
         f"    words={shlex.quote(' '.join(found))}",
@@ -55,7 +66,13 @@ def script(found: dict[str, dict[str, list[str]]], shell: str) -> str:
         ]
         given = " ".join([option for option in options if option] + options.get("", []))
         lines.append(
-            f"    {shlex.quote(name)}\\ *) case $word in -*) words={shlex.quote(given)};; *) words={shlex.quote(' '.join(options.get('', [])))};; esac;;"
+            f"    {shlex.quote(name)}\\ *) case $word in -*) words={shlex.quote(given)};; *)"
+            f" words={shlex.quote(' '.join(options.get('', [])))};; esac;;"
         )
-    lines += ["  esac; fi", '  COMPREPLY=($(compgen -W "$words" -- "$word"))', "}", "complete -o default -F _infinity infinity"]
+    lines += [
+        "  esac; fi",
+        '  COMPREPLY=($(compgen -W "$words" -- "$word"))',
+        "}",
+        "complete -o default -F _infinity infinity",
+    ]
     return "\n".join(lines) + "\n"

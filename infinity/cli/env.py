@@ -26,8 +26,16 @@ class Finding:
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Registers the command."""
-    parser = subparsers.add_parser("env", help="what was found and chosen on this machine, and what would be better")
-    parser.add_argument("--nvme-path", action="append", default=[], metavar="DIR", help="folder to look at (repeatable)")
+    parser = subparsers.add_parser(
+        "env", help="what was found and chosen on this machine, and what would be better"
+    )
+    parser.add_argument(
+        "--nvme-path",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder to look at (repeatable)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
@@ -75,7 +83,9 @@ def _simd() -> Finding:
 
     units, chosen = native.simd_units(), native.simd_unit()
     if chosen != units[0]:
-        return Finding("simd", f"{chosen} (of {', '.join(units)})", "unset INFINITY_SIMD to use the best one")
+        return Finding(
+            "simd", f"{chosen} (of {', '.join(units)})", "unset INFINITY_SIMD to use the best one"
+        )
     remedy = "" if chosen == "avx512" else "the optimizer runs faster on a processor with AVX-512"
     return Finding("simd", f"{chosen} (of {', '.join(units)})", remedy)
 
@@ -88,7 +98,9 @@ def _io() -> Finding:
         return Finding("io", "io_uring, registered files")
     reason = native.uring_refusal()
     if not reason:
-        return Finding("io", "threads (INFINITY_IO=threads)", "unset INFINITY_IO: io_uring works here")
+        return Finding(
+            "io", "threads (INFINITY_IO=threads)", "unset INFINITY_IO: io_uring works here"
+        )
     return Finding("io", "threads", reason)
 
 
@@ -115,7 +127,9 @@ def _huge_pages() -> Finding:
     chosen = setting[setting.find("[") + 1 : setting.find("]")] if "[" in setting else setting
     if chosen in ("always", "madvise"):
         return Finding("huge pages", f"{chosen}: used for staging and homes in memory")
-    return Finding("huge pages", chosen, f"echo madvise > {path} (as root) makes large copies cheaper")
+    return Finding(
+        "huge pages", chosen, f"echo madvise > {path} (as root) makes large copies cheaper"
+    )
 
 
 def _shared_huge_pages() -> Finding:
@@ -127,20 +141,36 @@ def _shared_huge_pages() -> Finding:
     try:
         is_huge = native.SharedRow(1).allocate(4 * 1024 * 1024).huge_pages
     except InfinityError as error:
-        return Finding(name, f"none: {error}", "several ranks on the processor send each other their weights")
+        return Finding(
+            name, f"none: {error}", "several ranks on the processor send each other their weights"
+        )
     if is_huge:
         return Finding(name, "used for weights that several ranks of this machine read in memory")
-    remedy = "Linux 6.1 or newer, with huge pages not off, has several ranks on the processor read each other's weights faster"
+    remedy = (
+        "Linux 6.1 or newer, with huge pages not off, has several ranks on the processor read each"
+        " other's weights faster"
+    )
     return Finding(name, "none", remedy)
 
 
 def _cuda(torch) -> Finding:
     if not torch.cuda.is_available():
-        return Finding("cuda", "none: the device is the CPU", "" if not torch.version.cuda else "check nvidia-smi")
+        return Finding(
+            "cuda",
+            "none: the device is the CPU",
+            "" if not torch.version.cuda else "check nvidia-smi",
+        )
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     capability = torch.cuda.get_device_capability(0)
-    text = f"{len(names)} x {names[0]}, capability {capability[0]}.{capability[1]}: models on it are computed there"
-    remedy = "" if capability >= (8, 0) else "the optimizer's kernels need capability 8.0: state stays on the host or on disk"
+    text = (
+        f"{len(names)} x {names[0]}, capability {capability[0]}.{capability[1]}: models on it are"
+        " computed there"
+    )
+    remedy = (
+        ""
+        if capability >= (8, 0)
+        else "the optimizer's kernels need capability 8.0: state stays on the host or on disk"
+    )
     return Finding("cuda", text, remedy)
 
 
@@ -178,14 +208,32 @@ def _direct_storage(folders: list[str]) -> list[Finding]:
     found = direct_storage.missing(folders)
     told = [Finding(f"{name}, {each.part}", each.what, each.remedy) for each in found]
     if refusal := direct_storage.refusal(folders):
-        return [Finding(name, f"not used ({refusal}); bytes from disk pass through registered host memory"), *told]
+        return [
+            Finding(
+                name, f"not used ({refusal}); bytes from disk pass through registered host memory"
+            ),
+            *told,
+        ]
     from infinity import native
 
     found, (kernels, why) = f"cuFile {native.cufile()[0]}", native.gpu_kernels()
     if kernels is None:
-        remedy = "build infinity._cuda with nvcc; or Config(checksums='sampled'), which verifies each byte in one read of 16 only"
-        return [Finding(name, f"not used: {found} is there, but nothing that verifies bytes on the GPU ({why})", remedy)]
-    return [Finding(name, f"{found}: weights on disk come past the host's memory, verified on the device")]
+        remedy = (
+            "build infinity._cuda with nvcc; or Config(checksums='sampled'), which verifies each"
+            " byte in one read of 16 only"
+        )
+        return [
+            Finding(
+                name,
+                f"not used: {found} is there, but nothing that verifies bytes on the GPU ({why})",
+                remedy,
+            )
+        ]
+    return [
+        Finding(
+            name, f"{found}: weights on disk come past the host's memory, verified on the device"
+        )
+    ]
 
 
 def _memory() -> Finding:
@@ -196,21 +244,31 @@ def _memory() -> Finding:
     from ..machine.sizes import format_nbytes
 
     memory, left = psutil.virtual_memory(), memory_left()
-    text = f"{format_nbytes(memory.available)} free of {format_nbytes(memory.total)}, {os.cpu_count()} processors"
+    text = (
+        f"{format_nbytes(memory.available)} free of {format_nbytes(memory.total)}, {os.cpu_count()}"
+        " processors"
+    )
     if left < 0.9 * memory.available:
         text += f"; control groups and ulimits leave this process {format_nbytes(left)}"
     if (count := processors.available()) < (os.cpu_count() or 1):
         text += f", and {count} processors"
-    return Finding("memory", f"{text}; without budgets {format_nbytes(for_the_engine(left))} are planned with")
+    return Finding(
+        "memory", f"{text}; without budgets {format_nbytes(for_the_engine(left))} are planned with"
+    )
 
 
 def _guard(torch) -> Finding:
     from ..machine import storage_guard
 
     if storage_guard.is_available():
-        return Finding("storage guard", "on: a parameter at rest cannot be read past torch's functions")
-    return Finding("storage guard", f"off: torch {torch.__version__} is not known here",
-                   "torch.func or DLPack on a parameter at rest would crash: use torch 2.10 to 2.13")  # fmt: skip
+        return Finding(
+            "storage guard", "on: a parameter at rest cannot be read past torch's functions"
+        )
+    return Finding(
+        "storage guard",
+        f"off: torch {torch.__version__} is not known here",
+        "torch.func or DLPack on a parameter at rest would crash: use torch 2.10 to 2.13",
+    )
 
 
 def _disk(folder: str) -> list[Finding]:
@@ -227,9 +285,16 @@ def _disk(folder: str) -> list[Finding]:
             file = engine.create_file(os.path.join(probe, "probe"), native.BLOCK_NBYTES)
             direct = engine.is_direct(file)
     except (OSError, InfinityError) as error:
-        return [Finding(name, f"cannot be used: {error}", "name a folder that exists and is writable")]
+        return [
+            Finding(name, f"cannot be used: {error}", "name a folder that exists and is writable")
+        ]
     free = f"{format_nbytes(usage.free)} free of {format_nbytes(usage.total)}"
     if direct:
         return [Finding(name, f"{free}, O_DIRECT")]
-    return [Finding(name, f"{free}, no O_DIRECT: transfers go through the page cache",
-                    "a folder on ext4 or xfs avoids the extra copy")]  # fmt: skip
+    return [
+        Finding(
+            name,
+            f"{free}, no O_DIRECT: transfers go through the page cache",
+            "a folder on ext4 or xfs avoids the extra copy",
+        )
+    ]

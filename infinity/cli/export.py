@@ -13,18 +13,32 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     """Registers the command."""
     parser = subparsers.add_parser("export", help="write a checkpoint's weights as safetensors")
     parser.add_argument(
-        "checkpoint", type=Path, help="a folder that save_checkpoint, or `infinity train`, wrote; or one of safetensors"
+        "checkpoint",
+        type=Path,
+        help="a folder that save_checkpoint, or `infinity train`, wrote; or one of safetensors",
     )
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: what the model computed in; fp32 takes the masters"
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="default: what the model computed in; fp32 takes the masters",
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="copy configuration and tokenizer from this folder")
     parser.add_argument(
-        "--merge", type=Path, metavar="ADAPTER", help="merge an adapter of peft, a layer at a time; a checkpoint needs --model too"
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="copy configuration and tokenizer from this folder",
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        metavar="ADAPTER",
+        help="merge an adapter of peft, a layer at a time; a checkpoint needs --model too",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
-    parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
+    parser.add_argument(
+        "--json", action="store_true", help="print what was written as one JSON object"
+    )
     return parser
 
 
@@ -35,9 +49,15 @@ def run(args: argparse.Namespace) -> int:
     from ..machine.outputs import MODEL_NAMES, Output, check_outputs
     from ..machine.sizes import format_nbytes
 
-    model = args.model if args.model or not (args.checkpoint / "config.json").is_file() else args.checkpoint
+    model = (
+        args.model
+        if args.model or not (args.checkpoint / "config.json").is_file()
+        else args.checkpoint
+    )
     read = {"CHECKPOINT": args.checkpoint, "--model": model, "--merge": args.merge}
-    check_outputs([Output("OUT", args.out, replaces=MODEL_NAMES)], read.items(), overwrite=args.overwrite)
+    check_outputs(
+        [Output("OUT", args.out, replaces=MODEL_NAMES)], read.items(), overwrite=args.overwrite
+    )
     change = None if args.merge is None else _merging(model, args.merge)
     written = export(
         args.checkpoint,
@@ -49,7 +69,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"out": str(args.out)} | written))
     else:
-        print(f"{written['parameters']:,} parameters ({format_nbytes(written['nbytes'])}) written to {args.out}")
+        print(
+            f"{written['parameters']:,} parameters ({format_nbytes(written['nbytes'])}) written to"
+            f" {args.out}"
+        )
     return 0
 
 
@@ -62,5 +85,7 @@ def _merging(model: Path | None, adapter: Path) -> Callable:
     from ..integrations.peft import adapted_twin, merged
 
     if model is None:
-        raise ConfigError("--merge needs the model's config.json: give the folder that has it, --model DIR")
+        raise ConfigError(
+            "--merge needs the model's config.json: give the folder that has it, --model DIR"
+        )
     return partial(merged, twin=adapted_twin(model, adapter))

@@ -30,28 +30,84 @@ STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
-    parser = subparsers.add_parser("plan", help="where a model's state would live, and how long a step would take")
+    parser = subparsers.add_parser(
+        "plan", help="where a model's state would live, and how long a step would take"
+    )
     add = parser.add_argument
-    add("--model", type=Path, metavar="PATH", help="folder with config.json, or a config.json (default: train's own)")
-    add("--trust-remote-code", action="store_true", help="run Python code that lies in the folder of --model")
-    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the model's weights (default bf16)")
+    add(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="folder with config.json, or a config.json (default: train's own)",
+    )
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that lies in the folder of --model",
+    )
+    add(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="of the model's weights (default bf16)",
+    )
     add("--params", choices=HOMES, help="home of the parameters (default auto)")
     add("--optimizer", choices=HOMES, help="home of master weights and moments (default auto)")
     add("--activations", choices=HOMES, help="home of what the forward saves (default auto)")
-    add("--nvme-path", action="append", type=Path, metavar="FOLDER", help="on the disk that swap files would use")
+    add(
+        "--nvme-path",
+        action="append",
+        type=Path,
+        metavar="FOLDER",
+        help="on the disk that swap files would use",
+    )
     for tier in ("device-memory", "host-memory", "nvme-capacity"):
         add(f"--{tier}", metavar="BYTES", help='budget, as "80GiB" (default: what is free here)')
-    add("--master", choices=("split", "fp32", "none"), help="master weights of bf16 parameters (default split)")
-    add("--moments", choices=("fp32", "bf16", "int8"), help="the optimizer's moments (default fp32)")
-    add("--config", type=Path, metavar="FILE", help="engine configuration, TOML or JSON; options here go over it")
-    add("--deepspeed", type=Path, metavar="FILE", help="plan with a DeepSpeed JSON, and say what changes in memory and bytes")
+    add(
+        "--master",
+        choices=("split", "fp32", "none"),
+        help="master weights of bf16 parameters (default split)",
+    )
+    add(
+        "--moments", choices=("fp32", "bf16", "int8"), help="the optimizer's moments (default fp32)"
+    )
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="engine configuration, TOML or JSON; options here go over it",
+    )
+    add(
+        "--deepspeed",
+        type=Path,
+        metavar="FILE",
+        help="plan with a DeepSpeed JSON, and say what changes in memory and bytes",
+    )
     add("--batch-size", type=int, default=4, metavar="N", help="samples of a step (default 4)")
     add("--sequence-length", type=int, metavar="N", help="tokens of a sample (default 256)")
-    add("--gradient-checkpointing", action="store_true", help="the backward computes activations again")
-    add("--machine", metavar="FILE", help="plan for this kind of machine: a TOML file, or dgx-h100, which comes along")
-    add("--nodes", type=int, default=1, metavar="N", help="how many of them, with one rank for each device (default 1)")
+    add(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="the backward computes activations again",
+    )
+    add(
+        "--machine",
+        metavar="FILE",
+        help="plan for this kind of machine: a TOML file, or dgx-h100, which comes along",
+    )
+    add(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how many of them, with one rank for each device (default 1)",
+    )
     add("--svg", type=Path, metavar="FILE", help="draw the memory map")
-    add("--overwrite", action="store_true", help="replace a file of --svg that is no picture of ours")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace a file of --svg that is no picture of ours",
+    )
     add("--json", action="store_true", help="the plan as one JSON object on stdout")
 
 
@@ -59,8 +115,15 @@ def run(args: argparse.Namespace) -> int:
     """Prints the table, the memory map and the prediction."""
     if args.svg is not None:
         machine = Path(args.machine) if args.machine is not None else None
-        read = {"--model": args.model, "--config": args.config, "--deepspeed": args.deepspeed, "--machine": machine}
-        check_outputs([Output("--svg", args.svg, made=PICTURE)], read.items(), overwrite=args.overwrite)
+        read = {
+            "--model": args.model,
+            "--config": args.config,
+            "--deepspeed": args.deepspeed,
+            "--machine": machine,
+        }
+        check_outputs(
+            [Output("--svg", args.svg, made=PICTURE)], read.items(), overwrite=args.overwrite
+        )
     found = make(args)
     if args.json:
         print(json.dumps(found))
@@ -103,7 +166,12 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         return _plan_cluster(args, machine, model, model_config, optimizer, config, length)
     plan, units = lay_out(model, optimizer, config)
     compute = compute_time(
-        model, model_config, batch=args.batch_size, length=length, dtype=dtype, checkpointing=args.gradient_checkpointing
+        model,
+        model_config,
+        batch=args.batch_size,
+        length=length,
+        dtype=dtype,
+        checkpointing=args.gradient_checkpointing,
     )
     on_disk = plan.planned_nbytes(Tier.NVME) > 0
     rates = Rates.measure(config.nvme_paths if on_disk else (), config.device)
@@ -135,9 +203,13 @@ def _build(args: argparse.Namespace, model_config: Any, dtype: Any) -> Any:
 
     with torch.device("meta"):
         try:
-            return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=args.trust_remote_code)
+            return AutoModelForCausalLM.from_config(
+                model_config, dtype=dtype, trust_remote_code=args.trust_remote_code
+            )
         except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
-            raise ConfigError(f"transformers cannot build a causal LM from {args.model}: {error!r}") from None
+            raise ConfigError(
+                f"transformers cannot build a causal LM from {args.model}: {error!r}"
+            ) from None
 
 
 def _deepspeed(model, config) -> dict[str, Any]:
@@ -145,7 +217,10 @@ def _deepspeed(model, config) -> dict[str, Any]:
     from ..planning.deepspeed_bytes import deepspeed_bytes
 
     sizes = [param.numel() for param in model.parameters()]
-    homes = {name: "device" if getattr(config, name) == "auto" else getattr(config, name) for name in ("params", "optimizer")}
+    homes = {
+        name: "device" if getattr(config, name) == "auto" else getattr(config, name)
+        for name in ("params", "optimizer")
+    }
     return asdict(deepspeed_bytes(sum(sizes), max(sizes), **homes))
 
 
@@ -153,7 +228,10 @@ def _described(model: Any, plan: Any, units: list[Any]) -> dict[str, Any]:
     return {
         "parameters": sum(param.numel() for param in model.parameters()),
         "units": list(_units(plan, units)),
-        "tiers": {str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": plan.terms[tier]} for tier in Tier},
+        "tiers": {
+            str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": plan.terms[tier]}
+            for tier in Tier
+        },
     }
 
 
@@ -174,7 +252,13 @@ def _plan_cluster(
 
     ranks = DataRanks(size=args.nodes * machine.devices, local_size=machine.devices)
     plan, units = lay_out(model, optimizer, config, ranks)
-    flops = step_flops(model, model_config, batch=args.batch_size, length=length, checkpointing=args.gradient_checkpointing)
+    flops = step_flops(
+        model,
+        model_config,
+        batch=args.batch_size,
+        length=length,
+        checkpointing=args.gradient_checkpointing,
+    )
     found = predict_cluster(plan, units, machine, args.nodes, flops=flops)
     tokens = args.batch_size * length * found.ranks
     return _described(model, plan, units) | {
@@ -184,12 +268,17 @@ def _plan_cluster(
         "edges": found.edges,
         "seconds": found.seconds,
         "compute": "assumed",
-        "rates": {key: value for key, value in asdict(machine).items() if isinstance(value, (int, float))},
+        "rates": {
+            key: value for key, value in asdict(machine).items() if isinstance(value, (int, float))
+        },
         "step_seconds": found.step_seconds,
         "tokens_per_step": tokens,
         "tokens_per_second": tokens / found.step_seconds,
         "bottleneck": found.bottleneck,
-        "assumptions": [*found.assumptions, "what the forward saves is not counted: give its room with --device-memory"],
+        "assumptions": [
+            *found.assumptions,
+            "what the forward saves is not counted: give its room with --device-memory",
+        ],
         "sources": list(machine.sources),
     }
 
@@ -198,7 +287,10 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
     from ..machine import scratch
 
     if machine is not None:  # each rank's share of its node
-        each = {"device_memory": machine.device_memory, "host_memory": machine.host_memory // machine.devices}
+        each = {
+            "device_memory": machine.device_memory,
+            "host_memory": machine.host_memory // machine.devices,
+        }
         each["nvme_capacity"] = machine.disks * machine.disk_capacity // machine.devices
         for name, nbytes in each.items():
             if getattr(args, name) is None:
@@ -208,7 +300,10 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
         args.nvme_path = [Path(".")]  # stands for another machine's disk: only its size matters
     settings = engine_settings(args)
     if args.deepspeed is not None:
-        settings = {**_translated(args.deepspeed), **{name: value for name, value in settings.items() if value != AUTO}}
+        settings = {
+            **_translated(args.deepspeed),
+            **{name: value for name, value in settings.items() if value != AUTO},
+        }
     if settings.get("nvme_paths") == AUTO:
         found = scratch.choose(scratch.candidates(), 0)
         settings["nvme_paths"] = [found.folder] if found is not None else []
@@ -224,11 +319,21 @@ def _translated(path: Path) -> dict[str, Any]:
     config = infinity.Config.from_deepspeed(path, strict=False)  # only bytes are planned
     given = {
         name: getattr(config, name)
-        for name in ("params", "optimizer", "max_grad_norm", "grad_dtype", "master", "moments", "weights_on_host")
+        for name in (
+            "params",
+            "optimizer",
+            "max_grad_norm",
+            "grad_dtype",
+            "master",
+            "moments",
+            "weights_on_host",
+        )
     }
     settings = {name: value for name, value in given.items() if value is not None}
     if "nvme" in (config.params, config.optimizer):
-        settings["nvme_paths"] = [path if Path(path).is_dir() else "." for path in config.nvme_paths][:1]
+        settings["nvme_paths"] = [
+            path if Path(path).is_dir() else "." for path in config.nvme_paths
+        ][:1]
     return settings
 
 
@@ -240,13 +345,21 @@ def _units(plan, units) -> Iterator[dict[str, Any]]:
         homes = {}
         for what, array in STATE.items():
             held = any(shard.nbytes(array) for shard in unit.shards)
-            homes[what] = str(tiers[array]) + (" (kept on host)" if array in kept else "") if held else "-"
+            homes[what] = (
+                str(tiers[array]) + (" (kept on host)" if array in kept else "") if held else "-"
+            )
         return sum(shard.numel for shard in unit.shards), tuple(homes.items()), unit.tile_nbytes
 
     for (count, homes, tile), run_of in groupby(range(len(units)), key=entry):
         indices = list(run_of)
-        yield {"first": units[indices[0]].name, "last": units[indices[-1]].name, "units": len(indices),
-               "parameters": count, "tile_nbytes": tile, **dict(homes)}  # fmt: skip
+        yield {
+            "first": units[indices[0]].name,
+            "last": units[indices[-1]].name,
+            "units": len(indices),
+            "parameters": count,
+            "tile_nbytes": tile,
+            **dict(homes),
+        }
 
 
 def text(found: dict[str, Any]) -> Iterator[str]:
@@ -254,30 +367,53 @@ def text(found: dict[str, Any]) -> Iterator[str]:
     yield f"{found['parameters']:,} parameters"
     yield f"{'unit':<42}{'parameters':>15}  {'weights':<22}{'optimizer':<22}gradients"
     for row in found["units"]:
-        name = row["first"] if row["units"] == 1 else f"{row['first']} .. {row['last'].rsplit('.', 1)[-1]}"
+        name = (
+            row["first"]
+            if row["units"] == 1
+            else f"{row['first']} .. {row['last'].rsplit('.', 1)[-1]}"
+        )
         tile = f" in tiles of {format_nbytes(row['tile_nbytes'])}" if row["tile_nbytes"] else ""
-        count = f"{row['units']} x {row['parameters']:,}" if row["units"] > 1 else f"{row['parameters']:,}"
-        yield f"{name:<42}{count:>15}  {row['weights'] + tile:<22}{row['optimizer']:<22}{row['gradients']}"
+        count = (
+            f"{row['units']} x {row['parameters']:,}"
+            if row["units"] > 1
+            else f"{row['parameters']:,}"
+        )
+        yield (
+            f"{name:<42}{count:>15}"
+            f"  {row['weights'] + tile:<22}{row['optimizer']:<22}{row['gradients']}"
+        )
     for tier, of_tier in found["tiers"].items():
         yield f"{tier}: {format_nbytes(of_tier['nbytes'])}"
         for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
             if nbytes:
                 filled = max(1, round(BAR * nbytes / of_tier["nbytes"]))
                 yield f"  {what:<28}{format_nbytes(nbytes):>11}  {'#' * filled}"
-    moved = ", ".join(f"{edge} {format_nbytes(nbytes)}" for edge, nbytes in found["edges"].items() if nbytes)
+    moved = ", ".join(
+        f"{edge} {format_nbytes(nbytes)}" for edge, nbytes in found["edges"].items() if nbytes
+    )
     whose = " of each rank" if "ranks" in found else ""
     if "ranks" in found:
         yield f"{found['nodes']} x {found['machine']}, {found['ranks']} ranks; above is one of them"
     yield f"a step of {found['tokens_per_step']:,} tokens moves {moved}{whose}"
-    needs = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in found["seconds"].items() if seconds)
-    yield f"and needs {needs} (compute {found['compute']}{'' if 'ranks' in found else ' on this machine'})"
+    needs = ", ".join(
+        f"{what} {format_seconds(seconds)}" for what, seconds in found["seconds"].items() if seconds
+    )
+    yield (
+        f"and needs {needs} (compute"
+        f" {found['compute']}{'' if 'ranks' in found else ' on this machine'})"
+    )
     if (theirs := found.get("deepspeed")) is not None:
         yield f"{'beside DeepSpeed, by its own layout':<42}{'DeepSpeed':>12}{'Infinity':>12}"
         for tier, nbytes in theirs["tiers"].items():
-            yield f"  {'kept on ' + tier:<40}{format_nbytes(nbytes):>12}{format_nbytes(found['tiers'][tier]['nbytes']):>12}"
+            ours = format_nbytes(found["tiers"][tier]["nbytes"])
+            yield f"  {'kept on ' + tier:<40}{format_nbytes(nbytes):>12}{ours:>12}"
         for edge, nbytes in theirs["edges"].items():
-            yield f"  {'moved in a step, ' + edge:<40}{format_nbytes(nbytes):>12}{format_nbytes(found['edges'][edge]):>12}"
-    yield f"predicted: {format_seconds(found['step_seconds'])} per step, {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
+            ours = format_nbytes(found["edges"][edge])
+            yield f"  {'moved in a step, ' + edge:<40}{format_nbytes(nbytes):>12}{ours:>12}"
+    yield (
+        f"predicted: {format_seconds(found['step_seconds'])} per step,"
+        f" {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
+    )
     for name in ("assumptions", "sources"):
         yield from [f"{name}:", *(f"  {line}" for line in found[name])] if name in found else []
 
@@ -297,7 +433,9 @@ def draw(tiers: dict[str, dict]) -> str:
         marks.append(svg.text(LEFT - 8, y + 20, tier, anchor="end"))
         for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
             width = (WIDTH - LEFT - 20) * nbytes / largest
-            colour = next((colour for kind, colour in COLOURS.items() if what.startswith(kind)), OTHER_COLOUR)
+            colour = next(
+                (colour for kind, colour in COLOURS.items() if what.startswith(kind)), OTHER_COLOUR
+            )
             title = f"{what}, {format_nbytes(nbytes)}"
             marks.append(svg.bar(x, y, max(0.5, width), 30, colour, title=title, edged=True))
             if width > 7.5 * len(what):

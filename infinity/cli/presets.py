@@ -56,7 +56,9 @@ def read_table(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:  # of both parsers, or text not in UTF-8
         raise ConfigError(f"{path} is neither valid TOML (*.toml) nor JSON: {error}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f'{path} holds no table of options. Give names and values, as {{"params": "nvme"}}.')
+        raise ConfigError(
+            f'{path} holds no table of options. Give names and values, as {{"params": "nvme"}}.'
+        )
     return settings
 
 
@@ -80,11 +82,20 @@ def _words(path: Path, given: Sequence[str]) -> list[str]:
 
 def _words_of(key: str, name: str, value: Any, options: argparse.ArgumentParser) -> list[str]:
     """Returns the words for one key. ``key``: its name in error messages."""
-    known = {option: action for action in options._actions for option in action.option_strings if option.startswith("--")}
+    known = {
+        option: action
+        for action in options._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
     option = f"--{name.replace('_', '-')}"
     if option not in known or option in ("--help", "--config"):
         near = difflib.get_close_matches(option, known, n=1)
-        hint = f": did you mean {near[0][2:].replace('-', '_')}?" if near and option not in known else ""
+        hint = (
+            f": did you mean {near[0][2:].replace('-', '_')}?"
+            if near and option not in known
+            else ""
+        )
         raise ConfigError(f"{key} is no option of `infinity train` in a file{hint}")
     is_switch = known[option].nargs == 0
     if isinstance(value, bool) and is_switch:

@@ -24,16 +24,21 @@ HEAD = "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
 VIEWPORT = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
 # The rules for `svg` override the pictures' own light colours, so that they follow a dark page.
 STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #222; --soft: #555; --line: #bbb; --curve: #1f6fb2; }
-@media (prefers-color-scheme: dark) { :root { --paper: #16181c; --ink: #e4e4e4; --soft: #b0b4ba; --line: #4a4e55; --curve: #6cb2eb; } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; background: var(--paper); color: var(--ink); }
+:root { color-scheme: light dark; --paper: #fff; --ink: #222; --soft: #555; --line: #bbb;
+  --curve: #1f6fb2; }
+@media (prefers-color-scheme: dark) { :root { --paper: #16181c; --ink: #e4e4e4; --soft: #b0b4ba;
+  --line: #4a4e55; --curve: #6cb2eb; } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+  background: var(--paper); color: var(--ink); }
 h1 { font-size: 1.6rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 .wide { overflow-x: auto; margin: .5rem 0 1.5rem; }
-table { border-collapse: collapse; white-space: nowrap; } td, th { padding: .2rem 1.5rem .2rem 0; text-align: left; }
+table { border-collapse: collapse; white-space: nowrap; }
+td, th { padding: .2rem 1.5rem .2rem 0; text-align: left; }
 th { border-bottom: 1px solid var(--line); font-weight: 600; color: var(--soft); }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 svg { display: block; width: 100%; min-width: 54rem; height: auto; }
-svg text { fill: var(--soft); } svg .paper { fill: var(--paper); } svg .part { stroke: var(--paper); }
+svg text { fill: var(--soft); } svg .paper { fill: var(--paper); }
+svg .part { stroke: var(--paper); }
 svg .axis { stroke: var(--line); } svg .curve { stroke: var(--curve); }
 @media (prefers-color-scheme: dark) { svg rect { fill-opacity: 1; } }
 @media (max-width: 40rem) { td, th { padding-right: .8rem; } }
@@ -42,13 +47,38 @@ svg .axis { stroke: var(--line); } svg .curve { stroke: var(--curve); }
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
-    parser = subparsers.add_parser("report", help="a run as one HTML page: memory map, loss, edges, timeline")
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="folder of the job (default: the newest)")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default report.html)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="its timeline (default: what Config(trace=...) named)")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="draw the last N steps of the timeline (default 3)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a file of --out that is no page of ours")
-    parser.add_argument("--json", action="store_true", help="what is on the page as one JSON object on stdout")
+    parser = subparsers.add_parser(
+        "report", help="a run as one HTML page: memory map, loss, edges, timeline"
+    )
+    parser.add_argument(
+        "run", nargs="?", type=Path, metavar="RUN", help="folder of the job (default: the newest)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="the page (default report.html)",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="its timeline (default: what Config(trace=...) named)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="draw the last N steps of the timeline (default 3)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a file of --out that is no page of ours"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="what is on the page as one JSON object on stdout"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,14 +87,22 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {args.steps}: give 1 or more")
     found = collect(args.run)
     trace = args.trace or found["plans"][0].get("trace")
-    read = [("RUN", path) for path in Path(found["folder"]).glob("*.json")] + [("--trace", Path(str(trace)) if trace else None)]
+    read = [("RUN", path) for path in Path(found["folder"]).glob("*.json")] + [
+        ("--trace", Path(str(trace)) if trace else None)
+    ]
     check_outputs([Output("--out", args.out, made=HEAD.encode())], read, overwrite=args.overwrite)
-    timeline = _timeline(Path(str(trace)), args.steps, given=args.trace is not None) if trace else None
+    timeline = (
+        _timeline(Path(str(trace)), args.steps, given=args.trace is not None) if trace else None
+    )
     try:
         args.out.write_text(page(found, timeline))
     except OSError as error:
         raise ConfigError(f"--out {args.out} cannot be written: {error.strerror}") from error
-    print(json.dumps({"out": str(args.out), "timeline": timeline is not None} | found) if args.json else args.out)
+    print(
+        json.dumps({"out": str(args.out), "timeline": timeline is not None} | found)
+        if args.json
+        else args.out
+    )
     return 0
 
 
@@ -75,12 +113,20 @@ def collect(folder: Path | None) -> dict[str, Any]:
     root = disk_profile.cache_folder() / "runs"
     folder = folder or next(iter(run_files.runs(root)), None)
     found = {
-        kind: list(run_files.read(folder, kind)) if folder else [] for kind in (run_files.STATUS, run_files.PLAN, run_files.HISTORY)
+        kind: list(run_files.read(folder, kind)) if folder else []
+        for kind in (run_files.STATUS, run_files.PLAN, run_files.HISTORY)
     }
     if not found[run_files.STATUS] or not found[run_files.PLAN]:
-        raise ConfigError(f"{folder or root} has no run: `infinity train` leaves one there, and a loop with infinity.Watch(model)")
-    return {"folder": str(folder), "ranks": found[run_files.STATUS], "plans": found[run_files.PLAN],
-            "points": next((each.get("points") for each in found[run_files.HISTORY]), [])}  # fmt: skip
+        raise ConfigError(
+            f"{folder or root} has no run: `infinity train` leaves one there, and a loop with"
+            " infinity.Watch(model)"
+        )
+    return {
+        "folder": str(folder),
+        "ranks": found[run_files.STATUS],
+        "plans": found[run_files.PLAN],
+        "points": next((each.get("points") for each in found[run_files.HISTORY]), []),
+    }
 
 
 def _timeline(path: Path, steps: int, *, given: bool) -> str | None:
@@ -104,9 +150,13 @@ def page(found: dict[str, Any], timeline: str | None) -> str:
         if points := [(step, loss) for step, loss, _ in found["points"] if loss is not None]:
             parts.append(f"<h2>Loss</h2>{_wide(curve(points))}")
         tiers = _checked(found["plans"][0]["tiers"])
-        parts.append(f"<h2>Memory map</h2><p>What the plan gave every tier.</p>{_wide(draw(tiers))}")
+        parts.append(
+            f"<h2>Memory map</h2><p>What the plan gave every tier.</p>{_wide(draw(tiers))}"
+        )
         parts.append(_table(("tier", "part", "planned"), _parts(found["plans"][0]["tiers"])))
-        parts.append(f"<h2>Ranks</h2>{_table(('rank', 'step', 'tokens/s'), _speeds(found['ranks']))}")
+        parts.append(
+            f"<h2>Ranks</h2>{_table(('rank', 'step', 'tokens/s'), _speeds(found['ranks']))}"
+        )
         parts.append(_table(("rank", "tier", "now", "peak", "planned"), _tiers(found["ranks"])))
         parts.append(_table(("rank", "edge", "moved", "measured limit"), _edges(found["ranks"])))
         if timeline is not None:
@@ -120,17 +170,24 @@ def page(found: dict[str, Any], timeline: str | None) -> str:
 def _checked(tiers: dict[str, Any]) -> dict[str, dict]:
     """Returns the tiers with whole numbers. Raises TypeError, ValueError or LookupError if not."""
     return {
-        tier: {"nbytes": int(of_tier["nbytes"]), "parts": {what: int(n) for what, n in of_tier["parts"].items()}}
+        tier: {
+            "nbytes": int(of_tier["nbytes"]),
+            "parts": {what: int(n) for what, n in of_tier["parts"].items()},
+        }
         for tier, of_tier in tiers.items()
     }
 
 
 def _summary(status: dict[str, Any], plan: dict[str, Any]) -> str:
-    steps = f"{int(status['step']):,}" + (f" of {int(status['steps']):,}" if status.get("steps") else "")
+    steps = f"{int(status['step']):,}" + (
+        f" of {int(status['steps']):,}" if status.get("steps") else ""
+    )
     loss = "" if status.get("loss") is None else f", loss {float(status['loss']):.4f}"
     return (
-        f"<p>{int(plan['parameters']):,} parameters, step {steps}{loss}, {float(status['tokens_per_second']):,.0f} tokens/s, "
-        f"{format_seconds(float(status['step_seconds']))} a step; {html.escape(str(status['phase']))}.</p>"
+        f"<p>{int(plan['parameters']):,} parameters, step {steps}{loss},"
+        f" {float(status['tokens_per_second']):,.0f} tokens/s,"
+        f" {format_seconds(float(status['step_seconds']))} a step;"
+        f" {html.escape(str(status['phase']))}.</p>"
     )
 
 
@@ -139,37 +196,57 @@ def _parts(tiers: dict[str, Any]) -> list[tuple]:
 
     return [
         (tier, what, format_nbytes(int(nbytes)))
-        for tier, of_tier in tiers.items() for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]) if nbytes
-    ]  # fmt: skip
+        for tier, of_tier in tiers.items()
+        for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1])
+        if nbytes
+    ]
 
 
 def _speeds(ranks: list[dict]) -> list[tuple]:
-    return [(status["rank"], f"{int(status['step']):,}", f"{float(status['tokens_per_second']):,.0f}") for status in ranks]
+    return [
+        (status["rank"], f"{int(status['step']):,}", f"{float(status['tokens_per_second']):,.0f}")
+        for status in ranks
+    ]
 
 
 def _tiers(ranks: list[dict]) -> list[tuple]:
     from ..machine.sizes import format_nbytes
 
     return [
-        (status["rank"], tier, *(format_nbytes(of_tier[f"{name}_nbytes"]) for name in ("charged", "peak", "planned")))
-        for status in ranks for tier, of_tier in status["tiers"].items()
-    ]  # fmt: skip
+        (
+            status["rank"],
+            tier,
+            *(format_nbytes(of_tier[f"{name}_nbytes"]) for name in ("charged", "peak", "planned")),
+        )
+        for status in ranks
+        for tier, of_tier in status["tiers"].items()
+    ]
 
 
 def _edges(ranks: list[dict]) -> list[tuple]:
     from ..machine.sizes import format_nbytes
 
     return [
-        (status["rank"], edge, format_nbytes(moved["nbytes"]), f"{moved['limit'] / 1e9:.2f} GB/s" if moved["limit"] else "not measured")
-        for status in ranks for edge, moved in status["edges"].items() if moved["nbytes"]
-    ]  # fmt: skip
+        (
+            status["rank"],
+            edge,
+            format_nbytes(moved["nbytes"]),
+            f"{moved['limit'] / 1e9:.2f} GB/s" if moved["limit"] else "not measured",
+        )
+        for status in ranks
+        for edge, moved in status["edges"].items()
+        if moved["nbytes"]
+    ]
 
 
 def _table(header: tuple, rows: list[tuple]) -> str:
     marks = ["" if name in WORDS else " class='number'" for name in header]
     head = "".join(f"<th{mark}>{html.escape(name)}</th>" for name, mark in zip(header, marks))
     body = "".join(
-        "<tr>" + "".join(f"<td{mark}>{html.escape(str(cell))}</td>" for cell, mark in zip(row, marks)) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(f"<td{mark}>{html.escape(str(cell))}</td>" for cell, mark in zip(row, marks))
+        + "</tr>"
+        for row in rows
     )
     return _wide(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
@@ -187,14 +264,21 @@ def curve(points: list[tuple[float, float]]) -> str:
     across, up = max(steps[-1] - steps[0], 1.0), max(high - low, 1e-12)
     left, right, bottom = MARGIN, WIDTH - MARGIN, HEIGHT - 28
     places = [
-        (left + (right - left) * (step - steps[0]) / across, 10 + (HEIGHT - 40) * (high - value) / up)
+        (
+            left + (right - left) * (step - steps[0]) / across,
+            10 + (HEIGHT - 40) * (high - value) / up,
+        )
         for step, value in zip(steps, values)
     ]
-    return svg.picture(WIDTH, HEIGHT, [
-        svg.axes(left, 10, right, bottom),
-        svg.line(places, CURVE_COLOUR, width=1.5),
-        svg.text(left - 6, 18, f"{high:.4g}", anchor="end"),
-        svg.text(left - 6, HEIGHT - 30, f"{low:.4g}", anchor="end"),
-        svg.text(left, HEIGHT - 8, f"step {steps[0]:,.0f}"),
-        svg.text(right, HEIGHT - 8, f"{steps[-1]:,.0f}", anchor="end"),
-    ])  # fmt: skip
+    return svg.picture(
+        WIDTH,
+        HEIGHT,
+        [
+            svg.axes(left, 10, right, bottom),
+            svg.line(places, CURVE_COLOUR, width=1.5),
+            svg.text(left - 6, 18, f"{high:.4g}", anchor="end"),
+            svg.text(left - 6, HEIGHT - 30, f"{low:.4g}", anchor="end"),
+            svg.text(left, HEIGHT - 8, f"step {steps[0]:,.0f}"),
+            svg.text(right, HEIGHT - 8, f"{steps[-1]:,.0f}", anchor="end"),
+        ],
+    )

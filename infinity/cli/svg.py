@@ -31,7 +31,9 @@ def picture(width: int, height: int, marks: Iterable[str]) -> str:
     return f"{PICTURE.decode()} {size}>{STYLE}{PAPER}{''.join(marks)}</svg>"
 
 
-def text(x: float, y: float, content: str, *, anchor: str = "", colour: str = "", bold: bool = False) -> str:
+def text(
+    x: float, y: float, content: str, *, anchor: str = "", colour: str = "", bold: bool = False
+) -> str:
     """Draws text that starts at ``x``, or has its middle or end there, by ``anchor``."""
     more = (
         (f" text-anchor='{anchor}'" if anchor else "")
@@ -60,13 +62,27 @@ def bar(
     return f"<rect {EDGED if edged else ''}{place} fill='{colour}'{more}>{inside}</rect>"
 
 
-def line(points: Iterable[Point], colour: str, *, width: float = 2.0, dashed: bool = False, dots: bool = False) -> str:
+def line(
+    points: Iterable[Point],
+    colour: str,
+    *,
+    width: float = 2.0,
+    dashed: bool = False,
+    dots: bool = False,
+) -> str:
     """Draws straight lines from point to point, with a dot on each if ``dots``."""
     points = list(points)
     places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     style = " stroke-dasharray='5 4'" if dashed else ""
-    marks = "".join(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3' fill='{colour}'/>" for x, y in points) if dots else ""
-    return f"<polyline class='curve' points='{places}' fill='none' stroke='{colour}' stroke-width='{width:g}'{style}/>{marks}"
+    marks = (
+        "".join(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3' fill='{colour}'/>" for x, y in points)
+        if dots
+        else ""
+    )
+    return (
+        f"<polyline class='curve' points='{places}' fill='none' stroke='{colour}'"
+        f" stroke-width='{width:g}'{style}/>{marks}"
+    )
 
 
 def axes(left: float, top: float, right: float, bottom: float) -> str:
@@ -114,7 +130,9 @@ class Chart:
         """Draws a line through ``values``, with its name in the corner, in colour ``order``."""
         colour = COLOURS[order % len(COLOURS)]
         points = [(self.x(position), self.y(value)) for position, value in enumerate(values)]
-        name = text(self.width - self.margin, self.margin + 16 * order, name, anchor="end", colour=colour)
+        name = text(
+            self.width - self.margin, self.margin + 16 * order, name, anchor="end", colour=colour
+        )
         return line(points, colour, dashed=dashed, dots=True) + name
 
 

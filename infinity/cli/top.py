@@ -20,10 +20,20 @@ STALE_SECONDS = 30  # without an update: the process computes one long unit, or 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
     parser = subparsers.add_parser("top", help="watch the jobs of this machine")
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="folder of one job (default: all that run)")
+    parser.add_argument(
+        "run", nargs="?", type=Path, metavar="RUN", help="folder of one job (default: all that run)"
+    )
     parser.add_argument("--once", action="store_true", help="print once and end")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
-    parser.add_argument("--json", action="store_true", help="print once, as one JSON object on stdout")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="between two looks (default 1)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print once, as one JSON object on stdout"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,15 +56,24 @@ def look(folder: Path | None) -> list[dict[str, Any]]:
 
     if folder is not None and next(run_files.read(folder, run_files.STATUS), None) is None:
         raise ConfigError(
-            f"{folder} has no status of a job: give the folder that infinity.Watch wrote to, or none for all that run"
+            f"{folder} has no status of a job: give the folder that infinity.Watch wrote to, or"
+            " none for all that run"
         )
     folders = (
         [folder]
         if folder is not None
-        else [each for each in run_files.runs(disk_profile.cache_folder() / "runs") if run_files.is_running(each)]
+        else [
+            each
+            for each in run_files.runs(disk_profile.cache_folder() / "runs")
+            if run_files.is_running(each)
+        ]
     )
     return [
-        {"folder": str(each), "running": run_files.is_running(each), "ranks": list(run_files.read(each, run_files.STATUS))}
+        {
+            "folder": str(each),
+            "running": run_files.is_running(each),
+            "ranks": list(run_files.read(each, run_files.STATUS)),
+        }
         for each in folders
     ]
 
@@ -78,7 +97,10 @@ def lines(jobs: list[dict[str, Any]]) -> Iterator[str]:
     """Yields the lines of a screen. Text from files is made printable. Values of a wrong type are
     shown as a dash, or left out."""
     if not jobs:
-        yield "No job tells of itself here: `infinity train` does, and a loop with infinity.Watch(model)."
+        yield (
+            "No job tells of itself here: `infinity train` does, and a loop with"
+            " infinity.Watch(model)."
+        )
     for job in jobs:
         yield f"{job['folder']}  {'running' if job['running'] else 'not running'}"
         for status in job["ranks"]:
@@ -95,21 +117,34 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
     step, of = number(status.get("step")), status.get("steps")
     doing = printable(f"{status.get('phase', '')} {status.get('unit', '')}").strip()[:60]
     yield (
-        f" rank {number(status.get('rank'))}  step {step}{f' of {number(of)}' if of else ''}  loss {number(status.get('loss'), '.4f')}  "
-        f"{number(status.get('tokens_per_second'))} tokens/s  {remaining(status.get('remaining_seconds'))} left  {doing}"
+        f" rank {number(status.get('rank'))}  step {step}{f' of {number(of)}' if of else ''}  loss"
+        f" {number(status.get('loss'), '.4f')}  {number(status.get('tokens_per_second'))} tokens/s "
+        f" {remaining(status.get('remaining_seconds'))} left  {doing}"
     )
     if _is_number(at := status.get("at")) and (silent := time.time() - at) > STALE_SECONDS:
         yield f"   (said {silent:.0f} s ago)"
     for tier, of_tier in _tables(status.get("tiers")):
-        charged, planned, budget = (of_tier.get(f"{name}_nbytes") for name in ("charged", "planned", "budget"))
+        charged, planned, budget = (
+            of_tier.get(f"{name}_nbytes") for name in ("charged", "planned", "budget")
+        )
         if _is_number(charged) and _is_number(planned) and max(charged, planned) > 0:
             most = budget if _is_number(budget) and budget > 0 else max(planned, charged)
-            yield f"   {printable(tier):<8}{bar(charged / most)} {format_nbytes(charged):>11} of {format_nbytes(most)}"
+            yield (
+                f"   {printable(tier):<8}{bar(charged / most)} {format_nbytes(charged):>11} of"
+                f" {format_nbytes(most)}"
+            )
     for edge, moved in _tables(status.get("edges")):
         rate, limit = moved.get("rate"), moved.get("limit")
         if _is_number(rate) and moved.get("nbytes"):
-            share = f"{bar(rate / limit)} {rate / limit:>4.0%} of {limit / 1e9:.2f} GB/s" if _is_number(limit) and limit > 0 else ""
-            yield f"   {printable(edge):<22}{rate / 1e9:>6.2f} GB/s  stalled {number(moved.get('stalled'), '.0%'):>4}  {share}"
+            share = (
+                f"{bar(rate / limit)} {rate / limit:>4.0%} of {limit / 1e9:.2f} GB/s"
+                if _is_number(limit) and limit > 0
+                else ""
+            )
+            yield (
+                f"   {printable(edge):<22}{rate / 1e9:>6.2f} GB/s  stalled"
+                f" {number(moved.get('stalled'), '.0%'):>4}  {share}"
+            )
 
 
 def _is_number(value: Any) -> bool:

@@ -24,18 +24,38 @@ from . import svg
 Interval = tuple[float, float]
 COMPUTE = ("forward", "backward")
 WIDTH, LANE_HEIGHT, MARGIN = 1000, 26, 110
-COLOURS = {"step": "#8b9098", "forward": "#2a8c4a", "backward": "#7a4fb0", "optimizer": "#8a6d1b", "stalled": "#c4511d"}
+COLOURS = {
+    "step": "#8b9098",
+    "forward": "#2a8c4a",
+    "backward": "#7a4fb0",
+    "optimizer": "#8a6d1b",
+    "stalled": "#c4511d",
+}
 EDGE_COLOUR = "#1f6fb2"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
     parser = subparsers.add_parser("trace", help="summarise a timeline, or draw it")
-    parser.add_argument("file", type=Path, help="what Config(trace=...) wrote; Perfetto opens it too")
-    parser.add_argument("--steps", type=int, default=0, metavar="N", help="look at the last N steps only (default: all)")
+    parser.add_argument(
+        "file", type=Path, help="what Config(trace=...) wrote; Perfetto opens it too"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="look at the last N steps only (default: all)",
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the steps as a picture")
-    parser.add_argument("--overwrite", action="store_true", help="replace a file of --svg that is no picture of ours")
-    parser.add_argument("--json", action="store_true", help="the summary as one JSON object on stdout")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace a file of --svg that is no picture of ours",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the summary as one JSON object on stdout"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +63,11 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 0:
         raise ConfigError(f"--steps {args.steps}: give 0 (all) or more")
     if args.svg is not None:
-        check_outputs([Output("--svg", args.svg, made=PICTURE)], [("FILE", args.file)], overwrite=args.overwrite)
+        check_outputs(
+            [Output("--svg", args.svg, made=PICTURE)],
+            [("FILE", args.file)],
+            overwrite=args.overwrite,
+        )
     events = last_steps(read(args.file), args.steps)
     found = summary(events)
     if args.json:
@@ -79,7 +103,9 @@ def read(path: Path) -> list[dict[str, Any]]:
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines) - 1:
                 break  # the job was killed while it wrote this line
-            raise ConfigError(f"{path}, line {number + 1}, is not of a timeline: {printable(repr(error))[:300]}") from error
+            raise ConfigError(
+                f"{path}, line {number + 1}, is not of a timeline: {printable(repr(error))[:300]}"
+            ) from error
     if not events:
         raise ConfigError(f"{path} holds no event: it is not a timeline, or no step was taken")
     return events
@@ -91,8 +117,11 @@ def last_steps(events: list[dict], count: int) -> list[dict]:
     if not count or not steps:
         return events
     begin = steps[-min(count, len(steps))]
-    return [event | {"start": max(begin, event["start"])} for event in events
-            if (event["start"] >= begin if event["lane"] == "step" else event["end"] > begin)]  # fmt: skip
+    return [
+        event | {"start": max(begin, event["start"])}
+        for event in events
+        if (event["start"] >= begin if event["lane"] == "step" else event["end"] > begin)
+    ]
 
 
 def summary(events: list[dict]) -> dict[str, Any]:
@@ -156,8 +185,10 @@ def _print(found: dict[str, Any]) -> None:
     print(f"{found['steps']} steps, {format_seconds(found['seconds'])}")
     print(f"{'lane':<14}{'events':>8}{'busy':>11}{'share':>8}{'under compute':>15}")
     for lane, of_lane in found["lanes"].items():
-        print(f"{printable(lane):<14}{of_lane['events']:>8}{of_lane['busy_seconds']:>9.3f} s{of_lane['share']:>8.0%}"
-              f"{of_lane['under_compute']:>15.0%}")  # fmt: skip
+        print(
+            f"{printable(lane):<14}{of_lane['events']:>8}{of_lane['busy_seconds']:>9.3f}"
+            f" s{of_lane['share']:>8.0%}{of_lane['under_compute']:>15.0%}"
+        )
     for name, seconds in found["waited_for"].items():
         print(f"waited {format_seconds(seconds)} for {printable(name)}")
 
@@ -176,7 +207,10 @@ def draw(events: list[dict]) -> str:
         marks.append(svg.text(MARGIN - 8, y + 15, lane, anchor="end"))
         for event in events:
             if event["lane"] == lane:
-                x, seconds = MARGIN + scale * (event["start"] - begin), event["end"] - event["start"]
+                x, seconds = (
+                    MARGIN + scale * (event["start"] - begin),
+                    event["end"] - event["start"],
+                )
                 title = f"{event['name']}, {1e3 * seconds:.1f} ms"
                 edged = lane == "step"  # steps are contiguous: edges separate them
                 size = max(0.4, scale * seconds), LANE_HEIGHT - 6
@@ -184,5 +218,12 @@ def draw(events: list[dict]) -> str:
     height = 10 + len(lanes) * LANE_HEIGHT + 24
     for tenth in range(0, 11, 2):
         anchor = "middle" if tenth < 10 else "end"
-        marks.append(svg.text(MARGIN + across * tenth / 10, height - 6, f"{(end - begin) * tenth / 10:.2f} s", anchor=anchor))
+        marks.append(
+            svg.text(
+                MARGIN + across * tenth / 10,
+                height - 6,
+                f"{(end - begin) * tenth / 10:.2f} s",
+                anchor=anchor,
+            )
+        )
     return svg.picture(WIDTH, height, marks)

@@ -88,7 +88,10 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     console = _prepare(args, ranks)
     if files.skipped:
         names = ", ".join(files.skipped[:3]) + (", ..." if len(files.skipped) > 3 else "")
-        console.print(f"{files.source}: {len(files.skipped)} files are not UTF-8 text and are left out: {names}")
+        console.print(
+            f"{files.source}: {len(files.skipped)} files are not UTF-8 text and are left out:"
+            f" {names}"
+        )
     engine_config(settings)  # raises for a wrong engine option before the model is built
     _choose_dtype(args, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
@@ -96,7 +99,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     model_config = read_model_config(args.model, trust=args.trust_remote_code)
     tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
     check_vocabulary(model_config, tokenizer)
-    batches = _make_batches(args, files, choose_sequence_length(args.sequence_length, model_config), tokenizer)
+    batches = _make_batches(
+        args, files, choose_sequence_length(args.sequence_length, model_config), tokenizer
+    )
 
     model = _make_model(args, model_config, console)
     if is_streamed(model, args.model):
@@ -104,16 +109,22 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     config = engine_config(settings, model)
     measured_disk = measure_disks(config)
     compute = compute_time(
-        model, model_config, batch=args.batch_size, length=batches.sequence_length, dtype=getattr(torch, DTYPES[args.dtype]),
+        model,
+        model_config,
+        batch=args.batch_size,
+        length=batches.sequence_length,
+        dtype=getattr(torch, DTYPES[args.dtype]),
         checkpointing=args.gradient_checkpointing,
-    )  # fmt: skip
+    )
     with no_cache(model):
         if ranks.is_first:
             _check_room(args, model, config)
             make_way(args)
         job = make_job(args, model, batches, config, ranks)
         predicted = predict_step(job, compute.seconds * args.accumulate)
-        console.print(f"predicted: {format_seconds(predicted)} per step ({compute.how} on this machine)")
+        console.print(
+            f"predicted: {format_seconds(predicted)} per step ({compute.how} on this machine)"
+        )
         del model  # the job holds the only reference, so that it can free the model
         _begin(args, job, console)
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
@@ -124,15 +135,28 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         if interrupt.signum is not None:
             return _end_interrupted(args, job, console, interrupt.signum)
         loss_after = held_out_loss(job.model, job.held_out)
-    report = make_report(job, counts=counts, config=config, measured_disk=measured_disk, predicted_step_seconds=predicted,
-                         loss_after=loss_after)  # fmt: skip
+    report = make_report(
+        job,
+        counts=counts,
+        config=config,
+        measured_disk=measured_disk,
+        predicted_step_seconds=predicted,
+        loss_after=loss_after,
+    )
     print_report(console, report)
     return _end(args, ranks, job, tokenizer, console, report)
 
 
 def _make_model(args: argparse.Namespace, model_config: Any, console: Console) -> Any:
-    model = build_model(args.model, model_config, dtype=args.dtype, seed=args.seed, say=console.print,
-                        trust=args.trust_remote_code, whole=args.lora_rank is not None)  # fmt: skip
+    model = build_model(
+        args.model,
+        model_config,
+        dtype=args.dtype,
+        seed=args.seed,
+        say=console.print,
+        trust=args.trust_remote_code,
+        whole=args.lora_rank is not None,
+    )
     if args.lora_rank is not None:
         model = add_adapters(model, args.lora_rank)
     if args.gradient_checkpointing:
@@ -140,7 +164,14 @@ def _make_model(args: argparse.Namespace, model_config: Any, console: Console) -
     return model
 
 
-def _end(args: argparse.Namespace, ranks: Ranks, job: Job, tokenizer: Any, console: Console, report: dict[str, Any]) -> int:
+def _end(
+    args: argparse.Namespace,
+    ranks: Ranks,
+    job: Job,
+    tokenizer: Any,
+    console: Console,
+    report: dict[str, Any],
+) -> int:
     """Saves the trained model to ``--out``, and prints the report with ``--json``."""
     if args.out is not None:
         report.update(_save_and_sample(args, job, tokenizer, console))
@@ -171,13 +202,17 @@ def _prepare(args: argparse.Namespace, ranks: Ranks) -> Console:
         import transformers
         from rich.console import Console
     except ImportError as error:
-        raise ConfigError(f"{error}: `infinity train` needs it. pip install transformers rich") from None
+        raise ConfigError(
+            f"{error}: `infinity train` needs it. pip install transformers rich"
+        ) from None
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
-    return Console(stderr=args.json, quiet=not ranks.is_first, highlight=False, markup=False, soft_wrap=True)
+    return Console(
+        stderr=args.json, quiet=not ranks.is_first, highlight=False, markup=False, soft_wrap=True
+    )
 
 
 def _choose_dtype(args: argparse.Namespace, console: Console) -> None:
@@ -185,15 +220,26 @@ def _choose_dtype(args: argparse.Namespace, console: Console) -> None:
     fast = multiplies_bf16(args.device)
     if args.dtype == "auto":
         args.dtype = "bf16" if fast else "fp32"
-        console.print(f"--dtype auto: {args.dtype}" + ("" if fast else ", for this processor has no fast bf16 products"))
+        console.print(
+            f"--dtype auto: {args.dtype}"
+            + ("" if fast else ", for this processor has no fast bf16 products")
+        )
     elif args.dtype == "bf16" and not fast:
-        console.print("This processor has no fast bf16 products: --dtype fp32 may be many times faster")
+        console.print(
+            "This processor has no fast bf16 products: --dtype fp32 may be many times faster"
+        )
 
 
-def _make_batches(args: argparse.Namespace, files: TextFiles, sequence_length: int, tokenizer: Any) -> Batches:
+def _make_batches(
+    args: argparse.Namespace, files: TextFiles, sequence_length: int, tokenizer: Any
+) -> Batches:
     limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")
-    corpus = read_corpus(files, sequence_length=sequence_length, limit_nbytes=limit_nbytes, tokenizer=tokenizer)
-    return Batches(corpus=corpus, batch_size=args.batch_size, sequence_length=sequence_length, seed=args.seed)
+    corpus = read_corpus(
+        files, sequence_length=sequence_length, limit_nbytes=limit_nbytes, tokenizer=tokenizer
+    )
+    return Batches(
+        corpus=corpus, batch_size=args.batch_size, sequence_length=sequence_length, seed=args.seed
+    )
 
 
 def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -> None:
@@ -203,7 +249,11 @@ def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -
         check_room("--out", args.out, weights, "the trained model")
     if args.checkpoint is not None:
         state = training_state_nbytes(model, config)
-        both = "a checkpoint" if not has_checkpoint(args.checkpoint) else "the next checkpoint, while the old one is there,"
+        both = (
+            "a checkpoint"
+            if not has_checkpoint(args.checkpoint)
+            else "the next checkpoint, while the old one is there,"
+        )
         check_room("--checkpoint", args.checkpoint, state, both)
 
 
@@ -212,8 +262,9 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
     loss."""
     corpus, options = job.batches.corpus, job.fixed_values
     console.print(
-        f"{options['parameters']:,} parameters in {options['dtype']}, {job.tokens_per_step:,} tokens per step\n"
-        f"{corpus.source}: {corpus.train_ntokens:,} tokens to train on, {corpus.held_out_ntokens:,} held out"
+        f"{options['parameters']:,} parameters in {options['dtype']}, {job.tokens_per_step:,}"
+        f" tokens per step\n{corpus.source}: {corpus.train_ntokens:,} tokens to train on,"
+        f" {corpus.held_out_ntokens:,} held out"
     )
     if args.resume and has_checkpoint(args.checkpoint):
         resume(job)
@@ -228,14 +279,20 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
 
 
 def _end_interrupted(args: argparse.Namespace, job: Job, console: Console, signum: int) -> int:
-    saved = f"saved to {args.checkpoint}; --resume continues" if args.checkpoint else "nothing saved (no --checkpoint)"
+    saved = (
+        f"saved to {args.checkpoint}; --resume continues"
+        if args.checkpoint
+        else "nothing saved (no --checkpoint)"
+    )
     console.print(f"Interrupted after step {job.next_step} of {job.steps}: {saved}")
     if args.json and job.ranks.is_first:
         print(json.dumps({"interrupted": True, "steps": job.next_step, "losses": job.losses}))
     return 128 + signum
 
 
-def _save_and_sample(args: argparse.Namespace, job: Job, tokenizer: Any, console: Console) -> dict[str, str]:
+def _save_and_sample(
+    args: argparse.Namespace, job: Job, tokenizer: Any, console: Console
+) -> dict[str, str]:
     infinity.save_pretrained(job.model, args.out, overwrite=True)  # checked before the first step
     if tokenizer is not None and job.ranks.is_first:
         with replacing(args.out) as made:

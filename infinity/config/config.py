@@ -148,7 +148,10 @@ class Config:
             self._set_paths()
         pairs = self.tied if isinstance(self.tied, (list, tuple)) else [self.tied]
         if not all(
-            isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(name, str) for name in pair) for pair in pairs
+            isinstance(pair, (list, tuple))
+            and len(pair) == 2
+            and all(isinstance(name, str) for name in pair)
+            for pair in pairs
         ):
             raise ConfigError(f"tied={self.tied!r} must be a list of pairs of parameter names")
         self._set("tied", tuple(map(tuple, pairs)))
@@ -156,7 +159,10 @@ class Config:
             self._set("units", self._parse_list("units", str))
         for name in ("params", "optimizer", "activations"):
             if getattr(self, name) == "nvme" and not self.nvme_paths:
-                raise ConfigError(f"{name}='nvme' needs a folder on the disk to use: Config(nvme_paths=['/path/on/the/disk'])")
+                raise ConfigError(
+                    f"{name}='nvme' needs a folder on the disk to use:"
+                    " Config(nvme_paths=['/path/on/the/disk'])"
+                )
         self._check_device()
         self._check_numbers()
         self._set_expected()
@@ -175,39 +181,65 @@ class Config:
             if not isinstance(pairs, (list, tuple)) or not all(
                 isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
             ):
-                raise ConfigError(f"expects_optimizer={told!r} must be a table of hyperparameters, or None")
+                raise ConfigError(
+                    f"expects_optimizer={told!r} must be a table of hyperparameters, or None"
+                )
             if not isinstance(dict(pairs).get("type"), str):
                 raise ConfigError(f"expects_optimizer={told!r} names no class: give type='AdamW'")
-            self._set("expects_optimizer", tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in pairs))
+            self._set(
+                "expects_optimizer",
+                tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in pairs),
+            )
 
     def _check_device(self) -> None:
         if self.device is not None:
             try:
                 self._set("device", str(torch.device(self.device)))
             except (RuntimeError, TypeError) as error:
-                raise ConfigError(f"device={self.device!r} is not a device: give 'cuda', 'cuda:1' or 'cpu'") from error
+                raise ConfigError(
+                    f"device={self.device!r} is not a device: give 'cuda', 'cuda:1' or 'cpu'"
+                ) from error
 
     def _check_numbers(self) -> None:
-        for name, what in (("micro_batch", "of samples, or None for all"), ("update_threads", "or None for torch's")):
+        for name, what in (
+            ("micro_batch", "of samples, or None for all"),
+            ("update_threads", "or None for torch's"),
+        ):
             count = getattr(self, name)
-            if count is not None and not (isinstance(count, int) and not isinstance(count, bool) and count > 0):
+            if count is not None and not (
+                isinstance(count, int) and not isinstance(count, bool) and count > 0
+            ):
                 raise ConfigError(f"{name}={count!r} must be a positive number {what}")
         if self.update_threads is not None and self.update_threads > MOST_THREADS:
             raise ConfigError(
-                f"update_threads={self.update_threads} is more than {MOST_THREADS}: give the processors that are to step, or None"
+                f"update_threads={self.update_threads} is more than {MOST_THREADS}: give the"
+                " processors that are to step, or None"
             )
         kept = self.weights_on_host
-        if kept is not None and not (isinstance(kept, int) and not isinstance(kept, bool) and kept >= 0):
-            raise ConfigError(f"weights_on_host={kept!r} must be a number of elements, 0 or more, or None")
+        if kept is not None and not (
+            isinstance(kept, int) and not isinstance(kept, bool) and kept >= 0
+        ):
+            raise ConfigError(
+                f"weights_on_host={kept!r} must be a number of elements, 0 or more, or None"
+            )
         norm = self.max_grad_norm
-        if norm is not None and not (isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm > 0):
-            raise ConfigError(f"max_grad_norm={norm!r} must be a positive number, or None for no clipping")
-        if self.trace is not None and (not isinstance(self.trace, (str, os.PathLike)) or "\0" in os.fspath(self.trace)):
+        if norm is not None and not (
+            isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm > 0
+        ):
+            raise ConfigError(
+                f"max_grad_norm={norm!r} must be a positive number, or None for no clipping"
+            )
+        if self.trace is not None and (
+            not isinstance(self.trace, (str, os.PathLike)) or "\0" in os.fspath(self.trace)
+        ):
             raise ConfigError(f"trace={self.trace!r} must be the path of a file, or None")
         if self.trace is not None:
             self._set("trace", os.path.abspath(self.trace))
         if self.share_homes is not None and not isinstance(self.share_homes, bool):
-            raise ConfigError(f"share_homes={self.share_homes!r} must be True, False, or None for where it is possible")
+            raise ConfigError(
+                f"share_homes={self.share_homes!r} must be True, False, or None for where it is"
+                " possible"
+            )
         for name in ("speculate", "recompute", "shard_in_node", "compress_gathers"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -222,12 +254,16 @@ class Config:
         if value not in allowed:
             near = difflib.get_close_matches(str(value), allowed, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}")
+            raise ConfigError(
+                f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}"
+            )
 
     def _parse_list(self, name: str, kinds: type | tuple[type, ...]) -> tuple:
         value = getattr(self, name)
         values = (value,) if isinstance(value, kinds) else value or ()
-        if not isinstance(values, (list, tuple)) or not all(isinstance(item, kinds) for item in values):
+        if not isinstance(values, (list, tuple)) or not all(
+            isinstance(item, kinds) for item in values
+        ):
             raise ConfigError(f"{name}={value!r} must be text, or a list of it")
         return tuple(values)
 
@@ -237,7 +273,9 @@ class Config:
             value = DTYPES.get(value.removeprefix("torch."), value)
         if value is None or value in DTYPES.values():
             return value
-        raise ConfigError(f"{name}={value!r} is not one of fp32, bf16, fp16, or None for the model's own")
+        raise ConfigError(
+            f"{name}={value!r} is not one of fp32, bf16, fp16, or None for the model's own"
+        )
 
     @classmethod
     def make(cls, source: Config | Mapping | str | os.PathLike | None) -> Config:
@@ -251,7 +289,9 @@ class Config:
             return cls._from_mapping(source)
         if isinstance(source, (str, os.PathLike)):
             return cls._from_mapping(_read_mapping(Path(source)), f"{os.fspath(source)}: ")
-        raise ConfigError(f"config is a {type(source).__name__}: give a Config, a dict, or a path to TOML or JSON")
+        raise ConfigError(
+            f"config is a {type(source).__name__}: give a Config, a dict, or a path to TOML or JSON"
+        )
 
     @classmethod
     def _from_mapping(cls, mapping: Mapping, where: str = "") -> Config:
@@ -289,7 +329,11 @@ def _read_mapping(path: Path) -> dict:
     try:
         mapping = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
     except (ValueError, RecursionError) as error:  # deep nesting recurses in TOML's reader too
-        raise ConfigError(f"config file {path} is neither valid TOML (*.toml) nor JSON: {error}") from error
+        raise ConfigError(
+            f"config file {path} is neither valid TOML (*.toml) nor JSON: {error}"
+        ) from error
     if not isinstance(mapping, dict):
-        raise ConfigError(f"config file {path} holds a {type(mapping).__name__}, not a table of keys")
+        raise ConfigError(
+            f"config file {path} holds a {type(mapping).__name__}, not a table of keys"
+        )
     return mapping

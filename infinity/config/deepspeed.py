@@ -32,14 +32,22 @@ def _is_on(value: Any, off: tuple[Any, ...] = ()) -> bool:
     if isinstance(value, Mapping):
         shared = value.get("shared_parameters")
         switch = shared if isinstance(shared, Mapping) and "enabled" in shared else value
-        return switch["enabled"] not in (False, None, AUTO) if "enabled" in switch else any(map(_is_on, value.values()))
+        return (
+            switch["enabled"] not in (False, None, AUTO)
+            if "enabled" in switch
+            else any(map(_is_on, value.values()))
+        )
     if isinstance(value, int) and not isinstance(value, bool):
         return value > 1
     return value not in (None, False, "", AUTO, [], 0.0, *off)
 
 
 def _leaves(value: Any) -> list[Any]:
-    return [leaf for each in value.values() for leaf in _leaves(each)] if isinstance(value, Mapping) else [value]
+    return (
+        [leaf for each in value.values() for leaf in _leaves(each)]
+        if isinstance(value, Mapping)
+        else [value]
+    )
 
 
 class _Translation:
@@ -56,7 +64,10 @@ class _Translation:
     def map(self, key: str, field: str, value: Any) -> None:
         """Sets ``field`` from ``key``. Raises ConfigError if another key set another value."""
         if self.fields.get(field) not in (None, value):
-            raise ConfigError(f"DeepSpeed {key} asks for {field}={value!r}, and another key for {self.fields[field]!r}")
+            raise ConfigError(
+                f"DeepSpeed {key} asks for {field}={value!r}, and another key for"
+                f" {self.fields[field]!r}"
+            )
         self.fields[field] = value
         self.report.append(f"{key} mapped to {field}={value!r}")
 
@@ -66,22 +77,32 @@ class _Translation:
 
     def unknown(self, path: str, key: str, names: list[str] | None = None) -> None:
         """Reports a key that DeepSpeed does not have. Raises ConfigError if strict."""
-        near = difflib.get_close_matches(str(key), names or [known.name for known in SECTIONS[path]], n=1, cutoff=0.6)
-        elsewhere = [section for section in SECTIONS if section != path and find(section, str(key)) is not None]
+        near = difflib.get_close_matches(
+            str(key), names or [known.name for known in SECTIONS[path]], n=1, cutoff=0.6
+        )
+        elsewhere = [
+            section
+            for section in SECTIONS
+            if section != path and find(section, str(key)) is not None
+        ]
         hint = f": did you mean {path}{near[0]}?" if near else ""
         if elsewhere and not near:
             hint = f": it belongs to {elsewhere[0].removesuffix('.') or 'the top level'}"
         if self.strict:
             raise ConfigError(
-                f"DeepSpeed {path}{key} is unknown (keys up to DeepSpeed {VERSION} are known){hint}. Correct it, leave it out, or have "
-                "it ignored by from_deepspeed(..., strict=False)."
+                f"DeepSpeed {path}{key} is unknown (keys up to DeepSpeed {VERSION} are"
+                f" known){hint}. Correct it, leave it out, or have it ignored by"
+                " from_deepspeed(..., strict=False)."
             )
         self.report.append(f"{path}{key} unknown{hint}")
 
     def only_the_loop(self, key: str, value: Any, why: str) -> None:
         """Reports a key that only the training loop can handle. Raises ConfigError if strict."""
         if self.strict:
-            raise ConfigError(f"DeepSpeed {key}={value!r}: {why}. With from_deepspeed(..., strict=False) it is left to the loop.")
+            raise ConfigError(
+                f"DeepSpeed {key}={value!r}: {why}. With from_deepspeed(..., strict=False) it is"
+                " left to the loop."
+            )
         self.report.append(f"{key} off: left to the loop")
 
     def section(self, path: str, parent: Mapping, key: str) -> Mapping:
@@ -109,7 +130,9 @@ class _Translation:
     def _note(self, key: str, known: Key, value: Any) -> None:
         why = known.why.replace("`", "")
         if known.fate == REFUSED and _is_on(value, known.off):
-            raise ConfigError(f"DeepSpeed {key}={value!r} is not to be had here: {why}. Leave it out.")
+            raise ConfigError(
+                f"DeepSpeed {key}={value!r} is not to be had here: {why}. Leave it out."
+            )
         if known.fate == NOT_NEEDED:
             self.report.append(f"{key} not needed: {why}")
         else:
@@ -125,7 +148,9 @@ class _Translation:
             return
         device = table.get("device")
         if not isinstance(device, str | None) or device not in self.HOMES:
-            raise ConfigError(f"DeepSpeed {path}device={device!r} is not one of 'cpu', 'nvme', 'none'")
+            raise ConfigError(
+                f"DeepSpeed {path}device={device!r} is not one of 'cpu', 'nvme', 'none'"
+            )
         self.fields[field] = self.HOMES[device]
         self.report.append(f"{path}device={device!r} mapped to {field}={self.fields[field]!r}")
         folder = table.get("nvme_path")
@@ -145,7 +170,12 @@ class _Translation:
         if count in (None, AUTO) or not on_disk:
             if "max_in_cpu" in table:
                 self.off(f"{path}max_in_cpu", "" if on_disk else "no parameters are on NVMe")
-        elif isinstance(count, bool) or not isinstance(count, (int, float)) or count < 0 or count != int(count):
+        elif (
+            isinstance(count, bool)
+            or not isinstance(count, (int, float))
+            or count < 0
+            or count != int(count)
+        ):
             raise ConfigError(f"DeepSpeed {path}max_in_cpu={count!r} is not a number of elements")
         else:
             self.map(f"{path}max_in_cpu", "weights_on_host", int(count))
@@ -159,16 +189,27 @@ class _Translation:
         ):
             if zero.get(key) is True:
                 self.fields.setdefault(field, value)
-                self.report.append(f"zero_optimization.{key} mapped to {field}={self.fields[field]!r}")
+                self.report.append(
+                    f"zero_optimization.{key} mapped to {field}={self.fields[field]!r}"
+                )
             elif key in zero and zero[key] not in (None, False, AUTO):
-                raise ConfigError(f"DeepSpeed zero_optimization.{key}={zero[key]!r} is not true or false")
+                raise ConfigError(
+                    f"DeepSpeed zero_optimization.{key}={zero[key]!r} is not true or false"
+                )
             elif key in zero:
                 self.off(f"zero_optimization.{key}")
         size = zero.get("zero_hpz_partition_size")
         if isinstance(size, int) and not isinstance(size, bool) and size > 1:
-            self.map(f"zero_optimization.zero_hpz_partition_size={size}, over a machine's ranks,", "shard_in_node", True)
+            self.map(
+                f"zero_optimization.zero_hpz_partition_size={size}, over a machine's ranks,",
+                "shard_in_node",
+                True,
+            )
         elif size not in (None, 0, 1, AUTO):
-            raise ConfigError(f"DeepSpeed zero_optimization.zero_hpz_partition_size={size!r} is not a number of ranks")
+            raise ConfigError(
+                f"DeepSpeed zero_optimization.zero_hpz_partition_size={size!r} is not a number of"
+                " ranks"
+            )
         elif "zero_hpz_partition_size" in zero:
             self.off("zero_optimization.zero_hpz_partition_size")
 
@@ -192,21 +233,31 @@ class _Translation:
         if enabled:
             other = self.fields.get("param_dtype", dtype)
             if other != dtype:
-                raise ConfigError(f"DeepSpeed {other}.enabled and {key}.enabled are both true: the model computes in one dtype")
+                raise ConfigError(
+                    f"DeepSpeed {other}.enabled and {key}.enabled are both true: the model computes"
+                    " in one dtype"
+                )
             self.map(f"{key}.enabled", "param_dtype", dtype)
         elif "enabled" in table:
             self.off(f"{key}.enabled={table['enabled']!r}", "the model's own dtype is kept")
         low, states = f"{dtype}_master_weights_and_grads", f"{dtype}_optimizer_states"
-        for name, fields in ((low, {"master": "none", "grad_dtype": dtype}), (states, {"moments": dtype})):
+        for name, fields in (
+            (low, {"master": "none", "grad_dtype": dtype}),
+            (states, {"moments": dtype}),
+        ):
             if self._switch(key, table, name) and enabled:
                 for field, value in fields.items():
                     self.map(f"{key}.{name}", field, value)
             elif name in table and find(f"{key}.", name) is not None:
                 self.off(f"{key}.{name}")
-        self.rest(f"{key}.", table if enabled else {name: None for name in table}, "enabled", low, states)
+        self.rest(
+            f"{key}.", table if enabled else {name: None for name in table}, "enabled", low, states
+        )
 
     def _switch(self, key: str, table: Mapping, name: str) -> bool:
-        if (value := table.get(name)) not in (None, True, False, AUTO) or (isinstance(value, int) and not isinstance(value, bool)):
+        if (value := table.get(name)) not in (None, True, False, AUTO) or (
+            isinstance(value, int) and not isinstance(value, bool)
+        ):
             raise ConfigError(f"DeepSpeed {key}.{name}={value!r} is not true or false")
         return value is True
 
@@ -219,7 +270,9 @@ class _Translation:
                 if key in table:
                     self.off(f"data_types.{key}")
             elif not isinstance(value, str) or value not in DTYPES:
-                raise ConfigError(f"DeepSpeed data_types.{key}={value!r} is not one of 'fp32', 'fp16', 'bf16'")
+                raise ConfigError(
+                    f"DeepSpeed data_types.{key}={value!r} is not one of 'fp32', 'fp16', 'bf16'"
+                )
             else:
                 self.map(f"data_types.{key}", field, value)
         self.rest("data_types.", table, "grad_accum_dtype", "param_dtype")
@@ -230,7 +283,10 @@ class _Translation:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
             self.map("gradient_clipping", "max_grad_norm", float(value))
         elif value == AUTO:
-            why = "that is the max_grad_norm of transformers' Trainer, which is not known here. Give the number, or 0 where the loop clips"
+            why = (
+                "that is the max_grad_norm of transformers' Trainer, which is not known here. Give"
+                " the number, or 0 where the loop clips"
+            )
             self.only_the_loop("gradient_clipping", value, why)
         elif value in (None, 0) and value is not False:
             if "gradient_clipping" in self.mapping:
@@ -256,17 +312,22 @@ class _Translation:
         """Leaves the scheduler to the loop. Raises ConfigError if strict and it has values."""
         table = self.section("", self.mapping, "scheduler")
         values = [value for key, value in table.items() if key != "type"]
-        if table.get("type") is None or all(leaf == AUTO for value in values for leaf in _leaves(value)):
+        if table.get("type") is None or all(
+            leaf == AUTO for value in values for leaf in _leaves(value)
+        ):
             if table:
                 self.off("scheduler", "it is the loop's")
         else:
             why = (
-                "a Config holds no scheduler. Make one of torch's over the optimizer that wrap_model returns, and leave it out here"
+                "a Config holds no scheduler. Make one of torch's over the optimizer that"
+                " wrap_model returns, and leave it out here"
             )
             self.only_the_loop("scheduler", dict(table), why)
 
 
-def translate_deepspeed(mapping: Mapping, *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
+def translate_deepspeed(
+    mapping: Mapping, *, strict: bool = True
+) -> tuple[dict[str, Any], list[str]]:
     """Translates DeepSpeed's keys into fields of a Config and a report line for every key.
 
     Raises ConfigError for keys that are invalid or not supported. ``strict``: also for unknown
@@ -278,13 +339,22 @@ def translate_deepspeed(mapping: Mapping, *, strict: bool = True) -> tuple[dict[
     translation.offload(zero, "offload_optimizer", "optimizer")
     translation.stage(zero)
     translation.switches(zero)
-    translation.rest("zero_optimization.", zero, "offload_param", "offload_optimizer", "stage", *SWITCHES)
+    translation.rest(
+        "zero_optimization.", zero, "offload_param", "offload_optimizer", "stage", *SWITCHES
+    )
     for key, dtype in PRECISIONS.items():
         translation.precision(key, dtype)
     translation.clipping()
     translation.data_types()
     translation.optimizer()
     translation.scheduler()
-    taken = ("zero_optimization", *PRECISIONS, "gradient_clipping", "data_types", "optimizer", "scheduler")
+    taken = (
+        "zero_optimization",
+        *PRECISIONS,
+        "gradient_clipping",
+        "data_types",
+        "optimizer",
+        "scheduler",
+    )
     translation.rest("", mapping, *taken)
     return translation.fields, translation.report

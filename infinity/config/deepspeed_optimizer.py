@@ -19,15 +19,27 @@ NUMBERS = {  # hyperparameters of each class that an update uses
     "Lion": ("lr", "betas", "weight_decay"),
 }
 FIXED = {"bias_correction": True, "amsgrad": False, "maximize": False}  # as in the engine's kernels
-NOT_NEEDED = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "foreach", "fused", "set_grad_none")
+NOT_NEEDED = (
+    "torch_adam",
+    "adam_w_mode",
+    "fp32_optimizer_states",
+    "foreach",
+    "fused",
+    "set_grad_none",
+)
 
 
-def read_optimizer(kind: Any, params: Mapping, *, unknown: Callable[[str, str, list[str]], None]) -> dict[str, Any]:
+def read_optimizer(
+    kind: Any, params: Mapping, *, unknown: Callable[[str, str, list[str]], None]
+) -> dict[str, Any]:
     """Reads ``optimizer.type`` and ``optimizer.params``. Calls ``unknown`` for an unknown
     hyperparameter. Raises ConfigError for a class or value that is not supported."""
     names = {name.lower(): name for name in NUMBERS}
     if not isinstance(kind, str) or kind.lower() not in names:
-        raise ConfigError(f"DeepSpeed optimizer.type={kind!r} is not to be had here: {', '.join(NUMBERS)} are. Leave it out.")
+        raise ConfigError(
+            f"DeepSpeed optimizer.type={kind!r} is not to be had here: {', '.join(NUMBERS)} are."
+            " Leave it out."
+        )
     name = names[kind.lower()]
     is_adam = name in ("Adam", "AdamW")
     if name == "Adam" and params.get("adam_w_mode", True) is True:
@@ -42,9 +54,15 @@ def read_optimizer(kind: Any, params: Mapping, *, unknown: Callable[[str, str, l
                 expected[key] = _number(key, value)
         elif key in FIXED:
             if value not in (FIXED[key], AUTO, None):
-                raise ConfigError(f"DeepSpeed optimizer.params.{key}={value!r} is not to be had here. Leave it out.")
+                raise ConfigError(
+                    f"DeepSpeed optimizer.params.{key}={value!r} is not to be had here. Leave it"
+                    " out."
+                )
         elif key == "max_grad_norm":
-            raise ConfigError("DeepSpeed optimizer.params.max_grad_norm is not taken by DeepSpeed either: give gradient_clipping")
+            raise ConfigError(
+                "DeepSpeed optimizer.params.max_grad_norm is not taken by DeepSpeed either: give"
+                " gradient_clipping"
+            )
         elif key not in NOT_NEEDED:
             unknown("optimizer.params.", key, [*NUMBERS[name], *FIXED, *NOT_NEEDED])
     return expected
@@ -54,6 +72,8 @@ def _number(key: str, value: Any) -> Any:
     if key == "nesterov" and isinstance(value, bool):
         return value
     values = value if key == "betas" else [value]
-    if not isinstance(values, (list, tuple)) or not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in values):
+    if not isinstance(values, (list, tuple)) or not all(
+        isinstance(n, (int, float)) and not isinstance(n, bool) for n in values
+    ):
         raise ConfigError(f"DeepSpeed optimizer.params.{key}={value!r} is not a number")
     return tuple(map(float, values)) if key == "betas" else float(value)

@@ -63,7 +63,9 @@ def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
     if root.is_dir():
         return _text_files_in(root)
     if not root.is_file():
-        raise ConfigError(f"No such data: {root}. Give --data a text file, or a folder of text files.")
+        raise ConfigError(
+            f"No such data: {root}. Give --data a text file, or a folder of text files."
+        )
     if (found := look_at(root)) is not None:
         raise _not_text(root, found)
     return TextFiles(source=str(root), paths=[root], names=[root.name])
@@ -71,13 +73,17 @@ def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
 
 def _text_files_in(root: Path) -> TextFiles:
     paths, skipped = [], []
-    for path in sorted(path for path in _walk(root, skip=_is_hidden) if path.is_file() and path.stat().st_size):
+    for path in sorted(
+        path for path in _walk(root, skip=_is_hidden) if path.is_file() and path.stat().st_size
+    ):
         found = look_at(path)
         if found is not None and found.of_dataset:
             raise _not_text(path, found)
         (paths if found is None else skipped).append(path)
     if not paths:
-        raise ConfigError(f"No text files in {root}. Give --data a text file, or a folder that holds some.")
+        raise ConfigError(
+            f"No text files in {root}. Give --data a text file, or a folder that holds some."
+        )
     return _sorted_files(root, paths, skipped)
 
 
@@ -87,9 +93,13 @@ def _not_text(path: Path, found: NotText) -> ConfigError:
 
 def standard_library_files() -> TextFiles:
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in _walk(root, skip=NOT_SOURCE_FOLDERS.__contains__) if path.suffix == ".py"]
+    paths = [
+        path for path in _walk(root, skip=NOT_SOURCE_FOLDERS.__contains__) if path.suffix == ".py"
+    ]
     if not paths:
-        raise ConfigError(f"No Python sources in {root}. Give --data a text file, or a folder of text files.")
+        raise ConfigError(
+            f"No Python sources in {root}. Give --data a text file, or a folder of text files."
+        )
     return _sorted_files(root, paths)
 
 
@@ -106,7 +116,9 @@ def _is_hidden(name: str) -> bool:
 def _sorted_files(root: Path, paths: list[Path], skipped: Sequence[Path] = ()) -> TextFiles:
     # Sorted by path parts, independent of separator and locale: one order on every machine.
     paths = sorted(paths, key=lambda path: path.relative_to(root).parts)
-    names, left = ([path.relative_to(root).as_posix() for path in each] for each in (paths, skipped))
+    names, left = (
+        [path.relative_to(root).as_posix() for path in each] for each in (paths, skipped)
+    )
     return TextFiles(source=str(root), paths=paths, names=names, skipped=left)
 
 
@@ -125,17 +137,22 @@ class Corpus:
         return len(self.tokens) - self.train_ntokens
 
 
-def read_corpus(files: TextFiles, *, sequence_length: int, limit_nbytes: int, tokenizer: Any = None) -> Corpus:
+def read_corpus(
+    files: TextFiles, *, sequence_length: int, limit_nbytes: int, tokenizer: Any = None
+) -> Corpus:
     """Reads at most `limit_nbytes` of the files and splits off the held-out part.
 
     Byte-level without a tokenizer; a single file is then mapped, not read. Raises `ConfigError` if
     there is not one window to train on and one to hold out, or a file to tokenize is not UTF-8.
     """
-    tokens = _encode(files, tokenizer, limit_nbytes) if tokenizer else _read_bytes(files, limit_nbytes)
+    tokens = (
+        _encode(files, tokenizer, limit_nbytes) if tokenizer else _read_bytes(files, limit_nbytes)
+    )
     if len(tokens) < 2 * sequence_length:
         raise ConfigError(
-            f"{files.source} holds {len(tokens)} tokens (--data-limit {limit_nbytes} bytes) but a sequence length "
-            f"of {sequence_length} needs {2 * sequence_length}: one window to train on, one held out.\n"
+            f"{files.source} holds {len(tokens)} tokens (--data-limit {limit_nbytes} bytes) but a"
+            f" sequence length of {sequence_length} needs {2 * sequence_length}: one window to"
+            " train on, one held out.\n"
             f"Give more data, or --sequence-length {max(2, len(tokens) // 2)} or less."
         )
     held_out_ntokens = max(int(len(tokens) * HELD_OUT_SHARE), sequence_length)
@@ -171,7 +188,9 @@ def _encode(files: TextFiles, tokenizer: Any, limit_nbytes: int) -> np.ndarray:
             break
         for text in _pieces(path, left_nbytes):
             left_nbytes -= len(text.encode())
-            pieces.append(np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32))
+            pieces.append(
+                np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+            )
         pieces.append(np.array(separator, dtype=np.int32))
     return np.concatenate(pieces)
 
@@ -183,7 +202,10 @@ def _pieces(path: Path, limit_nbytes: int) -> Iterator[str]:
             try:
                 text = file.read(min(PIECE_NCHARS, limit_nbytes)) + file.readline(PIECE_NCHARS)
             except UnicodeDecodeError as error:
-                raise ConfigError(f"--data: {path} is not UTF-8 text: {error.reason} 0x{error.object[error.start]:02x}") from None
+                raise ConfigError(
+                    f"--data: {path} is not UTF-8 text: {error.reason}"
+                    f" 0x{error.object[error.start]:02x}"
+                ) from None
             if not text:
                 return
             limit_nbytes -= len(text.encode())
@@ -212,10 +234,14 @@ class Batches:
         windows_count = self.corpus.held_out_ntokens // self.sequence_length
         wanted_count = min(batch_count * self.batch_size, windows_count)
         starts = [
-            self.corpus.train_ntokens + (index * windows_count // wanted_count) * self.sequence_length
+            self.corpus.train_ntokens
+            + (index * windows_count // wanted_count) * self.sequence_length
             for index in range(wanted_count)
         ]
-        return [self._windows(starts[at : at + self.batch_size]) for at in range(0, wanted_count, self.batch_size)]
+        return [
+            self._windows(starts[at : at + self.batch_size])
+            for at in range(0, wanted_count, self.batch_size)
+        ]
 
     def _windows(self, starts: list[int]) -> torch.Tensor:
         import torch  # here, so that `infinity --help` starts fast

@@ -18,26 +18,61 @@ SNIFF_NBYTES = 8192  # read to distinguish text from binary
 LINE_NCHARS = 1 << 20  # read of each of the first lines
 WHOLE_NBYTES = 1 << 24  # the largest JSON document that is parsed
 MAGIC = {
-    b"PAR1": "a Parquet file", b"PARE": "an encrypted Parquet file", b"ARROW1": "an Arrow file", b"\xff\xff\xff\xff": "an Arrow stream",
-    b"\x93NUMPY": "a NumPy array", b"\x89HDF": "an HDF5 file", b"SQLite format 3": "an SQLite database", b"Obj\x01": "an Avro file",
-    b"ORC": "an ORC file", b"LANC": "a Lance file",
-}  # fmt: skip
-CONTAINERS = re.compile(r"\.(parquet|arrow|feather|avro|orc|lance|tfrecords?|h5|hdf5|npy|npz|mds)$", re.I)
-COMPRESSED = re.compile(r"\.(txt|text|md|jsonl?|ndjson|csv|tsv|warc|tar|parquet|arrow)\.(gz|bz2|xz|zst|lz4|zip)$|\.tgz$", re.I)
+    b"PAR1": "a Parquet file",
+    b"PARE": "an encrypted Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\xff\xff\xff\xff": "an Arrow stream",
+    b"\x93NUMPY": "a NumPy array",
+    b"\x89HDF": "an HDF5 file",
+    b"SQLite format 3": "an SQLite database",
+    b"Obj\x01": "an Avro file",
+    b"ORC": "an ORC file",
+    b"LANC": "a Lance file",
+}
+CONTAINERS = re.compile(
+    r"\.(parquet|arrow|feather|avro|orc|lance|tfrecords?|h5|hdf5|npy|npz|mds)$", re.I
+)
+COMPRESSED = re.compile(
+    r"\.(txt|text|md|jsonl?|ndjson|csv|tsv|warc|tar|parquet|arrow)\.(gz|bz2|xz|zst|lz4|zip)$|\.tgz$",
+    re.I,
+)
 LINES = re.compile(r"\.(jsonl|ndjson|jsonlines)$", re.I)
 TABLES = {".csv": ",", ".tsv": "\t"}
 SHAPES = tuple(
-    frozenset(keys.split()) for keys in (
-        "messages", "conversations", "conversation", "dialog", "dialogue", "chosen rejected", "prompt completion", "prompt completions",
-        "prompt response", "prompt chosen", "prompt output", "instruction output", "instruction response", "instruction input",
-        "question answer", "question answers", "query response", "role content", "from value", "text", "inputs targets", "input output",
+    frozenset(keys.split())
+    for keys in (
+        "messages",
+        "conversations",
+        "conversation",
+        "dialog",
+        "dialogue",
+        "chosen rejected",
+        "prompt completion",
+        "prompt completions",
+        "prompt response",
+        "prompt chosen",
+        "prompt output",
+        "instruction output",
+        "instruction response",
+        "instruction input",
+        "question answer",
+        "question answers",
+        "query response",
+        "role content",
+        "from value",
+        "text",
+        "inputs targets",
+        "input output",
     )
-)  # fmt: skip
-KEYS = re.compile(r'"(messages|conversations?|dialog(?:ue)?|chosen|completions?|instruction)"\s*:\s*["\[{]')
+)
+KEYS = re.compile(
+    r'"(messages|conversations?|dialog(?:ue)?|chosen|completions?|instruction)"\s*:\s*["\[{]'
+)
 READ = "Read it with the datasets library: datasets.load_dataset."
 TRAIN = (
-    "`infinity train` learns running text. Train on samples with infinity.integrations.InfinitySFTTrainer (docs/integrations.md), or write "
-    "what is to be learned into text files."
+    "`infinity train` learns running text. Train on samples with"
+    " infinity.integrations.InfinitySFTTrainer (docs/integrations.md), or write what is to be"
+    " learned into text files."
 )
 
 
@@ -86,12 +121,18 @@ def _records_in(path: Path, head: bytes) -> str | None:
     begin = head.decode("utf-8-sig", errors="replace").lstrip()
     if (separator := TABLES.get(path.suffix.lower())) is not None:
         columns = next(csv.reader([begin.partition("\n")[0]], delimiter=separator), [])
-        return f"is a table with the columns {', '.join(columns)}" if _is_record(dict.fromkeys(columns)) else None
+        return (
+            f"is a table with the columns {', '.join(columns)}"
+            if _is_record(dict.fromkeys(columns))
+            else None
+        )
     if begin[:1] not in ("{", "[") and not LINES.search(path.name):
         return None
     lines = _first_lines(path)
     values = [_parsed(line) for line in lines]
-    if all(isinstance(value, dict) for value in values) and (len(values) > 1 or LINES.search(path.name) or _is_record(values[0])):
+    if all(isinstance(value, dict) for value in values) and (
+        len(values) > 1 or LINES.search(path.name) or _is_record(values[0])
+    ):
         return _described("holds records in JSON lines", values[0])
     if LINES.search(path.name):
         return "holds JSON lines"

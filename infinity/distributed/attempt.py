@@ -30,7 +30,9 @@ class Attempt:
         self._me, self._world = dist.get_rank(), dist.get_world_size()
         # Torch may keep one store over restarts
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"infinity/{start}/wraps", dist.distributed_c10d._get_default_store())
+        self._store = dist.PrefixStore(
+            f"infinity/{start}/wraps", dist.distributed_c10d._get_default_store()
+        )
         self.number = self._store.add("over", 0)
         while not self._joins():
             self.number += 1
@@ -48,7 +50,9 @@ class Attempt:
     def __enter__(self) -> Attempt:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
         with contextlib.suppress(RuntimeError):  # if the store is gone, so is the job
             if error is not None and not self._read("refused"):
                 why = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -95,11 +99,16 @@ class Attempt:
         if self._store.add(self._key(f"{station}/count"), 1) == self._world:
             self._store.set(self._key(f"{station}/all"), "")
         try:
-            self._store.wait([self._key(f"{station}/all")], *[limit for limit in (group_timeout(),) if limit is not None])
+            self._store.wait(
+                [self._key(f"{station}/all")],
+                *[limit for limit in (group_timeout(),) if limit is not None],
+            )
         except RuntimeError as error:
             raise ranks_lost("wrap_model", error) from error
         if self._read("refused"):
             who, _, why = self._store.get(self._key("why")).decode().partition(" ")
             if who == "all" or why.startswith("ConfigError: "):
-                raise ConfigError(why if who == "all" else f"rank {who}: {why.removeprefix('ConfigError: ')}")
+                raise ConfigError(
+                    why if who == "all" else f"rank {who}: {why.removeprefix('ConfigError: ')}"
+                )
             raise PeerError(f"rank {who} failed: {why}")

@@ -37,7 +37,14 @@ HEARING_SECONDS = 5.0  # that a failed rank waits for another rank to come to a 
 class Channel:
     """The meetings of one process group. Used from one thread at a time."""
 
-    def __init__(self, group: dist.ProcessGroup, tree: Tree, *, reductions: dist.ProcessGroup | None = None, alarms: Any = None):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tree: Tree,
+        *,
+        reductions: dist.ProcessGroup | None = None,
+        alarms: Any = None,
+    ):
         self.group = group  # for host memory
         self.tree = tree  # for meetings
         self.bulk = group  # for gathers of device memory
@@ -93,9 +100,16 @@ class Channel:
         transfer    follows, between some or all of these ranks
         """
         if self._ended:
-            raise PeerError(f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it again.")
+            raise PeerError(
+                f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it"
+                " again."
+            )
         self.finish_meeting()
-        return self._begin(Meeting(self, what, flags, values=values, settling=settling, then=then, transfer=transfer))
+        return self._begin(
+            Meeting(
+                self, what, flags, values=values, settling=settling, then=then, transfer=transfer
+            )
+        )
 
     def _begin(self, meeting: Meeting) -> Meeting:
         self._meeting = meeting  # before other ranks can observe it: a started meeting is completed
@@ -119,7 +133,11 @@ class Channel:
         return transfer.wait()
 
     def spans(
-        self, what: str, values: Sequence[int], *, then: Callable[[list[tuple[int, int]]], None] = lambda spans: None
+        self,
+        what: str,
+        values: Sequence[int],
+        *,
+        then: Callable[[list[tuple[int, int]]], None] = lambda spans: None,
     ) -> list[tuple[int, int]]:
         """Blocks until all ranks come to ``what``. Returns the minimum and maximum of each of the
         ranks' ``values``. Raises as :meth:`rendezvous`. ``then``: called with the spans as soon as
@@ -248,13 +266,16 @@ class Channel:
                 # A truncated text lacks the origin, which is at the end.
                 whole = max(len(what.encode()), len(theirs.encode())) < SAID_NBYTES
                 apart = whole and ORIGIN.findall(theirs) != ORIGIN.findall(what)
+                loads = " Their values are from different loads: load a checkpoint on all." * apart
                 error = error or UsageError(
-                    f"rank {dist.get_rank()} is at '{what}' while rank {peer} is at '{theirs}': all ranks must run the same "
-                    "modules in the same order, and make the same calls that need every rank (step, state_dict, "
-                    f"clip_grad_norm_, saving, loading).{' Their values are from different loads: load a checkpoint on all.' * apart}"
+                    f"rank {dist.get_rank()} is at '{what}' while rank {peer} is at '{theirs}': all"
+                    " ranks must run the same modules in the same order, and make the same calls"
+                    " that need every rank (step, state_dict, clip_grad_norm_, saving, loading)."
+                    f"{loads}"
                 )
         error = error or UsageError(
-            f"rank {dist.get_rank()} is at '{what}', as all ranks are, but other ranks came there another way."
+            f"rank {dist.get_rank()} is at '{what}', as all ranks are, but other ranks came there"
+            " another way."
         )
         error.heard_on = self
         return error
@@ -272,7 +293,10 @@ class Channel:
         words[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
         everyones = torch.empty(self.size, SAID_NBYTES, dtype=torch.uint8, device="cpu")
         group = self.group
-        return Transfer(lambda: [all_gather(group, everyones.view(-1), words)], result=lambda: [_text(row) for row in everyones])
+        return Transfer(
+            lambda: [all_gather(group, everyones.view(-1), words)],
+            result=lambda: [_text(row) for row in everyones],
+        )
 
 
 def _cut(what: str) -> str:

@@ -56,7 +56,12 @@ def _flags_of(lockstep: Lockstep, key: bytes) -> list[int]:
 class Collectives(Exchanges):
     """No-ops in a job of one rank. Used from the thread that runs the model."""
 
-    def __init__(self, ranks: DataRanks | None = None, traffic: Traffic | None = None, progress: Progress | None = None):
+    def __init__(
+        self,
+        ranks: DataRanks | None = None,
+        traffic: Traffic | None = None,
+        progress: Progress | None = None,
+    ):
         super().__init__(ranks, progress)
         self.traffic = traffic if traffic is not None else Traffic()
         self._traces_agree = False
@@ -64,7 +69,9 @@ class Collectives(Exchanges):
         self._is_after_step = True  # no backward since the last step
         self._found_after_step: list[int] = []  # gathered units at the first forward after a step
         if self.ranks.data is not None and self.ranks.divided == 1:
-            self.ranks.data.lockstep.stand_ins = StandIns(lambda of_experts: (self.of_experts if of_experts else self).ranks)
+            self.ranks.data.lockstep.stand_ins = StandIns(
+                lambda of_experts: (self.of_experts if of_experts else self).ranks
+            )
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
         """Sets the progress that this rank announces at every meeting."""
@@ -93,7 +100,11 @@ class Collectives(Exchanges):
             self._found_after_step = found
         self._enter_pass()
         if not place.lockstep.enter(key):
-            place.announce(f"a forward {self._progress}", _flags_of(place.lockstep, key), then=partial(self._begin, key))
+            place.announce(
+                f"a forward {self._progress}",
+                _flags_of(place.lockstep, key),
+                then=partial(self._begin, key),
+            )
 
     def _begin(self, key: bytes, found: torch.Tensor, *, predicted: bool = False) -> None:
         """Starts a pass from all ranks' flags. It is agreed if they match. A predicted pass
@@ -105,7 +116,13 @@ class Collectives(Exchanges):
             self.ranks.data.lockstep.begin(key, agreed=agreed, predicted=predicted)
 
     def meet_for_step(
-        self, inputs: Inputs, *, over_stages: Inputs | None, trace: Iterable[int], in_common: InCommon, then: Callable[[], None]
+        self,
+        inputs: Inputs,
+        *,
+        over_stages: Inputs | None,
+        trace: Iterable[int],
+        in_common: InCommon,
+        then: Callable[[], None],
     ) -> None:
         """Blocks until all ranks are at the step of ``inputs``. Stages compare ``over_stages`` if
         given.
@@ -116,19 +133,36 @@ class Collectives(Exchanges):
         """
         meetings: list[Callable] = []
         if over_stages is not None and self.ranks.stages is not None:
-            meetings.append(partial(compare, partial(self.spans_over, self.ranks.stages), over_stages.of_stages, over_stages))
+            meetings.append(
+                partial(
+                    compare,
+                    partial(self.spans_over, self.ranks.stages),
+                    over_stages.of_stages,
+                    over_stages,
+                )
+            )
         if self.ranks.tensor is not None:
-            meetings.append(partial(compare, partial(self.spans_over, self.ranks.tensor), inputs.common, in_common))
+            meetings.append(
+                partial(
+                    compare, partial(self.spans_over, self.ranks.tensor), inputs.common, in_common
+                )
+            )
         if self.ranks.data is not None:
             key = _key_of(trace, self._found_after_step, 1)
             meetings.append(partial(self._meet_data_ranks, f"{inputs.common}{inputs.own}", key))
         in_turn(meetings, then)  # data ranks last: others' errors are raised before they meet
 
-    def _meet_data_ranks(self, what: str, key: bytes, then: Callable[[], None] = lambda: None) -> None:
+    def _meet_data_ranks(
+        self, what: str, key: bytes, then: Callable[[], None] = lambda: None
+    ) -> None:
         """Meets the data ranks before a step. A forward of the key ``key`` may follow."""
         place = self.ranks.data
         # After a divergence gathered units may differ over ranks: this rank does not vote.
-        flags = _flags_of(place.lockstep, key) if place.lockstep.was_followed else [255] * (2 * SAID_NBYTES)
+        flags = (
+            _flags_of(place.lockstep, key)
+            if place.lockstep.was_followed
+            else [255] * (2 * SAID_NBYTES)
+        )
 
         def go_on(found: torch.Tensor) -> None:
             self._begin(key, found, predicted=True)
@@ -174,7 +208,12 @@ class Collectives(Exchanges):
     # --- weights ---
 
     def gather(
-        self, flat: torch.Tensor, what: str, *, offered: int = 0, homes: Sequence[native.Region | None] = ()
+        self,
+        flat: torch.Tensor,
+        what: str,
+        *,
+        offered: int = 0,
+        homes: Sequence[native.Region | None] = (),
     ) -> Pending | None:
         """Gathers every rank's slice into ``flat``, which has this one's. None: nothing to wait
         for.
@@ -190,7 +229,12 @@ class Collectives(Exchanges):
             mine = encode_blocks(flat.view(self.ranks.size, -1)[self.ranks.rank])
             everyones = mine.new_empty(self.ranks.size * mine.numel())
             return self._gather(
-                Kind.GATHER, everyones, mine, what, offered, lambda: decode_blocks(everyones, flat, self.ranks.size)
+                Kind.GATHER,
+                everyones,
+                mine,
+                what,
+                offered,
+                lambda: decode_blocks(everyones, flat, self.ranks.size),
             )
         raw = bytes_of(flat)
         mine = raw.view(self.ranks.size, -1)[self.ranks.rank]
@@ -203,7 +247,9 @@ class Collectives(Exchanges):
         """Gathers among this machine's ranks, whose slices of ``flat`` are larger."""
         raw = bytes_of(flat)
         mine = raw.view(self.ranks.node.size, -1)[self.ranks.node.rank]
-        return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node", offered)
+        return self._gather(
+            Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node", offered
+        )
 
     def _gather(
         self,
@@ -235,7 +281,12 @@ class Collectives(Exchanges):
         return self._pending([work], what, finish, whole.device, least)
 
     def _pending(
-        self, works: list, what: str, finish: Callable[[], None], device: torch.device, least_offered: int | None = None
+        self,
+        works: list,
+        what: str,
+        finish: Callable[[], None],
+        device: torch.device,
+        least_offered: int | None = None,
     ) -> Pending:
         place = self.ranks.data
 
@@ -248,7 +299,13 @@ class Collectives(Exchanges):
                 place.lockstep.under_way()
 
         pending = Pending(
-            works, what, finish, least_offered=least_offered, hear=hear, forget=forget, is_on_host=device.type == "cpu"
+            works,
+            what,
+            finish,
+            least_offered=least_offered,
+            hear=hear,
+            forget=forget,
+            is_on_host=device.type == "cpu",
         )
         pending.lent = lent(works)
         return pending
@@ -262,10 +319,14 @@ class Collectives(Exchanges):
         """
         flag = BACKWARD_OVER if count is None else min(count, MOST_OFFERED)
         self._enter_pass()
-        least = 255 - int(self.ranks.data.rendezvous(f"in a backward {self._progress}", [255 - flag]).max())
+        least = 255 - int(
+            self.ranks.data.rendezvous(f"in a backward {self._progress}", [255 - flag]).max()
+        )
         return None if least == BACKWARD_OVER else least
 
-    def reduce(self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]) -> Pending:
+    def reduce(
+        self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
+    ) -> Pending:
         """Averages this rank's slice of all ranks' ``flat``. The wait passes it, fp32, to ``done``.
 
         Precondition: after :meth:`agree`, or the next collective of an agreed pass.
@@ -274,14 +335,20 @@ class Collectives(Exchanges):
         raw, works, is_fast = bytes_of(flat), [], self.ranks.reduction == "fast"
         received = flat
         if self.ranks.size > 1:
-            received = flat.new_empty(flat.numel() // self.ranks.size) if is_fast else torch.empty_like(flat)
+            received = (
+                flat.new_empty(flat.numel() // self.ranks.size)
+                if is_fast
+                else torch.empty_like(flat)
+            )
             works.append(self._go_on_with(what, Kind.REDUCE, flat, received))
         elif self.ranks.divided > 1:
             self._go_on_with(what, Kind.NOTHING, flat, flat)  # keeps its place in the order
 
         def finish() -> None:
             moved = raw.numel() - raw.numel() // self.ranks.size
-            total = received.float() if is_fast else _ordered_sum(received.view(self.ranks.size, -1))
+            total = (
+                received.float() if is_fast else _ordered_sum(received.view(self.ranks.size, -1))
+            )
             if self.ranks.replicas is not None:
                 everyones = self._gather_over_replicas(total, what)
                 total = _ordered_sum(everyones)
@@ -296,7 +363,9 @@ class Collectives(Exchanges):
         """Whether :meth:`share_flags`, in the shard group, reaches every rank."""
         return self.ranks.size > 1 and self.ranks.replicas is None and self.ranks.tensor is None
 
-    def share_flags(self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]) -> Pending:
+    def share_flags(
+        self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]
+    ) -> Pending:
         """Sends ``flags`` to the shard group's ranks, without blocking. The wait calls ``done``
         with the flags that any rank has set. Precondition: as for :meth:`reduce`."""
         mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
@@ -305,19 +374,28 @@ class Collectives(Exchanges):
         def finish() -> None:
             done(everyones.view(self.ranks.size, -1).amax(0).bool().tolist())
 
-        return self._pending([self._go_on_with(what, Kind.TELL, mine, everyones)], what, finish, mine.device)
+        return self._pending(
+            [self._go_on_with(what, Kind.TELL, mine, everyones)], what, finish, mine.device
+        )
 
     def _gather_over_replicas(self, total: torch.Tensor, what: str) -> torch.Tensor:
         what = f"{what} over replicas"
         everyones = total.new_empty(self.ranks.replicas.size, total.numel())
-        work = self._go_on_with(what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1)))
+        work = self._go_on_with(
+            what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1))
+        )
         self._pending([work], what, lambda: None, total.device).wait()
         return everyones
 
-    def _go_on_with(self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
+    def _go_on_with(
+        self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor
+    ) -> dist.Work:
         """Starts a collective. Meets first if the agreed pass continues with another one."""
         self._enter_pass()
-        passing, collective = self.ranks.data.lockstep, Collective(what, given.nbytes, describe(self.ranks, kind, given, taken))
+        passing, collective = (
+            self.ranks.data.lockstep,
+            Collective(what, given.nbytes, describe(self.ranks, kind, given, taken)),
+        )
         if passing.is_agreed and passing.next != collective:
             self._meet_for(what)
         return self._start(collective, kind, given, taken)
@@ -327,7 +405,9 @@ class Collectives(Exchanges):
     def _meet_for(self, what: str, flags: Sequence[int] = ()) -> torch.Tensor:
         """Meets the data ranks. Each rank's next operation is to start a collective."""
         place = self.ranks.data
-        return place.announce(f"{what} {self._progress}", flags, then=lambda found: place.lockstep.expect()).wait()
+        return place.announce(
+            f"{what} {self._progress}", flags, then=lambda found: place.lockstep.expect()
+        ).wait()
 
     def _start(
         self,
@@ -339,7 +419,9 @@ class Collectives(Exchanges):
     ) -> dist.Work:
         begin = begin or partial(begin_kind, self.ranks, kind, given, taken)
         count = partial(count_begun, self.ranks, kind, given.device)
-        return self._do(lambda: self.ranks.data.lockstep.start(collective, begin, count), collective.what)
+        return self._do(
+            lambda: self.ranks.data.lockstep.start(collective, begin, count), collective.what
+        )
 
     def strike(self) -> None:
         """Notes that an exception interrupted this rank, and waits for all transfers."""
@@ -352,13 +434,17 @@ class Collectives(Exchanges):
         if self.ranks.row is not None and self.ranks.row.homes is not None:
             lost += self.ranks.row.homes.under_way()
         for work in lost:
-            self._pending([work], "what an exception left", lambda: None, torch.device("cpu")).drop()
+            self._pending(
+                [work], "what an exception left", lambda: None, torch.device("cpu")
+            ).drop()
 
 
 def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:
     """Makes the key of passes that go the same way; it starts with the trace's digest. ``number``:
     among the training passes since the last backward or step; 0 for another pass."""
-    digest = hashlib.blake2b(np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES).digest()
+    digest = hashlib.blake2b(
+        np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES
+    ).digest()
     return digest + repr((resident, number)).encode()
 
 

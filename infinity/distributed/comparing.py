@@ -35,7 +35,9 @@ class Inputs(InCommon, Protocol):
         """Compared over pipeline stages."""
 
 
-def compare(meet: Callable, what: str, in_common: InCommon, then: Callable[[], None] = lambda: None) -> None:
+def compare(
+    meet: Callable, what: str, in_common: InCommon, then: Callable[[], None] = lambda: None
+) -> None:
     """Compares ``in_common`` over ranks by the meeting ``meet``. Raises UsageError, and does not
     call ``then``, if the values differ."""
 

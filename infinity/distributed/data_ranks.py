@@ -147,7 +147,16 @@ class DataRanks:
     def all_channels(self) -> list[Channel]:
         """Every channel that was made for this rank."""
         of_experts = self.experts.channel if self.experts is not None else None
-        found = (self.row, self.replicas, self.both, self.tensor, self.sequences, self.stages, self.node, of_experts)
+        found = (
+            self.row,
+            self.replicas,
+            self.both,
+            self.tensor,
+            self.sequences,
+            self.stages,
+            self.node,
+            of_experts,
+        )
         return [channel for channel in found if channel is not None]
 
     @property
@@ -158,13 +167,21 @@ class DataRanks:
     @property
     def sharing(self) -> list[Channel]:
         """The channels of the data ranks that have the same values of these tensors."""
-        return self.data_channels if self.divided > 1 else [channel for channel in [self.data] if channel is not None]
+        return (
+            self.data_channels
+            if self.divided > 1
+            else [channel for channel in [self.data] if channel is not None]
+        )
 
     @property
     def places(self) -> list[Channel]:
         """The channels on which this rank meets all others: data, tensor-parallel, sequence and
         pipeline ranks."""
-        return [channel for channel in (self.data, self.tensor, self.sequences, self.stages) if channel is not None]
+        return [
+            channel
+            for channel in (self.data, self.tensor, self.sequences, self.stages)
+            if channel is not None
+        ]
 
     @property
     def unit_places(self) -> list[Channel]:

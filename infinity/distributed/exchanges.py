@@ -56,12 +56,19 @@ class Exchanges:
 
     @property
     def _progress(self) -> str:
-        return f"(after {self._reached.steps} steps and {self._reached.backwards} backwards{self._reached.origin})"
+        return (
+            f"(after {self._reached.steps} steps and {self._reached.backwards}"
+            f" backwards{self._reached.origin})"
+        )
 
     def _progress_on(self, channel: Channel) -> str:
         """Returns the progress to announce on ``channel``. A stage that trains nothing runs no
         backward."""
-        return f"(after {self._reached.steps} steps{self._reached.origin})" if channel is self.ranks.stages else self._progress
+        return (
+            f"(after {self._reached.steps} steps{self._reached.origin})"
+            if channel is self.ranks.stages
+            else self._progress
+        )
 
     def allow_flags(self, count: int) -> None:
         """Makes room for ``count`` flags at meetings of ranks with the same units. Each passes the
@@ -79,15 +86,28 @@ class Exchanges:
             flags = channel.rendezvous(f"{what} {self._progress}", flags).tolist()
         return [bool(flag) for flag in flags]
 
-    def exchange(self, values: torch.Tensor, what: str, *, over_tensors: bool = False, over_stages: bool = False) -> torch.Tensor:
+    def exchange(
+        self,
+        values: torch.Tensor,
+        what: str,
+        *,
+        over_tensors: bool = False,
+        over_stages: bool = False,
+    ) -> torch.Tensor:
         """Gathers ``values`` (of one shape) from every rank of the shard group: [size, ...], in the
         same order on every rank. ``over_tensors``: also over the tensor-parallel group.
         ``over_stages``: also over stages."""
         found = values.unsqueeze(0)
-        wanted = (True, self.ranks.row), (over_tensors, self.ranks.tensor), (over_stages, self.ranks.stages)
+        wanted = (
+            (True, self.ranks.row),
+            (over_tensors, self.ranks.tensor),
+            (over_stages, self.ranks.stages),
+        )
         for is_wanted, channel in wanted:
             if is_wanted and channel is not None:
-                found = self._from_all(channel, found, f"{what} {self._progress_on(channel)}").flatten(0, 1)
+                found = self._from_all(
+                    channel, found, f"{what} {self._progress_on(channel)}"
+                ).flatten(0, 1)
         return found
 
     def _from_all(self, channel: Channel, value: torch.Tensor, what: str) -> torch.Tensor:
@@ -114,11 +134,17 @@ class Exchanges:
         if self.ranks.size == 1:
             return
         group = self.ranks.row.group
-        parts = [(peer, bytes_of(out[begin:end])) for peer, (begin, end) in enumerate(pieces) if begin < end]
+        parts = [
+            (peer, bytes_of(out[begin:end]))
+            for peer, (begin, end) in enumerate(pieces)
+            if begin < end
+        ]
         transfer = Transfer(lambda: [broadcast(group, raw, peer) for peer, raw in parts])
         self.ranks.data.pass_on(f"{what} {self._progress}", transfer)
 
-    def broadcast(self, tensor: torch.Tensor, what: str, *, over_tensors: bool = False) -> torch.Tensor:
+    def broadcast(
+        self, tensor: torch.Tensor, what: str, *, over_tensors: bool = False
+    ) -> torch.Tensor:
         """Broadcasts contiguous ``tensor`` from the first data rank, in place. ``over_tensors``:
         from the first of all ranks with these units."""
         if self.ranks.data_size > 1 or (over_tensors and self.ranks.tensor is not None):
@@ -126,7 +152,11 @@ class Exchanges:
             sent = raw.cpu()
             # To the first rank of each tensor part, then of each replica, then along the shard
             # group.
-            for channel in (self.ranks.tensor if over_tensors else None, self.ranks.replicas, self.ranks.row):
+            for channel in (
+                self.ranks.tensor if over_tensors else None,
+                self.ranks.replicas,
+                self.ranks.row,
+            ):
                 if channel is not None:
                     transfer = Transfer(partial(_first_to_all, channel.group, sent))
                     self.ranks.place_of(channel).pass_on(what, transfer)
@@ -139,7 +169,9 @@ class Exchanges:
         tensor parts, then stages. ``among``: only over these channels."""
         found = [mine]
         for channel in self.ranks.channels if among is None else among:
-            everyones = self.ranks.place_of(channel).pass_on(what, exchange_objects(channel.group, channel.size, found))
+            everyones = self.ranks.place_of(channel).pass_on(
+                what, exchange_objects(channel.group, channel.size, found)
+            )
             found = [item for of_one in everyones for item in of_one]
         return found
 
@@ -149,7 +181,9 @@ class Exchanges:
         if self.ranks.alone:
             return
         everyones = self.collect(
-            (self.ranks.world_rank, mine), what, self.ranks.channels if over_stages else self.ranks.unit_channels
+            (self.ranks.world_rank, mine),
+            what,
+            self.ranks.channels if over_stages else self.ranks.unit_channels,
         )
         first_rank, firsts = everyones[0]
         for peer, theirs in everyones:
@@ -157,8 +191,8 @@ class Exchanges:
                 first, other = firsts.get(key, "absent"), theirs.get(key, "absent")
                 if first != other:
                     raise ConfigError(
-                        f"{what}: {key} is {first} on rank {first_rank} and {other} on rank {peer}. All ranks must be given the "
-                        "same."
+                        f"{what}: {key} is {first} on rank {first_rank} and {other} on rank {peer}."
+                        " All ranks must be given the same."
                     )
 
     @contextmanager
@@ -184,7 +218,13 @@ class Exchanges:
         for channel in self.ranks.places:
             channel.rendezvous(what if wherever else f"{what} {self._progress_on(channel)}")
 
-    def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False, then: Callable[[], None] = lambda: None) -> None:
+    def same(
+        self,
+        what: str,
+        *tensors: torch.Tensor,
+        over_tensors: bool = False,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
         """Raises UsageError if the data ranks do not have the same ``tensors``. ``over_tensors``:
         nor the tensor-parallel group, which has these in common. ``then``: called as soon as all
         are known to have them, even if this rank is interrupted."""
@@ -251,7 +291,11 @@ class Exchanges:
         for channel in self.ranks.places:
             channel.tell(error)
         deadline = time.monotonic() + HEARING_SECONDS
-        while self.ranks.places and not any(channel.is_heard() for channel in self.ranks.places) and time.monotonic() < deadline:
+        while (
+            self.ranks.places
+            and not any(channel.is_heard() for channel in self.ranks.places)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
 
     def close(self) -> None:

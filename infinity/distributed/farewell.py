@@ -33,8 +33,15 @@ class _Farewell:
     def __init__(self, store: Any, rank: int, size: int):
         from torch.distributed import PrefixStore
 
-        self._store, self._rank, self._size, self._pid = PrefixStore("infinity", store), rank, size, os.getpid()
-        self._store.set(f"who/{rank}", json.dumps([socket.gethostname(), running_kernel(), os.getpid()]))
+        self._store, self._rank, self._size, self._pid = (
+            PrefixStore("infinity", store),
+            rank,
+            size,
+            os.getpid(),
+        )
+        self._store.set(
+            f"who/{rank}", json.dumps([socket.gethostname(), running_kernel(), os.getpid()])
+        )
 
     def leave(self, error: BaseException) -> None:
         if os.getpid() != self._pid:
@@ -50,7 +57,12 @@ class _Farewell:
             self._store.set(f"waits/{self._rank}", "")
             time.sleep(PATIENCE_SECONDS)
             others = [rank for rank in range(self._size) if rank != self._rank]
-            found = [rank for rank in others if not self._store.check([f"waits/{rank}"]) and not self._store.check([f"why/{rank}"])]
+            found = [
+                rank
+                for rank in others
+                if not self._store.check([f"waits/{rank}"])
+                and not self._store.check([f"why/{rank}"])
+            ]
             return ", ".join(f"rank {rank}{self._state_of(rank)}" for rank in found)
         return ""
 
@@ -76,12 +88,16 @@ class _Farewell:
             # Without the store only the transport's error is known
             with contextlib.suppress(Exception):
                 if self._store.check([f"why/{rank}"]):
-                    found.append(f"rank {rank} failed: {self._store.get(f'why/{rank}').decode(errors='replace')}")
+                    found.append(
+                        f"rank {rank} failed:"
+                        f" {self._store.get(f'why/{rank}').decode(errors='replace')}"
+                    )
                 elif self._store.check([f"who/{rank}"]):
                     _, kernel, pid = json.loads(self._store.get(f"who/{rank}"))
                     if kernel and kernel == running_kernel() and not _runs(pid):
                         found.append(
-                            f"rank {rank} (process {pid}) has ended without a word: it left, or was killed, perhaps for want of memory"
+                            f"rank {rank} (process {pid}) has ended without a word: it left, or was"
+                            " killed, perhaps for want of memory"
                         )
         return found
 
@@ -99,7 +115,11 @@ def join(store: Any, rank: int, size: int) -> None:
             before(kind, error, traceback)
             # A collective of torch's own, inside the model, reports only a closed connection.
             if isinstance(error, RuntimeError) and LOST.search(str(error)) and (known := reasons()):
-                print(f"rank {rank} of {size} ends here because of another: {known}", file=sys.stderr, flush=True)
+                print(
+                    f"rank {rank} of {size} ends here because of another: {known}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             leave(error)
 
         sys.excepthook = tell_too

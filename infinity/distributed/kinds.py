@@ -65,10 +65,19 @@ def count_begun(ranks: DataRanks, kind: Kind, where: torch.device) -> int:
         return 0
 
 
-def describe(ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> tuple[int, ...]:
+def describe(
+    ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor
+) -> tuple[int, ...]:
     """Encodes a collective as numbers: kind, whether it is among ranks with the same experts, both
     element counts, dtype, whether it is in host memory."""
-    return kind, ranks.divided > 1, given.numel(), taken.numel(), DTYPES.index(given.dtype), given.device.type == "cpu"
+    return (
+        kind,
+        ranks.divided > 1,
+        given.numel(),
+        taken.numel(),
+        DTYPES.index(given.dtype),
+        given.device.type == "cpu",
+    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,10 @@ class StandIns:
     def begin(self, numbers: Sequence[int]) -> dist.Work:
         """Starts the collective of these ``numbers``, with zeros."""
         kind, is_of_experts, given, taken, dtype, is_on_host = numbers
-        mine, whole = (torch.zeros(count, dtype=DTYPES[dtype], device=_place(is_on_host)) for count in (given, taken))
+        mine, whole = (
+            torch.zeros(count, dtype=DTYPES[dtype], device=_place(is_on_host))
+            for count in (given, taken)
+        )
         return begin(self.ranks_of(bool(is_of_experts)), Kind(kind), mine, whole)
 
     def count(self, numbers: Sequence[int]) -> int:
@@ -104,7 +116,11 @@ def _group_of(ranks: DataRanks, kind: Kind) -> dist.ProcessGroup:
         return ranks.replicas.bulk
     if kind is Kind.GATHER_IN_NODE:
         return ranks.node.bulk
-    return {Kind.GATHER: ranks.row.bulk, Kind.REDUCE: ranks.row.reductions, Kind.TELL: ranks.row.group}[kind]
+    return {
+        Kind.GATHER: ranks.row.bulk,
+        Kind.REDUCE: ranks.row.reductions,
+        Kind.TELL: ranks.row.group,
+    }[kind]
 
 
 class _Over(dist.Work):

@@ -120,7 +120,13 @@ class Lockstep:
     def enter(self, key: bytes) -> bool:
         """Enters the predicted pass. Returns whether it is still agreed, has this ``key``, and
         nothing of it was started. If not, it ends."""
-        if self._is_predicted and self._agreed is not None and not self._is_over and not self._started and self._key == key:
+        if (
+            self._is_predicted
+            and self._agreed is not None
+            and not self._is_over
+            and not self._started
+            and self._key == key
+        ):
             self._is_predicted = False
             return True
         self.end()
@@ -161,7 +167,9 @@ class Lockstep:
         counts as interrupted."""
         self._expects = True
 
-    def start(self, collective: Collective, begin: Callable[[], dist.Work], count: Callable[[], int]) -> dist.Work:
+    def start(
+        self, collective: Collective, begin: Callable[[], dist.Work], count: Callable[[], int]
+    ) -> dist.Work:
         """Starts ``collective`` by ``begin()``, and records it. ``count()``: collectives the
         transport has started. After an interrupt it tells whether this one was."""
         self._starting = collective, count, count()
@@ -179,7 +187,11 @@ class Lockstep:
     def _note(self, collective: Collective) -> None:
         """Records that ``collective`` was started. Idempotent."""
         is_own = collective.what != STAND_IN
-        if is_own and not self._is_over and (not self._started or self._started[-1] is not collective):
+        if (
+            is_own
+            and not self._is_over
+            and (not self._started or self._started[-1] is not collective)
+        ):
             self._started.append(collective)
         if not self._recent or self._recent[-1][1] is not collective:
             self._recent.append((self.total + 1, collective))
@@ -210,7 +222,9 @@ class Lockstep:
         found = torch.zeros(last - first + 1, NUMBERS, dtype=torch.int64, device="cpu")
         for number, collective in self._recent:
             if first <= number <= last:
-                found[number - first] = torch.tensor(collective.numbers, dtype=torch.int64, device="cpu")
+                found[number - first] = torch.tensor(
+                    collective.numbers, dtype=torch.int64, device="cpu"
+                )
         return found
 
     def part(self, last: int, described: Sequence[Sequence[int]] = ()) -> None:
@@ -220,7 +234,10 @@ class Lockstep:
         works = []
         while self.total < last:
             numbers = described[self.total - last]
-            begin, count = partial(self.stand_ins.begin, numbers), partial(self.stand_ins.count, numbers)
+            begin, count = (
+                partial(self.stand_ins.begin, numbers),
+                partial(self.stand_ins.count, numbers),
+            )
             works.append(self.start(Collective(STAND_IN, 0, numbers), begin, count))
         for work in works:
             work.wait()

@@ -105,10 +105,23 @@ class Meeting:
         number = tree.begun
         if diverged := lockstep.has_diverged or self._failed:
             self._channel.raise_alarm(number)
-        said = f"{self._what}, having begun {lockstep.reach} collectives of the pass" if self._is_between else self._what
+        said = (
+            f"{self._what}, having begun {lockstep.reach} collectives of the pass"
+            if self._is_between
+            else self._what
+        )
         digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "big")
         total = lockstep.total
-        header = [self._failed, self._settling, diverged, not diverged, total, -total, digest, -digest]
+        header = [
+            self._failed,
+            self._settling,
+            diverged,
+            not diverged,
+            total,
+            -total,
+            digest,
+            -digest,
+        ]
         header += [*self._values, *(-value for value in self._values)]
         merge = tree.merge(_message(header, self._flags, self._channel.flags_nbytes), _merged)
         self._rounds.append(Round(number, said, merge))
@@ -160,8 +173,14 @@ class Meeting:
         """Makes every rank start the collectives that any has started. Numbers above ``least`` are
         described by the others."""
         if least < most and last.missing is None:
-            last.missing = self._channel.tree.merge(self._channel.lockstep.described(least + 1, most), _most)
-        described = self._channel.complete(last.missing, self._what).tolist() if last.missing is not None else []
+            last.missing = self._channel.tree.merge(
+                self._channel.lockstep.described(least + 1, most), _most
+            )
+        described = (
+            self._channel.complete(last.missing, self._what).tolist()
+            if last.missing is not None
+            else []
+        )
         self._channel.come_together(most, described, last.number)
 
     def _flags_of(self, message: torch.Tensor) -> torch.Tensor:
@@ -197,9 +216,13 @@ class Meeting:
 
 def _message(header: Sequence[int], flags: Sequence[int], flags_nbytes: int) -> torch.Tensor:
     message = torch.zeros(HEADER_NBYTES + flags_nbytes, dtype=torch.uint8, device="cpu")
-    message[: 8 * len(header)] = torch.tensor(header, dtype=torch.int64, device="cpu").view(torch.uint8)
+    message[: 8 * len(header)] = torch.tensor(header, dtype=torch.int64, device="cpu").view(
+        torch.uint8
+    )
     if len(flags):
-        message[HEADER_NBYTES : HEADER_NBYTES + len(flags)] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        message[HEADER_NBYTES : HEADER_NBYTES + len(flags)] = torch.tensor(
+            flags, dtype=torch.uint8, device="cpu"
+        )
     return message
 
 

@@ -48,12 +48,16 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
     """
     if not dist.is_available() or not dist.is_initialized():
         if mesh is not None:
-            raise ConfigError("mesh: torch.distributed is not initialised: call init_process_group first")
+            raise ConfigError(
+                "mesh: torch.distributed is not initialised: call init_process_group first"
+            )
         if (world := _launched()) > 1:
             raise ConfigError(
-                f"this is rank {os.environ.get('RANK', '?')} of {world} that were launched together (WORLD_SIZE), but torch.distributed is "
-                "not initialised, so that each would train a model of its own. Call torch.distributed.init_process_group() before "
-                "wrap_model or, where the ranks are meant to be apart, remove WORLD_SIZE from the environment."
+                f"this is rank {os.environ.get('RANK', '?')} of {world} that were launched together"
+                " (WORLD_SIZE), but torch.distributed is not initialised, so that each would train"
+                " a model of its own. Call torch.distributed.init_process_group() before"
+                " wrap_model or, where the ranks are meant to be apart, remove WORLD_SIZE from the"
+                " environment."
             )
         return DataRanks()
     if dist.get_world_size() == 1:
@@ -63,7 +67,9 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
     try:
         # Rows: [stages, parts, replicas, slices]
         rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)
-        farewell.join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+        farewell.join(
+            dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        )
         return _join(mesh, rows, wrap, divides_experts, own_groups)
     except BaseException as error:
         end_groups(own_groups)
@@ -72,13 +78,21 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
         raise
 
 
-def _join(mesh: Any, rows: torch.Tensor, wrap: int, divides_experts: bool, own_groups: list[dist.ProcessGroup]) -> DataRanks:
+def _join(
+    mesh: Any,
+    rows: torch.Tensor,
+    wrap: int,
+    divides_experts: bool,
+    own_groups: list[dist.ProcessGroup],
+) -> DataRanks:
     """Makes this rank's channels. Appends their groups to ``own_groups``. ``rows``: [stages, parts,
     replicas, slices]."""
     me, local_size = dist.get_rank(), _local_size()
     stage, part, replica, rank = (int(at) for at in (rows == me).nonzero()[0])
     here = rows[stage]
-    row, column, others = (line.tolist() for line in (here[part, replica], here[part, :, rank], here[:, replica, rank]))
+    row, column, others = (
+        line.tolist() for line in (here[part, replica], here[part, :, rank], here[:, replica, rank])
+    )
     of_row = of_replicas = of_both = of_tensor = of_sequences = of_stages = None
     # Each rank makes only its own groups: no collective of the whole job for each.
     if len(row) > 1:
@@ -89,19 +103,34 @@ def _join(mesh: Any, rows: torch.Tensor, wrap: int, divides_experts: bool, own_g
     if len(column) > 1:
         of_replicas = _channel(column, f"replicas of wrap {wrap}", own_groups)
     if of_row is not None and of_replicas is not None:
-        of_both = _channel(sorted(here[part].flatten().tolist()), f"data of wrap {wrap}", own_groups)
+        of_both = _channel(
+            sorted(here[part].flatten().tolist()), f"data of wrap {wrap}", own_groups
+        )
     if len(others) > 1:
         of_tensor = _channel(others, f"parts of wrap {wrap}", own_groups)
     if sequence := _sequence_of(mesh):
         of_sequences = _channel(sequence, f"sequences of wrap {wrap}", own_groups)
     if rows.size(0) > 1:
-        of_stages = _channel(rows[:, part, replica, rank].tolist(), f"stages of wrap {wrap}", own_groups)
+        of_stages = _channel(
+            rows[:, part, replica, rank].tolist(), f"stages of wrap {wrap}", own_groups
+        )
     experts = _expert_row(mesh, row, wrap, own_groups) if divides_experts else None
     allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
     return DataRanks(
-        wrap=wrap, rank=rank, size=len(row), local_size=local_size, row=of_row, replicas=of_replicas, both=of_both, tensor=of_tensor,
-        sequences=of_sequences, stages=of_stages, experts=experts, allowed_processors=frozenset(allowed) if allowed is not None else None, own_groups=own_groups,
-    )  # fmt: skip
+        wrap=wrap,
+        rank=rank,
+        size=len(row),
+        local_size=local_size,
+        row=of_row,
+        replicas=of_replicas,
+        both=of_both,
+        tensor=of_tensor,
+        sequences=of_sequences,
+        stages=of_stages,
+        experts=experts,
+        allowed_processors=frozenset(allowed) if allowed is not None else None,
+        own_groups=own_groups,
+    )
 
 
 def _sequence_of(mesh: Any) -> list[int]:
@@ -115,42 +144,64 @@ def _sequence_of(mesh: Any) -> list[int]:
 
 def expert_rows(mesh: Any, row: Sequence[int]) -> list[list[int]]:
     """Splits a shard group (ascending ranks) by equal experts: by the coordinate of the ep axis."""
-    axis = mesh.mesh_dim_names.index("ep") if mesh is not None and "ep" in (mesh.mesh_dim_names or ()) else None
+    axis = (
+        mesh.mesh_dim_names.index("ep")
+        if mesh is not None and "ep" in (mesh.mesh_dim_names or ())
+        else None
+    )
     if axis is None:
         return [list(row)]
-    coordinates = {int(rank): at for at, layer in enumerate(mesh.mesh.unbind(axis)) for rank in layer.flatten()}
+    coordinates = {
+        int(rank): at for at, layer in enumerate(mesh.mesh.unbind(axis)) for rank in layer.flatten()
+    }
     return [[rank for rank in row if coordinates[rank] == at] for at in range(mesh.mesh.size(axis))]
 
 
-def _expert_row(mesh: Any, row: list[int], wrap: int, own_groups: list[dist.ProcessGroup]) -> ExpertRow | None:
+def _expert_row(
+    mesh: Any, row: list[int], wrap: int, own_groups: list[dist.ProcessGroup]
+) -> ExpertRow | None:
     """Finds the ranks of ``row`` with the same experts as this one. None if experts are not
     divided."""
     me, parts = dist.get_rank(), expert_rows(mesh, row)
     if len(parts) == 1:
         return None
     axis = mesh.mesh_dim_names.index("ep")
-    over = next(line for line in mesh.mesh.movedim(axis, -1).reshape(-1, len(parts)).tolist() if me in line)
+    over = next(
+        line for line in mesh.mesh.movedim(axis, -1).reshape(-1, len(parts)).tolist() if me in line
+    )
     mine, channel = next(part for part in parts if me in part), None
     if len(mine) > 1:
         reductions = gloo_group(mine, f"reductions of experts of wrap {wrap}")
         channel = _channel(mine, f"gathers of experts of wrap {wrap}", own_groups, reductions)
         own_groups.append(reductions)
     places = tuple(row.index(rank) for rank in mine)
-    return ExpertRow(rank=mine.index(me), size=len(mine), places=places, over=tuple(over), channel=channel)
+    return ExpertRow(
+        rank=mine.index(me), size=len(mine), places=places, over=tuple(over), channel=channel
+    )
 
 
 def _channel(
-    ranks: list[int], what: str, own_groups: list[dist.ProcessGroup], reductions: dist.ProcessGroup | None = None
+    ranks: list[int],
+    what: str,
+    own_groups: list[dist.ProcessGroup],
+    reductions: dist.ProcessGroup | None = None,
 ) -> Channel:
     """Makes a channel of ``ranks`` (ascending). Appends its groups to ``own_groups``."""
     own_groups.append(group := gloo_group(ranks, what))
     families = [
-        gloo_group([ranks[place] for place in family], f"{what}: meetings below {family[0]}") if family else None
+        (
+            gloo_group([ranks[place] for place in family], f"{what}: meetings below {family[0]}")
+            if family
+            else None
+        )
         for family in family_of(ranks.index(dist.get_rank()), len(ranks))
     ]
     own_groups += [family for family in families if family is not None]
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    alarms = dist.PrefixStore(f"infinity/{start}/alarms of {what}, ranks {ranks}", dist.distributed_c10d._get_default_store())
+    alarms = dist.PrefixStore(
+        f"infinity/{start}/alarms of {what}, ranks {ranks}",
+        dist.distributed_c10d._get_default_store(),
+    )
     return Channel(group, Tree(*families), reductions=reductions, alarms=alarms)
 
 
@@ -173,7 +224,9 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
         for members in nodes.values():
             nodes_of_rows.append(tuple(members))
             if me in members:
-                node_channel = _channel(list(members), f"a machine of wrap {ranks.wrap}", ranks.own_groups)
+                node_channel = _channel(
+                    list(members), f"a machine of wrap {ranks.wrap}", ranks.own_groups
+                )
     return dataclasses.replace(ranks, nodes=tuple(nodes_of_rows), node=node_channel)
 
 
@@ -195,7 +248,8 @@ def _agree_on_rows(mesh: Any, divides_experts: bool) -> tuple[torch.Tensor, int,
         first = attempt.said_by(0)
         if not first.startswith(f"{rows.tolist()} of "):
             attempt.refuse(
-                f"mesh: rank 0 was given {first}, rank {dist.get_rank()} {rows.tolist()} of {mesh}: give every rank the same",
+                f"mesh: rank 0 was given {first}, rank {dist.get_rank()} {rows.tolist()} of {mesh}:"
+                " give every rank the same",
                 of_all=True,
             )
         attempt.arrive("compared")
@@ -219,7 +273,9 @@ def gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
         bound = getattr(default, "bound_device_id", None)
         if bound is not None:
             default.bound_device_id = None
-        return dist.new_group(ranks, timeout=group_timeout(), backend="gloo", use_local_synchronization=True)
+        return dist.new_group(
+            ranks, timeout=group_timeout(), backend="gloo", use_local_synchronization=True
+        )
     finally:
         c10d._process_group_name = name_of
         if bound is not None:
@@ -234,7 +290,10 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
     backend.
     """
     if backend is None:
-        raise ConfigError("torch.distributed has no backend for the device that computes: compute on the CPU, or in one process")
+        raise ConfigError(
+            "torch.distributed has no backend for the device that computes: compute on the CPU, or"
+            " in one process"
+        )
     me, timeout = dist.get_rank(), group_timeout()
 
     def group_of(members: Sequence[int]) -> dist.ProcessGroup | None:
@@ -249,7 +308,11 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
             gathers, reductions = group_of(row), group_of(row)
             if gathers is not None:
                 ranks.row.carry(gathers, reductions)
-            for part in expert_rows(mesh, row) if ranks.experts is not None and ranks.experts.size > 1 else []:
+            for part in (
+                expert_rows(mesh, row)
+                if ranks.experts is not None and ranks.experts.size > 1
+                else []
+            ):
                 gathers, reductions = group_of(part), group_of(part)
                 if gathers is not None:
                     ranks.experts.channel.carry(gathers, reductions)
@@ -269,28 +332,41 @@ def rank_rows(mesh: Any, *, divides_experts: bool = False) -> torch.Tensor:
     if mesh is None:
         return torch.arange(world).reshape(1, 1, 1, -1)
     if not isinstance(mesh, dist.device_mesh.DeviceMesh):
-        raise ConfigError(f"mesh is a {type(mesh).__name__}: give a torch.distributed.device_mesh.DeviceMesh, or None")
+        raise ConfigError(
+            f"mesh is a {type(mesh).__name__}: give a torch.distributed.device_mesh.DeviceMesh, or"
+            " None"
+        )
     names = mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ())
     if mesh.ndim == 1 and names[0] not in (*DATA_AXES, *OTHER_AXES):
         names = ("dp",)
     sizes = dict(zip(names, mesh.mesh.shape))
-    axes = ", ".join(f"{name}={size}" for name, size in sizes.items()) or f"{mesh.ndim} axes without names"
+    axes = (
+        ", ".join(f"{name}={size}" for name, size in sizes.items())
+        or f"{mesh.ndim} axes without names"
+    )
     unknown = [name for name in sizes if name not in (*DATA_AXES, *OTHER_AXES)]
     if unknown or len(sizes) != mesh.ndim:
-        raise ConfigError(f"mesh: axes must be named {', '.join((*DATA_AXES, *OTHER_AXES))}; this one has {axes}")
+        raise ConfigError(
+            f"mesh: axes must be named {', '.join((*DATA_AXES, *OTHER_AXES))}; this one has {axes}"
+        )
     if sizes.get("dp", 1) > 1 and sizes.keys() & {"dp_replicate", "dp_shard", "fsdp"}:
-        raise ConfigError(f"mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this one has {axes}")
+        raise ConfigError(
+            "mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this"
+            f" one has {axes}"
+        )
     if sizes.get("dp_shard", 1) > 1 and sizes.get("fsdp", 1) > 1:
         raise ConfigError(f"mesh: fsdp is another name of dp_shard; this one has {axes}")
     if sizes.get("tp", 1) > 1 and sizes.get("ep", 1) > 1 and divides_experts:
         raise ConfigError(
-            f"mesh: experts whose tokens travel beside tensor parallelism are not available in this version; this one has {axes}. Give ep the ranks "
-            "of tp, or let the ranks of tp share a batch and its experts: expert_parallel(model, mesh['tp'], cut_rest=True)."
+            "mesh: experts whose tokens travel beside tensor parallelism are not available in this"
+            f" version; this one has {axes}. Give ep the ranks of tp, or let the ranks of tp share"
+            " a batch and its experts: expert_parallel(model, mesh['tp'], cut_rest=True)."
         )
     if sizes.get("tp", 1) > 1 and sizes.get("ep", 1) > 1:
         raise ConfigError(
-            f"mesh: the ranks that share a batch hold other experts too, so there is one axis for both; this one has {axes}. Give it as tp, and cut "
-            "the model with infinity.parallel.expert_parallel(model, mesh['tp'], cut_rest=True)."
+            "mesh: the ranks that share a batch hold other experts too, so there is one axis for"
+            f" both; this one has {axes}. Give it as tp, and cut the model with"
+            " infinity.parallel.expert_parallel(model, mesh['tp'], cut_rest=True)."
         )
     if mesh.mesh.numel() != world or sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
         raise ConfigError(f"mesh: {axes} makes {mesh.mesh.numel()} ranks, but the job has {world}")

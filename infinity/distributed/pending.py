@@ -48,7 +48,9 @@ class Pending:
                 with contextlib.suppress(RuntimeError):
                     wait_for(work)
             self._forget_works()
-            raise (error if isinstance(error, InfinityError) else ranks_lost(self.what, error)) from error
+            raise (
+                error if isinstance(error, InfinityError) else ranks_lost(self.what, error)
+            ) from error
         finally:
             self.release()
 
@@ -91,6 +93,6 @@ def ranks_lost(what: str, error: BaseException) -> PeerError:
     silent = farewell.silent()
     heard = f" Nothing was heard from {silent}." if silent else ""
     return PeerError(
-        f"rank {dist.get_rank()} lost its peers at '{what}': {text[0]} A rank has ended, or did not come within the process "
-        f"group's timeout: its own output tells why.{heard}"
+        f"rank {dist.get_rank()} lost its peers at '{what}': {text[0]} A rank has ended, or did not"
+        f" come within the process group's timeout: its own output tells why.{heard}"
     )

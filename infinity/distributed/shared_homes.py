@@ -66,14 +66,19 @@ class SharedHomes:
         except StorageError:
             return native.Region(nbytes, huge_pages, touch_threads)
 
-    def connect(self, collect: Collect, place: int, regions: Sequence[Sequence[native.Region | None]]) -> str:
+    def connect(
+        self, collect: Collect, place: int, regions: Sequence[Sequence[native.Region | None]]
+    ) -> str:
         """Connects the shard group's weights, once they are allocated. Every rank of the group
         calls this.
 
         ``place``: this rank's number there. ``regions``: of each of its shards; those that all
         ranks have in memory are shared. Returns why none is, equal on all ranks, or "".
         """
-        ours = [all(region is not None and self._row.owns(region) for region in of_shard) for of_shard in regions]
+        ours = [
+            all(region is not None and self._row.owns(region) for region in of_shard)
+            for of_shard in regions
+        ]
         everyones = collect((ours, self._row.self()), "where weights lie")
         common = [all(of_shard) for of_shard in zip(*(theirs for theirs, _ in everyones))]
         refusal = "" if any(common) else "no weights are in memory that all ranks share"
@@ -88,27 +93,40 @@ class SharedHomes:
         else:
             self._row.close_file()
             shared = (of_shard for of_shard, is_common in zip(regions, common) if is_common)
-            self._common = {region.address for of_shard in shared for region in of_shard if region is not None}
+            self._common = {
+                region.address for of_shard in shared for region in of_shard if region is not None
+            }
         return refusal
 
     def have(self, regions: Sequence[native.Region | None]) -> bool:
         """Returns whether this rank's ``regions`` are shared with all ranks of the group, and
         theirs with it."""
-        return all(region is not None and region.address in self._common and self._row.shares(region) for region in regions)
+        return all(
+            region is not None and region.address in self._common and self._row.shares(region)
+            for region in regions
+        )
 
     def read(self, home: native.Region, whole: torch.Tensor, nbytes: int, what: str) -> Gathering:
         """Starts a gather of ``nbytes`` bytes per rank into ``whole``, which has this rank's bytes
         already, as the start of ``home`` has. ``what``: equal on all ranks, which start the same
         gathers in order."""
         said = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
-        return Gathering(self._row.gather(said, home.address, nbytes, whole.data_ptr(), self._patience_seconds), whole)
+        return Gathering(
+            self._row.gather(said, home.address, nbytes, whole.data_ptr(), self._patience_seconds),
+            whole,
+        )
 
     def complete(self, whole: torch.Tensor, nbytes: int) -> Gathering:
         """Starts a gather that only other ranks have reached. Its data is not used on any rank."""
         if not self.under_way():
             self._unused.clear()
         self._unused.append(whole)  # before the start: safe if interrupted in between
-        return Gathering(self._row.gather(native.SharedRow.NOBODYS, 0, nbytes, whole.data_ptr(), self._patience_seconds), whole)
+        return Gathering(
+            self._row.gather(
+                native.SharedRow.NOBODYS, 0, nbytes, whole.data_ptr(), self._patience_seconds
+            ),
+            whole,
+        )
 
     @property
     def begun(self) -> int:
@@ -151,7 +169,8 @@ def why_not(*, computes_on_host: bool, compresses: bool) -> str:
     """Returns why this rank cannot share its weights, or ""."""
     if not computes_on_host:
         return (
-            "the model computes on a GPU: each would read all weights over its own link, of which a gather sends most between GPUs"
+            "the model computes on a GPU: each would read all weights over its own link, of which a"
+            " gather sends most between GPUs"
         )
     if compresses:
         return "compress_gathers=True: what passes is not what lies at home"

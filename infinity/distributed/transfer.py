@@ -110,7 +110,11 @@ def group_timeout() -> timedelta | None:
     """Returns the default process group's timeout, None if unknown. Groups made later would have
     torch's default instead."""
     group = c10d._get_default_group()
-    device = torch.device("cpu") if "cpu" in group.name() or dist.get_backend() == "gloo" else group._device_types[0]
+    device = (
+        torch.device("cpu")
+        if "cpu" in group.name() or dist.get_backend() == "gloo"
+        else group._device_types[0]
+    )
     try:
         return group._get_backend(device).options._timeout
     except (RuntimeError, AttributeError):
@@ -130,14 +134,18 @@ def end_groups(groups: list[dist.ProcessGroup]) -> None:
 # --- operations ---
 
 
-def gather(group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[torch.Tensor]) -> Operation:
+def gather(
+    group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[torch.Tensor]
+) -> Operation:
     """Makes the operation that sends ``mine`` to the first rank, which alone has ``everyones``."""
     options = c10d.GatherOptions()
     options.rootRank = 0
     return partial(group.gather, [list(everyones)] if everyones else [], [mine], options)
 
 
-def scatter(group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[torch.Tensor]) -> Operation:
+def scatter(
+    group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[torch.Tensor]
+) -> Operation:
     """Makes the operation that fills ``mine`` from the first rank, which alone has
     ``everyones``."""
     options = c10d.ScatterOptions()
@@ -165,7 +173,9 @@ def exchange_objects(group: dist.ProcessGroup, size: int, mine: Any) -> Transfer
     everyones: list[torch.Tensor] = []  # one: [size, most]
 
     def tell_sizes() -> list[Operation]:
-        return [all_gather(group, sizes, torch.tensor([own.numel()], dtype=torch.int64, device="cpu"))]
+        return [
+            all_gather(group, sizes, torch.tensor([own.numel()], dtype=torch.int64, device="cpu"))
+        ]
 
     def pass_on() -> list[Operation]:
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")

@@ -52,11 +52,17 @@ class Tree:
         before, merge = self._last
         return before + merge.is_begun
 
-    def merge(self, message: torch.Tensor, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Transfer:
+    def merge(
+        self, message: torch.Tensor, combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    ) -> Transfer:
         """Makes the merge of this rank's ``message``, of equal size on all ranks. ``combine``
         reduces several to one. Start it before making another."""
         below, above, result = self._below, self._above, torch.empty_like(message)
-        parts = [torch.empty_like(message) for _ in range(dist.get_world_size(below))] if below is not None else []
+        parts = (
+            [torch.empty_like(message) for _ in range(dist.get_world_size(below))]
+            if below is not None
+            else []
+        )
 
         def combined() -> torch.Tensor:
             return combine(parts) if parts else message
@@ -71,7 +77,9 @@ class Tree:
             # The receive is posted before the send.
             stages.append(lambda: [gather(above, combined(), ()), scatter(above, result, ())])
         if below is not None:
-            stages.append(lambda: [scatter(below, torch.empty_like(message), [completed()] * len(parts))])
+            stages.append(
+                lambda: [scatter(below, torch.empty_like(message), [completed()] * len(parts))]
+            )
         merge = Transfer(*stages, result=lambda: result)
         self._last = self.begun, merge
         return merge

@@ -32,7 +32,9 @@ class Checkpointed:
         if not torch.is_grad_enabled():
             return self.compute(spec, *leaves)
         versions = [unit.version for unit in self._units]
-        return checkpoint(partial(self.compute, versions=versions), spec, *leaves, use_reentrant=False)
+        return checkpoint(
+            partial(self.compute, versions=versions), spec, *leaves, use_reentrant=False
+        )
 
     def compute(self, spec: Any, *leaves: Any, versions: list[int] | None = None) -> Any:
         """Computes the forward of flattened arguments. ``versions``: the units' versions at the
@@ -43,8 +45,8 @@ class Checkpointed:
         if torch._C._current_graph_task_id() != -1:
             if versions is not None and versions != [unit.version for unit in self._units]:
                 raise UsageError(
-                    "this backward runs a block's forward again, but its weights were changed since (by optimizer.step() or "
-                    "load_state_dict()). Run backward before the step."
+                    "this backward runs a block's forward again, but its weights were changed since"
+                    " (by optimizer.step() or load_state_dict()). Run backward before the step."
                 )
             for unit in self._units:
                 engine.hold_for_backward(unit)
@@ -56,10 +58,16 @@ def random_states(places: set[torch.device]) -> dict[torch.device, torch.Tensor]
     """Reads the random states of the CPU's generator and of those of the devices ``places``."""
     states = {torch.device("cpu"): torch.get_rng_state()}
     elsewhere = [place for place in places if place.type != "cpu"]
-    return states | {place: torch.get_device_module(place).get_rng_state(place) for place in elsewhere}
+    return states | {
+        place: torch.get_device_module(place).get_rng_state(place) for place in elsewhere
+    }
 
 
 def set_random_states(states: dict[torch.device, torch.Tensor]) -> None:
     """Restores the generators' states that :func:`random_states` read."""
     for place, state in states.items():
-        torch.set_rng_state(state) if place.type == "cpu" else torch.get_device_module(place).set_rng_state(state, place)
+        (
+            torch.set_rng_state(state)
+            if place.type == "cpu"
+            else torch.get_device_module(place).set_rng_state(state, place)
+        )

@@ -25,15 +25,54 @@ from ..errors import UsageError
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 
-VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten)
+VIEWS = (
+    torch.Tensor.view,
+    torch.Tensor.reshape,
+    torch.reshape,
+    torch.Tensor.flatten,
+    torch.flatten,
+)
 METADATA = {
-    getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_leaf", "is_cuda", "is_sparse",
-                                                     "is_quantized", "is_meta", "is_nested", "requires_grad", "grad", "itemsize")
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "is_leaf",
+        "is_cuda",
+        "is_sparse",
+        "is_quantized",
+        "is_meta",
+        "is_nested",
+        "requires_grad",
+        "grad",
+        "itemsize",
+    )
 } | {
-    getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "ndimension", "nelement", "is_floating_point", "is_complex",
-                                             "element_size", "__len__", "__hash__", "is_contiguous", "stride")
-}  # fmt: skip
-WATCHING = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward)
+    getattr(torch.Tensor, name)
+    for name in (
+        "size",
+        "dim",
+        "numel",
+        "ndimension",
+        "nelement",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "__len__",
+        "__hash__",
+        "is_contiguous",
+        "stride",
+    )
+}
+WATCHING = (
+    torch.Tensor.register_hook,
+    torch.Tensor.retain_grad,
+    torch.autograd.grad,
+    torch.autograd.backward,
+)
 
 
 @dataclass(eq=False)
@@ -67,7 +106,14 @@ class Logits(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, head: Head, hidden: torch.Tensor, dtype: torch.dtype, make: Make, parent: Logits | None = None) -> Logits:
+    def __new__(
+        cls,
+        head: Head,
+        hidden: torch.Tensor,
+        dtype: torch.dtype,
+        make: Make,
+        parent: Logits | None = None,
+    ) -> Logits:
         shape = (*hidden.shape[:-1], head.width)
         node = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
         node._head, node._hidden, node._seen = head, hidden, hidden._version
@@ -100,10 +146,15 @@ class Logits(torch.Tensor):
     def _check(self) -> None:
         self._head.check()
         if self._hidden._version != self._seen:
-            raise UsageError("logits were asked for after the hidden states that they are made of were changed in place")
+            raise UsageError(
+                "logits were asked for after the hidden states that they are made of were changed"
+                " in place"
+            )
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         node = args[0] if args and isinstance(args[0], Logits) else None
         if func is F.cross_entropy and isinstance(kwargs.get("input"), Logits):
@@ -117,34 +168,51 @@ class Logits(torch.Tensor):
             for found in tree_leaves((args, kwargs)):
                 if isinstance(found, Logits) and found._head.is_fused:
                     raise UsageError(
-                        "the gradient of logits was asked for, but a loss was computed from them in tiles, without them. Ask "
-                        "before the loss (by retain_grad(), say), or give more device_memory."
+                        "the gradient of logits was asked for, but a loss was computed from them in"
+                        " tiles, without them. Ask before the loss (by retain_grad(), say), or give"
+                        " more device_memory."
                     )
         args, kwargs = tree_map_only(Logits, Logits.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         # Below autograd, whose graph has the node: only values are needed.
         with torch.no_grad():
-            args, kwargs = tree_map_only(Logits, lambda node: node.whole().detach(), (args, kwargs or {}))
+            args, kwargs = tree_map_only(
+                Logits, lambda node: node.whole().detach(), (args, kwargs or {})
+            )
             return func(*args, **kwargs)
 
     def _lazily(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Computes ``func`` without the logits. Returns None if it needs them."""
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
-        if func is torch.Tensor.float or (func is torch.Tensor.to and args == (torch.float32,) and not kwargs):
-            return self if self.dtype == torch.float32 else self._derived(self._hidden, torch.float32, torch.Tensor.float)
+        if func is torch.Tensor.float or (
+            func is torch.Tensor.to and args == (torch.float32,) and not kwargs
+        ):
+            return (
+                self
+                if self.dtype == torch.float32
+                else self._derived(self._hidden, torch.float32, torch.Tensor.float)
+            )
         if func is torch.Tensor.contiguous and not args and not kwargs:
             return self
-        if func in VIEWS and not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
-            shape = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **kwargs).shape
+        if func in VIEWS and not any(
+            isinstance(value, torch.dtype) for value in (*args, *kwargs.values())
+        ):
+            shape = func(
+                torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **kwargs
+            ).shape
             if len(shape) and shape[-1] == self._head.width:
                 hidden = self._hidden.reshape(*shape[:-1], self._hidden.shape[-1])
                 return self._derived(hidden, self.dtype, lambda whole: func(whole, *args, **kwargs))
         if func is torch.Tensor.__getitem__ and _keeps_rows(args[0], self.dim()):
-            return self._derived(self._hidden[args[0]], self.dtype, lambda whole: func(whole, *args))
+            return self._derived(
+                self._hidden[args[0]], self.dtype, lambda whole: func(whole, *args)
+            )
         return None
 
     def _derived(self, hidden: torch.Tensor, dtype: torch.dtype, make: Make) -> Logits:
@@ -157,17 +225,43 @@ class Logits(torch.Tensor):
         return self if self._parent is None else self._parent._root()
 
     def _cross_entropy(
-        self, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0
+        self,
+        target,
+        weight=None,
+        size_average=None,
+        ignore_index=-100,
+        reduce=None,
+        reduction="mean",
+        label_smoothing=0.0,
     ) -> torch.Tensor | None:
-        plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
-        indexed = isinstance(target, torch.Tensor) and not isinstance(target, Logits) and target.dtype == torch.int64
+        plain = (
+            weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+        )
+        indexed = (
+            isinstance(target, torch.Tensor)
+            and not isinstance(target, Logits)
+            and target.dtype == torch.int64
+        )
         # A reentrant checkpoint gives the root a graph that the hidden states do not have.
         indexed = indexed and self._root().requires_grad == self._root()._is_tracked
-        fits = indexed and self.dim() == 2 and target.dim() == 1 and target.numel() == self.shape[0] > 0
-        if not plain or not fits or self.dtype != torch.float32 or reduction not in ("none", "mean", "sum"):
+        fits = (
+            indexed
+            and self.dim() == 2
+            and target.dim() == 1
+            and target.numel() == self.shape[0] > 0
+        )
+        if (
+            not plain
+            or not fits
+            or self.dtype != torch.float32
+            or reduction not in ("none", "mean", "sum")
+        ):
             return None
         counted = target != ignore_index
-        if target.device != self.device or not ((target >= 0) & (target < self._head.width) | ~counted).all():
+        if (
+            target.device != self.device
+            or not ((target >= 0) & (target < self._head.width) | ~counted).all()
+        ):
             return None  # torch raises its own error
         self._check()
         losses = self._head.losses(self._hidden, target, ignore_index)
@@ -213,7 +307,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def _keeps_rows(index: Any, dims: int) -> bool:
     """Whether indexing a tensor of ``dims`` dimensions with ``index`` keeps the last one whole."""
     entries = index if isinstance(index, tuple) else (index,)
-    if not all(entry is Ellipsis or (isinstance(entry, (int, slice)) and not isinstance(entry, bool)) for entry in entries):
+    if not all(
+        entry is Ellipsis or (isinstance(entry, (int, slice)) and not isinstance(entry, bool))
+        for entry in entries
+    ):
         return False
     if Ellipsis in entries:
         return entries[-1] is Ellipsis or entries[-1] == slice(None)

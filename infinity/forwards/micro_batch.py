@@ -38,11 +38,14 @@ def check_block(name: str, block: nn.Module) -> None:
         where = f"{name}.{path}" if path else name
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(
-                f"micro_batch: {where} is a {type(module).__name__}, whose result depends on the whole batch. Leave "
-                "micro_batch at None, or use GroupNorm or LayerNorm in its place."
+                f"micro_batch: {where} is a {type(module).__name__}, whose result depends on the"
+                " whole batch. Leave micro_batch at None, or use GroupNorm or LayerNorm in its"
+                " place."
             )
         if getattr(module, "batch_first", True) is False:
-            raise ConfigError(f"micro_batch: {where} takes the sequence first; build it with batch_first=True")
+            raise ConfigError(
+                f"micro_batch: {where} takes the sequence first; build it with batch_first=True"
+            )
 
 
 def install_chunks(engine: Weights, name: str, block: nn.Module, samples: int) -> ReplacedForward:
@@ -53,7 +56,9 @@ def install_chunks(engine: Weights, name: str, block: nn.Module, samples: int) -
 class Chunked:
     """The forward of a block, in chunks."""
 
-    def __init__(self, engine: Weights, name: str, block: nn.Module, samples: int, units: list[ParamUnit]):
+    def __init__(
+        self, engine: Weights, name: str, block: nn.Module, samples: int, units: list[ParamUnit]
+    ):
         self._name, self._samples = name, samples
         self._block = weakref.ref(block)
         self._forward = own_forward(block)
@@ -82,13 +87,16 @@ class Chunked:
 
         Raises UsageError if the cache has content, or grad mode is off.
         """
-        if leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device)):
+        if leaf is None or isinstance(
+            leaf, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device)
+        ):
             return leaf
         if hasattr(leaf, "get_seq_length"):  # transformers' caches
             if not torch.is_grad_enabled() or leaf.get_seq_length():
                 raise UsageError(
-                    f"micro_batch: {self._name} was called with a {type(leaf).__name__}, which does not come in chunks. "
-                    "Pass use_cache=False, or a batch of no more than micro_batch samples."
+                    f"micro_batch: {self._name} was called with a {type(leaf).__name__}, which does"
+                    " not come in chunks. Pass use_cache=False, or a batch of no more than"
+                    " micro_batch samples."
                 )
             return None
         return leaf
@@ -97,12 +105,16 @@ class Chunked:
         """Returns which leaves are cut: tensors whose first dimension is the batch. Raises
         UsageError if that is ambiguous."""
         batch = first.size(0)
-        split = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == batch for leaf in leaves]
+        split = [
+            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == batch
+            for leaf in leaves
+        ]
         others = [leaf for leaf, cut in zip(leaves, split) if cut and leaf is not first]
         if batch in first.shape[1:] and any(other.shape != first.shape for other in others):
             raise UsageError(
-                f"micro_batch: {self._name} was called with a batch of {batch}, which is also another dimension of its "
-                f"input {tuple(first.shape)}: which of its arguments to cut cannot be told. Use another batch size."
+                f"micro_batch: {self._name} was called with a batch of {batch}, which is also"
+                f" another dimension of its input {tuple(first.shape)}: which of its arguments to"
+                " cut cannot be told. Use another batch size."
             )
         return split
 
@@ -118,7 +130,9 @@ class Chunked:
         for parts in zip(*(leaves for leaves, _ in flattened)):
             if all(isinstance(part, torch.Tensor) for part in parts):
                 joined.append(self._join_tensors(parts, sizes))
-            elif all(part is None or (isinstance(part, SCALARS) and part == parts[0]) for part in parts):
+            elif all(
+                part is None or (isinstance(part, SCALARS) and part == parts[0]) for part in parts
+            ):
                 joined.append(parts[0])
             else:
                 raise self._not_per_sample(f"{type(parts[0]).__name__} {parts[0]!r:.80}")
@@ -129,12 +143,14 @@ class Chunked:
             return torch.cat(parts)
         if all(torch.equal(part, parts[0]) for part in parts[1:]):
             return parts[0]  # independent of the samples, such as a table of positions
-        raise self._not_per_sample(f"a tensor of shape {tuple(parts[0].shape)} for {sizes[0]} samples")
+        raise self._not_per_sample(
+            f"a tensor of shape {tuple(parts[0].shape)} for {sizes[0]} samples"
+        )
 
     def _not_per_sample(self, what: str) -> UsageError:
         return UsageError(
-            f"micro_batch: {self._name} returned {what}: what does not come per sample cannot be put together. Leave "
-            "micro_batch at None."
+            f"micro_batch: {self._name} returned {what}: what does not come per sample cannot be"
+            " put together. Leave micro_batch at None."
         )
 
     @torch.no_grad()
@@ -144,39 +160,71 @@ class Chunked:
         try:
             with _unheard(self._block(), self._checkpointed.journal):
                 together, first, second = self._try(leaves, spec, split)
-        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError) as error:
+        except (
+            RuntimeError,
+            ValueError,
+            IndexError,
+            TypeError,
+            AssertionError,
+            AttributeError,
+        ) as error:
             if isinstance(error, InfinityError):
                 raise
             raise UsageError(
-                f"micro_batch: {self._name} cannot run on parts of its batch ({error}). Leave micro_batch at None."
+                f"micro_batch: {self._name} cannot run on parts of its batch ({error}). Leave"
+                " micro_batch at None."
             ) from error
         for both, *alone in zip(*(tree_flatten(output)[0] for output in (together, first, second))):
-            if not isinstance(both, torch.Tensor) or not both.is_floating_point() or not both.dim() or both.size(0) != 2:
+            if (
+                not isinstance(both, torch.Tensor)
+                or not both.is_floating_point()
+                or not both.dim()
+                or both.size(0) != 2
+            ):
                 continue
             for index, one in enumerate(alone):
                 scale = both.abs().max().item() if both.numel() else 0.0
                 same = both.shape[1:] == one.shape[1:] and one.size(0) == 1
-                away = (both[index : index + 1] - one).abs().max().item() if same and both.numel() else float("inf")
-                if both.numel() and not away <= TOLERANCES.get(both.dtype, OTHER_TOLERANCE) * max(scale, 1e-6):
+                away = (
+                    (both[index : index + 1] - one).abs().max().item()
+                    if same and both.numel()
+                    else float("inf")
+                )
+                if both.numel() and not away <= TOLERANCES.get(both.dtype, OTHER_TOLERANCE) * max(
+                    scale, 1e-6
+                ):
                     raise UsageError(
-                        f"micro_batch: the result of {self._name} for a sample changes by {away:.3g} (of {scale:.3g}) with "
-                        "the samples beside it: it depends on the whole batch. Leave micro_batch at None."
+                        f"micro_batch: the result of {self._name} for a sample changes by"
+                        f" {away:.3g} (of {scale:.3g}) with the samples beside it: it depends on"
+                        " the whole batch. Leave micro_batch at None."
                     )
 
     def _try(self, leaves: list, spec: Any, split: list[bool]) -> list:
         """Runs two samples together and each alone. If that draws random numbers, runs them again
         in evaluation mode and restores the generators."""
         spans = ((0, 2), (0, 1), (1, 2))
-        places = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"}
+        places = {
+            leaf.device
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"
+        }
         before = random_states(places)
-        outputs = [self._checkpointed.compute(spec, *self._chunk(leaves, split, *span)) for span in spans]
-        if all(torch.equal(now, then) for now, then in zip(random_states(places).values(), before.values())):
+        outputs = [
+            self._checkpointed.compute(spec, *self._chunk(leaves, split, *span)) for span in spans
+        ]
+        if all(
+            torch.equal(now, then)
+            for now, then in zip(random_states(places).values(), before.values())
+        ):
             return outputs
         modes = {module: module.training for module in self._block().modules()}
         try:
             for module in modes:
                 module.training = False
-            return [self._checkpointed.compute(spec, *self._chunk(leaves, split, *span)) for span in spans]
+            return [
+                self._checkpointed.compute(spec, *self._chunk(leaves, split, *span))
+                for span in spans
+            ]
         finally:
             set_random_states(before)
             for module, training in modes.items():
@@ -191,7 +239,11 @@ def _unheard(block: nn.Module, journal: Journal) -> Iterator[None]:
     modes = [(module, module.training) for module in block.modules()]
     places = {buffer.device for buffer, _ in buffers if buffer.device.type != "cpu"}
     generators = random_states(places)
-    silenced = [(hooks, dict(hooks)) for module in block.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    silenced = [
+        (hooks, dict(hooks))
+        for module in block.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+    ]
 
     def put_back() -> None:
         for hooks, all_of_them in silenced:

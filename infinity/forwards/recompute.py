@@ -74,7 +74,9 @@ class ActivationPlanner:
 
     def _choose(self, blocks: list[PlannedBlock]) -> None:
         activations, host = self.engine.activations, self.engine.ledger.accounts[Tier.HOST]
-        left = float("inf") if host.budget_nbytes is None else host.budget_nbytes - host.planned_nbytes
+        left = (
+            float("inf") if host.budget_nbytes is None else host.budget_nbytes - host.planned_nbytes
+        )
         found = choose(
             [block.measured() for block in blocks],
             device_nbytes=max(0, activations.spare_nbytes - activations.outside_nbytes),
@@ -90,7 +92,12 @@ class ActivationPlanner:
         """Counts the blocks that are kept, sent and recomputed; empty before the first choice."""
         chosen = [block for block in self.blocks if block.is_measured]
         return (
-            {choice.value: sum(block.choice is choice for block in chosen) for choice in ActivationChoice} if self._chosen else {}
+            {
+                choice.value: sum(block.choice is choice for block in chosen)
+                for choice in ActivationChoice
+            }
+            if self._chosen
+            else {}
         )
 
 
@@ -116,7 +123,9 @@ class PlannedBlock:
         """Stores the last pass's measurements if the block ran in it, and resets the counts."""
         if self._calls:
             self._passes += 1
-            self._nbytes = self._saved if self.choice is not ActivationChoice.RECOMPUTE else self._nbytes
+            self._nbytes = (
+                self._saved if self.choice is not ActivationChoice.RECOMPUTE else self._nbytes
+            )
         self._calls = self._saved = 0
         self._storages.clear()
 
@@ -163,12 +172,20 @@ class PlannedBlock:
     def _measure(self, args: tuple, kwargs: dict) -> Any:
         traffic = self._planner.engine.traffic
         state = self._state(args, kwargs) if self._is_repeatable else None
-        stalled, began = sum(edge.stall_seconds for edge in traffic.edges.values()), time.perf_counter()
+        stalled, began = (
+            sum(edge.stall_seconds for edge in traffic.edges.values()),
+            time.perf_counter(),
+        )
         output = self._checkpointed.forward(*args, **kwargs)
         stalled = sum(edge.stall_seconds for edge in traffic.edges.values()) - stalled
         self._seconds = max(0.0, time.perf_counter() - began - stalled)
-        plain = all(leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS)) for leaf in tree_leaves(output))
-        if self._is_repeatable and (not plain or state is None or state != self._state(args, kwargs) or self._is_heard()):
+        plain = all(
+            leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS))
+            for leaf in tree_leaves(output)
+        )
+        if self._is_repeatable and (
+            not plain or state is None or state != self._state(args, kwargs) or self._is_heard()
+        ):
             self._is_repeatable = False
         self._mode = self._modes()
         return output
@@ -181,13 +198,26 @@ class PlannedBlock:
         and the states of ``random`` and numpy, which torch's checkpoint does not restore. None if
         some value cannot be compared."""
         leaves = tree_flatten((args, kwargs))[0]
-        if not all(leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS)) for leaf in leaves) or has_containers(args, kwargs):
+        if not all(
+            leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS)) for leaf in leaves
+        ) or has_containers(args, kwargs):
             return None
         _, keys, *place = numpy.random.get_state()
-        found: list = [random.getstate(), keys.tobytes(), place, [Snapshot.of(leaf) for leaf in leaves]]
+        found: list = [
+            random.getstate(),
+            keys.tobytes(),
+            place,
+            [Snapshot.of(leaf) for leaf in leaves],
+        ]
         try:
             for module in self._block().modules():
-                found.append({name: Snapshot.of(value) for name, value in vars(module).items() if name not in MODULE_OWN})
+                found.append(
+                    {
+                        name: Snapshot.of(value)
+                        for name, value in vars(module).items()
+                        if name not in MODULE_OWN
+                    }
+                )
         except NoSnapshot:
             return None
         return found
@@ -203,4 +233,6 @@ class PlannedBlock:
             for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
         heard = [*inside, everyones._global_forward_hooks, everyones._global_forward_pre_hooks]
-        return any(not getattr(hook, "is_infinity", False) for hooks in heard for hook in hooks.values())
+        return any(
+            not getattr(hook, "is_infinity", False) for hooks in heard for hook in hooks.values()
+        )

@@ -24,7 +24,10 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         if (found := reference()) is None:
-            raise UsageError("this backward runs a block's forward again, but the model is gone: keep the model until then")
+            raise UsageError(
+                "this backward runs a block's forward again, but the model is gone: keep the model"
+                " until then"
+            )
         return forward(found, *args, **kwargs)
 
     return call

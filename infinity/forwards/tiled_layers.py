@@ -30,10 +30,22 @@ class TiledLinear(torch.autograd.Function):
     """``x @ weight.T + bias``; the weight's rows are outputs."""
 
     @staticmethod
-    def forward(ctx, x, bias, param, tiles: Tiles, make: Callable[[torch.Tensor], torch.Tensor] | None = None):
+    def forward(
+        ctx,
+        x,
+        bias,
+        param,
+        tiles: Tiles,
+        make: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
         """Computes the product. ``make(x)``, if given, returns a tensor of its shape instead."""
         ctx.save_for_backward(x)
-        ctx.tiles, ctx.handle, ctx.version, ctx.has_bias = tiles, tiles.handle, tiles.handle.version, bias is not None
+        ctx.tiles, ctx.handle, ctx.version, ctx.has_bias = (
+            tiles,
+            tiles.handle,
+            tiles.handle.version,
+            bias is not None,
+        )
         return TiledLinear.product(x, bias, tiles) if make is None else make(x)
 
     @staticmethod
@@ -54,12 +66,20 @@ class TiledLinear(torch.autograd.Function):
         tiles.check(ctx.handle, ctx.version)
         x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
         # Sums over tiles are kept in fp32: each product is rounded already.
-        dx = torch.zeros_like(x_rows, dtype=torch.promote_types(x_rows.dtype, torch.float32)) if ctx.needs_input_grad[0] else None
+        dx = (
+            torch.zeros_like(x_rows, dtype=torch.promote_types(x_rows.dtype, torch.float32))
+            if ctx.needs_input_grad[0]
+            else None
+        )
         with tiles.taking_rows(ctx) as grads:
-            for begin, end, weight in tiles.each() if dx is not None else ((*span, None) for span in tiles.spans()):
+            for begin, end, weight in (
+                tiles.each() if dx is not None else ((*span, None) for span in tiles.spans())
+            ):
                 if dx is not None:
                     dx.add_(dy_rows[:, begin:end] @ weight.to(dy.dtype))
-                grads.land(begin, end, lambda begin=begin, end=end: dy_rows[:, begin:end].T @ x_rows)
+                grads.land(
+                    begin, end, lambda begin=begin, end=end: dy_rows[:, begin:end].T @ x_rows
+                )
         db = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
         return None if dx is None else dx.view(x.shape).to(x.dtype), db, grads.whole, None, None
 
@@ -90,7 +110,12 @@ class TiledCrossEntropy(torch.autograd.Function):
                 largest[rows] = now
         normalizer = largest + total.log()
         ctx.save_for_backward(x, bias, target, normalizer)
-        ctx.tiles, ctx.handle, ctx.version, ctx.ignore_index = tiles, tiles.handle, tiles.handle.version, ignore_index
+        ctx.tiles, ctx.handle, ctx.version, ctx.ignore_index = (
+            tiles,
+            tiles.handle,
+            tiles.handle.version,
+            ignore_index,
+        )
         return (normalizer - chosen).masked_fill_(target == ignore_index, 0)
 
     @staticmethod
@@ -99,7 +124,11 @@ class TiledCrossEntropy(torch.autograd.Function):
         tiles: Tiles = ctx.tiles
         tiles.check(ctx.handle, ctx.version)
         dy = dy.masked_fill(target == ctx.ignore_index, 0)
-        dx = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if ctx.needs_input_grad[0] else None
+        dx = (
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+            if ctx.needs_input_grad[0]
+            else None
+        )
         db = torch.empty_like(bias) if ctx.needs_input_grad[1] else None
         with tiles.taking_rows(ctx) as grads:
             for begin, end, weight in tiles.each():
@@ -108,7 +137,9 @@ class TiledCrossEntropy(torch.autograd.Function):
                 db_tile = torch.zeros(end - begin, dtype=torch.float32, device=x.device)
                 for rows in TiledCrossEntropy._parts(x, end - begin):
                     part = x[rows].to(ctx.dtype)
-                    logits = F.linear(part, weight, None if bias is None else bias[begin:end].to(ctx.dtype)).float()
+                    logits = F.linear(
+                        part, weight, None if bias is None else bias[begin:end].to(ctx.dtype)
+                    ).float()
                     dlogits = logits.sub_(normalizer[rows, None]).exp_()
                     mine, column = TiledCrossEntropy._targets(target[rows], begin, end)
                     dlogits[mine, column] -= 1
@@ -150,7 +181,12 @@ class TiledConv1D(torch.autograd.Function):
             out = out.add_(bias)
         out = out.to(dtype)
         ctx.save_for_backward(x)
-        ctx.tiles, ctx.handle, ctx.version, ctx.has_bias = tiles, tiles.handle, tiles.handle.version, bias is not None
+        ctx.tiles, ctx.handle, ctx.version, ctx.has_bias = (
+            tiles,
+            tiles.handle,
+            tiles.handle.version,
+            bias is not None,
+        )
         return out
 
     @staticmethod
@@ -161,10 +197,14 @@ class TiledConv1D(torch.autograd.Function):
         x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
         dx = torch.empty_like(x_rows) if ctx.needs_input_grad[0] else None
         with tiles.taking_rows(ctx) as grads:
-            for begin, end, weight in tiles.each() if dx is not None else ((*span, None) for span in tiles.spans()):
+            for begin, end, weight in (
+                tiles.each() if dx is not None else ((*span, None) for span in tiles.spans())
+            ):
                 if dx is not None:
                     torch.mm(dy_rows, weight.T.to(dy.dtype), out=dx[:, begin:end])
-                grads.land(begin, end, lambda begin=begin, end=end: x_rows[:, begin:end].T @ dy_rows)
+                grads.land(
+                    begin, end, lambda begin=begin, end=end: x_rows[:, begin:end].T @ dy_rows
+                )
         db = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
         return None if dx is None else dx.view(x.shape).to(x.dtype), db, grads.whole, None
 
@@ -193,11 +233,19 @@ class TiledEmbedding(torch.autograd.Function):
         dy_rows = dy.reshape(-1, dy.shape[-1])
         with tiles.taking_rows(ctx) as grads:
             for begin, end in tiles.spans():
-                grads.land(begin, end, lambda begin=begin, end=end: TiledEmbedding._grad(ids, dy_rows, begin, end, ctx.padding_idx))
+                grads.land(
+                    begin,
+                    end,
+                    lambda begin=begin, end=end: TiledEmbedding._grad(
+                        ids, dy_rows, begin, end, ctx.padding_idx
+                    ),
+                )
         return None, None, grads.whole, None
 
     @staticmethod
-    def _grad(ids: torch.Tensor, dy: torch.Tensor, begin: int, end: int, padding_idx: int | None) -> torch.Tensor:
+    def _grad(
+        ids: torch.Tensor, dy: torch.Tensor, begin: int, end: int, padding_idx: int | None
+    ) -> torch.Tensor:
         inside = (ids >= begin) & (ids < end)
         if padding_idx is not None:
             inside &= ids != padding_idx
@@ -206,7 +254,9 @@ class TiledEmbedding(torch.autograd.Function):
         return grad.index_add_(0, ids[chosen] - begin, dy[chosen])
 
 
-def install_tiles(engine: Weights, model: nn.Module, rows: dict[nn.Parameter, int]) -> list[ReplacedForward]:
+def install_tiles(
+    engine: Weights, model: nn.Module, rows: dict[nn.Parameter, int]
+) -> list[ReplacedForward]:
     """Replaces the forward of every module that uses a weight in ``rows``: it runs in tiles of that
     many rows. Returns the replacements."""
     removers = []
@@ -221,7 +271,9 @@ def install_tiles(engine: Weights, model: nn.Module, rows: dict[nn.Parameter, in
 def _is_head(module: nn.Module, model: nn.Module) -> bool:
     if type(module) is not nn.Linear:
         return False
-    return module.out_features >= HEAD_RATIO * module.in_features or any(module is each for each in _output_embeddings(model))
+    return module.out_features >= HEAD_RATIO * module.in_features or any(
+        module is each for each in _output_embeddings(model)
+    )
 
 
 def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
@@ -238,7 +290,11 @@ class HeadForward:
 
     def __init__(self, module: nn.Module, tiles: Tiles, model: nn.Module):
         self._module, self._tiles = weakref.ref(module), tiles
-        self._around = [weakref.ref(each) for each in model.modules() if any(module is inner for inner in each.modules())]
+        self._around = [
+            weakref.ref(each)
+            for each in model.modules()
+            if any(module is inner for inner in each.modules())
+        ]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         x, bias, tiles = whole(input), self._module().bias, self._tiles
@@ -253,8 +309,9 @@ class HeadForward:
         def check() -> None:
             if tiles.handle is not handle or handle.version != version:
                 raise UsageError(
-                    "logits of a head that runs in tiles were asked for after its weights had changed (by optimizer.step(), or the "
-                    "model was unwrapped): they are computed when they are used first. Use them before the step."
+                    "logits of a head that runs in tiles were asked for after its weights had"
+                    " changed (by optimizer.step(), or the model was unwrapped): they are computed"
+                    " when they are used first. Use them before the step."
                 )
 
         def compute(hidden: torch.Tensor) -> torch.Tensor:
@@ -266,7 +323,9 @@ class HeadForward:
                 return TiledCrossEntropy.apply(rows, bias, target, tiles.param, ignore_index, tiles)
 
         head = Head(tiles.param.shape[0], compute, losses, check, tiles.engine)
-        root = TiledLinear.apply(x, bias, tiles.param, tiles, lambda _: Logits(head, x, dtype, compute))
+        root = TiledLinear.apply(
+            x, bias, tiles.param, tiles, lambda _: Logits(head, x, dtype, compute)
+        )
         root._is_tracked = root.requires_grad
         return root
 
@@ -285,11 +344,17 @@ class HeadForward:
         ):
             return None
         # A checkpoint must return, and a module's backward hooks must get, an ordinary tensor.
-        heard = any(each._backward_hooks or each._backward_pre_hooks for ref in self._around if (each := ref()) is not None)
+        heard = any(
+            each._backward_hooks or each._backward_pre_hooks
+            for ref in self._around
+            if (each := ref()) is not None
+        )
         return None if heard or x.is_inference() or self._tiles.engine.is_recomputed else dtype
 
 
-def _forward(module: nn.Module, tiles: Tiles, model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward(
+    module: nn.Module, tiles: Tiles, model: nn.Module
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns the tiled forward of ``module``. torch.compile breaks the graph there: moving weights
     cannot be compiled."""
     reference = weakref.ref(module)
@@ -321,7 +386,9 @@ def _forward(module: nn.Module, tiles: Tiles, model: nn.Module) -> Callable[[tor
     @torch.compiler.disable
     def conv1d(x: torch.Tensor) -> torch.Tensor:
         if x.size(-1) != tiles.param.size(0):
-            raise RuntimeError(f"an input of {x.size(-1)} columns for a weight of {tuple(tiles.param.shape)}")
+            raise RuntimeError(
+                f"an input of {x.size(-1)} columns for a weight of {tuple(tiles.param.shape)}"
+            )
         return TiledConv1D.apply(whole(x), reference().bias, tiles.param, tiles)
 
     return conv1d

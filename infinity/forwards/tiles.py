@@ -27,7 +27,11 @@ HEAD_RATIO = 8  # times as many outputs as inputs
 
 def is_conv1d(module: nn.Module) -> bool:
     """Returns whether ``module`` is transformers' Conv1D: a Linear with its weight transposed."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and type(module).__module__.startswith("transformers.")
+    return (
+        type(module).__name__ == "Conv1D"
+        and hasattr(module, "nf")
+        and type(module).__module__.startswith("transformers.")
+    )
 
 
 def is_tileable(module: nn.Module) -> bool:
@@ -39,7 +43,9 @@ def is_tileable(module: nn.Module) -> bool:
     return type(module) is nn.Linear or is_conv1d(module)
 
 
-def candidates(model: nn.Module, limit_nbytes: int, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> dict[nn.Parameter, int]:
+def candidates(
+    model: nn.Module, limit_nbytes: int, dtype_of: Callable[[torch.Tensor], torch.dtype]
+) -> dict[nn.Parameter, int]:
     """Finds the weights larger than ``limit_nbytes``, in their compute dtype, whose every user can
     be tiled. Returns for each the number of rows whose tile is within the limit, at least 1."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -50,7 +56,11 @@ def candidates(model: nn.Module, limit_nbytes: int, dtype_of: Callable[[torch.Te
     found = {}
     for param, using in users.items():
         size = dtype_of(param).itemsize
-        if type(param) is not nn.Parameter or param.dim() != 2 or param.numel() * size <= limit_nbytes:
+        if (
+            type(param) is not nn.Parameter
+            or param.dim() != 2
+            or param.numel() * size <= limit_nbytes
+        ):
             continue
         if param._backward_hooks or not param.is_contiguous():
             continue
@@ -120,10 +130,14 @@ class Tiles:
         offset = shard.layout.placements[handle.index].offset
         for begin, end in self.spans():
             nbytes = (end - begin) * width * shard.spec.dtype.itemsize
-            charge = engine.ledger.reserve(Tier.DEVICE, nbytes, f"a tile of {handle.name}", passing=True)
+            charge = engine.ledger.reserve(
+                Tier.DEVICE, nbytes, f"a tile of {handle.name}", passing=True
+            )
             try:
                 with engine.traffic.copying("host->device", nbytes, handle.name):
-                    flat = apart(engine.store.read)(shard.weight, offset + begin * width, offset + end * width)
+                    flat = apart(engine.store.read)(
+                        shard.weight, offset + begin * width, offset + end * width
+                    )
                     flat = flat.to(engine.device.where)
                 yield begin, end, flat.view(end - begin, width)
             finally:
@@ -142,7 +156,9 @@ class Tiles:
         elif use is GradUse.NONE:
             yield RowGrads(lambda begin, end, compute: None)
         else:  # returned by torch.autograd.grad, or accumulated for a weight that is not stepped
-            whole = torch.empty(self.param.shape, dtype=self.param.dtype, device=self.engine.device.where)
+            whole = torch.empty(
+                self.param.shape, dtype=self.param.dtype, device=self.engine.device.where
+            )
             yield RowGrads(lambda begin, end, compute: whole[begin:end].copy_(compute()), whole)
 
     def check(self, handle: ParamHandle, version: int | None) -> None:
@@ -154,14 +170,17 @@ class Tiles:
         """
         self.engine.join_backward()
         if self.handle is not handle:
-            raise UsageError("this backward needs a weight that ran in tiles, and its model was unwrapped since")
+            raise UsageError(
+                "this backward needs a weight that ran in tiles, and its model was unwrapped since"
+            )
         if torch.is_grad_enabled():
             raise UsageError(
-                f"create_graph=True: {self.handle.name} runs in tiles, whose backward has no graph of its own. Second-order "
-                "gradients need a larger device_memory."
+                f"create_graph=True: {self.handle.name} runs in tiles, whose backward has no graph"
+                " of its own. Second-order gradients need a larger device_memory."
             )
         if version is not None and version != self.handle.version:
             raise UsageError(
-                f"this backward needs {self.handle.name} as it was in its forward, but it was changed since (by "
-                "optimizer.step() or load_state_dict()). Run backward before the step."
+                f"this backward needs {self.handle.name} as it was in its forward, but it was"
+                " changed since (by optimizer.step() or load_state_dict()). Run backward before"
+                " the step."
             )

@@ -11,12 +11,29 @@ from torch import nn
 
 SCALARS = (bool, int, float, str, torch.dtype, torch.device)
 
-MODULE_OWN = {"_parameters", "_modules", *(name for name in vars(nn.Module()) if "hooks" in name), "forward"}
+MODULE_OWN = {
+    "_parameters",
+    "_modules",
+    *(name for name in vars(nn.Module()) if "hooks" in name),
+    "forward",
+}
 # Elements of a tensor whose bytes are compared. Of larger ones only torch's version counter is.
 LARGEST_COMPARED = 64 * 1024
 DEEPEST_COMPARED = 6
-IMMUTABLE = (type(None), *SCALARS, bytes, complex, range, torch.Size, torch.layout, Enum, type, types.FunctionType, types.BuiltinFunctionType,
-             types.ModuleType)  # fmt: skip
+IMMUTABLE = (
+    type(None),
+    *SCALARS,
+    bytes,
+    complex,
+    range,
+    torch.Size,
+    torch.layout,
+    Enum,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+)
 
 
 class NoSnapshot(Exception):
@@ -30,7 +47,11 @@ class Snapshot:
         self._value, self._content = value, content
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Snapshot) and self._value is other._value and self._content == other._content
+        return (
+            isinstance(other, Snapshot)
+            and self._value is other._value
+            and self._content == other._content
+        )
 
     @classmethod
     def of(cls, value: Any, depth: int = 0) -> Snapshot:
@@ -38,9 +59,19 @@ class Snapshot:
         if depth > DEEPEST_COMPARED:
             raise NoSnapshot
         if isinstance(value, torch.Tensor):
-            small = value.numel() <= LARGEST_COMPARED and value.layout is torch.strided and handle_free(value)
+            small = (
+                value.numel() <= LARGEST_COMPARED
+                and value.layout is torch.strided
+                and handle_free(value)
+            )
             data = value.detach().resolve_conj().resolve_neg().cpu().contiguous() if small else None
-            return cls(value, (value._version, None if data is None else data.reshape(-1).view(torch.uint8).numpy().tobytes()))
+            return cls(
+                value,
+                (
+                    value._version,
+                    None if data is None else data.reshape(-1).view(torch.uint8).numpy().tobytes(),
+                ),
+            )
         if isinstance(value, torch.Generator):
             return cls(value, value.get_state().numpy().tobytes())
         if isinstance(value, (bool, int, float, str)):

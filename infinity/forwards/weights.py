@@ -83,6 +83,6 @@ def found_weakly(engine: Weights) -> Callable[[], Weights]:
 def too_late() -> UsageError:
     """Returns the error for a backward whose weights are gone."""
     return UsageError(
-        "this backward needs weights that went with the engine: run it before unwrap_model, and before the model is dropped (a loss alone "
-        "does not keep them)"
+        "this backward needs weights that went with the engine: run it before unwrap_model, and"
+        " before the model is dropped (a loss alone does not keep them)"
     )

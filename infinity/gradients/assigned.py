@@ -65,7 +65,9 @@ class Assigned:
     @property
     def is_writable(self) -> bool:
         """Whether torch would add to it in place: no two elements share memory."""
-        return not any(step == 0 and size > 1 for step, size in zip(self.bytes.stride(), self.bytes.shape))
+        return not any(
+            step == 0 and size > 1 for step, size in zip(self.bytes.stride(), self.bytes.shape)
+        )
 
     def begins_as(self, tensor: torch.Tensor) -> bool:
         """Returns whether ``tensor`` starts at the same address as this one."""

@@ -55,13 +55,16 @@ class AssignedGrads(GradValues):
         local = local_of(value) if isinstance(value, torch.Tensor) else value
         if isinstance(local, AtHome) and local.plain is not None:
             return local.plain
-        if not self._is_of_another(handle, local) and (self.ranks.alone or not self._is_assigned_to_another(handle, local)):
+        if not self._is_of_another(handle, local) and (
+            self.ranks.alone or not self._is_assigned_to_another(handle, local)
+        ):
             return value
         other = local._infinity_grad if isinstance(local, AtHome) else None
         if other is None or other.grad.stand_in is not local or not self.ranks.alone:
             raise UsageError(
-                f"{handle.name}.grad = a view of another gradient, or with several ranks another parameter's gradient: a write to "
-                "one would have to change both. Assign a copy: param.grad = gradient.clone()."
+                f"{handle.name}.grad = a view of another gradient, or with several ranks another"
+                " parameter's gradient: a write to one would have to change both. Assign a copy:"
+                " param.grad = gradient.clone()."
             )
         was_consumed = other.grad.state is GradState.CONSUMED
         local.plain = local.clone()
@@ -75,7 +78,11 @@ class AssignedGrads(GradValues):
         home."""
         if isinstance(value, AtHome):
             return value._infinity_grad is not handle
-        if not isinstance(value, torch.Tensor) or not has_bytes(value) or value.layout is not torch.strided:
+        if (
+            not isinstance(value, torch.Tensor)
+            or not has_bytes(value)
+            or value.layout is not torch.strided
+        ):
             return False
         if (storage := storage_guard.identity(value)) not in self._viewed:
             return False
@@ -85,7 +92,11 @@ class AssignedGrads(GradValues):
 
     def _is_assigned_to_another(self, handle: ParamHandle, value: Any) -> bool:
         """Whether ``value`` is the assigned gradient of another parameter."""
-        if not isinstance(value, torch.Tensor) or not has_bytes(value) or value.layout is not torch.strided:
+        if (
+            not isinstance(value, torch.Tensor)
+            or not has_bytes(value)
+            or value.layout is not torch.strided
+        ):
             return False
         others = (other.grad.assigned for other in self._assigned if other is not handle)
         return any(assigned is not None and assigned.begins_as(value) for assigned in others)
@@ -93,7 +104,11 @@ class AssignedGrads(GradValues):
     def part_from(self, handle: ParamHandle) -> None:
         """Gives a stand-in that users hold its own copy of the values, before its parameter gets
         another gradient."""
-        if not self.ranks.alone or (stand_in := handle.grad.stand_in) is None or handle.grad.state is GradState.TORN:
+        if (
+            not self.ranks.alone
+            or (stand_in := handle.grad.stand_in) is None
+            or handle.grad.state is GradState.TORN
+        ):
             return
         held = weakref.ref(stand_in)
         stand_in = handle.grad.stand_in = handle.grad.shown = None
@@ -213,7 +228,11 @@ class AssignedGrads(GradValues):
     def settle_early(self, handles: Iterable[ParamHandle]) -> None:
         """Settles ``handles``, which are stepped while the backward runs."""
         for handle in handles:
-            if handle.grad is not None and handle.grad.assigned is not None and handle.grad.state is GradState.LANDED:
+            if (
+                handle.grad is not None
+                and handle.grad.assigned is not None
+                and handle.grad.state is GradState.LANDED
+            ):
                 self.settle(handle)
                 handle.grad.assigned.is_early = True
 
@@ -221,15 +240,22 @@ class AssignedGrads(GradValues):
         """Settles the gradient of ``handle``. Raises UsageError if several ranks cannot apply the
         change."""
         record, assigned = handle.grad, handle.grad.assigned
-        if assigned is None or record.state is GradState.TORN or (assigned.is_early and record.state is GradState.CONSUMED):
+        if (
+            assigned is None
+            or record.state is GradState.TORN
+            or (assigned.is_early and record.state is GradState.CONSUMED)
+        ):
             return
         if not self._is_changed(handle, assigned):
             return
         assigned = self._followed(handle)
-        if not self.ranks.alone and (assigned.is_stale or assigned.is_copied or record.state is GradState.CONSUMED):
+        if not self.ranks.alone and (
+            assigned.is_stale or assigned.is_copied or record.state is GradState.CONSUMED
+        ):
             raise UsageError(
-                f"the tensor that was assigned to {handle.name}.grad was changed after the gradient had parted from it (by a backward, a "
-                "step or another change). With several ranks change param.grad itself, or assign the tensor anew."
+                f"the tensor that was assigned to {handle.name}.grad was changed after the gradient"
+                " had parted from it (by a backward, a step or another change). With several ranks"
+                " change param.grad itself, or assign the tensor anew."
             )
         if record.state is GradState.CONSUMED:
             record.move(GradState.LANDED)
@@ -253,9 +279,12 @@ class AssignedGrads(GradValues):
         tensor = assigned.tensor()
         if local_of(tensor).shape != local_of(handle.param).shape:
             raise UsageError(
-                f"{handle.name}.grad was given another shape, {tuple(tensor.shape)}: assign a gradient of the parameter's"
+                f"{handle.name}.grad was given another shape, {tuple(tensor.shape)}: assign a"
+                " gradient of the parameter's"
             )
-        now = handle.grad.assigned = Assigned(tensor, is_copied=assigned.is_copied, alone=self.ranks.alone)
+        now = handle.grad.assigned = Assigned(
+            tensor, is_copied=assigned.is_copied, alone=self.ranks.alone
+        )
         now.is_stale, now.is_early = assigned.is_stale, assigned.is_early
         return now
 

@@ -25,7 +25,9 @@ class AtHome(torch.Tensor):
     @classmethod
     def make(cls, handle: ParamHandle, shape, *, stride, dtype, device, offset: int = 0):
         """Makes a stand-in for the gradient of ``handle`` or a view of it."""
-        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device)
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
+        )
         with DisableTorchFunction():  # closes the storage itself, not what users see
             storage_guard.close(torch.Tensor.untyped_storage(tensor))
         tensor._infinity_grad = handle
@@ -69,8 +71,9 @@ class AtHome(torch.Tensor):
 
     def _refuse_reshaping(self, func: Any) -> NoReturn:
         raise UsageError(
-            f"{func} of {self._infinity_grad.name}.grad would give the gradient another shape or other memory, and it "
-            "keeps those of its parameter. Work on a copy: grad.detach().clone()"
+            f"{func} of {self._infinity_grad.name}.grad would give the gradient another shape or"
+            " other memory, and it keeps those of its parameter. Work on a copy:"
+            " grad.detach().clone()"
         )
 
     def _refuse(self, what: str) -> NoReturn:

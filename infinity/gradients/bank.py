@@ -42,9 +42,16 @@ class GradientBank(AssignedGrads):
     """Lands, lends and consumes gradients. Used from the thread that runs backward or the step."""
 
     def __init__(
-        self, store: ShardStore, staging: native.PinnedPool | None, collectives: Collectives, *, in_flight_nbytes: int = 0
+        self,
+        store: ShardStore,
+        staging: native.PinnedPool | None,
+        collectives: Collectives,
+        *,
+        in_flight_nbytes: int = 0,
     ):
-        super().__init__(GradHomes(store, staging, in_flight_nbytes=in_flight_nbytes), store, collectives)
+        super().__init__(
+            GradHomes(store, staging, in_flight_nbytes=in_flight_nbytes), store, collectives
+        )
         self._lander = Lander(self.homes, store, self.changes, self.norms)
         self._reducer: Averager | None = None  # None if this rank is alone
         self._adds_to_consumed = False  # the running backward belongs to another model's loss
@@ -66,7 +73,9 @@ class GradientBank(AssignedGrads):
         """
         handle.engine.uses.check(Operation.USE_GRAD, f"{handle.name}.grad")
         with handle.engine.uses.begin():
-            if handle.grad.state is GradState.ABSENT and not mistakes.is_called_from("torch/nn/modules/module.py", "zero_grad"):
+            if handle.grad.state is GradState.ABSENT and not mistakes.is_called_from(
+                "torch/nn/modules/module.py", "zero_grad"
+            ):
                 self._average()
             if handle.grad.assigned is not None and (assigned := self.shown(handle)) is not None:
                 return assigned
@@ -97,7 +106,9 @@ class GradientBank(AssignedGrads):
         given, part = value, part_of(handle.param, value.detach(), f"{handle.name}.grad")
         value = part.clone()
         # Compared over the ranks that share it: with an ep axis each rank has other experts.
-        handle.shard.collectives.same(f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param))
+        handle.shard.collectives.same(
+            f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param)
+        )
         self.part_from(handle)
         self.clear(handle)
         self._average()
@@ -110,15 +121,25 @@ class GradientBank(AssignedGrads):
 
     @staticmethod
     def _check_value(handle: ParamHandle, value: object) -> None:
-        """Raises UsageError for what cannot be the gradient of ``handle``. Nothing has changed then."""
+        """Raises UsageError for what cannot be the gradient of ``handle``. Nothing has changed
+        then."""
         wanted = handle.shard.spec.grad_dtype
-        if not isinstance(value, torch.Tensor) or value.dtype not in (wanted, handle.shard.spec.dtype):
+        if not isinstance(value, torch.Tensor) or value.dtype not in (
+            wanted,
+            handle.shard.spec.dtype,
+        ):
             found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-            raise UsageError(f"{handle.name}.grad must be None or a tensor of {wanted}, not {found}")
+            raise UsageError(
+                f"{handle.name}.grad must be None or a tensor of {wanted}, not {found}"
+            )
         if value.shape != handle.param.shape:
-            raise UsageError(f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape")
+            raise UsageError(
+                f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape"
+            )
         if value.layout is not torch.strided:
-            raise UsageError(f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}")
+            raise UsageError(
+                f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}"
+            )
 
     def average(self) -> None:
         """Settles assigned tensors, then averages gradients that wait for it. Every rank calls
@@ -145,7 +166,11 @@ class GradientBank(AssignedGrads):
         # Also drop what autograd accumulated when an exception kept it from landing.
         set_raw_grad(handle.param, None)
         # Reversed, because gradients are cleared from the front.
-        if was_there and not handle.engine.computing and not any(map(_is_there, reversed(self._handles))):
+        if (
+            was_there
+            and not handle.engine.computing
+            and not any(map(_is_there, reversed(self._handles)))
+        ):
             if self._reducer is not None:
                 self._reducer.average(are_gone=True)
             self.clips.clear()
@@ -207,7 +232,9 @@ class GradientBank(AssignedGrads):
         """Adds ``grad`` to the sums that land at the end of the pass. Returns False if it can be
         added at home, or the device has no room."""
         shard = handle.shard
-        adds_at_home = not self.homes.is_remote(handle) and shard.arrays["grad"].tier is not Tier.NVME
+        adds_at_home = (
+            not self.homes.is_remote(handle) and shard.arrays["grad"].tier is not Tier.NVME
+        )
         if self._waiting is None or adds_at_home or shard in self._without_room:
             return False
         try:
@@ -233,7 +260,9 @@ class GradientBank(AssignedGrads):
         """Adds ``grad`` to the landed gradient. Raises UsageError if a step has consumed that, or
         ``grad`` is sparse."""
         if grad.is_sparse:
-            raise UsageError(f"{handle.name} got a sparse gradient; build the embedding with sparse=False")
+            raise UsageError(
+                f"{handle.name} got a sparse gradient; build the embedding with sparse=False"
+            )
         assigned = self.lands_on(handle)
         self._reopen(handle)
         self.changes.begin(handle)
@@ -253,8 +282,9 @@ class GradientBank(AssignedGrads):
         record = handle.grad
         if record.averaged:
             raise UsageError(
-                f"a backward through {handle.name} after its gradient was read: with shard='optimizer' reading averages it "
-                "over the ranks. Read gradients after the last backward of a step, or use shard='gradients'."
+                f"a backward through {handle.name} after its gradient was read: with"
+                " shard='optimizer' reading averages it over the ranks. Read gradients after the"
+                " last backward of a step, or use shard='gradients'."
             )
         self._lander.land(handle, grad, adds=record.state is not GradState.ABSENT)
         record.move(GradState.LANDED)
@@ -280,18 +310,24 @@ class GradientBank(AssignedGrads):
         generator leaves gradients on the discriminator. Any other backward raises UsageError:
         zero_grad() was forgotten.
         """
-        if handle.grad.state is GradState.CONSUMED and self._adds_to_consumed and self.ranks.keeps_gradients:
+        if (
+            handle.grad.state is GradState.CONSUMED
+            and self._adds_to_consumed
+            and self.ranks.keeps_gradients
+        ):
             raise UsageError(
-                f"another model's loss would add to the gradient of {handle.name}, which a step has averaged over the ranks and consumed: with "
-                "shard='optimizer' that cannot be done. Call zero_grad() before that backward, or use shard='gradients'."
+                f"another model's loss would add to the gradient of {handle.name}, which a step has"
+                " averaged over the ranks and consumed: with shard='optimizer' that cannot be"
+                " done. Call zero_grad() before that backward, or use shard='gradients'."
             )
         if handle.grad.state is GradState.CONSUMED and self._adds_to_consumed:
             handle.grad.move(GradState.LANDED)
             handle.grad.norm = None
         elif handle.grad.state is GradState.CONSUMED:
             raise UsageError(
-                f"a second backward through {handle.name} after optimizer.step(): its gradient was consumed by the "
-                "step. Call optimizer.zero_grad() between step() and the next backward()."
+                f"a second backward through {handle.name} after optimizer.step(): its gradient was"
+                " consumed by the step. Call optimizer.zero_grad() between step() and the next"
+                " backward()."
             )
 
     @contextmanager
@@ -314,7 +350,9 @@ class GradientBank(AssignedGrads):
             if assigned is not None:
                 assigned.change(lambda tensor: tensor[begin:end].add_(part))
                 return
-            with self._store.traffic.copying("device->host", part.numel() * shard.spec.grad_dtype.itemsize, handle.name):
+            with self._store.traffic.copying(
+                "device->host", part.numel() * shard.spec.grad_dtype.itemsize, handle.name
+            ):
                 with self._store.guarding():
                     shard.wait()
                     home = self.homes.view(handle, write=True)

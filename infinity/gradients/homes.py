@@ -25,7 +25,9 @@ class GradHomes:
     """The homes of all gradients: device memory, host memory or disk. Used from the thread that
     runs backward or the step."""
 
-    def __init__(self, store: ShardStore, staging: native.PinnedPool | None, *, in_flight_nbytes: int = 0):
+    def __init__(
+        self, store: ShardStore, staging: native.PinnedPool | None, *, in_flight_nbytes: int = 0
+    ):
         self.device: Device = store.device
         self.queue = LandingQueue(self.device, store.traffic, in_flight_nbytes)
         self._opened = OpenedGrads(store, staging, self.queue.wait)
@@ -50,7 +52,9 @@ class GradHomes:
     def view(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
         """Returns the whole gradient of ``handle`` as a tensor over its home. ``write``: it is
         about to change. ``wait``: block until landing gradients have arrived."""
-        return handle.shard.layout.placements[handle.index].view(self._flat(handle.shard, write=write, wait=wait))
+        return handle.shard.layout.placements[handle.index].view(
+            self._flat(handle.shard, write=write, wait=wait)
+        )
 
     def flat_view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
         """Returns the gradient's elements at home, flat, in storage order."""

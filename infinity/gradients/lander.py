@@ -24,27 +24,59 @@ TakeNorm = Callable[[torch.Tensor, float], torch.Tensor]
 class Lander:
     """Sends gradients and averages home. Used from the thread that runs backward or the step."""
 
-    def __init__(self, homes: GradHomes, store: ShardStore, changes: GradChanges, norms: LandingNorms):
-        self._homes, self._device, self._store, self._changes, self._norms = homes, homes.device, store, changes, norms
+    def __init__(
+        self, homes: GradHomes, store: ShardStore, changes: GradChanges, norms: LandingNorms
+    ):
+        self._homes, self._device, self._store, self._changes, self._norms = (
+            homes,
+            homes.device,
+            store,
+            changes,
+            norms,
+        )
 
     def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
         """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
         if self._device.overlaps and handle.shard.arrays["grad"].tier is not Tier.DEVICE:
             self.beside(handle, *self._flat(handle, grad), adds=adds)
         else:
-            self._here(handle, partial(self._homes.view, handle, write=True), grad, self._norms.of, adds=adds)
+            self._here(
+                handle,
+                partial(self._homes.view, handle, write=True),
+                grad,
+                self._norms.of,
+                adds=adds,
+            )
 
     def land_slice(self, handle: ParamHandle, own: torch.Tensor, *, adds: bool) -> None:
         """Sets this rank's slice of the gradient to ``own``, or adds it (``adds``). ``own`` is
         flat, in storage order."""
         if self._homes.is_remote(handle):
             handle.shard.wait()
-            self.beside(handle, self._homes.slice(handle, write=True, wait=False), own, self._norms.of_slice, adds=adds)
+            self.beside(
+                handle,
+                self._homes.slice(handle, write=True, wait=False),
+                own,
+                self._norms.of_slice,
+                adds=adds,
+            )
         else:
-            self._here(handle, partial(self._homes.slice, handle, write=True), own, self._norms.of_slice, adds=adds)
+            self._here(
+                handle,
+                partial(self._homes.slice, handle, write=True),
+                own,
+                self._norms.of_slice,
+                adds=adds,
+            )
 
     def _here(
-        self, handle: ParamHandle, home: Callable[[], torch.Tensor], value: torch.Tensor, take_norm: TakeNorm, *, adds: bool
+        self,
+        handle: ParamHandle,
+        home: Callable[[], torch.Tensor],
+        value: torch.Tensor,
+        take_norm: TakeNorm,
+        *,
+        adds: bool,
     ) -> None:
         """Lands ``value`` at ``home()``. Also takes the requested norm while the bytes are in
         cache, which saves a second read, perhaps from disk."""
@@ -62,7 +94,15 @@ class Lander:
             order = None if record.viewed else self._norms.order
             record.norm = None if order is None else (order, take_norm(there, order))
 
-    def beside(self, handle: ParamHandle, home: torch.Tensor, value: torch.Tensor, take_norm: TakeNorm, *, adds: bool) -> None:
+    def beside(
+        self,
+        handle: ParamHandle,
+        home: torch.Tensor,
+        value: torch.Tensor,
+        take_norm: TakeNorm,
+        *,
+        adds: bool,
+    ) -> None:
         """Lands ``value`` in the copy queue to the host, beside the compute. The sum and the norm
         are computed on the device, so both are the same for every home."""
         record, shard, where = handle.grad, handle.shard, self._device.where
@@ -73,7 +113,11 @@ class Lander:
         def send() -> None:
             total = value
             if adds:
-                total = home if self._device.is_host else torch.empty_like(home, device=where).copy_(home, non_blocking=True)
+                total = (
+                    home
+                    if self._device.is_host
+                    else torch.empty_like(home, device=where).copy_(home, non_blocking=True)
+                )
                 multiply(total, factors).add_(value)
             if total is not home:
                 home.copy_(total, non_blocking=True)
@@ -85,7 +129,9 @@ class Lander:
         record.factors.clear()
         record.norm = None if norm is None else (order, norm)
 
-    def _flat(self, handle: ParamHandle, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, TakeNorm]:
+    def _flat(
+        self, handle: ParamHandle, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, TakeNorm]:
         """Returns the gradient's elements at home, flat; those of ``grad`` in the same order; and
         the function that takes their norm."""
         shard = handle.shard
@@ -93,10 +139,18 @@ class Lander:
         place = shard.layout.placements[handle.index]
         home = self._homes.flat_view(handle, write=True)
         if grad.stride() != place.stride or grad.dtype != shard.spec.grad_dtype:
-            laid_out = torch.empty_strided(place.shape, place.stride, dtype=shard.spec.grad_dtype, device=self._device.where)
+            laid_out = torch.empty_strided(
+                place.shape, place.stride, dtype=shard.spec.grad_dtype, device=self._device.where
+            )
             grad = laid_out.copy_(grad)
 
         def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
-            return self._norms.of(total.as_strided(place.shape, place.stride, total.storage_offset()), order)
+            return self._norms.of(
+                total.as_strided(place.shape, place.stride, total.storage_offset()), order
+            )
 
-        return home, grad.detach().as_strided((place.numel,), (1,), grad.storage_offset()), take_norm
+        return (
+            home,
+            grad.detach().as_strided((place.numel,), (1,), grad.storage_offset()),
+            take_norm,
+        )

@@ -23,10 +23,19 @@ class LandingQueue:
         self._landing: dict[ParamShard, Event] = {}
         self._in_flight = InFlight(in_flight_nbytes)  # gradients that the queue still reads
 
-    def send(self, shard: ParamShard, send: Callable[[], None], nbytes: int, what: str, *read: torch.Tensor) -> Event:
+    def send(
+        self,
+        shard: ParamShard,
+        send: Callable[[], None],
+        nbytes: int,
+        what: str,
+        *read: torch.Tensor,
+    ) -> Event:
         """Enqueues ``send``, which reads the tensors ``read``, after the compute enqueued so far.
         Returns the event of its end. Keeps ``read`` alive until then."""
-        landing = self._device.put("out", send, behind=[self._device.now()], transfer=Copy("device->host", nbytes, what))
+        landing = self._device.put(
+            "out", send, behind=[self._device.now()], transfer=Copy("device->host", nbytes, what)
+        )
         self._landing[shard] = landing
         for tensor in read:
             self._in_flight.keep(tensor, landing)

@@ -26,7 +26,9 @@ class LandingNorms:
         norms of other ranks."""
         if not values.numel():  # an empty local part has no maximum
             return torch.zeros((), dtype=torch.float32, device=values.device)
-        return torch.linalg.vector_norm(values, order, dtype=torch.float32 if self._is_cut else None)
+        return torch.linalg.vector_norm(
+            values, order, dtype=torch.float32 if self._is_cut else None
+        )
 
     @staticmethod
     def of_slice(values: torch.Tensor, order: float) -> torch.Tensor:

@@ -38,7 +38,12 @@ class OpenedGrads:
     """Shards' gradients in staging. The least recently used go to disk when another needs a
     slot."""
 
-    def __init__(self, store: ShardStore, staging: native.PinnedPool | None, wait_landing: Callable[[ParamShard], None]):
+    def __init__(
+        self,
+        store: ShardStore,
+        staging: native.PinnedPool | None,
+        wait_landing: Callable[[ParamShard], None],
+    ):
         self._store, self._staging = store, staging
         self._wait_landing = wait_landing  # blocks until no transfer writes to a slot
         # Least recently used first

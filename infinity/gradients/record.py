@@ -81,7 +81,11 @@ class GradRecord:
     def note_edit(self, by: torch.Tensor | float, *, is_own: bool) -> None:
         """Adds a user's change to the digests. ``by``: a factor, or the new values. ``is_own``:
         values of which other ranks have other local parts."""
-        values = by if isinstance(by, torch.Tensor) else torch.tensor(by, dtype=torch.float64, device="cpu")
+        values = (
+            by
+            if isinstance(by, torch.Tensor)
+            else torch.tensor(by, dtype=torch.float64, device="cpu")
+        )
         if is_own:
             self.own_edits = checksum_of(values, self.own_edits)
         else:
@@ -117,7 +121,9 @@ def would_be_lost(handle: ParamHandle) -> bool:
         return False
     record = handle.grad
     record.landing.precede()
-    known_zero = record.norm is not None and record.norm[0] == math.inf and record.norm[1].item() == 0
+    known_zero = (
+        record.norm is not None and record.norm[0] == math.inf and record.norm[1].item() == 0
+    )
     return not known_zero or record.viewed or bool(record.factors)
 
 
@@ -125,8 +131,9 @@ def refuse_torn(handle: ParamHandle) -> None:
     """Raises UsageError for a gradient that a failed backward left incomplete."""
     if handle.grad.state is GradState.TORN:
         raise UsageError(
-            f"the gradient of {handle.name} is half done, for a backward that added to it was cut short by an exception. Call "
-            "optimizer.zero_grad() and run forward and backward again."
+            f"the gradient of {handle.name} is half done, for a backward that added to it was cut"
+            " short by an exception. Call optimizer.zero_grad() and run forward and backward"
+            " again."
         )
 
 
@@ -136,9 +143,9 @@ def writable(handle: ParamHandle) -> ParamHandle:
     refuse_torn(handle)
     if handle.grad.state is GradState.CONSUMED:
         raise UsageError(
-            f"{handle.name}.grad was consumed by optimizer.step(): it can be read, but "
-            "changing it in place has no effect. Change gradients before step(), call zero_grad() first, or assign what the next "
-            "step is to begin with: param.grad = param.grad * 0.5."
+            f"{handle.name}.grad was consumed by optimizer.step(): it can be read, but changing it"
+            " in place has no effect. Change gradients before step(), call zero_grad() first, or"
+            " assign what the next step is to begin with: param.grad = param.grad * 0.5."
         )
     if handle.grad.assigned is not None:  # it is not changed along
         handle.grad.assigned.leave_behind()

@@ -106,7 +106,9 @@ class Reducer:
         if self._goes_as_agreed:
             self.start_due(only_ready=True)
         else:
-            self._start_more(self._collectives.offer(self.count_ready()) if least is None else least)
+            self._start_more(
+                self._collectives.offer(self.count_ready()) if least is None else least
+            )
 
     @property
     def _goes_as_agreed(self) -> bool:
@@ -135,7 +137,10 @@ class Reducer:
     def count_ready(self) -> int:
         """Counts the next units of the order that this rank can reduce now."""
         own = ((i, unit) for i, unit in enumerate(self._order) if not unit.is_shared)
-        last = max((i for i, unit in own if unit in self._ready or any(map(self._whole.has, unit.shards))), default=0)
+        last = max(
+            (i for i, unit in own if unit in self._ready or any(map(self._whole.has, unit.shards))),
+            default=0,
+        )
         count = self._position
         while count < len(self._order):
             unit = self._order[count]
@@ -170,12 +175,19 @@ class Reducer:
 
     def _decide(self) -> None:
         """Exchanges which gradients any rank had, then lands the undecided and late ones."""
-        shards = [(unit, shard) for unit in self._order for shard in unit.shards if shard.spec.stepped]
-        handles = [handle for unit, shard in shards for handle in unit.handles if handle.shard is shard]
+        shards = [
+            (unit, shard) for unit in self._order for shard in unit.shards if shard.spec.stepped
+        ]
+        handles = [
+            handle for unit, shard in shards for handle in unit.handles if handle.shard is shard
+        ]
         while True:
             late = {handle for handle in handles if self._whole.has_gradient(handle)}
             flags = self._collectives.agree(
-                [*(handle in self._got or handle in late for handle in handles), *(handle in late for handle in handles)],
+                [
+                    *(handle in self._got or handle in late for handle in handles),
+                    *(handle in late for handle in handles),
+                ],
                 "the end of a backward",
             )
             self._finish()
@@ -184,13 +196,28 @@ class Reducer:
             for handle in undecided:
                 if handle in anywhere:
                     begin, end = handle.shard.slice_part(handle.index)
-                    self._bank.land_average(handle, torch.full((end - begin,), -0.0, device=self._bank.device.where))
-            late_anywhere = {handle for handle, is_late in zip(handles, flags[len(handles) :]) if is_late}
+                    self._bank.land_average(
+                        handle, torch.full((end - begin,), -0.0, device=self._bank.device.where)
+                    )
+            late_anywhere = {
+                handle for handle, is_late in zip(handles, flags[len(handles) :]) if is_late
+            }
             if not late_anywhere:
                 return
             for unit, shard in shards:
-                wanted = [handle for handle in unit.handles if handle.shard is shard and handle in late_anywhere]
-                self._reduce(unit, shard, self._whole.pop_got(shard), wanted, f"reducing {unit.name}", decided=True)
+                wanted = [
+                    handle
+                    for handle in unit.handles
+                    if handle.shard is shard and handle in late_anywhere
+                ]
+                self._reduce(
+                    unit,
+                    shard,
+                    self._whole.pop_got(shard),
+                    wanted,
+                    f"reducing {unit.name}",
+                    decided=True,
+                )
 
     def reduce_all(self) -> None:
         """Ends a joined pass: averages its gradients. Every rank calls this, and all meet once. An
@@ -201,8 +228,13 @@ class Reducer:
             return
         if not self._order:
             self._order = self._agree_on_order()
-        shards = [(unit, shard) for unit in self._order for shard in unit.shards if shard.spec.stepped]
-        handles = {shard: [handle for handle in unit.handles if handle.shard is shard] for unit, shard in shards}
+        shards = [
+            (unit, shard) for unit in self._order for shard in unit.shards if shard.spec.stepped
+        ]
+        handles = {
+            shard: [handle for handle in unit.handles if handle.shard is shard]
+            for unit, shard in shards
+        }
         got = {shard: self._whole.pop_got(shard) for _, shard in shards}
         flags = [handle.index in got[shard] for _, shard in shards for handle in handles[shard]]
         self._collectives.end_pass()
@@ -220,8 +252,13 @@ class Reducer:
 
     def _agree_on_order(self) -> list[ParamUnit]:
         by_index = {unit.index: unit for unit in self._units}
-        order = torch.tensor(_order_of(by_index, self._schedule.first()), dtype=torch.int64, device="cpu")
-        return [by_index[index] for index in self._collectives.broadcast(order, "the order of gradients").tolist()]
+        order = torch.tensor(
+            _order_of(by_index, self._schedule.first()), dtype=torch.int64, device="cpu"
+        )
+        return [
+            by_index[index]
+            for index in self._collectives.broadcast(order, "the order of gradients").tolist()
+        ]
 
     def abandon(self) -> None:
         """Drops the gradients that a failed backward has not averaged."""
@@ -240,7 +277,9 @@ class Reducer:
         is_complete = True
         for number, shard in enumerate(unit.shards):
             if shard.spec.stepped:
-                is_complete &= self._average(unit, shard, self._whole.pop_got(shard), f"reducing {unit.name} ({number})")
+                is_complete &= self._average(
+                    unit, shard, self._whole.pop_got(shard), f"reducing {unit.name} ({number})"
+                )
         (self._pending if is_complete else self._incomplete).append(unit)
 
     def _average(self, unit: ParamUnit, shard: ParamShard, got: set[int], what: str) -> bool:
@@ -257,7 +296,14 @@ class Reducer:
             self._reduce(unit, shard, got, handles, what, flags=flags)
             return True
         *anywhere, incomplete = self._collectives.agree(flags, what)
-        self._reduce(unit, shard, got, [handle for handle, wanted in zip(handles, anywhere) if wanted], what, decided=True)
+        self._reduce(
+            unit,
+            shard,
+            got,
+            [handle for handle, wanted in zip(handles, anywhere) if wanted],
+            what,
+            decided=True,
+        )
         return not incomplete
 
     def _reduce(
@@ -293,7 +339,11 @@ class Reducer:
                 self._undecided += reduction.land(average, self._bank.land_average)
 
         pending = shard.collectives.reduce(whole, what, done)
-        telling = self._collectives.share_flags(flags, f"{what}: who has them", reduction.hear) if flags else None
+        telling = (
+            self._collectives.share_flags(flags, f"{what}: who has them", reduction.hear)
+            if flags
+            else None
+        )
         if not self._ranks.keeps_gradients:
             pending.release = charge.release
         self._finish()
@@ -333,9 +383,16 @@ class Reducer:
         self._unread &= not are_gone
         if not self._unread:
             return
-        shards = [(unit, shard) for unit in self._units for shard in unit.shards if shard.spec.stepped]
-        handles = [[handle for handle in unit.handles if handle.shard is shard] for unit, shard in shards]
-        got = [{h.index for h in of_shard if h.grad.state is GradState.LANDED and not h.grad.averaged} for of_shard in handles]
+        shards = [
+            (unit, shard) for unit in self._units for shard in unit.shards if shard.spec.stepped
+        ]
+        handles = [
+            [handle for handle in unit.handles if handle.shard is shard] for unit, shard in shards
+        ]
+        got = [
+            {h.index for h in of_shard if h.grad.state is GradState.LANDED and not h.grad.averaged}
+            for of_shard in handles
+        ]
         flags = [handle.index in had for of_shard, had in zip(handles, got) for handle in of_shard]
         anywhere = iter(self._collectives.agree(flags, "averaging the gradients"))
         for (unit, shard), of_shard, had in zip(shards, handles, got):

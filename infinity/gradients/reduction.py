@@ -17,7 +17,14 @@ class Reduction:
     it: one that consists of negative zeros had, as far as can be seen, no gradient on any rank.
     """
 
-    def __init__(self, shard: ParamShard, wanted: Sequence[ParamHandle], got: Collection[int], *, is_decided: bool):
+    def __init__(
+        self,
+        shard: ParamShard,
+        wanted: Sequence[ParamHandle],
+        got: Collection[int],
+        *,
+        is_decided: bool,
+    ):
         self._shard, self._wanted, self._got = shard, wanted, got
         self._is_decided, self._anywhere = is_decided, [True] * len(wanted)
         self.more_comes = False  # some rank reported that more of its gradients may come
@@ -35,7 +42,9 @@ class Reduction:
         *self._anywhere, self.more_comes = told
         self._is_decided = True
 
-    def land(self, average: torch.Tensor, land: Callable[[ParamHandle, torch.Tensor], None]) -> list[ParamHandle]:
+    def land(
+        self, average: torch.Tensor, land: Callable[[ParamHandle, torch.Tensor], None]
+    ) -> list[ParamHandle]:
         """Calls ``land`` for each gradient's part of this rank's slice of the ``average``. Returns
         the gradients that perhaps no rank had."""
         undecided, first = [], self._shard.own_slice[0]

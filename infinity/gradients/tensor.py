@@ -51,12 +51,17 @@ class LandedGrad(AtHome):
         if not handle.is_alive or not handle.shard.arrays:
             raise UsageError(f"the gradient of {handle.name} went with its model")
         if handle.grad.stand_in is not self:
-            raise UsageError(f"a gradient of {handle.name} from before zero_grad() was used: read {handle.name}.grad anew")
+            raise UsageError(
+                f"a gradient of {handle.name} from before zero_grad() was used: read"
+                f" {handle.name}.grad anew"
+            )
         return handle.engine.gradients
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        grads = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad)]
+        grads = [
+            leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad)
+        ]
         if any(grad.plain is not None for grad in grads):
             args, kwargs = tree_map_only(LandedGrad, _plain_or_itself, (args, kwargs or {}))
             result = func(*args, **kwargs)
@@ -73,7 +78,12 @@ class LandedGrad(AtHome):
             return result
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(func, args)
-        if func is aten.linalg_vector_norm.default and subject is not None and len(args) < 3 and not kwargs:
+        if (
+            func is aten.linalg_vector_norm.default
+            and subject is not None
+            and len(args) < 3
+            and not kwargs
+        ):
             return _norm(subject, float(args[1]) if len(args) > 1 else 2.0)
         if func is aten._foreach_zero_.default:
             for grad in args[0]:
@@ -87,7 +97,9 @@ class LandedGrad(AtHome):
         copied = {id(grad) for grad in grads if grad._values.lends_copies(grad._infinity_grad)}
         # A gradient from disk is lent in its staging slot. Several may not fit there at once, so
         # those are copied.
-        from_disk = [grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME]
+        from_disk = [
+            grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME
+        ]
         if func.is_view and subject is not None:
             is_consumed = subject._infinity_grad.grad.state is GradState.CONSUMED
             if copied or from_disk or is_consumed or func is aten.as_strided.default:
@@ -100,7 +112,9 @@ class LandedGrad(AtHome):
                 write = any(grad is other for other in mutated)
                 handle = writable(grad._infinity_grad) if write else grad._infinity_grad
                 value = grad._values.value(handle, write=write)
-                lent[id(grad)] = value.clone() if len(from_disk) > 1 and id(grad) not in copied else value
+                lent[id(grad)] = (
+                    value.clone() if len(from_disk) > 1 and id(grad) not in copied else value
+                )
             return lent[id(grad)]
 
         lent_args, lent_kwargs = tree_map_only(LandedGrad, lend, (args, kwargs))
@@ -130,10 +144,13 @@ def _wait_for(result: Any) -> None:
 
 def _norm(grad: LandedGrad, order: float) -> torch.Tensor:
     refuse_torn(grad._infinity_grad)
-    if grad._values.ranks.stages is not None and mistakes.is_called_from("torch/nn/utils/clip_grad.py"):
+    if grad._values.ranks.stages is not None and mistakes.is_called_from(
+        "torch/nn/utils/clip_grad.py"
+    ):
         raise UsageError(
-            "torch's clip_grad_norm_ sees the gradients of this stage of the pipeline only, and would clip each stage by another norm: use "
-            "infinity.clip_grad_norm_(optimizer, max_norm), or Config(max_grad_norm=...)."
+            "torch's clip_grad_norm_ sees the gradients of this stage of the pipeline only, and"
+            " would clip each stage by another norm: use infinity.clip_grad_norm_(optimizer,"
+            " max_norm), or Config(max_grad_norm=...)."
         )
     return grad._values.norm(grad._infinity_grad, order)
 
@@ -143,7 +160,9 @@ def _unscale(func, args: tuple) -> None:
     memory together. Then combines the overflow flag over all ranks."""
     for grad in args[0]:
         if isinstance(grad, LandedGrad):
-            grad._values.change_own(writable(grad._infinity_grad), lambda own: func([own], *args[1:]))
+            grad._values.change_own(
+                writable(grad._infinity_grad), lambda own: func([own], *args[1:])
+            )
         else:
             func([grad], *args[1:])
     if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
@@ -151,14 +170,18 @@ def _unscale(func, args: tuple) -> None:
         if not values.ranks.alone:
             # The scale must be equal on every rank
             what = f"{what} that are multiplied by {args[2].item()!r}"
-        args[1].copy_(values.collectives.exchange(args[1], what, over_tensors=True, over_stages=True).amax(0))
+        args[1].copy_(
+            values.collectives.exchange(args[1], what, over_tensors=True, over_stages=True).amax(0)
+        )
 
 
 class GradView(AtHome):
     """A read-only view of a gradient whose bytes cannot be lent. It reads the home at each use."""
 
     @staticmethod
-    def __new__(cls, source: LandedGrad, take: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
+    def __new__(
+        cls, source: LandedGrad, take: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
+    ):
         tensor = cls.make(
             source._infinity_grad,
             like.shape,
@@ -184,8 +207,9 @@ class GradView(AtHome):
         name = views[0]._infinity_grad.name
         if any(isinstance(each, GradView) for each in _mutated_arguments(func, args, kwargs)):
             raise UsageError(
-                f"{func} of a view of {name}.grad: that gradient is consumed, or at home elsewhere (on another device, a disk, or several ranks), "
-                f"where a view can be read only. Change {name}.grad itself, before step(), or a .clone()."
+                f"{func} of a view of {name}.grad: that gradient is consumed, or at home elsewhere"
+                " (on another device, a disk, or several ranks), where a view can be read only."
+                f" Change {name}.grad itself, before step(), or a .clone()."
             )
         if func in (aten.detach.default, aten.alias.default):
             return views[0]
@@ -193,23 +217,33 @@ class GradView(AtHome):
             return views_of(args[0], func, args, kwargs)
         with views[0]._infinity_grad.engine.uses.begin():
             # Several may not fit into staging memory at once, and a result may share the bytes.
-            args, kwargs = tree_map_only(GradView, lambda view: view.value().clone(), (args, kwargs))
+            args, kwargs = tree_map_only(
+                GradView, lambda view: view.value().clone(), (args, kwargs)
+            )
         return func(*args, **kwargs)
 
 
 def views_of(source: LandedGrad | GradView, func, args: tuple, kwargs: dict) -> Any:
     """Makes the results of ``func``, a view of ``source``: one GradView or several."""
-    landed, before = (source, None) if isinstance(source, LandedGrad) else (source._source, source._take)
+    landed, before = (
+        (source, None) if isinstance(source, LandedGrad) else (source._source, source._take)
+    )
 
     def take(whole: torch.Tensor) -> Any:
         if func is aten.as_strided.default:
             whole = whole.clone()  # alone in its storage: the offset counts from there
         return func(whole if before is None else before(whole), *args[1:], **kwargs)
 
-    likes = func(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), *args[1:], **kwargs)
+    likes = func(
+        torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"),
+        *args[1:],
+        **kwargs,
+    )
     if isinstance(likes, torch.Tensor):
         return GradView(landed, take, likes)
-    return [GradView(landed, lambda whole, i=i: take(whole)[i], like) for i, like in enumerate(likes)]
+    return [
+        GradView(landed, lambda whole, i=i: take(whole)[i], like) for i, like in enumerate(likes)
+    ]
 
 
 def _shortcut(func, subject: LandedGrad, args: tuple):
@@ -226,13 +260,23 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
         return subject
     if func in (aten.mul_.Tensor, aten.mul_.Scalar):
         factor = args[1]
-        if isinstance(factor, torch.Tensor) and factor.dim() == 0 and not isinstance(factor, LandedGrad):
+        if (
+            isinstance(factor, torch.Tensor)
+            and factor.dim() == 0
+            and not isinstance(factor, LandedGrad)
+        ):
             factor = subject._values.number(factor)
         if isinstance(factor, (int, float)):
             # torch, too, multiplies by the number's fp32 value, for gradients of every dtype.
-            subject._values.scale(writable(handle), torch.tensor(factor, dtype=torch.float32, device="cpu").item())
+            subject._values.scale(
+                writable(handle), torch.tensor(factor, dtype=torch.float32, device="cpu").item()
+            )
             return subject
-    if func in (aten.div_.Tensor, aten.div_.Scalar) and isinstance(args[1], (int, float)) and len(args) == 2:
+    if (
+        func in (aten.div_.Tensor, aten.div_.Scalar)
+        and isinstance(args[1], (int, float))
+        and len(args) == 2
+    ):
         subject._values.note_edit(writable(handle), 1 / args[1])
         subject._values.change_own(handle, lambda own: own.div_(args[1]))
         return subject

@@ -93,7 +93,9 @@ class GradValues:
         """Notes a user's change of a gradient, which the other ranks must make, too. ``by``: a
         factor, or the new values."""
         if not self.ranks.alone:
-            handle.grad.note_edit(by, is_own=isinstance(by, torch.Tensor) and not is_common(handle.param))
+            handle.grad.note_edit(
+                by, is_own=isinstance(by, torch.Tensor) and not is_common(handle.param)
+            )
 
     def put(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Copies ``value`` to the gradient's home."""
@@ -146,16 +148,28 @@ class GradValues:
         Each element counts once: of elements that ranks have in common, only the first rank's.
         """
         self.norms.ask(order)
-        handles = [handle for handle in self._handles if handle.grad.state is not GradState.ABSENT and handle in among]
-        everyones = self._norms_here(handles, order) if handles else torch.zeros(0, dtype=torch.float32, device=self.device.where)
+        handles = [
+            handle
+            for handle in self._handles
+            if handle.grad.state is not GradState.ABSENT and handle in among
+        ]
+        everyones = (
+            self._norms_here(handles, order)
+            if handles
+            else torch.zeros(0, dtype=torch.float32, device=self.device.where)
+        )
         if (stages := self.ranks.stages) is None:
             return torch.linalg.vector_norm(everyones, order)
         # First per parameter, then over all norms in sorted order: equal bits for any split into
         # stages.
         mine = torch.linalg.vector_norm(everyones, order, dim=0).tolist() if handles else []
         found = self.collectives.collect(mine, "the norm of all gradients", [stages])
-        norms = torch.tensor([norm for theirs in found for norm in theirs if norm], dtype=torch.float32, device="cpu")
-        total = torch.linalg.vector_norm(norms.sort().values, order) if len(norms) else torch.zeros(())
+        norms = torch.tensor(
+            [norm for theirs in found for norm in theirs if norm], dtype=torch.float32, device="cpu"
+        )
+        total = (
+            torch.linalg.vector_norm(norms.sort().values, order) if len(norms) else torch.zeros(())
+        )
         return total.to(self.device.where)
 
     def _norms_here(self, handles: list[ParamHandle], order: float) -> torch.Tensor:
@@ -163,8 +177,15 @@ class GradValues:
         gradients]."""
         nothing = torch.zeros((), dtype=torch.float32, device=self.device.where)
         # Select, do not multiply by 0/1: inf · 0 is NaN.
-        parts = torch.stack([self._own_norm(h, order).to(torch.float32) if self.counts(h) else nothing for h in handles])
-        return self.collectives.exchange(parts, f"the norm of {len(handles)} gradients", over_tensors=True)
+        parts = torch.stack(
+            [
+                self._own_norm(h, order).to(torch.float32) if self.counts(h) else nothing
+                for h in handles
+            ]
+        )
+        return self.collectives.exchange(
+            parts, f"the norm of {len(handles)} gradients", over_tensors=True
+        )
 
     def counts(self, handle: ParamHandle) -> bool:
         """Returns whether this rank's local part of ``handle`` counts: of parts in common only the
@@ -193,7 +214,9 @@ class GradValues:
             return self.value(handle, write=True)
         home = self._arrived_slice(handle)
         handle.grad.norm = None
-        return self.homes.slice(handle, write=True) if handle.grad.state is GradState.LANDED else home
+        return (
+            self.homes.slice(handle, write=True) if handle.grad.state is GradState.LANDED else home
+        )
 
     def _arrived_slice(self, handle: ParamHandle) -> torch.Tensor:
         """Returns this rank's elements of the gradient, with every factor applied, for reading."""
@@ -231,7 +254,9 @@ class GradValues:
             # Combined over the ranks with the same experts
             if (experts := self.ranks.experts) is not None:
                 of_parts = torch.linalg.vector_norm(everyones[list(experts.places)], order, dim=0)
-                is_part = torch.tensor([h.shard.ranks.divided > 1 for h in handles], device=norms.device)
+                is_part = torch.tensor(
+                    [h.shard.ranks.divided > 1 for h in handles], device=norms.device
+                )
                 norms = torch.where(is_part, of_parts, norms)
             for h, norm in zip(handles, norms):
                 h.grad.stand_in_norm = order, norm.to(h.shard.spec.grad_dtype)
@@ -243,7 +268,10 @@ class GradValues:
             self.norm(handle, order)
             return record.norm[1]
         if record.norm is None or record.norm[0] != order:
-            record.norm = order, self.norms.of_slice(self._arrived_slice(handle).to(self.device.where), order)
+            record.norm = (
+                order,
+                self.norms.of_slice(self._arrived_slice(handle).to(self.device.where), order),
+            )
         record.landing.precede()
         return record.norm[1]
 
@@ -254,9 +282,14 @@ class GradValues:
             record = handle.grad = GradRecord(stand_in=record.stand_in, shown=record.shown)
         handle.shard.wait()
         whole = self.ranks.size == 1 or self.ranks.keeps_gradients
-        (self.homes.view(handle, write=True) if whole else self.homes.slice(handle, write=True)).zero_()
+        (
+            self.homes.view(handle, write=True) if whole else self.homes.slice(handle, write=True)
+        ).zero_()
         record.factors.clear()
-        record.norm, record.stand_in_norm = (math.inf, torch.zeros((), device=self.device.where)), None
+        record.norm, record.stand_in_norm = (
+            (math.inf, torch.zeros((), device=self.device.where)),
+            None,
+        )
         record.averaged = False
         record.move(GradState.LANDED)
 

@@ -40,8 +40,12 @@ class WholeGradients:
         undefined until added."""
         if shard not in self._kept:
             nbytes = shard.layout.numel * shard.spec.grad_dtype.itemsize
-            charge = self._ledger.reserve(Tier.DEVICE, nbytes, f"the gradients of unit {unit.name}", passing=True)
-            whole = torch.empty(shard.layout.numel, dtype=shard.spec.grad_dtype, device=self._device.where)
+            charge = self._ledger.reserve(
+                Tier.DEVICE, nbytes, f"the gradients of unit {unit.name}", passing=True
+            )
+            whole = torch.empty(
+                shard.layout.numel, dtype=shard.spec.grad_dtype, device=self._device.where
+            )
             self._kept[shard] = whole, charge
         return self._kept[shard][0]
 

@@ -53,7 +53,9 @@ class InfinityAccelerator(accelerate.Accelerator):
     which manage parameters themselves.
     """
 
-    def __init__(self, *args: Any, infinity: Given = None, infinity_reference: Given = None, **kwargs: Any):
+    def __init__(
+        self, *args: Any, infinity: Given = None, infinity_reference: Given = None, **kwargs: Any
+    ):
         config = Config.make(infinity)
         reference = config if infinity_reference is None else Config.make(infinity_reference)
         super().__init__(*args, **kwargs)
@@ -69,11 +71,13 @@ class InfinityAccelerator(accelerate.Accelerator):
         kind = accelerate.DistributedType
         if self.distributed_type in (kind.DEEPSPEED, kind.FSDP, kind.MEGATRON_LM):
             raise ConfigError(
-                f"this Accelerator uses {self.distributed_type.value}, which manages parameters itself: run `accelerate config` without it. The "
-                "engine shards over the ranks of torchrun itself."
+                f"this Accelerator uses {self.distributed_type.value}, which manages parameters"
+                " itself: run `accelerate config` without it. The engine shards over the ranks of"
+                " torchrun itself."
             )
         self._config, self._reference = (
-            one if one.device is not None else dataclasses.replace(one, device=self.device) for one in (config, reference)
+            one if one.device is not None else dataclasses.replace(one, device=self.device)
+            for one in (config, reference)
         )
 
     # --- preparing ---
@@ -91,14 +95,21 @@ class InfinityAccelerator(accelerate.Accelerator):
 
     def _wrap_all(self, models: list[nn.Module], args: tuple) -> dict[int, torch.optim.Optimizer]:
         """Wraps ``models``. Returns the wrapped optimizer for each plain one, by its id."""
-        plain = [arg for arg in args if isinstance(arg, torch.optim.Optimizer) and self._is_plain(arg)]
+        plain = [
+            arg for arg in args if isinstance(arg, torch.optim.Optimizer) and self._is_plain(arg)
+        ]
         managed: dict[int, torch.optim.Optimizer] = {}
         for model in models:
             params = set(model.parameters())
-            own = [one for one in plain if any(param in params for group in one.param_groups for param in group["params"])]
+            own = [
+                one
+                for one in plain
+                if any(param in params for group in one.param_groups for param in group["params"])
+            ]
             if len(own) > 1:
                 raise ConfigError(
-                    f"a {type(model).__name__} was prepared with {len(own)} optimizers: give it one, with several parameter groups"
+                    f"a {type(model).__name__} was prepared with {len(own)} optimizers: give it"
+                    " one, with several parameter groups"
                 )
             if own:
                 if is_wrapped(model) and wrapped(model).optimizer is None:
@@ -109,7 +120,8 @@ class InfinityAccelerator(accelerate.Accelerator):
         for one in plain:
             if id(one) not in managed:
                 raise ConfigError(
-                    f"a {type(one).__name__} was prepared without its model: accelerator.prepare(model, optimizer, ...) in one call"
+                    f"a {type(one).__name__} was prepared without its model:"
+                    " accelerator.prepare(model, optimizer, ...) in one call"
                 )
         return managed
 
@@ -117,7 +129,9 @@ class InfinityAccelerator(accelerate.Accelerator):
     def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
         return not isinstance(getattr(optimizer, "optimizer", optimizer), InfinityOptimizer)
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
         """Prepares a wrapped model; wraps it without an optimizer first if it is not.
 
         Neither moves it nor puts it into DistributedDataParallel. Mixed precision and compilation
@@ -127,16 +141,24 @@ class InfinityAccelerator(accelerate.Accelerator):
             wrap_model(inner, None, self._reference)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> torch.optim.Optimizer:
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> torch.optim.Optimizer:
         """Prepares an optimizer without moving its state."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     # --- the step ---
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
         """Clips as Accelerator does. If tensors or pipeline stages are split over ranks, clips by
         the norm over all of them; then every rank calls this."""
-        cut = [pair for pair in self._pairs() if pair[1] is not None and wrapped(pair[0]).engine.collectives.ranks.is_cut]
+        cut = [
+            pair
+            for pair in self._pairs()
+            if pair[1] is not None and wrapped(pair[0]).engine.collectives.ranks.is_cut
+        ]
         if not cut:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
@@ -144,7 +166,9 @@ class InfinityAccelerator(accelerate.Accelerator):
 
     # --- checkpoints ---
 
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> str:
         """Saves as Accelerator does, and streams the state of wrapped models to checkpoints in the
         folder ``infinity`` beside its files. Every rank calls this."""
         with self._without_pairs() as pairs:
@@ -153,11 +177,15 @@ class InfinityAccelerator(accelerate.Accelerator):
             save_checkpoint(Path(folder) / AT_HOME / str(number), model, optimizer, overwrite=True)
         return folder
 
-    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs: Any) -> None:
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs: Any
+    ) -> None:
         """Loads a folder that :meth:`save_state` or a plain Accelerator saved. Every rank calls
         this."""
         found: list[Path] = []
-        handle = self.register_load_state_pre_hook(lambda models, folder: found.append(Path(folder)))
+        handle = self.register_load_state_pre_hook(
+            lambda models, folder: found.append(Path(folder))
+        )
         try:
             if input_dir is not None and not (Path(input_dir).expanduser() / AT_HOME).is_dir():
                 super().load_state(input_dir, load_kwargs, **kwargs)
@@ -169,7 +197,9 @@ class InfinityAccelerator(accelerate.Accelerator):
         for number, (model, optimizer) in enumerate(pairs):
             load_checkpoint(found[0] / AT_HOME / str(number), model, optimizer)
 
-    def save_model(self, model: nn.Module, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+    def save_model(
+        self, model: nn.Module, save_directory: str | os.PathLike, *args: Any, **kwargs: Any
+    ) -> None:
         """Writes a model as safetensors. A wrapped one is written a few parameters at a time, and
         ignores the shard size that is passed."""
         if is_wrapped(inner := self.unwrap_model(model, keep_torch_compile=False)):
@@ -178,7 +208,9 @@ class InfinityAccelerator(accelerate.Accelerator):
             super().save_model(model, save_directory, *args, **kwargs)
 
     def _pairs(self) -> list[tuple[nn.Module, InfinityOptimizer | None]]:
-        models = dict.fromkeys(self.unwrap_model(model, keep_torch_compile=False) for model in self._models)
+        models = dict.fromkeys(
+            self.unwrap_model(model, keep_torch_compile=False) for model in self._models
+        )
         return [(model, wrapped(model).optimizer) for model in models if is_wrapped(model)]
 
     @contextmanager
@@ -187,8 +219,14 @@ class InfinityAccelerator(accelerate.Accelerator):
         into memory."""
         pairs, before = self._pairs(), (self._models, self._optimizers)
         homes = [model for model, _ in pairs]
-        self._models = [model for model in self._models if self.unwrap_model(model, keep_torch_compile=False) not in homes]
-        self._optimizers = [optimizer for optimizer in self._optimizers if self._is_plain(optimizer)]
+        self._models = [
+            model
+            for model in self._models
+            if self.unwrap_model(model, keep_torch_compile=False) not in homes
+        ]
+        self._optimizers = [
+            optimizer for optimizer in self._optimizers if self._is_plain(optimizer)
+        ]
         try:
             yield pairs
         finally:

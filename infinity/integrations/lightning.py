@@ -34,7 +34,9 @@ from .weights import load_weights
 
 lightning = require("lightning")
 
-from lightning.fabric.utilities import distributed  # noqa: E402 - once the library is known to be there
+from lightning.fabric.utilities import (  # noqa: E402
+    distributed,
+)
 from lightning.pytorch.core import saving  # noqa: E402
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher  # noqa: E402
 from lightning.pytorch.strategies.parallel import ParallelStrategy  # noqa: E402
@@ -46,14 +48,22 @@ TIED = "_infinity_tied"  # entry of a saved checkpoint: other names of tied para
 
 # Lightning's callbacks that read or change weights outside of a step -> the replacement.
 CALLBACKS = {
-    "StochasticWeightAveraging": "average = infinity.swa(module) in on_train_start, and average.update() at the end of each epoch that counts",
-    "WeightAveraging": "average = infinity.ema(module, decay) in on_train_start, and average.update() in on_train_batch_end",
+    "StochasticWeightAveraging": (
+        "average = infinity.swa(module) in on_train_start, and average.update() at the end of each"
+        " epoch that counts"
+    ),
+    "WeightAveraging": (
+        "average = infinity.ema(module, decay) in on_train_start, and average.update() in"
+        " on_train_batch_end"
+    ),
     "ModelPruning": "prune before the training, or after infinity.unwrap_model(module)",
 }
 plain_load = saving.pl_load
 
 
-def load_folder(path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+def load_folder(
+    path: Any, map_location: Any = None, weights_only: bool | None = None
+) -> dict[str, Any]:
     """Reads a checkpoint as Lightning's ``load_from_checkpoint`` does. Of a folder that
     InfinityStrategy wrote, reads the weights in it too."""
     folder = Path(path) if isinstance(path, (str, os.PathLike)) else None
@@ -78,9 +88,12 @@ def refuse_callbacks(callbacks: list[Any]) -> None:
     """Raises ConfigError for a Lightning callback that reads or changes weights between steps."""
     for callback in callbacks:
         for kind in type(callback).__mro__:
-            if kind.__module__.startswith(("lightning.", "pytorch_lightning.")) and (instead := CALLBACKS.get(kind.__name__)):
+            if kind.__module__.startswith(("lightning.", "pytorch_lightning.")) and (
+                instead := CALLBACKS.get(kind.__name__)
+            ):
                 raise ConfigError(
-                    f"callback {type(callback).__name__} reads or changes weights between steps, which are at home: leave it out. Instead: {instead}."
+                    f"callback {type(callback).__name__} reads or changes weights between steps,"
+                    f" which are at home: leave it out. Instead: {instead}."
                 )
 
 
@@ -126,12 +139,16 @@ class InfinityStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         if self.is_distributed:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
 
     def set_world_ranks(self) -> None:
         """Sets this process's rank and the world size in the cluster environment."""
         if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
             lightning.pytorch.utilities.rank_zero_only.rank = self.global_rank
 
@@ -146,7 +163,11 @@ class InfinityStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over the processes; every process calls this. Returns other values as
         they are."""
-        return distributed._sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if torch.is_tensor(tensor) else tensor
+        return (
+            distributed._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+            if torch.is_tensor(tensor)
+            else tensor
+        )
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all processes (a barrier)."""
@@ -183,11 +204,16 @@ class InfinityStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
             if len(self.optimizers) > 1:
                 raise ConfigError(
-                    f"{type(module).__name__}.configure_optimizers gives {len(self.optimizers)} optimizers: give one, with several groups"
+                    f"{type(module).__name__}.configure_optimizers gives {len(self.optimizers)}"
+                    " optimizers: give one, with several groups"
                 )
         if not is_wrapped(module):
             device = self._config.device or self.root_device
-            _, managed = wrap_model(module, next(iter(self.optimizers), None), dataclasses.replace(self._config, device=device))
+            _, managed = wrap_model(
+                module,
+                next(iter(self.optimizers), None),
+                dataclasses.replace(self._config, device=device),
+            )
             self.optimizers = [] if managed is None else [managed]
         self.setup_precision_plugin()
 
@@ -196,11 +222,15 @@ class InfinityStrategy(ParallelStrategy):
         optimization, runs it as Lightning does."""
         if not self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
-        return self._as_forward("training_step", self.precision_plugin.train_step_context, args, kwargs)
+        return self._as_forward(
+            "training_step", self.precision_plugin.train_step_context, args, kwargs
+        )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's validation_step as one forward."""
-        return self._as_forward("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+        return self._as_forward(
+            "validation_step", self.precision_plugin.val_step_context, args, kwargs
+        )
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's test_step as one forward."""
@@ -208,13 +238,17 @@ class InfinityStrategy(ParallelStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's predict_step as one forward."""
-        return self._as_forward("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+        return self._as_forward(
+            "predict_step", self.precision_plugin.predict_step_context, args, kwargs
+        )
 
     def _as_forward(self, name: str, context: Any, args: tuple, kwargs: dict) -> Any:
         """Runs the module's forward hooks around the whole step, which may use the module's own
         parameters outside its submodules."""
         with context():
-            return self._forward_redirection(self.lightning_module, self.lightning_module, name, *args, **kwargs)
+            return self._forward_redirection(
+                self.lightning_module, self.lightning_module, name, *args, **kwargs
+            )
 
     def teardown(self) -> None:
         """Ends a run. The model stays wrapped, with its trained weights at home."""
@@ -238,7 +272,9 @@ class InfinityStrategy(ParallelStrategy):
         """Returns nothing: the state is written beside Lightning's own checkpoint."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
         """Writes the folder ``filepath``. With optimizer states it has all state, to resume from;
         without them, only the weights as safetensors. Every process calls this."""
         folder, module = Path(filepath), self.lightning_module
@@ -252,9 +288,13 @@ class InfinityStrategy(ParallelStrategy):
         if self.is_global_zero:
             names = parameter_names(module).values()
             checkpoint = checkpoint | {TIED: {name: its[0] for its in names for name in its[1:]}}
-            self.checkpoint_io.save_checkpoint(checkpoint, folder / OWN, storage_options=storage_options)
+            self.checkpoint_io.save_checkpoint(
+                checkpoint, folder / OWN, storage_options=storage_options
+            )
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Reads Lightning's part of a checkpoint folder, or a plain checkpoint file."""
         folder = Path(checkpoint_path)
         if not folder.is_dir():

@@ -22,7 +22,14 @@ from torch import nn
 
 from ..api.full_params import full_params
 from ..checkpoint.hub_names import hub_sources, shard_size_of
-from ..checkpoint.pretrained import adapter_tensors, is_adapted, own_place, sources_of, write_configs, write_sources
+from ..checkpoint.pretrained import (
+    adapter_tensors,
+    is_adapted,
+    own_place,
+    sources_of,
+    write_configs,
+    write_sources,
+)
 from ..checkpoint.source import Source
 from ..errors import ConfigError, UsageError
 from ..runtime.registry import engine_of
@@ -31,7 +38,10 @@ from .versions import require
 
 peft = require("peft")
 
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # noqa: E402 - once the library is known to be there
+from peft.tuners.tuners_utils import (  # noqa: E402
+    BaseTuner,
+    BaseTunerLayer,
+)
 from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
 
 PREFIX = "base_model.model."  # PEFT's prefix for names of the base model
@@ -59,7 +69,10 @@ def unmerge_adapters(model: nn.Module) -> None:
 def _for_each_layer(model: nn.Module, change: Callable[[BaseTunerLayer], None]) -> None:
     engine_of(model)
     if not is_adapted(model):
-        raise UsageError(f"{type(model).__name__} has no adapters of peft: give the model that peft.get_peft_model returned")
+        raise UsageError(
+            f"{type(model).__name__} has no adapters of peft: give the model that"
+            " peft.get_peft_model returned"
+        )
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
             with full_params(model, [name], writeback=True):
@@ -91,10 +104,20 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
         hollow = _hollow(lambda: type(base)(base.config))
         names, params = set(hollow.state_dict()), {name for name, _ in hollow.named_parameters()}
         twin = _twin_of(model, hollow, tensors)
-        sources = {plain: source for name, source in sources_of(model).items() if (plain := _plain_name(name)) in names}
+        sources = {
+            plain: source
+            for name, source in sources_of(model).items()
+            if (plain := _plain_name(name)) in names
+        }
         written = hub_sources(base, merged(sources, twin))
         numel = sum(source.shape.numel() for name, source in sources.items() if name in params)
-        write_sources(place, written, writes=engine.ranks.is_first, max_shard_size=shard_size_of(base), numel=numel)
+        write_sources(
+            place,
+            written,
+            writes=engine.ranks.is_first,
+            max_shard_size=shard_size_of(base),
+            numel=numel,
+        )
         if engine.ranks.is_first:
             write_configs(base, place)
 
@@ -102,10 +125,16 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
 def _twin_of(model: nn.Module, hollow: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """Puts the active adapters of ``model`` into a hollow model, with values and dtypes of
     ``tensors``: PEFT merges in these dtypes. Raises UsageError if none is active."""
-    active = model.base_model.active_adapters if isinstance(model.base_model, BaseTuner) else [model.active_adapter]
+    active = (
+        model.base_model.active_adapters
+        if isinstance(model.base_model, BaseTuner)
+        else [model.active_adapter]
+    )
     twin: nn.Module | None = None
     for name in active:
-        weights = peft.get_peft_model_state_dict(model, state_dict=dict(tensors), adapter_name=name, save_embedding_layers=False)
+        weights = peft.get_peft_model_state_dict(
+            model, state_dict=dict(tensors), adapter_name=name, save_embedding_layers=False
+        )
         if twin is None:
             twin = peft.PeftModel(hollow, model.peft_config[name], adapter_name=name)
         else:
@@ -123,7 +152,11 @@ def _twin_of(model: nn.Module, hollow: nn.Module, tensors: Mapping[str, torch.Te
 
 def _plain_name(name: str) -> str:
     """Returns the base model's own name of the tensor that is ``name`` in a PEFT model."""
-    return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part not in ("base_layer", "original_module"))
+    return ".".join(
+        part
+        for part in name.removeprefix(PREFIX).split(".")
+        if part not in ("base_layer", "original_module")
+    )
 
 
 def _hollow(build: Callable[[], nn.Module]) -> nn.Module:
@@ -153,20 +186,31 @@ def adapted_twin(model: Path, adapter: Path) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(model)
         kind = getattr(transformers, (config.architectures or [""])[0], None)
-        build = (lambda: transformers.AutoModelForCausalLM.from_config(config)) if kind is None else lambda: kind(config)
+        build = (
+            (lambda: transformers.AutoModelForCausalLM.from_config(config))
+            if kind is None
+            else lambda: kind(config)
+        )
         hollow = _hollow(build)
         names = set(hollow.state_dict())
         weights = peft.load_peft_weights(str(adapter), device="cpu")
         twin = peft.PeftModel(hollow, peft.PeftConfig.from_pretrained(adapter))
         left = _adapt(twin, "default", weights)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"{adapter} is not an adapter of peft for the model in {model}: {error}") from error
+        raise ConfigError(
+            f"{adapter} is not an adapter of peft for the model in {model}: {error}"
+        ) from error
     for name in [name for name in left if _plain_name(name) in names and name in weights]:
-        _put(twin.get_base_model(), name.removeprefix(PREFIX), nn.Parameter(weights[name], requires_grad=False))
+        _put(
+            twin.get_base_model(),
+            name.removeprefix(PREFIX),
+            nn.Parameter(weights[name], requires_grad=False),
+        )
         left.remove(name)  # the adapter's folder may include an embedding of the base model
     if left:
         raise ConfigError(
-            f"{adapter} is the adapter of another model than {model}: {len(left)} of its tensors do not fit ({left[0]}, ...)"
+            f"{adapter} is the adapter of another model than {model}: {len(left)} of its tensors do"
+            f" not fit ({left[0]}, ...)"
         )
     return twin
 
@@ -180,7 +224,9 @@ def _adapt(twin: nn.Module, adapter: str, weights: Mapping[str, torch.Tensor]) -
         # Parameters of the base model that the adapter trains too, such as a bias.
         if _is_hollow(param) and (value := weights.get(name.replace(saved, "."))) is not None:
             _put(twin, name, nn.Parameter(torch.empty_like(value), requires_grad=False))
-    peft.set_peft_model_state_dict(twin, {name: value for name, value in weights.items() if name in own}, adapter_name=adapter)
+    peft.set_peft_model_state_dict(
+        twin, {name: value for name, value in weights.items() if name in own}, adapter_name=adapter
+    )
     return sorted(own.keys() ^ weights.keys())
 
 
@@ -194,7 +240,8 @@ def merged(sources: Mapping[str, Source], twin: nn.Module) -> dict[str, Source]:
     if not targets:
         kind = twin.active_peft_config.peft_type
         raise ConfigError(
-            f"an adapter of {getattr(kind, 'value', kind)} has no weights that can be merged: keep it beside the model"
+            f"an adapter of {getattr(kind, 'value', kind)} has no weights that can be merged: keep"
+            " it beside the model"
         )
     found = dict(sources)
     for name, param in twin.get_base_model().named_parameters():
@@ -205,8 +252,9 @@ def merged(sources: Mapping[str, Source], twin: nn.Module) -> dict[str, Source]:
         for name, param in _base_of(target).named_parameters():
             if f"{key}.{name}" not in sources:
                 raise ConfigError(
-                    f"the adapter changes {key}.{name}, which is not among the model's {len(sources)} tensors: it is the adapter of another "
-                    "model, or that weight is tied to another one"
+                    f"the adapter changes {key}.{name}, which is not among the model's"
+                    f" {len(sources)} tensors: it is the adapter of another model, or that weight"
+                    " is tied to another one"
                 )
             read = _merging(target, key, name, sources)
             if not isinstance(target, BaseTunerLayer):
@@ -230,10 +278,16 @@ def _base_of(target: nn.Module) -> nn.Module:
     """Returns the base model's module that ``target`` replaced."""
     if isinstance(target, BaseTunerLayer):
         return target.get_base_layer()
-    return target.token_adapter.get_base_layer() if hasattr(target, "token_adapter") else target.original_module
+    return (
+        target.token_adapter.get_base_layer()
+        if hasattr(target, "token_adapter")
+        else target.original_module
+    )
 
 
-def _merging(target: nn.Module, key: str, name: str, sources: Mapping[str, Source]) -> Callable[[], torch.Tensor]:
+def _merging(
+    target: nn.Module, key: str, name: str, sources: Mapping[str, Source]
+) -> Callable[[], torch.Tensor]:
     @torch.no_grad()
     def read() -> torch.Tensor:
         base = _base_of(target)
@@ -245,7 +299,9 @@ def _merging(target: nn.Module, key: str, name: str, sources: Mapping[str, Sourc
             if isinstance(target, BaseTunerLayer):
                 target.merge()
                 return base.get_parameter(name).data
-            merged = target.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            merged = target.unload_and_optionally_merge_module(
+                merge=True, safe_merge=False, adapter_names=None
+            )
             return merged.get_parameter(name).data
         finally:
             for layer in (target, getattr(target, "token_adapter", None)):

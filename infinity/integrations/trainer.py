@@ -46,9 +46,14 @@ class InfinityMixin:
     ``fp16_full_eval`` and ``bf16_full_eval``.
     """
 
-    def __init__(self, *args: Any, infinity: Given = None, infinity_reference: Given = None, **kwargs: Any):
+    def __init__(
+        self, *args: Any, infinity: Given = None, infinity_reference: Given = None, **kwargs: Any
+    ):
         config = Config.make(infinity)
-        self._homes = config, config if infinity_reference is None else Config.make(infinity_reference)
+        self._homes = (
+            config,
+            config if infinity_reference is None else Config.make(infinity_reference),
+        )
         super().__init__(*args, **kwargs)
 
     @property
@@ -62,7 +67,10 @@ class InfinityMixin:
         super().create_accelerator_and_postprocess()
         for option in ("fp16_full_eval", "bf16_full_eval"):
             if getattr(self.args, option):
-                raise ConfigError(f"{option} casts the model after it is wrapped: leave it out, and give Config(param_dtype=...)")
+                raise ConfigError(
+                    f"{option} casts the model after it is wrapped: leave it out, and give"
+                    " Config(param_dtype=...)"
+                )
         # With several, Trainer would use DataParallel. The engine needs one process per GPU.
         self.args._n_gpu = min(self.args.n_gpu, 1)
         InfinityAccelerator.adopt(self.accelerator, *self._homes)
@@ -70,7 +78,9 @@ class InfinityMixin:
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: units are copied to the device when they are used."""
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
         return model
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +88,9 @@ class InfinityMixin:
         training need not wrap it again."""
         if not self._is_home and self.train_dataset is not None:
             self.create_optimizer()
-            self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+            self.model_wrapped, self.optimizer = self.accelerator.prepare(
+                self.model, self.optimizer
+            )
         return super().evaluation_loop(*args, **kwargs)
 
     # --- checkpoints ---
@@ -100,11 +112,15 @@ class InfinityMixin:
         if not self._is_home:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        save_checkpoint(Path(output_dir) / AT_HOME, self.model, wrapped(self.model).optimizer, overwrite=True)
+        save_checkpoint(
+            Path(output_dir) / AT_HOME, self.model, wrapped(self.model).optimizer, overwrite=True
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         """Reads the weights. Skips them if the folder ``infinity`` has them too: that is read once
         the model is wrapped."""
         if (Path(resume_from_checkpoint) / AT_HOME).is_dir():
@@ -117,7 +133,11 @@ class InfinityMixin:
             super()._load_best_model()
 
     def _load_streamed(self, folder: str) -> bool:
-        if not self._is_home or is_adapted(self.model) or not list(Path(folder).glob("model*.safetensors")):
+        if (
+            not self._is_home
+            or is_adapted(self.model)
+            or not list(Path(folder).glob("model*.safetensors"))
+        ):
             return False
         load_weights(self.model, folder)
         return True
@@ -128,7 +148,9 @@ class InfinityMixin:
             return
         with keep_random_state():  # the Trainer restores the random state later
             load_checkpoint(Path(checkpoint) / AT_HOME, self.model, wrapped(self.model).optimizer)
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
+        self.lr_scheduler.load_state_dict(
+            torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
+        )
 
 
 class InfinityTrainer(InfinityMixin, transformers.Trainer):

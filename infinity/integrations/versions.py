@@ -11,8 +11,13 @@ logger = logging.getLogger(__name__)
 
 # Defined only here: tests run against these, and docs/integrations.md is compared with them.
 TESTED = {
-    "transformers": "5.23", "accelerate": "1.15", "peft": "0.21", "trl": "1.16", "lightning": "2.6", "datasets": "5.2",
-}  # fmt: skip
+    "transformers": "5.23",
+    "accelerate": "1.15",
+    "peft": "0.21",
+    "trl": "1.16",
+    "lightning": "2.6",
+    "datasets": "5.2",
+}
 
 _told: set[str] = set()  # libraries whose version was warned about in this process
 
@@ -26,7 +31,9 @@ def require(name: str) -> ModuleType:
         if error.name != name:
             raise
         raise ImportError(
-            f"this integration needs {name}, which is not installed: pip install '{name}>={TESTED[name]}'", name=name
+            f"this integration needs {name}, which is not installed: pip install"
+            f" '{name}>={TESTED[name]}'",
+            name=name,
         ) from error
     found = importlib.metadata.version(name)
     if found.split(".")[:2] != TESTED[name].split(".") and name not in _told:

@@ -23,12 +23,18 @@ def load_weights(model: nn.Module, folder: str | os.PathLike) -> None:
     files = WeightFiles(folder)
     tensors = {
         name: tensor
-        for kind in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        for kind in (
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        )
         for name, tensor in kind
     }
     found = Incoming(model, files.sources(), tensors).sources
     for name, source in found.items():
         if tensors[name].shape != source.shape:
-            raise UsageError(f"{name} has shape {tuple(source.shape)} in {folder}, and {tuple(tensors[name].shape)} in the model")
+            raise UsageError(
+                f"{name} has shape {tuple(source.shape)} in {folder}, and"
+                f" {tuple(tensors[name].shape)} in the model"
+            )
     for name, source in found.items():
         tensors[name].copy_(source.read())

@@ -33,7 +33,11 @@ class _Streams:
         return torch.cuda.Stream(self._where) if self._is_cuda else torch.Stream(device=self._where)
 
     def current(self) -> torch.Stream:
-        return torch.cuda.current_stream(self._where) if self._is_cuda else torch.accelerator.current_stream(self._where)
+        return (
+            torch.cuda.current_stream(self._where)
+            if self._is_cuda
+            else torch.accelerator.current_stream(self._where)
+        )
 
     def running(self, stream: torch.Stream) -> AbstractContextManager:
         """Runs the compute inside on ``stream``."""
@@ -83,19 +87,30 @@ class Accelerator(Device):
             self._origin.synchronize()
         except RuntimeError as error:
             note = str(error).splitlines()[0]
-            raise ConfigError(f"device {where} cannot be used: {note}. `infinity env` tells more.") from error
+            raise ConfigError(
+                f"device {where} cannot be used: {note}. `infinity env` tells more."
+            ) from error
         self.backend = _backend_of(where)
         self._began = time.perf_counter()
         self._uncounted: deque[tuple[torch.Event, torch.Event, Copy]] = deque()
         self._watch: SimpleQueue = SimpleQueue()
-        self._watcher = threading.Thread(target=_watch, args=(self._watch, where), daemon=True, name="infinity-watch")
+        self._watcher = threading.Thread(
+            target=_watch, args=(self._watch, where), daemon=True, name="infinity-watch"
+        )
         self._watcher.start()
         self.kernels_refusal = f"there are none for {where.type}"
         if where.type == "cuda":
             with torch.cuda.device(where):
                 self.kernels, self.kernels_refusal = native.gpu_kernels()
 
-    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), transfer: Copy | None = None) -> Event:
+    def put(
+        self,
+        queue: str,
+        work: Callable[[], None],
+        *,
+        behind: Iterable[Event] = (),
+        transfer: Copy | None = None,
+    ) -> Event:
         stream = self._queues[queue]
         for event in behind:
             if isinstance(event, _DeviceEvent):
@@ -110,7 +125,9 @@ class Accelerator(Device):
         except BaseException as error:
             stream.synchronize()  # the caller gets no event for what has started
             if isinstance(error, torch.OutOfMemoryError):
-                raise self._no_room(transfer.what if transfer is not None else "the engine", error) from error
+                raise self._no_room(
+                    transfer.what if transfer is not None else "the engine", error
+                ) from error
             raise
         end.record(stream)
         if transfer is not None:
@@ -127,10 +144,13 @@ class Accelerator(Device):
 
     def _no_room(self, what: str, error: BaseException) -> CapacityError:
         free = self.free_nbytes()
-        note = f" ({format_nbytes(free / SHARE_FOR_THE_ENGINE)} is free)" if free is not None else ""
+        note = (
+            f" ({format_nbytes(free / SHARE_FOR_THE_ENGINE)} is free)" if free is not None else ""
+        )
         return CapacityError(
-            f"{self.where} has no memory for {what}, which was planned{note}: activations or another process took it. Lower "
-            f"device_memory, or run fewer samples at once. The device says: {str(error).splitlines()[0]}"
+            f"{self.where} has no memory for {what}, which was planned{note}: activations or"
+            " another process took it. Lower device_memory, or run fewer samples at once. The"
+            f" device says: {str(error).splitlines()[0]}"
         )
 
     def _count(self) -> None:
@@ -138,7 +158,9 @@ class Accelerator(Device):
         while self._uncounted and self._uncounted[0][1].query():
             start, end, transfer = self._uncounted.popleft()
             began = self._began + self._origin.elapsed_time(start) / 1000
-            self.traffic.copied(transfer.edge, 0, transfer.what, began, began + start.elapsed_time(end) / 1000)
+            self.traffic.copied(
+                transfer.edge, 0, transfer.what, began, began + start.elapsed_time(end) / 1000
+            )
             # Times are floats: a far origin makes them coarse
             if time.perf_counter() - self._began > ORIGIN_SECONDS:
                 self._origin, self._began = end, began + start.elapsed_time(end) / 1000
@@ -256,6 +278,13 @@ def make_device(where: torch.device, traffic: Traffic) -> Device:
         return KINDS[where.type](where, traffic)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type != where.type:
-        reason = f"; {native.cuda_driver()[1]}" if where.type == "cuda" and native.cuda_driver()[1] else ""
-        raise ConfigError(f"there is no device {where} here: torch {torch.__version__} finds {found or 'no accelerator'}{reason}")
+        reason = (
+            f"; {native.cuda_driver()[1]}"
+            if where.type == "cuda" and native.cuda_driver()[1]
+            else ""
+        )
+        raise ConfigError(
+            f"there is no device {where} here: torch {torch.__version__} finds"
+            f" {found or 'no accelerator'}{reason}"
+        )
     return Accelerator(where, traffic)

@@ -20,7 +20,9 @@ def folders(controller: str, root: Path = ROOT, own: Path = OWN) -> tuple[list[P
     for line in lines:
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         if controllers == "":
-            second += [folder for base in (root, root / "unified") for folder in _upward(base, path)]
+            second += [
+                folder for base in (root, root / "unified") for folder in _upward(base, path)
+            ]
         elif controller in controllers.split(","):
             first += _upward(root / controller, path)
     return first, second

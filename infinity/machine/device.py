@@ -107,7 +107,14 @@ class Device:
         self.kernels: Any = None  # of the optimizer, if the processor's do not reach
         self.kernels_refusal = "the processor has its own"
 
-    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), transfer: Copy | None = None) -> Event:
+    def put(
+        self,
+        queue: str,
+        work: Callable[[], None],
+        *,
+        behind: Iterable[Event] = (),
+        transfer: Copy | None = None,
+    ) -> Event:
         """Runs ``work`` in ``queue``, after earlier work of the queue and after the events
         ``behind``."""
         if transfer is None:
@@ -140,7 +147,12 @@ class Device:
         the verification of ``checksums``. Cached."""
         if self._reads_disks is None:
             verified = self.kernels is not None or checksums is not True
-            self._reads_disks = bool(folders) and verified and bool(self.direct_calls) and not direct_storage.refusal(folders)
+            self._reads_disks = (
+                bool(folders)
+                and verified
+                and bool(self.direct_calls)
+                and not direct_storage.refusal(folders)
+            )
         return self._reads_disks
 
     @property
@@ -151,7 +163,9 @@ class Device:
     def ticket(self, events: Iterable[Event]) -> native.Ticket | None:
         """Makes a ticket that completes with ``events``, for work of the core. None if they are
         over."""
-        tickets = [event.ticket for event in events if isinstance(event, Ticketed) and not event.done]
+        tickets = [
+            event.ticket for event in events if isinstance(event, Ticketed) and not event.done
+        ]
         return native.joined(tickets) if tickets else None
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Event = PAST) -> None:

@@ -71,11 +71,17 @@ def configure() -> tempfile.TemporaryDirectory | None:
         return None
     folder = tempfile.TemporaryDirectory(prefix="infinity-cufile-")
     path = Path(folder.name, "cufile.json")
-    path.write_text(json.dumps({
-        "logging": {"dir": folder.name, "level": "ERROR"},
-        "properties": {"use_pci_p2pdma": True, "allow_compat_mode": False},
-        "block": {kind: {"use_pci_p2pdma": kind == "nvme"} for kind in ("nvme", "nvmeof", "raid")},
-    }))  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {
+                "logging": {"dir": folder.name, "level": "ERROR"},
+                "properties": {"use_pci_p2pdma": True, "allow_compat_mode": False},
+                "block": {
+                    kind: {"use_pci_p2pdma": kind == "nvme"} for kind in ("nvme", "nvmeof", "raid")
+                },
+            }
+        )
+    )
     os.environ["CUFILE_ENV_PATH_JSON"] = str(path)
     return folder
 
@@ -105,9 +111,18 @@ def _text(path: Path) -> str:
 
 def _kernel(root: Path) -> Iterator[Missing]:
     release = _text(root / "proc/sys/kernel/osrelease").strip()
-    remedy = "boot a kernel of 6.2 or newer that is built with CONFIG_PCI_P2PDMA (Ubuntu 24.04's is)"
-    if (numbers := re.match(r"(\d+)\.(\d+)", release)) and (int(numbers[1]), int(numbers[2])) < OLDEST_KERNEL:
-        yield Missing("kernel", f"kernel {release} is older than {OLDEST_KERNEL[0]}.{OLDEST_KERNEL[1]}", remedy)
+    remedy = (
+        "boot a kernel of 6.2 or newer that is built with CONFIG_PCI_P2PDMA (Ubuntu 24.04's is)"
+    )
+    if (numbers := re.match(r"(\d+)\.(\d+)", release)) and (
+        int(numbers[1]),
+        int(numbers[2]),
+    ) < OLDEST_KERNEL:
+        yield Missing(
+            "kernel",
+            f"kernel {release} is older than {OLDEST_KERNEL[0]}.{OLDEST_KERNEL[1]}",
+            remedy,
+        )
     elif _p2pdma(root, release) is False:
         yield Missing("kernel", f"kernel {release} has no CONFIG_PCI_P2PDMA", remedy)
 
@@ -131,25 +146,38 @@ def _driver(root: Path) -> Iterator[Missing]:
     if not told:
         yield Missing("driver", "NVIDIA's driver is not loaded", remedy)
     elif "Open Kernel Module" not in told:
-        yield Missing("driver", f"the driver ({version[0] if version else 'of unknown version'}) is the proprietary one", remedy)
+        yield Missing(
+            "driver",
+            f"the driver ({version[0] if version else 'of unknown version'}) is the"
+            " proprietary one",
+            remedy,
+        )
     elif version and int(version[1]) < OLDEST_DRIVER:
         yield Missing("driver", f"the driver is {version[0]}", remedy)
     registry = _text(root / "proc/driver/nvidia/params")
     absent = [entry for entry in REGISTRY if entry.lower() not in registry.lower()]
     if registry and absent and platform.machine() == "x86_64":
-        yield Missing("driver's registry", f"the driver was loaded without {' and '.join(absent)}",
-                      f'options nvidia NVreg_RegistryDwords="{";".join(REGISTRY)};" in /etc/modprobe.d/nvidia-p2pdma.conf, a new '
-                      "initramfs, and a reboot")  # fmt: skip
+        yield Missing(
+            "driver's registry",
+            f"the driver was loaded without {' and '.join(absent)}",
+            f'options nvidia NVreg_RegistryDwords="{";".join(REGISTRY)};" in'
+            " /etc/modprobe.d/nvidia-p2pdma.conf, a new initramfs, and a reboot",
+        )
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         model = re.search(r"Model:\s*(.*)", _text(path))
         if model and "GeForce" in model[1]:
-            yield Missing(f"GPU {path.parent.name}", f"{model[1].strip()} is a GeForce, whose driver does not offer its memory to disks",
-                          "a data-centre GPU (A100, L4, L40S, H100, H200 or newer)")  # fmt: skip
+            yield Missing(
+                f"GPU {path.parent.name}",
+                f"{model[1].strip()} is a GeForce, whose driver does not offer its memory to disks",
+                "a data-centre GPU (A100, L4, L40S, H100, H200 or newer)",
+            )
 
 
 def _gpus(root: Path) -> Iterator[Path]:
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
-        if _text(device / "vendor").strip() == "0x10de" and _text(device / "class").startswith("0x03"):
+        if _text(device / "vendor").strip() == "0x10de" and _text(device / "class").startswith(
+            "0x03"
+        ):
             yield device
 
 
@@ -158,10 +186,17 @@ def _gpu(device: Path) -> Iterator[Missing]:
     if len(lines) > BAR1_LINE:
         first, last, *_ = (int(number, 16) for number in lines[BAR1_LINE].split())
         if (size := last - first + 1 if last else 0) < SMALLEST_BAR1_NBYTES:
-            yield Missing(f"BAR1 of GPU {device.name}", f"BAR1 of {format_nbytes(size)} does not show all of GPU {device.name}'s memory",
-                          "switch on Above 4G Decoding and Resizable BAR in the firmware")  # fmt: skip
+            yield Missing(
+                f"BAR1 of GPU {device.name}",
+                f"BAR1 of {format_nbytes(size)} does not show all of GPU {device.name}'s memory",
+                "switch on Above 4G Decoding and Resizable BAR in the firmware",
+            )
     if _text(device / "iommu_group/type").strip() in ("DMA", "DMA-FQ"):
-        yield Missing(f"IOMMU of GPU {device.name}", f"an IOMMU translates what GPU {device.name} is sent", "boot with iommu=pt")
+        yield Missing(
+            f"IOMMU of GPU {device.name}",
+            f"an IOMMU translates what GPU {device.name} is sent",
+            "boot with iommu=pt",
+        )
 
 
 def _disk(folder: str, root: Path) -> Iterator[Missing]:
@@ -174,24 +209,46 @@ def _disk(folder: str, root: Path) -> Iterator[Missing]:
     device = root / "sys/dev/block" / numbers
     device = device.resolve() if device.exists() else device
     device = device.parent if (device / "partition").exists() else device
-    for kind, name in (("md", "a RAID of the kernel's (md)"), ("dm", "a volume of the device mapper's (LVM, LUKS)")):
+    for kind, name in (
+        ("md", "a RAID of the kernel's (md)"),
+        ("dm", "a volume of the device mapper's (LVM, LUKS)"),
+    ):
         if (device / kind).is_dir():
-            yield Missing(part, f"{folder} is on {device.name}, {name}",
-                          "a file system on each NVMe drive itself, each folder in nvme_paths: Infinity stripes over them")  # fmt: skip
+            yield Missing(
+                part,
+                f"{folder} is on {device.name}, {name}",
+                "a file system on each NVMe drive itself, each folder in nvme_paths: Infinity"
+                " stripes over them",
+            )
             return
     if not device.name.startswith("nvme"):
-        yield Missing(part, f"{folder} is not on an NVMe drive", "name a folder on a local NVMe drive in nvme_paths")
+        yield Missing(
+            part,
+            f"{folder} is not on an NVMe drive",
+            "name a folder on a local NVMe drive in nvme_paths",
+        )
         return
     transport = _text(device / "device/transport").strip()
     if transport and transport != "pcie":
-        yield Missing(part, f"{folder} is on NVMe over {transport}", "name a folder on a local NVMe drive in nvme_paths")
+        yield Missing(
+            part,
+            f"{folder} is on NVMe over {transport}",
+            "name a folder on a local NVMe drive in nvme_paths",
+        )
     if _text(root / "sys/module/nvme_core/parameters/multipath").strip() == "Y":
         yield Missing(
             part,
             "NVMe multipath is on",
-            "options nvme_core multipath=N in /etc/modprobe.d/nvme.conf, a new initramfs, and a reboot",
+            "options nvme_core multipath=N in /etc/modprobe.d/nvme.conf, a new initramfs, and a"
+            " reboot",
         )
     mounts = (line.partition(" - ") for line in _text(root / "proc/self/mountinfo").splitlines())
-    kinds = {after.split()[0] for before, _, after in mounts if numbers in before.split()[2:3] and after}
+    kinds = {
+        after.split()[0] for before, _, after in mounts if numbers in before.split()[2:3] and after
+    }
     if kinds and not kinds & set(FILE_SYSTEMS):
-        yield Missing(part, f"{folder} is on {', '.join(sorted(kinds))}", f"a file system of {' or '.join(FILE_SYSTEMS)}")
+        yield Missing(
+            part,
+            f"{folder} is on {', '.join(sorted(kinds))}",
+            f"a file system of {' or '.join(FILE_SYSTEMS)}",
+        )

@@ -90,7 +90,14 @@ def identity(folder: str) -> str:
     if device is None:
         # A network or overlay file system
         return f"{file_system_identity(folder)} {os.uname().nodename}"
-    serial = next((text for name in ("serial", "device/serial", "wwid") if (text := _read_text(_whole(device) / name))), "")
+    serial = next(
+        (
+            text
+            for name in ("serial", "device/serial", "wwid")
+            if (text := _read_text(_whole(device) / name))
+        ),
+        "",
+    )
     return " ".join(filter(None, (device.name, serial, _read_text(device / "size"))))
 
 
@@ -123,7 +130,11 @@ def _whole(device: Path) -> Path:
 
 def _disks_below(device: Path) -> set[str]:
     below = list((_whole(device) / "slaves").glob("*"))
-    return set().union(*(_disks_below(one.resolve()) for one in below)) if below else {_whole(device).name}
+    return (
+        set().union(*(_disks_below(one.resolve()) for one in below))
+        if below
+        else {_whole(device).name}
+    )
 
 
 def free_nbytes(folders: Sequence[str]) -> int:
@@ -197,7 +208,10 @@ def _file() -> Path:
 def _read_kept() -> dict[str, DiskProfile]:
     """Reads the file; empty if it does not exist or is not one of ours."""
     try:
-        return {key: _checked(DiskProfile(**entry)) for key, entry in json.loads(_file().read_text()).items()}
+        return {
+            key: _checked(DiskProfile(**entry))
+            for key, entry in json.loads(_file().read_text()).items()
+        }
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
@@ -218,7 +232,9 @@ def _keep(profiles: dict[str, DiskProfile]) -> None:
     path = _file()
     if not path.is_absolute():
         return  # no home folder, and the current one is not ours
-    content = json.dumps({key: dataclasses.asdict(profile) for key, profile in profiles.items()}, indent=1)
+    content = json.dumps(
+        {key: dataclasses.asdict(profile) for key, profile in profiles.items()}, indent=1
+    )
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +252,10 @@ def _alone(folder: str) -> Iterator[None]:
     Waits ``WAIT_SECONDS`` at most: the folder is a user's, who may have locked it around the whole
     job.
     """
-    descriptor, deadline = os.open(folder, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + WAIT_SECONDS
+    descriptor, deadline = (
+        os.open(folder, os.O_RDONLY | os.O_CLOEXEC),
+        time.monotonic() + WAIT_SECONDS,
+    )
     try:
         while not _is_locked_by(descriptor) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -273,7 +292,9 @@ def _measure(folder: str, kind: str) -> DiskProfile:
     return best
 
 
-def _rates(path: str, memory: native.Region, kind: str, block_nbytes: int, depth: int) -> tuple[float, float, float]:
+def _rates(
+    path: str, memory: native.Region, kind: str, block_nbytes: int, depth: int
+) -> tuple[float, float, float]:
     engine = native.make_io_engine(kind=kind, block_nbytes=block_nbytes, depth=depth)
     extent = native.Extent.in_file(engine.open_file(path), 0, PROBE_NBYTES)
     engine.register([(memory.address, memory.nbytes)])
@@ -292,7 +313,9 @@ def _rates(path: str, memory: native.Region, kind: str, block_nbytes: int, depth
         """Times moving the first half one way and the second half the other, in turns."""
         start = time.perf_counter()
         offsets = range(0, half, PROBE_REQUEST_NBYTES)
-        for ticket in [ticket for offset in offsets for ticket in (first(offset), second(half + offset))]:
+        for ticket in [
+            ticket for offset in offsets for ticket in (first(offset), second(half + offset))
+        ]:
             ticket.wait()
         return PROBE_NBYTES / (time.perf_counter() - start)
 
@@ -304,7 +327,10 @@ def rates(folders: Sequence[str]) -> tuple[float, float, float]:
     """Sums the bytes per second (read, written, both at once) over all ``folders``, once per
     device."""
     devices = {device_identity(folder): disk_profile(folder) for folder in reversed(folders)}
-    return tuple(sum(getattr(one, name) for one in devices.values()) for name in ("read_rate", "write_rate", "mixed_rate"))
+    return tuple(
+        sum(getattr(one, name) for one in devices.values())
+        for name in ("read_rate", "write_rate", "mixed_rate")
+    )
 
 
 def seconds(folders: Sequence[str], read: float, written: float) -> float:

@@ -22,7 +22,9 @@ class InFlight:
         """Returns an empty one with the same limit."""
         return InFlight(self._limit)
 
-    def keep(self, tensor: torch.Tensor, event: Event, then: Callable[[], None] = lambda: None) -> None:
+    def keep(
+        self, tensor: torch.Tensor, event: Event, then: Callable[[], None] = lambda: None
+    ) -> None:
         """Keeps ``tensor`` until ``event``, then calls ``then``. Drops what is over or exceeds the
         limit."""
         if event is PAST:

@@ -22,13 +22,20 @@ class Ledger:
     (None: none). A :class:`native.Charge` frees its bytes when it is released or collected.
     """
 
-    accounts: dict[Tier, native.Account] = field(default_factory=lambda: {tier: native.Account() for tier in Tier})
+    accounts: dict[Tier, native.Account] = field(
+        default_factory=lambda: {tier: native.Account() for tier in Tier}
+    )
 
     def limit(self, tier: Tier, *, budget_nbytes: int | None, planned_nbytes: int) -> None:
         """Sets the budget of ``tier`` (None: none) and its planned bytes."""
-        self.accounts[tier].budget_nbytes, self.accounts[tier].planned_nbytes = budget_nbytes, planned_nbytes
+        self.accounts[tier].budget_nbytes, self.accounts[tier].planned_nbytes = (
+            budget_nbytes,
+            planned_nbytes,
+        )
 
-    def reserve(self, tier: Tier, nbytes: int, what: str, *, passing: bool = False) -> native.Charge:
+    def reserve(
+        self, tier: Tier, nbytes: int, what: str, *, passing: bool = False
+    ) -> native.Charge:
         """Charges ``nbytes`` for ``what``. ``passing``: at most for the running forward or
         backward. Raises CapacityError, with nothing charged, if over the budget."""
         account = self.accounts[tier]
@@ -36,16 +43,21 @@ class Ledger:
         if charge is None:
             charged, budget = account.charged_nbytes, account.budget_nbytes
             raise CapacityError(
-                f"{what} needs {format_nbytes(nbytes)} of {tier} memory, but {format_nbytes(charged)} "
-                f"of {format_nbytes(budget)} is in use. Raise Config({BUDGETS[tier]}=...) by at least "
-                f"{format_nbytes(charged + nbytes - budget)}."
+                f"{what} needs {format_nbytes(nbytes)} of {tier} memory, but"
+                f" {format_nbytes(charged)} of {format_nbytes(budget)} is in use. Raise"
+                f" Config({BUDGETS[tier]}=...) by at least"
+                f" {format_nbytes(charged + nbytes - budget)}."
             )
         return charge
 
     def room(self, tier: Tier) -> int | None:
         """Returns the bytes of ``tier`` that may still be charged; None without a limit."""
         account = self.accounts[tier]
-        return None if account.budget_nbytes is None else max(0, account.budget_nbytes - account.charged_nbytes)
+        return (
+            None
+            if account.budget_nbytes is None
+            else max(0, account.budget_nbytes - account.charged_nbytes)
+        )
 
     def forget_passing(self) -> None:
         """Releases the charges of an abandoned forward or backward, even if still referenced."""

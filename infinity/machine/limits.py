@@ -50,13 +50,19 @@ def for_the_engine(left: int) -> int:
 def _of_groups(root: Path, own: Path) -> Iterator[tuple[int, str]]:
     first, second = cgroups.folders("memory", root, own)
     for folder in first:
-        limit, used = cgroups.number(folder / "memory.limit_in_bytes"), cgroups.number(folder / "memory.usage_in_bytes")
+        limit, used = (
+            cgroups.number(folder / "memory.limit_in_bytes"),
+            cgroups.number(folder / "memory.usage_in_bytes"),
+        )
         counts = cgroups.table(folder / "memory.stat")
         if limit is not None and used is not None:
             left = limit - used + counts.get("total_cache", 0) - counts.get("total_shmem", 0)
             yield left, f"a control group's limit of {format_nbytes(limit)}"
     for folder in second:
-        used, counts = cgroups.number(folder / "memory.current"), cgroups.table(folder / "memory.stat")
+        used, counts = (
+            cgroups.number(folder / "memory.current"),
+            cgroups.table(folder / "memory.stat"),
+        )
         for name in ("memory.max", "memory.high"):
             if (limit := cgroups.number(folder / name)) is not None and used is not None:
                 left = limit - used + counts.get("file", 0) - counts.get("shmem", 0)
@@ -65,11 +71,25 @@ def _of_groups(root: Path, own: Path) -> Iterator[tuple[int, str]]:
 
 def _of_ulimits() -> Iterator[tuple[int, str]]:
     try:
-        sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+        sizes = dict(
+            line.split(":", 1)
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if ":" in line
+        )
     except OSError:
         return
-    for limit, name, option in ((resource.RLIMIT_AS, "VmSize", "-v"), (resource.RLIMIT_DATA, "VmData", "-d")):
+    for limit, name, option in (
+        (resource.RLIMIT_AS, "VmSize", "-v"),
+        (resource.RLIMIT_DATA, "VmData", "-d"),
+    ):
         most, _ = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY and name in sizes:
-            unused = ARENA_NBYTES * (OWN_THREADS + processors.available()) if limit == resource.RLIMIT_AS else 0
-            yield most - int(sizes[name].split()[0]) * 1024 - unused, f"ulimit {option} of {format_nbytes(most)}"
+            unused = (
+                ARENA_NBYTES * (OWN_THREADS + processors.available())
+                if limit == resource.RLIMIT_AS
+                else 0
+            )
+            yield (
+                most - int(sizes[name].split()[0]) * 1024 - unused,
+                f"ulimit {option} of {format_nbytes(most)}",
+            )

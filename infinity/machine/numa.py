@@ -16,7 +16,9 @@ SYSFS = "/sys/devices/system/node"
 def nodes(root: str | os.PathLike = SYSFS) -> list[set[int]]:
     """Lists the processors of every node that has any, in order; empty if unknown."""
     found = []
-    for path in sorted(Path(root).glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))):
+    for path in sorted(
+        Path(root).glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))
+    ):
         try:
             listed = (path / "cpulist").read_text().strip()
         except OSError:
@@ -35,7 +37,9 @@ def _parse(listed: str) -> set[int]:
     return processors
 
 
-def share(of_nodes: Sequence[set[int]], allowed: set[int], rank: int, count: int) -> set[int] | None:
+def share(
+    of_nodes: Sequence[set[int]], allowed: set[int], rank: int, count: int
+) -> set[int] | None:
     """Chooses the processors for process ``rank`` of ``count`` on a machine: those of one node,
     among the ``allowed``. None if there is no choice."""
     usable = [node & allowed for node in of_nodes if node & allowed]

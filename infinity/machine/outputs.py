@@ -59,7 +59,9 @@ class Output:
         """Lists existing files that would be replaced."""
         if self.is_file:
             return [self.path] if os.path.isfile(self.path) and not self._is_made_here() else []
-        entries = os.scandir(self.path) if self.replaces is not None and os.path.isdir(self.path) else ()
+        entries = (
+            os.scandir(self.path) if self.replaces is not None and os.path.isdir(self.path) else ()
+        )
         found = (Path(entry.path) for entry in entries if self.may_replace(entry.name))
         return sorted(path for path in found if path.is_symlink() or not path.is_dir())
 
@@ -72,7 +74,11 @@ class Output:
 
 
 def check_outputs(
-    outputs: Sequence[Output], inputs: Iterable[tuple[str, Path | None]], *, overwrite: bool = False, way: str | None = OVERWRITE
+    outputs: Sequence[Output],
+    inputs: Iterable[tuple[str, Path | None]],
+    *,
+    overwrite: bool = False,
+    way: str | None = OVERWRITE,
 ) -> None:
     """Checks every output against every input, each other, and existing files. Changes nothing.
 
@@ -88,14 +94,22 @@ def check_outputs(
     read = [(name, path) for name, path in inputs if path is not None]
     for output in outputs:
         check_place(output)
-        if identity_of(cache := cache_folder()) in map(identity_of, (output.path, *_above(output.path))):
-            raise ConfigError(f"{output.name} {output.path} is in Infinity's own cache, {cache}. Give another place.")
+        if identity_of(cache := cache_folder()) in map(
+            identity_of, (output.path, *_above(output.path))
+        ):
+            raise ConfigError(
+                f"{output.name} {output.path} is in Infinity's own cache, {cache}. Give another"
+                " place."
+            )
         for name, path in read:
             _check_apart(output, name, path)
     for number, output in enumerate(outputs):
         for other in outputs[:number]:
             if identity_of(output.path) == identity_of(other.path):
-                raise ConfigError(f"{output.name} and {other.name} are both {output.path}. Give each a place of its own.")
+                raise ConfigError(
+                    f"{output.name} and {other.name} are both {output.path}. Give each a place of"
+                    " its own."
+                )
     for output in outputs if not overwrite else ():
         check_free(output, way=way)
 
@@ -107,11 +121,13 @@ def check_free(output: Output, *, way: str | None = OVERWRITE) -> None:
     replace = f", or {way} to replace it" if way is not None else ""
     if output.is_file:
         raise ConfigError(
-            f"{output.name} {output.path} is a file that was not made by Infinity for this. Give another name{replace}."
+            f"{output.name} {output.path} is a file that was not made by Infinity for this. Give"
+            f" another name{replace}."
         )
     names = ", ".join(path.name for path in taken[:3]) + (", ..." if len(taken) > 3 else "")
     raise ConfigError(
-        f"{output.name} {output.path} holds files already ({names}), which would be replaced. Give another folder{replace}."
+        f"{output.name} {output.path} holds files already ({names}), which would be replaced. Give"
+        f" another folder{replace}."
     )
 
 
@@ -133,20 +149,34 @@ def _check_apart(output: Output, name: str, path: Path) -> None:
         and _is_within_reach(output, path)
     ):
         raise ConfigError(f"{what} has {path} inside, which {name} reads. {remedy}")
-    held = {identity_of(each): each for each in ([output.path] if output.is_file else _files_of(output)) if os.path.exists(each)}
+    held = {
+        identity_of(each): each
+        for each in ([output.path] if output.is_file else _files_of(output))
+        if os.path.exists(each)
+    }
     for file in _walk(path) if held else ():
         if (own_name := held.get(identity_of(file))) is not None:
-            raise ConfigError(f"{own_name} of {what} is a link of {file}, which {name} reads. {remedy}")
+            raise ConfigError(
+                f"{own_name} of {what} is a link of {file}, which {name} reads. {remedy}"
+            )
 
 
 def _is_within_reach(output: Output, path: Path) -> bool:
     """Whether part of an input inside the folder of ``output`` may be replaced. Always true for a
     folder."""
-    return os.path.isdir(path) or identity_of(path.parent) != identity_of(output.path) or output.may_replace(path.name)
+    return (
+        os.path.isdir(path)
+        or identity_of(path.parent) != identity_of(output.path)
+        or output.may_replace(path.name)
+    )
 
 
 def _files_of(output: Output) -> list[Path]:
-    return [path for path in output.path.iterdir() if output.may_replace(path.name)] if os.path.isdir(output.path) else []
+    return (
+        [path for path in output.path.iterdir() if output.may_replace(path.name)]
+        if os.path.isdir(output.path)
+        else []
+    )
 
 
 def _walk(path: Path) -> Iterator[Path]:
@@ -194,14 +224,20 @@ def check_place(output: Output) -> None:
             raise ConfigError(f"{what} cannot be written: there is no folder {path.parent}")
     there = existing(path.parent if output.is_file else path)
     if not os.path.isdir(there):
-        whose = "is a file" if there == Path(os.path.abspath(path)) else f"is below {there}, which is a file"
+        whose = (
+            "is a file"
+            if there == Path(os.path.abspath(path))
+            else f"is below {there}, which is a file"
+        )
         raise ConfigError(f"{what} {whose}. Give a folder, existing or new.")
     try:
         with tempfile.TemporaryFile(dir=there) as file:
             file.write(b"x")
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else error
-        raise StorageError(error.errno or 0, f"{what} cannot be written: {why}. Give another folder", str(there)) from error
+        raise StorageError(
+            error.errno or 0, f"{what} cannot be written: {why}. Give another folder", str(there)
+        ) from error
 
 
 # --- writing without following links ---

@@ -32,7 +32,11 @@ def share_with(others: Sequence[set[int]]) -> None:
 
 def allowed() -> set[int]:
     """Returns the processors that the system allows for this process."""
-    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return (
+        set(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else set(range(os.cpu_count() or 1))
+    )
 
 
 def own_part() -> int:
@@ -42,7 +46,9 @@ def own_part() -> int:
         return available()
     mine, *others = _ranks
     part = sum(1 / (1 + sum(processor in other for other in others)) for processor in mine)
-    return max(1, min(int(part + 1e-9), available() // len(_ranks) if _is_limited(mine) else available()))
+    return max(
+        1, min(int(part + 1e-9), available() // len(_ranks) if _is_limited(mine) else available())
+    )
 
 
 def _is_limited(mine: set[int]) -> bool:
@@ -62,9 +68,11 @@ def for_updates(torch_threads: int) -> int:
         return min(torch_threads, part)
     if part > 1 and os.environ.get("RANK", "0") == "0":
         logger.warning(
-            "torchrun has set OMP_NUM_THREADS=1: torch computes with one thread, updates run in %d on each rank all the same, its part of the "
-            "processors (Config(update_threads=1) for one)", part,
-        )  # fmt: skip
+            "torchrun has set OMP_NUM_THREADS=1: torch computes with one thread, updates run in %d"
+            " on each rank all the same, its part of the processors (Config(update_threads=1) for"
+            " one)",
+            part,
+        )
     return part
 
 
@@ -83,7 +91,10 @@ def _quotas(root: Path, own: Path) -> list[float]:
     first, second = cgroups.folders("cpu", root, own)
     found = [quota for folder in second if (quota := _ratio(folder / "cpu.max"))]
     for folder in first:
-        quota, period = cgroups.number(folder / "cpu.cfs_quota_us"), cgroups.number(folder / "cpu.cfs_period_us")
+        quota, period = (
+            cgroups.number(folder / "cpu.cfs_quota_us"),
+            cgroups.number(folder / "cpu.cfs_period_us"),
+        )
         if quota and period and quota > 0:
             found.append(quota / period)
     return found

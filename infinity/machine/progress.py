@@ -14,7 +14,11 @@ DELAY_SECONDS = 1.0
 def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], object]]:
     """Yields a function that counts completed bytes. Shows a bar on the first rank, if standard
     error is a terminal and tqdm is installed."""
-    bar = _bar(what, total_nbytes) if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" else None
+    bar = (
+        _bar(what, total_nbytes)
+        if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+        else None
+    )
     if bar is None:
         yield lambda nbytes: None
         return

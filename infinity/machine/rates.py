@@ -33,7 +33,12 @@ class Rates:
         from their stored profiles."""
         found = disk_profile.rates(nvme_paths) if nvme_paths else (None, None, None)
         where = torch.device(device if device is not None else "cpu")
-        return cls(memory_rate(), checksum_rate(), *found, memory_rate(str(where)) if where.type != "cpu" else None)
+        return cls(
+            memory_rate(),
+            checksum_rate(),
+            *found,
+            memory_rate(str(where)) if where.type != "cpu" else None,
+        )
 
 
 @cache

@@ -72,17 +72,24 @@ def read(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     ours."""
     paths: list[Path] = []
     with contextlib.suppress(OSError):
-        paths = sorted(folder.glob(f"{kind}-rank*.json"), key=lambda path: (len(path.name), path.name))
+        paths = sorted(
+            folder.glob(f"{kind}-rank*.json"), key=lambda path: (len(path.name), path.name)
+        )
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
-            if is_regular(path, links=False) and isinstance(found := parse_json(read_text(path, most_nbytes=MOST_NBYTES)), dict):
+            if is_regular(path, links=False) and isinstance(
+                found := parse_json(read_text(path, most_nbytes=MOST_NBYTES)), dict
+            ):
                 yield found
 
 
 def process_of(status: dict[str, Any]) -> Process:
     """Returns the process that wrote a status; an invalid one if it is not given."""
     pid, started = status.get("pid"), status.get("started")
-    whole = all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in (pid, started))
+    whole = all(
+        isinstance(value, int) and not isinstance(value, bool) and value > 0
+        for value in (pid, started)
+    )
     return Process(pid, started) if whole else Process(0, -1)
 
 
@@ -118,11 +125,15 @@ def is_ours(folder: Path) -> bool:
     """Returns whether a folder has a run's files and nothing else."""
     with contextlib.suppress(OSError):
         names = [entry.name for entry in folder.iterdir()]
-        return bool(names) and all(name.startswith(OURS) and name.endswith((".json", ".partial")) for name in names)
+        return bool(names) and all(
+            name.startswith(OURS) and name.endswith((".json", ".partial")) for name in names
+        )
     return False
 
 
 def remove_old(root: Path, keep: int = KEPT_RUNS) -> None:
     """Removes the oldest ended runs, except ``keep``. Ignores failures."""
-    for folder in [folder for folder in runs(root) if is_ours(folder) and not is_running(folder)][keep:]:
+    for folder in [folder for folder in runs(root) if is_ours(folder) and not is_running(folder)][
+        keep:
+    ]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,20 @@ from .sizes import format_nbytes
 VARIABLE = "INFINITY_SCRATCH"  # if set, the only candidate
 VARIABLES = ("SLURM_TMPDIR", "LOCAL_SCRATCH", "SCRATCH", "TMPDIR")
 CUSTOMARY = ("/scratch", "/local_scratch", "/var/tmp")
-NETWORKS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "9p", "afs", "glusterfs", "pvfs2")
+NETWORKS = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "lustre",
+    "gpfs",
+    "ceph",
+    "beegfs",
+    "9p",
+    "afs",
+    "glusterfs",
+    "pvfs2",
+)
 
 # Left to other programs, and to this job's checkpoints.
 SHARE_LEFT, MOST_LEFT_NBYTES = 1 / 10, 16 * 1024**3
@@ -41,7 +54,13 @@ def candidates() -> list[Candidate]:
     if VARIABLE in os.environ:
         return [_look_at(os.path.abspath(os.environ[VARIABLE] or "."))]
     named = [os.environ[name] for name in VARIABLES if os.environ.get(name)]
-    folders = [*named, tempfile.gettempdir(), *CUSTOMARY, str(disk_profile.cache_folder()), os.getcwd()]
+    folders = [
+        *named,
+        tempfile.gettempdir(),
+        *CUSTOMARY,
+        str(disk_profile.cache_folder()),
+        os.getcwd(),
+    ]
     found: list[Candidate] = []
     seen: set[str] = set()
     for folder in dict.fromkeys(os.path.abspath(folder) for folder in folders):
@@ -60,7 +79,9 @@ def choose(found: Sequence[Candidate], needed_nbytes: int) -> Candidate | None:
     usable = [candidate for candidate in found if not candidate.refusal]
     roomy = [candidate for candidate in usable if candidate.usable_nbytes >= needed_nbytes]
     if len(roomy) > 1:
-        return max(roomy, key=lambda candidate: disk_profile.disk_profile(candidate.folder).mixed_rate)
+        return max(
+            roomy, key=lambda candidate: disk_profile.disk_profile(candidate.folder).mixed_rate
+        )
     return (roomy or sorted(usable, key=lambda candidate: -candidate.usable_nbytes) or [None])[0]
 
 

@@ -21,12 +21,20 @@ def parse_nbytes(value: int | str | None, name: str) -> int | None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_NBYTES:
         return value
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)):
+    if isinstance(value, str) and (
+        match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    ):
         number, unit = match.groups()
-        if unit.lower() in _UNITS and (nbytes := float(number) * _UNITS[unit.lower()]) <= MOST_NBYTES:
+        if (
+            unit.lower() in _UNITS
+            and (nbytes := float(number) * _UNITS[unit.lower()]) <= MOST_NBYTES
+        ):
             return int(nbytes)
     shown = repr(value) if len(str(value)[:100]) < 100 else f"{str(value)[:60]!r}..."
-    raise ConfigError(f"{name}={shown} is not a size: give bytes as a whole number, or text such as '48GiB' or '500MB'")
+    raise ConfigError(
+        f"{name}={shown} is not a size: give bytes as a whole number, or text such as '48GiB' or"
+        " '500MB'"
+    )
 
 
 def format_nbytes(nbytes: float) -> str:
@@ -43,7 +51,11 @@ def format_seconds(seconds: float) -> str:
     shown = float(f"{seconds:.3g}")
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(shown) >= scale:
-            return f"{shown / scale:,.0f} {unit}" if abs(shown) >= 1000 else f"{shown / scale:.3g} {unit}"
+            return (
+                f"{shown / scale:,.0f} {unit}"
+                if abs(shown) >= 1000
+                else f"{shown / scale:.3g} {unit}"
+            )
     return f"{shown / 1e-9:.3g} ns" if shown else "0 s"
 
 

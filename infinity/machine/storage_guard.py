@@ -27,7 +27,8 @@ def is_refusal(error: BaseException) -> bool:
     """Returns whether ``error`` is torch's for access to a storage without bytes."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(
-        said in text for said in ("data pointer of Storage that is invalid", "for storage of size 0")
+        said in text
+        for said in ("data pointer of Storage that is invalid", "for storage of size 0")
     )
 
 
@@ -72,7 +73,11 @@ def is_moved(storage: torch.UntypedStorage) -> bool:
 
 
 def _is_shared(storage: torch.UntypedStorage) -> bool:
-    if storage.device.type == "cpu" and (flags := _flags()) is not None and _image(storage)[flags[1]]:
+    if (
+        storage.device.type == "cpu"
+        and (flags := _flags()) is not None
+        and _image(storage)[flags[1]]
+    ):
         return False
     return torch._C.StorageBase.is_shared(storage)
 
@@ -106,11 +111,15 @@ def _flags() -> tuple[int, int] | None:
     probe = torch.empty(1, device="cpu")
     image = _image(probe.untyped_storage())
     states = [bytes(image)]
-    for set_flag in (torch._C._set_throw_on_mutable_data_ptr, torch._C._set_warn_deprecated_on_mutable_data_ptr):
+    for set_flag in (
+        torch._C._set_throw_on_mutable_data_ptr,
+        torch._C._set_warn_deprecated_on_mutable_data_ptr,
+    ):
         set_flag(probe)
         states.append(bytes(image))
     (*throws,), (*warns,) = (
-        [i for i, (before, after) in enumerate(zip(old, new)) if (before, after) == (0, 1)] for old, new in zip(states, states[1:])
+        [i for i, (before, after) in enumerate(zip(old, new)) if (before, after) == (0, 1)]
+        for old, new in zip(states, states[1:])
     )
     if len(throws) != 2 or throws[1] != throws[0] + 1 or warns != [throws[1] + 2]:
         return None

@@ -33,9 +33,13 @@ class Timeline:
         """Raises ConfigError if ``path`` cannot be written, or is a file that is no timeline."""
         check_free(Output("trace", Path(path), made=BEGIN), way=None)
         try:
-            self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            self._descriptor: int | None = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
+            )
         except OSError as error:
-            raise ConfigError(f"trace={os.fspath(path)!r} cannot be written: {error.strerror}") from error
+            raise ConfigError(
+                f"trace={os.fspath(path)!r} cannot be written: {error.strerror}"
+            ) from error
         self._pid, self._path = os.getpid(), os.fspath(path)
         self._origin = time.perf_counter()
         # Per row, when it is free again
@@ -48,7 +52,10 @@ class Timeline:
         if self._descriptor is None or os.getpid() != self._pid:
             return
         event = {"ph": "X", "name": name, "cat": lane, "tid": self._row(lane, start, end)}
-        event |= {"ts": round(1e6 * (start - self._origin), 3), "dur": round(1e6 * max(0.0, end - start), 3)}
+        event |= {
+            "ts": round(1e6 * (start - self._origin), 3),
+            "dur": round(1e6 * max(0.0, end - start), 3),
+        }
         self._write(event | ({"args": details} if details else {}))
 
     def _row(self, lane: str, start: float, end: float) -> int:
@@ -59,7 +66,14 @@ class Timeline:
         if row == len(rows):
             rows.append(end)
             self._write({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": lane}})
-            self._write({"ph": "M", "name": "thread_sort_index", "tid": number, "args": {"sort_index": number}})
+            self._write(
+                {
+                    "ph": "M",
+                    "name": "thread_sort_index",
+                    "tid": number,
+                    "args": {"sort_index": number},
+                }
+            )
         rows[row] = end
         return number
 
@@ -81,14 +95,20 @@ class Timeline:
         except OSError as error:
             os.close(self._descriptor)
             self._descriptor = None
-            logger.warning("the trace %s ends here: %s. The training goes on.", self._path, os.strerror(error.errno or 0))
+            logger.warning(
+                "the trace %s ends here: %s. The training goes on.",
+                self._path,
+                os.strerror(error.errno or 0),
+            )
 
     def close(self) -> None:
         """Ends the file, which is then a complete JSON array."""
         # In a forked child the file is its parent's
         if self._descriptor is None or os.getpid() != self._pid:
             return
-        self._lines.append(json.dumps({"pid": 1, "ph": "M", "name": "process_labels", "args": {"labels": "ended"}}))
+        self._lines.append(
+            json.dumps({"pid": 1, "ph": "M", "name": "process_labels", "args": {"labels": "ended"}})
+        )
         self._lines.append("]")
         self.flush()
         if self._descriptor is not None:

@@ -31,14 +31,20 @@ class Traffic:
     """The four edges of one engine, the bytes received from other ranks, and the timeline, if
     any."""
 
-    edges: dict[str, EdgeTraffic] = field(default_factory=lambda: {edge: EdgeTraffic() for edge in EDGES})
-    collectives: dict[str, EdgeTraffic] = field(default_factory=lambda: {name: EdgeTraffic() for name in COLLECTIVES})
+    edges: dict[str, EdgeTraffic] = field(
+        default_factory=lambda: {edge: EdgeTraffic() for edge in EDGES}
+    )
+    collectives: dict[str, EdgeTraffic] = field(
+        default_factory=lambda: {name: EdgeTraffic() for name in COLLECTIVES}
+    )
     timeline: Timeline | None = None
 
     def mark(self, lane: str, name: str, start: float, end: float | None = None, **details) -> None:
         """Adds work that ended now (or at ``end``) to the timeline."""
         if self.timeline is not None:
-            self.timeline.add(lane, name, start, time.perf_counter() if end is None else end, **details)
+            self.timeline.add(
+                lane, name, start, time.perf_counter() if end is None else end, **details
+            )
 
     @contextmanager
     def stalled(self, edge: str, what: str = "") -> Iterator[None]:

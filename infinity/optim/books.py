@@ -68,7 +68,9 @@ def _short(key: object) -> str:
 class StateEntry(_Shown):
     """The optimizer state of one parameter, in torch's form. Without ``books`` a plain dict."""
 
-    def __init__(self, *args: Any, books: OptimizerBooks | None = None, handle: ParamHandle | None = None):
+    def __init__(
+        self, *args: Any, books: OptimizerBooks | None = None, handle: ParamHandle | None = None
+    ):
         # No cycle: both go with the last reference
         self._of = None if books is None else weakref.ref(books)
         self._handle = handle
@@ -97,7 +99,11 @@ class StateEntry(_Shown):
         return 0 < len(self.missing) < len(self._books.names)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._books.read(self._handle, key) if key in self._at_home else dict.__getitem__(self, key)
+        return (
+            self._books.read(self._handle, key)
+            if key in self._at_home
+            else dict.__getitem__(self, key)
+        )
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._books is None or key not in self._books.names:
@@ -109,7 +115,9 @@ class StateEntry(_Shown):
             dict.__setitem__(self, key, value)
             self._books.note(self._handle, self)
             if not self.missing:
-                self._books.write(self._handle, {name: dict.__getitem__(self, name) for name in self._books.names})
+                self._books.write(
+                    self._handle, {name: dict.__getitem__(self, name) for name in self._books.names}
+                )
                 for name in self._books.names:
                     dict.pop(self, name, None)
 
@@ -164,7 +172,9 @@ class OptimizerBooks(_Shown, defaultdict):
     def __getitem__(self, key: Any) -> Any:
         if not dict.__contains__(self, key):
             handle = self._handle(key)
-            dict.__setitem__(self, key, StateEntry() if handle is None else StateEntry(books=self, handle=handle))
+            dict.__setitem__(
+                self, key, StateEntry() if handle is None else StateEntry(books=self, handle=handle)
+            )
         return dict.__getitem__(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -210,15 +220,27 @@ class OptimizerBooks(_Shown, defaultdict):
         return value
 
     def __contains__(self, key: Any) -> bool:
-        return dict.__contains__(self, key) or (self._handle(key) is not None and self._is_kept(handle_of(key)))
+        return dict.__contains__(self, key) or (
+            self._handle(key) is not None and self._is_kept(handle_of(key))
+        )
 
     def __iter__(self) -> Iterator:
         context, groups = self._owner()
         params = dict.fromkeys(param for group in groups for param in group["params"])
-        there = {param for param in params if self._handle(param) is not None and self._is_kept(handle_of(param))}
+        there = {
+            param
+            for param in params
+            if self._handle(param) is not None and self._is_kept(handle_of(param))
+        }
         yield from [key for key in params if key in there or dict.__contains__(self, key)]
-        others = [handle.param for handle in context.trained if self._is_kept(handle) and handle.param not in params]
-        yield from dict.fromkeys([*others, *(key for key in dict.__iter__(self) if key not in params)])
+        others = [
+            handle.param
+            for handle in context.trained
+            if self._is_kept(handle) and handle.param not in params
+        ]
+        yield from dict.fromkeys(
+            [*others, *(key for key in dict.__iter__(self) if key not in params)]
+        )
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -231,7 +253,10 @@ class OptimizerBooks(_Shown, defaultdict):
         """Replaces all state, as ``optimizer.state = state`` does."""
         if state is self:
             return
-        given = {key: dict(value) if isinstance(value, Mapping) else value for key, value in state.items()}
+        given = {
+            key: dict(value) if isinstance(value, Mapping) else value
+            for key, value in state.items()
+        }
         for key, value in given.items():
             if (handle := self._handle(key)) is not None:
                 self.check(handle, value)
@@ -241,7 +266,13 @@ class OptimizerBooks(_Shown, defaultdict):
     def _handle(self, key: Any) -> ParamHandle | None:
         """Returns the handle of a parameter that is stepped; None for any other key."""
         handle = handle_of(key) if isinstance(key, torch.nn.Parameter) else None
-        return handle if handle is not None and handle.grad is not None and handle.engine.uses is self._context.uses else None
+        return (
+            handle
+            if handle is not None
+            and handle.grad is not None
+            and handle.engine.uses is self._context.uses
+            else None
+        )
 
     def _is_kept(self, handle: ParamHandle) -> bool:
         return bool(self.names) and handle.has_state
@@ -261,10 +292,19 @@ class OptimizerBooks(_Shown, defaultdict):
                 continue
             if name == STEP:
                 checked_step(value, handle.name)
-            elif not isinstance(value, torch.Tensor) or value.is_meta or value.shape != handle.param.shape:
-                found = f"{tuple(value.shape)} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+            elif (
+                not isinstance(value, torch.Tensor)
+                or value.is_meta
+                or value.shape != handle.param.shape
+            ):
+                found = (
+                    f"{tuple(value.shape)} on {value.device}"
+                    if isinstance(value, torch.Tensor)
+                    else type(value).__name__
+                )
                 raise UsageError(
-                    f"optimizer.state: {name} of {handle.name} must be a tensor of shape {tuple(handle.param.shape)}, not {found}"
+                    f"optimizer.state: {name} of {handle.name} must be a tensor of shape"
+                    f" {tuple(handle.param.shape)}, not {found}"
                 )
 
     def write(self, handle: ParamHandle, values: Mapping[str, Any]) -> None:
@@ -290,7 +330,9 @@ class OptimizerBooks(_Shown, defaultdict):
     def restart(self, handle: ParamHandle) -> None:
         """Makes the next step of a parameter its first."""
         with self._using():
-            self._context.lent.restart(handle, [array for array in self._arrays.values() if array != STEP])
+            self._context.lent.restart(
+                handle, [array for array in self._arrays.values() if array != STEP]
+            )
 
     def own_values(self) -> dict[Any, Any]:
         """Returns the values that are not at home, with the user's own keys."""
@@ -320,8 +362,8 @@ class OptimizerBooks(_Shown, defaultdict):
                 del self._partial[handle]
             else:
                 raise UsageError(
-                    f"optimizer.state of {handle.name} lacks {', '.join(entry.missing)}: set all of "
-                    f"{', '.join(self.names)}, or delete all of them to begin anew"
+                    f"optimizer.state of {handle.name} lacks {', '.join(entry.missing)}: set all of"
+                    f" {', '.join(self.names)}, or delete all of them to begin anew"
                 )
         self._context.settle_state_dicts()
         self._context.lent.settle()
@@ -351,7 +393,8 @@ class Members:
         """Reads the groups. Raises UsageError, with nothing changed, for unknown parameters."""
         lists = [group["params"] for group in groups]
         if len(lists) == len(self._params) and all(
-            len(now) == len(before) and all(map(is_, now, before)) for now, before in zip(lists, self._params)
+            len(now) == len(before) and all(map(is_, now, before))
+            for now, before in zip(lists, self._params)
         ):
             return
         found: dict[ParamHandle, int] = {}
@@ -379,20 +422,22 @@ class Members:
                 self._context.gradients.settle(handle)  # an assigned tensor may have changed
             if handle.grad.state is GradState.CONSUMED:
                 raise UsageError(
-                    f"step() without a new gradient: the one of {handle.name} was consumed by the last step. "
-                    "Call zero_grad() and run backward before the next step()."
+                    f"step() without a new gradient: the one of {handle.name} was consumed by the"
+                    " last step. Call zero_grad() and run backward before the next step()."
                 )
 
     def _stepped(self, param: torch.Tensor, index: int) -> ParamHandle:
         handle = handle_of(param)
         if handle is None or handle.engine.uses is not self._context.uses:
             raise UsageError(
-                f"the optimizer's group {index} has a parameter of shape {tuple(param.shape)} that wrap_model did not "
-                "take home with this optimizer, so its state has no home. unwrap_model first, add it, and wrap again."
+                f"the optimizer's group {index} has a parameter of shape {tuple(param.shape)} that"
+                " wrap_model did not take home with this optimizer, so its state has no home."
+                " unwrap_model first, add it, and wrap again."
             )
         if handle.grad is None:
             raise UsageError(
-                f"the optimizer's group {index} has {handle.name}, which was in no group when the model was wrapped: "
-                "give it to optimizer.add_param_group() before its first backward"
+                f"the optimizer's group {index} has {handle.name}, which was in no group when the"
+                " model was wrapped: give it to optimizer.add_param_group() before its first"
+                " backward"
             )
         return handle

@@ -15,7 +15,9 @@ class Clippable(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def total_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def total_norm(
+        self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Computes the norm of all gradients together."""
 
 
@@ -44,8 +46,8 @@ def clip_grad_norm_(
     """
     if not hasattr(optimizer, "total_norm"):
         raise UsageError(
-            f"clip_grad_norm_ takes the optimizer that wrap_model returned, not a {type(optimizer).__name__}: of parameters use "
-            "torch.nn.utils.clip_grad_norm_"
+            "clip_grad_norm_ takes the optimizer that wrap_model returned, not a"
+            f" {type(optimizer).__name__}: of parameters use torch.nn.utils.clip_grad_norm_"
         )
     total = optimizer.total_norm(norm_type, error_if_nonfinite=error_if_nonfinite)
     factor, noted = clip_factor(total, float(max_norm)), False

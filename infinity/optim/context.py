@@ -30,7 +30,9 @@ class Admit(Protocol):
     """Starts to step ``params``, frozen until now, and calls ``then``; or raises, with nothing
     changed."""
 
-    def __call__(self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]) -> None: ...
+    def __call__(
+        self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]
+    ) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,7 +70,9 @@ class DeviceStepper:
     def __init__(self, device: Device, traffic: Traffic, slot_nbytes: int):
         self._device, self._traffic = device, traffic
         count = DEVICE_SLOTS if slot_nbytes else 0
-        self._slots = [_Slot(device.zeros(slot_nbytes, torch.uint8, "optimizer slots")) for _ in range(count)]
+        self._slots = [
+            _Slot(device.zeros(slot_nbytes, torch.uint8, "optimizer slots")) for _ in range(count)
+        ]
         self._turn = 0
         self.share = 0.0  # of the elements of state on the host
 
@@ -85,7 +87,11 @@ class DeviceStepper:
     def first_own(self, shard: ParamShard) -> int:
         """Returns the first element of a host shard that is stepped here. The processor steps those
         before it."""
-        if not self.share or not self._slots or any(array.tier is not Tier.HOST for array in shard.arrays.values()):
+        if (
+            not self.share
+            or not self._slots
+            or any(array.tier is not Tier.HOST for array in shard.arrays.values())
+        ):
             return shard.slice_numel
         return round(shard.slice_numel * (1 - self.share)) // SHARD_ALIGNMENT * SHARD_ALIGNMENT
 
@@ -108,7 +114,9 @@ class DeviceStepper:
             arrays = arrays | {"weight": newer}
             event = self._copy_weights(shard, newer, behind)
             behind.append(event)
-        for begin, end, part in _chunks(spans, self._chunk(shard, names) if names else shard.slice_numel):
+        for begin, end, part in _chunks(
+            spans, self._chunk(shard, names) if names else shard.slice_numel
+        ):
             event = self._step_chunk(shard, arrays, layout, names, begin, end, part, behind)
         for array in arrays.values():
             array.extent.version = version
@@ -134,9 +142,16 @@ class DeviceStepper:
         return fitting // SHARD_ALIGNMENT * SHARD_ALIGNMENT
 
     def _step_chunk(
-        self, shard: ParamShard, arrays: dict[str, StateArray], layout: native.Layout, names: list[str], begin: int, end: int,
-        spans: list[Span], behind: list[Event],
-    ) -> Event:  # fmt: skip
+        self,
+        shard: ParamShard,
+        arrays: dict[str, StateArray],
+        layout: native.Layout,
+        names: list[str],
+        begin: int,
+        end: int,
+        spans: list[Span],
+        behind: list[Event],
+    ) -> Event:
         def part(name: str) -> torch.Tensor:
             each = elements_each(name)
             # Of the whole gradient (ZeRO-1)
@@ -146,7 +161,9 @@ class DeviceStepper:
         runs = [native.Run(*span) for span in spans]
         if not names:
             parts = {name: part(name) for name in arrays}
-            return self._device.put("step", partial(self._kernel, layout, parts, begin, runs), behind=behind)
+            return self._device.put(
+                "step", partial(self._kernel, layout, parts, begin, runs), behind=behind
+            )
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
         there = dict(zip(names, _lay_out(slot.memory, [part(name) for name in names])))
@@ -163,18 +180,31 @@ class DeviceStepper:
                     part(name).copy_(source, non_blocking=True)
 
         nbytes = sum(target.nbytes for target in there.values())
-        arrived = self._device.put("in", come, behind=[slot.free, *behind], transfer=Copy("host->device", nbytes, label))
-        stepped = self._device.put("step", partial(self._kernel, layout, parts, begin, runs), behind=[arrived])
+        arrived = self._device.put(
+            "in", come, behind=[slot.free, *behind], transfer=Copy("host->device", nbytes, label)
+        )
+        stepped = self._device.put(
+            "step", partial(self._kernel, layout, parts, begin, runs), behind=[arrived]
+        )
         nbytes -= there["grad"].nbytes if "grad" in there else 0
-        slot.free = self._device.put("out", leave, behind=[stepped], transfer=Copy("device->host", nbytes, label))
+        slot.free = self._device.put(
+            "out", leave, behind=[stepped], transfer=Copy("device->host", nbytes, label)
+        )
         return slot.free
 
-    def _kernel(self, layout: native.Layout, parts: dict[str, torch.Tensor], begin: int, runs: list[native.Run]) -> None:
+    def _kernel(
+        self,
+        layout: native.Layout,
+        parts: dict[str, torch.Tensor],
+        begin: int,
+        runs: list[native.Run],
+    ) -> None:
         """Launches the kernel. ``parts`` start at element ``begin`` of the shard. Addresses are
         offset to the shard's start, because random rounding depends on an element's index in the
         shard."""
         addresses = {
-            name: (flat.data_ptr() - begin // elements_each(name) * flat.element_size()) % 2**64 for name, flat in parts.items()
+            name: (flat.data_ptr() - begin // elements_each(name) * flat.element_size()) % 2**64
+            for name, flat in parts.items()
         }
         self._device.kernels.step(layout, runs=runs, stream=self._device.stream_handle, **addresses)
 
@@ -184,7 +214,9 @@ def _chunks(spans: Sequence[Span], size: int) -> Iterator[tuple[int, int, list[S
     Chunks are whole blocks of 8-bit moments. They skip what is before the first span: the processor
     may step it."""
     for begin in range(0, max((end for _, end, _ in spans), default=0), size):
-        inside = [(max(first, begin), min(last, begin + size), hyper) for first, last, hyper in spans]
+        inside = [
+            (max(first, begin), min(last, begin + size), hyper) for first, last, hyper in spans
+        ]
         inside = [(first, last, hyper) for first, last, hyper in inside if first < last]
         if inside:
             block = native.MOMENT_BLOCK

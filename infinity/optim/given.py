@@ -59,9 +59,17 @@ class Given:
         """Returns an attribute that users set on it. Raises AttributeError if there is none."""
         if not name.startswith("_") and name not in self.REPLACED and name in vars(self.optimizer):
             return vars(self.optimizer)[name]
-        raise AttributeError(f"'{type(self.optimizer).__name__}' object, wrapped by Infinity, has no attribute '{name}'")
+        raise AttributeError(
+            f"'{type(self.optimizer).__name__}' object, wrapped by Infinity, has no attribute"
+            f" '{name}'"
+        )
 
-    def take_back(self, state_dict: dict[str, Any], outside: Mapping[torch.Tensor, Any], attributes: dict[str, Any]) -> None:
+    def take_back(
+        self,
+        state_dict: dict[str, Any],
+        outside: Mapping[torch.Tensor, Any],
+        attributes: dict[str, Any],
+    ) -> None:
         """Lets it step by itself again, with the state of ``state_dict`` and of parameters
         ``outside`` of its groups. The group objects, which schedulers refer to, stay the same.
         Idempotent."""
@@ -84,16 +92,21 @@ class Given:
                 vars(self.optimizer).pop(name, None)
 
 
-def _ask_instead(ours: weakref.ref[torch.optim.Optimizer], name: str, *args: Any, **kwargs: Any) -> Any:
+def _ask_instead(
+    ours: weakref.ref[torch.optim.Optimizer], name: str, *args: Any, **kwargs: Any
+) -> Any:
     if (alive := ours()) is None:
         raise UsageError(GONE)
     return getattr(alive, name)(*args, **kwargs)
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
+def _refuse_step(
+    optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+) -> None:
     raise UsageError(
-        f"step() of the {optimizer.__class__.__name__} that was wrapped: it is not the optimizer that wrap_model returned. "
-        "Call step() of that one: model, optimizer = infinity.wrap_model(model, optimizer, ...)."
+        f"step() of the {optimizer.__class__.__name__} that was wrapped: it is not the optimizer"
+        " that wrap_model returned. Call step() of that one: model, optimizer ="
+        " infinity.wrap_model(model, optimizer, ...)."
     )
 
 

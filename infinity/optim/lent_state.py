@@ -68,7 +68,9 @@ class _Lent:
     def is_changed(self) -> bool:
         """Whether the tensor's values have changed, or its memory was replaced (``set_``, ``.data
         =``)."""
-        if (tensor := self.tensor()) is not None and _memory_of(local_of(tensor)) != _memory_of(self.bytes):
+        if (tensor := self.tensor()) is not None and _memory_of(local_of(tensor)) != _memory_of(
+            self.bytes
+        ):
             self.bytes = local_of(tensor).detach()
         return _digest(self.bytes) != self.digest
 
@@ -97,7 +99,9 @@ class LentState:
     @property
     def own_edits(self) -> list[bytes]:
         """Digests of the writes to values of which other ranks have other local parts."""
-        return [own for handle in sorted(self._edits, key=_name_of) if (own := self._edits[handle][1])]
+        return [
+            own for handle in sorted(self._edits, key=_name_of) if (own := self._edits[handle][1])
+        ]
 
     def edits_of(self, handle: ParamHandle) -> tuple[bytes, bytes] | None:
         """Returns both digests of one parameter; None if nothing was written."""
@@ -107,7 +111,11 @@ class LentState:
         """Returns array ``name`` of a parameter, or its step count, as a tensor that may be
         changed."""
         lent = self._lent.get((handle, name))
-        if lent is not None and lent.index != self._steps.index and not self._refresh(handle, name, lent):
+        if (
+            lent is not None
+            and lent.index != self._steps.index
+            and not self._refresh(handle, name, lent)
+        ):
             lent = None
         if lent is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -122,12 +130,20 @@ class LentState:
 
     def lend(self, handle: ParamHandle, name: str, tensor: torch.Tensor) -> None:
         """Starts to watch ``tensor``, which equals the state at home."""
-        self._left_count, self._left_nbytes = self._left_count - 1, self._left_nbytes - tensor.nbytes
+        self._left_count, self._left_nbytes = (
+            self._left_count - 1,
+            self._left_nbytes - tensor.nbytes,
+        )
         if self._left_count < 0 or self._left_nbytes < 0:
             self._trim()
         self._lent[handle, name] = _Lent(tensor, self._steps.index)
 
-    def write(self, handle: ParamHandle, values: Mapping[str, torch.Tensor], then: Callable[[], None] = lambda: None) -> None:
+    def write(
+        self,
+        handle: ParamHandle,
+        values: Mapping[str, torch.Tensor],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
         """Writes ``values`` of arrays, and of the step count, home. Their shapes are checked
         before. ``then``: called at the end of the change. Raises UsageError inside
         step_in_backward()."""
@@ -137,7 +153,9 @@ class LentState:
                 "change it before that block, or after step()"
             )
         values = {
-            name: value if name == STEP else part_of(handle.param, value, f"{name} of {handle.name}")
+            name: (
+                value if name == STEP else part_of(handle.param, value, f"{name} of {handle.name}")
+            )
             for name, value in values.items()
         }
         common, own = self._edits.get(handle, (b"", b""))
@@ -156,8 +174,12 @@ class LentState:
         the user's own."""
         if handle.has_state:
             shape = local_of(handle.param).shape
-            zeros = like(handle.param, torch.zeros((), dtype=torch.float32, device="cpu").expand(shape))
-            self.write(handle, {name: zeros for name in names} | {STEP: torch.tensor(0.0, device="cpu")})
+            zeros = like(
+                handle.param, torch.zeros((), dtype=torch.float32, device="cpu").expand(shape)
+            )
+            self.write(
+                handle, {name: zeros for name in names} | {STEP: torch.tensor(0.0, device="cpu")}
+            )
             handle.keeps_moments = False
         for key in [key for key in self._lent if key[0] is handle]:
             del self._lent[key]
@@ -170,16 +192,18 @@ class LentState:
             if lent.is_changed:
                 if lent.index != self._steps.index and not handle.shard.ranks.alone:
                     raise UsageError(
-                        f"optimizer.state: {name} of {handle.name} was read at step {lent.index} and changed "
-                        f"after step {self._steps.index}. With several ranks read it again after each step."
+                        f"optimizer.state: {name} of {handle.name} was read at step {lent.index}"
+                        f" and changed after step {self._steps.index}. With several ranks read it"
+                        " again after each step."
                     )
                 wanted = torch.Size() if name == STEP else local_of(handle.param).shape
                 if lent.bytes.shape != wanted:
                     # The user's own from now on: the state at home stands
                     del self._lent[handle, name]
                     raise UsageError(
-                        f"optimizer.state: {name} of {handle.name} was given the shape {tuple(lent.bytes.shape)}, not {tuple(wanted)}: "
-                        "assign a tensor of that shape to optimizer.state[parameter][key]"
+                        f"optimizer.state: {name} of {handle.name} was given the shape"
+                        f" {tuple(lent.bytes.shape)}, not {tuple(wanted)}: assign a tensor of that"
+                        " shape to optimizer.state[parameter][key]"
                     )
                 value = lent.bytes.clone()
                 self.write(handle, {name: value if name == STEP else like(handle.param, value)})
@@ -196,8 +220,8 @@ class LentState:
             other, of_other = first.setdefault(_memory_of(lent.bytes)[:2], (handle, name))
             if (other, of_other) != (handle, name):
                 raise UsageError(
-                    f"optimizer.state: {of_other} of {other.name} and {name} of {handle.name} are one tensor. "
-                    "Assign a copy: optimizer.state[parameter][key] = tensor.clone()."
+                    f"optimizer.state: {of_other} of {other.name} and {name} of {handle.name} are"
+                    " one tensor. Assign a copy: optimizer.state[parameter][key] = tensor.clone()."
                 )
 
     def forget_edits(self) -> None:
@@ -243,7 +267,9 @@ class LentState:
         """Settles, which drops tensors that are not held."""
         self.settle()
         self._left_count = max(TRIMMED_AT_COUNT, len(self._lent))
-        self._left_nbytes = max(TRIMMED_AT_NBYTES, sum(lent.bytes.nbytes for lent in self._lent.values()))
+        self._left_nbytes = max(
+            TRIMMED_AT_NBYTES, sum(lent.bytes.nbytes for lent in self._lent.values())
+        )
 
     def _read(self, handle: ParamHandle, name: str) -> torch.Tensor:
         if name == STEP:
@@ -251,20 +277,30 @@ class LentState:
         value = handle.shard.read_moment(self._store, name, handle.index)
         return like(handle.param, value.to(local_of(handle.param).device))
 
-    def _write(self, handle: ParamHandle, values: dict[str, torch.Tensor], then: Callable[[], None]) -> None:
+    def _write(
+        self, handle: ParamHandle, values: dict[str, torch.Tensor], then: Callable[[], None]
+    ) -> None:
         with self._store.guarding():
             for name, value in values.items():
                 self._changes[handle, name] += 1
                 if name == STEP:
                     handle.step = int(value.item())
                 else:
-                    handle.shard.write_moment(self._store, name, handle.index, value, version=self._steps.index)
+                    handle.shard.write_moment(
+                        self._store, name, handle.index, value, version=self._steps.index
+                    )
         handle.keeps_moments = not handle.step
         then()
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 def _name_of(handle: ParamHandle) -> str:
@@ -275,7 +311,10 @@ def checked_step(value: object, name: str) -> torch.Tensor:
     """Returns a step count as a tensor. Raises UsageError for an invalid one."""
     number = float(value.item() if isinstance(value, torch.Tensor) else value)
     if not (number.is_integer() and 0 <= number < MOST_STEPS):
-        raise UsageError(f"optimizer.state: step of {name} is {number:g}; it must be a whole number from 0 to {MOST_STEPS - 1}")
+        raise UsageError(
+            f"optimizer.state: step of {name} is {number:g}; it must be a whole number from 0 to"
+            f" {MOST_STEPS - 1}"
+        )
     return torch.tensor(number, dtype=torch.float32, device="cpu")
 
 

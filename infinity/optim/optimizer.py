@@ -54,7 +54,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._ready, self._shadowed = False, 0  # shadows since the last step
         self._moments = moment_names(rule, wrapped.param_groups)
         counts = rule in (native.Rule.ADAMW, native.Rule.ADAM)
-        self._books = OptimizerBooks(partial(_parts, weakref.ref(self)), self._moments, counts_steps=counts)
+        self._books = OptimizerBooks(
+            partial(_parts, weakref.ref(self)), self._moments, counts_steps=counts
+        )
         self._members, self.given = Members(context), Given(wrapped)
         self.is_unwrapped = False  # by an unwrap_model that was interrupted and raised
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
@@ -74,7 +76,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def own_attributes(self) -> dict[str, Any]:
         """The attributes that users gave this optimizer since the wrap."""
         taken = {*self._made_with, *dir(type(self))}  # a scheduler replaces step()
-        return {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in taken}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if not name.startswith("_") and name not in taken
+        }
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -154,7 +160,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     # --- the step ---
 
-    @partial(torch.compiler.disable, reason="the engine's step runs in kernels of its own: call it outside of what is compiled")
+    @partial(
+        torch.compiler.disable,
+        reason="the engine's step runs in kernels of its own: call it outside of what is compiled",
+    )
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Applies the landed gradients, as torch's step does. Every rank calls this.
@@ -186,7 +195,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
             refuse_torn(handle)
         self.wrapped._opt_called = True  # read by a scheduler made for the wrapped optimizer
         # A factor of the plan, not a change of the gradients: an interrupted step can be repeated.
-        clip = 1.0 if (most := context.config.max_grad_norm) is None else clip_factor(self.total_norm(), most)
+        clip = (
+            1.0
+            if (most := context.config.max_grad_norm) is None
+            else clip_factor(self.total_norm(), most)
+        )
         if not begun:
             context.updates.begin_step()
         version = context.steps.index if begun else context.steps.index + 1
@@ -198,7 +211,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
         with context.store.guarding():
             for index in order:
                 steps += stepper.plan(context.units[index], version, clip)
-            context.journal.carry_out(partial(self._finish, stepper, steps, version), partial(self._meet, clip))
+            context.journal.carry_out(
+                partial(self._finish, stepper, steps, version), partial(self._meet, clip)
+            )
             if context.shadow_policy is not None:  # drop shadows that this step did not use
                 for shard in (shard for unit in context.units for shard in unit.shards):
                     shard.drop_shadow()
@@ -220,9 +235,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
         # Without flush other stages are at other batches, and no stage waits.
         stages = None if context.keeps_older() else inputs
         trace = context.schedule.expected_after_step()
-        context.collectives.meet_for_step(inputs, over_stages=stages, trace=trace, in_common=context.in_common, then=then)
+        context.collectives.meet_for_step(
+            inputs, over_stages=stages, trace=trace, in_common=context.in_common, then=then
+        )
 
-    def total_norm(self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def total_norm(
+        self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Computes the norm of all ranks' gradients, as torch.nn.utils.get_total_norm does.
 
         Every rank calls this, and gets the same bits. Raises RuntimeError, as torch does, for a
@@ -230,7 +249,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
         """
         context = self.context
         if not context.collectives.ranks.is_cut:
-            grads = [grad for group in self.param_groups for param in group["params"] if (grad := param.grad) is not None]
+            grads = [
+                grad
+                for group in self.param_groups
+                for param in group["params"]
+                if (grad := param.grad) is not None
+            ]
             total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
             return total.full_tensor() if is_distributed(total) else total
         with context.uses.begin():
@@ -238,7 +262,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
             context.gradients.average()
             total = context.gradients.total_norm(float(norm_type), among=self._members.group_of)
         if error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped")
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot"
+                " be clipped"
+            )
         return total
 
     def _finish(self, stepper: Stepper, steps: list[ShardStep], version: int) -> None:
@@ -260,8 +287,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
         context.uses.check(Operation.STEP_IN_BACKWARD)
         if context.config.max_grad_norm is not None:
             raise UsageError(
-                "step_in_backward: max_grad_norm needs the norm of all gradients before the first unit is stepped. Leave "
-                "out one of the two, or let Config(speculate=True) update units ahead."
+                "step_in_backward: max_grad_norm needs the norm of all gradients before the first"
+                " unit is stepped. Leave out one of the two, or let Config(speculate=True) update"
+                " units ahead."
             )
         with context.uses.begin():
             self._read_books("step_in_backward()")
@@ -287,9 +315,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
         unit's values change together."""
         context = self.context
         params = [param for shard in unit.shards for param in shard.params]
-        if all(shard.spec.stepped for shard in unit.shards) and all(param.requires_grad for param in params):
+        if all(shard.spec.stepped for shard in unit.shards) and all(
+            param.requires_grad for param in params
+        ):
             stepper = self._stepper
-            context.journal.carry_out(partial(stepper.carry_out, stepper.plan(unit, context.steps.index)))
+            context.journal.carry_out(
+                partial(stepper.carry_out, stepper.plan(unit, context.steps.index))
+            )
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -313,7 +345,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
         """Returns a state dict, which plain torch loads, too. Every rank calls this. Moments are
         full tensors, in fp32 or their dtype at rest; writes to them reach home. A 16-bit
         parameter's fp32 master is ``master``: the model's state dict has only its upper half."""
-        with self.context.uses.operation(Operation.OPTIMIZER_STATE_DICT), torch.inference_mode(False), torch.no_grad():
+        with (
+            self.context.uses.operation(Operation.OPTIMIZER_STATE_DICT),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             for hook in self._optimizer_state_dict_pre_hooks.values():
                 hook(self)
             self.read_groups()
@@ -332,14 +368,18 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def state_outside_groups(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Returns the state of parameters removed from the groups: no state dict has it."""
-        return {handle.param: dict(self._books[handle.param]) for handle in self._state.outside_groups()}
+        return {
+            handle.param: dict(self._books[handle.param]) for handle in self._state.outside_groups()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this or the plain optimizer. Raises UsageError before changes."""
         with self.context.uses.operation(Operation.LOAD_OPTIMIZER_STATE_DICT):
             state_dict = state_dict.copy()
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = returned if (returned := hook(self, state_dict)) is not None else state_dict
+                state_dict = (
+                    returned if (returned := hook(self, state_dict)) is not None else state_dict
+                )
             self.read_groups()
             groups = self._state.check(state_dict)
             self.check_groups(groups, "load_state_dict()")

@@ -30,7 +30,13 @@ MASTERS = "absent", "others", "loaded"
 class OptimizerState:
     """The state dict of an optimizer whose state is at home. ``moments``: torch's name -> array."""
 
-    def __init__(self, context: StepContext, rule: native.Rule, groups: list[dict[str, Any]], moments: dict[str, str]):
+    def __init__(
+        self,
+        context: StepContext,
+        rule: native.Rule,
+        groups: list[dict[str, Any]],
+        moments: dict[str, str],
+    ):
         self._context, self._rule, self._groups, self.moments = context, rule, groups, moments
 
     def read(self, books: OptimizerBooks, *, masters: bool) -> dict[str, Any]:
@@ -51,7 +57,10 @@ class OptimizerState:
         for shard, params in of_shards.items():
             with_masters = masters and shard.hides_bits
             with shard.assembling_state(store, self.moments.values(), masters=with_masters):
-                state |= {indices[param]: self._read_one(param, with_master=with_masters) for param in params}
+                state |= {
+                    indices[param]: self._read_one(param, with_master=with_masters)
+                    for param in params
+                }
         found = {index: state[index] for index in sorted(state) if state[index]}
         for key, own in books.own_values().items():
             if key not in indices:
@@ -63,15 +72,19 @@ class OptimizerState:
     def outside_groups(self) -> list[ParamHandle]:
         """Lists the parameters that have state and are in no group any more."""
         inside = {handle_of(param) for group in self._groups for param in group["params"]}
-        return [handle for handle in self._context.trained if self.moments and handle.has_state and handle not in inside]
+        return [
+            handle
+            for handle in self._context.trained
+            if self.moments and handle.has_state and handle not in inside
+        ]
 
     def refuse_outside(self) -> None:
         """Raises UsageError if a state dict would lack state."""
         if outside := self.outside_groups():
             raise UsageError(
-                f"optimizer.state_dict(): {len(outside)} parameters ({outside[0].name}, ...) have state and are in no group, so "
-                "a state dict has no number for them. Put them back into a group, delete their state, or use "
-                "infinity.save_checkpoint()."
+                f"optimizer.state_dict(): {len(outside)} parameters ({outside[0].name}, ...) have"
+                " state and are in no group, so a state dict has no number for them. Put them back"
+                " into a group, delete their state, or use infinity.save_checkpoint()."
             )
 
     def _read_one(self, param: torch.Tensor, *, with_master: bool) -> dict[str, torch.Tensor]:
@@ -102,7 +115,9 @@ class OptimizerState:
         ours = [len(group["params"]) for group in self._groups]
         theirs = [len(group["params"]) for group in saved_groups]
         if ours != theirs:
-            raise UsageError(f"the state dict has groups of {theirs} parameters, this optimizer of {ours}")
+            raise UsageError(
+                f"the state dict has groups of {theirs} parameters, this optimizer of {ours}"
+            )
         params = self._params_of(state_dict)
         for index in state_dict["state"].keys() & params.keys():
             state = state_dict["state"][index]
@@ -110,8 +125,8 @@ class OptimizerState:
                 value = state.get(name)
                 if value is not None and tuple(value.shape) != tuple(params[index].shape):
                     raise UsageError(
-                        f"{name} of {handle_of(params[index]).name} has shape {tuple(value.shape)}, the parameter "
-                        f"{tuple(params[index].shape)}"
+                        f"{name} of {handle_of(params[index]).name} has shape {tuple(value.shape)},"
+                        f" the parameter {tuple(params[index].shape)}"
                     )
         return [
             group | {key: value for key, value in saved.items() if key != "params"}
@@ -141,15 +156,25 @@ class OptimizerState:
             common += values if is_common(param) else []
         comparisons: list[Callable] = []
         if (view := collectives.of_experts) is not collectives:
-            comparisons.append(partial(view.same, "loading the state of experts", *map(local_of, found[False])))
+            comparisons.append(
+                partial(view.same, "loading the state of experts", *map(local_of, found[False]))
+            )
         if collectives.ranks.tensor is not None:
             what = "loading state that all parts have"
-            comparisons.append(partial(collectives.same, what, *map(local_of, common), over_tensors=True))
+            comparisons.append(
+                partial(collectives.same, what, *map(local_of, common), over_tensors=True)
+            )
         if collectives.ranks.sharing:
-            comparisons.append(partial(collectives.same, "loading the optimizer's state", *map(local_of, found[True])))
+            comparisons.append(
+                partial(
+                    collectives.same, "loading the optimizer's state", *map(local_of, found[True])
+                )
+            )
         return comparisons
 
-    def write(self, state_dict: dict[str, Any], groups: list[dict[str, Any]], books: OptimizerBooks) -> None:
+    def write(
+        self, state_dict: dict[str, Any], groups: list[dict[str, Any]], books: OptimizerBooks
+    ) -> None:
         """Loads ``state_dict`` and the hyperparameters ``groups`` of :meth:`check`. The user's own
         values go into ``books``. With several ranks every rank calls this."""
         of_masters = {kind: [] for kind in MASTERS}
@@ -157,13 +182,19 @@ class OptimizerState:
         self._context.journal.carry_out(change, partial(in_turn, self._comparisons(state_dict)))
         handles = list(map(handle_of, self._params_of(state_dict).values()))
         loaded = set(of_masters["loaded"])
-        everywhere = self._context.collectives.least([handle.name in loaded for handle in handles], "masters that were loaded")
+        everywhere = self._context.collectives.least(
+            [handle.name in loaded for handle in handles], "masters that were loaded"
+        )
         for handle, whole in zip(handles, everywhere):
             handle.has_loaded_master = bool(whole)
         self._tell_of_masters(of_masters["absent"], of_masters["others"])
 
     def _set(
-        self, state_dict: dict[str, Any], groups: list[dict[str, Any]], books: OptimizerBooks, of_masters: dict[str, list[str]]
+        self,
+        state_dict: dict[str, Any],
+        groups: list[dict[str, Any]],
+        books: OptimizerBooks,
+        of_masters: dict[str, list[str]],
     ) -> None:
         """Writes all of it. ``of_masters``: filled with parameter names by the outcome for their
         masters."""
@@ -198,14 +229,19 @@ class OptimizerState:
         or of ``others``' weights."""
         if absent:
             logger.warning(
-                "this optimizer's state dict has no fp32 masters of %d 16-bit parameters (%s, ...): they go on from the 16-bit weights",
-                len(absent), absent[0],
-            )  # fmt: skip
+                "this optimizer's state dict has no fp32 masters of %d 16-bit parameters (%s, ...):"
+                " they go on from the 16-bit weights",
+                len(absent),
+                absent[0],
+            )
         if others:
             logger.warning(
-                "this optimizer's state dict has fp32 masters of other weights than the model has, in %d parameters (%s, ...): there the "
-                "model's weights count. To resume, load the model's state dict first.", len(others), others[0],
-            )  # fmt: skip
+                "this optimizer's state dict has fp32 masters of other weights than the model has,"
+                " in %d parameters (%s, ...): there the model's weights count. To resume, load the"
+                " model's state dict first.",
+                len(others),
+                others[0],
+            )
 
     def _adopt(self, param: torch.Tensor, state: dict[str, Any]) -> None:
         """Writes ``state``, in torch's per-parameter form, home. Empty is a fresh start."""
@@ -219,5 +255,7 @@ class OptimizerState:
                     value = torch.zeros(local_of(param).shape, dtype=torch.float32, device="cpu")
                 else:
                     value = part_of(param, value, f"{name} of {handle.name}")
-                handle.shard.write_moment(context.store, array, handle.index, value, version=context.steps.index)
+                handle.shard.write_moment(
+                    context.store, array, handle.index, value, version=context.steps.index
+                )
         handle.step, handle.keeps_moments = step, bool(kept and not step)

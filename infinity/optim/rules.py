@@ -21,8 +21,14 @@ import torch
 from .. import native
 from ..errors import ConfigError, UsageError
 
-SUPPORTED = "torch.optim.AdamW, Adam, SGD (with or without momentum), and Lion (lr, betas, weight_decay)"
-TORCHS = {torch.optim.AdamW: "Adam.step", torch.optim.Adam: "Adam.step", torch.optim.SGD: "SGD.step"}
+SUPPORTED = (
+    "torch.optim.AdamW, Adam, SGD (with or without momentum), and Lion (lr, betas, weight_decay)"
+)
+TORCHS = {
+    torch.optim.AdamW: "Adam.step",
+    torch.optim.Adam: "Adam.step",
+    torch.optim.SGD: "SGD.step",
+}
 OPTIM = os.path.dirname(torch.optim.__file__) + os.sep
 # The settings that the kernels use. torch's other settings change how it computes, and no result.
 # Any other setting of a class is refused if set, by `check_groups`.
@@ -36,8 +42,14 @@ COMPUTED = {
 NEEDED = ("lr", "betas", "momentum", "dampening", "nesterov")
 HOW = ("foreach", "fused")
 # Part of a class name -> the nearest supported optimizer.
-NEAREST = {"adamw": "torch.optim.AdamW", "adafactor": "torch.optim.AdamW", "lamb": "torch.optim.AdamW", "adam": "torch.optim.Adam",
-           "sgd": "torch.optim.SGD", "lion": "a class Lion (lr, betas, weight_decay)"}  # fmt: skip
+NEAREST = {
+    "adamw": "torch.optim.AdamW",
+    "adafactor": "torch.optim.AdamW",
+    "lamb": "torch.optim.AdamW",
+    "adam": "torch.optim.Adam",
+    "sgd": "torch.optim.SGD",
+    "lion": "a class Lion (lr, betas, weight_decay)",
+}
 # Flags of a group
 NOT_HONOURED = ("amsgrad", "differentiable", "capturable", "caution", "cautious")
 
@@ -50,7 +62,9 @@ def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
     name = f"{kind.__module__}.{kind.__qualname__}"
     base = next((torchs for torchs in TORCHS if isinstance(optimizer, torchs)), None)
     if base is None and kind.__name__ != "Lion":
-        raise ConfigError(f"optimizer {name} is not supported. {_instead(kind)}Supported are {SUPPORTED}.")
+        raise ConfigError(
+            f"optimizer {name} is not supported. {_instead(kind)}Supported are {SUPPORTED}."
+        )
     own = _plain_step(vars(optimizer)["step"]) if "step" in vars(optimizer) else None
     runs = _plain_step(kind.step)
     if own is not None and own is not runs:
@@ -65,16 +79,22 @@ def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
             raise _other_step(name, "is not torch's", runs)
         if kind is not base and (other := _overridden(kind, base)):
             raise ConfigError(
-                f"optimizer {name} has a {other}() of its own, which would not run: its update runs in the engine's kernels. "
-                f"Use torch.optim.{base.__name__}, or keep this model unwrapped."
+                f"optimizer {name} has a {other}() of its own, which would not run: its update runs"
+                f" in the engine's kernels. Use torch.optim.{base.__name__}, or keep this model"
+                " unwrapped."
             )
         rule = native.Rule.SGD if base is torch.optim.SGD else _adams(optimizer.param_groups, base)
-    moments, settings = len(moment_names(rule, optimizer.param_groups)), optimizer.defaults if base is not None else ()
+    moments, settings = (
+        len(moment_names(rule, optimizer.param_groups)),
+        optimizer.defaults if base is not None else (),
+    )
     check_groups(rule, optimizer.param_groups, moments=moments, settings=settings)
     return rule
 
 
-def check_expected(optimizer: torch.optim.Optimizer, expected: Iterable[tuple[str, Any]] | None) -> None:
+def check_expected(
+    optimizer: torch.optim.Optimizer, expected: Iterable[tuple[str, Any]] | None
+) -> None:
     """Raises ConfigError if the class or the hyperparameters of ``optimizer`` differ from
     ``Config.expects_optimizer``."""
     if expected is None:
@@ -83,21 +103,29 @@ def check_expected(optimizer: torch.optim.Optimizer, expected: Iterable[tuple[st
     kind = wanted.pop("type")
     names = [base.__name__ for base in type(optimizer).__mro__]
     own = next((name for name in ("AdamW", "Adam", "SGD", "Lion") if name in names), names[0])
-    if own == "Adam" and any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
+    if own == "Adam" and any(
+        group.get("decoupled_weight_decay") for group in optimizer.param_groups
+    ):
         own = "AdamW"
-    decays = wanted.get("weight_decay") != 0 or any(group.get("weight_decay") for group in optimizer.param_groups)
+    decays = wanted.get("weight_decay") != 0 or any(
+        group.get("weight_decay") for group in optimizer.param_groups
+    )
     is_same = own == kind or ({own, kind} <= {"Adam", "AdamW"} and not decays)
     settings = {
         **optimizer.param_groups[0],
         **optimizer.defaults,
     }  # a group may differ, as it may from what DeepSpeed's is made with
-    given = {name: tuple(value) if isinstance(value := settings.get(name), (list, tuple)) else value for name in wanted}
+    given = {
+        name: tuple(value) if isinstance(value := settings.get(name), (list, tuple)) else value
+        for name in wanted
+    }
     if not is_same or any(given[name] != value for name, value in wanted.items()):
         said = ", ".join(f"{name}={value}" for name, value in wanted.items())
         has = ", ".join(f"{name}={value}" for name, value in given.items())
         raise ConfigError(
-            f"the optimizer is {own}({has}), and the configuration expects {kind}({said}), as its DeepSpeed JSON says. Give that one, or "
-            "leave it to the loop: dataclasses.replace(config, expects_optimizer=None)."
+            f"the optimizer is {own}({has}), and the configuration expects {kind}({said}), as its"
+            " DeepSpeed JSON says. Give that one, or leave it to the loop:"
+            " dataclasses.replace(config, expects_optimizer=None)."
         )
 
 
@@ -106,18 +134,35 @@ def refuse_wrapper(optimizer: Any) -> None:
     attributes."""
     if any(type(optimizer) is torchs for torchs in TORCHS):
         return
-    inner = next((each for each in getattr(optimizer, "__dict__", {}).values() if isinstance(each, torch.optim.Optimizer)), None)
+    inner = next(
+        (
+            each
+            for each in getattr(optimizer, "__dict__", {}).values()
+            if isinstance(each, torch.optim.Optimizer)
+        ),
+        None,
+    )
     if inner is not None and inner is not optimizer:
         kind, of = type(optimizer), type(inner).__name__
         raise ConfigError(
-            f"{kind.__module__}.{kind.__qualname__} is a wrapper around {of}: give wrap_model the {of} itself, and put the "
-            "wrapper around what wrap_model returns (with Accelerate: wrap_model first, then accelerator.prepare)"
+            f"{kind.__module__}.{kind.__qualname__} is a wrapper around {of}: give wrap_model the"
+            f" {of} itself, and put the wrapper around what wrap_model returns (with Accelerate:"
+            " wrap_model first, then accelerator.prepare)"
         )
     if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
-        raise ConfigError(f"{type(optimizer).__qualname__} has no param_groups: its __init__ did not call torch.optim.Optimizer's")
+        raise ConfigError(
+            f"{type(optimizer).__qualname__} has no param_groups: its __init__ did not call"
+            " torch.optim.Optimizer's"
+        )
 
 
-def check_groups(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int, settings: Iterable[str] = ()) -> None:
+def check_groups(
+    rule: native.Rule,
+    groups: Iterable[Mapping[str, Any]],
+    *,
+    moments: int,
+    settings: Iterable[str] = (),
+) -> None:
     """Raises ConfigError if ``groups`` need what the kernels of ``rule`` do not support.
     ``moments``: arrays per parameter. ``settings``: those of the optimizer's class. Any other key
     that is no flag is the user's own, and is ignored."""
@@ -127,17 +172,23 @@ def check_groups(rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, mome
             raise ConfigError(f"the optimizer's group {i} lacks {', '.join(missing)}")
         for flag in dict.fromkeys((*NOT_HONOURED, *others)):
             if group.get(flag):
-                raise ConfigError(f"the optimizer's group {i} has {flag}={group[flag]}, which is not supported: set {flag}=False")
+                raise ConfigError(
+                    f"the optimizer's group {i} has {flag}={group[flag]}, which is not supported:"
+                    f" set {flag}=False"
+                )
         if rule in (native.Rule.ADAM, native.Rule.ADAMW) and "decoupled_weight_decay" in group:
             if bool(group["decoupled_weight_decay"]) != (rule == native.Rule.ADAMW):
                 raise ConfigError(
-                    f"the optimizer's group {i} has decoupled_weight_decay={group['decoupled_weight_decay']}, and it was wrapped as "
-                    f"{rule.name}: all groups are Adam's or all are AdamW's. unwrap_model first, change it, and wrap again."
+                    f"the optimizer's group {i} has"
+                    f" decoupled_weight_decay={group['decoupled_weight_decay']}, and it was wrapped"
+                    f" as {rule.name}: all groups are Adam's or all are AdamW's. unwrap_model"
+                    " first, change it, and wrap again."
                 )
         if rule == native.Rule.SGD and not moments and group["momentum"] != 0:
             raise ConfigError(
-                f"the optimizer's group {i} has momentum={group['momentum']}, and it was wrapped without momentum, so that there is "
-                "no room for its buffer. unwrap_model first, set the momentum, and wrap again."
+                f"the optimizer's group {i} has momentum={group['momentum']}, and it was wrapped"
+                " without momentum, so that there is no room for its buffer. unwrap_model first,"
+                " set the momentum, and wrap again."
             )
 
 
@@ -159,7 +210,12 @@ def saved_step(state: Mapping[str, Any]) -> int:
 
 
 def refuse_flags(
-    rule: native.Rule, groups: Iterable[Mapping[str, Any]], *, moments: int, settings: Iterable[str], where: str
+    rule: native.Rule,
+    groups: Iterable[Mapping[str, Any]],
+    *,
+    moments: int,
+    settings: Iterable[str],
+    where: str,
 ) -> None:
     """Runs :func:`check_groups` after the wrap. Raises UsageError that names the origin
     ``where``."""
@@ -173,7 +229,10 @@ def _plain_step(step: Callable) -> Callable:
     """Returns ``step`` without torch's own wrappers: profiler, ``differentiable``, a scheduler's
     counter."""
     step = getattr(step, "__func__", step)
-    while (inner := getattr(step, "__wrapped__", None)) is not None and _file(step) in ("optimizer.py", "lr_scheduler.py"):
+    while (inner := getattr(step, "__wrapped__", None)) is not None and _file(step) in (
+        "optimizer.py",
+        "lr_scheduler.py",
+    ):
         step = inner  # functools.wraps copies names and attributes, but not the code
     return step
 
@@ -197,10 +256,13 @@ def _overridden(kind: type, base: type) -> str:
 
 def _other_step(name: str, how: str, step: Callable) -> ConfigError:
     code = getattr(step, "__code__", None)
-    place = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+    place = (
+        f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+    )
     return ConfigError(
-        f"optimizer {name}: its step(){place} {how}, and would not run: the update runs in the engine's kernels. Supported are "
-        f"{SUPPORTED}. For more at each step use optimizer.register_step_pre_hook() and register_step_post_hook()."
+        f"optimizer {name}: its step(){place} {how}, and would not run: the update runs in the"
+        f" engine's kernels. Supported are {SUPPORTED}. For more at each step use"
+        " optimizer.register_step_pre_hook() and register_step_post_hook()."
     )
 
 
@@ -211,14 +273,21 @@ def _instead(kind: type) -> str:
     if nearest is None:
         return ""
     if any(bits in name for bits in ("8bit", "4bit", "fp8")):
-        return f'Use {nearest} with Config(moments="int8"), which keeps moments in 8 bits; homes do what paging and offload do. '
+        return (
+            f'Use {nearest} with Config(moments="int8"), which keeps moments in 8 bits; homes do'
+            " what paging and offload do. "
+        )
     return f"Use {nearest}: its update runs in the engine's kernels, at any home. "
 
 
 def _adams(groups: Iterable[Mapping[str, Any]], base: type) -> native.Rule:
-    decoupled = {bool(group.get("decoupled_weight_decay", base is torch.optim.AdamW)) for group in groups}
+    decoupled = {
+        bool(group.get("decoupled_weight_decay", base is torch.optim.AdamW)) for group in groups
+    }
     if len(decoupled) > 1:
-        raise ConfigError("the optimizer's groups mix Adam and AdamW (decoupled_weight_decay): use one of them")
+        raise ConfigError(
+            "the optimizer's groups mix Adam and AdamW (decoupled_weight_decay): use one of them"
+        )
     return native.Rule.ADAMW if decoupled == {True} else native.Rule.ADAM
 
 
@@ -228,16 +297,32 @@ def _try_lion(optimizer: torch.optim.Optimizer) -> None:
     kind, settings = type(optimizer), {"lr": 0.1, "betas": (0.6, 0.8), "weight_decay": 0.3}
     for i, group in enumerate(optimizer.param_groups):
         if missing := {"lr", "betas"} - set(group):
-            raise ConfigError(f"optimizer Lion: group {i} has no {', '.join(sorted(missing))}. Supported are {SUPPORTED}.")
+            raise ConfigError(
+                f"optimizer Lion: group {i} has no {', '.join(sorted(missing))}. Supported are"
+                f" {SUPPORTED}."
+            )
         decay = settings["weight_decay"] if "weight_decay" in group else 0.0
         param = torch.nn.Parameter(torch.linspace(-1, 1, 16))
         trial = kind.__new__(kind)
-        own = {name: value for name, value in vars(optimizer).items() if name not in ("step", "state", "param_groups")}
+        own = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if name not in ("step", "state", "param_groups")
+        }
         for name, value in own.items():  # the trial must not change the user's objects
-            trial.__dict__[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
-        trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+            trial.__dict__[name] = (
+                copy.copy(value) if isinstance(value, (list, dict, set)) else value
+            )
+        trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = (
+            OrderedDict(),
+            OrderedDict(),
+        )
         trial.state = defaultdict(dict)
-        trial.param_groups = [group | {key: value for key, value in settings.items() if key in group} | {"params": [param]}]
+        trial.param_groups = [
+            group
+            | {key: value for key, value in settings.items() if key in group}
+            | {"params": [param]}
+        ]
         expected, moment = param.detach().clone(), torch.zeros(16)
         sign = -1.0 if group.get("maximize") else 1.0
         try:
@@ -250,13 +335,19 @@ def _try_lion(optimizer: torch.optim.Optimizer) -> None:
                 moment = 0.8 * moment + 0.2 * sign * grad
         except Exception as error:
             raise ConfigError(
-                f"optimizer Lion: a step of it on a small tensor on the CPU raised {error!r}. Supported are {SUPPORTED}."
+                f"optimizer Lion: a step of it on a small tensor on the CPU raised {error!r}."
+                f" Supported are {SUPPORTED}."
             ) from error
         if not trial.state and torch.equal(param, torch.linspace(-1, 1, 16)):
             continue  # a step that does nothing is accepted, like a missing one
         kept = trial.state[param].get("exp_avg") if param in trial.state else None
-        if not torch.allclose(param, expected, atol=1e-5) or kept is None or not torch.allclose(kept, moment, atol=1e-5):
+        if (
+            not torch.allclose(param, expected, atol=1e-5)
+            or kept is None
+            or not torch.allclose(kept, moment, atol=1e-5)
+        ):
             raise ConfigError(
-                f"optimizer Lion of {kind.__module__} does not step as Lion does (arXiv 2302.06675), with the settings of its group {i}: "
-                f"its update runs in the engine's kernels. Supported are {SUPPORTED}."
+                f"optimizer Lion of {kind.__module__} does not step as Lion does (arXiv"
+                f" 2302.06675), with the settings of its group {i}: its update runs in the engine's"
+                f" kernels. Supported are {SUPPORTED}."
             )

@@ -44,7 +44,10 @@ HYPERPARAMETERS = [name for name in dir(native.Hyperparameters) if not name.star
 
 def _inputs_of(spans: list[Span]) -> list[tuple]:
     """Lists all inputs of an update, for a comparison."""
-    return [(begin, end, *(getattr(hyper, name) for name in HYPERPARAMETERS)) for begin, end, hyper in spans]
+    return [
+        (begin, end, *(getattr(hyper, name) for name in HYPERPARAMETERS))
+        for begin, end, hyper in spans
+    ]
 
 
 class Stepper:
@@ -54,7 +57,13 @@ class Stepper:
     ``group_of``: the parameters to step, each with the index of its group.
     """
 
-    def __init__(self, context: StepContext, rule: native.Rule, groups: list[dict[str, Any]], group_of: Mapping[ParamHandle, int]):
+    def __init__(
+        self,
+        context: StepContext,
+        rule: native.Rule,
+        groups: list[dict[str, Any]],
+        group_of: Mapping[ParamHandle, int],
+    ):
         self._context, self._rule, self._groups, self._group_of = context, rule, groups, group_of
 
     def _is_stepped(self, handle: ParamHandle) -> bool:
@@ -64,7 +73,11 @@ class Stepper:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""
         context, beside = self._context, self._context.keeps_older()
         # A second buffer needs all shards: parameters without a gradient are copied there.
-        planned = [shard for shard in unit.shards if shard.spec.stepped and (beside or self._has_landed(unit, shard))]
+        planned = [
+            shard
+            for shard in unit.shards
+            if shard.spec.stepped and (beside or self._has_landed(unit, shard))
+        ]
         if planned and not beside:  # if beside, gathered weights stay valid
             context.release([unit])
         if context.steps.streaming:
@@ -80,7 +93,11 @@ class Stepper:
             spans = list(self._spans(shard, handles, clip))
             step = ShardStep(shard, [(h, h.step + 1) for h in handles if self._is_stepped(h)])
             shadow = shard.shadow
-            if shadow is not None and shadow.ticket is not None and shadow.inputs == _inputs_of(spans):
+            if (
+                shadow is not None
+                and shadow.ticket is not None
+                and shadow.inputs == _inputs_of(spans)
+            ):
                 step.shadow = shadow
             elif beside:
                 step.newer = shard.older
@@ -100,7 +117,9 @@ class Stepper:
                     raise context.uses.halt("a step was cut short on the device")
                 step.has_begun = True
                 step.device_update = step.device_step()
-        context.updates.updater.submit_all([step.update for step in steps if step.update is not None])
+        context.updates.updater.submit_all(
+            [step.update for step in steps if step.update is not None]
+        )
         for step in steps:
             shard = step.shard
             if step.shadow is not None:
@@ -134,7 +153,9 @@ class Stepper:
         with context.store.guarding():
             for shard in unit.shards:
                 handles = [handle_of(param) for param in shard.params]
-                if not shard.shadow_extents or any(h.grad.viewed or h.grad.assigned is not None for h in handles):
+                if not shard.shadow_extents or any(
+                    h.grad.viewed or h.grad.assigned is not None for h in handles
+                ):
                     continue
                 spans = list(self._spans(shard, handles))
                 if not spans:
@@ -142,7 +163,9 @@ class Stepper:
                 shard.wait()
                 shard.drop_shadow()
                 after, version = context.gradients.homes.close_shard(shard), context.steps.index + 1
-                update = self._processor_update(shard, spans, after, label=unit.index, version=version, ahead=True)
+                update = self._processor_update(
+                    shard, spans, after, label=unit.index, version=version, ahead=True
+                )
                 shard.cast_shadow(Shadow(update, _inputs_of(spans)))
                 context.updates.updater.submit_all([update])
                 made += 1
@@ -151,7 +174,15 @@ class Stepper:
     def _has_landed(self, unit: ParamUnit, shard: ParamShard) -> bool:
         return any(h.shard is shard and self._is_stepped(h) for h in unit.handles)
 
-    def _plan_update(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
+    def _plan_update(
+        self,
+        step: ShardStep,
+        spans: list[Span],
+        after: list[native.Ticket],
+        *,
+        label: int,
+        version: int,
+    ) -> None:
         """Plans the update of ``spans`` where the shard's state is. Of state on the host, the
         device may take a part."""
         context, shard = self._context, step.shard
@@ -166,19 +197,38 @@ class Stepper:
             step.update = self._processor_update(shard, rest, after, label=label, version=version)
         if own:
             behind = context.gradients.homes.landing_of(shard)
-            step.device_step = partial(stepper.step, shard, shard.native_layout(self._rule), own, version=version, behind=behind)
+            step.device_step = partial(
+                stepper.step,
+                shard,
+                shard.native_layout(self._rule),
+                own,
+                version=version,
+                behind=behind,
+            )
 
-    def _plan_beside(self, step: ShardStep, spans: list[Span], after: list[native.Ticket], *, label: int, version: int) -> None:
+    def _plan_beside(
+        self,
+        step: ShardStep,
+        spans: list[Span],
+        after: list[native.Ticket],
+        *,
+        label: int,
+        version: int,
+    ) -> None:
         """Plans the same, out of place: new weights go to a second buffer; no split between CPU and
         GPU."""
         context, shard = self._context, step.shard
         stepper = context.updates.stepper
         if stepper is None or not steps_on_device(shard):
-            step.update = self._processor_update(shard, spans, after, label=label, version=version, ahead=True)
+            step.update = self._processor_update(
+                shard, spans, after, label=label, version=version, ahead=True
+            )
             return
         behind = context.gradients.homes.landing_of(shard)
         layout = shard.native_layout(self._rule)
-        step.device_step = partial(stepper.step, shard, layout, spans, version=version, behind=behind, newer=step.newer)
+        step.device_step = partial(
+            stepper.step, shard, layout, spans, version=version, behind=behind, newer=step.newer
+        )
 
     def _processor_update(
         self,
@@ -216,7 +266,9 @@ class Stepper:
             shadow=native.Shadow(**beside),
         )
 
-    def _spans(self, shard: ParamShard, handles: list[ParamHandle], clip: float = 1.0) -> Iterator[Span]:
+    def _spans(
+        self, shard: ParamShard, handles: list[ParamHandle], clip: float = 1.0
+    ) -> Iterator[Span]:
         """Yields the spans of landed gradients. Neighbours with the same hyperparameters, step and
         factors form one. ``clip``: applied after the gradients' own factors."""
         last = () if clip == 1.0 else (clip,)
@@ -235,7 +287,9 @@ class Stepper:
         if key is not None:
             yield begin, end, self._hyperparameters(*key)
 
-    def _hyperparameters(self, group_index: int, step: int, factors: tuple[float, ...]) -> native.Hyperparameters:
+    def _hyperparameters(
+        self, group_index: int, step: int, factors: tuple[float, ...]
+    ) -> native.Hyperparameters:
         group = self._groups[group_index]
         hyper = native.Hyperparameters()
         hyper.lr = float(group["lr"])

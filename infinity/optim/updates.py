@@ -16,7 +16,9 @@ def draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) ->
     """Adds the updater's new events to the timeline."""
     lanes = {"load": "nvme->host", "step": "optimizer", "save": "host->nvme"}
     for kind, unit, _, start, end in updater.take_events():
-        traffic.mark(lanes[kind], names[unit] if kind == "step" else f"{names[unit]} state", start, end)
+        traffic.mark(
+            lanes[kind], names[unit] if kind == "step" else f"{names[unit]} state", start, end
+        )
 
 
 class Updates:
@@ -42,7 +44,9 @@ class Updates:
     def begin_step(self) -> None:
         """Starts a step: chooses the device's share of it."""
         if self.stepper is not None and self.updater.step_seconds:
-            self.stepper.choose_share(self.updater.elements / self.updater.step_seconds, self._passing_nbytes())
+            self.stepper.choose_share(
+                self.updater.elements / self.updater.step_seconds, self._passing_nbytes()
+            )
 
     def _passing_nbytes(self) -> float:
         """Returns the bytes of state per element that the device would have to copy in."""

@@ -19,8 +19,16 @@ if TYPE_CHECKING:
     from .tensors import tensor_parallel
 
 __all__ = [
-    "Pipeline", "WithoutFlush", "attach", "expert_parallel", "find_plan", "measure_costs", "pipeline", "tensor_parallel", "without_flush",
-]  # fmt: skip
+    "Pipeline",
+    "WithoutFlush",
+    "attach",
+    "expert_parallel",
+    "find_plan",
+    "measure_costs",
+    "pipeline",
+    "tensor_parallel",
+    "without_flush",
+]
 
 _HOMES = {  # no submodule may have a public name: its import would replace that name
     "Pipeline": "pipelines",

@@ -40,7 +40,9 @@ def collect(what: str, group: dist.ProcessGroup | None, make: Callable[[], T]) -
     return [made for _, made, _ in everyones]
 
 
-def agree(what: str, group: dist.ProcessGroup | None, describe: Callable[[], tuple[dict[str, str], T]]) -> T:
+def agree(
+    what: str, group: dist.ProcessGroup | None, describe: Callable[[], tuple[dict[str, str], T]]
+) -> T:
     """Compares the ranks' descriptions over ``group``. Returns the value that this rank's
     ``describe`` made beside its description. A collective.
 
@@ -58,8 +60,9 @@ def agree(what: str, group: dist.ProcessGroup | None, describe: Callable[[], tup
         for key in dict.fromkeys([*firsts, *theirs]):
             if firsts.get(key) != theirs.get(key):
                 raise ConfigError(
-                    f"{what}: {key} is {_cut(firsts.get(key, 'absent'))} on rank {first} and {_cut(theirs.get(key, 'absent'))} on rank {rank}. "
-                    "Give all ranks the same; nothing was changed."
+                    f"{what}: {key} is {_cut(firsts.get(key, 'absent'))} on rank {first} and"
+                    f" {_cut(theirs.get(key, 'absent'))} on rank {rank}. Give all ranks the same;"
+                    " nothing was changed."
                 )
     return made[0]
 
@@ -72,15 +75,28 @@ def describe_model(model: nn.Module) -> dict[str, str]:
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
         kind = "trained" if param.requires_grad else "frozen"
-        found[f"parameter {name}"] = f"{tuple(param.shape)}{describe_placements(param)} {param.dtype} {kind}"
+        found[f"parameter {name}"] = (
+            f"{tuple(param.shape)}{describe_placements(param)} {param.dtype} {kind}"
+        )
     for name, buffer in model.named_buffers():
-        shape, dtype, digest = (tuple(buffer.shape), buffer.dtype, None) if buffer.is_meta else digest_of(buffer)
-        found[f"buffer {name}"] = f"{shape} {dtype} {f'with digest {digest.hex()}' if digest is not None else 'on meta'}"
-    found["parameters that are one"] = "; ".join(" = ".join(each) for each in names.values() if len(each) > 1) or "none"
-    found |= {f"module {name}" if name else "the model": type(module).__name__ for name, module in model.named_modules()}
+        shape, dtype, digest = (
+            (tuple(buffer.shape), buffer.dtype, None) if buffer.is_meta else digest_of(buffer)
+        )
+        found[f"buffer {name}"] = (
+            f"{shape} {dtype} {f'with digest {digest.hex()}' if digest is not None else 'on meta'}"
+        )
+    found["parameters that are one"] = (
+        "; ".join(" = ".join(each) for each in names.values() if len(each) > 1) or "none"
+    )
+    found |= {
+        f"module {name}" if name else "the model": type(module).__name__
+        for name, module in model.named_modules()
+    }
     settings = getattr(getattr(model, "config", None), "to_dict", dict)()
     own = "_name_or_path", "transformers_version"  # depend on this rank's source of the model
-    return found | {f"config.{key}": repr(value) for key, value in settings.items() if key not in own}
+    return found | {
+        f"config.{key}": repr(value) for key, value in settings.items() if key not in own
+    }
 
 
 def is_plain(value: Any) -> bool:

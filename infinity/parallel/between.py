@@ -62,7 +62,11 @@ class Between:
             if self._of_device is None:
                 _clear(error)
                 self._close()
-            if isinstance(error, RuntimeError) and not isinstance(error, InfinityError) and farewell.BROKEN.search(str(error)):
+            if (
+                isinstance(error, RuntimeError)
+                and not isinstance(error, InfinityError)
+                and farewell.BROKEN.search(str(error))
+            ):
                 raise ranks_lost("a step of the pipeline", error) from error
             raise
         self._is_cut_short = False
@@ -81,8 +85,9 @@ class Between:
             return
         if self._of_device is not None:
             raise UsageError(
-                "an exception ended a pass of this pipeline on some rank, and what its stages have sent each other on the device may be taken for what "
-                "the next pass sends: unwrap the chunks and make the pipeline anew, on all ranks"
+                "an exception ended a pass of this pipeline on some rank, and what its stages have"
+                " sent each other on the device may be taken for what the next pass sends: unwrap"
+                " the chunks and make the pipeline anew, on all ranks"
             )
         self._close()
         self._number = max(numbers) + 1
@@ -93,7 +98,9 @@ class Between:
         self._is_cut_short = False
 
     def _make(self) -> dist.ProcessGroup:
-        group = gloo_group(self._members, f"between stages of wrap {self._ranks.wrap}, number {self._number}")
+        group = gloo_group(
+            self._members, f"between stages of wrap {self._ranks.wrap}, number {self._number}"
+        )
         self._ranks.own_groups.append(group)
         return group
 

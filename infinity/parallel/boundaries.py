@@ -30,7 +30,11 @@ def axis_that_shares(model: nn.Module, mesh: DeviceMesh) -> DeviceMesh | None:
     Returns None if there is no such axis, if its ranks have batches of their own, or if the
     features do not divide."""
     sharing = ("tp",) if divides_experts(model) else ("tp", "ep")
-    axes = [mesh[name] for name in mesh.mesh_dim_names or () if name in sharing and mesh[name].size() > 1]
+    axes = [
+        mesh[name]
+        for name in mesh.mesh_dim_names or ()
+        if name in sharing and mesh[name].size() > 1
+    ]
     if not axes or not hasattr(model, "config") or "sequence_parallel" in own_plan(model).values():
         return None
     width = getattr(model.config.get_text_config(), "hidden_size", 0)
@@ -41,7 +45,14 @@ class Boundaries:
     """The chunks of one rank, of a model whose block outputs are the same on every rank of
     ``mesh``."""
 
-    def __init__(self, chunks: Sequence[nn.Module], numbers: Sequence[int], count: int, mesh: DeviceMesh, collectives: Collectives):
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        numbers: Sequence[int],
+        count: int,
+        mesh: DeviceMesh,
+        collectives: Collectives,
+    ):
         self._mesh, self._collectives = mesh, collectives
         self._takes = [chunk for chunk, number in zip(chunks, numbers) if number > 0]
         self._gives = [chunk for chunk, number in zip(chunks, numbers) if number < count - 1]
@@ -60,13 +71,19 @@ class Boundaries:
     def _take_part(self, chunk: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
         self._compare(chunk, output)
         part = (
-            DTensor.from_local(output, self._mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(-1)]).to_local()
+            DTensor.from_local(output, self._mesh, [Replicate()], run_check=False)
+            .redistribute(placements=[Shard(-1)])
+            .to_local()
         )
         return part.clone()  # torch's schedules detach it in place, which a view does not allow
 
     def _put_together(self, chunk: nn.Module, inputs: tuple) -> tuple:
         part, *rest = inputs
-        whole = DTensor.from_local(part, self._mesh, [Shard(-1)], run_check=False).redistribute(placements=[Replicate()]).to_local()
+        whole = (
+            DTensor.from_local(part, self._mesh, [Shard(-1)], run_check=False)
+            .redistribute(placements=[Replicate()])
+            .to_local()
+        )
         return (whole, *rest)
 
     def _compare(self, chunk: nn.Module, output: torch.Tensor) -> None:
@@ -78,10 +95,14 @@ class Boundaries:
         if (key := (id(chunk), tuple(output.shape))) in self._compared:
             return
         channel = self._collectives.ranks.tensor
-        digests = self._collectives.collect(digest_of(output), "what a chunk gives to the next stage", [channel])
+        digests = self._collectives.collect(
+            digest_of(output), "what a chunk gives to the next stage", [channel]
+        )
         if len({*digests}) > 1:
             raise UsageError(
-                "what a chunk gives to the next stage is not the same on all ranks of the tp axis: the plan by which the model was cut leaves its "
-                "blocks' outputs in parts. Cut it by infinity.parallel.find_plan, or build the stages yourself and attach the schedule."
+                "what a chunk gives to the next stage is not the same on all ranks of the tp axis:"
+                " the plan by which the model was cut leaves its blocks' outputs in parts. Cut it"
+                " by infinity.parallel.find_plan, or build the stages yourself and attach the"
+                " schedule."
             )
         self._compared.add(key)

@@ -56,7 +56,9 @@ class Choice:
 
     def rank_of(self, number: int) -> int:
         """Returns the rank of the pp axis with a chunk."""
-        return min(number, 2 * self.ranks - 1 - number) if self.name in IN_A_V else number % self.ranks
+        return (
+            min(number, 2 * self.ranks - 1 - number) if self.name in IN_A_V else number % self.ranks
+        )
 
     def chunks_of(self, rank: int) -> list[int]:
         """Lists the numbers of a rank's chunks."""
@@ -70,8 +72,9 @@ class Choice:
     def describe(self, chain: Chain) -> str:
         """Describes the choice and its reason in one line."""
         return (
-            f"pipeline: {type(chain.model).__name__}, {len(chain.layers)} layers in chunks of {', '.join(map(str, self.lengths))} over {self.ranks} ranks; "
-            f"{self.name} with {self.micro_batches} micro-batches ({self.why})"
+            f"pipeline: {type(chain.model).__name__}, {len(chain.layers)} layers in chunks of"
+            f" {', '.join(map(str, self.lengths))} over {self.ranks} ranks; {self.name} with"
+            f" {self.micro_batches} micro-batches ({self.why})"
         )
 
 
@@ -101,22 +104,34 @@ def choose(
     name, why = _name(schedule)
     below = config.params != "device"
     dtype_of = computing_dtypes(chain.model, config.param_dtype)
-    nbytes = [sum(local_of(p).numel() * dtype_of(p).itemsize for p in layer.parameters()) for layer in chain.layers]
+    nbytes = [
+        sum(local_of(p).numel() * dtype_of(p).itemsize for p in layer.parameters())
+        for layer in chain.layers
+    ]
     loading = None
     if costs is not None and load_rate is not None and below:
-        costs, loading = [micro_batches * cost for cost in costs], [2 * each / load_rate for each in nbytes]
+        costs, loading = (
+            [micro_batches * cost for cost in costs],
+            [2 * each / load_rate for each in nbytes],
+        )
     for count in [chunks] if chunks is not None else _counts(name, layers, ranks, config):
         _check(name, count, layers, ranks, micro_batches)
-        lengths = cut_evenly(costs if costs is not None else chain.costs(), ranks * count, loading=loading)
+        lengths = cut_evenly(
+            costs if costs is not None else chain.costs(), ranks * count, loading=loading
+        )
         choice = Choice(name, tuple(lengths), ranks, micro_batches, why)
-        largest = max(sum(nbytes[n] for n in choice.layers_of(number)) for number in range(choice.chunks))
+        largest = max(
+            sum(nbytes[n] for n in choice.layers_of(number)) for number in range(choice.chunks)
+        )
         if config.device_memory is None or 2 * largest <= config.device_memory:
             return choice
     if name in INTERLEAVED and below:
         raise ConfigError(
-            f"{name} changes from chunk to chunk with every micro-batch, and device_memory={format_nbytes(config.device_memory)} does not hold two "
-            f"of the largest ({format_nbytes(largest)}): each would be loaded for every micro-batch. Use schedule='LoopedBFS', which loads each at "
-            "most twice a step, more chunks of a rank, or more device_memory."
+            f"{name} changes from chunk to chunk with every micro-batch, and"
+            f" device_memory={format_nbytes(config.device_memory)} does not hold two of the largest"
+            f" ({format_nbytes(largest)}): each would be loaded for every micro-batch. Use"
+            " schedule='LoopedBFS', which loads each at most twice a step, more chunks of a rank,"
+            " or more device_memory."
         )
     return choice
 
@@ -141,19 +156,30 @@ def _counts(name: str, layers: int, ranks: int, config: Config) -> list[int]:
 def _check(name: str, chunks: int, layers: int, ranks: int, micro_batches: int) -> None:
     """Raises ConfigError if a schedule does not accept this number of chunks or micro-batches."""
     if (name in ONE_CHUNK and chunks != 1) or (name in IN_A_V and chunks != 2):
-        raise ConfigError(f"schedule {name} takes {1 if name in ONE_CHUNK else 2} chunks of the model on each rank, not {chunks}")
+        raise ConfigError(
+            f"schedule {name} takes {1 if name in ONE_CHUNK else 2} chunks of the model on each"
+            f" rank, not {chunks}"
+        )
     if layers < ranks * chunks:
         raise ConfigError(
-            f"{layers} layers cannot be cut into {ranks * chunks} chunks (pp={ranks}, {chunks} on each rank): use fewer"
+            f"{layers} layers cannot be cut into {ranks * chunks} chunks (pp={ranks}, {chunks} on"
+            " each rank): use fewer"
         )
     if micro_batches < 1:
         raise ConfigError(f"micro_batches is {micro_batches}: at least one")
     rounds = max(1, micro_batches // ranks)
     if name in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches % rounds:
-        raise ConfigError(f"{name} takes a multiple of {rounds} micro-batches here ({ranks} ranks), not {micro_batches}")
+        raise ConfigError(
+            f"{name} takes a multiple of {rounds} micro-batches here ({ranks} ranks), not"
+            f" {micro_batches}"
+        )
     if name == "1F1B" and micro_batches < ranks:
-        raise ConfigError(f"1F1B takes at least as many micro-batches as ranks of the pp axis, {ranks}, not {micro_batches}")
+        raise ConfigError(
+            f"1F1B takes at least as many micro-batches as ranks of the pp axis, {ranks}, not"
+            f" {micro_batches}"
+        )
     if name == "DualPipeV" and micro_batches < 2 * ranks:
         raise ConfigError(
-            f"DualPipeV takes at least {2 * ranks} micro-batches, one for each of its {2 * ranks} chunks, not {micro_batches}"
+            f"DualPipeV takes at least {2 * ranks} micro-batches, one for each of its {2 * ranks}"
+            f" chunks, not {micro_batches}"
         )

@@ -37,30 +37,48 @@ def choose_together(
 
     def describe() -> tuple[dict[str, str], tuple[Chain, Config]]:
         chain, checked = _check(model, mesh, config, loss_fn)
-        told = {key: str(value) for key, value in asked.items()} | {"loss_fn": "given" if loss_fn is not None else "none"}
-        told |= {"mesh": str(mesh), "the optimizer": type(optimizer).__name__} | describe_config(checked)
-        return told | {"the number of layers": str(len(chain.layers))} | describe_model(model), (chain, checked)
+        told = {key: str(value) for key, value in asked.items()} | {
+            "loss_fn": "given" if loss_fn is not None else "none"
+        }
+        told |= {"mesh": str(mesh), "the optimizer": type(optimizer).__name__} | describe_config(
+            checked
+        )
+        return told | {"the number of layers": str(len(chain.layers))} | describe_model(model), (
+            chain,
+            checked,
+        )
 
     chain, checked = agree("pipeline", None, describe)
     measured, load_rate = _first_ranks(costs, checked)
 
     def choose_here() -> tuple[dict[str, str], Choice]:
-        choice = choose(chain, checked, mesh["pp"].size(), **asked, costs=measured, load_rate=load_rate)
+        choice = choose(
+            chain, checked, mesh["pp"].size(), **asked, costs=measured, load_rate=load_rate
+        )
         return {"the cut": choice.describe(chain)}, choice
 
     return chain, checked, agree("pipeline", None, choose_here)
 
 
-def _check(model: nn.Module, mesh: Any, config: Any, loss_fn: Callable | None) -> tuple[Chain, Config]:
+def _check(
+    model: nn.Module, mesh: Any, config: Any, loss_fn: Callable | None
+) -> tuple[Chain, Config]:
     if not isinstance(mesh, DeviceMesh) or "pp" not in (mesh.mesh_dim_names or ()):
-        raise ConfigError(f"pipeline takes the mesh of the whole job, with an axis pp: this is {mesh!r}")
+        raise ConfigError(
+            f"pipeline takes the mesh of the whole job, with an axis pp: this is {mesh!r}"
+        )
     config, chain = Config.make(config), chain_of(model)
     if loss_fn is None and not hasattr(model, "loss_function"):
-        raise ConfigError(f"{type(model).__name__} has no loss of its own: give pipeline a loss_fn of outputs and targets")
+        raise ConfigError(
+            f"{type(model).__name__} has no loss of its own: give pipeline a loss_fn of outputs and"
+            " targets"
+        )
     return chain, config
 
 
-def _first_ranks(costs: Sequence[float] | None, config: Config) -> tuple[list[float] | None, float | None]:
+def _first_ranks(
+    costs: Sequence[float] | None, config: Config
+) -> tuple[list[float] | None, float | None]:
     """Returns the first rank's costs, and its measured rate of the weights' home: split points must
     not differ between ranks."""
 

@@ -60,7 +60,9 @@ def order_of(stage: int, stages: int, count: int) -> Iterator[Action]:
             yield Action(True, number + ahead)
 
 
-def without_flush(schedule: Any, optimizer: torch.optim.Optimizer, *, quiet: bool = False) -> WithoutFlush:
+def without_flush(
+    schedule: Any, optimizer: torch.optim.Optimizer, *, quiet: bool = False
+) -> WithoutFlush:
     """Prepares ``schedule`` to run batches without a flush between them, by
     :meth:`WithoutFlush.run`.
 
@@ -84,8 +86,10 @@ def without_flush(schedule: Any, optimizer: torch.optim.Optimizer, *, quiet: boo
             engine.older = OlderWeights(engine.job)
     if optimizer.rule_name in ADAMS and not quiet:
         warnings.warn(
-            f"without_flush with {optimizer.rule_name}: gradients are of weights one update old, which is reported to degrade the rules of Adam far more "
-            "than others (arXiv 2606.30634). Compare a short run with schedule.step, use SGD or Lion, or pass quiet=True.",
+            f"without_flush with {optimizer.rule_name}: gradients are of weights one update old,"
+            " which is reported to degrade the rules of Adam far more than others (arXiv"
+            " 2606.30634). Compare a short run with schedule.step, use SGD or Lion, or pass"
+            " quiet=True.",
             stacklevel=2,
         )
     return WithoutFlush(engine, schedule, optimizer)
@@ -94,28 +98,40 @@ def without_flush(schedule: Any, optimizer: torch.optim.Optimizer, *, quiet: boo
 def _check_schedule(schedule: Any) -> None:
     if type(schedule) is not Schedule1F1B:
         raise ConfigError(
-            f"without_flush takes torch's Schedule1F1B, not a {type(schedule).__name__}: others have no order that goes on over the end of a batch. Build "
-            "a Schedule1F1B of the same stage, or run this one with a flush between batches (schedule.step)."
+            f"without_flush takes torch's Schedule1F1B, not a {type(schedule).__name__}: others"
+            " have no order that goes on over the end of a batch. Build a Schedule1F1B of the same"
+            " stage, or run this one with a flush between batches (schedule.step)."
         )
     if schedule._loss_fn is None:
-        raise ConfigError("without_flush: this schedule has no loss_fn, so it trains nothing: give Schedule1F1B one")
+        raise ConfigError(
+            "without_flush: this schedule has no loss_fn, so it trains nothing: give"
+            " Schedule1F1B one"
+        )
     if schedule._n_microbatches < schedule._stage.num_stages:
         raise ConfigError(
-            f"without_flush: {schedule._n_microbatches} micro-batches for {schedule._stage.num_stages} stages: a batch would begin before the weights that it "
-            f"is to have are made. Use at least {schedule._stage.num_stages} micro-batches."
+            f"without_flush: {schedule._n_microbatches} micro-batches for"
+            f" {schedule._stage.num_stages} stages: a batch would begin before the weights that it"
+            f" is to have are made. Use at least {schedule._stage.num_stages} micro-batches."
         )
 
 
 def _check_engine(job: Job, schedule: Any, optimizer: Any) -> None:
     if not isinstance(optimizer, InfinityOptimizer) or optimizer.context.uses is not job.uses:
-        raise UsageError("without_flush takes the optimizer that wrap_model returned with the schedule's stage")
+        raise UsageError(
+            "without_flush takes the optimizer that wrap_model returned with the schedule's stage"
+        )
     if job.config.max_grad_norm is not None:
         raise ConfigError(
-            f"without_flush with max_grad_norm={job.config.max_grad_norm}: the norm of all gradients is known when the last stage is done with a batch, "
-            "for which all others would have to wait. Leave max_grad_norm out, or run the schedule with a flush between batches (schedule.step)."
+            f"without_flush with max_grad_norm={job.config.max_grad_norm}: the norm of all"
+            " gradients is known when the last stage is done with a batch, for which all others"
+            " would have to wait. Leave max_grad_norm out, or run the schedule with a flush"
+            " between batches (schedule.step)."
         )
     if job.config.speculate:
-        raise ConfigError("without_flush with speculate=True: the room beside the state is for one of them. Leave speculate out.")
+        raise ConfigError(
+            "without_flush with speculate=True: the room beside the state is for one of them. Leave"
+            " speculate out."
+        )
 
 
 class WithoutFlush:
@@ -126,7 +142,9 @@ class WithoutFlush:
         # Called with the batch whose forwards begin on this stage.
         self.on_batch: Callable[[int], None] = lambda number: None
 
-    def run(self, batches: Sequence[Any], *, after_update: Callable[[], Any] | None = None) -> list[torch.Tensor] | None:
+    def run(
+        self, batches: Sequence[Any], *, after_update: Callable[[], Any] | None = None
+    ) -> list[torch.Tensor] | None:
         """Runs ``batches`` and makes an update for each. When it returns all updates are made, and
         there is one version of the weights: save, evaluate and read then.
 
@@ -151,7 +169,15 @@ class WithoutFlush:
             return [] if stage.is_last else None
         older = self._engine.older
         with naming_causes([stage]), older.running():
-            return _Run(self._engine, self._schedule, self._optimizer, batches, shapes, self.on_batch, after_update).go()
+            return _Run(
+                self._engine,
+                self._schedule,
+                self._optimizer,
+                batches,
+                shapes,
+                self.on_batch,
+                after_update,
+            ).go()
 
     def _check(self, batches: list[Any]) -> Shapes:
         """Returns the shapes of ``batches``. Drops torch's buffers if any rank's shapes are new. A
@@ -159,11 +185,18 @@ class WithoutFlush:
         engine = self._engine
         engine.uses.check(Operation.PIPELINE_RUN)
         if not torch.is_grad_enabled():
-            raise UsageError("run() trains: call it outside of torch.no_grad(); to evaluate, use schedule.eval")
+            raise UsageError(
+                "run() trains: call it outside of torch.no_grad(); to evaluate, use schedule.eval"
+            )
         with engine.uses.begin(), engine.collectives.together(Operation.PIPELINE_RUN.value):
-            if held := [handle.name for handle in engine.trained if handle.grad.state is not GradState.ABSENT]:
+            if held := [
+                handle.name
+                for handle in engine.trained
+                if handle.grad.state is not GradState.ABSENT
+            ]:
                 raise UsageError(
-                    f"run() with gradients of an earlier backward ({held[0]}, ...), to which the first batch would be added: call optimizer.zero_grad() first"
+                    f"run() with gradients of an earlier backward ({held[0]}, ...), to which the"
+                    " first batch would be added: call optimizer.zero_grad() first"
                 )
             shapes = _shapes_of(batches, self._schedule)
         told = {
@@ -193,25 +226,37 @@ def _shapes_of(batches: list[Any], schedule: Any) -> Shapes:
     for number, batch in enumerate(batches):
         if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
             raise UsageError(
-                f"run() takes batches (inputs, target) or (inputs, target, kwargs): batch {number} is a {type(batch).__name__}"
+                f"run() takes batches (inputs, target) or (inputs, target, kwargs): batch {number}"
+                f" is a {type(batch).__name__}"
             )
         args, kwargs, target = _parts(batch)
-        given = [("inputs", each) for each in (args if stage.is_first else ())] + [("target", target)] * stage.is_last
+        given = [("inputs", each) for each in (args if stage.is_first else ())] + [
+            ("target", target)
+        ] * stage.is_last
         for name, value in given:
             if not isinstance(value, torch.Tensor):
                 raise UsageError(
-                    f"run(): the {name} of batch {number} are a {type(value).__name__}, not a tensor, on a stage that needs them"
+                    f"run(): the {name} of batch {number} are a {type(value).__name__}, not a"
+                    " tensor, on a stage that needs them"
                 )
             if len(value) % count:
                 raise UsageError(
-                    f"run(): batch {number} of {len(value)} does not divide into {count} micro-batches: give a multiple"
+                    f"run(): batch {number} of {len(value)} does not divide into {count}"
+                    " micro-batches: give a multiple"
                 )
-        given += [(name, value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+        given += [
+            (name, value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)
+        ]
         shapes.add(tuple((name, tuple(value.shape), value.dtype) for name, value in given))
     if len(shapes) > 1:
-        raise UsageError(f"run() takes batches of one shape, these have {len(shapes)}: run those of each shape by themselves")
+        raise UsageError(
+            f"run() takes batches of one shape, these have {len(shapes)}: run those of each shape"
+            " by themselves"
+        )
     found = next(iter(shapes), ())
-    _check_declared(stage, [(shape[0] // count, *shape[1:]) for name, shape, _ in found if name == "inputs"])
+    _check_declared(
+        stage, [(shape[0] // count, *shape[1:]) for name, shape, _ in found if name == "inputs"]
+    )
     return found
 
 
@@ -224,8 +269,8 @@ def _check_declared(stage: Any, shapes: list[tuple[int, ...]]) -> None:
     fixed = [tuple(each.shape) for each in declared.inputs]
     if fixed != shapes:
         raise UsageError(
-            f"run(): micro-batches of shapes {shapes} for a stage that was built for {fixed}: build PipelineStage without input_args and output_args, and "
-            "batches may have any shape"
+            f"run(): micro-batches of shapes {shapes} for a stage that was built for {fixed}: build"
+            " PipelineStage without input_args and output_args, and batches may have any shape"
         )
 
 
@@ -287,7 +332,9 @@ class _Run:
         """Makes torch create buffers, if it has none for these shapes, by a trial with the first
         micro-batch."""
         args, kwargs, targets = self._micro_batches(0)
-        self._schedule._initialize_stage(args[0], kwargs[0], targets[0] if targets is not None else None, None)
+        self._schedule._initialize_stage(
+            args[0], kwargs[0], targets[0] if targets is not None else None, None
+        )
         setattr(self._schedule, SHAPES, self._shapes)
 
     def _ends_batch(self, action: Action) -> bool:
@@ -312,7 +359,9 @@ class _Run:
 
     def _forward(self, batch: int, place: int) -> None:
         args, kwargs, targets = self._micro_batches(batch)
-        output = self._stage.forward_one_chunk(place, args[place], kwargs[place], save_forward_output=False)
+        output = self._stage.forward_one_chunk(
+            place, args[place], kwargs[place], save_forward_output=False
+        )
         if self._stage.is_last:
             self._losses[place] = self._schedule._compute_loss(output, targets[place])
 

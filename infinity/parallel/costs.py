@@ -16,7 +16,11 @@ SPREAD = 0.02  # standard deviation of values for layers on meta: a usual initia
 
 
 def measure_costs(
-    model: nn.Module, inputs: torch.Tensor, *, device: torch.device | str | None = None, repeats: int = 3
+    model: nn.Module,
+    inputs: torch.Tensor,
+    *,
+    device: torch.device | str | None = None,
+    repeats: int = 3,
 ) -> list[float]:
     """Measures the seconds of each layer's forward and backward, for ``pipeline(costs=...)``.
 
@@ -38,10 +42,15 @@ def measure_costs(
         chunk = _real(chain.make_chunk(range(number, number + 1)), where)
         with torch.no_grad():
             output = chunk(x)
-        kind = tuple((name.partition(f".{number}.")[2] or name, tuple(p.shape), p.dtype) for name, p in chunk.named_parameters())
+        kind = tuple(
+            (name.partition(f".{number}.")[2] or name, tuple(p.shape), p.dtype)
+            for name, p in chunk.named_parameters()
+        )
         key = (kind, tuple(x.shape))
         if key not in known:
-            known[key] = min(_time(lambda chunk=chunk, x=x: _run(chunk, x), where) for _ in range(repeats))
+            known[key] = min(
+                _time(lambda chunk=chunk, x=x: _run(chunk, x), where) for _ in range(repeats)
+            )
         seconds.append(known[key])
         x = output.detach()
         del chunk

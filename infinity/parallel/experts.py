@@ -23,7 +23,12 @@ EXCHANGES = {"outputs": "all_reduce", "tokens": "all_to_all"}  # our name -> tra
 
 
 def expert_parallel(
-    model: nn.Module, mesh: DeviceMesh, *, exchange: str = "outputs", cut_rest: bool = False, quiet: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    exchange: str = "outputs",
+    cut_rest: bool = False,
+    quiet: bool = False,
 ) -> nn.Module:
     """Gives each rank of ``mesh`` an equal part of a mixture's experts, before
     :func:`infinity.wrap_model`. Every rank calls this. Returns the same object.
@@ -48,13 +53,25 @@ def expert_parallel(
     ``cut_rest`` with "tokens" (it needs ranks that share a batch); and for inputs that differ.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise ConfigError(f"expert_parallel takes the ep axis of a mesh (mesh['ep']), of one dimension, not {mesh!r}")
+        raise ConfigError(
+            "expert_parallel takes the ep axis of a mesh (mesh['ep']), of one dimension, not"
+            f" {mesh!r}"
+        )
 
     def describe() -> tuple[dict[str, str], tuple[dict[str, str], dict[str, str], dict[str, str]]]:
         found = _check(model, mesh, exchange, cut_rest)
-        return describe_cut(model, found[1] | found[0]) | {"exchange": exchange, "cut_rest": str(cut_rest)}, found
+        return (
+            describe_cut(model, found[1] | found[0])
+            | {
+                "exchange": exchange,
+                "cut_rest": str(cut_rest),
+            },
+            found,
+        )
 
-    plan, rest, styles = agree("expert_parallel", mesh.get_group(), describe) if mesh.size() > 1 else describe()[1]
+    plan, rest, styles = (
+        agree("expert_parallel", mesh.get_group(), describe) if mesh.size() > 1 else describe()[1]
+    )
     if not quiet and mesh.get_rank() == 0:
         print(describe_plan(rest | plan, model), flush=True)
     if mesh.size() == 1:
@@ -63,8 +80,14 @@ def expert_parallel(
         cut_by_own_plan(model, mesh, rest)
     _divide(model, mesh, styles, exchange)
     # As for a model that transformers has sharded itself: its save_pretrained then joins the parts.
-    configured = importlib.import_module("transformers.distributed.configuration_utils").DistributedConfig
-    batches = {"fsdp_size": mesh.size()} if exchange == "tokens" else {"tp_size": mesh.size(), "tp_plan": rest}
+    configured = importlib.import_module(
+        "transformers.distributed.configuration_utils"
+    ).DistributedConfig
+    batches = (
+        {"fsdp_size": mesh.size()}
+        if exchange == "tokens"
+        else {"tp_size": mesh.size(), "tp_plan": rest}
+    )
     model.config.distributed_config = configured(
         **batches, ep_size=mesh.size(), ep_plan=plan, ep_implementation=EXCHANGES[exchange]
     )
@@ -78,15 +101,19 @@ def _check(
     """Returns the plan of the experts, that of the rest, and the style of each module and parameter
     that the first one names."""
     if exchange not in EXCHANGES:
-        raise ConfigError(f"expert_parallel: exchange is {exchange!r}; there are {', '.join(EXCHANGES)}")
+        raise ConfigError(
+            f"expert_parallel: exchange is {exchange!r}; there are {', '.join(EXCHANGES)}"
+        )
     if exchange == "tokens" and cut_rest:
         raise ConfigError(
-            "expert_parallel: cut_rest needs ranks that share a batch; with exchange='tokens' each has its own. Leave one of both out."
+            "expert_parallel: cut_rest needs ranks that share a batch; with exchange='tokens' each"
+            " has its own. Leave one of both out."
         )
     plan = _own_expert_plan(model)
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ConfigError(
-            "this model is cut already: some of its parameters are DTensors. expert_parallel(cut_rest=True) cuts both at once."
+            "this model is cut already: some of its parameters are DTensors."
+            " expert_parallel(cut_rest=True) cuts both at once."
         )
     styles = {name: plan[general(name)] for name in _names(model) if general(name) in plan}
     _check_experts(model, styles, mesh.size())
@@ -99,8 +126,14 @@ def _divide(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str], exchange
     """Makes transformers give this rank its experts, and each layer's experts their tokens."""
     theirs = importlib.import_module("transformers.distributed.expert_parallel")
     sharing = mesh if exchange == "outputs" else _Alone()
-    theirs.apply_expert_parallelism(model, mesh, sharing, styles, ep_implementation=EXCHANGES[exchange])
-    for name in {name.rpartition(".")[0] for name, style in styles.items() if style == WEIGHTS} if exchange == "tokens" else ():
+    theirs.apply_expert_parallelism(
+        model, mesh, sharing, styles, ep_implementation=EXCHANGES[exchange]
+    )
+    for name in (
+        {name.rpartition(".")[0] for name, style in styles.items() if style == WEIGHTS}
+        if exchange == "tokens"
+        else ()
+    ):
         mark_divided(model.get_submodule(name))
 
 
@@ -108,7 +141,9 @@ class _Alone:
     """A mesh axis of one rank, which transformers requires, for ranks with batches of their own."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        self._group = dist.new_group(
+            [dist.get_rank()], backend="gloo", use_local_synchronization=True
+        )
 
     def size(self) -> int:
         return 1
@@ -121,8 +156,9 @@ def _own_expert_plan(model: nn.Module) -> dict[str, str]:
     plan = getattr(model, "ep_plan", None)
     if not isinstance(plan, dict) or WEIGHTS not in plan.values():
         raise ConfigError(
-            f"{type(model).__name__} has no plan for its experts (ep_plan, as models of transformers 5.2x have that are mixtures of experts): cut it "
-            "with tensor_parallel, or give its parameters as DTensors that are Shard(0) over the axis"
+            f"{type(model).__name__} has no plan for its experts (ep_plan, as models of"
+            " transformers 5.2x have that are mixtures of experts): cut it with tensor_parallel,"
+            " or give its parameters as DTensors that are Shard(0) over the axis"
         )
     return dict(plan)
 
@@ -130,7 +166,10 @@ def _own_expert_plan(model: nn.Module) -> dict[str, str]:
 def _names(model: nn.Module) -> list[str]:
     """Returns the names of parameters, then of modules: the replaced forward of a module counts the
     remaining experts."""
-    return [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_modules())]
+    return [
+        name
+        for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_modules())
+    ]
 
 
 def _plan_of_rest(model: nn.Module, experts: dict[str, str]) -> dict[str, str]:
@@ -139,7 +178,10 @@ def _plan_of_rest(model: nn.Module, experts: dict[str, str]) -> dict[str, str]:
     inside = re.compile(rf"(?:{'|'.join(map(re.escape, experts))})(?:\..+)?").fullmatch
     rest = {name: style for name, style in own_plan(model).items() if not inside(name)}
     if not rest:
-        raise ConfigError(f"cut_rest: {type(model).__name__} has no tensor-parallel plan for what are not its experts")
+        raise ConfigError(
+            f"cut_rest: {type(model).__name__} has no tensor-parallel plan for what are not its"
+            " experts"
+        )
     return rest
 
 
@@ -147,4 +189,7 @@ def _check_experts(model: nn.Module, styles: dict[str, str], size: int) -> None:
     params: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     for name, style in styles.items():
         if style == WEIGHTS and params[name].size(0) % size:
-            raise ConfigError(f"{name}: {params[name].size(0)} experts cannot be shared out equally to {size} ranks (ep={size})")
+            raise ConfigError(
+                f"{name}: {params[name].size(0)} experts cannot be shared out equally to {size}"
+                f" ranks (ep={size})"
+            )

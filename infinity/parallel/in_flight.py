@@ -37,7 +37,9 @@ class InFlight:
         if nbytes == self._nbytes:
             return
         account = engine.ledger.accounts[Tier.DEVICE]
-        engine.prefetcher.narrow(max(0, nbytes - max(0, account.budget_nbytes - account.planned_nbytes)))
+        engine.prefetcher.narrow(
+            max(0, nbytes - max(0, account.budget_nbytes - account.planned_nbytes))
+        )
         if self._charge is not None:
             self._charge.release()
         self._charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "what passes between stages")
@@ -45,5 +47,12 @@ class InFlight:
 
 
 def _buffers_nbytes(stage: Any) -> int:
-    infos = [info for received in (stage.args_recv_info, stage.grad_recv_info) for of_one in received.values() for info in of_one]
-    return sum(buffer.nbytes for info in infos if (buffer := getattr(info, "buffer", None)) is not None)
+    infos = [
+        info
+        for received in (stage.args_recv_info, stage.grad_recv_info)
+        for of_one in received.values()
+        for info in of_one
+    ]
+    return sum(
+        buffer.nbytes for info in infos if (buffer := getattr(info, "buffer", None)) is not None
+    )

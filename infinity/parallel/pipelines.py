@@ -79,7 +79,9 @@ def pipeline(
     chunks) does not fit, and inputs that differ between ranks.
     """
     asked = {"schedule": schedule, "micro_batches": micro_batches, "chunks": chunks}
-    chain, checked, choice = choose_together(model, mesh, optimizer, config, loss_fn, costs=costs, **asked)
+    chain, checked, choice = choose_together(
+        model, mesh, optimizer, config, loss_fn, costs=costs, **asked
+    )
     if not quiet and dist.get_rank() == 0:
         print(choice.describe(chain), flush=True)
     return _build(chain, choice, mesh, optimizer, checked, loss_fn)
@@ -112,7 +114,9 @@ def _build(
         raise
 
 
-def _keep_own(optimizer: torch.optim.Optimizer | None, chunks: Sequence[nn.Module]) -> tuple[list[list], dict]:
+def _keep_own(
+    optimizer: torch.optim.Optimizer | None, chunks: Sequence[nn.Module]
+) -> tuple[list[list], dict]:
     """Removes all parameters but those of ``chunks`` from an optimizer. Returns what it had."""
     if optimizer is None:
         return [], {}
@@ -131,10 +135,14 @@ def _give_back(optimizer: torch.optim.Optimizer | None, kept: tuple[list[list], 
     for group, of_group in zip(optimizer.param_groups if optimizer is not None else (), params):
         group["params"] = of_group
     if optimizer is not None:
-        optimizer.state.update({param: value for param, value in state.items() if param not in optimizer.state})
+        optimizer.state.update(
+            {param: value for param, value in state.items() if param not in optimizer.state}
+        )
 
 
-def _find_ties(chain: Chain, chunks: Sequence[nn.Module], rank_of: Callable[[int], int], rank: int) -> Ties | None:
+def _find_ties(
+    chain: Chain, chunks: Sequence[nn.Module], rank_of: Callable[[int], int], rank: int
+) -> Ties | None:
     """Finds the table of the first chunk that is the last one's head, if this rank has either.
 
     Raises ConfigError for any other parameter in chunks of two ranks.
@@ -145,13 +153,21 @@ def _find_ties(chain: Chain, chunks: Sequence[nn.Module], rank_of: Callable[[int
         for name, param in chunk.named_parameters():
             holders.setdefault(param, []).append(number)
             names.setdefault(param, name)
-    shared = {param: numbers for param, numbers in holders.items() if len({rank_of(number) for number in numbers}) > 1}
-    table = chain.model.get_input_embeddings() if hasattr(chain.model, "get_input_embeddings") else None
+    shared = {
+        param: numbers
+        for param, numbers in holders.items()
+        if len({rank_of(number) for number in numbers}) > 1
+    }
+    table = (
+        chain.model.get_input_embeddings() if hasattr(chain.model, "get_input_embeddings") else None
+    )
     for param, numbers in shared.items():
         if param is not getattr(table, "weight", None) or numbers != [0, len(chunks) - 1]:
             raise ConfigError(
-                f"{names[param]} is one parameter in chunks {', '.join(map(str, numbers))}, on different ranks: only the table of a transformers model "
-                "that is its head, too, can be shared. Untie it, or use a schedule that has both on one rank (ZBVZeroBubble for the first and the last)."
+                f"{names[param]} is one parameter in chunks {', '.join(map(str, numbers))}, on"
+                " different ranks: only the table of a transformers model that is its head, too,"
+                " can be shared. Untie it, or use a schedule that has both on one rank"
+                " (ZBVZeroBubble for the first and the last)."
             )
     if rank not in {rank_of(number) for numbers in shared.values() for number in numbers}:
         return None
@@ -162,14 +178,18 @@ def _refuse_others(everyones: list[tuple[int, dict[str, Any]]]) -> None:
     """Raises UsageError if the ranks' digests of their batches differ."""
     (first, theirs), *others = everyones
     for rank, digests in others:
-        if differing := [name for name in {**theirs, **digests} if theirs.get(name) != digests.get(name)]:
+        if differing := [
+            name for name in {**theirs, **digests} if theirs.get(name) != digests.get(name)
+        ]:
             if differing == [MODE]:
                 raise UsageError(
-                    f"rank {first} is in {theirs[MODE]} and rank {rank} in {digests[MODE]}: call the same on the chunks of all ranks"
+                    f"rank {first} is in {theirs[MODE]} and rank {rank} in {digests[MODE]}: call"
+                    " the same on the chunks of all ranks"
                 )
             raise UsageError(
-                f"ranks {first} and {rank} have other batches ({', '.join(differing)}), though they have other parts of one model: give all ranks "
-                "of one coordinate of the data axes the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank)"
+                f"ranks {first} and {rank} have other batches ({', '.join(differing)}), though they"
+                " have other parts of one model: give all ranks of one coordinate of the data axes"
+                " the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank)"
             )
 
 
@@ -188,7 +208,11 @@ class Pipeline:
             # Wrapped: for state_dict, save_checkpoint(path, pipe.chunks, optimizer), unwrap_model.
             chunks
         )
-        self._engine, self._choice, self._numbers = engine_of(chunks), choice, choice.chunks_of(mesh.get_local_rank("pp"))
+        self._engine, self._choice, self._numbers = (
+            engine_of(chunks),
+            choice,
+            choice.chunks_of(mesh.get_local_rank("pp")),
+        )
         self._loss_fn, self._ties = loss_fn, ties
         self._between = Between(self._engine.job, mesh["pp"], self._give_all_up)
         self._teller = self._between.rank_of(choice.last_rank)  # it has the losses
@@ -197,12 +221,16 @@ class Pipeline:
         self._counted = 1  # labels of the batch that the loss counts
         shares = axis_that_shares(chunks[0], mesh)
         self._boundaries = (
-            Boundaries(chunks, self._numbers, choice.chunks, shares, self._engine.collectives) if shares is not None else None
+            Boundaries(chunks, self._numbers, choice.chunks, shares, self._engine.collectives)
+            if shares is not None
+            else None
         )
         if ties is not None:
             ties.start(self._engine, self._between)
 
-    def step(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
+    def step(
+        self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any
+    ) -> torch.Tensor:
         """Runs forward and backward of a batch, in micro-batches. Returns the loss, on every rank.
 
         For transformers models ``step(input_ids=..., labels=..., attention_mask=...)``, the same on
@@ -214,8 +242,17 @@ class Pipeline:
         """
         schedule, inputs, target, batch = self._agree_on(inputs, target, batch, "step()")
         losses: list[torch.Tensor] = []
-        arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
-        with self._in_parts(), self._ties.adding_up(self._engine.job, self._between) if self._ties is not None else nullcontext():
+        arguments: dict[str, Any] = (
+            {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
+        )
+        with (
+            self._in_parts(),
+            (
+                self._ties.adding_up(self._engine.job, self._between)
+                if self._ties is not None
+                else nullcontext()
+            ),
+        ):
             schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
         return self._tell(losses)
 
@@ -255,7 +292,9 @@ class Pipeline:
             return []
         with self._engine.uses.begin(), self._engine.collectives.together("the batches of run()"):
             if len(schedules) > 1:
-                raise UsageError("run() takes batches of one shape: run those of each shape by themselves")
+                raise UsageError(
+                    "run() takes batches of one shape: run those of each shape by themselves"
+                )
         run = without_flush(schedule, optimizer, quiet=quiet)
 
         def begin(number: int) -> None:
@@ -264,19 +303,24 @@ class Pipeline:
         run.on_batch = begin
         with self._in_parts():
             losses = run.run(runs, after_update=after_update)
-        return [self._tell(list(losses[number]) if losses is not None else []) for number in range(len(runs))]
+        return [
+            self._tell(list(losses[number]) if losses is not None else [])
+            for number in range(len(runs))
+        ]
 
     def _check_run(self, batches: list[Any]) -> None:
         """Raises an error on every rank if ``batches`` cannot run without flush. A collective."""
         if self._choice.name != "1F1B":
             raise ConfigError(
-                f"run() without flush is for the schedule 1F1B, this pipeline has {self._choice.name}: build it with pipeline(..., schedule='1F1B'), or call "
-                "step() for each batch"
+                "run() without flush is for the schedule 1F1B, this pipeline has"
+                f" {self._choice.name}: build it with pipeline(..., schedule='1F1B'), or call"
+                " step() for each batch"
             )
         if self._ties is not None and self._ties.are_trained:
             raise ConfigError(
-                "run() without flush: the first and the last stage share a table that is trained, and would have to wait for each other after every batch. "
-                "Untie it (tie_word_embeddings=False), freeze it, or call step() for each batch."
+                "run() without flush: the first and the last stage share a table that is trained,"
+                " and would have to wait for each other after every batch. Untie it"
+                " (tie_word_embeddings=False), freeze it, or call step() for each batch."
             )
         engine = self._engine
         engine.uses.check(Operation.PIPELINE_RUN)
@@ -285,28 +329,41 @@ class Pipeline:
                 for number, batch in enumerate(batches):
                     if not isinstance(batch, Mapping):
                         raise UsageError(
-                            f"run() takes batches by name, as {{'inputs': ..., 'target': ...}}: batch {number} is a {type(batch).__name__}"
+                            "run() takes batches by name, as {'inputs': ..., 'target': ...}:"
+                            f" batch {number} is a {type(batch).__name__}"
                         )
-            engine.collectives.compare({"the number of batches": str(len(batches))}, "run()", over_stages=True)
+            engine.collectives.compare(
+                {"the number of batches": str(len(batches))}, "run()", over_stages=True
+            )
 
     @torch.no_grad()
-    def eval(self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
+    def eval(
+        self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any
+    ) -> torch.Tensor:
         """Runs only the forward. Returns the loss, on every rank. Every rank calls this."""
         schedule, inputs, target, batch = self._agree_on(inputs, target, batch, "eval()")
         losses: list[torch.Tensor] = []
-        arguments: dict[str, Any] = {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
+        arguments: dict[str, Any] = (
+            {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
+        )
         with self._in_parts():
             schedule.eval(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
         return self._tell(losses)
 
-    def _parts(self, inputs: Any, target: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def _parts(
+        self, inputs: Any, target: Any, batch: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         inputs = batch.pop("input_ids", inputs)
         target = batch.pop("labels", target)
         if inputs is None or target is None:
-            raise UsageError("a pipeline's step takes inputs and targets: step(input_ids=..., labels=...), or step(inputs, target)")
+            raise UsageError(
+                "a pipeline's step takes inputs and targets: step(input_ids=..., labels=...), or"
+                " step(inputs, target)"
+            )
         if len(inputs) % self._choice.micro_batches:
             raise UsageError(
-                f"a batch of {len(inputs)} does not divide into {self._choice.micro_batches} micro-batches: give a multiple"
+                f"a batch of {len(inputs)} does not divide into {self._choice.micro_batches}"
+                " micro-batches: give a multiple"
             )
         self._counted = int((target[..., 1:] != IGNORED).sum()) if self._loss_fn is None else 1
         return inputs, target, batch
@@ -324,12 +381,19 @@ class Pipeline:
             with collectives.together(f"the batch of a pipeline's {call}"):
                 inputs, target, batch = self._parts(inputs, target, batch)
                 given = {"the inputs": inputs, "the targets": target, **batch}
-                tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+                tensors = {
+                    name: value for name, value in given.items() if isinstance(value, torch.Tensor)
+                }
                 digests = {name: digest_of(value) for name, value in tensors.items()}
                 digests |= {name: repr(given[name]) for name in given if is_plain(given[name])}
-                mine = dist.get_rank(), digests | {MODE: "train()" if self.chunks[0].training else "eval()"}
+                mine = (
+                    dist.get_rank(),
+                    digests | {MODE: "train()" if self.chunks[0].training else "eval()"},
+                )
             channels = [channel for channel in (ranks.tensor, ranks.stages) if channel is not None]
-            trained = tuple(any(param.requires_grad for param in chunk.parameters()) for chunk in self.chunks)
+            trained = tuple(
+                any(param.requires_grad for param in chunk.parameters()) for chunk in self.chunks
+            )
             said = mine, self._between.said, trained
             everyones = collectives.collect(said, "digests of the batch of a pipeline", channels)
             self._between.settle([state for _, state, _ in everyones])
@@ -343,7 +407,9 @@ class Pipeline:
             )
             # The first step of a shape and kind runs one more micro-batch, which gathers weights.
             # So all data ranks must do it together.
-            (is_new,) = collectives.agree([(shapes, trains) not in self._schedules], "the shapes of the batch of a pipeline")
+            (is_new,) = collectives.agree(
+                [(shapes, trains) not in self._schedules], "the shapes of the batch of a pipeline"
+            )
         return self._schedule_of(shapes, trains=trains, is_new=is_new), inputs, target, batch
 
     def _schedule_of(self, shapes: tuple, *, trains: bool, is_new: bool) -> Any:
@@ -366,13 +432,19 @@ class Pipeline:
 
     @contextmanager
     def _in_parts(self) -> Iterator[None]:
-        with self._between.passing(), self._boundaries.in_parts() if self._boundaries is not None else nullcontext():
+        with (
+            self._between.passing(),
+            self._boundaries.in_parts() if self._boundaries is not None else nullcontext(),
+        ):
             yield
 
     def _make_schedule(self) -> Any:
         device = self._engine.device.where
         count = self._choice.chunks
-        stages = [PipelineStage(chunk, n, count, device, group=self._between.group) for chunk, n in zip(self.chunks, self._numbers)]
+        stages = [
+            PipelineStage(chunk, n, count, device, group=self._between.group)
+            for chunk, n in zip(self.chunks, self._numbers)
+        ]
         made = getattr(schedules, f"Schedule{self._choice.name}")
         only = stages[0] if self._choice.is_single else stages
         schedule = made(only, self._choice.micro_batches, loss_fn=self._loss, scale_grads=False)
@@ -385,7 +457,9 @@ class Pipeline:
         model = self.chunks[-1]
         size = model.config.get_text_config().vocab_size
         # Over all labels of the batch: a micro-batch with fewer weighs less, as in one process.
-        return model.loss_function(logits=outputs, labels=target, vocab_size=size, num_items_in_batch=self._counted)
+        return model.loss_function(
+            logits=outputs, labels=target, vocab_size=size, num_items_in_batch=self._counted
+        )
 
     def _tell(self, losses: list[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros((), device=self._engine.device.where)

@@ -23,7 +23,14 @@ from ..errors import ConfigError
 STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicate")
 ATTENTION_LAYERS = 3  # minimum of layers from width to width before one counts as the way back
 SUMS_OF_HEADS = ("inner_dim", "all_head_size")  # features of all heads together
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
+HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "num_key_value_heads",
+    "num_kv_heads",
+)
 
 
 def find_plan(model: nn.Module) -> dict[str, str]:
@@ -44,15 +51,19 @@ def find_plan(model: nn.Module) -> dict[str, str]:
             plan.setdefault(general(layer), style)
     if not plan:
         raise ConfigError(
-            f"{type(model).__name__} has no repeated blocks of linear layers that could be cut: give tensor_parallel a plan, "
-            f"{{module name: style}} with styles {', '.join(STYLES)}"
+            f"{type(model).__name__} has no repeated blocks of linear layers that could be cut:"
+            f" give tensor_parallel a plan, {{module name: style}} with styles {', '.join(STYLES)}"
         )
     for name, module in model.named_modules():
         if module in inside or not hasattr(module, "weight"):
             continue
         if isinstance(module, nn.Embedding) and module.num_embeddings == _vocabulary(model):
             plan[name] = "embedding_rowwise"
-        elif isinstance(module, nn.Linear) and module.out_features == _vocabulary(model) and module.in_features == width:
+        elif (
+            isinstance(module, nn.Linear)
+            and module.out_features == _vocabulary(model)
+            and module.in_features == width
+        ):
             plan[name] = "colwise_gather_output"
     return plan
 
@@ -74,7 +85,11 @@ def expand(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ConfigError(f"plan: {pattern} has style {style!r}; there are {', '.join(STYLES)}")
-    found = {name: plan[general(name)] for name, _ in model.named_modules() if name not in plan and general(name) in plan}
+    found = {
+        name: plan[general(name)]
+        for name, _ in model.named_modules()
+        if name not in plan and general(name) in plan
+    }
     found |= {name: plan[name] for name, _ in model.named_modules() if name in plan}
     used = {general(name) for name in found} | found.keys()
     if missing := [pattern for pattern in plan if pattern not in used]:
@@ -111,7 +126,12 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _width(model: nn.Module) -> int:
     """Returns the input features of most linear layers of the blocks."""
-    counts = Counter(shape[0] for _, block in _blocks(model) for layer in block.modules() if (shape := shape_of(layer)) is not None)
+    counts = Counter(
+        shape[0]
+        for _, block in _blocks(model)
+        for layer in block.modules()
+        if (shape := shape_of(layer)) is not None
+    )
     return counts.most_common(1)[0][0] if counts else 0
 
 
@@ -120,7 +140,10 @@ def _vocabulary(model: nn.Module) -> int:
     # A model without input embeddings.
     with contextlib.suppress(AttributeError, NotImplementedError):
         return model.get_input_embeddings().num_embeddings
-    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
+    return max(
+        (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)),
+        default=0,
+    )
 
 
 def _styles_of_block(prefix: str, block: nn.Module, width: int) -> Iterator[tuple[str, str]]:
@@ -135,7 +158,11 @@ def _styles_of_block(prefix: str, block: nn.Module, width: int) -> Iterator[tupl
             continue
         whole = f"{prefix}.{name}" if name else prefix
         first = shape_of(columns[0][1]) if columns else None
-        is_back = first is not None and shape[1] == width and (shape[0] != width or len(columns) >= ATTENTION_LAYERS)
+        is_back = (
+            first is not None
+            and shape[1] == width
+            and (shape[0] != width or len(columns) >= ATTENTION_LAYERS)
+        )
         if is_back and shape[0] == first[1]:
             yield from ((column, "colwise") for column, _ in columns)
             yield whole, "rowwise"
@@ -149,12 +176,16 @@ def _styles_of_block(prefix: str, block: nn.Module, width: int) -> Iterator[tupl
             columns = []
 
 
-def _biases_of_heads(prefix: str, block: nn.Module, columns: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, str]]:
+def _biases_of_heads(
+    prefix: str, block: nn.Module, columns: list[tuple[str, nn.Module]]
+) -> Iterator[tuple[str, str]]:
     """Yields embeddings beside a pair's layers that have a column for each head (T5's relative
     positions)."""
     parent = columns[0][0].rpartition(".")[0]
     module = block.get_submodule(parent.removeprefix(prefix).lstrip("."))
-    heads = {getattr(module, name) for name in HEADS if isinstance(getattr(module, name, None), int)}
+    heads = {
+        getattr(module, name) for name in HEADS if isinstance(getattr(module, name, None), int)
+    }
     for name, child in module.named_children():
         if isinstance(child, nn.Embedding) and child.embedding_dim in heads:
             yield f"{parent}.{name}", "colwise"
@@ -169,20 +200,32 @@ def check_divisible(model: nn.Module, styles: dict[str, str], size: int) -> None
             continue
         features = shape[1] if style == "colwise" else shape[0]
         if features % size:
-            raise ConfigError(f"{name}: {features} features cannot be cut into {size} equal parts (tp={size})")
+            raise ConfigError(
+                f"{name}: {features} features cannot be cut into {size} equal parts (tp={size})"
+            )
         parent = model.get_submodule(name.rpartition(".")[0])
         for owner in (parent, getattr(parent, "config", None)):
             for attribute in HEADS:
                 heads = getattr(owner, attribute, None)
-                if isinstance(heads, int) and heads % size and features % heads == 0 and "mlp" not in name:
-                    raise ConfigError(f"{name}: {heads} heads ({attribute}) cannot be shared out to {size} ranks (tp={size})")
+                if (
+                    isinstance(heads, int)
+                    and heads % size
+                    and features % heads == 0
+                    and "mlp" not in name
+                ):
+                    raise ConfigError(
+                        f"{name}: {heads} heads ({attribute}) cannot be shared out to {size} ranks"
+                        f" (tp={size})"
+                    )
 
 
 def count_heads_here(model: nn.Module, styles: dict[str, str], size: int) -> None:
     """Sets the head counts of every sharded attention to this rank's, if the module stores them."""
     for parent in {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}:
         module = model.get_submodule(parent)
-        features = {shape[1] for child in module.children() if (shape := shape_of(child)) is not None}
+        features = {
+            shape[1] for child in module.children() if (shape := shape_of(child)) is not None
+        }
         if not any(isinstance(getattr(module, name, None), int) for name in HEADS):
             continue
         for name in (*HEADS, *SUMS_OF_HEADS):
@@ -195,15 +238,27 @@ def describe_plan(plan: dict[str, str], model: nn.Module) -> str:
     """Describes a plan as lines of a table, with the fraction of parameters that each rank keeps
     whole."""
     width = max(map(len, plan), default=0)
-    cut = {param for name in expand_known(model, plan) for param in model.get_submodule(name).parameters()}
+    cut = {
+        param
+        for name in expand_known(model, plan)
+        for param in model.get_submodule(name).parameters()
+    }
     whole = sum(param.numel() for param in model.parameters() if param not in cut)
     total = sum(param.numel() for param in model.parameters())
     lines = [f"  {name:<{width}}  {style}" for name, style in plan.items()]
     return "\n".join(
-        [f"tensor parallel: {type(model).__name__}", *lines, f"  {whole / max(1, total):.1%} of the parameters stay whole"]
+        [
+            f"tensor parallel: {type(model).__name__}",
+            *lines,
+            f"  {whole / max(1, total):.1%} of the parameters stay whole",
+        ]
     )
 
 
 def expand_known(model: nn.Module, plan: dict[str, str]) -> list[str]:
     """Lists the modules whose parameters ``plan`` shards."""
-    return [name for name, _ in model.named_modules() if plan.get(name, plan.get(general(name), "replicate")) != "replicate"]
+    return [
+        name
+        for name, _ in model.named_modules()
+        if plan.get(name, plan.get(general(name), "replicate")) != "replicate"
+    ]

@@ -35,7 +35,10 @@ class _Region:
         if module.training:
             seed = int(torch.randint(SEEDS, (), device="cpu", dtype=torch.int64))
             device = getattr(torch, self._device_type) if self._device_type != "cpu" else None
-            self._outside = torch.get_rng_state(), device.get_rng_state() if device is not None else None
+            self._outside = (
+                torch.get_rng_state(),
+                device.get_rng_state() if device is not None else None,
+            )
             torch.manual_seed((seed + self._rank) % SEEDS)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
@@ -59,7 +62,9 @@ def install_regions(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) ->
                 region = _Region(mesh.get_rank(), mesh.device_type)
                 first[1].register_forward_pre_hook(region.enter)
                 module.register_forward_pre_hook(region.leave)
-                around = model.get_submodule(os.path.commonprefix([f"{first[0]}.", f"{name}."]).rpartition(".")[0])
+                around = model.get_submodule(
+                    os.path.commonprefix([f"{first[0]}.", f"{name}."]).rpartition(".")[0]
+                )
                 # In case of an exception.
                 around.register_forward_hook(region.leave, always_call=True)
             first = None
@@ -73,6 +78,10 @@ def _drops(model: nn.Module, name: str) -> bool:
         for module in model.get_submodule(path).modules():
             if isinstance(module, nn.Dropout) and module.p > 0:
                 return True
-            if any(isinstance(p, float) and p > 0 for key, p in vars(module).items() if "dropout" in key):
+            if any(
+                isinstance(p, float) and p > 0
+                for key, p in vars(module).items()
+                if "dropout" in key
+            ):
                 return True
     return False

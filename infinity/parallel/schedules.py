@@ -59,7 +59,8 @@ def attach(schedule: Any) -> Any:
     engines = {engine_of(stage.submod) for stage in stages}
     if len(engines) > 1:
         raise ConfigError(
-            f"the {len(stages)} stages of this rank were wrapped apart: give wrap_model the list of their modules in one call, so that they share a window"
+            f"the {len(stages)} stages of this rank were wrapped apart: give wrap_model the list of"
+            " their modules in one call, so that they share a window"
         )
     engine = engines.pop()
     in_flight = in_flight_of(engine)
@@ -83,18 +84,25 @@ def empty(schedule: Any) -> None:
 
 
 def _stages_of(schedule: Any) -> list[Any]:
-    stages = getattr(schedule, "_stages", None) or [stage for stage in [getattr(schedule, "_stage", None)] if stage is not None]
+    stages = getattr(schedule, "_stages", None) or [
+        stage for stage in [getattr(schedule, "_stage", None)] if stage is not None
+    ]
     if not stages or not callable(getattr(schedule, "step", None)):
-        raise ConfigError(f"attach takes a schedule of torch.distributed.pipelining, not a {type(schedule).__name__}")
+        raise ConfigError(
+            "attach takes a schedule of torch.distributed.pipelining, not a"
+            f" {type(schedule).__name__}"
+        )
     for stage in stages:
         if type(stage).__name__ == "_PipelineStage":
             raise ConfigError(
-                "attach: this stage was traced by torch.distributed.pipelining.pipeline, which replaces modules. Build PipelineStages of the model's "
-                "own modules, or use infinity.parallel.pipeline."
+                "attach: this stage was traced by torch.distributed.pipelining.pipeline, which"
+                " replaces modules. Build PipelineStages of the model's own modules, or use"
+                " infinity.parallel.pipeline."
             )
         if stage.dw_builder is not None:
             raise ConfigError(
-                "attach: a stage with a dw_builder of its own computes gradients that the engine does not see: leave it out"
+                "attach: a stage with a dw_builder of its own computes gradients that the engine"
+                " does not see: leave it out"
             )
     return stages
 
@@ -125,12 +133,16 @@ def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFligh
     return joined
 
 
-def _compare(schedule: Any, job: Job, stages: list[Any], args: tuple, kwargs: dict[str, Any]) -> None:
+def _compare(
+    schedule: Any, job: Job, stages: list[Any], args: tuple, kwargs: dict[str, Any]
+) -> None:
     """Raises UsageError if other stages are at another step, or tp ranks have another batch. A
     collective."""
     kind = "training" if getattr(schedule, "_has_backward", True) else "evaluation"
     count, parts = stages[0].num_stages, getattr(schedule, "_n_microbatches", "?")
-    said = f"a step of {type(schedule).__name__}, {kind}, of {count} stages with {parts} micro-batches"
+    said = (
+        f"a step of {type(schedule).__name__}, {kind}, of {count} stages with {parts} micro-batches"
+    )
     job.collectives.meet_stages(said)
     job.in_common.compare_batch(said, args, kwargs)
 
@@ -138,9 +150,10 @@ def _compare(schedule: Any, job: Job, stages: list[Any], args: tuple, kwargs: di
 def _refuse_cut_short(schedule: Any, job: Job) -> None:
     if getattr(schedule, CUT_SHORT, False):
         error = UsageError(
-            "an exception ended a step of this schedule on this rank, and what its stages have sent each other may be under way still: the next step would "
-            "take it for its own. Make the stages over a new process group (torch.distributed.new_group) and a schedule of them, on all ranks, and "
-            "attach that; infinity.parallel.pipeline does so itself."
+            "an exception ended a step of this schedule on this rank, and what its stages have sent"
+            " each other may be under way still: the next step would take it for its own. Make the"
+            " stages over a new process group (torch.distributed.new_group) and a schedule of them,"
+            " on all ranks, and attach that; infinity.parallel.pipeline does so itself."
         )
         job.collectives.warn(error)  # others may wait in the comparison of batches
         raise error
@@ -152,7 +165,10 @@ def _noting_cuts(schedule: Any, stages: list[Any]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        is_under_way = any(frame.name == "_step_microbatches" for frame in traceback.extract_tb(error.__traceback__))
+        is_under_way = any(
+            frame.name == "_step_microbatches"
+            for frame in traceback.extract_tb(error.__traceback__)
+        )
         setattr(schedule, CUT_SHORT, is_under_way and dist.get_world_size(stages[0].group) > 1)
         raise
 
@@ -178,7 +194,9 @@ def naming_causes(stages: list[Any]) -> Iterator[None]:
             raise cause from cause.__cause__
         if farewell.LOST.search(str(error)):
             raise ranks_lost(
-                f"a step of the pipeline, stages {', '.join(str(s.stage_index) for s in stages)} here", error
+                f"a step of the pipeline, stages {', '.join(str(s.stage_index) for s in stages)}"
+                " here",
+                error,
             ) from error
         raise
 
@@ -224,15 +242,20 @@ def _attach_stage(stage: Any, engine: Engine) -> None:
         with engine.uses.begin():
             weights = [_Weight(param) for param in stage.submod.parameters() if param.requires_grad]
             if backward_type == "input":
-                outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
-                if not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
+                outputs, grads, inputs = (
+                    bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values")
+                )
+                if not any(
+                    isinstance(each, torch.Tensor) and each.requires_grad for each in inputs
+                ):
                     # All earlier stages are frozen: torch finds weights on paths to inputs, and
                     # would find none.
                     return backward("full", bwd_kwargs, last_backward=last_backward)[0], []
                 return stage_backward_input(outputs, grads, inputs, iter(weights))
             if backward_type != "weight":
                 raise UsageError(
-                    f"this version of torch asks a stage for a backward of kind {backward_type!r}, which is not known here"
+                    f"this version of torch asks a stage for a backward of kind {backward_type!r},"
+                    " which is not known here"
                 )
             stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])
             _land(engine, weights)
@@ -280,7 +303,9 @@ def _accumulator(param: nn.Parameter) -> Any:
 def _land(engine: Engine, weights: list[_Weight]) -> None:
     for weight in _with_gradient(weights):
         if handle_of(weight.param) is None:
-            weight.param.grad = weight.grad if weight.param.grad is None else weight.param.grad + weight.grad
+            weight.param.grad = (
+                weight.grad if weight.param.grad is None else weight.param.grad + weight.grad
+            )
         else:
             engine.backward.land_by_hand(weight.param, weight.grad)
         weight.grad = None

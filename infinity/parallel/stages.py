@@ -51,17 +51,37 @@ def chain_of(model: nn.Module) -> Chain:
         return _chain_of_causal_model(model)
     if all(hasattr(model, name) for name in ("tok_embeddings", "layers", "norm", "output")):
         before, after = [model.tok_embeddings], [model.norm, model.output]
-        return Chain(model, list(model.layers.children()), before, after, lambda numbers: _cut_titan(model, numbers))
+        return Chain(
+            model,
+            list(model.layers.children()),
+            before,
+            after,
+            lambda numbers: _cut_titan(model, numbers),
+        )
     raise ConfigError(
-        f"{type(model).__name__} is no chain of layers that is known: pipeline cuts nn.Sequential, causal language models of transformers, and models with "
-        "tok_embeddings, layers, norm and output as torchtitan's have. Build the stages yourself, give wrap_model their list, and attach the schedule."
+        f"{type(model).__name__} is no chain of layers that is known: pipeline cuts nn.Sequential,"
+        " causal language models of transformers, and models with tok_embeddings, layers, norm and"
+        " output as torchtitan's have. Build the stages yourself, give wrap_model their list, and"
+        " attach the schedule."
     )
 
 
 def _weighing(module: nn.Module) -> int:
-    tables = {param for each in module.modules() if isinstance(each, nn.Embedding) for param in each.parameters()}
-    used = {p for each in module.modules() if not isinstance(each, nn.Embedding) for p in each.parameters(recurse=False)}
-    return sum(param.numel() for param in {*module.parameters()} if param in used or param not in tables)
+    tables = {
+        param
+        for each in module.modules()
+        if isinstance(each, nn.Embedding)
+        for param in each.parameters()
+    }
+    used = {
+        p
+        for each in module.modules()
+        if not isinstance(each, nn.Embedding)
+        for p in each.parameters(recurse=False)
+    }
+    return sum(
+        param.numel() for param in {*module.parameters()} if param in used or param not in tables
+    )
 
 
 def _shallow(module: nn.Module) -> nn.Module:
@@ -102,26 +122,42 @@ def _cut_titan(model: nn.Module, numbers: range) -> nn.Module:
 def _chain_of_causal_model(model: nn.Module) -> Chain:
     base = getattr(model, model.base_model_prefix, None)
     depth = getattr(model.config, "num_hidden_layers", 0)
-    lists = [(name, child) for name, child in (base.named_children() if base is not None else ())
-             if isinstance(child, nn.ModuleList) and len(child) == depth]  # fmt: skip
+    lists = [
+        (name, child)
+        for name, child in (base.named_children() if base is not None else ())
+        if isinstance(child, nn.ModuleList) and len(child) == depth
+    ]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if len(lists) != 1 or head is None or not hasattr(model, "loss_function"):
         raise ConfigError(
-            f"{type(model).__name__} is not cut here: it needs a {model.base_model_prefix or 'base model'} with one list of its {depth} layers, and a head. "
-            "Encoder-decoders and models with skip connections between layers have to be brought as stages."
+            f"{type(model).__name__} is not cut here: it needs a"
+            f" {model.base_model_prefix or 'base model'} with one list of its {depth} layers, and"
+            " a head. Encoder-decoders and models with skip connections between layers have to be"
+            " brought as stages."
         )
-    if getattr(model.config, "output_router_logits", False) and getattr(model.config, "router_aux_loss_coef", 0):
+    if getattr(model.config, "output_router_logits", False) and getattr(
+        model.config, "router_aux_loss_coef", 0
+    ):
         raise ConfigError(
-            f"{type(model).__name__} adds a loss of its routers (output_router_logits=True), of which the last stage sees only its own layers': set "
-            "config.output_router_logits = False"
+            f"{type(model).__name__} adds a loss of its routers (output_router_logits=True), of"
+            " which the last stage sees only its own layers': set config.output_router_logits ="
+            " False"
         )
     name, layers = lists[0]
     names = [child for child, _ in base.named_children()]
-    children = {child: module for child, module in base.named_children() if next(module.parameters(), None) is not None}
-    before = {
-        child: module for child, module in children.items() if names.index(child) < names.index(name) and not _is_final(child)
+    children = {
+        child: module
+        for child, module in base.named_children()
+        if next(module.parameters(), None) is not None
     }
-    after = {child: module for child, module in children.items() if child not in before and child != name}
+    before = {
+        child: module
+        for child, module in children.items()
+        if names.index(child) < names.index(name) and not _is_final(child)
+    }
+    after = {
+        child: module for child, module in children.items() if child not in before and child != name
+    }
     dropouts = [
         child
         for child, module in base.named_children()
@@ -129,7 +165,13 @@ def _chain_of_causal_model(model: nn.Module) -> Chain:
     ]
 
     def cut(numbers: range) -> nn.Module:
-        return _cut_causal_model(model, name, {**before, **{child: base._modules[child] for child in dropouts}}, after, numbers)
+        return _cut_causal_model(
+            model,
+            name,
+            {**before, **{child: base._modules[child] for child in dropouts}},
+            after,
+            numbers,
+        )
 
     if depth > 1:
         _check_passes_on(model, cut(range(1, 1)))
@@ -147,10 +189,13 @@ def _check_passes_on(model: nn.Module, empty: nn.Module) -> None:
             buffer.zero_()
     x = torch.linspace(-1, 1, 2 * model.config.get_text_config().hidden_size).view(1, 2, -1)
     found = base.to("cpu").eval()(inputs_embeds=x, use_cache=False)
-    if not torch.equal(found.last_hidden_state if hasattr(found, "last_hidden_state") else found[0], x):
+    if not torch.equal(
+        found.last_hidden_state if hasattr(found, "last_hidden_state") else found[0], x
+    ):
         raise ConfigError(
-            f"{type(model).__name__} changes what passes between its layers outside of them, so that every stage would do it once more: bring the stages "
-            "yourself, give wrap_model their list, and attach the schedule"
+            f"{type(model).__name__} changes what passes between its layers outside of them, so"
+            " that every stage would do it once more: bring the stages yourself, give wrap_model"
+            " their list, and attach the schedule"
         )
 
 
@@ -160,7 +205,9 @@ def _is_final(name: str) -> bool:
     return name.startswith(("final_", "ln_f"))
 
 
-def _cut_causal_model(model: nn.Module, name: str, before: dict, after: dict, numbers: range) -> nn.Module:
+def _cut_causal_model(
+    model: nn.Module, name: str, before: dict, after: dict, numbers: range
+) -> nn.Module:
     made, base = _shallow(model), _shallow(getattr(model, model.base_model_prefix))
     first, last = numbers.start == 0, numbers.stop == len(base._modules[name])
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -188,8 +235,16 @@ def _cut_causal_model(model: nn.Module, name: str, before: dict, after: dict, nu
 def _forward_of(kind: type, first: bool, last: bool) -> Callable:
     def forward(self: nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         given = {"input_ids" if first else "inputs_embeds": x, "use_cache": False, **kwargs}
-        found = kind.forward(self, **given) if last else getattr(self, self.base_model_prefix)(**given)
-        given_on = found.logits if last else found.last_hidden_state if hasattr(found, "last_hidden_state") else found[0]
+        found = (
+            kind.forward(self, **given) if last else getattr(self, self.base_model_prefix)(**given)
+        )
+        given_on = (
+            found.logits
+            if last
+            else found.last_hidden_state
+            if hasattr(found, "last_hidden_state")
+            else found[0]
+        )
         # torch's schedules detach it in place, which a view does not allow.
         return given_on.clone() if given_on._is_view() else given_on
 

@@ -18,11 +18,23 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ..errors import ConfigError
 from ..state.dtensors import check_placements
 from .agreement import agree, describe_model
-from .plans import check_divisible, count_heads_here, describe_plan, expand, find_plan, general, is_conv1d, own_plan, shape_of
+from .plans import (
+    check_divisible,
+    count_heads_here,
+    describe_plan,
+    expand,
+    find_plan,
+    general,
+    is_conv1d,
+    own_plan,
+    shape_of,
+)
 from .regions import install_regions
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | None = None, *, quiet: bool = False) -> nn.Module:
+def tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | None = None, *, quiet: bool = False
+) -> nn.Module:
     """Shards ``model`` over ``mesh`` by torch's DTensor, before :func:`infinity.wrap_model`. Every
     rank calls this. Returns the same object.
 
@@ -44,7 +56,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | N
     parts that cannot be trained), or if the ranks' models or plans differ.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise ConfigError(f"tensor_parallel takes the tp axis of a mesh (mesh['tp']), of one dimension, not {mesh!r}")
+        raise ConfigError(
+            "tensor_parallel takes the tp axis of a mesh (mesh['tp']), of one dimension, not"
+            f" {mesh!r}"
+        )
     is_own = plan is None and bool(own_plan(model))
 
     def describe() -> tuple[dict[str, str], dict[str, str]]:
@@ -52,7 +67,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str] | N
         _check(model, mesh, found, is_own=is_own)
         return describe_cut(model, found), found
 
-    plan = agree("tensor_parallel", mesh.get_group(), describe) if mesh.size() > 1 else describe()[1]
+    plan = (
+        agree("tensor_parallel", mesh.get_group(), describe) if mesh.size() > 1 else describe()[1]
+    )
     if not quiet and mesh.get_rank() == 0:
         print(describe_plan(plan, model), flush=True)
     if mesh.size() == 1:
@@ -75,7 +92,8 @@ def _check(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str], *, is_own: 
         raise ConfigError("this model is cut already: some of its parameters are DTensors")
     if hasattr(model, "peft_config"):
         raise ConfigError(
-            "this model has adapters of peft: cut the base model first, then call get_peft_model, which cuts adapters as layers are"
+            "this model has adapters of peft: cut the base model first, then call get_peft_model,"
+            " which cuts adapters as layers are"
         )
     if is_own:
         check_own_plan(model, mesh, plan)
@@ -92,7 +110,9 @@ def _cut(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
     _finish(model, mesh, plan, ties)
 
 
-def _finish(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str], ties: list[list[str]]) -> None:
+def _finish(
+    model: nn.Module, mesh: DeviceMesh, plan: dict[str, str], ties: list[list[str]]
+) -> None:
     """Completes sharded layers: ties, dropout regions, and attributes for peft."""
     _tie_again(model, ties)
     install_regions(model, plan, mesh)
@@ -103,7 +123,9 @@ def _tell_adapters(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> 
     """Sets the attributes by which peft detects a layer's sharding: its LoRA shards one of a
     layer's two adapters in the same way."""
     for name, module in model.named_modules():
-        if (style := plan.get(general(name))) in ("colwise", "rowwise") and isinstance(module, nn.Linear):
+        if (style := plan.get(general(name))) in ("colwise", "rowwise") and isinstance(
+            module, nn.Linear
+        ):
             module._hf_tp_plan, module._hf_device_mesh = style, mesh
 
 
@@ -125,15 +147,23 @@ class _SharedInput:
     Megatron-LM's section 3)."""
 
     def __init__(self) -> None:
-        self._given: tuple[torch.Tensor, Any, DTensor] | None = None  # the tensor, its version and grad mode, and the DTensor
+        self._given: tuple[torch.Tensor, Any, DTensor] | None = (
+            None  # the tensor, its version and grad mode, and the DTensor
+        )
 
-    def prepare(self, style: ColwiseParallel, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
+    def prepare(
+        self, style: ColwiseParallel, module: nn.Module, inputs: tuple, mesh: DeviceMesh
+    ) -> Any:
         """Prepares a layer's input as ``style`` does, or returns the one prepared from the same
         tensor."""
         given = inputs[0]
-        known = (given._version, torch.is_grad_enabled()) if isinstance(given, torch.Tensor) else None
+        known = (
+            (given._version, torch.is_grad_enabled()) if isinstance(given, torch.Tensor) else None
+        )
         if self._given is None or self._given[0] is not given or self._given[1] != known:
-            prepared = style._prepare_input_fn(style.input_layouts, style.desired_input_layouts, module, inputs, mesh)
+            prepared = style._prepare_input_fn(
+                style.input_layouts, style.desired_input_layouts, module, inputs, mesh
+            )
             self._given = given, known, prepared
         return self._given[2]
 
@@ -146,7 +176,11 @@ def check_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> 
     """Raises ConfigError, with ``model`` unchanged, if its own ``plan`` does not fit the ranks or
     leaves parts that cannot be trained. Shards each parameter on meta to find out."""
     styles, modules = _own_styles(model, plan), dict(model.named_modules())
-    known = {name: style for name, style in styles.items() if name in modules and style in ("colwise", "rowwise")}
+    known = {
+        name: style
+        for name, style in styles.items()
+        if name in modules and style in ("colwise", "rowwise")
+    }
     check_divisible(model, known, mesh.size())
     if mesh.size() == 1:
         return
@@ -154,38 +188,53 @@ def check_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> 
     for owner, key, style in _own_cuts(model, styles):
         module, name = model.get_submodule(owner), f"{owner}.{key}".lstrip(".")
         trial = copy.copy(module)
-        trial.__dict__["_parameters"] = {key: nn.Parameter(module._parameters[key].detach().to("meta"), requires_grad=False)}
+        trial.__dict__["_parameters"] = {
+            key: nn.Parameter(module._parameters[key].detach().to("meta"), requires_grad=False)
+        }
         try:
             style.validate_param(trial, key, mesh, parameter_name=name)
             style.shard_param(trial, key, mesh)
         except ValueError as error:
-            raise ConfigError(f"{name} cannot be cut into {mesh.size()} parts by the model's plan: {error}") from error
+            raise ConfigError(
+                f"{name} cannot be cut into {mesh.size()} parts by the model's plan: {error}"
+            ) from error
         try:
             check_placements(name, trial._parameters[key])
         except ConfigError as error:
             styled = next(each for each in (name, owner) if each in styles)
             raise ConfigError(
-                f"the model's plan cuts {name} as {styles[styled]!r}, in stripes that cannot be trained. {_another_way(model)}"
+                f"the model's plan cuts {name} as {styles[styled]!r}, in stripes that cannot be"
+                f" trained. {_another_way(model)}"
             ) from error
         placements[name] = getattr(trial._parameters[key], "placements", None)
     for names in _ties(model):
-        if len(cuts := {name: placements.get(name) for name in _used(model, names)}) > 1 and len(set(cuts.values())) > 1:
+        if (
+            len(cuts := {name: placements.get(name) for name in _used(model, names)}) > 1
+            and len(set(cuts.values())) > 1
+        ):
             told = ", ".join(f"{name}: {cut or 'whole'}" for name, cut in cuts.items())
             raise ConfigError(
-                f"one parameter would be cut in different ways by the model's plan ({told}): give tensor_parallel a plan"
+                f"one parameter would be cut in different ways by the model's plan ({told}): give"
+                " tensor_parallel a plan"
             )
 
 
 def _another_way(model: nn.Module) -> str:
     if getattr(model, "ep_plan", None):
-        return "Give each rank whole experts instead: infinity.parallel.expert_parallel(model, mesh, cut_rest=True)."
+        return (
+            "Give each rank whole experts instead: infinity.parallel.expert_parallel(model, mesh,"
+            " cut_rest=True)."
+        )
     return "Give tensor_parallel a plan that leaves that layer whole."
 
 
 def _own_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     """Applies a plan of transformers to the modules and parameters of ``model``: full name ->
     style."""
-    names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+    names = [
+        name
+        for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))
+    ]
     return {name: plan[general(name)] for name in names if general(name) in plan}
 
 
@@ -196,7 +245,11 @@ def _own_cuts(model: nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, s
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, style in styles.items():
         owner, _, key = name.rpartition(".")
-        keys = [key] if name in params else [key for key, _ in model.get_submodule(name).named_parameters(recurse=False)]
+        keys = (
+            [key]
+            if name in params
+            else [key for key, _ in model.get_submodule(name).named_parameters(recurse=False)]
+        )
         yield from ((owner if name in params else name, key, theirs[style]) for key in keys)
 
 
@@ -215,14 +268,23 @@ def cut_by_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) ->
         style.shard_param(module, key, mesh)
     theirs.apply_tensor_parallelism(model, mesh, styles)
     # As for a model that transformers has sharded itself: its save_pretrained then joins the parts.
-    configured = importlib.import_module("transformers.distributed.configuration_utils").DistributedConfig
-    model.config.distributed_config, model._device_mesh = configured(tp_size=mesh.size(), tp_plan=plan), mesh
+    configured = importlib.import_module(
+        "transformers.distributed.configuration_utils"
+    ).DistributedConfig
+    model.config.distributed_config, model._device_mesh = (
+        configured(tp_size=mesh.size(), tp_plan=plan),
+        mesh,
+    )
     _finish(model, mesh, plan, ties)
 
 
 def _style(module: nn.Module, style: str, shared: _SharedInput) -> Any:
     if is_conv1d(module):
-        return _Columns(shared, {"weight": Shard(1), "bias": Shard(0)}) if style == "colwise" else _Conv1DRows()
+        return (
+            _Columns(shared, {"weight": Shard(1), "bias": Shard(0)})
+            if style == "colwise"
+            else _Conv1DRows()
+        )
     if style == "colwise" and isinstance(module, nn.Linear):
         return _Columns(shared, {"weight": Shard(0), "bias": Shard(0)})
     if style == "embedding_rowwise":
@@ -240,7 +302,9 @@ class _Columns(ColwiseParallel):
         self._shared, self._placements = shared, placements
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distribute(self, module, device_mesh, self._placements, partial(self._shared.prepare, self))
+        return _distribute(
+            self, module, device_mesh, self._placements, partial(self._shared.prepare, self)
+        )
 
 
 class _Conv1DRows(RowwiseParallel):
@@ -249,17 +313,25 @@ class _Conv1DRows(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.desired_input_layouts = (Shard(-1),)
         prepare = partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts)
-        return _distribute(self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()}, prepare)
+        return _distribute(
+            self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()}, prepare
+        )
 
 
-def _distribute(style: Any, module: nn.Module, mesh: DeviceMesh, placements: dict[str, Any], prepare: Callable) -> nn.Module:
+def _distribute(
+    style: Any, module: nn.Module, mesh: DeviceMesh, placements: dict[str, Any], prepare: Callable
+) -> nn.Module:
     def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, param in list(module.named_parameters(recurse=False)):
-            cut = distribute_tensor(param, mesh, [placements[key]], src_data_rank=style.src_data_rank)
+            cut = distribute_tensor(
+                param, mesh, [placements[key]], src_data_rank=style.src_data_rank
+            )
             module.register_parameter(key, nn.Parameter(cut, requires_grad=param.requires_grad))
 
     def prepare_output(module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        return style._prepare_output_fn(style.output_layouts, style.use_local_output, module, outputs, mesh)
+        return style._prepare_output_fn(
+            style.output_layouts, style.use_local_output, module, outputs, mesh
+        )
 
     return distribute_module(module, mesh, partition, prepare, prepare_output)
 
@@ -283,13 +355,16 @@ def _check_ties(model: nn.Module, styles: dict[str, str], ties: list[list[str]])
             if shape_of(layer) is None and not isinstance(layer, nn.Embedding):
                 continue  # it only stores the parameter for a layer
             by_rows = (
-                style in ("colwise", "colwise_gather_output") if isinstance(layer, nn.Linear) else style == "embedding_rowwise"
+                style in ("colwise", "colwise_gather_output")
+                if isinstance(layer, nn.Linear)
+                else style == "embedding_rowwise"
             )
             cuts[name] = "whole" if style == "replicate" else "rows" if by_rows else "columns"
         if len(set(cuts.values())) > 1:
             told = ", ".join(f"{name}: {cut}" for name, cut in cuts.items())
             raise ConfigError(
-                f"one parameter would be cut in different ways by the plan ({told}): give its layers styles that cut it alike"
+                f"one parameter would be cut in different ways by the plan ({told}): give its"
+                " layers styles that cut it alike"
             )
 
 
@@ -308,8 +383,9 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
             other = model.get_parameter(name)
             if getattr(other, "placements", None) != getattr(param, "placements", None):
                 raise ConfigError(
-                    f"{first} and {name} are one parameter, but the plan cuts them in different ways "
-                    f"({getattr(param, 'placements', 'whole')} and {getattr(other, 'placements', 'whole')}): give both the same style"
+                    f"{first} and {name} are one parameter, but the plan cuts them in different"
+                    f" ways ({getattr(param, 'placements', 'whole')} and"
+                    f" {getattr(other, 'placements', 'whole')}): give both the same style"
                 )
         for name in names:
             owners[name].register_parameter(name.rpartition(".")[2], param)
@@ -319,4 +395,8 @@ def _used(model: nn.Module, names: list[str]) -> list[str]:
     """Returns, of the names of one parameter, those of layers that compute with it; all names if
     there are none."""
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
-    return [name for name in names if shape_of(owners[name]) is not None or isinstance(owners[name], nn.Embedding)] or names
+    return [
+        name
+        for name in names
+        if shape_of(owners[name]) is not None or isinstance(owners[name], nn.Embedding)
+    ] or names

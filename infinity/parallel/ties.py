@@ -55,11 +55,19 @@ class Ties:
                         values = handle.shard.read_own_part(engine.store, name, handle.index)
                         theirs = self._exchange(between, values)
                         if not self._counts:
-                            begin = handle.shard.own_part(name, handle.index)[0] - handle.shard.part(name, handle.index)[0]
+                            begin = (
+                                handle.shard.own_part(name, handle.index)[0]
+                                - handle.shard.part(name, handle.index)[0]
+                            )
                             handle.changed()
                             engine.prefetcher.release_all([handle.unit])
                             handle.shard.write_part(
-                                engine.store, name, handle.index, theirs, begin=begin, version=engine.step_index
+                                engine.store,
+                                name,
+                                handle.index,
+                                theirs,
+                                begin=begin,
+                                version=engine.step_index,
                             )
 
     @contextmanager
@@ -82,7 +90,9 @@ class Ties:
                 with job.uses.begin():
                     if handle.grad.state is GradState.ABSENT:
                         job.gradients.zero(handle)
-                    job.gradients.change_own(handle, lambda own, handle=handle: self._add(between, aside[handle], own))
+                    job.gradients.change_own(
+                        handle, lambda own, handle=handle: self._add(between, aside[handle], own)
+                    )
         except BaseException:
             for handle in handles:
                 handle.grad = GradRecord(GradState.TORN)
@@ -101,7 +111,9 @@ class Ties:
         return kept[0]
 
     def _add(self, between: Between, aside: torch.Tensor | None, own: torch.Tensor) -> None:
-        theirs = self._exchange(between, own.detach().cpu().contiguous()).to(own.device).view_as(own)
+        theirs = (
+            self._exchange(between, own.detach().cpu().contiguous()).to(own.device).view_as(own)
+        )
         first, last = (own, theirs) if self._counts else (theirs, own)
         own.copy_(first.float() + last.float())
         if aside is not None:
@@ -113,7 +125,10 @@ class Ties:
         other, group = between.rank_of(-1 if self._counts else 0), between.host_group
         theirs = torch.empty_like(mine)
         raw, into = mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)
-        works: list[Any] = [dist.isend(raw, other, group=group), dist.irecv(into, other, group=group)]
+        works: list[Any] = [
+            dist.isend(raw, other, group=group),
+            dist.irecv(into, other, group=group),
+        ]
         for work in works:
             work.wait()
         return theirs

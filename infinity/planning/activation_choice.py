@@ -29,7 +29,9 @@ class Measured:
     is_repeatable: bool
 
 
-def choose(blocks: Sequence[Measured], *, device_nbytes: int, host_nbytes: float, send_rate: float) -> list[ActivationChoice]:
+def choose(
+    blocks: Sequence[Measured], *, device_nbytes: int, host_nbytes: float, send_rate: float
+) -> list[ActivationChoice]:
     """Chooses greedily: blocks that cost most per byte to send or recompute stay on the device.
 
     Of equal blocks the last stay: the backward needs them first. ``send_rate``: bytes per second of
@@ -45,11 +47,17 @@ def choose(blocks: Sequence[Measured], *, device_nbytes: int, host_nbytes: float
     # One block at a time is on the device while it is recomputed.
     room = device_nbytes - max(block.nbytes for block in blocks)
     choices = [ActivationChoice.SEND] * len(blocks)
-    for index in sorted(range(len(blocks)), key=lambda i: (cost(blocks[i]) / max(1, blocks[i].nbytes), i), reverse=True):
+    for index in sorted(
+        range(len(blocks)),
+        key=lambda i: (cost(blocks[i]) / max(1, blocks[i].nbytes), i),
+        reverse=True,
+    ):
         block = blocks[index]
         if block.nbytes <= room:
             choices[index], room = ActivationChoice.KEEP, room - block.nbytes
-        elif block.is_repeatable and (block.seconds < block.nbytes / send_rate or block.nbytes > host_nbytes):
+        elif block.is_repeatable and (
+            block.seconds < block.nbytes / send_rate or block.nbytes > host_nbytes
+        ):
             choices[index] = ActivationChoice.RECOMPUTE
         else:
             host_nbytes -= block.nbytes

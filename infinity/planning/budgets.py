@@ -37,7 +37,9 @@ class Budgets:
 
     def over(self, plan: MemoryPlan) -> dict[Tier, int]:
         """Counts the bytes by which ``plan`` is too large, for each tier; empty if it fits."""
-        found = {tier: more for tier in Tier if (more := plan.planned_nbytes(tier) - self._of[tier]) > 0}
+        found = {
+            tier: more for tier in Tier if (more := plan.planned_nbytes(tier) - self._of[tier]) > 0
+        }
         if self.shared is not None:
             more = plan.planned_nbytes(Tier.DEVICE) + plan.planned_nbytes(Tier.HOST) - self.shared
             if more > max(found.get(Tier.DEVICE, 0), found.get(Tier.HOST, 0)):
@@ -55,7 +57,9 @@ class Budgets:
         report all of it."""
         left = {tier: self._of[tier] - plan.planned_nbytes(tier) for tier in Tier}
         if self.shared is not None:
-            left |= dict.fromkeys(SHARED, self.shared - sum(plan.planned_nbytes(tier) for tier in SHARED))
+            left |= dict.fromkeys(
+                SHARED, self.shared - sum(plan.planned_nbytes(tier) for tier in SHARED)
+            )
         return left
 
 
@@ -73,19 +77,28 @@ def measured_free(tier: Tier, config: Config, device: Device | None = None) -> i
     return disk_profile.free_nbytes(config.nvme_paths)
 
 
-def no_room_for_shadows(plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets) -> CapacityError:
-    sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in (*STATE, *SCALES.values())) for unit in units
-             if any(shard.spec.stepped for shard in unit.shards)]  # fmt: skip
+def no_room_for_shadows(
+    plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets
+) -> CapacityError:
+    sizes = [
+        sum(shard.nbytes(name) for shard in unit.shards for name in (*STATE, *SCALES.values()))
+        for unit in units
+        if any(shard.spec.stepped for shard in unit.shards)
+    ]
     if all(plan.tiers_of(index)["weight"] is Tier.DEVICE for index in range(len(units))):
         return CapacityError(
-            "speculate=True: all weights are at home on the device, which computes with the home itself, so that nothing can be "
-            "updated beside it. Give the weights a lower home, Config(params='host') or 'nvme', or leave speculate=False."
+            "speculate=True: all weights are at home on the device, which computes with the home"
+            " itself, so that nothing can be updated beside it. Give the weights a lower home,"
+            " Config(params='host') or 'nvme', or leave speculate=False."
         )
-    left = ", ".join(f"{format_nbytes(nbytes)} on {tier}" for tier, nbytes in budgets.left(plan).items())
+    left = ", ".join(
+        f"{format_nbytes(nbytes)} on {tier}" for tier, nbytes in budgets.left(plan).items()
+    )
     return CapacityError(
-        f"speculate=True: no unit has room for a second copy of its state ({format_nbytes(min(sizes))} for the smallest), on "
-        f"the tier that is its home; left are {left}. Raise host_memory or nvme_capacity by that, keep the weights at home on "
-        "the host or on NVMe, or leave speculate=False."
+        "speculate=True: no unit has room for a second copy of its state"
+        f" ({format_nbytes(min(sizes))} for the smallest), on the tier that is its home; left are"
+        f" {left}. Raise host_memory or nvme_capacity by that, keep the weights at home on the host"
+        " or on NVMe, or leave speculate=False."
     )
 
 
@@ -96,20 +109,31 @@ REMEDIES = {
 }
 
 
-def budget_too_small(plan: MemoryPlan, tier: Tier, budgets: Budgets, config: Config) -> CapacityError:
+def budget_too_small(
+    plan: MemoryPlan, tier: Tier, budgets: Budgets, config: Config
+) -> CapacityError:
     budget, parts = budgets[tier], dict(plan.terms[tier])
     if tier is Tier.HOST and budgets.shared is not None:  # the CPU computes in the same memory
         budget = budgets.shared
-        parts |= {f"{what} (to compute with)": nbytes for what, nbytes in plan.terms[Tier.DEVICE].items()}
+        parts |= {
+            f"{what} (to compute with)": nbytes for what, nbytes in plan.terms[Tier.DEVICE].items()
+        }
     needed = sum(parts.values())
     terms = ", ".join(f"{what} {format_nbytes(nbytes)}" for what, nbytes in parts.items())
     name = BUDGETS[tier]
-    given = f"{name} is" if getattr(config, name) is not None else f"{name} was not given and what may be used of what is free is"
+    given = (
+        f"{name} is"
+        if getattr(config, name) is not None
+        else f"{name} was not given and what may be used of what is free is"
+    )
     remedy = (
-        REMEDIES[tier] if parts.get(BUFFERS, 0) <= budget else "or give the model smaller buffers: they stay with their modules"
+        REMEDIES[tier]
+        if parts.get(BUFFERS, 0) <= budget
+        else "or give the model smaller buffers: they stay with their modules"
     )
     where = f" at {', '.join(config.nvme_paths)}" if tier is Tier.NVME else ""
     return CapacityError(
-        f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works here is {format_nbytes(needed)} "
-        f"({needed} bytes): {terms}. Raise {name} by {format_nbytes(needed - budget)}, {remedy}."
+        f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works here is"
+        f" {format_nbytes(needed)} ({needed} bytes): {terms}. Raise {name} by"
+        f" {format_nbytes(needed - budget)}, {remedy}."
     )

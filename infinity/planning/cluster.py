@@ -29,9 +29,11 @@ from .unit_sizes import UnitSize
 
 MACHINES = Path(__file__).parent / "machines"
 FIELDS = {
-    "devices": ("count", "memory", "flops", "efficiency"), "host": ("memory", "bandwidth", "checksum"),
-    "disks": ("count", "capacity", "read", "write"), "links": ("device", "host", "network", "latency"),
-}  # fmt: skip
+    "devices": ("count", "memory", "flops", "efficiency"),
+    "host": ("memory", "bandwidth", "checksum"),
+    "disks": ("count", "capacity", "read", "write"),
+    "links": ("device", "host", "network", "latency"),
+}
 MEETINGS = 2  # rendezvous in a step: at the end of its backward and at its beginning
 CHILDREN = 32  # of a rank in the tree of a rendezvous
 
@@ -62,33 +64,63 @@ class Machine:
     def read(cls, given: str) -> Machine:
         """Reads the file ``given``, or the package's machine file of that name. Raises ConfigError
         if there is none, or it lacks a field."""
-        path = Path(given) if Path(given).exists() else MACHINES / Path(given).with_suffix(".toml").name
+        path = (
+            Path(given)
+            if Path(given).exists()
+            else MACHINES / Path(given).with_suffix(".toml").name
+        )
         try:
             found = tomllib.loads(read_text(path))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             known = ", ".join(sorted(each.stem for each in MACHINES.glob("*.toml")))
-            raise ConfigError(f"--machine {given}: {error}. Give a TOML file, or one of {known}") from None
-        values = {(part, key): _value(found, part, key, given) for part, keys in FIELDS.items() for key in keys}
+            raise ConfigError(
+                f"--machine {given}: {error}. Give a TOML file, or one of {known}"
+            ) from None
+        values = {
+            (part, key): _value(found, part, key, given)
+            for part, keys in FIELDS.items()
+            for key in keys
+        }
         has_rate = isinstance(found["devices"], dict) and "bandwidth" in found["devices"]
         return cls(
             device_bandwidth=_value(found, "devices", "bandwidth", given) if has_rate else None,
-            name=str(found.get("name", given)), devices=int(values["devices", "count"]), device_memory=int(values["devices", "memory"]),
-            device_flops=values["devices", "flops"] * values["devices", "efficiency"], host_memory=int(values["host", "memory"]),
-            host_bandwidth=values["host", "bandwidth"], checksum_rate=values["host", "checksum"], disks=int(values["disks", "count"]),
-            disk_capacity=int(values["disks", "capacity"]), disk_read=values["disks", "read"], disk_write=values["disks", "write"],
-            device_link=values["links", "device"], host_link=values["links", "host"], network=values["links", "network"],
-            latency=values["links", "latency"], sources=tuple(map(str, found.get("sources", ()))),
-        )  # fmt: skip
+            name=str(found.get("name", given)),
+            devices=int(values["devices", "count"]),
+            device_memory=int(values["devices", "memory"]),
+            device_flops=values["devices", "flops"] * values["devices", "efficiency"],
+            host_memory=int(values["host", "memory"]),
+            host_bandwidth=values["host", "bandwidth"],
+            checksum_rate=values["host", "checksum"],
+            disks=int(values["disks", "count"]),
+            disk_capacity=int(values["disks", "capacity"]),
+            disk_read=values["disks", "read"],
+            disk_write=values["disks", "write"],
+            device_link=values["links", "device"],
+            host_link=values["links", "host"],
+            network=values["links", "network"],
+            latency=values["links", "latency"],
+            sources=tuple(map(str, found.get("sources", ()))),
+        )
 
 
 def _value(found: dict[str, Any], part: str, key: str, given: str) -> float:
     value = found.get(part, {}).get(key) if isinstance(found.get(part, {}), dict) else None
     if isinstance(value, str):
         value = parse_nbytes(value, f"{given}: {part}.{key}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"--machine {given}: [{part}] needs {key}, a number above 0 (or bytes as text); it has {value!r}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value <= 0
+    ):
+        raise ConfigError(
+            f"--machine {given}: [{part}] needs {key}, a number above 0 (or bytes as text); it has"
+            f" {value!r}"
+        )
     if key == "count" and value != int(value):
-        raise ConfigError(f"--machine {given}: [{part}] has {key} = {value}, which is not a whole number")
+        raise ConfigError(
+            f"--machine {given}: [{part}] has {key} = {value}, which is not a whole number"
+        )
     return float(value)
 
 
@@ -107,7 +139,10 @@ class ClusterPrediction:
         """The slowest resource's time, plus the rendezvous, which nothing overlaps. A device first
         computes and then steps the state at home on it."""
         device = self.seconds["compute"] + self.seconds["optimizer on device"]
-        return max(device, *(seconds for what, seconds in self.seconds.items() if what != "meetings")) + self.seconds["meetings"]
+        return (
+            max(device, *(seconds for what, seconds in self.seconds.items() if what != "meetings"))
+            + self.seconds["meetings"]
+        )
 
     @property
     def bottleneck(self) -> str:
@@ -132,27 +167,60 @@ def predict_cluster(
         "compute": flops / machine.device_flops,
         "devices' links": received / machine.device_link,
         # A node receives each byte once for all its devices. A single node uses no network.
-        "network": received * ranks / max(1, ranks - 1) * (nodes - 1) / nodes / machine.network
-        + messages * machine.latency * (nodes > 1),
+        "network": (
+            received * ranks / max(1, ranks - 1) * (nodes - 1) / nodes / machine.network
+            + messages * machine.latency * (nodes > 1)
+        ),
         "host's links": max(edges["host->device"], edges["device->host"]) / machine.host_link,
         "optimizer": machine.devices * steps[Tier.HOST] / machine.host_bandwidth,
-        "optimizer on device": steps[Tier.DEVICE] / machine.device_bandwidth if machine.device_bandwidth is not None else 0.0,
-        "checksums": machine.devices * (edges["nvme->host"] + edges["host->nvme"]) / machine.checksum_rate,
-        "disks": machine.devices
-        * (edges["nvme->host"] / machine.disk_read + edges["host->nvme"] / machine.disk_write)
-        / machine.disks,
-        "meetings": MEETINGS * 2 * max(1, math.ceil(math.log(ranks, CHILDREN))) * machine.latency if ranks > 1 else 0.0,
+        "optimizer on device": (
+            steps[Tier.DEVICE] / machine.device_bandwidth
+            if machine.device_bandwidth is not None
+            else 0.0
+        ),
+        "checksums": (
+            machine.devices * (edges["nvme->host"] + edges["host->nvme"]) / machine.checksum_rate
+        ),
+        "disks": (
+            machine.devices
+            * (edges["nvme->host"] / machine.disk_read + edges["host->nvme"] / machine.disk_write)
+            / machine.disks
+        ),
+        "meetings": (
+            MEETINGS * 2 * max(1, math.ceil(math.log(ranks, CHILDREN))) * machine.latency
+            if ranks > 1
+            else 0.0
+        ),
     }
     assumptions: tuple[str, ...] = (
-        f"{machine.name}: rates of the machine file, which names its sources; devices reach {machine.device_flops / 1e12:.0f} TFLOP/s",
-        "one rank for each device, all of them data ranks (ZeRO-3); every disk has an equal part of the state",
-        f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective, {machine.latency * 1e6:g} us each between nodes",
-        "devices, links, network, disks and the processor work beside each other; a device computes, then steps what is at home on it; meetings "
-        "are waited for",
-        f"a unit is gathered {sum(gathers) / max(1, len(units)):.2g} times a step on average, in a window of {plan.device_window_nbytes:,} bytes",
+        (
+            f"{machine.name}: rates of the machine file, which names its sources; devices reach"
+            f" {machine.device_flops / 1e12:.0f} TFLOP/s"
+        ),
+        (
+            "one rank for each device, all of them data ranks (ZeRO-3); every disk has an equal"
+            " part of the state"
+        ),
+        (
+            f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective,"
+            f" {machine.latency * 1e6:g} us each between nodes"
+        ),
+        (
+            "devices, links, network, disks and the processor work beside each other; a device"
+            " computes, then steps what is at home on it; meetings are waited for"
+        ),
+        (
+            f"a unit is gathered {sum(gathers) / max(1, len(units)):.2g} times a step on average,"
+            f" in a window of {plan.device_window_nbytes:,} bytes"
+        ),
     )
     if steps[Tier.DEVICE] and machine.device_bandwidth is None:
-        assumptions += ("the optimizer's time on the device is not counted: the machine file has no bandwidth in [devices]",)
+        assumptions += (
+            (
+                "the optimizer's time on the device is not counted: the machine file has no"
+                " bandwidth in [devices]"
+            ),
+        )
     return ClusterPrediction(ranks, sum(gathers), edges, seconds, assumptions)
 
 
@@ -164,11 +232,15 @@ def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]
         tiers = plan.tiers_of(index)
         from_disk = tiers["weight"] is Tier.NVME and "weight" not in plan.kept_of(index)
         if tiers["weight"] is Tier.DEVICE:  # gathered there, and averaged there
-            edges["host->device"] -= 2 * sum(shard.nbytes("weight") for shard in unit.shards if shard.slices > 1)
+            edges["host->device"] -= 2 * sum(
+                shard.nbytes("weight") for shard in unit.shards if shard.slices > 1
+            )
         else:
             edges["host->device"] -= (2 - count) * unit.slice_nbytes
         if tiers["grad"] is Tier.DEVICE:
-            edges["device->host"] -= sum(shard.nbytes("grad") for shard in unit.shards if shard.spec.stepped)
+            edges["device->host"] -= sum(
+                shard.nbytes("grad") for shard in unit.shards if shard.spec.stepped
+            )
         edges["nvme->host"] -= (2 - count) * unit.slice_nbytes * from_disk
         for shard in unit.shards:
             others = shard.numel - shard.numel // shard.slices
@@ -193,7 +265,10 @@ def gathers_of(units: Sequence[UnitSize], window_nbytes: int) -> list[int]:
         return next((at for at in range(place + 1, len(uses)) if uses[at] == unit), math.inf)
 
     def make_room(unit: int, place: int, held: set[int]) -> bool:
-        while sum(units[each].weight_nbytes for each in resident) + units[unit].weight_nbytes > window_nbytes:
+        while (
+            sum(units[each].weight_nbytes for each in resident) + units[unit].weight_nbytes
+            > window_nbytes
+        ):
             if not (idle := resident - held):
                 return False
             resident.remove(max(idle, key=lambda each: next_use(each, place)))
@@ -206,7 +281,11 @@ def gathers_of(units: Sequence[UnitSize], window_nbytes: int) -> list[int]:
             make_room(unit, place, held)
             resident.add(unit)
             found[unit] += 1
-        if place + 1 < len(uses) and (ahead := uses[place + 1]) not in resident and make_room(ahead, place, held):
+        if (
+            place + 1 < len(uses)
+            and (ahead := uses[place + 1]) not in resident
+            and make_room(ahead, place, held)
+        ):
             resident.add(ahead)
             found[ahead] += 1
     return found

@@ -53,7 +53,9 @@ class Partition:
     stages: tuple[Stage, ...]
 
 
-def cut_evenly(seconds: Sequence[float], stages: int, *, loading: Sequence[float] | None = None) -> list[int]:
+def cut_evenly(
+    seconds: Sequence[float], stages: int, *, loading: Sequence[float] | None = None
+) -> list[int]:
     """Cuts a chain into ``stages`` stages of one machine each, so that the slowest is as fast as
     possible. Returns the number of layers of each stage.
 
@@ -67,7 +69,8 @@ def cut_evenly(seconds: Sequence[float], stages: int, *, loading: Sequence[float
     """
     if len(seconds) < stages:
         raise ConfigError(
-            f"a model of {len(seconds)} layers cannot be cut into {stages} stages: use fewer stages (pp), or chunks of a rank"
+            f"a model of {len(seconds)} layers cannot be cut into {stages} stages: use fewer stages"
+            " (pp), or chunks of a rank"
         )
     sums = [0.0, *accumulate(seconds)]
     loads = [0.0, *accumulate(loading)] if loading is not None else [0.0] * len(sums)
@@ -78,13 +81,16 @@ def cut_evenly(seconds: Sequence[float], stages: int, *, loading: Sequence[float
             return max(sums[end], loads[end]), (end,)
         options = ((k, best(k, count - 1)) for k in range(count - 1, end))
         return min(
-            (max(slowest, sums[end] - sums[k], loads[end] - loads[k]), (*lengths, end - k)) for k, (slowest, lengths) in options
+            (max(slowest, sums[end] - sums[k], loads[end] - loads[k]), (*lengths, end - k))
+            for k, (slowest, lengths) in options
         )
 
     return list(best(len(seconds), stages)[1])
 
 
-def partition(layers: Sequence[Layer], levels: Sequence[Level], *, with_activations: bool = False) -> Partition:
+def partition(
+    layers: Sequence[Layer], levels: Sequence[Level], *, with_activations: bool = False
+) -> Partition:
     """Divides a chain over machines in nested ``levels``, innermost first: a server, then groups of
     servers.
 
@@ -96,7 +102,9 @@ def partition(layers: Sequence[Layer], levels: Sequence[Level], *, with_activati
     within = 1
     best: dict[tuple[int, int, int], tuple[float, tuple[Stage, ...]]] = {}
     for number, level in enumerate(levels):
-        best = _solve(layers, level, inner, within, with_activations, whole_only=number == len(levels) - 1)
+        best = _solve(
+            layers, level, inner, within, with_activations, whole_only=number == len(levels) - 1
+        )
         inner = {
             (i, j): best[i, j, level.machines][0]
             for i in range(count)
@@ -127,13 +135,17 @@ def _solve(
         """Computes the time of one stage of ``m`` replicas. Each replica is a whole inner level, if
         there is one."""
         compute = inner[i, j] if inner is not None else seconds[j] - seconds[i]
-        return (compute + 4 * (m - 1) * (nbytes[j] - nbytes[i]) / (level.bandwidth * m) / within) / m
+        return (
+            compute + 4 * (m - 1) * (nbytes[j] - nbytes[i]) / (level.bandwidth * m) / within
+        ) / m
 
     def stage_time(k: int, j: int, m: int) -> float:
         compute = inner[k, j] if inner is not None else seconds[j] - seconds[k]
         time = (compute + 4 * (m - 1) * (nbytes[j] - nbytes[k]) / (level.bandwidth * m)) / m
         if with_activations:
-            edges = [layers[k - 1].activation_nbytes] + ([layers[j - 1].activation_nbytes] if j < count else [])
+            edges = [layers[k - 1].activation_nbytes] + (
+                [layers[j - 1].activation_nbytes] if j < count else []
+            )
             time = max(time, *(2 * edge / (level.bandwidth * m) for edge in edges))
         return time
 

@@ -13,7 +13,9 @@ NEGLIGIBLE = 0.01  # share of the compute: less waiting is not worth another uni
 WEIGHT = 0.3  # of the newest measurement
 
 
-def waiting(trace: Sequence[int], reads: Mapping[int, float], computes: Mapping[int, float], depth: int) -> float:
+def waiting(
+    trace: Sequence[int], reads: Mapping[int, float], computes: Mapping[int, float], depth: int
+) -> float:
     """Simulates one pass over ``trace`` (units in order of use), and returns the seconds that
     compute waits. ``depth`` units are read ahead from the disk, one after the other.
 
@@ -24,7 +26,9 @@ def waiting(trace: Sequence[int], reads: Mapping[int, float], computes: Mapping[
     arrivals: dict[int, float] = {}
     issued = 0
     for position, unit in enumerate(trace):
-        while issued < len(coming) and (coming[issued] <= position or _ahead(coming, issued, position) < depth):
+        while issued < len(coming) and (
+            coming[issued] <= position or _ahead(coming, issued, position) < depth
+        ):
             disk_free = max(disk_free, now) + reads[trace[coming[issued]]]
             arrivals[coming[issued]] = disk_free
             issued += 1

@@ -63,7 +63,9 @@ class MemoryPlan:
 
     def tiers_of(self, unit: int) -> dict[str, Tier]:
         """Returns the home of every array of the unit with this index."""
-        return {name: self.placed.get(name, {}).get(unit, tier) for name, tier in self.tiers.items()}
+        return {
+            name: self.placed.get(name, {}).get(unit, tier) for name, tier in self.tiers.items()
+        }
 
     def kept_of(self, unit: int) -> set[str]:
         """Returns the arrays of the unit with this index that are cached on the host."""

@@ -44,7 +44,13 @@ class MemoryTerms:
         bytes that a forward holds at once. ``past_host``: weights go by road from disk to device.
         ``buffers_nbytes``: of the model's buffers."""
         self._past_host, self._buffers_nbytes = past_host, buffers_nbytes
-        self._units, self._config, self._rung, self._held, self._device = units, config, rung, held_nbytes, device
+        self._units, self._config, self._rung, self._held, self._device = (
+            units,
+            config,
+            rung,
+            held_nbytes,
+            device,
+        )
         self._params, self._optimizer, self._grad = homes
         self._shards = [shard for unit in units for shard in unit.shards]
         self._stepped = [shard for shard in self._shards if shard.spec.stepped]
@@ -56,8 +62,16 @@ class MemoryTerms:
         """Adds up all terms to a plan. Call once."""
         for name, tier in self.tiers.items():
             self._add(tier, term_of(name), sum(shard.nbytes(name) for shard in self._shards))
-        staging, grads, activations = self._staging(), self._grad_staging(), self._activation_staging()
-        past_host = self._add(Tier.DEVICE, "staged weights", staging + SLACK_NBYTES if staging and self._past_host else 0)
+        staging, grads, activations = (
+            self._staging(),
+            self._grad_staging(),
+            self._activation_staging(),
+        )
+        past_host = self._add(
+            Tier.DEVICE,
+            "staged weights",
+            staging + SLACK_NBYTES if staging and self._past_host else 0,
+        )
         slot, service = self._slot(), self._service()
         self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
         self._add_ranks()
@@ -100,11 +114,17 @@ class MemoryTerms:
     def _grad_staging(self) -> int:
         sizes = sorted((shard.nbytes("grad") for shard in self._shards), reverse=True)
         count = 1 if self._rung is LADDER[-1] else GRADS_AT_ONCE
-        return self._add(Tier.HOST, "staged gradients", sum(sizes[:count]) if self._grad is Tier.NVME else 0)
+        return self._add(
+            Tier.HOST, "staged gradients", sum(sizes[:count]) if self._grad is Tier.NVME else 0
+        )
 
     def _activation_staging(self) -> int:
         each = max(self._rung.service_nbytes, native.CHECKSUM_NBYTES)
-        return self._add(Tier.HOST, "staged activations", ACTIVATION_SLOTS * each if self._config.activations == "nvme" else 0)
+        return self._add(
+            Tier.HOST,
+            "staged activations",
+            ACTIVATION_SLOTS * each if self._config.activations == "nvme" else 0,
+        )
 
     def _slot(self) -> int:
         slot = optimizer_slot_nbytes(self._shards, self.tiers, self._rung.chunk)
@@ -112,24 +132,37 @@ class MemoryTerms:
         return slot
 
     def _service(self) -> int:
-        blocks = sum(self.terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES + len(self._shards) * CHECKSUMMED
-        service = self._rung.service_nbytes if Tier.NVME in self.tiers.values() else native.BLOCK_NBYTES
+        blocks = (
+            sum(self.terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES
+            + len(self._shards) * CHECKSUMMED
+        )
+        service = (
+            self._rung.service_nbytes if Tier.NVME in self.tiers.values() else native.BLOCK_NBYTES
+        )
         self._add(Tier.HOST, "service buffer", service)
-        self._add(Tier.HOST, "checksums", CHECKSUM_ENTRY_NBYTES * blocks if self.terms[Tier.NVME] else 0)
+        self._add(
+            Tier.HOST, "checksums", CHECKSUM_ENTRY_NBYTES * blocks if self.terms[Tier.NVME] else 0
+        )
         return service
 
     def _add_ranks(self) -> None:
         """Adds the terms that only several ranks need."""
         shards = self._shards
         if node_size := max((shard.node_size for shard in shards), default=0):
-            self._add(Tier.DEVICE, "second slices", sum(shard.whole_nbytes("weight") for shard in shards) // node_size)
+            self._add(
+                Tier.DEVICE,
+                "second slices",
+                sum(shard.whole_nbytes("weight") for shard in shards) // node_size,
+            )
         averaged = [shard for shard in self._stepped if shard.is_averaged]  # reduced whole
         if averaged:
             whole = max(shard.whole_nbytes("grad") for shard in averaged)
             if not any(shard.whole_grad for shard in shards):
                 # Filled while weights of the same units are held; one waits, and one more is being
                 # reduced.
-                ratio = max(shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in averaged)
+                ratio = max(
+                    shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in averaged
+                )
                 filled = round_up(int(self._held * ratio), native.BLOCK_NBYTES)
                 self._add(Tier.DEVICE, "gradients to be averaged", 2 * whole + filled)
             # As received, and their sum in fp32, also of each replica; plus a whole gradient whose
@@ -168,7 +201,10 @@ class MemoryTerms:
         if not self._device.is_host and self._stepped:
             landing = max(shard.nbytes("grad") for shard in self._shards)
             self._add(Tier.DEVICE, "gradients on their way", GRADS_IN_FLIGHT * landing)
-            if self._params is not self._optimizer and Tier.DEVICE in (self._params, self._optimizer):
+            if self._params is not self._optimizer and Tier.DEVICE in (
+                self._params,
+                self._optimizer,
+            ):
                 device_slot = needed_device_slot_nbytes(self._units)
                 self._add(Tier.DEVICE, "optimizer slots", DEVICE_SLOTS * device_slot)
         return landing, device_slot

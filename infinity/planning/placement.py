@@ -23,7 +23,13 @@ TOGETHER = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "ex
 
 
 def use_what_is_left(
-    plan: MemoryPlan, units: Sequence[UnitSize], config: Config, budgets: Budgets, device: Device, *, reuses: bool = False
+    plan: MemoryPlan,
+    units: Sequence[UnitSize],
+    config: Config,
+    budgets: Budgets,
+    device: Device,
+    *,
+    reuses: bool = False,
 ) -> MemoryPlan:
     """Spends the leftover budget, in this order: gradients shared by a pass's micro-batches (if
     ``reuses``), units promoted to a faster tier, and shadows if ``speculate`` is set.
@@ -87,10 +93,14 @@ class Placement:
     def place_whole(self, tier: Tier) -> None:
         """Moves the home of all arrays, gradients too, to ``tier``, for the units that fit;
         smallest first."""
-        for index in sorted(range(len(self._units)), key=lambda index: self._units[index].weight_nbytes):
+        for index in sorted(
+            range(len(self._units)), key=lambda index: self._units[index].weight_nbytes
+        ):
             unit, tiers = self._units[index], self._plan.tiers_of(index)
             sizes = {name: sum(shard.nbytes(name) for shard in unit.shards) for name in ARRAYS}
-            moved = {name: nbytes for name, nbytes in sizes.items() if nbytes and tiers[name] is not tier}
+            moved = {
+                name: nbytes for name, nbytes in sizes.items() if nbytes and tiers[name] is not tier
+            }
             nbytes = sum(moved.values())
             if not moved or nbytes > self._spare[tier] or unit.tile_nbytes or unit.is_sliced:
                 continue
@@ -104,7 +114,11 @@ class Placement:
     def add_device_slots(self) -> None:
         """Adds slots, if they fit, with which the device steps a part of the state on the host."""
         slot = needed_device_slot_nbytes(self._units)
-        if not self._plan.device_slot_nbytes and slot and DEVICE_SLOTS * slot <= self._spare[Tier.DEVICE]:
+        if (
+            not self._plan.device_slot_nbytes
+            and slot
+            and DEVICE_SLOTS * slot <= self._spare[Tier.DEVICE]
+        ):
             self._terms[Tier.DEVICE]["optimizer slots"] = DEVICE_SLOTS * slot
             self._spare[Tier.DEVICE] -= DEVICE_SLOTS * slot
             self._plan = replace(self._plan, device_slot_nbytes=slot)
@@ -114,9 +128,14 @@ class Placement:
         fit."""
         homes = [self._plan.tiers_of(index)["grad"] for index in range(len(self._units))]
         nbytes = sum(
-            shard.whole_nbytes("grad") for unit, home in zip(self._units, homes) for shard in unit.shards
-            if shard.spec.stepped and (shard.is_averaged or home is Tier.NVME or (home is Tier.HOST and not device.is_host))
-        )  # fmt: skip
+            shard.whole_nbytes("grad")
+            for unit, home in zip(self._units, homes)
+            for shard in unit.shards
+            if shard.spec.stepped
+            and (
+                shard.is_averaged or home is Tier.NVME or (home is Tier.HOST and not device.is_host)
+            )
+        )
         if 0 < nbytes <= self._spare[Tier.DEVICE]:
             self._terms[Tier.DEVICE]["gradients of several micro-batches"] = nbytes
             self._take(Tier.DEVICE, nbytes)
@@ -125,8 +144,11 @@ class Placement:
     def widen_window(self) -> None:
         """Enlarges the window by the device's leftover budget, so that fewer weights are copied
         again for the backward."""
-        passing = sum(unit.weight_nbytes for index, unit in enumerate(self._units)
-                      if not unit.tile_nbytes and index not in self._placed.get("weight", ()))  # fmt: skip
+        passing = sum(
+            unit.weight_nbytes
+            for index, unit in enumerate(self._units)
+            if not unit.tile_nbytes and index not in self._placed.get("weight", ())
+        )
         window = self._plan.device_window_nbytes
         wider = min(passing, window + self._spare[Tier.DEVICE])
         if 0 < window != wider:
@@ -152,7 +174,10 @@ class Placement:
         shadowed = set()
         for index in reversed(range(len(self._units))):
             unit, kept = self._units[index], self._plan_kept(index)
-            tiers = {name: self._placed.get(name, {}).get(index, tier) for name, tier in self._plan.tiers.items()}
+            tiers = {
+                name: self._placed.get(name, {}).get(index, tier)
+                for name, tier in self._plan.tiers.items()
+            }
             needed: dict[Tier, int] = {}
             for name in (*STATE, *SCALES.values()):
                 tier = Tier.HOST if name in kept else tiers[name]
@@ -161,12 +186,17 @@ class Placement:
             needed = {tier: nbytes for tier, nbytes in needed.items() if nbytes}
             on_disk = needed.get(Tier.NVME, 0)
             checksums = (
-                CHECKSUM_ENTRY_NBYTES * (on_disk // native.CHECKSUM_NBYTES + CHECKSUMMED * len(unit.shards)) if on_disk else 0
+                CHECKSUM_ENTRY_NBYTES
+                * (on_disk // native.CHECKSUM_NBYTES + CHECKSUMMED * len(unit.shards))
+                if on_disk
+                else 0
             )
             stays = tiers["weight"] is Tier.DEVICE and not unit.is_sliced
             if not needed or stays or (Tier.DEVICE in needed and not device.is_host):
                 continue
-            charges = [(tier, "state of updates made ahead", nbytes) for tier, nbytes in needed.items()]
+            charges = [
+                (tier, "state of updates made ahead", nbytes) for tier, nbytes in needed.items()
+            ]
             if self._has_room(needed | {Tier.HOST: needed.get(Tier.HOST, 0) + checksums}):
                 shadowed.add(index)
                 for tier, what, nbytes in [*charges, (Tier.HOST, "checksums", checksums)]:
@@ -177,7 +207,10 @@ class Placement:
     def _has_room(self, needed: Mapping[Tier, int]) -> bool:
         """Whether all of ``needed`` fits together."""
         together = sum(needed.get(tier, 0) for tier in SHARED) if self._shares else 0
-        return all(nbytes <= self._spare[tier] for tier, nbytes in needed.items()) and together <= self._spare[Tier.HOST]
+        return (
+            all(nbytes <= self._spare[tier] for tier, nbytes in needed.items())
+            and together <= self._spare[Tier.HOST]
+        )
 
     def _take(self, tier: Tier, nbytes: int) -> None:
         for each in SHARED if self._shares and tier in SHARED else (tier,):
@@ -186,17 +219,27 @@ class Placement:
     def _plan_kept(self, index: int) -> set[str]:
         return {name for name, units in self._kept.items() if index in units}
 
-    def _choose(self, names: Sequence[str], tier: Tier, *, all_of_them: bool, numel: int | None = None) -> tuple[list[int], int]:
+    def _choose(
+        self, names: Sequence[str], tier: Tier, *, all_of_them: bool, numel: int | None = None
+    ) -> tuple[list[int], int]:
         """Takes the units that fit the leftover of ``tier``, smallest first, up to ``numel``
         elements together. Returns their indices and their bytes."""
-        sizes = [sum(shard.nbytes(name) for shard in unit.shards for name in names) for unit in self._units]
+        sizes = [
+            sum(shard.nbytes(name) for shard in unit.shards for name in names)
+            for unit in self._units
+        ]
         by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
         chosen = []
         for index in by_size if all_of_them else by_size[:-1]:
             placed = index in self._placed.get(names[0], ())
             tiled = tier is Tier.DEVICE and self._units[index].tile_nbytes
             count = sum(shard.numel // shard.slices for shard in self._units[index].shards)
-            if 0 < sizes[index] <= self._spare[tier] and not placed and not tiled and (numel is None or count <= numel):
+            if (
+                0 < sizes[index] <= self._spare[tier]
+                and not placed
+                and not tiled
+                and (numel is None or count <= numel)
+            ):
                 self._take(tier, sizes[index])
                 numel = None if numel is None else numel - count
                 chosen.append(index)

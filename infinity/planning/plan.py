@@ -46,33 +46,56 @@ def make_plan(
     check_folders(config)
     if config.speculate and any(shard.whole_grad for unit in units for shard in unit.shards):
         raise ConfigError(
-            "speculate=True with shard='optimizer': gradients are averaged over the ranks in the step itself, so that nothing can "
-            "be updated before. Use shard='gradients', or leave speculate=False."
+            "speculate=True with shard='optimizer': gradients are averaged over the ranks in the"
+            " step itself, so that nothing can be updated before. Use shard='gradients', or leave"
+            " speculate=False."
         )
     device = device or Device(torch.device("cpu"), Traffic())
     budgets = Budgets(config, free, device)
     least: MemoryPlan | None = None
     fitting: list[MemoryPlan] = []
-    for params, optimizer in _homes(config, device, stepped=any(shard.spec.stepped for unit in units for shard in unit.shards)):
+    for params, optimizer in _homes(
+        config, device, stepped=any(shard.spec.stepped for unit in units for shard in unit.shards)
+    ):
         for grad in _grad_homes(params, optimizer, units, config, device):
             for rung in LADDER:
-                plan = _plan_of(units, config, (params, optimizer, grad), rung, (held_nbytes, buffers_nbytes), device, budgets)
+                plan = _plan_of(
+                    units,
+                    config,
+                    (params, optimizer, grad),
+                    rung,
+                    (held_nbytes, buffers_nbytes),
+                    device,
+                    budgets,
+                )
                 if not budgets.over(plan):
-                    fitting.append(use_what_is_left(plan, units, config, budgets, device, reuses=reuses))
+                    fitting.append(
+                        use_what_is_left(plan, units, config, budgets, device, reuses=reuses)
+                    )
                     if config.speculate and not fitting[-1].shadowed:
                         continue  # a less generous rung may leave room for shadows
                     break  # a less generous rung would cache little more, with less look-ahead
                 if least is None or budgets.excess(plan) < budgets.excess(least):
                     least = plan
     if fitting:
-        plan = min(fitting, key=lambda plan: (config.speculate and not plan.shadowed, step_cost(plan, units)))
-        if config.speculate and not plan.shadowed and any(shard.spec.stepped for unit in units for shard in unit.shards):
+        plan = min(
+            fitting,
+            key=lambda plan: (config.speculate and not plan.shadowed, step_cost(plan, units)),
+        )
+        if (
+            config.speculate
+            and not plan.shadowed
+            and any(shard.spec.stepped for unit in units for shard in unit.shards)
+        ):
             raise no_room_for_shadows(plan, units, budgets)
         return plan
     if least is None:
         raise InternalError("no plan was tried")
     if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
-        raise ConfigError("something has its home on NVMe, but nvme_paths is empty: name a folder on the disk to use")
+        raise ConfigError(
+            "something has its home on NVMe, but nvme_paths is empty: name a folder on the disk"
+            " to use"
+        )
     over = budgets.over(least)
     tight = max(over, key=over.__getitem__)
     raise budget_too_small(least, tight, budgets, config)
@@ -90,9 +113,13 @@ def _plan_of(
     """Adds up one choice of homes and rung. Includes device memory for the road from disk, if the
     device has one and it fits. ``held``: bytes of weights held at once, and of buffers."""
     past_host = homes[0] is Tier.NVME and device.reads_disks(config.nvme_paths, config.checksums)
-    plan = MemoryTerms(units, config, homes, rung, held[0], device, past_host=past_host, buffers_nbytes=held[1]).plan()
+    plan = MemoryTerms(
+        units, config, homes, rung, held[0], device, past_host=past_host, buffers_nbytes=held[1]
+    ).plan()
     if past_host and budgets.over(plan):
-        plan = MemoryTerms(units, config, homes, rung, held[0], device, buffers_nbytes=held[1]).plan()
+        plan = MemoryTerms(
+            units, config, homes, rung, held[0], device, buffers_nbytes=held[1]
+        ).plan()
     return plan
 
 
@@ -110,26 +137,44 @@ def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier,
     params = everywhere if config.params == "auto" else [Tier(config.params)]
     optimizer = everywhere if config.optimizer == "auto" else [Tier(config.optimizer)]
     if not device.is_host and stepped:
-        allowed = [homes for homes in itertools.product(params, optimizer) if _is_steppable(homes, config, device)]
+        allowed = [
+            homes
+            for homes in itertools.product(params, optimizer)
+            if _is_steppable(homes, config, device)
+        ]
         if not allowed:
             raise ConfigError(
-                f"params={config.params!r} with optimizer={config.optimizer!r}: what is at home on {device.where} is stepped there, "
-                f"which needs kernels ({device.kernels_refusal or 'which are there'}) and all other state in memory. Use "
-                "params='host' and optimizer='host', or 'auto'."
+                f"params={config.params!r} with optimizer={config.optimizer!r}: what is at home on"
+                f" {device.where} is stepped there, which needs kernels"
+                f" ({device.kernels_refusal or 'which are there'}) and all other state in memory."
+                " Use params='host' and optimizer='host', or 'auto'."
             )
-        return sorted(allowed, key=lambda homes: (sum(list(Tier).index(home) for home in homes), homes))
+        return sorted(
+            allowed, key=lambda homes: (sum(list(Tier).index(home) for home in homes), homes)
+        )
     speed = list(Tier).index
     # Weights move twice a step and state once each way, but state is several times as large.
-    return sorted(itertools.product(params, optimizer), key=lambda homes: (speed(homes[0]) + speed(homes[1]), homes))
+    return sorted(
+        itertools.product(params, optimizer),
+        key=lambda homes: (speed(homes[0]) + speed(homes[1]), homes),
+    )
 
 
-def _grad_homes(params: Tier, optimizer: Tier, units: Sequence[UnitSize], config: Config, device: Device) -> list[Tier]:
+def _grad_homes(
+    params: Tier, optimizer: Tier, units: Sequence[UnitSize], config: Config, device: Device
+) -> list[Tier]:
     """Returns the homes of gradients for given homes of weights and state, fastest first."""
     # If only the device can access the weights, the device steps, wherever the state is.
-    homes = [Tier.DEVICE] if optimizer is Tier.DEVICE or (params is Tier.DEVICE and not device.is_host) else []
+    homes = (
+        [Tier.DEVICE]
+        if optimizer is Tier.DEVICE or (params is Tier.DEVICE and not device.is_host)
+        else []
+    )
     # Whole gradients (ZeRO-1) are averaged in memory.
     whole_grads = any(shard.whole_grad for unit in units for shard in unit.shards)
-    return homes + ([Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST])
+    return homes + (
+        [Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST]
+    )
 
 
 def _is_steppable(homes: tuple[Tier, Tier], config: Config, device: Device) -> bool:
@@ -141,4 +186,8 @@ def _is_steppable(homes: tuple[Tier, Tier], config: Config, device: Device) -> b
     if Tier.DEVICE not in homes:
         return True
     mixed = len(set(homes)) > 1
-    return device.kernels is not None and Tier.NVME not in homes and not (mixed and "auto" in (config.params, config.optimizer))
+    return (
+        device.kernels is not None
+        and Tier.NVME not in homes
+        and not (mixed and "auto" in (config.params, config.optimizer))
+    )

@@ -31,7 +31,14 @@ class Prediction:
         return max(self.seconds, key=self.seconds.__getitem__)
 
 
-def predict(plan: MemoryPlan, units: Sequence[UnitSize], rates: Rates, *, compute_seconds: float, passes: int = 1) -> Prediction:
+def predict(
+    plan: MemoryPlan,
+    units: Sequence[UnitSize],
+    rates: Rates,
+    *,
+    compute_seconds: float,
+    passes: int = 1,
+) -> Prediction:
     """Predicts a step: the larger of the processor's total time and the disk's.
 
     ``compute_seconds``: forward and backward of one step's whole batch, without the optimizer.
@@ -53,6 +60,8 @@ def predict(plan: MemoryPlan, units: Sequence[UnitSize], rates: Rates, *, comput
     processor = sum(seconds.values())
     if through_disk and rates.disk_read and rates.disk_write and rates.disk_mixed:
         seconds["disk"] = max(
-            edges["nvme->host"] / rates.disk_read, edges["host->nvme"] / rates.disk_write, through_disk / rates.disk_mixed
+            edges["nvme->host"] / rates.disk_read,
+            edges["host->nvme"] / rates.disk_write,
+            through_disk / rates.disk_mixed,
         )
     return Prediction(edges, seconds, max(processor, seconds.get("disk", 0.0)))

@@ -35,7 +35,10 @@ class ShadowPolicy:
         self.kept += kept
         self._backward = max(1, backwards)
         if kept < made:
-            self._pause, self._next_pause = self._next_pause, min(LONGEST_PAUSE, 2 * self._next_pause)
+            self._pause, self._next_pause = (
+                self._next_pause,
+                min(LONGEST_PAUSE, 2 * self._next_pause),
+            )
         elif made:
             self._next_pause = max(1, self._next_pause // 2)
         elif self._pause:

@@ -14,7 +14,13 @@ from .unit_sizes import ShardSize, UnitSize
 def needed_device_slot_nbytes(units: Sequence[UnitSize]) -> int:
     """Returns the bytes of a device slot for the largest stepped shard; 0 if none is stepped."""
     stepped = [shard for unit in units for shard in unit.shards if shard.spec.stepped]
-    return max((device_slot_nbytes(sum(shard.spec.nbytes_per_element().values()), shard.numel) for shard in stepped), default=0)
+    return max(
+        (
+            device_slot_nbytes(sum(shard.spec.nbytes_per_element().values()), shard.numel)
+            for shard in stepped
+        ),
+        default=0,
+    )
 
 
 def optimizer_slot_nbytes(shards: Sequence[ShardSize], tiers: dict[str, Tier], chunk: int) -> int:

@@ -13,7 +13,9 @@ from .unit_sizes import STATE, UnitSize
 def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> dict[str, int]:
     """Counts the bytes of a step with ``passes`` forwards and backwards over every edge.
     "optimizer": bytes that the update reads and writes in memory."""
-    edges = dict.fromkeys(("nvme->host", "host->nvme", "host->device", "device->host", "optimizer"), 0)
+    edges = dict.fromkeys(
+        ("nvme->host", "host->nvme", "host->device", "device->host", "optimizer"), 0
+    )
     for index, unit in enumerate(units):
         tiers, kept = plan.tiers_of(index), plan.kept_of(index)
         for shard in unit.shards:
@@ -46,7 +48,9 @@ def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier,
             for name in ("grad", *STATE, *SCALES.values()) if shard.spec.stepped else ():
                 home = tiers.get(name, tiers[name.removesuffix("_scale")])
                 times = 1 if name == "grad" else 2  # a gradient is only read
-                passed[Tier.DEVICE if home is Tier.DEVICE else Tier.HOST] += times * shard.nbytes(name)
+                passed[Tier.DEVICE if home is Tier.DEVICE else Tier.HOST] += times * shard.nbytes(
+                    name
+                )
     return passed
 
 

@@ -34,7 +34,9 @@ class ShardSize:
     def nbytes(self, name: str) -> int:
         """Counts the bytes of array ``name`` at home on one rank; 0 if the shard has none."""
         if name == "grad" and self.whole_grad:
-            return round_up(int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES)
+            return round_up(
+                int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES
+            )
         return self._slice_nbytes.get(name, 0)
 
     def whole_nbytes(self, name: str) -> int:
@@ -45,7 +47,10 @@ class ShardSize:
     def _slice_nbytes(self) -> dict[str, int]:
         """The bytes of every array's slice on one rank."""
         sizes = self.spec.nbytes_per_element()
-        return {name: round_up(int(self.numel // self.slices * size), native.BLOCK_NBYTES) for name, size in sizes.items()}
+        return {
+            name: round_up(int(self.numel // self.slices * size), native.BLOCK_NBYTES)
+            for name, size in sizes.items()
+        }
 
 
 @dataclass(frozen=True)

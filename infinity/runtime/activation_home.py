@@ -101,8 +101,9 @@ class ActivationHome:
                     self._store.free_more(array)
                 return self.take(nbytes)
             raise CapacityError(
-                f"activations: {error} Give more, run fewer samples at once (micro_batch), recompute more of the forward "
-                "(gradient checkpointing), or choose another home: Config(activations=...)."
+                f"activations: {error} Give more, run fewer samples at once (micro_batch),"
+                " recompute more of the forward (gradient checkpointing), or choose another home:"
+                " Config(activations=...)."
             ) from error
 
     def keep(self, saved: Saved) -> None:
@@ -128,7 +129,12 @@ class ActivationHome:
             behind = [self._device.now(), self._in_use.pop(array.extent.address, PAST)]
             transfer = Copy("device->host", saved.nbytes, "activations")
             target = array.flat[: saved.nbytes]
-            event = self._device.put("out", lambda: target.copy_(source, non_blocking=True), behind=behind, transfer=transfer)
+            event = self._device.put(
+                "out",
+                lambda: target.copy_(source, non_blocking=True),
+                behind=behind,
+                transfer=transfer,
+            )
             saved.sent = self._last["out"] = event
             if event is not PAST:
                 saved.source = tensor.detach(), tensor._version
@@ -152,7 +158,10 @@ class ActivationHome:
         whole[nbytes:] = 0
         transfer = Copy("device->host", nbytes, "activations")
         event = self._device.put(
-            "out", lambda: whole[:nbytes].copy_(source, non_blocking=True), behind=[self._device.now()], transfer=transfer
+            "out",
+            lambda: whole[:nbytes].copy_(source, non_blocking=True),
+            behind=[self._device.now()],
+            transfer=transfer,
         )
         return _CopiedPart(begin, nbytes, lease, whole, event)
 
@@ -164,14 +173,19 @@ class ActivationHome:
         part.event.wait()  # raises the copy's error
         if self._device.is_host:
             saved.checksum = native.crc32c(part.whole[: part.nbytes], saved.checksum)
-        saved.writes.append(self._store.start_write(saved.place, part.begin, part.lease, part.whole.numel()))
+        saved.writes.append(
+            self._store.start_write(saved.place, part.begin, part.lease, part.whole.numel())
+        )
 
     def _bring(self, saved: Saved) -> torch.UntypedStorage:
         storage = saved.bytes_on_device()
         if storage is not None:
             return storage
         if self._store.io is None:
-            raise UsageError("this backward needs activations that went with the engine: run it before unwrap_model")
+            raise UsageError(
+                "this backward needs activations that went with the engine: run it before"
+                " unwrap_model"
+            )
         with self._store.guarding():
             if saved.place.tier is not Tier.NVME:
                 storage = self._copy_back(saved)
@@ -191,7 +205,11 @@ class ActivationHome:
         saved.coming = None
         if self._device.overlaps:
             for other in self._before(saved):
-                if other.coming is None and other.bytes_on_device() is None and not other.was_changed():
+                if (
+                    other.coming is None
+                    and other.bytes_on_device() is None
+                    and not other.was_changed()
+                ):
                     self._set_out(other)
         event.precede()
         return storage
@@ -199,10 +217,15 @@ class ActivationHome:
     def _set_out(self, saved: Saved) -> None:
         """Starts copying to the device. The target was allocated on the compute stream, so the copy
         waits for earlier compute on it."""
-        target, source = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device.where), saved.place.flat[: saved.nbytes]
+        target, source = (
+            torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device.where),
+            saved.place.flat[: saved.nbytes],
+        )
         transfer = Copy("host->device", saved.nbytes, "activations")
         behind = [self._device.now(), saved.sent]
-        event = self._device.put("in", lambda: target.copy_(source, non_blocking=True), behind=behind, transfer=transfer)
+        event = self._device.put(
+            "in", lambda: target.copy_(source, non_blocking=True), behind=behind, transfer=transfer
+        )
         # The copy writes to it even if no backward uses the result.
         self._in_flight.keep(target, event)
         self._in_use[saved.place.extent.address] = self._last["in"] = event
@@ -213,7 +236,9 @@ class ActivationHome:
         them next."""
         while self._order and self._order[-1]() is None:
             self._order.pop()
-        index = next((i for i in range(len(self._order) - 1, -1, -1) if self._order[i]() is saved), 0)
+        index = next(
+            (i for i in range(len(self._order) - 1, -1, -1) if self._order[i]() is saved), 0
+        )
         for ref in self._order[max(0, index - READ_AHEAD) : index][::-1]:
             other = ref()
             if other is not None:
@@ -237,7 +262,9 @@ class ActivationHome:
         saved.writes.append(read)  # its buffer must not be overwritten before the read is done
         saved.read = read, lease
 
-    def _finish_read(self, saved: Saved, begin: int, end: int, ticket, lease, target: torch.Tensor) -> None:
+    def _finish_read(
+        self, saved: Saved, begin: int, end: int, ticket, lease, target: torch.Tensor
+    ) -> None:
         with self._store.traffic.stalled("nvme->host", "activations"):
             ticket.wait()
         nbytes = blocks(end - begin)
@@ -261,7 +288,9 @@ class ActivationHome:
         """Largest number of bytes staged at once: a quarter, so that transfers overlap. Whole
         checksum blocks."""
         quarter = self._staging.capacity_nbytes // 4
-        return max(native.CHECKSUM_NBYTES, quarter // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
+        return max(
+            native.CHECKSUM_NBYTES, quarter // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
+        )
 
     def _parts(self, saved: Saved) -> Iterator[tuple[int, int]]:
         for begin in range(0, saved.nbytes, self._largest):

@@ -29,7 +29,16 @@ from ..machine.tiers import Tier
 from ..planning.activation_choice import ActivationChoice
 from ..storage.store import ShardStore
 from .activation_home import ActivationHome
-from .saved_tensor import LARGEST_EXCESS, Saved, SavedTensor, View, WithinBudget, raw_bytes, storage_span, through_dtensors
+from .saved_tensor import (
+    LARGEST_EXCESS,
+    Saved,
+    SavedTensor,
+    View,
+    WithinBudget,
+    raw_bytes,
+    storage_span,
+    through_dtensors,
+)
 
 SMALLEST_NBYTES = 64 * 1024  # smaller storages stay: moving them costs more than it frees
 
@@ -38,7 +47,14 @@ class ActivationStore(ActivationHome):
     """Sends saved tensors home and brings them back. Used from the threads that run forward and
     backward."""
 
-    def __init__(self, store: ShardStore, tier: Tier, staging: native.PinnedPool | None, *, spare_nbytes: int | None):
+    def __init__(
+        self,
+        store: ShardStore,
+        tier: Tier,
+        staging: native.PinnedPool | None,
+        *,
+        spare_nbytes: int | None,
+    ):
         super().__init__(store, tier, staging)
         self._planner: ActivationPlanner | None = None
         self._block: PlannedBlock | None = None  # the block whose forward runs
@@ -95,7 +111,9 @@ class ActivationStore(ActivationHome):
                 if packed is not None:
                     return packed
                 charge = self._kept.charge(tensor.untyped_storage().nbytes())
-                return WithinBudget(outer_pack(tensor) if outer_pack else SavedTensor(tensor), charge)
+                return WithinBudget(
+                    outer_pack(tensor) if outer_pack else SavedTensor(tensor), charge
+                )
             return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -119,9 +137,17 @@ class ActivationStore(ActivationHome):
         super().rebuild()
 
     def _is_taken(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided or tensor.device != self._device.where or type(tensor) is not torch.Tensor:
+        if (
+            tensor.layout is not torch.strided
+            or tensor.device != self._device.where
+            or type(tensor) is not torch.Tensor
+        ):
             return False
-        if tensor.is_nested or not tensor.numel() or tensor.nbytes < SMALLEST_NBYTES // LARGEST_EXCESS:
+        if (
+            tensor.is_nested
+            or not tensor.numel()
+            or tensor.nbytes < SMALLEST_NBYTES // LARGEST_EXCESS
+        ):
             return False
         storage = tensor.untyped_storage()
         return storage.nbytes() >= SMALLEST_NBYTES and storage._cdata not in self._stays
@@ -149,9 +175,21 @@ class ActivationStore(ActivationHome):
                     return None
                 self._send(saved, storage, tensor)
             if nbytes == storage.nbytes():
-                self._known[storage._cdata] = (StorageWeakRef(storage), weakref.ref(saved), tensor._version)
+                self._known[storage._cdata] = (
+                    StorageWeakRef(storage),
+                    weakref.ref(saved),
+                    tensor._version,
+                )
             self._order.append(weakref.ref(saved))
-        return View(saved, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
+        return View(
+            saved,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def _known_bytes(self, tensor: torch.Tensor) -> Saved | None:
         """Returns the bytes at home of the whole storage, if they are still equal to it.

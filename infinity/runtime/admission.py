@@ -32,8 +32,9 @@ from .job import Job, wait_idle
 from .resources import Resources
 
 INSTEAD = (
-    "Give the optimizer all parameters before wrap_model, and freeze those that are trained later with requires_grad_(False): what is frozen "
-    "gets no step. Or unwrap_model first, add the group, and wrap again."
+    "Give the optimizer all parameters before wrap_model, and freeze those that are trained later"
+    " with requires_grad_(False): what is frozen gets no step. Or unwrap_model first, add the"
+    " group, and wrap again."
 )
 ZEROED_AT_ONCE = 4 * 1024 * 1024  # elements
 
@@ -60,9 +61,12 @@ def admit(
     home."""
     handles = _latecomers(job, params)
     growths = {
-        handle.shard: Growth(handle.unit, handle.shard.spec.trained(job.config.master, moment_count))
-        for handle in handles if not handle.shard.spec.stepped
-    }  # fmt: skip
+        handle.shard: Growth(
+            handle.unit, handle.shard.spec.trained(job.config.master, moment_count)
+        )
+        for handle in handles
+        if not handle.shard.spec.stepped
+    }
     sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]
     wait_idle(job)
     job.gradients.homes.settle()
@@ -105,24 +109,37 @@ def _latecomers(job: Job, params: Iterable[torch.Tensor]) -> list[ParamHandle]:
         handle = handle_of(param)
         if handle is None or handle.engine.uses is not job.uses:
             raise UsageError(
-                f"add_param_group: a parameter of shape {tuple(param.shape)} is not one that wrap_model has taken home with this optimizer, so "
-                f"its state has no home. {INSTEAD}"
+                f"add_param_group: a parameter of shape {tuple(param.shape)} is not one that"
+                " wrap_model has taken home with this optimizer, so its state has no home."
+                f" {INSTEAD}"
             )
         if raw_grad(param) is not None:
-            raise UsageError(f"add_param_group: {handle.name} has a gradient from before: set it to None first")
+            raise UsageError(
+                f"add_param_group: {handle.name} has a gradient from before: set it to None first"
+            )
         handles.append(handle)
     if not job.ranks.alone:
-        raise UsageError(f"add_param_group after wrap_model, with several ranks: not available in this version. {INSTEAD}")
+        raise UsageError(
+            "add_param_group after wrap_model, with several ranks: not available in this version."
+            f" {INSTEAD}"
+        )
     if not job.device.is_host:
         raise UsageError(
-            f"add_param_group after wrap_model, computing on {job.device.where}: not available in this version. {INSTEAD}"
+            f"add_param_group after wrap_model, computing on {job.device.where}: not available in"
+            f" this version. {INSTEAD}"
         )
     return handles
 
 
 def _grown(size: UnitSize, unit: ParamUnit, growths: Mapping[ParamShard, Growth]) -> UnitSize:
     shards = zip(size.shards, unit.shards)
-    return replace(size, shards=tuple(replace(one, spec=growths[shard].spec) if shard in growths else one for one, shard in shards))
+    return replace(
+        size,
+        shards=tuple(
+            replace(one, spec=growths[shard].spec) if shard in growths else one
+            for one, shard in shards
+        ),
+    )
 
 
 def _sizes(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> list[tuple[Tier, str, int]]:
@@ -130,7 +147,11 @@ def _sizes(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> list[tuple
     found = []
     for shard, growth in growths.items():
         tiers, size = plan.tiers_of(growth.unit.index), ShardSize(growth.spec, shard.layout.numel)
-        found += [(tiers[name], name, size.nbytes(name)) for name in growth.spec.array_dtypes() if name not in shard.arrays]
+        found += [
+            (tiers[name], name, size.nbytes(name))
+            for name in growth.spec.array_dtypes()
+            if name not in shard.arrays
+        ]
     return found
 
 
@@ -144,8 +165,10 @@ def _check_room(job: Job, growths: Mapping[ParamShard, Growth]) -> None:
         free = measured_free(tier, job.config, job.device)
         if nbytes > free:
             raise CapacityError(
-                f"add_param_group: gradients and optimizer state of {len(growths)} shards need {format_nbytes(nbytes)} on {tier}, of which "
-                f"{format_nbytes(free)} may be used. Give them a farther home, Config(optimizer='nvme', nvme_paths=[...]), or free as much."
+                f"add_param_group: gradients and optimizer state of {len(growths)} shards need"
+                f" {format_nbytes(nbytes)} on {tier}, of which {format_nbytes(free)} may be used."
+                " Give them a farther home, Config(optimizer='nvme', nvme_paths=[...]), or free as"
+                " much."
             )
 
 
@@ -159,12 +182,16 @@ def _terms(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> dict[Tier,
 def _allocate(job: Job, shard: ParamShard, growth: Growth) -> None:
     """Allocates the arrays: moments are zero, masters are copies of the weights."""
     store, unit = job.store, growth.unit
-    growth.arrays = shard.allocate_missing(store, growth.spec, job.planned.plan.tiers_of(unit.index), f"unit {unit.name}")
+    growth.arrays = shard.allocate_missing(
+        store, growth.spec, job.planned.plan.tiers_of(unit.index), f"unit {unit.name}"
+    )
     for name, array in growth.arrays.items():
         if name == "master" and growth.spec.master == native.Master.FLOAT32:
             make: Callable[[int, int], torch.Tensor] = partial(_masters, store, shard)
         elif array.tier is Tier.NVME:  # disk space may hold old bytes
-            make = lambda begin, end, dtype=array.dtype: torch.zeros(end - begin, dtype=dtype, device="cpu")
+            make = lambda begin, end, dtype=array.dtype: torch.zeros(
+                end - begin, dtype=dtype, device="cpu"
+            )
         else:
             continue
         for begin in range(0, array.numel, ZEROED_AT_ONCE):

@@ -52,7 +52,9 @@ class Backward:
         all ranks could start, or None if they did not meet for a gather."""
         self.job.handed.refuse_in_backward(unit)
         reducer = self.job.reducer
-        return self.job.prefetcher.hold(unit, backward=True, offered=reducer.offered if reducer is not None else 0)
+        return self.job.prefetcher.hold(
+            unit, backward=True, offered=reducer.offered if reducer is not None else 0
+        )
 
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit``, which the running backward needs. May block on disk and on other
@@ -67,7 +69,9 @@ class Backward:
             for other in list(self._pass.awaited)[:-1]:
                 self.let_go(other)
         trained = zip(unit.handles, (param for shard in unit.shards for param in shard.params))
-        expected = {h for h, p in trained if h.grad is not None and p.requires_grad} - self._without_grad.get(unit, set())
+        expected = {
+            h for h, p in trained if h.grad is not None and p.requires_grad
+        } - self._without_grad.get(unit, set())
         with self.job.store.guarding():
             least = self.gather(unit)
             if self.job.reducer is not None:
@@ -111,8 +115,9 @@ class Backward:
         if grad is not None and not has_bytes(grad):
             set_raw_grad(param, None)
             raise UsageError(
-                f"the gradient of {handle.name} is a {type(grad).__name__} on {grad.device}, which has no bytes to send home: run the backward with "
-                "real tensors, or of a model that is not wrapped."
+                f"the gradient of {handle.name} is a {type(grad).__name__} on {grad.device}, which"
+                " has no bytes to send home: run the backward with real tensors, or of a model"
+                " that is not wrapped."
             )
         self.join()
         if grad is None:
@@ -154,7 +159,9 @@ class Backward:
     def landed_at_home(self, unit: ParamUnit) -> None:
         """Calls the listeners when ``unit``'s gradients are final: averaged over all ranks, or
         summed over a joined pass."""
-        landed = any(handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad)
+        landed = any(
+            handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad
+        )
         if landed and not self.job.prefetcher.is_held(unit):
             self._tell(unit)
 

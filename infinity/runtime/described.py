@@ -17,13 +17,20 @@ CACHES = ("past", "cache")  # in names of caches, which hold other heads on ever
 def mode_of(root: torch.nn.Module, device: Device) -> str:
     """Describes how a forward of ``root`` computes on ``device``."""
     kind, where = "training" if root.training else "evaluation", device.where.type
-    cast = f", in autocast to {torch.get_autocast_dtype(where)}" if torch.is_autocast_enabled(where) else ""
+    cast = (
+        f", in autocast to {torch.get_autocast_dtype(where)}"
+        if torch.is_autocast_enabled(where)
+        else ""
+    )
     return f"{kind}, with{'' if torch.is_grad_enabled() else 'out'} gradients{cast}"
 
 
 def shape_of(tensor: torch.Tensor) -> str:
     """Describes the dtype, the shape and the placements of a tensor."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}{describe_placements(tensor)}"
+    return (
+        f"{str(tensor.dtype).removeprefix('torch.')} of"
+        f" {tuple(tensor.shape)}{describe_placements(tensor)}"
+    )
 
 
 def tensors_in(items: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

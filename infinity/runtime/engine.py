@@ -78,12 +78,16 @@ class Engine:
         self.config, self.units, self.device = config, units, device
         self.planned = Planned(plan, sizes)
         autograd = torch._C._autograd
-        self.scopes = native.Scopes(autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks)
+        self.scopes = native.Scopes(
+            autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+        )
         self.journal, self.schedule, self.running = Journal(), Schedule(), Pass()
         self.collectives = collectives or Collectives()
         self.ranks, self.traffic = self.collectives.ranks, self.collectives.traffic
         self.steps = StepCounter(note_progress=self.collectives.note_progress)
-        self.traffic.timeline = Timeline(trace_path(config.trace, self.ranks)) if config.trace is not None else None
+        self.traffic.timeline = (
+            Timeline(trace_path(config.trace, self.ranks)) if config.trace is not None else None
+        )
         self.shadow_policy = ShadowPolicy() if plan.shadowed else None
         self.trained: list[ParamHandle] = []  # the parameters that have optimizer state
         # The newest state-dict tensor of a tied parameter.
@@ -92,7 +96,9 @@ class Engine:
         self.older: OlderWeights | None = None  # set when a pipeline runs without flush
         self.storages = WeightStorages()  # of the units' device buffers
         self.ledger = Ledger()
-        for tier, budget in zip(Tier, (config.device_memory, config.host_memory, config.nvme_capacity)):
+        for tier, budget in zip(
+            Tier, (config.device_memory, config.host_memory, config.nvme_capacity)
+        ):
             self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives)
         self.updates = Updates(units, self.traffic)
@@ -100,7 +106,15 @@ class Engine:
         self.parking, self.uses = Parking(self.store), self._make_uses()
         # None of which refers back to this object.
         contents = [shard.contents for unit in units for shard in unit.shards]
-        given_back = self.scopes, self.store, contents, self.updates.recorded, self.updates.names, self.collectives, device
+        given_back = (
+            self.scopes,
+            self.store,
+            contents,
+            self.updates.recorded,
+            self.updates.names,
+            self.collectives,
+            device,
+        )
         # insist: a finalizer runs once, so Ctrl-C must not end it early.
         self._finalizer = weakref.finalize(self, native.insist, partial(shut_down, *given_back))
         try:
@@ -117,7 +131,10 @@ class Engine:
         the job must not keep it alive."""
         plan, me = self.planned.plan, weakref.ref(self)
         self.gradients = GradientBank(
-            self.store, self._resources.grad_staging, self.collectives, in_flight_nbytes=plan.landing_nbytes
+            self.store,
+            self._resources.grad_staging,
+            self.collectives,
+            in_flight_nbytes=plan.landing_nbytes,
         )
         self.reducer = self._make_reducer() if stepping and self.ranks.data_size > 1 else None
         self.activations = self._resources.make_activations()
@@ -135,34 +152,58 @@ class Engine:
             journal=self.journal,
             running=self.running,
         )
-        self.edits = ValueEdits(self.store, self.prefetcher, self.journal, self.collectives, self.steps)
-        self.handed = HandedOut(self.store, self.steps, self.ranks, self.lent, self.uses, self.edits)
-        self.in_common = InCommon(self.collectives, self.device, self.steps, self.gradients, self.trained)
+        self.edits = ValueEdits(
+            self.store, self.prefetcher, self.journal, self.collectives, self.steps
+        )
+        self.handed = HandedOut(
+            self.store, self.steps, self.ranks, self.lent, self.uses, self.edits
+        )
+        self.in_common = InCommon(
+            self.collectives, self.device, self.steps, self.gradients, self.trained
+        )
         self.sequences = Sequences(self.collectives, self.device)
         self.job = Job(**{each.name: getattr(self, each.name) for each in fields(Job)})
         self.backward = Backward(self.job, recover=lambda: me().recover())
-        self.passes, self.joined = Passes(self.job, self.backward), JoinedPass(self.job, self.backward)
+        self.passes, self.joined = (
+            Passes(self.job, self.backward),
+            JoinedPass(self.job, self.backward),
+        )
         finalizer = self._finalizer
         self.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
         define_states(self.uses, self.running, self.steps)
-        planned = self.activations is not None and self.activations.spare_nbytes is not None and self.config.micro_batch is None
+        planned = (
+            self.activations is not None
+            and self.activations.spare_nbytes is not None
+            and self.config.micro_batch is None
+        )
         if planned and self.ranks.alone:  # ranks must decide the same, but measure different times
             # Sending reads and writes every byte twice, in both directions.
-            self.activations.plan_with(ActivationPlanner(self, send_rate=memory_rate() / 4, recomputes=self.config.recompute))
+            self.activations.plan_with(
+                ActivationPlanner(
+                    self, send_rate=memory_rate() / 4, recomputes=self.config.recompute
+                )
+            )
 
     def make_step_context(self) -> StepContext:
         """Makes the context of the optimizer. Its callbacks may keep this object alive; this object
         does not keep the context."""
-        known = {each.name: getattr(self, each.name) for each in fields(StepContext) if hasattr(self, each.name)}
+        known = {
+            each.name: getattr(self, each.name)
+            for each in fields(StepContext)
+            if hasattr(self, each.name)
+        }
         running, handed = self.running, self.handed
-        return StepContext(**known | {
-            "is_cut_short": lambda: running.is_cut_short,
-            "keeps_older": lambda: running.is_stale,
-            "listen_to_landed": self.backward.listen,
-            "release": self.prefetcher.release_all,
-            "settle_state_dicts": handed.settle_on_ranks,
-            "hand_out": handed.give,
-        })  # fmt: skip
+        return StepContext(
+            **known
+            | {
+                "is_cut_short": lambda: running.is_cut_short,
+                "keeps_older": lambda: running.is_stale,
+                "listen_to_landed": self.backward.listen,
+                "release": self.prefetcher.release_all,
+                "settle_state_dicts": handed.settle_on_ranks,
+                "hand_out": handed.give,
+            }
+        )
 
     def _make_reducer(self) -> Reducer:
         """Makes the reducer, which averages gradients over the ranks."""
@@ -199,7 +240,11 @@ class Engine:
         """Lists the units that have parameters of ``block`` and are gathered whole."""
         params = set(block.parameters())
         whole = [unit for unit in self.units if not self.sizes[unit.index].tile_nbytes]
-        return [unit for unit in whole if any(p in params for shard in unit.shards for p in shard.params)]
+        return [
+            unit
+            for unit in whole
+            if any(p in params for shard in unit.shards for p in shard.params)
+        ]
 
     # --- uses of the engine ---
 
@@ -277,7 +322,10 @@ class Engine:
         """Makes the error for using a parameter at home."""
         own_name = handle.name.removeprefix(self.ranks.stage_prefix)
         instead = mistakes.advice(handle.param) or mistakes.LENT.format(own_name)
-        return UsageError(f"{operation} on parameter {handle.name}, which is at home on {handle.shard.weight.tier}. {instead}")
+        return UsageError(
+            f"{operation} on parameter {handle.name}, which is at home on"
+            f" {handle.shard.weight.tier}. {instead}"
+        )
 
     def saving_tensors(self) -> AbstractContextManager:
         """Returns a block in which autograd saves weights as references."""
@@ -309,16 +357,29 @@ class Engine:
         """Joins the running autograd task, so that its end releases what the backward holds."""
         self.backward.join()
 
-    def admit(self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]) -> None:
+    def admit(
+        self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]
+    ) -> None:
         """Steps ``params``, frozen until now. Raises UsageError or CapacityError with nothing
         changed."""
         if self.average is not None:
             raise UsageError(
-                "add_param_group: the average of this model does not have these parameters. Make infinity.ema or swa afterwards."
+                "add_param_group: the average of this model does not have these parameters. Make"
+                " infinity.ema or swa afterwards."
             )
         if self.older is not None:
-            raise UsageError(f"add_param_group after without_flush, which keeps no older weights of these parameters. {INSTEAD}")
-        admit(self.job, self._resources, params, moment_count=moment_count, hook=self.passes.hook, then=then)
+            raise UsageError(
+                "add_param_group after without_flush, which keeps no older weights of these"
+                f" parameters. {INSTEAD}"
+            )
+        admit(
+            self.job,
+            self._resources,
+            params,
+            moment_count=moment_count,
+            hook=self.passes.hook,
+            then=then,
+        )
 
     def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
         """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward.

@@ -31,7 +31,11 @@ def fix_forms(roots: Iterable[nn.Module]) -> list[Removable]:
     """Keeps the form of every module of ``roots`` that has managed parameters, itself or in a
     child."""
     modules = dict.fromkeys(module for root in roots for module in root.modules())
-    holding = [module for module in modules if any(handle_of(param) is not None for param in module.parameters())]
+    holding = [
+        module
+        for module in modules
+        if any(handle_of(param) is not None for param in module.parameters())
+    ]
     return [FixedForm(module) for module in holding]
 
 
@@ -45,7 +49,11 @@ class FixedForm:
         def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
             module = reference()
             _refuse_conversion(fn, module.parameters(recurse))
-            return type(module)._apply(module, fn, recurse) if of_class is None else of_class(fn, recurse)
+            return (
+                type(module)._apply(module, fn, recurse)
+                if of_class is None
+                else of_class(fn, recurse)
+            )
 
         module.__dict__["_apply"] = apply
         module.__dict__["_parameters"] = FixedParameters(module._parameters)
@@ -62,7 +70,9 @@ class FixedForm:
         module.__dict__["_parameters"] = dict(module._parameters)
 
 
-def _refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], params: Iterable[nn.Parameter]) -> None:
+def _refuse_conversion(
+    fn: Callable[[torch.Tensor], torch.Tensor], params: Iterable[nn.Parameter]
+) -> None:
     """Raises UsageError if ``fn`` would make another tensor of a managed parameter."""
     for param in params:
         if (handle := handle_of(param)) is None:
@@ -96,5 +106,6 @@ def _refuse_another_form(param: Any, what: str) -> None:
     handle = handle_of(param)
     if handle is not None and not handle.engine.computing:
         raise UsageError(
-            f"parameter {handle.name} is managed by Infinity and cannot be {what}. {mistakes.advice() or mistakes.UNWRAP}"
+            f"parameter {handle.name} is managed by Infinity and cannot be {what}."
+            f" {mistakes.advice() or mistakes.UNWRAP}"
         )

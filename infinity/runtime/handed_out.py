@@ -112,7 +112,9 @@ class _Handed:
     @property
     def is_counted(self) -> bool:
         """Whether torch counted a change, or the probes differ."""
-        return not self.was_freed and (self._count() != self._versions or self._probe() != self._bytes)
+        return not self.was_freed and (
+            self._count() != self._versions or self._probe() != self._bytes
+        )
 
     @property
     def is_exported(self) -> bool:
@@ -145,8 +147,13 @@ class _Handed:
         if homes.ranks.alone:
             home = shard.flattened(shard.read_moment(homes.store, self.array, index), index)
             return not bool(same_bits(shard.flattened(self.bytes, index), home).all())
-        begin, end = (at - shard.layout.placements[index].offset for at in shard.own_part(self.array, index))
-        home, here = shard.read_own_part(homes.store, self.array, index), shard.flattened(self.bytes, index)[begin:end]
+        begin, end = (
+            at - shard.layout.placements[index].offset for at in shard.own_part(self.array, index)
+        )
+        home, here = (
+            shard.read_own_part(homes.store, self.array, index),
+            shard.flattened(self.bytes, index)[begin:end],
+        )
         return home.dtype == here.dtype and not bool(same_bits(here, home).all())
 
     def is_held(self, *, dying: bool = False) -> bool:
@@ -154,14 +161,24 @@ class _Handed:
         still refers to it."""
         if dying:
             return storage_guard.references(self.bytes) > self._own_references + 1
-        return self.tensor() is not None or storage_guard.references(self.bytes) > self._own_references
+        return (
+            self.tensor() is not None or storage_guard.references(self.bytes) > self._own_references
+        )
 
 
 class HandedOut:
     """The tensors of state dicts of one engine. Given and settled inside a use of the engine; a
     tensor may die at any time."""
 
-    def __init__(self, store: ShardStore, steps: StepCounter, ranks: DataRanks, lent: LentState, uses: Uses, edits: ValueEdits):
+    def __init__(
+        self,
+        store: ShardStore,
+        steps: StepCounter,
+        ranks: DataRanks,
+        lent: LentState,
+        uses: Uses,
+        edits: ValueEdits,
+    ):
         self.store, self.steps, self.ranks = store, steps, ranks
         self._lent, self._uses, self._edits = lent, uses, edits
         self._entries: dict[int, _Handed] = {}  # by their storages, which they keep alive
@@ -198,7 +215,11 @@ class HandedOut:
 
     def _of(self, handle: ParamHandle) -> list[_Handed]:
         keys = self._keys.get(handle)
-        return [entry for key in keys.copy() if (entry := self._entries.get(key)) is not None] if keys else []
+        return (
+            [entry for key in keys.copy() if (entry := self._entries.get(key)) is not None]
+            if keys
+            else []
+        )
 
     def died(self, key: int, reference: weakref.ref) -> None:
         """Drops a tensor that was never written to. Called at any time, in any thread."""
@@ -214,7 +235,11 @@ class HandedOut:
         current afterwards."""
         self.settle()
         yield
-        if self._entries and not local_of(value).is_meta and local_of(value).layout is torch.strided:
+        if (
+            self._entries
+            and not local_of(value).is_meta
+            and local_of(value).layout is torch.strided
+        ):
             entry = self._entries.get(storage_guard.identity(local_of(value)))
             if entry is not None and entry.handle is handle and entry.array == VALUE:
                 entry.note(self._stamp(entry), self.steps.index)
@@ -259,11 +284,13 @@ class HandedOut:
     def refuse_in_backward(self, unit: ParamUnit) -> None:
         """Raises UsageError if values of ``unit`` that the running backward needs were written to
         since the forward."""
-        for entry in [each for handle in unit.handles for each in self._of(handle)] if self._entries else ():
+        for entry in (
+            [each for handle in unit.handles for each in self._of(handle)] if self._entries else ()
+        ):
             if entry.array == VALUE and not self._is_stale(entry) and entry.is_counted:
                 raise UsageError(
-                    f"this backward needs {entry.handle.name} as it was in its forward, but the state_dict() value was "
-                    "written to since. Run backward before that."
+                    f"this backward needs {entry.handle.name} as it was in its forward, but the"
+                    " state_dict() value was written to since. Run backward before that."
                 )
 
     def _stamp(self, entry: _Handed) -> Any:
@@ -284,7 +311,9 @@ class HandedOut:
         if any(entry.array != VALUE and entry.tensor() is not None for entry in written):
             for each in gc.get_objects():
                 # Infinity's own optimizers have another class of state.
-                if issubclass(type(each), torch.optim.Optimizer) and type(state := each.__dict__.get("state")) in (
+                if issubclass(type(each), torch.optim.Optimizer) and type(
+                    state := each.__dict__.get("state")
+                ) in (
                     dict,
                     defaultdict,
                 ):
@@ -299,7 +328,9 @@ class HandedOut:
         return left
 
     def _send(self, written: list[_Handed]) -> None:
-        self._uses.check(Operation.WRITE_STATE_DICT)  # refused, the write goes home when that is over
+        self._uses.check(
+            Operation.WRITE_STATE_DICT
+        )  # refused, the write goes home when that is over
         if moments := [entry for entry in written if entry.array not in (VALUE, MASTER)]:
             self._lent.settle()  # writes through optimizer.state make these entries stale
         try:
@@ -324,32 +355,44 @@ class HandedOut:
             what = f"{entry.array} of {name}" if entry.array != VALUE else name
             if self._is_stale(entry):
                 steps = self.steps.index - entry.index
-                since = f"{steps} further steps" if steps else "a load or an edit that changed it meanwhile"
+                since = (
+                    f"{steps} further steps"
+                    if steps
+                    else "a load or an edit that changed it meanwhile"
+                )
                 raise UsageError(
-                    f"{what}: a state_dict() value was written to after {since}: it is a snapshot, and the write would put "
-                    "old values back. Nothing was changed: take state_dict() anew, or clone() what is to be kept."
+                    f"{what}: a state_dict() value was written to after {since}: it is a snapshot,"
+                    " and the write would put old values back. Nothing was changed: take"
+                    " state_dict() anew, or clone() what is to be kept."
                 )
             if entry.is_seen_here_alone and not self.ranks.alone:
                 raise UsageError(
-                    f"{what}: a state_dict() value was written to through NumPy, of which other ranks cannot tell. Nothing was "
-                    "changed: with several ranks write through torch, on all of them."
+                    f"{what}: a state_dict() value was written to through NumPy, of which other"
+                    " ranks cannot tell. Nothing was changed: with several ranks write through"
+                    " torch, on all of them."
                 )
             if entry.array == MASTER:
                 raise UsageError(
-                    f"{what} in optimizer.state_dict() was written to: it has the bits of the weight below its precision, "
-                    "which torch's state has not. Change the weight, through model.state_dict() or full_params."
+                    f"{what} in optimizer.state_dict() was written to: it has the bits of the"
+                    " weight below its precision, which torch's state has not. Change the weight,"
+                    " through model.state_dict() or full_params."
                 )
             if entry.array == STEP:
                 checked_step(entry.bytes, name)
             if seen.setdefault((entry.handle, entry.array), entry) is not entry:
                 raise UsageError(
-                    f"{what} was written to through two state dicts, without a use of the model between. Nothing was "
-                    "changed: take state_dict() once, and write through that."
+                    f"{what} was written to through two state dicts, without a use of the model"
+                    " between. Nothing was changed: take state_dict() once, and write through"
+                    " that."
                 )
 
     def _alike(self, entry: _Handed) -> list[_Handed]:
         """Lists the current tensors that show the same value."""
-        return [each for each in self._of(entry.handle) if each.array == entry.array and not self._is_stale(each)]
+        return [
+            each
+            for each in self._of(entry.handle)
+            if each.array == entry.array and not self._is_stale(each)
+        ]
 
     def _send_values(self, written: list[_Handed]) -> None:
         if not written:
@@ -365,7 +408,11 @@ class HandedOut:
 
     def _send_moment(self, entry: _Handed) -> None:
         alike, looked = self._alike(entry), entry.look()
-        value = checked_step(entry.bytes, entry.handle.name) if entry.array == STEP else entry.bytes.clone()
+        value = (
+            checked_step(entry.bytes, entry.handle.name)
+            if entry.array == STEP
+            else entry.bytes.clone()
+        )
         whole = value if entry.array == STEP else like(entry.handle.param, value)
 
         def then() -> None:
@@ -374,7 +421,9 @@ class HandedOut:
 
         self._lent.write(entry.handle, {entry.array: whole}, then)
 
-    def _follow(self, entry: _Handed, alike: list[_Handed], looked: tuple[list[int], bytes]) -> None:
+    def _follow(
+        self, entry: _Handed, alike: list[_Handed], looked: tuple[list[int], bytes]
+    ) -> None:
         """Notes that ``entry`` equals home, and copies it to the other state dicts' tensors of that
         value."""
         for each in alike:
@@ -383,6 +432,12 @@ class HandedOut:
             each.note(self._stamp(each), self.steps.index, looked if each is entry else None)
 
 
-def _died(owner: weakref.ref[HandedOut], key: int, reference: weakref.ref, *, is_over: Callable = sys.is_finalizing) -> None:
+def _died(
+    owner: weakref.ref[HandedOut],
+    key: int,
+    reference: weakref.ref,
+    *,
+    is_over: Callable = sys.is_finalizing,
+) -> None:
     if not is_over() and (handed := owner()) is not None:  # modules are torn down by then
         handed.died(key, reference)

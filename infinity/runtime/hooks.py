@@ -28,11 +28,12 @@ class RefusedCopy:
 
         def refuse(*_: int) -> None:
             instead = mistakes.advice() or (
-                "Save model.state_dict(), or infinity.save_checkpoint(path, model, optimizer); for a plain model call "
-                "infinity.unwrap_model(model, optimizer) first."
+                "Save model.state_dict(), or infinity.save_checkpoint(path, model, optimizer); for"
+                " a plain model call infinity.unwrap_model(model, optimizer) first."
             )
             raise UsageError(
-                f"this {kind} is wrapped: its weights are at home, and cannot be pickled, copied or scripted with it. {instead}"
+                f"this {kind} is wrapped: its weights are at home, and cannot be pickled, copied or"
+                f" scripted with it. {instead}"
             )
 
         module.__dict__ |= dict.fromkeys(self.NAMES, refuse)
@@ -111,11 +112,15 @@ def _chooses_by_weights(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.TransformerEncoder) and len(module.layers) > 0
 
 
-def install_hooks(engine: Engine, roots: Sequence[torch.nn.Module], owners: dict[torch.nn.Module, list[ParamUnit]]) -> list:
+def install_hooks(
+    engine: Engine, roots: Sequence[torch.nn.Module], owners: dict[torch.nn.Module, list[ParamUnit]]
+) -> list:
     """Installs hooks on ``roots``, every owner, and every stepped parameter. Returns objects whose
     ``remove`` undoes that, each idempotent."""
     removers: list = []
-    encoders = [module for root in roots for module in root.modules() if _chooses_by_weights(module)]
+    encoders = [
+        module for root in roots for module in root.modules() if _chooses_by_weights(module)
+    ]
     for module in dict.fromkeys([*roots, *owners, *encoders]):
         units, is_root = owners.get(module, []), module in roots
         first = engine.units_of(module.layers[0]) if module in encoders else []
@@ -130,7 +135,9 @@ def install_hooks(engine: Engine, roots: Sequence[torch.nn.Module], owners: dict
             return engine.passes.leave(module, args, kwargs, output)
 
         # The graph of a compiled model breaks here: moving weights cannot be compiled.
-        before, after = (torch.compiler.disable(hook, reason=UNCOMPILED) for hook in (before, after))
+        before, after = (
+            torch.compiler.disable(hook, reason=UNCOMPILED) for hook in (before, after)
+        )
         before.is_infinity = after.is_infinity = True
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))

@@ -45,12 +45,19 @@ MOST_OUTPUTS = 256  # between two steps
 # Of the norm, by which projections may differ.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 OTHER_TOLERANCE = 3e-2
-SAME_BATCH = "Give all ranks of one coordinate of the data axes the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank), in the same mode."
-SAME_SEED = (
-    "Seed these ranks alike, by the coordinate of the data axes (torch.manual_seed(seed + mesh.get_local_rank('dp'))): infinity.parallel.tensor_parallel "
-    "draws other masks where ranks have other heads."
+SAME_BATCH = (
+    "Give all ranks of one coordinate of the data axes the same batch (a sampler by"
+    " mesh.get_local_rank('dp'), not by the rank), in the same mode."
 )
-SAME_LOSS = "Compute the same loss on all ranks of one coordinate of the data axes: from the same labels, in the same mode."
+SAME_SEED = (
+    "Seed these ranks alike, by the coordinate of the data axes (torch.manual_seed(seed +"
+    " mesh.get_local_rank('dp'))): infinity.parallel.tensor_parallel draws other masks where ranks"
+    " have other heads."
+)
+SAME_LOSS = (
+    "Compute the same loss on all ranks of one coordinate of the data axes: from the same labels,"
+    " in the same mode."
+)
 
 
 class InCommon:
@@ -117,8 +124,17 @@ class InCommon:
         self._forwards += 1
         self._gradients.takes_samples = self._is_due
         if not self._is_compared:
-            buffers = {name: self.describe(buffer) for name, buffer in self._changed_buffers().items()}
-            self.compare("a forward", {"the mode": mode_of(root, self._device), **self._described(root, args, kwargs), **buffers})
+            buffers = {
+                name: self.describe(buffer) for name, buffer in self._changed_buffers().items()
+            }
+            self.compare(
+                "a forward",
+                {
+                    "the mode": mode_of(root, self._device),
+                    **self._described(root, args, kwargs),
+                    **buffers,
+                },
+            )
         # Ranks with parts of a sequence draw other dropout masks, too.
         self._before, self._root = {} if self._takes_parts(root) else self._states(), root
 
@@ -127,8 +143,18 @@ class InCommon:
         if self._root is not module:
             return
         self._root = None
-        drawn = [name for name, state in self._states().items() if state != self._before.get(name, state)] if self._before else []
-        self._drawn |= {name: number_of((self._drawn.get(name, 0), self._before[name])) for name in drawn}
+        drawn = (
+            [
+                name
+                for name, state in self._states().items()
+                if state != self._before.get(name, state)
+            ]
+            if self._before
+            else []
+        )
+        self._drawn |= {
+            name: number_of((self._drawn.get(name, 0), self._before[name])) for name in drawn
+        }
         if self._gradients.takes_samples and not self._is_compared:
             for output in outputs:
                 if output.requires_grad and is_common(output) and output.numel():
@@ -162,7 +188,9 @@ class InCommon:
         if self._channel is None:
             return
         collectives = self._collectives
-        spans = collectives.spans_over(self._channel, what, [number_of(given), number_of(self._drawn)])
+        spans = collectives.spans_over(
+            self._channel, what, [number_of(given), number_of(self._drawn)]
+        )
         if any(least != most for least, most in spans):
             self._refuse(what, given if spans[0][0] != spans[0][1] else {})
         self._drawn = {}
@@ -178,11 +206,20 @@ class InCommon:
         named = tensors_in([*enumerate(args), *kwargs.items()], "")
         self.compare(what, {name: self.describe(tensor) for name, tensor in named})
 
-    def _described(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, str]:
+    def _described(
+        self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]
+    ) -> dict[str, str]:
         are_parts = self._takes_parts(root)
         named = tensors_in([*enumerate(args), *kwargs.items()], "")
-        plain = {f"argument {key}": repr(value) for key, value in [*enumerate(args), *kwargs.items()] if _is_plain(value)}
-        return {name or "the input": self.describe(tensor, with_values=not are_parts) for name, tensor in named} | plain
+        plain = {
+            f"argument {key}": repr(value)
+            for key, value in [*enumerate(args), *kwargs.items()]
+            if _is_plain(value)
+        }
+        return {
+            name or "the input": self.describe(tensor, with_values=not are_parts)
+            for name, tensor in named
+        } | plain
 
     def describe(self, tensor: torch.Tensor, *, with_values: bool = True) -> str:
         """Describes a tensor as a string that compares equal. Includes a digest of its values if
@@ -192,7 +229,11 @@ class InCommon:
         if not (with_values and is_read and is_common(tensor) and _has_bytes(local)):
             return told
         raw = local.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        return f"{told} with digest {native.crc32c(raw.view(-1).view(torch.uint8)):08x}" if raw.numel() else told
+        return (
+            f"{told} with digest {native.crc32c(raw.view(-1).view(torch.uint8)):08x}"
+            if raw.numel()
+            else told
+        )
 
     # --- a step ---
 
@@ -201,9 +242,16 @@ class InCommon:
         if self._channel is None:
             return []
         grads = [sample for _, sample in self._samples()]
-        outputs, reached = [sample for sample, _ in self._outputs], [sketch for _, sketch in self._outputs]
+        outputs, reached = (
+            [sample for sample, _ in self._outputs],
+            [sketch for _, sketch in self._outputs],
+        )
         self._outputs.clear()
-        said = [_ordered(number) for tensors in (grads, outputs, reached) for number in _projected(tensors)]
+        said = [
+            _ordered(number)
+            for tensors in (grads, outputs, reached)
+            for number in _projected(tensors)
+        ]
         return [number_of(self._drawn), *said]
 
     def agrees(self, spans: list[tuple[int, int]]) -> bool:
@@ -221,8 +269,8 @@ class InCommon:
             self._refuse("a step", {})
         if losses:
             self._raise(
-                "a step: the gradient of what the model gives differs between ranks with parts of the same tensors, though the model gives the same on "
-                f"all of them. {SAME_LOSS}"
+                "a step: the gradient of what the model gives differs between ranks with parts of"
+                f" the same tensors, though the model gives the same on all of them. {SAME_LOSS}"
             )
         if grads:
             self._refuse_gradients()
@@ -237,19 +285,31 @@ class InCommon:
     def _differ(self, projection: tuple[int, int], norm: tuple[int, int]) -> bool:
         """Tells whether tensors with these projections and norms differ by more than rounding."""
         largest = _number(norm[1])
-        return largest < float("inf") and _number(projection[1]) - _number(projection[0]) > self._tolerance() * largest
+        return (
+            largest < float("inf")
+            and _number(projection[1]) - _number(projection[0]) > self._tolerance() * largest
+        )
 
     def _samples(self) -> Iterator[tuple[ParamHandle, torch.Tensor]]:
-        return ((handle, handle.grad.sample) for handle in self._trained if handle.grad.sample is not None)
+        return (
+            (handle, handle.grad.sample)
+            for handle in self._trained
+            if handle.grad.sample is not None
+        )
 
     def _tolerance(self) -> float:
         dtypes = {handle.shard.spec.grad_dtype for handle, _ in self._samples()}
-        return max((TOLERANCES.get(dtype, OTHER_TOLERANCE) for dtype in dtypes), default=OTHER_TOLERANCE)
+        return max(
+            (TOLERANCES.get(dtype, OTHER_TOLERANCE) for dtype in dtypes), default=OTHER_TOLERANCE
+        )
 
     # --- errors ---
 
     def _refuse(self, what: str, given: dict[str, str]) -> NoReturn:
-        drawn = {f"the state of {name} before what was drawn": f"digest {state:016x}" for name, state in self._drawn.items()}
+        drawn = {
+            f"the state of {name} before what was drawn": f"digest {state:016x}"
+            for name, state in self._drawn.items()
+        }
         self._drawn = {}
         everyones = self._collect((given, drawn), what)
         for part, remedy in ((0, SAME_BATCH), (1, SAME_SEED)):
@@ -257,8 +317,13 @@ class InCommon:
             for rank, theirs in others:
                 for name in dict.fromkeys([*firsts, *theirs]):
                     if firsts.get(name) != theirs.get(name):
-                        told = f"{name} is {firsts.get(name, 'absent')} on rank {first} and {theirs.get(name, 'absent')} on rank {rank}"
-                        self._raise(f"{what}: {told}, though they have parts of the same tensors. {remedy}")
+                        told = (
+                            f"{name} is {firsts.get(name, 'absent')} on rank {first} and"
+                            f" {theirs.get(name, 'absent')} on rank {rank}"
+                        )
+                        self._raise(
+                            f"{what}: {told}, though they have parts of the same tensors. {remedy}"
+                        )
         self._raise(f"{what}: ranks with parts of the same tensors came there another way")
 
     def _refuse_gradients(self) -> NoReturn:
@@ -268,16 +333,23 @@ class InCommon:
         for rank, theirs in others:
             for name in firsts.keys() & theirs.keys():
                 off, norm = (firsts[name] - theirs[name]).norm(), firsts[name].norm()
-                apart[name] = max(apart.get(name, (0.0, rank)), (float(off / norm) if norm else float(off), rank))
-        name, (off, rank) = max(apart.items(), key=lambda item: item[1], default=("a parameter", (0.0, first)))
+                apart[name] = max(
+                    apart.get(name, (0.0, rank)), (float(off / norm) if norm else float(off), rank)
+                )
+        name, (off, rank) = max(
+            apart.items(), key=lambda item: item[1], default=("a parameter", (0.0, first))
+        )
         self._raise(
-            f"a step: the gradient of {name}, which ranks {first} and {rank} have whole, differs between them by {off:.3g} of its norm, though "
-            f"they have parts of the same tensors. {SAME_LOSS}"
+            f"a step: the gradient of {name}, which ranks {first} and {rank} have whole, differs"
+            f" between them by {off:.3g} of its norm, though they have parts of the same tensors."
+            f" {SAME_LOSS}"
         )
 
     def _collect(self, mine: Any, what: str) -> list[tuple[int, Any]]:
         collectives = self._collectives
-        return collectives.collect((collectives.ranks.world_rank, mine), f"what differs at {what}", [self._channel])
+        return collectives.collect(
+            (collectives.ranks.world_rank, mine), f"what differs at {what}", [self._channel]
+        )
 
     def _raise(self, text: str) -> NoReturn:
         error = UsageError(text)
@@ -300,7 +372,9 @@ class InCommon:
         }
         where = self._device.where
         if where.type != "cpu":
-            found[f"the generator of {where}"] = native.crc32c(torch.get_device_module(where).get_rng_state(where))
+            found[f"the generator of {where}"] = native.crc32c(
+                torch.get_device_module(where).get_rng_state(where)
+            )
         return found
 
 
@@ -330,8 +404,16 @@ def _projected(tensors: list[torch.Tensor]) -> tuple[float, float]:
 def _has_bytes(tensor: torch.Tensor) -> bool:
     """Tells whether ``tensor`` is a plain tensor with memory: not on meta, not at home, not a
     functorch or fake tensor."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return is_plain and not tensor.is_meta and tensor.layout is torch.strided and handle_of(tensor) is None
+    is_plain = type(tensor) in (
+        torch.Tensor,
+        torch.nn.Parameter,
+    ) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return (
+        is_plain
+        and not tensor.is_meta
+        and tensor.layout is torch.strided
+        and handle_of(tensor) is None
+    )
 
 
 def _python_state() -> int:

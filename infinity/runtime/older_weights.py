@@ -37,7 +37,9 @@ class OlderWeights:
                     taken.append(shard)
                     shard.keep_older(job.store, f"unit {unit.name}")
                 job.prefetcher.release_all(units)
-                self._versions = [UnitVersions(unit, len(job.units) + number) for number, unit in enumerate(units)]
+                self._versions = [
+                    UnitVersions(unit, len(job.units) + number) for number, unit in enumerate(units)
+                ]
         except BaseException:
             for unit in units:
                 unit.older = None
@@ -49,14 +51,21 @@ class OlderWeights:
         job.prefetcher.add([versions.older for versions in self._versions])
         running, scopes = job.running, job.scopes
         job.uses.define(State.STALE, lambda: running.is_stale and not scopes.interrupted)
-        job.uses.define(State.BETWEEN, lambda: running.is_stale and not running.is_updating and not scopes.interrupted)
+        job.uses.define(
+            State.BETWEEN,
+            lambda: running.is_stale and not running.is_updating and not scopes.interrupted,
+        )
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Keeps both versions inside the block. It begins with one, and ends with the newest
         alone."""
         try:
-            self._first, self._pass.is_stale, self._pass.is_updating = self._job.steps.index, True, False
+            self._first, self._pass.is_stale, self._pass.is_updating = (
+                self._job.steps.index,
+                True,
+                False,
+            )
             yield
             with self._job.uses.begin():
                 # Units fetched ahead are for a batch that does not come.
@@ -78,13 +87,16 @@ class OlderWeights:
         """
         if not self._pass.is_stale:
             raise UsageError(
-                "this run without flush was cut short by an exception that something inside it has caught: its stages are not all after the same "
-                "update. Go on from a checkpoint."
+                "this run without flush was cut short by an exception that something inside it has"
+                " caught: its stages are not all after the same update. Go on from a checkpoint."
             )
         made = self._job.steps.index - self._first
         wanted = max(batch - 1, 0)
         if made - wanted not in (0, 1):
-            raise InternalError(f"batch {batch} wants the weights after {wanted} updates of this run, of which {made} are made")
+            raise InternalError(
+                f"batch {batch} wants the weights after {wanted} updates of this run, of which"
+                f" {made} are made"
+            )
         for versions in self._versions:
             versions.compute_with(older=wanted < made)
 

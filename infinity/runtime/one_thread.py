@@ -31,9 +31,10 @@ def wait_for_others(scopes: native.Scopes) -> None:
             changes, since = scopes.changes, time.monotonic()
         elif time.monotonic() - since > PATIENCE:
             raise UsageError(
-                f"thread {threading.current_thread().name} has waited {PATIENCE:g} s for another thread, which is in a forward, a backward or "
-                "another use of this model: one thread uses a wrapped model at a time. Call it from one thread, or from another one only when "
-                "the first has returned."
+                f"thread {threading.current_thread().name} has waited {PATIENCE:g} s for another"
+                " thread, which is in a forward, a backward or another use of this model: one"
+                " thread uses a wrapped model at a time. Call it from one thread, or from another"
+                " one only when the first has returned."
             )
 
 
@@ -52,5 +53,6 @@ def refuse_at_the_end() -> None:
     main = threading.main_thread()
     if threading.current_thread().daemon and not main.is_alive():
         raise UsageError(
-            f"thread {threading.current_thread().name} uses a wrapped model, and the process ends: join it before that"
+            f"thread {threading.current_thread().name} uses a wrapped model, and the process ends:"
+            " join it before that"
         )

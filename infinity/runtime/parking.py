@@ -41,10 +41,14 @@ class Parking:
         if arrays:
             self._store.need_service()
         for array in arrays:
-            place = self._store.allocate_more(Tier.NVME, array.nbytes, "parked state", folder=folder)
+            place = self._store.allocate_more(
+                Tier.NVME, array.nbytes, "parked state", folder=folder
+            )
             flat = array.flat.view(torch.uint8)
             for at in range(0, array.nbytes, PIECE_NBYTES):
-                self._store.write(place, at, flat[at : at + PIECE_NBYTES].cpu(), version=array.extent.version)
+                self._store.write(
+                    place, at, flat[at : at + PIECE_NBYTES].cpu(), version=array.extent.version
+                )
             self._parked.append((array, place))
             self._store.empty(array)
 
@@ -66,7 +70,12 @@ def arrays_in_memory(units: list[ParamUnit]) -> list[StateArray]:
     """Lists the arrays of all units that are not on a disk, without gradient arrays that hold no
     gradient."""
     shards = [shard for unit in units for shard in unit.shards]
-    there = {handle.shard for unit in units for handle in unit.handles if handle.grad and handle.grad.state is not GradState.ABSENT}
+    there = {
+        handle.shard
+        for unit in units
+        for handle in unit.handles
+        if handle.grad and handle.grad.state is not GradState.ABSENT
+    }
     return [
         array
         for shard in shards
@@ -76,7 +85,11 @@ def arrays_in_memory(units: list[ParamUnit]) -> list[StateArray]:
 
 
 def _arrays(shard: ParamShard) -> list[tuple[str, StateArray]]:
-    return [(name, array) for name, array in (*shard.arrays.items(), *shard.spare_arrays.items()) if array.flat is not None]
+    return [
+        (name, array)
+        for name, array in (*shard.arrays.items(), *shard.spare_arrays.items())
+        if array.flat is not None
+    ]
 
 
 def give_back_heap() -> None:

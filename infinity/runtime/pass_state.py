@@ -101,7 +101,10 @@ def define_states(uses: Uses, running: Pass, steps: StepCounter) -> None:
     def is_in_backward() -> bool:
         return torch._C._current_graph_task_id() != -1
 
-    uses.define(State.FORWARD, lambda: bool(running.frames) and scopes.running_here > 0 and not is_in_backward())
+    uses.define(
+        State.FORWARD,
+        lambda: bool(running.frames) and scopes.running_here > 0 and not is_in_backward(),
+    )
     uses.define(State.BACKWARD, lambda: bool(running.tokens) and is_in_backward())
     uses.define(State.ACCUMULATING, lambda: running.is_joined and is_whole())
     uses.define(State.STEPPING, lambda: steps.streaming and is_whole())

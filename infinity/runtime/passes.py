@@ -54,7 +54,9 @@ class Passes:
     def is_recomputed(self) -> bool:
         """Whether the running forward is recomputed in the backward, or is itself that
         recomputation. Both have to compute the same."""
-        if torch._C._current_graph_task_id() != -1 or (self.frames and self.frames[-1].is_recomputed):
+        if torch._C._current_graph_task_id() != -1 or (
+            self.frames and self.frames[-1].is_recomputed
+        ):
             return True
         return is_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(True))
 
@@ -70,7 +72,13 @@ class Passes:
     # --- forward ---
 
     def enter(
-        self, module: torch.nn.Module, units: list[ParamUnit], *, is_root: bool, args: tuple = (), kwargs: dict | None = None
+        self,
+        module: torch.nn.Module,
+        units: list[ParamUnit],
+        *,
+        is_root: bool,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> None:
         """Begins a forward of ``module``, called with ``args`` and ``kwargs``. Blocks until its
         units are resident, so it may wait for the disk and for other ranks."""
@@ -85,13 +93,21 @@ class Passes:
             self.job.in_common.begin(module, args, kwargs or {})
             self._begin(training=torch.is_grad_enabled())
         # Before any unit is held: this may raise, for a module with tensors of an unknown kind.
-        keeping = self.job.activations if torch.is_grad_enabled() and not self.frames and not in_backward else None
+        keeping = (
+            self.job.activations
+            if torch.is_grad_enabled() and not self.frames and not in_backward
+            else None
+        )
         foreign = self._foreign_storages(module) if keeping is not None else set()
         held: list[ParamUnit] = []
         try:
             with self.job.store.guarding():
                 for unit in units:
-                    least = self.backward.gather(unit) if in_backward else self.job.prefetcher.hold(unit)
+                    least = (
+                        self.backward.gather(unit)
+                        if in_backward
+                        else self.job.prefetcher.hold(unit)
+                    )
                     held.append(unit)
                     if in_backward and self.job.reducer is not None:
                         self.job.reducer.start_offered(least)
@@ -99,7 +115,9 @@ class Passes:
             for unit in held:
                 self.job.prefetcher.unhold(unit)
             raise
-        self.frames.append(Frame(module, held, is_recomputed=self.is_recomputed, hooks=self.scopes.hooks))
+        self.frames.append(
+            Frame(module, held, is_recomputed=self.is_recomputed, hooks=self.scopes.hooks)
+        )
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         # A checkpoint recomputes: nothing is kept.
         if keeping is not None and not is_checkpoint(outer):
@@ -129,8 +147,15 @@ class Passes:
     def _foreign_storages(module: torch.nn.Module) -> set[int]:
         """Returns the storages that the module keeps itself: buffers, and parameters that the
         engine does not move."""
-        own = [*module.buffers(), *(param for param in module.parameters() if handle_of(param) is None)]
-        return {local_of(tensor).untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
+        own = [
+            *module.buffers(),
+            *(param for param in module.parameters() if handle_of(param) is None),
+        ]
+        return {
+            local_of(tensor).untyped_storage()._cdata
+            for tensor in own
+            if tensor.layout is torch.strided
+        }
 
     def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Ends the forward of ``module``, with an output or with an exception (then the output is
@@ -141,16 +166,22 @@ class Passes:
         """
         if all(frame.module is not module for frame in self.frames):
             return output  # its pre-hook failed before it entered
-        if self.frames[0].module is module and any(handle_of(tensor) is not None for tensor in _tensors(output)):
+        if self.frames[0].module is module and any(
+            handle_of(tensor) is not None for tensor in _tensors(output)
+        ):
             # A parameter itself is at home after this frame, so a loss could not use it.
-            output = tree_map_only(torch.Tensor, lambda t: t.clone() if handle_of(t) is not None else t, output)
+            output = tree_map_only(
+                torch.Tensor, lambda t: t.clone() if handle_of(t) is not None else t, output
+            )
         # Ended by an exception, for which torch called no hook.
         while (frame := self.frames.pop()).module is not module:
             self._unhold(frame)
         for unit in frame.units:
             self.job.traffic.mark("forward", unit.name, frame.start)
         if frame.units and any(self._is_weight_view(tensor) for tensor in _tensors(output)):
-            output = tree_map_only(torch.Tensor, lambda t: t.clone() if self._is_weight_view(t) else t, output)
+            output = tree_map_only(
+                torch.Tensor, lambda t: t.clone() if self._is_weight_view(t) else t, output
+            )
         self.scopes.pop_hooks(frame.hooks)
         if torch.is_grad_enabled() and output is not None:
             self._watch_backward(frame, args, kwargs, output)
@@ -158,7 +189,9 @@ class Passes:
         if self.frames and self.frames[-1].looked_at:
             self._unhold_looked_at(self.frames[-1], frame.units)
         if not self.frames:
-            self.job.in_common.end(module, (tensor for tensor in _tensors(output) if type(tensor) is not Logits))
+            self.job.in_common.end(
+                module, (tensor for tensor in _tensors(output) if type(tensor) is not Logits)
+            )
             for hook in self.landing_hooks:
                 hook()
             if not torch.is_grad_enabled():
@@ -183,7 +216,11 @@ class Passes:
             self.job.prefetcher.unhold(unit)
 
     def _is_weight_view(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided or type(tensor) in OPAQUE or handle_of(tensor) is not None:
+        if (
+            tensor.layout is not torch.strided
+            or type(tensor) in OPAQUE
+            or handle_of(tensor) is not None
+        ):
             return False
         return self.job.storages.find(local_of(tensor)) is not None
 
@@ -201,7 +238,9 @@ class Passes:
         releases the frozen ones when it leaves them."""
         me = weakref.ref(self.backward)
         units = frame.units
-        if not self.frames and any(tensor.grad_fn is not None for tensor in _tensors((args, kwargs))):
+        if not self.frames and any(
+            tensor.grad_fn is not None for tensor in _tensors((args, kwargs))
+        ):
 
             def come_from_another(_grad: torch.Tensor) -> None:
                 if backward := me():
@@ -221,7 +260,11 @@ class Passes:
 
             for tensor in _computed(output):
                 tensor.register_hook(arrive)
-        frozen = [unit for unit in units if not any(p.requires_grad for shard in unit.shards for p in shard.params)]
+        frozen = [
+            unit
+            for unit in units
+            if not any(p.requires_grad for shard in unit.shards for p in shard.params)
+        ]
         if frozen:
 
             def depart(_grad: torch.Tensor) -> None:
@@ -260,7 +303,11 @@ def _computed(value: Any) -> Iterator[torch.Tensor]:
 
     The gradient of unused logits still reaches the hidden states that they are computed from.
     """
-    return (tensor for tensor in _tensors(value) if type(tensor) is not Logits and tensor.grad_fn is not None)
+    return (
+        tensor
+        for tensor in _tensors(value)
+        if type(tensor) is not Logits and tensor.grad_fn is not None
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

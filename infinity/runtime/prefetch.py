@@ -183,7 +183,9 @@ class Prefetcher:
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
         upcoming = islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD)
         if self._ranks.size > 1:
-            ahead = self._gather_ahead(upcoming if backward else islice(upcoming, GATHERS_AHEAD), offered)
+            ahead = self._gather_ahead(
+                upcoming if backward else islice(upcoming, GATHERS_AHEAD), offered
+            )
             least = least if ahead is None else ahead
         elif self._device.overlaps:
             self._copy_ahead(upcoming)
@@ -193,7 +195,11 @@ class Prefetcher:
         """Begins a root forward with the trace that the schedule expects."""
         self._pass.computing = None
         self.look_ahead.begin_pass(self.schedule.expected())
-        self._collectives.begin_pass(self.schedule.expected(), [unit.index for unit in self._pass.resident], training=training)
+        self._collectives.begin_pass(
+            self.schedule.expected(),
+            [unit.index for unit in self._pass.resident],
+            training=training,
+        )
 
     def _note_compute(self) -> None:
         if self._pass.computing is not None:
@@ -275,7 +281,9 @@ class Prefetcher:
         """Takes ``nbytes`` of the planned window away until the next call; between passes, and the
         same on all ranks of a shard group. Raises CapacityError, with nothing changed, if the
         largest unit would not fit."""
-        self._window.narrow(nbytes, largest_nbytes=max((unit.weight_nbytes for unit in self.units), default=0))
+        self._window.narrow(
+            nbytes, largest_nbytes=max((unit.weight_nbytes for unit in self.units), default=0)
+        )
         while self._resident_nbytes() > self._window.nbytes and (idle := self._idle()):
             self._evict(idle[0])
 
@@ -305,9 +313,9 @@ class Prefetcher:
         if over > 0 and self._ledger.accounts[Tier.DEVICE].budget_nbytes is not None:
             held = ", ".join(other.name for other in self._pass.resident)
             raise CapacityError(
-                f"unit {unit.name} ({format_nbytes(unit.weight_nbytes)}) does not fit the device window of "
-                f"{format_nbytes(self._window.nbytes)} beside the units in use ({held}). Raise "
-                f"Config(device_memory=...) by {format_nbytes(over)}."
+                f"unit {unit.name} ({format_nbytes(unit.weight_nbytes)}) does not fit the device"
+                f" window of {format_nbytes(self._window.nbytes)} beside the units in use ({held})."
+                f" Raise Config(device_memory=...) by {format_nbytes(over)}."
             )
 
     def _idle(self) -> list[ParamUnit]:

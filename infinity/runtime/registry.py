@@ -19,7 +19,14 @@ RECORD = "_infinity"
 class Wrapped:
     """Record of one wrapped model: its engine, and the objects that remove its hooks."""
 
-    def __init__(self, engine: Engine, model: nn.Module, removers: list, optimizer: InfinityOptimizer | None, came_from: dict):
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        removers: list,
+        optimizer: InfinityOptimizer | None,
+        came_from: dict,
+    ):
         self.engine, self.removers = engine, removers
         self._model = weakref.ref(model)
         # An object that holds parts has to live as long as they do.
@@ -46,7 +53,10 @@ def wrapped(model: nn.Module | Sequence[nn.Module]) -> Wrapped:
         model = model[0]
     record = model.__dict__.get(RECORD) if isinstance(model, nn.Module) else None
     if record is None:
-        raise UsageError(f"this {type(model).__name__} is not wrapped: call infinity.wrap_model(model, ...) first")
+        raise UsageError(
+            f"this {type(model).__name__} is not wrapped: call infinity.wrap_model(model, ...)"
+            " first"
+        )
     return record
 
 
@@ -65,5 +75,7 @@ def engine_of(model: nn.Module) -> Engine:
     """Returns the engine of a wrapped model. Raises UsageError if its unwrap has begun."""
     record = wrapped(model)
     if record.unwrapping is not None:
-        raise UsageError("unwrap_model was cut short by an exception: call it again, with the same model")
+        raise UsageError(
+            "unwrap_model was cut short by an exception: call it again, with the same model"
+        )
     return record.engine

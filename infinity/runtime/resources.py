@@ -41,7 +41,11 @@ def make_store(
     nothing yet."""
     ranks = collectives.ranks
     return ShardStore(
-        config.nvme_paths if Tier.NVME in plan.tiers.values() or config.activations == "nvme" else (),
+        (
+            config.nvme_paths
+            if Tier.NVME in plan.tiers.values() or config.activations == "nvme"
+            else ()
+        ),
         ledger,
         traffic,
         service_nbytes=plan.service_nbytes,
@@ -66,7 +70,11 @@ class Resources:
         self._charges: dict[tuple[Tier, str], native.Charge] = {}
         self._regions: dict[str, native.Region] = {}
         for unit in units:
-            tiers, kept, shadowed = plan.tiers_of(unit.index), plan.kept_of(unit.index), unit.index in plan.shadowed
+            tiers, kept, shadowed = (
+                plan.tiers_of(unit.index),
+                plan.kept_of(unit.index),
+                unit.index in plan.shadowed,
+            )
             for shard in unit.shards:
                 shard.allocate(store, tiers, f"unit {unit.name}", kept=kept, shadowed=shadowed)
         weights = self._pool(plan.staging_nbytes, "staged weights")
@@ -75,11 +83,18 @@ class Resources:
         # Keeps the memory alive: the updater has only its address.
         self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")
         self._charge(Tier.HOST, plan.terms[Tier.HOST].get("checksums", 0), "checksums")
-        for what in ("second slices", "gradients on their way", "optimizer slots", "staged weights"):
+        for what in (
+            "second slices",
+            "gradients on their way",
+            "optimizer slots",
+            "staged weights",
+        ):
             self._charge(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what)
         for tier in (Tier.DEVICE, Tier.HOST):
             self._charge(tier, plan.terms[tier].get(BUFFERS, 0), BUFFERS)
-        store.open(list(self._regions.values()), staging=weights, past_host=plan.past_host_nbytes > 0)
+        store.open(
+            list(self._regions.values()), staging=weights, past_host=plan.past_host_nbytes > 0
+        )
 
     def _charge(self, tier: Tier, nbytes: int, what: str) -> None:
         self._charges[tier, what] = self._store.ledger.reserve(tier, nbytes, what)
@@ -104,13 +119,21 @@ class Resources:
         """
         shards, tiers = [shard for unit in sizes for shard in unit.shards], self._plan.tiers
         grads = sorted((shard.nbytes("grad") for shard in shards), reverse=True)
-        wanted = [sum(grads[:count]) for count in (GRADS_AT_ONCE, 1)] if tiers["grad"] is Tier.NVME else [0]
-        if (staging := self._larger(wanted, self._plan.grad_staging_nbytes, "staged gradients")) is not None:
+        wanted = (
+            [sum(grads[:count]) for count in (GRADS_AT_ONCE, 1)]
+            if tiers["grad"] is Tier.NVME
+            else [0]
+        )
+        if (
+            staging := self._larger(wanted, self._plan.grad_staging_nbytes, "staged gradients")
+        ) is not None:
             self.grad_staging = native.PinnedPool(staging)
             self._plan = replace(self._plan, grad_staging_nbytes=staging.nbytes)
         count = self._plan.slot_count
         wanted = [count * optimizer_slot_nbytes(shards, tiers, rung.chunk) for rung in LADDER]
-        if (slots := self._larger(wanted, count * self._plan.slot_nbytes, "optimizer slots")) is None:
+        if (
+            slots := self._larger(wanted, count * self._plan.slot_nbytes, "optimizer slots")
+        ) is None:
             return False
         self._slots, self._plan = slots, replace(self._plan, slot_nbytes=slots.nbytes // count)
         return True
@@ -149,7 +172,9 @@ class Resources:
         """Makes the store of activations, or returns None if torch keeps them."""
         home, device_memory = self._config.activations, self._config.device_memory
         if home in ("host", "nvme"):
-            return ActivationStore(self._store, Tier(home), self.activation_staging, spare_nbytes=None)
+            return ActivationStore(
+                self._store, Tier(home), self.activation_staging, spare_nbytes=None
+            )
         if home == "auto" and device_memory is not None and self._store.device.is_host:
             spare = max(0, device_memory - self._plan.planned_nbytes(Tier.DEVICE))
             return ActivationStore(self._store, Tier.HOST, None, spare_nbytes=spare)

@@ -41,7 +41,11 @@ def storage_span(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     begin = tensor.storage_offset() * tensor.itemsize // ALIGNMENT * ALIGNMENT
     end = (tensor.storage_offset() + last + 1) * tensor.itemsize
-    return (begin, end - begin) if storage_nbytes > LARGEST_EXCESS * (end - begin) else (0, storage_nbytes)
+    return (
+        (begin, end - begin)
+        if storage_nbytes > LARGEST_EXCESS * (end - begin)
+        else (0, storage_nbytes)
+    )
 
 
 class SavedTensor:
@@ -59,9 +63,9 @@ class SavedTensor:
         """Returns the tensor. Raises RuntimeError, as torch does, if it was changed since."""
         if self._tensor._version != self._version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._tensor.type()} {list(self._tensor.shape)}] is at version {self._tensor._version}; expected "
-                f"version {self._version} instead."
+                "one of the variables needed for gradient computation has been modified by an"
+                f" inplace operation: [{self._tensor.type()} {list(self._tensor.shape)}] is at"
+                f" version {self._tensor._version}; expected version {self._version} instead."
             )
         return self._tensor
 
@@ -74,14 +78,24 @@ class SavedDTensor:
     spec: Any
 
 
-def through_dtensors(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> tuple[Callable, Callable]:
+def through_dtensors(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> tuple[Callable, Callable]:
     """Wraps a pair of saved-tensor hooks so that they get the local parts of DTensors."""
 
     def pack_local(tensor: torch.Tensor) -> Any:
-        return SavedDTensor(pack(local_of(tensor)), spec_of(tensor)) if is_distributed(tensor) else pack(tensor)
+        return (
+            SavedDTensor(pack(local_of(tensor)), spec_of(tensor))
+            if is_distributed(tensor)
+            else pack(tensor)
+        )
 
     def unpack_whole(packed: Any) -> torch.Tensor:
-        return over(packed.spec, unpack(packed.packed)) if isinstance(packed, SavedDTensor) else unpack(packed)
+        return (
+            over(packed.spec, unpack(packed.packed))
+            if isinstance(packed, SavedDTensor)
+            else unpack(packed)
+        )
 
     return pack_local, unpack_whole
 
@@ -138,8 +152,9 @@ class Saved:
         """Raises RuntimeError, as torch does, if the tensor was changed while it was sent."""
         if self.was_changed():
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation while it was "
-                "sent home: leave it as it is until the backward, or set Config(activations='device')."
+                "one of the variables needed for gradient computation has been modified by an"
+                " inplace operation while it was sent home: leave it as it is until the backward,"
+                " or set Config(activations='device')."
             )
 
     def came_back(self, storage: torch.UntypedStorage) -> None:
@@ -162,7 +177,9 @@ class View:
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Makes the tensor, over ``storage`` that has its bytes again."""
         offset = self.offset - self.saved.begin // self.dtype.itemsize
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, offset, self.size, self.stride)
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, offset, self.size, self.stride
+        )
         tensor = tensor.conj() if self.conj else tensor
         return torch._neg_view(tensor) if self.neg else tensor
 

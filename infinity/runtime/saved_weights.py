@@ -36,7 +36,14 @@ class SavedWeight:
     @classmethod
     def of(cls, tensor: torch.Tensor, unit: ParamUnit, flat: torch.Tensor) -> SavedWeight:
         """Returns a reference to ``tensor``, a view of ``flat``, a device buffer of ``unit``."""
-        view = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        view = (
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
         return cls(unit, unit.in_use.version, flat, *view)
 
     def check(self) -> None:
@@ -44,13 +51,19 @@ class SavedWeight:
         backward."""
         if self.version != self.unit.in_use.version:
             raise UsageError(
-                f"this backward needs weights of unit {self.unit.name} as they were in its forward, but they were "
-                "changed since (by optimizer.step() or load_state_dict()). Run backward before the step."
+                f"this backward needs weights of unit {self.unit.name} as they were in its forward,"
+                " but they were changed since (by optimizer.step() or load_state_dict()). Run"
+                " backward before the step."
             )
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not self.unit.stays:
+        if (
+            torch.is_grad_enabled()
+            and torch._C._current_graph_task_id() != -1
+            and not self.unit.stays
+        ):
             raise UsageError(
-                f"create_graph=True: the graph of this backward would need the weights of unit {self.unit.name} "
-                "after they have gone home. Second-order gradients need Config(params='device')."
+                "create_graph=True: the graph of this backward would need the weights of unit"
+                f" {self.unit.name} after they have gone home. Second-order gradients need"
+                " Config(params='device')."
             )
 
     def tensor(self) -> torch.Tensor:
@@ -75,7 +88,9 @@ except ImportError:  # pragma: no cover
     pass
 
 
-def saving_hooks(storages: WeightStorages, hold: Callable[[ParamUnit], None]) -> tuple[Callable, Callable]:
+def saving_hooks(
+    storages: WeightStorages, hold: Callable[[ParamUnit], None]
+) -> tuple[Callable, Callable]:
     """Makes a pair of saved-tensor hooks that save weights as references. Other tensors go to the
     hooks around them.
 

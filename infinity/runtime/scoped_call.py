@@ -23,8 +23,8 @@ from ..state.parameter import STORED
 from .job import Job
 
 UNCOMPILED = (
-    "a wrapped model fetches and sends weights between its layers, which is nothing to be compiled: each block is a graph of its own. Leave out "
-    "fullgraph=True"
+    "a wrapped model fetches and sends weights between its layers, which is nothing to be compiled:"
+    " each block is a graph of its own. Leave out fullgraph=True"
 )
 
 
@@ -67,8 +67,9 @@ def refuse_compiled_autograd() -> None:
     dynamo = sys.modules.get("torch._dynamo.config")
     if torch.is_grad_enabled() and getattr(dynamo, "compiled_autograd", False):
         raise UsageError(
-            "compiled autograd would trace what moves weights in the backward, for minutes: set torch._dynamo.config.compiled_autograd = False. "
-            "torch.compile of the model, without it, works"
+            "compiled autograd would trace what moves weights in the backward, for minutes: set"
+            " torch._dynamo.config.compiled_autograd = False. torch.compile of the model, without"
+            " it, works"
         )
 
 
@@ -115,7 +116,9 @@ def _named(error: BaseException) -> UsageError:
         frame = frame.tb_next
     which = f" ({', '.join(names[:5])})" if names else ""
     return UsageError(
-        f"a weight at home{which} was used outside of its own module by a function that does not ask tensors how they are computed with "
-        "(torch.tensor, torch.sparse_coo_tensor, a scripted function), or a view of it was kept from another forward. Give such a function a "
-        f"result of an ordinary operation, as weight.clone() is: that brings the weight. Torch says: {str(error).strip().splitlines()[-1]}"
+        f"a weight at home{which} was used outside of its own module by a function that does not"
+        " ask tensors how they are computed with (torch.tensor, torch.sparse_coo_tensor, a"
+        " scripted function), or a view of it was kept from another forward. Give such a function"
+        " a result of an ordinary operation, as weight.clone() is: that brings the weight. Torch"
+        f" says: {str(error).strip().splitlines()[-1]}"
     )

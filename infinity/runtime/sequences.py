@@ -28,17 +28,23 @@ class Sequences:
         if self._channel is None:
             return
         named = tensors_in([*enumerate(args), *kwargs.items()], "")
-        given = {"the mode": mode_of(root, self._device)} | {name: shape_of(tensor) for name, tensor in named}
+        given = {"the mode": mode_of(root, self._device)} | {
+            name: shape_of(tensor) for name, tensor in named
+        }
         spans = self._collectives.spans_over(self._channel, "a forward", [number_of(given)])
         if spans[0][0] == spans[0][1]:
             return
         mine = self._collectives.ranks.world_rank, given
-        (first, firsts), *others = self._collectives.collect(mine, "what differs at a forward", [self._channel])
+        (first, firsts), *others = self._collectives.collect(
+            mine, "what differs at a forward", [self._channel]
+        )
         rank, theirs = next((rank, theirs) for rank, theirs in others if theirs != firsts)
         name = next(name for name in {**firsts, **theirs} if firsts.get(name) != theirs.get(name))
         error = UsageError(
-            f"a forward: {name} is {firsts.get(name, 'absent')} on rank {first} and {theirs.get(name, 'absent')} on rank {rank}, though they have "
-            "parts of the same sequences. Give all ranks of one coordinate of the other data axes parts of one batch, of equal lengths."
+            f"a forward: {name} is {firsts.get(name, 'absent')} on rank {first} and"
+            f" {theirs.get(name, 'absent')} on rank {rank}, though they have parts of the same"
+            " sequences. Give all ranks of one coordinate of the other data axes parts of one"
+            " batch, of equal lengths."
         )
         self._collectives.fail_elsewhere(self._channel, error)
         raise error

@@ -29,7 +29,9 @@ def shut_down(
         return  # a forked child ends (a data loader's worker): the parent owns everything
     # Called by the garbage collector on the device's own thread, which the rest waits for.
     if device.is_own_thread:
-        threading.Thread(target=shut_down, args=(scopes, store, contents, updaters, names, collectives, device)).start()
+        threading.Thread(
+            target=shut_down, args=(scopes, store, contents, updaters, names, collectives, device)
+        ).start()
         return
     try:
         # A daemon thread may be in a forward as the process ends: its next one is refused.

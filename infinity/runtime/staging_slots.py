@@ -31,7 +31,10 @@ class StagingSlots:
             unit = self._units[index]
             if ahead >= depth:
                 return
-            if not unit.is_staged_from_disk or unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+            if not unit.is_staged_from_disk or unit.residency in (
+                Residency.RESIDENT,
+                Residency.GATHERING,
+            ):
                 continue
             ahead += 1
             if unit.residency is Residency.STORED:
@@ -55,7 +58,11 @@ class StagingSlots:
         """Takes slots for a unit that is needed now. Waits for transfers, then drops units fetched
         ahead, until the slots are free. Raises CapacityError if that is not enough, StorageError if
         a disk hangs."""
-        ahead = [other for other in self._units if other.residency in (Residency.FETCHING, Residency.STAGED)]
+        ahead = [
+            other
+            for other in self._units
+            if other.residency in (Residency.FETCHING, Residency.STAGED)
+        ]
         while (slots := self.try_take(unit)) is None:
             if self._store.collect(wait=True):
                 continue
@@ -65,9 +72,9 @@ class StagingSlots:
                     continue  # a read whose result was dropped
             if not ahead:
                 raise CapacityError(
-                    f"unit {unit.name} needs {format_nbytes(unit.weight_nbytes)} of staging memory, but the pool of "
-                    f"{format_nbytes(self._store.staging.capacity_nbytes)} has "
-                    f"{format_nbytes(self._store.staging.leased_nbytes)} leased"
+                    f"unit {unit.name} needs {format_nbytes(unit.weight_nbytes)} of staging memory,"
+                    f" but the pool of {format_nbytes(self._store.staging.capacity_nbytes)} has"
+                    f" {format_nbytes(self._store.staging.leased_nbytes)} leased"
                 )
             ahead.pop().drop(self._store)
         return slots

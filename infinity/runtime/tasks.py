@@ -50,7 +50,9 @@ class AutogradTasks:
         if task == -1 or task in self._pass.tokens:
             return
         token = begin_task(self._scopes)
-        if not self._scopes.running and all(other() is None for other in self._pass.tokens.values()):
+        if not self._scopes.running and all(
+            other() is None for other in self._pass.tokens.values()
+        ):
             listener.begin_task()  # this is the outermost one
         me, told = weakref.ref(self), weakref.ref(listener)
 
@@ -63,7 +65,9 @@ class AutogradTasks:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _leave(self, task: int, listener: TaskListener) -> None:
-        for nested in [other for other, token in self._pass.tokens.items() if other != task and token() is None]:
+        for nested in [
+            other for other, token in self._pass.tokens.items() if other != task and token() is None
+        ]:
             del self._pass.tokens[nested]  # it failed inside this task, which went on
         if len(self._pass.tokens) == 1:
             listener.end_task()

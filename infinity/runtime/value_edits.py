@@ -23,7 +23,14 @@ from .prefetch import Prefetcher
 class ValueEdits:
     """Writes values of parameters at home. Used from one thread, inside a use of the engine."""
 
-    def __init__(self, store: ShardStore, prefetcher: Prefetcher, journal: Journal, collectives: Collectives, steps: StepCounter):
+    def __init__(
+        self,
+        store: ShardStore,
+        prefetcher: Prefetcher,
+        journal: Journal,
+        collectives: Collectives,
+        steps: StepCounter,
+    ):
         self._store, self._prefetcher, self._journal, self._collectives, self._steps = (
             store,
             prefetcher,
@@ -45,7 +52,9 @@ class ValueEdits:
         load = mistakes.caller("torch/nn/modules/module.py", "load_state_dict")
         refused, error = self._refused
         if refused is not None and refused is load:
-            raise UsageError(f"{handle.name} is not loaded, since the load was refused before: {error}")
+            raise UsageError(
+                f"{handle.name} is not loaded, since the load was refused before: {error}"
+            )
         self._refused = None, ""
         try:
             self._write_value(handle, value)
@@ -69,7 +78,9 @@ class ValueEdits:
             if not is_there:
                 handle.changed()
                 handle.note_edit(value)
-                handle.shard.write_flattened(self._store, handle.index, flat, version=self._steps.index)
+                handle.shard.write_flattened(
+                    self._store, handle.index, flat, version=self._steps.index
+                )
 
         def meet(then: Callable[[], None]) -> None:
             same = handle.shard.collectives.same
@@ -78,24 +89,37 @@ class ValueEdits:
         self._journal.carry_out(change, meet)
 
     def write_changes(
-        self, edited: Sequence[tuple[ParamHandle, torch.Tensor]], what: str, then: Callable[[], None] = lambda: None
+        self,
+        edited: Sequence[tuple[ParamHandle, torch.Tensor]],
+        what: str,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
         """Sends home the elements that differ from the parameters' values; other elements keep the
         bits of their master. All or nothing. Every rank makes the same change, named ``what``.
         ``then`` ends it."""
         self._prefetcher.release_all([handle.unit for handle, _ in edited])
-        found = [(handle, value, handle.shard.changes(self._store, handle.index, value)) for handle, value in edited]
+        found = [
+            (handle, value, handle.shard.changes(self._store, handle.index, value))
+            for handle, value in edited
+        ]
 
         def change() -> None:
             for handle, value, parts in found:
                 handle.changed()
                 handle.note_edit(value)
-                handle.shard.write_changes(self._store, handle.index, parts, version=self._steps.index)
+                handle.shard.write_changes(
+                    self._store, handle.index, parts, version=self._steps.index
+                )
             then()
 
         self._journal.carry_out(change, partial(self._meet, edited, what))
 
-    def _meet(self, edited: Sequence[tuple[ParamHandle, torch.Tensor]], what: str, then: Callable[[], None]) -> None:
+    def _meet(
+        self,
+        edited: Sequence[tuple[ParamHandle, torch.Tensor]],
+        what: str,
+        then: Callable[[], None],
+    ) -> None:
         """Compares ``edited`` with the other ranks. Calls ``then`` as soon as all are known to be
         equal."""
         collectives, comparisons = self._collectives, []
@@ -106,6 +130,11 @@ class ValueEdits:
         if collectives.ranks.tensor is not None:
             common = [value for handle, value in edited if is_common(handle.param)]
             comparisons.append(
-                partial(collectives.same, f"{what} with {len(common)} edited that all have", *common, over_tensors=True)
+                partial(
+                    collectives.same,
+                    f"{what} with {len(common)} edited that all have",
+                    *common,
+                    over_tensors=True,
+                )
             )
         in_turn(comparisons, then)

@@ -72,7 +72,10 @@ class WeightAverage:
             self.free()
             raise
         me = weakref.ref(self)
-        job.uses.define(State.AVERAGED, lambda: (average := me()) is not None and average.is_exchanged and average.is_wanted)
+        job.uses.define(
+            State.AVERAGED,
+            lambda: (average := me()) is not None and average.is_exchanged and average.is_wanted,
+        )
 
     @property
     def job(self) -> Job:
@@ -89,7 +92,9 @@ class WeightAverage:
         # Disk space may hold old bytes, which writes of partial blocks would keep.
         if raw.tier is Tier.NVME:
             for at in range(0, raw.nbytes, PIECE_NUMEL):
-                zeros = torch.zeros(min(PIECE_NUMEL, raw.nbytes - at), dtype=torch.uint8, device="cpu")
+                zeros = torch.zeros(
+                    min(PIECE_NUMEL, raw.nbytes - at), dtype=torch.uint8, device="cpu"
+                )
                 self.job.store.write(raw, at, zeros, version=self.job.steps.index)
         flat = raw.flat.view(dtype) if raw.flat is not None else None
         return StateArray(raw.tier, dtype, shard.slice_numel, raw.extent, flat, raw.charge)
@@ -122,7 +127,11 @@ class WeightAverage:
         if "master" not in shard.arrays:
             return weight
         master = store.read(shard.arrays["master"], piece.begin, piece.end)
-        return native.join_master(weight, master) if shard.spec.master == native.Master.SPLIT else master
+        return (
+            native.join_master(weight, master)
+            if shard.spec.master == native.Master.SPLIT
+            else master
+        )
 
     def _average(self, piece: Piece) -> torch.Tensor:
         return self.job.store.read(self._arrays[piece.shard], piece.begin, piece.end)
@@ -139,7 +148,9 @@ class WeightAverage:
         job = self.job
         for shard in self._arrays:
             shard.wait()
-        job.journal.carry_out(partial(self._carry_out, self._updated, Progress(), self._end_update, self.count + 1))
+        job.journal.carry_out(
+            partial(self._carry_out, self._updated, Progress(), self._end_update, self.count + 1)
+        )
 
     def _updated(self, piece: Piece) -> dict[str, torch.Tensor]:
         value = self._value(piece)
@@ -162,7 +173,15 @@ class WeightAverage:
             shard.wait_idle()
         for handle in job.trained:
             handle.changed()
-        job.journal.carry_out(partial(self._carry_out, self._exchanged, Progress(), self._end_exchange, not self.is_exchanged))
+        job.journal.carry_out(
+            partial(
+                self._carry_out,
+                self._exchanged,
+                Progress(),
+                self._end_exchange,
+                not self.is_exchanged,
+            )
+        )
 
     @torch.no_grad()
     def bring_back(self) -> None:
@@ -178,7 +197,9 @@ class WeightAverage:
     def _end_exchange(self, exchanged: bool) -> None:
         self.is_exchanged = exchanged
 
-    def _carry_out(self, compute: Callable, progress: Progress, end: Callable, argument: int | bool) -> None:
+    def _carry_out(
+        self, compute: Callable, progress: Progress, end: Callable, argument: int | bool
+    ) -> None:
         for number, piece in enumerate(self._pieces()):
             done, ready = progress.at
             if number < done:
@@ -201,21 +222,29 @@ class WeightAverage:
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
         """Reads a parameter's average, flat, in the order of its array. Every rank calls this."""
-        return handle.shard.read_part(self.job.store, "weight", handle.index, array=self._arrays[handle.shard])
+        return handle.shard.read_part(
+            self.job.store, "weight", handle.index, array=self._arrays[handle.shard]
+        )
 
     def read_own(self, handle: ParamHandle) -> torch.Tensor:
         """Reads this rank's slice of a parameter's average, flat."""
         shard = handle.shard
         first = shard.own("weight")[0]
         begin, end = (at - first for at in shard.own_part("weight", handle.index))
-        return self.job.store.read(self._arrays[shard], begin, end) if begin < end else torch.empty(0, dtype=self.dtype_of(handle))
+        return (
+            self.job.store.read(self._arrays[shard], begin, end)
+            if begin < end
+            else torch.empty(0, dtype=self.dtype_of(handle))
+        )
 
     def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
         """Writes this rank's slice of a parameter's average."""
         first = handle.shard.own("weight")[0]
         begin, end = handle.shard.own_part("weight", handle.index)
         if begin < end:
-            self.job.store.write(self._arrays[handle.shard], begin - first, values, version=self.job.steps.index)
+            self.job.store.write(
+                self._arrays[handle.shard], begin - first, values, version=self.job.steps.index
+            )
 
     def resume(self, count: int) -> None:
         """Sets the number of updates, after a load of the averages."""

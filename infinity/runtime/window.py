@@ -23,8 +23,10 @@ class Window:
         planned = self.planned_nbytes
         if planned and planned - nbytes < min(largest_nbytes, planned):
             raise CapacityError(
-                f"the device window of {format_nbytes(planned)} has to leave {format_nbytes(nbytes)} to what passes between stages, but the largest "
-                f"unit takes {format_nbytes(largest_nbytes)}. Raise Config(device_memory=...) by {format_nbytes(largest_nbytes + nbytes - planned)}, or "
-                "use smaller micro-batches."
+                f"the device window of {format_nbytes(planned)} has to leave"
+                f" {format_nbytes(nbytes)} to what passes between stages, but the largest unit"
+                f" takes {format_nbytes(largest_nbytes)}. Raise Config(device_memory=...) by"
+                f" {format_nbytes(largest_nbytes + nbytes - planned)}, or use smaller"
+                " micro-batches."
             )
         self.nbytes = max(0, planned - nbytes)

@@ -55,7 +55,10 @@ def apart(work: Callable[P, R]) -> Callable[P, R]:
 
 
 def _is_plain() -> bool:
-    return not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 def is_compiling() -> bool:
@@ -67,7 +70,11 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     """Tells whether ``tensor`` has bytes of its own: not on meta, of FakeTensorMode, or of a
     transform."""
     local = local_of(tensor)
-    return not (local.is_meta or isinstance(local, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(local))
+    return not (
+        local.is_meta
+        or isinstance(local, FakeTensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(local)
+    )
 
 
 def refuse_without_bytes(what: str, *, transforms: bool = True) -> None:
@@ -77,9 +84,13 @@ def refuse_without_bytes(what: str, *, transforms: bool = True) -> None:
         return
     if (found := _without_bytes(transforms)) is not None:
         instead = mistakes.advice() or (
-            "Do it with the model before wrap_model, or with another one on torch.device('meta') that is not wrapped."
+            "Do it with the model before wrap_model, or with another one on torch.device('meta')"
+            " that is not wrapped."
         )
-        raise UsageError(f"{what} of a wrapped model under {found}: its weights come from home, which is not done there. {instead}")
+        raise UsageError(
+            f"{what} of a wrapped model under {found}: its weights come from home, which is not"
+            f" done there. {instead}"
+        )
 
 
 def _without_bytes(transforms: bool) -> str | None:
@@ -88,6 +99,14 @@ def _without_bytes(transforms: bool) -> str | None:
             return name
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
-    levels = torch._C._functorch.get_interpreter_stack() or [] if transforms and torch.is_grad_enabled() else []
+    levels = (
+        torch._C._functorch.get_interpreter_stack() or []
+        if transforms and torch.is_grad_enabled()
+        else []
+    )
     # The tensors that these save for a backward have no storage.
-    return "a transform of torch.func" if any(level.key() != TransformType.Functionalize for level in levels) else None
+    return (
+        "a transform of torch.func"
+        if any(level.key() != TransformType.Functionalize for level in levels)
+        else None
+    )

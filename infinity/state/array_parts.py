@@ -21,7 +21,12 @@ from .shard_spec import ShardSpec, elements_each
 class ArrayParts:
     """One shard's flat arrays by parameter. To read a part, every rank must call."""
 
-    def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter], collectives: Collectives | None = None):
+    def __init__(
+        self,
+        spec: ShardSpec,
+        params: Sequence[torch.nn.Parameter],
+        collectives: Collectives | None = None,
+    ):
         self.spec, self.params = spec, tuple(params)
         self.collectives = collectives or Collectives()
         self.ranks = self.collectives.ranks
@@ -82,13 +87,17 @@ class ArrayParts:
                 out = torch.empty(pieces[-1][1], dtype=self.arrays[name].dtype, device="cpu")
                 first, last = self.own(name)
                 out[first:last] = store.read(self.arrays[name], 0, last - first)
-                self.collectives.assemble(out, pieces, f"reading {name} of {self.names[0]} and its unit")
+                self.collectives.assemble(
+                    out, pieces, f"reading {name} of {self.names[0]} and its unit"
+                )
                 self._assembled[name] = out
             yield
         finally:
             self._assembled.clear()
 
-    def read_part(self, store: ArrayIO, name: str, index: int, *, array: StateArray | None = None) -> torch.Tensor:
+    def read_part(
+        self, store: ArrayIO, name: str, index: int, *, array: StateArray | None = None
+    ) -> torch.Tensor:
         """Reads parameter ``index``'s part of array ``name``, flat. ``array``: another array of the
         same layout. Every rank calls this, except inside :meth:`assembling`."""
         begin, end = self.part(name, index)

@@ -62,7 +62,9 @@ class DeviceBuffer:
         """Whether the parameters are views of this buffer, not of another version of the
         weights."""
         with DisableTorchFunction():
-            return storage_guard.identity(local_of(self.shard.params[0])) == storage_guard.identity(self.flat)
+            return storage_guard.identity(local_of(self.shard.params[0])) == storage_guard.identity(
+                self.flat
+            )
 
     @property
     def is_held(self) -> bool:
@@ -117,8 +119,9 @@ class DeviceBuffer:
         if not DeviceBuffer._has_told:
             DeviceBuffer._has_told = True
             logger.warning(
-                "%s of weights (%s, ...) stay in memory after their forward, beside the budget: an array of NumPy, an export by DLPack or a view "
-                "of a weight outside of it holds them. Keep a copy instead: weight.detach().clone(). This is said once.",
+                "%s of weights (%s, ...) stay in memory after their forward, beside the budget: an"
+                " array of NumPy, an export by DLPack or a view of a weight outside of it holds"
+                " them. Keep a copy instead: weight.detach().clone(). This is said once.",
                 format_nbytes(self.shard.weight_nbytes),
                 self.shard.names[0],
             )
@@ -134,9 +137,10 @@ class DeviceBuffer:
         storage_guard.close(storage)
         if is_written:
             raise UsageError(
-                f"weights of {self.shard.names[0]}, ... were written to outside of a forward, through an array or an export that was made "
-                "inside one. The change is lost, and the values at home stand: edit weights in `with infinity.full_params(model, names, "
-                "writeback=True)`."
+                f"weights of {self.shard.names[0]}, ... were written to outside of a forward,"
+                " through an array or an export that was made inside one. The change is lost, and"
+                " the values at home stand: edit weights in `with infinity.full_params(model,"
+                " names, writeback=True)`."
             )
 
     # --- replacement of the storage ---
@@ -161,7 +165,10 @@ class DeviceBuffer:
     def align(self, *, shows: bool) -> None:
         """Undoes an interrupted move to another storage. ``shows``: makes the parameters views of
         this buffer."""
-        if any(storage_guard.identity(view) != storage_guard.identity(self.flat) for view in self._views):
+        if any(
+            storage_guard.identity(view) != storage_guard.identity(self.flat)
+            for view in self._views
+        ):
             self._put_views(self.flat.untyped_storage())
         if shows and not self._is_shown:
             self.show()
@@ -170,4 +177,8 @@ class DeviceBuffer:
         """Moves a buffer that is the home itself back to the home's memory."""
         home = self.shard.weight
         if self.is_moved and home.region is not None:
-            self._move_to(native.tensor_at(home.region, home.region.address, home.numel, home.dtype).untyped_storage())
+            self._move_to(
+                native.tensor_at(
+                    home.region, home.region.address, home.numel, home.dtype
+                ).untyped_storage()
+            )

@@ -26,7 +26,9 @@ except ImportError:  # a build of torch without torch.distributed
     class DTensor:  # type: ignore[no-redef]
         """Replaces a class that this build lacks; it has no instances."""
 
-    Partial = Replicate = Shard = distribute_tensor = DTensorSpec = TensorMeta = compute_local_shape_and_global_offset = None
+    Partial = Replicate = Shard = distribute_tensor = DTensorSpec = TensorMeta = (
+        compute_local_shape_and_global_offset
+    ) = None
 
 from ..errors import ConfigError, UsageError
 
@@ -44,7 +46,11 @@ def ranks_over(tensor: torch.Tensor) -> list[int]:
 def is_distributed_parameter(tensor: Any) -> bool:
     """Tells whether ``tensor`` is a Parameter that is exactly a DTensor over a plain local
     tensor."""
-    return type(tensor) is DTensor and isinstance(tensor, torch.nn.Parameter) and type(tensor._local_tensor) is torch.Tensor
+    return (
+        type(tensor) is DTensor
+        and isinstance(tensor, torch.nn.Parameter)
+        and type(tensor._local_tensor) is torch.Tensor
+    )
 
 
 def check_placements(name: str, param: torch.Tensor) -> None:
@@ -56,13 +62,18 @@ def check_placements(name: str, param: torch.Tensor) -> None:
         if type(placement) is not Shard and type(placement) is not Replicate:
             kind = type(placement).__name__.lstrip("_")
             remedy = (
-                "reduce it first: param.redistribute(placements=[Replicate()])" if isinstance(placement, Partial)
-                else "of fully_shard's, give wrap_model the model before it, for the engine shards over the data ranks itself; of a plan that cuts packed "
-                "weights in stripes (packed_colwise), cut the model by infinity.parallel.expert_parallel(model, mesh, cut_rest=True)"
-            )  # fmt: skip
+                "reduce it first: param.redistribute(placements=[Replicate()])"
+                if isinstance(placement, Partial)
+                else (
+                    "of fully_shard's, give wrap_model the model before it, for the engine shards"
+                    " over the data ranks itself; of a plan that cuts packed weights in stripes"
+                    " (packed_colwise), cut the model by infinity.parallel.expert_parallel(model,"
+                    " mesh, cut_rest=True)"
+                )
+            )
             raise ConfigError(
-                f"parameter {name} is a DTensor with placement {kind} on {param.device_mesh}: only Shard and Replicate can be "
-                f"trained here; {remedy}."
+                f"parameter {name} is a DTensor with placement {kind} on {param.device_mesh}: only"
+                f" Shard and Replicate can be trained here; {remedy}."
             )
 
 
@@ -78,7 +89,9 @@ def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return local
     lies = param._spec.tensor_meta
     # Not DTensor.from_local, which makes a view of a possible stand-in.
-    spec = DTensorSpec(param.device_mesh, param.placements, TensorMeta(lies.shape, lies.stride, local.dtype))
+    spec = DTensorSpec(
+        param.device_mesh, param.placements, TensorMeta(lies.shape, lies.stride, local.dtype)
+    )
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -125,8 +138,13 @@ def part_of(param: torch.Tensor, value: torch.Tensor, what: str) -> torch.Tensor
         return value.full_tensor() if isinstance(value, DTensor) else value
     if not isinstance(value, DTensor):
         if value.shape != param.shape:
-            raise UsageError(f"{what}: a tensor of shape {tuple(value.shape)} for a distributed one of {tuple(param.shape)}")
-        return distribute_tensor(value.to(param.device), param.device_mesh, param.placements, src_data_rank=None)._local_tensor
+            raise UsageError(
+                f"{what}: a tensor of shape {tuple(value.shape)} for a distributed one of"
+                f" {tuple(param.shape)}"
+            )
+        return distribute_tensor(
+            value.to(param.device), param.device_mesh, param.placements, src_data_rank=None
+        )._local_tensor
     if value.device_mesh != param.device_mesh:
         raise UsageError(f"{what}: a DTensor on {value.device_mesh} for one on {param.device_mesh}")
     if value.placements != param.placements:
@@ -140,7 +158,11 @@ def counts_here(param: torch.Tensor) -> bool:
     if not isinstance(param, DTensor):
         return True
     coordinate = param.device_mesh.get_coordinate() or ()
-    return all(at == 0 for at, placement in zip(coordinate, param.placements) if isinstance(placement, Replicate))
+    return all(
+        at == 0
+        for at, placement in zip(coordinate, param.placements)
+        if isinstance(placement, Replicate)
+    )
 
 
 def empty_parameter_like(param: torch.Tensor) -> torch.nn.Parameter:
@@ -148,7 +170,9 @@ def empty_parameter_like(param: torch.Tensor) -> torch.nn.Parameter:
     storage."""
     local = torch.empty_like(param._local_tensor, device="cpu")
     local.untyped_storage().resize_(0)
-    return torch.nn.Parameter(DTensor(local, param._spec, requires_grad=False), requires_grad=param.requires_grad)
+    return torch.nn.Parameter(
+        DTensor(local, param._spec, requires_grad=False), requires_grad=param.requires_grad
+    )
 
 
 def span_of(param: torch.Tensor) -> int:
@@ -172,7 +196,9 @@ def part_offset(param: torch.Tensor) -> tuple[int, ...]:
     tensor."""
     if not isinstance(param, DTensor):
         return (0,) * param.dim()
-    return tuple(compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)[1])
+    return tuple(
+        compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)[1]
+    )
 
 
 def let_scalers_mix() -> None:
@@ -191,7 +217,9 @@ def let_scalers_mix() -> None:
         if plain:
             op_call(plain, *others)
         if len(plain) < len(grads):
-            theirs(op_call, ([grad for grad in grads if isinstance(grad, DTensor)], *others), kwargs)
+            theirs(
+                op_call, ([grad for grad in grads if isinstance(grad, DTensor)], *others), kwargs
+            )
 
     unscale.is_infinity = True
     handlers[op] = unscale
@@ -210,7 +238,9 @@ def mesh_of_parameters(params: Iterable[torch.Tensor]) -> Any:
 
 def is_common(param: torch.Tensor) -> bool:
     """Tells whether every rank of the mesh has the whole of ``param``."""
-    return not isinstance(param, DTensor) or all(isinstance(placement, Replicate) for placement in param.placements)
+    return not isinstance(param, DTensor) or all(
+        isinstance(placement, Replicate) for placement in param.placements
+    )
 
 
 def takes_parts(model: torch.nn.Module) -> bool:
@@ -231,11 +261,17 @@ def _layouts_of(hook: Any) -> tuple | None:
     for each in found:
         # torch's hooks hold the layouts, or the style that has them.
         layouts = getattr(each, "input_layouts", each)
-        if isinstance(layouts, (tuple, list)) and any(isinstance(layout, (Shard, Replicate)) for layout in layouts):
+        if isinstance(layouts, (tuple, list)) and any(
+            isinstance(layout, (Shard, Replicate)) for layout in layouts
+        ):
             return tuple(layouts)
     return None
 
 
 def describe_placements(param: torch.Tensor) -> str:
     """Describes the placements of ``param``; empty for a plain one."""
-    return f" {param.placements} over {tuple(param.device_mesh.shape)}" if isinstance(param, DTensor) else ""
+    return (
+        f" {param.placements} over {tuple(param.device_mesh.shape)}"
+        if isinstance(param, DTensor)
+        else ""
+    )

@@ -23,7 +23,9 @@ def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
     """Tells whether the strides visit ``numel`` consecutive elements once each, in any order of
     dimensions."""
     expected = 1
-    for extent, step in sorted(((n, s) for n, s in zip(shape, stride) if n != 1), key=lambda pair: pair[1]):
+    for extent, step in sorted(
+        ((n, s) for n, s in zip(shape, stride) if n != 1), key=lambda pair: pair[1]
+    ):
         if step != expected:
             return False
         expected *= extent

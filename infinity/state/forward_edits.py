@@ -36,7 +36,9 @@ class ForwardEdits:
         self._versions: list[int] = []  # torch's counters when the parameters became resident
         # No counter shows changes of DTensors through .data or detach(). They are compared the
         # first times, and always after a change was found.
-        self._distributed = [param for shard in shards for param in shard.params if is_distributed(param)]
+        self._distributed = [
+            param for shard in shards for param in shard.params if is_distributed(param)
+        ]
         self._compared = 0
         self._edited: set[torch.nn.Parameter] = set()
         self._sums: dict[torch.nn.Parameter, int] = {}
@@ -74,7 +76,10 @@ class ForwardEdits:
                     self._edited.add(param)
                 self._watched.setdefault(param, None)
         params = [param for shard in self._shards for param in shard.params]
-        return any(_count(param) != counted or param in self._watched for param, counted in zip(params, self._versions))
+        return any(
+            _count(param) != counted or param in self._watched
+            for param, counted in zip(params, self._versions)
+        )
 
     def find(self) -> bool:
         """Tells whether any parameter was changed. One given to a user is compared with its value
@@ -82,7 +87,10 @@ class ForwardEdits:
         if not self.look():
             return False
         params = [param for shard in self._shards for param in shard.params]
-        return any(_count(param) != counted or self._differs(param) for param, counted in zip(params, self._versions))
+        return any(
+            _count(param) != counted or self._differs(param)
+            for param, counted in zip(params, self._versions)
+        )
 
     def _differs(self, param: torch.nn.Parameter) -> bool:
         before = self._watched.get(param)
@@ -90,24 +98,37 @@ class ForwardEdits:
             return param in self._watched
         return not same_bits(own_bytes(param), local_of(before)).all()
 
-    def write(self, store: ShardStore, journal: Journal, collectives: Collectives, *, compresses: bool, stays: bool) -> None:
+    def write(
+        self,
+        store: ShardStore,
+        journal: Journal,
+        collectives: Collectives,
+        *,
+        compresses: bool,
+        stays: bool,
+    ) -> None:
         """Sends every change home. If any parameter was changed, ranks compare it, so every rank
         calls this.
 
         ``compresses``: gathered weights differ from home. ``stays``: the device's bytes are the
         home. Raises UsageError if a change cannot be distinguished from the value before.
         """
-        params = [(shard, i, param) for shard in self._shards for i, param in enumerate(shard.params)]
+        params = [
+            (shard, i, param) for shard in self._shards for i, param in enumerate(shard.params)
+        ]
         for (shard, index, param), counted in zip(params, self._versions):
             if _count(param) == counted and param not in self._watched:
                 continue
             before = self._watched.get(param)
             name = param._infinity.name
-            collectives.same(f"changing {name} in a forward", own_bytes(param), over_tensors=is_common(param))
+            collectives.same(
+                f"changing {name} in a forward", own_bytes(param), over_tensors=is_common(param)
+            )
             if compresses and before is None:
                 raise UsageError(
-                    f"{name} was changed in place inside a forward, but it came there compressed. Change it "
-                    "through .data, inside infinity.full_params(..., writeback=True), or set compress_gathers=False."
+                    f"{name} was changed in place inside a forward, but it came there compressed."
+                    " Change it through .data, inside infinity.full_params(..., writeback=True),"
+                    " or set compress_gathers=False."
                 )
             if stays and before is None:
                 if "master" not in shard.arrays:

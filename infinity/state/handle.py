@@ -171,8 +171,8 @@ class ParamHandle:
     def _there(self, reference: weakref.ref[Any]) -> Any:
         if (found := reference()) is None:
             raise UsageError(
-                f"parameter {self.name}: its engine is gone, and with it the bytes at home. Keep the model that wrap_model returned for as "
-                "long as its parameters are used."
+                f"parameter {self.name}: its engine is gone, and with it the bytes at home. Keep"
+                " the model that wrap_model returned for as long as its parameters are used."
             )
         return found
 

@@ -26,17 +26,29 @@ def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], b
         prefix = f"{path}." if path else ""
         if callable(plan) and not any(prefix.startswith(other) for other in covered):
             covered.append(prefix)
-            if patterns := [pattern for pattern, kept in plan(dtype).items() if kept == torch.float32]:
-                found.append((prefix, re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns))))
+            if patterns := [
+                pattern for pattern, kept in plan(dtype).items() if kept == torch.float32
+            ]:
+                found.append(
+                    (
+                        prefix,
+                        re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns)),
+                    )
+                )
 
     def keeps(name: str) -> bool:
         plain = name.replace(".base_layer.", ".")  # PEFT's name for adapted layers
-        return any(plain.startswith(prefix) and pattern.search(plain.removeprefix(prefix)) for prefix, pattern in found)
+        return any(
+            plain.startswith(prefix) and pattern.search(plain.removeprefix(prefix))
+            for prefix, pattern in found
+        )
 
     return keeps
 
 
-def computing_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
+def computing_dtypes(
+    model: nn.Module, param_dtype: torch.dtype | None
+) -> Callable[[torch.Tensor], torch.dtype]:
     """Returns a function from parameters of ``model`` to their compute dtypes: ``param_dtype``, or
     the parameter's own. The own one applies without a ``param_dtype``, to a parameter that is not
     floating point, and to one that is kept in fp32."""
@@ -44,6 +56,10 @@ def computing_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> Calla
     kept = {param for name, param in model.named_parameters(remove_duplicate=False) if keeps(name)}
 
     def dtype_of(param: torch.Tensor) -> torch.dtype:
-        return param.dtype if param_dtype is None or param in kept or not param.is_floating_point() else param_dtype
+        return (
+            param.dtype
+            if param_dtype is None or param in kept or not param.is_floating_point()
+            else param_dtype
+        )
 
     return dtype_of

@@ -48,8 +48,8 @@ class _Lend(torch.autograd.Function):
     def backward(ctx, grad):
         if ctx.handle.version != ctx.version:
             raise UsageError(
-                f"this backward needs {ctx.handle.name} as full_params gave it, but it was changed since (by optimizer.step(), a load or "
-                "an edit). Run backward before that."
+                f"this backward needs {ctx.handle.name} as full_params gave it, but it was changed"
+                " since (by optimizer.step(), a load or an edit). Run backward before that."
             )
         return grad, None, None
 

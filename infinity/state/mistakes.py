@@ -12,11 +12,14 @@ from types import FrameType
 
 import torch
 
-UNWRAP = "Call model, optimizer = infinity.unwrap_model(model, optimizer) first, do it, and wrap again."
+UNWRAP = (
+    "Call model, optimizer = infinity.unwrap_model(model, optimizer) first, do it, and wrap again."
+)
 LENT = "Read or change it inside `with infinity.full_params(model, [{!r}]) as params:`."
 ONLY_SOME = (
-    "backward(inputs=...) asks for weights that are at home. Set requires_grad_(False) on what is to get no gradient, and call backward() without "
-    "inputs; or set their gradients: for p, grad in zip(params, torch.autograd.grad(loss, params)): p.grad = grad"
+    "backward(inputs=...) asks for weights that are at home. Set requires_grad_(False) on what is"
+    " to get no gradient, and call backward() without inputs; or set their gradients: for p, grad"
+    " in zip(params, torch.autograd.grad(loss, params)): p.grad = grad"
 )
 
 # End of a path, names of functions there (none: any) -> the mistake, and what to do. The innermost
@@ -24,43 +27,145 @@ ONLY_SOME = (
 KNOWN: list[tuple[str, frozenset[str], str]] = [
     (path, frozenset(names.split()), advice)
     for path, names, advice in [
-        ("torch/nn/parallel/distributed.py", "", "DistributedDataParallel was put around a wrapped model: the engine averages gradients over the ranks "
-         "itself. Call infinity.wrap_model on every rank and leave DistributedDataParallel out."),
-        ("torch/distributed/fsdp/", "", "FSDP was put around a wrapped model: the engine shards over the ranks itself. Leave FSDP out."),
-        ("torch/distributed/checkpoint/state_dict.py", "", "Use model.state_dict() and optimizer.state_dict(), or infinity.save_checkpoint(path, model, "
-         "optimizer)."),
-        ("torch/optim/swa_utils.py", "", "An average of weights at home is infinity.ema(model, decay) or infinity.swa(model), whose update() follows each "
-         "step; or read them step by step: with torch.no_grad(), infinity.full_params(model) as params."),
-        ("diffusers/training_utils.py", "", "An average of weights at home is infinity.ema(model, decay), whose update() follows each step; EMAModel copies "
-         "every weight."),
-        ("torch/optim/", "step _init_group", "This is not the optimizer that wrap_model returned: it would need the weights at home. Take the result, model, optimizer = "
-         "infinity.wrap_model(model, optimizer, config), and step that optimizer. Several optimizers for one model are one with a parameter group each; "
-         "a new one is built after unwrap_model, and wrapped with the model again."),
-        ("torch/autograd/graph.py", "register_multi_grad_hook _get_grad_fn_or_grad_acc", "Register one hook for each parameter: param.register_post_accumulate_grad_hook(hook)."),
-        ("trl/trainer/callbacks.py", "_sync_target_model", "sync_ref_model changes the reference model's weights outside its forward: leave it out, or "
-         "keep a plain reference model."),
-        ("peft/", "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter get_delta_weight", "Adapters are merged into weights at "
-         "home by infinity.integrations.merge_adapters(model), and into files by save_merged(model, folder)."),
-        ("transformers/modeling_utils.py", "resize_token_embeddings _resize_token_embeddings _get_resized_embeddings resize_embeddings", "The "
-         f"embeddings' size is fixed while the model is wrapped. {UNWRAP}"),
-        ("torch/export/", "", f"A wrapped model cannot be exported: its weights are not in memory. {UNWRAP}"),
-        ("torch/onnx/", "", f"A wrapped model cannot be exported: its weights are not in memory. {UNWRAP}"),
-        ("torch/jit/", "", f"A wrapped model cannot be traced or scripted: its weights are not in memory. {UNWRAP}"),
+        (
+            "torch/nn/parallel/distributed.py",
+            "",
+            (
+                "DistributedDataParallel was put around a wrapped model: the engine averages"
+                " gradients over the ranks itself. Call infinity.wrap_model on every rank and leave"
+                " DistributedDataParallel out."
+            ),
+        ),
+        (
+            "torch/distributed/fsdp/",
+            "",
+            (
+                "FSDP was put around a wrapped model: the engine shards over the ranks itself."
+                " Leave FSDP out."
+            ),
+        ),
+        (
+            "torch/distributed/checkpoint/state_dict.py",
+            "",
+            (
+                "Use model.state_dict() and optimizer.state_dict(), or"
+                " infinity.save_checkpoint(path, model, optimizer)."
+            ),
+        ),
+        (
+            "torch/optim/swa_utils.py",
+            "",
+            (
+                "An average of weights at home is infinity.ema(model, decay) or"
+                " infinity.swa(model), whose update() follows each step; or read them step by step:"
+                " with torch.no_grad(), infinity.full_params(model) as params."
+            ),
+        ),
+        (
+            "diffusers/training_utils.py",
+            "",
+            (
+                "An average of weights at home is infinity.ema(model, decay), whose update()"
+                " follows each step; EMAModel copies every weight."
+            ),
+        ),
+        (
+            "torch/optim/",
+            "step _init_group",
+            (
+                "This is not the optimizer that wrap_model returned: it would need the weights at"
+                " home. Take the result, model, optimizer = infinity.wrap_model(model, optimizer,"
+                " config), and step that optimizer. Several optimizers for one model are one with a"
+                " parameter group each; a new one is built after unwrap_model, and wrapped with the"
+                " model again."
+            ),
+        ),
+        (
+            "torch/autograd/graph.py",
+            "register_multi_grad_hook _get_grad_fn_or_grad_acc",
+            "Register one hook for each parameter: param.register_post_accumulate_grad_hook(hook).",
+        ),
+        (
+            "trl/trainer/callbacks.py",
+            "_sync_target_model",
+            (
+                "sync_ref_model changes the reference model's weights outside its forward: leave it"
+                " out, or keep a plain reference model."
+            ),
+        ),
+        (
+            "peft/",
+            (
+                "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter"
+                " get_delta_weight"
+            ),
+            (
+                "Adapters are merged into weights at home by"
+                " infinity.integrations.merge_adapters(model), and into files by save_merged(model,"
+                " folder)."
+            ),
+        ),
+        (
+            "transformers/modeling_utils.py",
+            (
+                "resize_token_embeddings _resize_token_embeddings _get_resized_embeddings"
+                " resize_embeddings"
+            ),
+            f"The embeddings' size is fixed while the model is wrapped. {UNWRAP}",
+        ),
+        (
+            "torch/export/",
+            "",
+            f"A wrapped model cannot be exported: its weights are not in memory. {UNWRAP}",
+        ),
+        (
+            "torch/onnx/",
+            "",
+            f"A wrapped model cannot be exported: its weights are not in memory. {UNWRAP}",
+        ),
+        (
+            "torch/jit/",
+            "",
+            (
+                "A wrapped model cannot be traced or scripted: its weights are not in memory."
+                f" {UNWRAP}"
+            ),
+        ),
         ("torch/nn/utils/prune.py", "", f"Prune before wrap_model. {UNWRAP}"),
         ("torch/nn/utils/weight_norm.py", "", f"Parametrise before wrap_model. {UNWRAP}"),
         ("torch/nn/utils/spectral_norm.py", "", f"Parametrise before wrap_model. {UNWRAP}"),
         ("torch/nn/utils/parametrizations.py", "", f"Parametrise before wrap_model. {UNWRAP}"),
         ("torch/nn/utils/parametrize.py", "", f"Parametrise before wrap_model. {UNWRAP}"),
         ("torch/ao/quantization/", "", f"Quantise a plain model. {UNWRAP}"),
-        ("torch/nn/modules/module.py", "half float double bfloat16 to type cuda cpu to_empty share_memory", "The model's dtype and device are fixed while "
-         "it is wrapped. Choose them before: infinity.Config(param_dtype='bf16', device='cuda'), or model.to(...) before wrap_model."),
+        (
+            "torch/nn/modules/module.py",
+            "half float double bfloat16 to type cuda cpu to_empty share_memory",
+            (
+                "The model's dtype and device are fixed while it is wrapped. Choose them before:"
+                " infinity.Config(param_dtype='bf16', device='cuda'), or model.to(...) before"
+                " wrap_model."
+            ),
+        ),
         ("torch/_tensor.py", "backward", ONLY_SOME),
         ("torch/autograd/__init__.py", "backward", ONLY_SOME),
-        ("torch/nn/parameter.py", "__new__", "A Parameter of its own is made of a copy: torch.nn.Parameter(weight.clone()) inside a forward, or of what "
-         "infinity.full_params(model, names) gives."),
-        ("torch/nn/init.py", "", "Initialise before wrap_model, or inside `with infinity.full_params(model, writeback=True)`."),
+        (
+            "torch/nn/parameter.py",
+            "__new__",
+            (
+                "A Parameter of its own is made of a copy: torch.nn.Parameter(weight.clone())"
+                " inside a forward, or of what infinity.full_params(model, names) gives."
+            ),
+        ),
+        (
+            "torch/nn/init.py",
+            "",
+            (
+                "Initialise before wrap_model, or inside `with infinity.full_params(model,"
+                " writeback=True)`."
+            ),
+        ),
     ]
-]  # fmt: skip
+]
 DEEPEST = 60  # frames that are searched
 
 
@@ -93,8 +198,10 @@ def called_alone(param: torch.Tensor) -> str:
         return ""
     kind = type(module).__name__
     return (
-        f"This {kind} was called by itself, and its weights come with a larger part of the model. Call the model, or that part, and take what is "
-        f"inside by a forward hook (register_forward_hook); or have every {kind} be a part of its own: Config(units=[{kind!r}])."
+        f"This {kind} was called by itself, and its weights come with a larger part of the model."
+        " Call the model, or that part, and take what is inside by a forward hook"
+        f" (register_forward_hook); or have every {kind} be a part of its own:"
+        f" Config(units=[{kind!r}])."
     )
 
 
@@ -104,7 +211,10 @@ def caller(path: str, name: str = "") -> FrameType | None:
     for _ in range(DEEPEST):
         if frame is None:
             return None
-        if frame.f_code.co_filename.replace(os.sep, "/").endswith(path) and name in ("", frame.f_code.co_name):
+        if frame.f_code.co_filename.replace(os.sep, "/").endswith(path) and name in (
+            "",
+            frame.f_code.co_name,
+        ):
             return frame
         frame = frame.f_back
     return None

@@ -138,31 +138,59 @@ QUICK = {
 }
 
 STALE_REMEDY = (
-    "{} is not available while a pipeline runs without flush: its stages are not all after the same update. "
-    "Call it when run() has returned, which flushes: between two calls there is one version of the weights."
+    "{} is not available while a pipeline runs without flush: its stages are not all after the same"
+    " update. Call it when run() has returned, which flushes: between two calls there is one"
+    " version of the weights."
 )
 REMEDIES = {
-    State.UNWRAPPED: "{} needs weights that went with the engine: the model was unwrapped, or is gone. Use the model "
-    "and the optimizer that unwrap_model returned, and run a backward before unwrap_model.",
-    State.FORWARD: "{} inside a forward of the model, from a hook or a module: call it when the forward is over.",
-    State.BACKWARD: "{} inside a backward of the model, from a hook: call it when the backward is over.",
-    State.ACCUMULATING: "{} is not available here: gradients of several micro-batches are incomplete until the "
-    "`with infinity.accumulate(...)` block, or the step of the pipeline's schedule, is over. Read, clip, step and zero "
-    "gradients after it.",
-    State.STEPPING: "{} inside `with optimizer.step_in_backward()`: part of the units are stepped there. Call it "
-    "before that block, or after optimizer.step().",
-    State.STEPPED: "{} between step_in_backward and its step(): part of the units are stepped. Call optimizer.step() first.",
-    State.AVERAGED: "{} is not available inside `with average.applied()`: the model has its average for weights. Call it "
-    "after that block.",
+    State.UNWRAPPED: (
+        "{} needs weights that went with the engine: the model was unwrapped, or is gone. Use the"
+        " model and the optimizer that unwrap_model returned, and run a backward before"
+        " unwrap_model."
+    ),
+    State.FORWARD: (
+        "{} inside a forward of the model, from a hook or a module: call it when the forward is"
+        " over."
+    ),
+    State.BACKWARD: (
+        "{} inside a backward of the model, from a hook: call it when the backward is over."
+    ),
+    State.ACCUMULATING: (
+        "{} is not available here: gradients of several micro-batches are incomplete until the"
+        " `with infinity.accumulate(...)` block, or the step of the pipeline's schedule, is over."
+        " Read, clip, step and zero gradients after it."
+    ),
+    State.STEPPING: (
+        "{} inside `with optimizer.step_in_backward()`: part of the units are stepped there. Call"
+        " it before that block, or after optimizer.step()."
+    ),
+    State.STEPPED: (
+        "{} between step_in_backward and its step(): part of the units are stepped. Call"
+        " optimizer.step() first."
+    ),
+    State.AVERAGED: (
+        "{} is not available inside `with average.applied()`: the model has its average for"
+        " weights. Call it after that block."
+    ),
     State.STALE: STALE_REMEDY,
     State.BETWEEN: STALE_REMEDY,
 }
 # Better remedies for single cells than the state's.
 SPECIAL = {
-    (Operation.STEP, State.BACKWARD): "optimizer.step() inside a backward, from a hook: to step units while it runs, use "
-    "`with optimizer.step_in_backward(): loss.backward()`, and call step() after that.",
-    (Operation.ACCUMULATE, State.ACCUMULATING): "infinity.accumulate inside another one, or inside a step of a pipeline's "
-    "schedule: its micro-batches are added up by the outer one already. Leave the inner block out.",
+    (
+        Operation.STEP,
+        State.BACKWARD,
+    ): (
+        "optimizer.step() inside a backward, from a hook: to step units while it runs, use "
+        "`with optimizer.step_in_backward(): loss.backward()`, and call step() after that."
+    ),
+    (
+        Operation.ACCUMULATE,
+        State.ACCUMULATING,
+    ): (
+        "infinity.accumulate inside another one, or inside a step of a pipeline's schedule: its"
+        " micro-batches are added up by the outer one already. Leave the inner block out."
+    ),
 }
 
 
@@ -171,7 +199,9 @@ def _read(table: str) -> dict[Operation, tuple[State, ...]]:
     states = [State(letter) for letter in header.split()]
     found: dict[Operation, tuple[State, ...]] = {}
     for name, *cells in map(str.split, rows):
-        found[Operation[name]] = tuple(state for state, cell in zip(states, cells, strict=True) if cell == state.value)
+        found[Operation[name]] = tuple(
+            state for state, cell in zip(states, cells, strict=True) if cell == state.value
+        )
     return found
 
 
@@ -180,4 +210,6 @@ REFUSED = _read(TABLE)
 
 def refusal(operation: Operation, state: State, what: str | None = None) -> UsageError:
     """Makes the error for ``operation`` in ``state``. ``what``: its name in the message."""
-    return UsageError(SPECIAL.get((operation, state), REMEDIES[state]).format(what or operation.value))
+    return UsageError(
+        SPECIAL.get((operation, state), REMEDIES[state]).format(what or operation.value)
+    )

@@ -73,8 +73,8 @@ class _WatchedData:
 
 def _refuse_copy(param: torch.Tensor, what: str) -> UsageError:
     return UsageError(
-        f"parameter {handle_of(param).name} is managed by Infinity and cannot be {what}. Use model.state_dict(), "
-        "infinity.save_checkpoint(), or infinity.unwrap_model() first."
+        f"parameter {handle_of(param).name} is managed by Infinity and cannot be {what}. Use"
+        " model.state_dict(), infinity.save_checkpoint(), or infinity.unwrap_model() first."
     )
 
 
@@ -94,34 +94,61 @@ class ResidentParameter(torch.nn.Parameter):
 def _metadata_functions() -> set:
     """Returns functions that read or write a tensor's metadata, never its bytes."""
     attributes = (
-        "shape dtype device requires_grad grad_fn is_leaf layout ndim names is_cuda is_cpu is_meta is_sparse "
-        "is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xpu is_mtia is_vulkan is_ipu is_maia _version "
-        "output_nr _backward_hooks _post_accumulate_grad_hooks retains_grad itemsize nbytes _base volatile"
+        "shape dtype device requires_grad grad_fn is_leaf layout ndim names is_cuda is_cpu is_meta"
+        " is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xpu is_mtia is_vulkan"
+        " is_ipu is_maia _version output_nr _backward_hooks _post_accumulate_grad_hooks"
+        " retains_grad itemsize nbytes _base volatile"
     ).split()
     methods = (
-        "size dim numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex "
-        "is_signed requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__ "
-        "untyped_storage is_shared get_device ndimension is_same_size is_inference is_conj is_neg "
-        "has_names dim_order is_set_to"
+        "size dim numel nelement stride storage_offset element_size is_contiguous is_floating_point"
+        " is_complex is_signed requires_grad_ register_hook register_post_accumulate_grad_hook"
+        " retain_grad __hash__ __len__ untyped_storage is_shared get_device ndimension is_same_size"
+        " is_inference is_conj is_neg has_names dim_order is_set_to"
     ).split()
     found = set()
     for name in attributes:
         if (attribute := getattr(torch.Tensor, name, None)) is not None:
-            found |= {getattr(attribute, accessor, None) for accessor in ("__get__", "__set__", "__delete__")}
+            found |= {
+                getattr(attribute, accessor, None)
+                for accessor in ("__get__", "__set__", "__delete__")
+            }
     found |= {getattr(torch.Tensor, name, None) for name in methods}
-    found |= {getattr(torch, name, None) for name in ("is_floating_point", "is_complex", "numel", "is_signed",
-              "_has_compatible_shallow_copy_type", "is_same_size", "result_type", "is_inference")}  # fmt: skip
+    found |= {
+        getattr(torch, name, None)
+        for name in (
+            "is_floating_point",
+            "is_complex",
+            "numel",
+            "is_signed",
+            "_has_compatible_shallow_copy_type",
+            "is_same_size",
+            "result_type",
+            "is_inference",
+        )
+    }
     return found - {None}
 
 
 _METADATA = _metadata_functions()
 # Their results have the shape, dtype and device of a tensor, and none of its bytes.
-_LIKE = {getattr(torch, f"{kind}_like") for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")} | {
-    getattr(torch.Tensor, f"new_{kind}") for kind in ("empty", "empty_strided", "zeros", "ones", "full", "tensor")
+_LIKE = {
+    getattr(torch, f"{kind}_like")
+    for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+} | {
+    getattr(torch.Tensor, f"new_{kind}")
+    for kind in ("empty", "empty_strided", "zeros", "ones", "full", "tensor")
 }
 _DETACH = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
-_TO = {torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.float, torch.Tensor.bfloat16,
-       torch.Tensor.half, torch.Tensor.type}  # fmt: skip
+_TO = {
+    torch.Tensor.to,
+    torch.Tensor.contiguous,
+    torch.Tensor.cpu,
+    torch.Tensor.cuda,
+    torch.Tensor.float,
+    torch.Tensor.bfloat16,
+    torch.Tensor.half,
+    torch.Tensor.type,
+}
 
 
 _EQUAL = {torch.equal, torch.Tensor.equal}
@@ -142,7 +169,11 @@ class _Stored:
             return False  # torch would read the address
         subject = args[0] if args and isinstance(args[0], _Stored) else None
         leaves = tree_flatten((args, kwargs))[0]
-        if func in _LIKE and subject is not None and not any(isinstance(leaf, _Stored) for leaf in leaves[1:]):
+        if (
+            func in _LIKE
+            and subject is not None
+            and not any(isinstance(leaf, _Stored) for leaf in leaves[1:])
+        ):
             return _like(func, subject, args[1:], kwargs)
         if any(leaf.__class__ in STORED and lent_to(leaf) is not None for leaf in leaves):
             return _on_lent(func, args, kwargs)
@@ -165,7 +196,9 @@ class _Stored:
                 engine.write_value(handle_of(subject), args[1])
                 return subject
             for tensor in touched:
-                handle_of(tensor).engine.touch(handle_of(tensor), getattr(func, "__name__", str(func)))
+                handle_of(tensor).engine.touch(
+                    handle_of(tensor), getattr(func, "__name__", str(func))
+                )
                 # So that its next use is routed through here too.
                 if isinstance(tensor, torch.nn.Parameter):
                     tensor.__class__ = StoredDTensor if is_distributed(tensor) else StoredParameter
@@ -176,7 +209,10 @@ class _Stored:
     def __repr__(self, *, tensor_contents=None):
         handle = handle_of(self)
         home = handle.shard.weight.tier if handle.is_alive else "gone"
-        return f"{type(self).__name__}({handle.name}, shape={tuple(self.shape)}, dtype={self.dtype}, home={home})"
+        return (
+            f"{type(self).__name__}({handle.name}, shape={tuple(self.shape)}, dtype={self.dtype},"
+            f" home={home})"
+        )
 
     __str__ = __repr__
 
@@ -250,7 +286,11 @@ class StoredAlias(_Stored, torch.Tensor):
         """Makes the alias of a parameter, or of another alias."""
         with DisableTorchFunction():
             alias = torch.Tensor._make_wrapper_subclass(
-                StoredAlias, source.shape, strides=source.stride(), dtype=source.dtype, device=source.device
+                StoredAlias,
+                source.shape,
+                strides=source.stride(),
+                dtype=source.dtype,
+                device=source.device,
             )
             storage_guard.close(alias.untyped_storage())
         alias._infinity = handle_of(source)
@@ -268,7 +308,9 @@ class StoredAlias(_Stored, torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         # Only calls that bypass __torch_function__ arrive here: torch.tensor(alias), for example.
         # Calls that bypass this too (DLPack) meet the storage guard.
-        aliases = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias)]
+        aliases = [
+            leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias)
+        ]
         engine = handle_of(aliases[0]).engine
         with engine.uses.begin():
             for alias in aliases:
@@ -331,19 +373,38 @@ def _equal(one: Any, other: Any) -> bool | None:
         return True
     if one.shape != other.shape:
         return False
-    values = (each if (handle := handle_of(each)) is None else handle.engine.read_value(handle) for each in (one, other))
+    values = (
+        each if (handle := handle_of(each)) is None else handle.engine.read_value(handle)
+        for each in (one, other)
+    )
     return torch.equal(*values)
 
 
-_TYPE_NAMES = {dtype: torch.empty(0, dtype=dtype).type().removeprefix("torch.") for dtype in (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16, torch.int32,
-    torch.int64, torch.bool, torch.complex64, torch.complex128)}  # fmt: skip
+_TYPE_NAMES = {
+    dtype: torch.empty(0, dtype=dtype).type().removeprefix("torch.")
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
 
 
 def _converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> bool:
     """Returns whether a conversion would return the tensor unchanged."""
     with torch.device("meta"):
-        probe = torch.empty_strided(tuple(subject.shape), subject.stride(), dtype=subject.dtype, device="meta")
+        probe = torch.empty_strided(
+            tuple(subject.shape), subject.stride(), dtype=subject.dtype, device="meta"
+        )
     if kwargs.get("copy"):
         return False
     rest = [_META if _is_own_device(value, subject) else value for value in args[1:]]
@@ -378,7 +439,9 @@ def _is_own_device(value: Any, subject: torch.Tensor) -> bool:
     value = _device(value)
     if value is None or value.type != subject.device.type:
         return False
-    return value.index is None or subject.device.index is None or value.index == subject.device.index
+    return (
+        value.index is None or subject.device.index is None or value.index == subject.device.index
+    )
 
 
 def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
@@ -388,6 +451,6 @@ def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
         return
     name = handle_of(subject).name
     raise UsageError(
-        f"assigning {name}.data would not reach its home. Use `with infinity.full_params(model, [{name!r}], "
-        "writeback=True)`, or load_state_dict()."
+        f"assigning {name}.data would not reach its home. Use `with infinity.full_params(model,"
+        f" [{name!r}], writeback=True)`, or load_state_dict()."
     )

@@ -44,7 +44,9 @@ def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
     return type(param) is nn.Parameter or is_distributed_parameter(param)
 
 
-def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.Parameter, int] | None = None) -> list[Group]:
+def partition(
+    model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.Parameter, int] | None = None
+) -> list[Group]:
     """Makes the groups of ``model`` in the order of its modules; every managed parameter is in
     exactly one.
 
@@ -52,12 +54,18 @@ def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.
     tiles -> rows of a tile; each is a group of its own without an owner. Raises ConfigError for a
     name without a module.
     """
-    blocks = list(_repeated_blocks("", model)) if isinstance(units, str) else _named_blocks(model, units)
+    blocks = (
+        list(_repeated_blocks("", model)) if isinstance(units, str) else _named_blocks(model, units)
+    )
     names = parameter_names(model)
-    groups = [Group(names[param][0], [param], [], tile_rows=rows) for param, rows in (tiled or {}).items()]
+    groups = [
+        Group(names[param][0], [param], [], tile_rows=rows) for param, rows in (tiled or {}).items()
+    ]
     taken = set(tiled or ())
     for param in [
-        param for param in dict.fromkeys(model.parameters()) if is_shared(param) and is_managed(param) and param not in taken
+        param
+        for param in dict.fromkeys(model.parameters())
+        if is_shared(param) and is_managed(param) and param not in taken
     ]:
         # Alone, so that both of its stages have the same layout.
         groups.append(Group(names[param][0], [param], []))
@@ -73,7 +81,9 @@ def partition(model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.
             taken |= set(params)
             groups.append(Group(name, params, [block], block))
     largest = max((_nbytes(group.params) for group in groups if not group.tile_rows), default=0)
-    groups += _rest(model, taken, small=max(SMALL_NBYTES, largest // 4), cap=max(4 * SMALL_NBYTES, largest))
+    groups += _rest(
+        model, taken, small=max(SMALL_NBYTES, largest // 4), cap=max(4 * SMALL_NBYTES, largest)
+    )
     _add_outside_owners(model, groups)
     return groups
 
@@ -105,7 +115,9 @@ def _named_blocks(model: nn.Module, units: tuple[str, ...]) -> list[tuple[str, n
     found = {type(module).__name__ for _, module in blocks}
     if missing := [unit for unit in units if unit not in found]:
         classes = sorted({type(module).__name__ for module in model.modules()})
-        raise ConfigError(f"units: no module of class {', '.join(missing)}; the model has {', '.join(classes)}")
+        raise ConfigError(
+            f"units: no module of class {', '.join(missing)}; the model has {', '.join(classes)}"
+        )
     return blocks
 
 
@@ -138,7 +150,12 @@ def _add_outside_owners(model: nn.Module, groups: list[Group]) -> None:
     for module in model.modules():
         for param in module.parameters(recurse=False):
             group = group_of.get(param)
-            if group is not None and not group.tile_rows and module not in inside[id(group)] and module not in group.owners:
+            if (
+                group is not None
+                and not group.tile_rows
+                and module not in inside[id(group)]
+                and module not in group.owners
+            ):
                 group.owners.append(module)
 
 

@@ -19,7 +19,11 @@ class Parts(nn.Module):
         self.__dict__["merged_of"] = {}
         self.__dict__["parts"] = list(parts)  # no children: their children are ours
         # Draws the values of a model on meta: a transformers model's own.
-        if callable(draw := next((part._init_weights for part in parts if hasattr(part, "_init_weights")), None)):
+        if callable(
+            draw := next(
+                (part._init_weights for part in parts if hasattr(part, "_init_weights")), None
+            )
+        ):
             self.__dict__["_init_weights"] = draw
         if _have_names_in_common(parts):
             for number, part in enumerate(parts):
@@ -37,15 +41,23 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 def called_for(model: nn.Module, module: nn.Module) -> list[nn.Module]:
     """Lists the modules that a call of ``module`` of ``model`` means: itself, or those merged into
     it."""
-    return model.__dict__["merged_of"].get(module, [module]) if isinstance(model, Parts) else [module]
+    return (
+        model.__dict__["merged_of"].get(module, [module]) if isinstance(model, Parts) else [module]
+    )
 
 
 def _have_names_in_common(parts: Sequence[nn.Module]) -> bool:
     tensors: dict[str, object] = {}
-    return any(tensors.setdefault(name, param) is not param for part in parts for name, param in part.named_parameters())
+    return any(
+        tensors.setdefault(name, param) is not param
+        for part in parts
+        for name, param in part.named_parameters()
+    )
 
 
-def _merge(into: nn.Module, modules: Sequence[nn.Module], merged_of: dict[nn.Module, list[nn.Module]]) -> None:
+def _merge(
+    into: nn.Module, modules: Sequence[nn.Module], merged_of: dict[nn.Module, list[nn.Module]]
+) -> None:
     """Merges ``modules``, the same module in several parts, into ``into``. They then share one dict
     of parameters, so that replacing a tensor there replaces it for all. If buffers have one name,
     the first keeps it."""
@@ -53,21 +65,32 @@ def _merge(into: nn.Module, modules: Sequence[nn.Module], merged_of: dict[nn.Mod
     for module in modules:
         into._parameters.update(module._parameters)
         module._parameters = into._parameters
-        apart = [name for name, buffer in module._buffers.items() if into._buffers.get(name, buffer) is not buffer]
+        apart = [
+            name
+            for name, buffer in module._buffers.items()
+            if into._buffers.get(name, buffer) is not buffer
+        ]
         for name in apart:
             into._buffers[_free(name, into._buffers)] = module._buffers[name]
-        into._buffers.update({name: buffer for name, buffer in module._buffers.items() if name not in apart})
+        into._buffers.update(
+            {name: buffer for name, buffer in module._buffers.items() if name not in apart}
+        )
         into._non_persistent_buffers_set |= module._non_persistent_buffers_set
         if not apart:
             module._buffers = into._buffers
     for name in dict.fromkeys(name for module in modules for name in module._modules):
-        children = dict.fromkeys(child for module in modules if (child := module._modules.get(name)) is not None)
+        children = dict.fromkeys(
+            child for module in modules if (child := module._modules.get(name)) is not None
+        )
         holding = [child for child in children if _holds_tensors(child)] or list(children)[:1]
         if len(holding) == 1:
             into._modules[name] = holding[0]
         elif holding:
             kinds = {type(child) for child in holding}
-            kind = next((kind for kind in (nn.ModuleList, nn.ModuleDict, nn.Sequential) if kinds == {kind}), nn.Module)
+            kind = next(
+                (kind for kind in (nn.ModuleList, nn.ModuleDict, nn.Sequential) if kinds == {kind}),
+                nn.Module,
+            )
             into._modules[name] = node = kind()
             _merge(node, holding, merged_of)
 

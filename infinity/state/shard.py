@@ -31,20 +31,30 @@ class ParamShard(ShardArrays):
 
     # --- parameter values ---
 
-    def read_value(self, store: ArrayIO, index: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def read_value(
+        self, store: ArrayIO, index: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Reads parameter ``index`` as a new tensor of ``dtype`` (default: as wrapped), from the
         master if that is wider. Every rank calls this."""
         with store.guarding():
             self.wait()
         dtype = dtype or self.spec.wrapped_dtype
         weight = self.read_part(store, "weight", index)
-        return self._shaped(self._joined(weight, lambda: self.read_part(store, "master", index), dtype), index)
+        return self._shaped(
+            self._joined(weight, lambda: self.read_part(store, "master", index), dtype), index
+        )
 
-    def _joined(self, weight: torch.Tensor, read_master: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def _joined(
+        self, weight: torch.Tensor, read_master: Callable[[], torch.Tensor], dtype: torch.dtype
+    ) -> torch.Tensor:
         """Returns the values of flat ``weight`` in ``dtype``, from the master if that is wider."""
         if dtype != self.spec.dtype and "master" in self.arrays:
             master = read_master()
-            weight = native.join_master(weight, master) if self.spec.master == native.Master.SPLIT else master
+            weight = (
+                native.join_master(weight, master)
+                if self.spec.master == native.Master.SPLIT
+                else master
+            )
         return weight.to(dtype)
 
     def assembling_values(self, store: ArrayIO) -> AbstractContextManager[None]:
@@ -52,27 +62,41 @@ class ParamShard(ShardArrays):
         :meth:`assembling`."""
         with store.guarding():
             self.wait()
-        return self.assembling(store, ("weight", *(["master"] if self.spec.wrapped_dtype != self.spec.dtype else [])))
+        return self.assembling(
+            store, ("weight", *(["master"] if self.spec.wrapped_dtype != self.spec.dtype else []))
+        )
 
-    def assembling_state(self, store: ArrayIO, moments: Iterable[str], *, masters: bool) -> AbstractContextManager[None]:
+    def assembling_state(
+        self, store: ArrayIO, moments: Iterable[str], *, masters: bool
+    ) -> AbstractContextManager[None]:
         """Returns a block in which :meth:`read_moment` of ``moments`` reads from whole arrays. With
         ``masters``, :meth:`read_master` does so too."""
         self.wait()
         coded = self.spec.moment_dtype == torch.uint8
         scales = [SCALES[name] for name in moments if coded and name in MOMENTS]
-        return self.assembling(store, (*moments, *scales, *(["weight", "master"] if masters else [])))
+        return self.assembling(
+            store, (*moments, *scales, *(["weight", "master"] if masters else []))
+        )
 
-    def write_value(self, store: ArrayIO, index: int, value: torch.Tensor, *, version: int, fresh: bool = False) -> None:
+    def write_value(
+        self, store: ArrayIO, index: int, value: torch.Tensor, *, version: int, fresh: bool = False
+    ) -> None:
         """Sets parameter ``index``: master and weight become ``value``. ``fresh``: the arrays hold
         no state yet."""
-        self.write_flattened(store, index, self.flattened(value, index), version=version, fresh=fresh)
+        self.write_flattened(
+            store, index, self.flattened(value, index), version=version, fresh=fresh
+        )
 
-    def write_flattened(self, store: ArrayIO, index: int, flat: torch.Tensor, *, version: int, fresh: bool = False) -> None:
+    def write_flattened(
+        self, store: ArrayIO, index: int, flat: torch.Tensor, *, version: int, fresh: bool = False
+    ) -> None:
         """Sets parameter ``index`` from a value in the form of :meth:`flattened`. Idempotent."""
         self.wait_idle()
         self._write_encoded(store, self.layout.placements[index].offset, flat, version, fresh)
 
-    def write_first_values(self, store: ArrayIO, index: int, begin: int, values: torch.Tensor) -> None:
+    def write_first_values(
+        self, store: ArrayIO, index: int, begin: int, values: torch.Tensor
+    ) -> None:
         """Sets elements of parameter ``index`` of a fresh shard to flat ``values``, from ``begin``
         on in row-major order."""
         self.wait_idle()
@@ -86,21 +110,37 @@ class ParamShard(ShardArrays):
             value[torch.unravel_index(places, place.shape)] = values
             self.write_value(store, index, value, version=0, fresh=True)
 
-    def _write_encoded(self, store: ArrayIO, offset: int, flat: torch.Tensor, version: int, fresh: bool) -> None:
+    def _write_encoded(
+        self, store: ArrayIO, offset: int, flat: torch.Tensor, version: int, fresh: bool
+    ) -> None:
         """Writes the master and weight of ``flat`` in pieces, because encoding needs several times
         their bytes. Zero low bits are not written to a fresh array."""
         spec = self.spec
-        no_low_bits = fresh and spec.master == native.Master.SPLIT and flat.dtype == spec.dtype == torch.bfloat16
+        no_low_bits = (
+            fresh
+            and spec.master == native.Master.SPLIT
+            and flat.dtype == spec.dtype == torch.bfloat16
+        )
         for begin in range(0, flat.numel(), ENCODED_AT_ONCE):
-            first, last = offset + begin, min(offset + begin + ENCODED_AT_ONCE, offset + flat.numel())
+            first, last = (
+                offset + begin,
+                min(offset + begin + ENCODED_AT_ONCE, offset + flat.numel()),
+            )
             low, high = self.own("weight")
             if (first := max(first, low)) < (last := min(last, high)):
                 values = flat[first - offset : last - offset]
-                for name, part in ({"weight": values} if no_low_bits else self.encode(values)).items():
+                for name, part in (
+                    {"weight": values} if no_low_bits else self.encode(values)
+                ).items():
                     store.write(self.arrays[name], first - low, part, version=version)
 
     def changes(
-        self, store: ArrayIO, index: int, weight: torch.Tensor, *, before: torch.Tensor | None = None
+        self,
+        store: ArrayIO,
+        index: int,
+        weight: torch.Tensor,
+        *,
+        before: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Computes parameter ``index``'s parts of the arrays after an edit. Elements of ``weight``
         that differ from ``before`` (None: from home), in the dtype of ``weight``, replace those at
@@ -118,7 +158,9 @@ class ParamShard(ShardArrays):
         begin, end = begin - first, end - first  # at home
         if before is None:
             home = self._joined(
-                store.read(self.weight, begin, end), lambda: store.read(self.arrays["master"], begin, end), flat.dtype
+                store.read(self.weight, begin, end),
+                lambda: store.read(self.arrays["master"], begin, end),
+                flat.dtype,
             )
         else:
             home = self.flattened(before, index)[begin + first - offset : end + first - offset]
@@ -126,14 +168,19 @@ class ParamShard(ShardArrays):
         if not changed.any():
             return {}
         encoded = self.encode(flat)
-        return {name: torch.where(changed, part, store.read(self.arrays[name], begin, end)) for name, part in encoded.items()}
+        return {
+            name: torch.where(changed, part, store.read(self.arrays[name], begin, end))
+            for name, part in encoded.items()
+        }
 
     def holds(self, store: ArrayIO, index: int, value: torch.Tensor) -> bool:
         """Tells whether this rank's part of parameter ``index`` at home equals ``value``, bit for
         bit, in the compute dtype."""
         return value.dtype == self.spec.dtype and not self.changes(store, index, value)
 
-    def write_changes(self, store: ArrayIO, index: int, parts: dict[str, torch.Tensor], *, version: int) -> None:
+    def write_changes(
+        self, store: ArrayIO, index: int, parts: dict[str, torch.Tensor], *, version: int
+    ) -> None:
         """Writes the result of :meth:`changes`. Idempotent."""
         self.wait_idle()
         begin = self.own_part("weight", index)[0] - self.own("weight")[0]
@@ -156,7 +203,9 @@ class ParamShard(ShardArrays):
         """Reads the fp32 master of parameter ``index``, as a new tensor. Every rank calls this."""
         return self.read_value(store, index, torch.float32)
 
-    def write_master(self, store: ArrayIO, index: int, master: torch.Tensor, *, version: int) -> int:
+    def write_master(
+        self, store: ArrayIO, index: int, master: torch.Tensor, *, version: int
+    ) -> int:
         """Sets the bits of parameter ``index``'s fp32 master below the weight's precision. Elements
         whose weight at home differs from the master's keep theirs; returns their number."""
         self.wait_idle()
@@ -164,7 +213,9 @@ class ParamShard(ShardArrays):
         if begin == end:
             return 0
         offset, first = self.layout.placements[index].offset, self.own("weight")[0]
-        parts = self.encode(self.flattened(master.to(torch.float32), index)[begin - offset : end - offset])
+        parts = self.encode(
+            self.flattened(master.to(torch.float32), index)[begin - offset : end - offset]
+        )
         begin, end = begin - first, end - first  # at home
         same = same_bits(parts["weight"], store.read(self.weight, begin, end))
         kept = torch.where(same, parts["master"], store.read(self.arrays["master"], begin, end))
@@ -182,7 +233,10 @@ class ParamShard(ShardArrays):
         master = value.to(torch.float32)
         if self.spec.master == native.Master.FLOAT32:
             return {"weight": master.to(dtype), "master": master}
-        weight, low = torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)
+        weight, low = (
+            torch.empty_like(master, dtype=dtype),
+            torch.empty_like(master, dtype=torch.int16),
+        )
         native.split_master(master.contiguous(), weight, low)
         return {"weight": weight, "master": low}
 
@@ -198,7 +252,9 @@ class ParamShard(ShardArrays):
             values = native.decode_moments(values, scales, sq=name == "exp_avg_sq")
         return self._shaped(values, index)
 
-    def write_moment(self, store: ArrayIO, name: str, index: int, value: torch.Tensor, *, version: int) -> None:
+    def write_moment(
+        self, store: ArrayIO, name: str, index: int, value: torch.Tensor, *, version: int
+    ) -> None:
         """Sets moment ``name`` of parameter ``index``."""
         self.wait()
         if self.spec.moment_dtype != torch.uint8:
@@ -208,10 +264,18 @@ class ParamShard(ShardArrays):
         self.write_part(store, name, index, codes, version=version)
         self.write_part(store, SCALES[name], index, scales, version=version)
 
-    def write_flat(self, store: ArrayIO, name: str, index: int, value: torch.Tensor, *, version: int) -> None:
+    def write_flat(
+        self, store: ArrayIO, name: str, index: int, value: torch.Tensor, *, version: int
+    ) -> None:
         """Writes ``value``, cast to the array's dtype, to parameter ``index``'s part of array
         ``name``."""
-        self.write_part(store, name, index, self.flattened(value, index).to(self.arrays[name].dtype), version=version)
+        self.write_part(
+            store,
+            name,
+            index,
+            self.flattened(value, index).to(self.arrays[name].dtype),
+            version=version,
+        )
 
     # --- shape: a parameter's elements are in the order of its strides ---
 

@@ -28,7 +28,12 @@ from .shard_spec import ShardSpec
 class ShardArrays(ArrayParts):
     """One shard's flat arrays: homes, each parameter's elements, and running updates."""
 
-    def __init__(self, spec: ShardSpec, params: Sequence[torch.nn.Parameter], collectives: Collectives | None = None):
+    def __init__(
+        self,
+        spec: ShardSpec,
+        params: Sequence[torch.nn.Parameter],
+        collectives: Collectives | None = None,
+    ):
         super().__init__(spec, params, collectives)
         self._last_read: Event = PAST
 
@@ -47,34 +52,51 @@ class ShardArrays(ArrayParts):
         return self.slice_numel * self.spec.dtype.itemsize
 
     def allocate(
-        self, store: ShardStore, tiers: dict[str, Tier], what: str, *, kept: Collection[str] = (), shadowed: bool = False
+        self,
+        store: ShardStore,
+        tiers: dict[str, Tier],
+        what: str,
+        *,
+        kept: Collection[str] = (),
+        shadowed: bool = False,
     ) -> None:
         """Allocates arrays at ``tiers``, host caches of ``kept`` and, if ``shadowed``, a shadow."""
         homes = self.ranks.row.homes if self.ranks.row is not None else None  # read by other ranks
         for name, dtype in self.spec.array_dtypes().items():
             begin, end = self.own(name)
-            numel, make = end - begin, homes.make_region if homes is not None and name == "weight" else native.Region
+            numel, make = (
+                end - begin,
+                homes.make_region if homes is not None and name == "weight" else native.Region,
+            )
             array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}", make=make)
             if name in kept:
                 self.contents.reserved.append(array)
-                array = store.allocate(Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe", make=make)
+                array = store.allocate(
+                    Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe", make=make
+                )
             self.arrays[name] = array
             if shadowed and self.spec.stepped and name != "grad":
-                self.spare_arrays[name] = store.allocate(array.tier, dtype, numel, f"{name} of {what}, updated ahead", make=make)
+                self.spare_arrays[name] = store.allocate(
+                    array.tier, dtype, numel, f"{name} of {what}, updated ahead", make=make
+                )
 
     @property
     def weight_regions(self) -> list[native.Region | None]:
         """The host memory of the weights, now and after the next update, or None."""
         return [array.region for array in (self.weight, self.older)]
 
-    def allocate_missing(self, store: ShardStore, spec: ShardSpec, tiers: dict[str, Tier], what: str) -> dict[str, StateArray]:
+    def allocate_missing(
+        self, store: ShardStore, spec: ShardSpec, tiers: dict[str, Tier], what: str
+    ) -> dict[str, StateArray]:
         """Allocates, after the wrap, ``spec``'s missing arrays, zeroed, for :meth:`grow`."""
         made: dict[str, StateArray] = {}
         try:
             for name, dtype in spec.array_dtypes().items():
                 if name not in self.arrays:
                     begin, end = self.own(name)
-                    made[name] = store.allocate_later(tiers[name], dtype, end - begin, f"{name} of {what}")
+                    made[name] = store.allocate_later(
+                        tiers[name], dtype, end - begin, f"{name} of {what}"
+                    )
         except BaseException:
             for array in made.values():
                 store.free_more(array)
@@ -88,9 +110,14 @@ class ShardArrays(ArrayParts):
     def keep_older(self, store: ShardStore, what: str) -> None:
         """Allocates the older weights' array (AT_HOME only). Raises CapacityError without room."""
         if self.spare_arrays:
-            raise InternalError(f"the shard of {self.names[0]} has room for a shadow, which cannot be an older version's")
+            raise InternalError(
+                f"the shard of {self.names[0]} has room for a shadow, which cannot be an older"
+                " version's"
+            )
         weight = self.weight
-        array = store.allocate_later(weight.tier, weight.dtype, weight.numel, f"older weight of {what}")
+        array = store.allocate_later(
+            weight.tier, weight.dtype, weight.numel, f"older weight of {what}"
+        )
         self.contents.beside = {"weight": array}
 
     def drop_older(self, store: ShardStore) -> None:
@@ -112,7 +139,9 @@ class ShardArrays(ArrayParts):
 
     def _check_move(self, to: Activity) -> None:
         if to not in MOVES[self.activity]:
-            raise InternalError(f"the shard of {self.names[0]} is {self.activity.name} and cannot go to {to.name}")
+            raise InternalError(
+                f"the shard of {self.names[0]} is {self.activity.name} and cannot go to {to.name}"
+            )
 
     @property
     def update(self) -> Update | None:
@@ -158,7 +187,11 @@ class ShardArrays(ArrayParts):
             self._check_move(Activity.STEPPING)
             before = {"weight": self.weight}
             # One statement, as in keep_shadow().
-            contents.arrays, contents.beside, contents.update = contents.arrays | {"weight": weight}, before, update
+            contents.arrays, contents.beside, contents.update = (
+                contents.arrays | {"weight": weight},
+                before,
+                update,
+            )
 
     def wait(self) -> None:
         """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises its error."""
@@ -187,7 +220,12 @@ class ShardArrays(ArrayParts):
         before = {name: contents.arrays[name] for name in contents.beside}
         after, update = contents.arrays | contents.beside, contents.shadow.ticket
         # One statement, so that no interrupt leaves a state that is half the shadow's.
-        contents.arrays, contents.beside, contents.update, contents.shadow = after, before, update, None
+        contents.arrays, contents.beside, contents.update, contents.shadow = (
+            after,
+            before,
+            update,
+            None,
+        )
 
     def native_layout(self, rule: native.Rule) -> native.Layout:
         """Describes this shard to the kernel."""
@@ -206,7 +244,15 @@ class ShardArrays(ArrayParts):
         return self.arrays["grad"].extent.part(self.own_slice[0] * size, self.slice_numel * size)
 
     def write_part(
-        self, store: ArrayIO, name: str, index: int, part: torch.Tensor, *, version: int, begin: int = 0, stays: bool = False
+        self,
+        store: ArrayIO,
+        name: str,
+        index: int,
+        part: torch.Tensor,
+        *,
+        version: int,
+        begin: int = 0,
+        stays: bool = False,
     ) -> None:
         """Writes ``part`` to parameter ``index``'s part of array ``name``, from element ``begin``
         on, as far as it is at home here. ``stays``: it does not change until all is at home."""
@@ -217,4 +263,6 @@ class ShardArrays(ArrayParts):
         low, high = max(low, begin), min(high, begin + part.numel())
         if low < high:
             here = part[low - begin : high - begin]
-            store.write(self.arrays[name], low - self.own(name)[0], here, version=version, stays=stays)
+            store.write(
+                self.arrays[name], low - self.own(name)[0], here, version=version, stays=stays
+            )

@@ -57,7 +57,10 @@ class ShardSpec:
 
     @cached_property
     def _nbytes_per_element(self) -> dict[str, float]:  # cached: a plan needs it millions of times
-        return {name: dtype.itemsize / elements_each(name) for name, dtype in self.array_dtypes().items()}
+        return {
+            name: dtype.itemsize / elements_each(name)
+            for name, dtype in self.array_dtypes().items()
+        }
 
 
 def elements_each(name: str) -> int:

@@ -17,7 +17,9 @@ class StepCounter:
     streaming: bool = False  # units are stepped in the backward, as their gradients land
     untold: int = -1  # last step that recovery finished after an interrupt; -1 once reported
     # Sends this rank's progress to the other ranks at their next barrier.
-    note_progress: Callable[..., None] = field(default=lambda *, steps, backwards: None, repr=False, kw_only=True)
+    note_progress: Callable[..., None] = field(
+        default=lambda *, steps, backwards: None, repr=False, kw_only=True
+    )
 
     def stream(self) -> None:
         """Begins a step that is made unit by unit, in the backward."""

@@ -22,7 +22,11 @@ def digest_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bytes]:
     bits."""
     # A copy: after NumPy has had a storage, torch cannot resize it.
     flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
-    return tuple(tensor.shape), str(tensor.dtype), hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=8).digest()
+    return (
+        tuple(tensor.shape),
+        str(tensor.dtype),
+        hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=8).digest(),
+    )
 
 
 def checksum_of(tensor: torch.Tensor, seed: int = 0) -> int:
@@ -35,7 +39,9 @@ def checksum_of(tensor: torch.Tensor, seed: int = 0) -> int:
 def sum_of_bits(tensor: torch.Tensor) -> int:
     """Sums the elements of a tensor as integers of their bits."""
     size = min(tensor.itemsize, 8)
-    bits = tensor.reshape(-1).view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    bits = tensor.reshape(-1).view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    )
     return int(bits.sum(dtype=torch.int64))
 
 
@@ -44,14 +50,18 @@ def put(tensor: torch.Tensor, begin: int, values: torch.Tensor) -> None:
     if tensor.is_contiguous():
         tensor.view(-1)[begin : begin + values.numel()] = values.to(tensor.dtype)
     else:
-        places = torch.unravel_index(torch.arange(begin, begin + values.numel(), device="cpu"), tensor.shape)
+        places = torch.unravel_index(
+            torch.arange(begin, begin + values.numel(), device="cpu"), tensor.shape
+        )
         tensor[places] = values.to(tensor.dtype)
 
 
 def take_storage(param: nn.Parameter) -> None:
     # Fixed if an initialisation used it as a NumPy array, for example.
     if storage_guard.is_fixed(param.untyped_storage()):
-        param.data = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device=param.device)
+        param.data = torch.empty_strided(
+            param.size(), param.stride(), dtype=param.dtype, device=param.device
+        )
     storage = param.untyped_storage()
     storage.resize_(0)
     storage_guard.close(storage)

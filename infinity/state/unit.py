@@ -38,7 +38,9 @@ class ReadPiece:
 class ParamUnit(UnitBuffers):
     """One unit: its shards, its residency, and the moves between residencies."""
 
-    def __init__(self, index: int, name: str, shards: list[ParamShard], device: Device | None = None):
+    def __init__(
+        self, index: int, name: str, shards: list[ParamShard], device: Device | None = None
+    ):
         super().__init__(index, name, shards, device)
         # The last moves; None: dropped by rebuild.
         self._history: deque[tuple[Residency, Residency | None]] = deque(maxlen=6)
@@ -73,7 +75,9 @@ class ParamUnit(UnitBuffers):
         """Whether the weights can be copied to the device without waiting for a disk or the last
         step."""
         if self.is_staged_from_disk:
-            return self.residency is not Residency.STORED and all(piece.read.done for piece in self._pieces)
+            return self.residency is not Residency.STORED and all(
+                piece.read.done for piece in self._pieces
+            )
         return all(shard.update is None or shard.update.done for shard in self.shards)
 
     # --- moves ---
@@ -84,7 +88,11 @@ class ParamUnit(UnitBuffers):
         self._move(Residency.FETCHING)
         self._slots = slots
         for index, (shard, slot) in enumerate(zip(self.shards, slots)):
-            size = PIECE_NBYTES if self.copies_while_fetching or store.past_host is not None else shard.slice_nbytes
+            size = (
+                PIECE_NBYTES
+                if self.copies_while_fetching or store.past_host is not None
+                else shard.slice_nbytes
+            )
             for begin in range(0, shard.slice_nbytes, size):
                 nbytes = min(size, shard.slice_nbytes - begin)
                 read = store.fetch(shard.weight, begin, slot, nbytes, at=begin, after=shard.update)
@@ -114,7 +122,9 @@ class ParamUnit(UnitBuffers):
                 cancelled = isinstance(failure, StorageError) and failure.errno == errno.ECANCELED
                 # These bytes are unused, and may have been overwritten during the read. If the disk
                 # holds wrong bytes, the next read finds out.
-                error = error or (None if cancelled or isinstance(failure, CorruptionError) else failure)
+                error = error or (
+                    None if cancelled or isinstance(failure, CorruptionError) else failure
+                )
         self._move(Residency.STORED)
         self._release_slots()
         if error is not None:
@@ -136,7 +146,9 @@ class ParamUnit(UnitBuffers):
         self._least_offered = None
         from_disk = self.is_staged_from_disk
         fetching = self.residency is Residency.FETCHING and self.copies_while_fetching
-        if not fetching and self.residency is not (Residency.STAGED if from_disk else Residency.STORED):
+        if not fetching and self.residency is not (
+            Residency.STAGED if from_disk else Residency.STORED
+        ):
             raise self._illegal("be gathered")
         for buffer in self.buffers:
             buffer.check_left()
@@ -144,11 +156,15 @@ class ParamUnit(UnitBuffers):
         self._move(Residency.GATHERING)
         self._charge = charge
         try:
-            transfer = Copy("host->device", sum(shard.slice_nbytes for shard in self.shards), self.name)
+            transfer = Copy(
+                "host->device", sum(shard.slice_nbytes for shard in self.shards), self.name
+            )
             # The optimizer stepped device homes on a queue that only compute has waited for.
             there = any(shard.weight.tier is Tier.DEVICE for shard in self.shards)
             copy = partial(self._copy_in, store, self._slots if from_disk else (), self._pieces)
-            self.arriving = self._device.put("in", copy, behind=[self._device.now()] if there else (), transfer=transfer)
+            self.arriving = self._device.put(
+                "in", copy, behind=[self._device.now()] if there else (), transfer=transfer
+            )
             if self.is_sliced:
                 self.arriving = self._device.put("in", partial(self._gather_in, offered))
             if self.arriving is not PAST:
@@ -161,7 +177,9 @@ class ParamUnit(UnitBuffers):
         self._slots, self._pieces = [], []
         return self._least_offered
 
-    def _copy_in(self, store: ShardStore, slots: Sequence[native.Lease], pieces: Sequence[ReadPiece]) -> None:
+    def _copy_in(
+        self, store: ShardStore, slots: Sequence[native.Lease], pieces: Sequence[ReadPiece]
+    ) -> None:
         """Copies this rank's bytes from staging ``slots`` or a memory home to the device."""
         for i, (shard, buffer) in enumerate(zip(self.shards, self.buffers)):
             buffer.fill()
@@ -185,7 +203,11 @@ class ParamUnit(UnitBuffers):
         piece.read.wait()  # raises the error of a failed read
         start, end = piece.read.times
         store.traffic.mark(store.lane_of(piece.read), self.name, start, end)
-        self._read_times = (min(start, self._read_times[0]), max(end, self._read_times[1])) if self._read_times else (start, end)
+        self._read_times = (
+            (min(start, self._read_times[0]), max(end, self._read_times[1]))
+            if self._read_times
+            else (start, end)
+        )
         address, size = slot.address + piece.begin, shard.spec.dtype.itemsize
         source = store.fetched(piece.read, shard.weight, address, piece.nbytes)
         first = shard.own("weight")[0] + piece.begin // size
@@ -198,7 +220,9 @@ class ParamUnit(UnitBuffers):
             if self.has_second_slice:
                 pending = self._collectives.gather_in_node(flat, what, offered=offered)
             else:
-                pending = self._collectives.gather(flat, what, offered=offered, homes=shard.weight_regions)
+                pending = self._collectives.gather(
+                    flat, what, offered=offered, homes=shard.weight_regions
+                )
             if pending is not None:
                 self._pending.append(pending)
                 if pending.lent is not None:
@@ -302,8 +326,16 @@ class ParamUnit(UnitBuffers):
         self.residency = to
 
     def _illegal(self, what: str) -> UsageError:
-        moves = ", ".join(f"{begin.name}{' given up' if to is None else f'->{to.name}'}" for begin, to in self._history) or "none"
-        return UsageError(f"unit {self.name} is {self.residency.name} and cannot {what}; its last moves: {moves}")
+        moves = (
+            ", ".join(
+                f"{begin.name}{' given up' if to is None else f'->{to.name}'}"
+                for begin, to in self._history
+            )
+            or "none"
+        )
+        return UsageError(
+            f"unit {self.name} is {self.residency.name} and cannot {what}; its last moves: {moves}"
+        )
 
 
 def _first_error(pieces: Sequence[ReadPiece]) -> Exception | None:

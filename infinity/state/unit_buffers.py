@@ -32,7 +32,9 @@ from .weight_storages import WeightStorages
 class UnitBuffers:
     """One unit's shards, and their device buffers, of which the parameters are views."""
 
-    def __init__(self, index: int, name: str, shards: list[ParamShard], device: Device | None = None):
+    def __init__(
+        self, index: int, name: str, shards: list[ParamShard], device: Device | None = None
+    ):
         self.index, self.name, self.shards = index, name, shards
         self._device = device or Device(torch.device("cpu"), Traffic())
         self.residency = Residency.STORED
@@ -61,7 +63,9 @@ class UnitBuffers:
     @cached_property  # cached: a late backward needs it when the homes are gone
     def stays(self) -> bool:
         """Whether the unit's home is the device, and whole: it is resident always."""
-        return self._ranks.size == 1 and all(shard.weight.tier is Tier.DEVICE for shard in self.shards)
+        return self._ranks.size == 1 and all(
+            shard.weight.tier is Tier.DEVICE for shard in self.shards
+        )
 
     @property
     def is_sliced(self) -> bool:
@@ -98,13 +102,19 @@ class UnitBuffers:
 
         def make() -> None:
             for shard in self.shards:
-                flats.append(torch.empty(shard.layout.numel, dtype=shard.spec.dtype, device=self._device.where))
+                flats.append(
+                    torch.empty(
+                        shard.layout.numel, dtype=shard.spec.dtype, device=self._device.where
+                    )
+                )
 
         if self.stays:
             flats = [shard.weight.flat for shard in self.shards]
         else:
             self._device.put("in", make).wait()
-        self.buffers = [DeviceBuffer(shard, flat, self._device) for shard, flat in zip(self.shards, flats)]
+        self.buffers = [
+            DeviceBuffer(shard, flat, self._device) for shard, flat in zip(self.shards, flats)
+        ]
         if self._ranks.node is not None:
             self._second = [f.new_empty(f.numel() // self._ranks.node.size) for f in self.flats]
         if self.stays:
@@ -142,7 +152,14 @@ class UnitBuffers:
         """Makes the parameters ordinary ones, for a forward or backward that uses them."""
         self._switch(RESIDENT)
         # Values exported before this hold were compared with home already.
-        self._edits.begin([param for buffer in self.buffers if buffer.is_exported for param in buffer.shard.params])
+        self._edits.begin(
+            [
+                param
+                for buffer in self.buffers
+                if buffer.is_exported
+                for param in buffer.shard.params
+            ]
+        )
 
     def conceal(self) -> None:
         """Hooks every use of a parameter: the engine handles it, even while its bytes are on the
@@ -179,7 +196,13 @@ class UnitBuffers:
         self._look_at_exports(store)
         if self._edits.look():
             self._second_version = -1  # first: a write may fail after others have gone home
-            self._edits.write(store, journal, self._collectives, compresses=self._ranks.compresses, stays=self.stays)
+            self._edits.write(
+                store,
+                journal,
+                self._collectives,
+                compresses=self._ranks.compresses,
+                stays=self.stays,
+            )
 
     def _look_at_exports(self, store: ShardStore) -> None:
         """Watches parameters changed through an export (NumPy, DLPack), which torch does not count.
@@ -190,8 +213,10 @@ class UnitBuffers:
         for buffer in self.buffers:
             if buffer.is_moved:
                 raise UsageError(
-                    f"share_memory_() of weights of unit {self.name}: what other processes would see of them is not what is trained, whose "
-                    f"home is on {buffer.shard.weight.tier}. Share a copy: weight.detach().clone().share_memory_()."
+                    f"share_memory_() of weights of unit {self.name}: what other processes would"
+                    " see of them is not what is trained, whose home is on"
+                    f" {buffer.shard.weight.tier}. Share a copy:"
+                    " weight.detach().clone().share_memory_()."
                 )
             if not self._can_be_compared or not buffer.is_exported:
                 continue
@@ -200,8 +225,9 @@ class UnitBuffers:
                     continue
                 if not self._ranks.alone:
                     raise UsageError(
-                        f"{buffer.shard.names[index]} was changed in a forward through an array or an export of it. With several ranks change it "
-                        "through .data, or inside infinity.full_params(..., writeback=True)."
+                        f"{buffer.shard.names[index]} was changed in a forward through an array or"
+                        " an export of it. With several ranks change it through .data, or inside"
+                        " infinity.full_params(..., writeback=True)."
                     )
                 self._edits.watch(param, own_bytes(param), True)
 

@@ -40,7 +40,12 @@ class Uses:
         settle: Callable[[], None],
     ):
         self.scopes = scopes
-        self._check_process, self._wait, self._prepare, self._settle = check_process, wait, prepare, settle
+        self._check_process, self._wait, self._prepare, self._settle = (
+            check_process,
+            wait,
+            prepare,
+            settle,
+        )
         self._is_in: dict[State, Callable[[], bool]] = {}
         self._halted: Callable[[], InfinityError] | None = None
 
@@ -62,7 +67,8 @@ class Uses:
         return self._open(partial(self._prepare, repairing))
 
     def _open(self, prepare: Callable[[], None]) -> native.Scope:
-        """Opens a scope. ``prepare`` runs in it, once no other thread uses the job, unless this thread uses it already."""
+        """Opens a scope. ``prepare`` runs in it, once no other thread uses the job, unless this
+        thread uses it already."""
         if not is_compiling():  # compilers inspect parameters under FakeTensorMode
             refuse_without_bytes("a use", transforms=False)
         self._check_process()
@@ -112,7 +118,9 @@ class Uses:
     def halt(self, why: str) -> InfinityError:
         """Refuses every use from here on, except loading a checkpoint. Returns the error that uses
         raise."""
-        return self.refuse_all(f"{why}: the state in memory is neither the old one nor the new one. Load a checkpoint.")
+        return self.refuse_all(
+            f"{why}: the state in memory is neither the old one nor the new one. Load a checkpoint."
+        )
 
     def refuse_all(self, message: str) -> InfinityError:
         """Raises UsageError with ``message`` on every use, until :meth:`go_on`. Returns that

@@ -74,8 +74,9 @@ class OlderUnit(ParamUnit):
         from them."""
         if self._edits.find():
             raise UsageError(
-                f"a forward changed parameters of unit {self.name} in place, which are one update old while a pipeline runs without flush: the "
-                "change would be lost. Run the pipeline with a flush between batches (schedule.step)."
+                f"a forward changed parameters of unit {self.name} in place, which are one update"
+                " old while a pipeline runs without flush: the change would be lost. Run the"
+                " pipeline with a flush between batches (schedule.step)."
             )
 
 
@@ -114,7 +115,9 @@ class UnitVersions:
     def settle(self) -> None:
         """Restores the buffers of device homes after an interrupted update, and computes with the
         newest weights."""
-        if self.unit.stays and any(flat is not shard.weight.flat for flat, shard in zip(self.unit.flats, self.unit.shards)):
+        if self.unit.stays and any(
+            flat is not shard.weight.flat for flat, shard in zip(self.unit.flats, self.unit.shards)
+        ):
             self._swap()
         self.unit.uses_older = False
         self._show()

@@ -23,9 +23,9 @@ class WeightStorages:
 
     def replace(self, flat: torch.Tensor, other: torch.UntypedStorage) -> None:
         """Registers ``other``, which is about to become the storage of ``flat``."""
-        self._entries = {key: entry for key, entry in self._entries.items() if self._is_current(key, entry[1])} | {
-            other._cdata: self._entries[storage_guard.identity(flat)]
-        }
+        self._entries = {
+            key: entry for key, entry in self._entries.items() if self._is_current(key, entry[1])
+        } | {other._cdata: self._entries[storage_guard.identity(flat)]}
 
     def find(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor] | None:
         """Returns the unit and the device buffer of strided ``tensor``, a weight or a view of one;

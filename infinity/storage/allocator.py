@@ -100,7 +100,15 @@ class ArrayAllocator:
         self.past_host: PastHost | None = None
         self.staging: native.PinnedPool | None = None  # weights on their way to the device
 
-    def allocate(self, tier: Tier, dtype: torch.dtype, numel: int, what: str, *, make: MakeRegion = native.Region) -> StateArray:
+    def allocate(
+        self,
+        tier: Tier,
+        dtype: torch.dtype,
+        numel: int,
+        what: str,
+        *,
+        make: MakeRegion = native.Region,
+    ) -> StateArray:
         """Allocates a zeroed array of ``numel`` elements at home on ``tier``; ``make`` allocates
         host memory. Raises CapacityError over the tier's budget."""
         nbytes = numel * dtype.itemsize
@@ -116,9 +124,19 @@ class ArrayAllocator:
         else:
             region = self.make_region(nbytes, make=make)
             flat = native.tensor_at(region, region.address, numel, dtype)
-        return StateArray(tier, dtype, numel, native.Extent.in_memory(flat.data_ptr(), nbytes, region), flat, charge, region)
+        return StateArray(
+            tier,
+            dtype,
+            numel,
+            native.Extent.in_memory(flat.data_ptr(), nbytes, region),
+            flat,
+            charge,
+            region,
+        )
 
-    def make_region(self, nbytes: int, *, copied: bool = True, make: MakeRegion = native.Region) -> native.Region:
+    def make_region(
+        self, nbytes: int, *, copied: bool = True, make: MakeRegion = native.Region
+    ) -> native.Region:
         """Allocates page-aligned memory. ``copied``: registered with the device, which copies it.
 
         Every page is populated on return. Before :meth:`open` on the host only after
@@ -133,7 +151,13 @@ class ArrayAllocator:
             self.device.pin(region)
         return region
 
-    def open(self, regions: Sequence[native.Region], *, staging: native.PinnedPool | None = None, past_host: bool = False) -> None:
+    def open(
+        self,
+        regions: Sequence[native.Region],
+        *,
+        staging: native.PinnedPool | None = None,
+        past_host: bool = False,
+    ) -> None:
         """Creates the swap files at full size and registers them and ``regions``, its transfer
         memory, with the I/O engine. ``staging``: the pool of weights on their way to the device.
         ``past_host``: those may bypass host memory.
@@ -142,13 +166,17 @@ class ArrayAllocator:
         """
         service = self.make_region(self._service_nbytes, copied=False)
         self._service = native.PinnedPool(service)
-        self._charges.append(self.ledger.reserve(Tier.HOST, self._service_nbytes, "the store's service buffer"))
+        self._charges.append(
+            self.ledger.reserve(Tier.HOST, self._service_nbytes, "the store's service buffer")
+        )
         if self._nbytes:
             self._folders.lay_out(self._first, self._nbytes, self.io)
         self.io.register([(region.address, region.nbytes) for region in (*regions, service)])
         self.staging = staging
         if past_host and staging is not None:
-            self.past_host = open_past_host(self.io, staging, self.device, checksums=self.checksums, sampled=self._sampled)
+            self.past_host = open_past_host(
+                self.io, staging, self.device, checksums=self.checksums, sampled=self._sampled
+            )
         self._is_open = True
         self._pages = native.Pages(self._absent, processors.for_pages())
         self._absent = []
@@ -160,7 +188,9 @@ class ArrayAllocator:
             self._pages.wait()
             self._pages = None
 
-    def allocate_more(self, tier: Tier, nbytes: int, what: str, *, folder: str | None = None) -> StateArray:
+    def allocate_more(
+        self, tier: Tier, nbytes: int, what: str, *, folder: str | None = None
+    ) -> StateArray:
         """Allocates ``nbytes`` bytes as :meth:`allocate` does, also after :meth:`open`; the plan
         grows by as much.
 
@@ -176,7 +206,12 @@ class ArrayAllocator:
             self._grow(taken, what, folder)
             space = self._take_space(taken, folder)
         volume, offset, _ = space
-        array = StateArray(tier, torch.uint8, nbytes, native.Extent.in_volume(self._added[volume].volume, offset, taken))
+        array = StateArray(
+            tier,
+            torch.uint8,
+            nbytes,
+            native.Extent.in_volume(self._added[volume].volume, offset, taken),
+        )
         self._places[array] = space
         return array
 
@@ -197,7 +232,9 @@ class ArrayAllocator:
                 self._leaving.append((list(after), space))
         else:
             array.charge.release()
-            self.ledger.accounts[array.tier].planned_nbytes -= round_up(array.nbytes, native.BLOCK_NBYTES)
+            self.ledger.accounts[array.tier].planned_nbytes -= round_up(
+                array.nbytes, native.BLOCK_NBYTES
+            )
             array.flat = array.extent = None
 
     def _take_space(self, nbytes: int, folder: str | None) -> Space | None:
@@ -211,7 +248,11 @@ class ArrayAllocator:
             else:
                 self._leaving.append((tickets, space))
         self._spaces = _joined(self._spaces)
-        fitting = [space for space in self._spaces if space[2] >= nbytes and self._added[space[0]].folder == folder]
+        fitting = [
+            space
+            for space in self._spaces
+            if space[2] >= nbytes and self._added[space[0]].folder == folder
+        ]
         if not fitting:
             return None
         volume, offset, size = min(fitting, key=lambda space: space[2])
@@ -249,7 +290,11 @@ class ArrayAllocator:
         """Adds a volume with room for ``nbytes``, and for more if budget and disks allow."""
         folders = self._folders if folder is None else SwapFolders([folder])
         account = self.ledger.accounts[Tier.NVME]
-        room = GROWTH_NBYTES if account.budget_nbytes is None else account.budget_nbytes - account.charged_nbytes
+        room = (
+            GROWTH_NBYTES
+            if account.budget_nbytes is None
+            else account.budget_nbytes - account.charged_nbytes
+        )
         room = min(GROWTH_NBYTES, room, folders.free_nbytes() // 2)
         size = max(nbytes, room // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
         charge = self.ledger.reserve(Tier.NVME, size, what)
@@ -264,7 +309,11 @@ class ArrayAllocator:
     def drop_unused(self) -> None:
         """Closes swap files without a volume, left by an interrupted creation. Their space is free
         soon after."""
-        used = {file for volume in (self._first, *(added.volume for added in self._added)) for file in volume.files}
+        used = {
+            file
+            for volume in (self._first, *(added.volume for added in self._added))
+            for file in volume.files
+        }
         for file in self.io.open_files:
             if file not in used:
                 self.io.drop_file(file)

@@ -39,7 +39,15 @@ class ArrayIO(Protocol):
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
         """Reads as :meth:`ShardStore.read` does."""
 
-    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int, stays: bool = False) -> None:
+    def write(
+        self,
+        array: StateArray,
+        begin: int,
+        source: torch.Tensor,
+        *,
+        version: int,
+        stays: bool = False,
+    ) -> None:
         """Writes as :meth:`ShardStore.write` does. ``stays``: ``source`` does not change until all
         of it is at home."""
 

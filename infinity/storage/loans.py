@@ -50,7 +50,15 @@ class Loans:
         self._loans: deque[_Loan] = deque()
         self._hidden: list[_Loan] = []
 
-    def write(self, io: native.IoEngine, extent: native.Extent, offset: int, memory: torch.Tensor, *, checksum: bool) -> None:
+    def write(
+        self,
+        io: native.IoEngine,
+        extent: native.Extent,
+        offset: int,
+        memory: torch.Tensor,
+        *,
+        checksum: bool,
+    ) -> None:
         """Starts writing flat ``memory`` from byte ``offset`` of ``extent`` on, in whole checksum
         blocks, block-aligned.
 
@@ -62,7 +70,9 @@ class Loans:
                 self._finish_first()
             piece = memory[begin : begin + PIECE_NBYTES]
 
-            def write(address: int, at: int = offset + begin, nbytes: int = piece.numel()) -> native.Ticket:
+            def write(
+                address: int, at: int = offset + begin, nbytes: int = piece.numel()
+            ) -> native.Ticket:
                 return io.write(extent, at, address, nbytes, checksum=checksum)
 
             loan = _Loan(piece, extent, write)

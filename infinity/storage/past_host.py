@@ -29,7 +29,9 @@ _abandoned: list[torch.Tensor] = []  # a disk may write to them for as long as t
 class PastHost:
     """The device's counterpart of the staging pool, and the reader that fills either."""
 
-    def __init__(self, staging: native.PinnedPool, buffer: torch.Tensor, reader: native.DirectReader):
+    def __init__(
+        self, staging: native.PinnedPool, buffer: torch.Tensor, reader: native.DirectReader
+    ):
         self._staging, self._buffer, self._reader = staging, buffer, reader
         self.copied_nbytes = 0  # inside the device
         self._told: set[str] = set()
@@ -45,7 +47,14 @@ class PastHost:
         return self._reader.hung
 
     def read(
-        self, extent: native.Extent, offset: int, address: int, nbytes: int, *, after: native.Ticket | None, lease: native.Lease
+        self,
+        extent: native.Extent,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        after: native.Ticket | None,
+        lease: native.Lease,
     ) -> native.Landing:
         """Starts reading as the I/O engine does, to ``address`` of the staging pool or its
         counterpart."""
@@ -66,7 +75,11 @@ class PastHost:
         for word, (_, first_of_them) in self._reader.refused.items():
             if word not in self._told:
                 self._told.add(word)
-                logger.warning("a read past the host's memory was %s and came through it: %s", word, first_of_them)
+                logger.warning(
+                    "a read past the host's memory was %s and came through it: %s",
+                    word,
+                    first_of_them,
+                )
         return None
 
     def close(self) -> None:
@@ -78,7 +91,12 @@ class PastHost:
 
 
 def open_past_host(
-    io: native.IoEngine, staging: native.PinnedPool, device: Device, *, checksums: bool, sampled: bool = False
+    io: native.IoEngine,
+    staging: native.PinnedPool,
+    device: Device,
+    *,
+    checksums: bool,
+    sampled: bool = False,
 ) -> PastHost | None:
     """Opens the reader. None, with a logged reason, if the library does not accept the device's
     memory. Raises CapacityError if the device has no room.
@@ -86,7 +104,11 @@ def open_past_host(
     ``checksums``: all bytes are verified on the device. ``sampled``: without kernels for that, a
     part is verified on the host: each byte once in ``SAMPLED_READS`` reads of its piece.
     """
-    whole = device.zeros(staging.capacity_nbytes + SLACK_NBYTES, torch.uint8, "weights that come past the host's memory")
+    whole = device.zeros(
+        staging.capacity_nbytes + SLACK_NBYTES,
+        torch.uint8,
+        "weights that come past the host's memory",
+    )
     first = -whole.data_ptr() % ALIGNMENT
     buffer = whole[first : first + staging.capacity_nbytes]
     device.now().wait()  # before a disk writes there
@@ -96,8 +118,14 @@ def open_past_host(
         return None
     timeout = native.io_timeout()
     reader = native.DirectReader(
-        io, road, calls=device.direct_calls, device=device.where.index or 0, threads=THREADS, checksums=checksums,
+        io,
+        road,
+        calls=device.direct_calls,
+        device=device.where.index or 0,
+        threads=THREADS,
+        checksums=checksums,
         sampled=SAMPLED_READS if sampled else 0,
-        late_seconds=min(LATE_SECONDS, timeout / 2), hung_seconds=timeout,
-    )  # fmt: skip
+        late_seconds=min(LATE_SECONDS, timeout / 2),
+        hung_seconds=timeout,
+    )
     return PastHost(staging, buffer, reader)

@@ -44,7 +44,12 @@ class ShardStore(ArrayAllocator):
     ``on_failure`` is called with the first error of a disk, to report it to other ranks.
     """
 
-    def __init__(self, *args: Any, on_failure: Callable[[BaseException], None] = lambda error: None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
         self.failure: Callable[[], InfinityError] | None = None
         self.on_failure = on_failure
@@ -63,7 +68,11 @@ class ShardStore(ArrayAllocator):
         self._returning.clear()
         self._leaving.clear()
         taken = sorted(self._places.values())
-        self._spaces = [space for index, added in enumerate(self._added) for space in _between((index, 0, added.nbytes), taken)]
+        self._spaces = [
+            space
+            for index, added in enumerate(self._added)
+            for space in _between((index, 0, added.nbytes), taken)
+        ]
         self.drop_unused()
 
     # --- staging slots ---
@@ -90,16 +99,29 @@ class ShardStore(ArrayAllocator):
     # --- reading ahead, into staging slots ---
 
     def fetch(
-        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int, *, at: int = 0, after: native.Ticket | None = None
+        self,
+        array: StateArray,
+        offset: int,
+        lease: native.Lease,
+        nbytes: int,
+        *,
+        at: int = 0,
+        after: native.Ticket | None = None,
     ) -> Fetch:
         """Starts reading as :meth:`start_read`, or to the device's counterpart of ``lease``."""
         if self.past_host is None:
             return self.start_read(array, offset, lease, nbytes, at=at, after=after)
-        return self.past_host.read(array.extent, offset, lease.address + at, nbytes, after=after, lease=lease)
+        return self.past_host.read(
+            array.extent, offset, lease.address + at, nbytes, after=after, lease=lease
+        )
 
     def fetched(self, fetch: Fetch, array: StateArray, address: int, nbytes: int) -> torch.Tensor:
         """Returns the bytes of a completed fetch as elements of the array, in place."""
-        flat = self.past_host.landed(fetch, address, nbytes) if isinstance(fetch, native.Landing) else None
+        flat = (
+            self.past_host.landed(fetch, address, nbytes)
+            if isinstance(fetch, native.Landing)
+            else None
+        )
         if flat is None:
             flat = native.tensor_at(self.staging.region, address, nbytes, torch.uint8)
         return flat.view(array.dtype)
@@ -144,7 +166,9 @@ class ShardStore(ArrayAllocator):
                 while True:
                     for offset, nbytes, inner, _ in islice(blocks, parts - len(under_way)):
                         lease = self.take_lease(self._service, nbytes)
-                        under_way.append((self.start_read(array, offset, lease, nbytes), lease, nbytes, inner))
+                        under_way.append(
+                            (self.start_read(array, offset, lease, nbytes), lease, nbytes, inner)
+                        )
                     if not under_way:
                         return
                     ticket, lease, nbytes, inner = under_way[0]
@@ -159,7 +183,15 @@ class ShardStore(ArrayAllocator):
                         ticket.wait()
                     lease.release()
 
-    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int, stays: bool = False) -> None:
+    def write(
+        self,
+        array: StateArray,
+        begin: int,
+        source: torch.Tensor,
+        *,
+        version: int,
+        stays: bool = False,
+    ) -> None:
         """Writes the flat CPU tensor ``source`` at element ``begin``, with ``version``. Blocks
         until all is written, so ``stays`` has no effect. If interrupted, it must be repeated."""
         self.check_process()
@@ -196,24 +228,39 @@ class ShardStore(ArrayAllocator):
                     pass
         array.extent.version = version
 
-    def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
+    def read_block(
+        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int
+    ) -> torch.Tensor:
         """Reads checksum blocks from byte ``offset`` of a disk array: a tensor over ``lease``."""
         self.start_read(array, offset, lease, nbytes).wait()
         return bytes_of(self._service, lease, nbytes)
 
     def start_read(
-        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int, *, at: int = 0, after: native.Ticket | None = None
+        self,
+        array: StateArray,
+        offset: int,
+        lease: native.Lease,
+        nbytes: int,
+        *,
+        at: int = 0,
+        after: native.Ticket | None = None,
     ) -> native.Ticket:
         """Starts reading whole checksum blocks from byte ``offset`` of an array on disk to byte
         ``at`` of ``lease``, after ``after``. The ticket raises CorruptionError if checksums differ.
         """
         address = lease.address + at
-        return self.io.read(array.extent, offset, address, nbytes, after=after, lease=lease, checksum=self.checksums)
+        return self.io.read(
+            array.extent, offset, address, nbytes, after=after, lease=lease, checksum=self.checksums
+        )
 
-    def start_write(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> native.Ticket:
+    def start_write(
+        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int
+    ) -> native.Ticket:
         """Starts writing ``nbytes`` of ``lease``, whole checksum blocks, to byte ``offset`` of an
         array on disk. They must not change before the ticket completes."""
-        return self.io.write(array.extent, offset, lease.address, nbytes, lease=lease, checksum=self.checksums)
+        return self.io.write(
+            array.extent, offset, lease.address, nbytes, lease=lease, checksum=self.checksums
+        )
 
     def lend(self, array: StateArray, offset: int, memory: torch.Tensor) -> None:
         """Starts writing flat ``memory``, whole checksum blocks, to byte ``offset`` of an array on
@@ -233,7 +280,9 @@ class ShardStore(ArrayAllocator):
         finally:
             lease.release()
 
-    def take_lease(self, pool: native.PinnedPool, nbytes: int, give_up: Callable[[], bool] = lambda: False) -> native.Lease:
+    def take_lease(
+        self, pool: native.PinnedPool, nbytes: int, give_up: Callable[[], bool] = lambda: False
+    ) -> native.Lease:
         """Takes a lease of ``nbytes``. Waits for transfers, then calls ``give_up``, which returns
         whether it released any. Raises InternalError if nothing is left to wait for."""
         while (lease := pool.try_lease(nbytes)) is None:
@@ -244,7 +293,10 @@ class ShardStore(ArrayAllocator):
                 return lease
             if not give_up():
                 capacity = format_nbytes(pool.capacity_nbytes)
-                raise InternalError(f"{format_nbytes(nbytes)} of a staging buffer of {capacity} are wanted, and it is in use")
+                raise InternalError(
+                    f"{format_nbytes(nbytes)} of a staging buffer of {capacity} are wanted, and it"
+                    " is in use"
+                )
         return lease
 
     def drain(self, pool: native.PinnedPool) -> None:
@@ -256,10 +308,16 @@ class ShardStore(ArrayAllocator):
     def refuse_hung(self) -> None:
         """Raises StorageError if a disk has not answered: its memory is never free again."""
         if folder := self.io.hung or (self.past_host.hung if self.past_host is not None else ""):
-            raise StorageError(errno.ETIMEDOUT, f"the disk of {folder} has not answered, and may still write to the memory it was given: end "
-                               "this process and resume from the last checkpoint", folder)  # fmt: skip
+            raise StorageError(
+                errno.ETIMEDOUT,
+                f"the disk of {folder} has not answered, and may still write to the memory it was"
+                " given: end this process and resume from the last checkpoint",
+                folder,
+            )
 
-    def _blocks(self, array: StateArray, begin: int, end: int, *, parts: int = 1) -> Iterator[tuple[int, int, slice, slice]]:
+    def _blocks(
+        self, array: StateArray, begin: int, end: int, *, parts: int = 1
+    ) -> Iterator[tuple[int, int, slice, slice]]:
         """Yields the checksum-aligned pieces that cover elements ``begin`` to ``end``, each at most
         one of ``parts`` of the service buffer.
 
@@ -271,7 +329,9 @@ class ShardStore(ArrayAllocator):
         step = service_nbytes // parts // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
         offset = begin * size // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
         while offset < end * size:
-            covered = min(step, -(-(end * size - offset) // native.CHECKSUM_NBYTES) * native.CHECKSUM_NBYTES)
+            covered = min(
+                step, -(-(end * size - offset) // native.CHECKSUM_NBYTES) * native.CHECKSUM_NBYTES
+            )
             nbytes = min(covered, array.extent.nbytes - offset)
             first, last = offset // size, (offset + nbytes) // size
             low, high = max(begin, first), min(end, last)
@@ -315,8 +375,9 @@ class ShardStore(ArrayAllocator):
         """Raises UsageError in a forked child, which has no threads and no ring of the engine."""
         if os.getpid() != self.pid:
             raise UsageError(
-                f"this model was wrapped in process {self.pid} and cannot be used in its forked child {os.getpid()}: "
-                "wrap a model in the child, or start it with the spawn method"
+                f"this model was wrapped in process {self.pid} and cannot be used in its forked"
+                f" child {os.getpid()}: wrap a model in the child, or start it with the spawn"
+                " method"
             )
 
     def close(self) -> None:

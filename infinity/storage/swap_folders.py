@@ -51,7 +51,9 @@ class SwapFolders:
             if (system := disk_profile.file_system_identity(folder)) not in systems:
                 systems.add(system)
                 self.profiles.append(profile)
-                self.places.append(Place(folder, disk_profile.device_identity(folder), profile.mixed_rate))
+                self.places.append(
+                    Place(folder, disk_profile.device_identity(folder), profile.mixed_rate)
+                )
         block = max((profile.block_nbytes for profile in self.profiles), default=MIB)
         self.stripe_nbytes = min(max(MIB, block), MAX_STRIPE_NBYTES)
 
@@ -90,9 +92,11 @@ class SwapFolders:
         free = [round_down(shutil.disk_usage(place.folder).free, whole) for place in self.places]
         if nbytes > sum(free):
             raise CapacityError(
-                f"NVMe home needs {format_nbytes(nbytes)} at {', '.join(place.folder for place in self.places)} but "
-                f"{format_nbytes(sum(free))} is free. Free {format_nbytes(nbytes - sum(free))}, name more folders in nvme_paths, or keep "
-                "more on the host: Config(optimizer='host')."
+                f"NVMe home needs {format_nbytes(nbytes)} at"
+                f" {', '.join(place.folder for place in self.places)} but"
+                f" {format_nbytes(sum(free))} is free. Free {format_nbytes(nbytes - sum(free))},"
+                " name more folders in nvme_paths, or keep more on the host:"
+                " Config(optimizer='host')."
             )
         own = split(nbytes, self.places, [round_down(room // self._ranks, whole) for room in free])
         # If this rank's share is too small, use what the others left after taking theirs.
@@ -101,7 +105,9 @@ class SwapFolders:
         for place, part in zip(self.places, map(sum, zip(own, rest))):
             limit = disk_profile.largest_file(place.folder, part + stripe_nbytes)
             limit = (
-                max(stripe_nbytes, limit // stripe_nbytes * stripe_nbytes - stripe_nbytes) if limit < part + stripe_nbytes else part
+                max(stripe_nbytes, limit // stripe_nbytes * stripe_nbytes - stripe_nbytes)
+                if limit < part + stripe_nbytes
+                else part
             )
             while part > 0:
                 parts.append((place.folder, min(part, limit)))
@@ -115,7 +121,10 @@ def split(nbytes: int, places: Sequence[Place], rooms: Sequence[int]) -> list[in
     order. Returns less than ``nbytes`` in sum if the rooms are too small."""
     devices = dict.fromkeys(place.device for place in places)
     rates = {place.device: place.rate for place in reversed(places)}
-    left = {device: sum(room for place, room in zip(places, rooms) if place.device == device) for device in devices}
+    left = {
+        device: sum(room for place, room in zip(places, rooms) if place.device == device)
+        for device in devices
+    }
     taken = dict.fromkeys(devices, 0.0)
     wanted, open_devices = float(nbytes), {device for device in devices if left[device] > 0}
     while wanted >= 1 and open_devices:
@@ -143,7 +152,9 @@ def _stripes(parts: list[int], stripe_nbytes: int, nbytes: int) -> list[int]:
         return [-(-nbytes // stripe_nbytes)]
     counts = [part // stripe_nbytes for part in parts]
     missing = -(-nbytes // stripe_nbytes) - sum(counts)
-    for index in sorted(range(len(parts)), key=lambda index: -(parts[index] % stripe_nbytes))[:missing]:
+    for index in sorted(range(len(parts)), key=lambda index: -(parts[index] % stripe_nbytes))[
+        :missing
+    ]:
         counts[index] += 1
     return counts
 
@@ -157,17 +168,23 @@ def create_swap_file(io: native.IoEngine, folder: str, nbytes: int) -> int:
     """Creates a swap file of ``nbytes`` in ``folder``. Returns the engine's index of it. Raises
     CapacityError for too little room, StorageError if it cannot be written."""
     if (kind := disk_profile.file_system(folder)) in disk_profile.IN_MEMORY:
-        logger.warning("nvme_paths: %s is on %s, which is memory: what has its home there takes memory beside host_memory, and may end in "
-                       "the process being killed. Name a folder on a disk.", folder, kind)  # fmt: skip
+        logger.warning(
+            "nvme_paths: %s is on %s, which is memory: what has its home there takes memory beside"
+            " host_memory, and may end in the process being killed. Name a folder on a disk.",
+            folder,
+            kind,
+        )
     try:
         return io.create_swap_file(folder, round_up(nbytes, native.BLOCK_NBYTES))
     except StorageError as error:
         if error.errno == errno.ENOSPC:
             raise CapacityError(
-                f"NVMe home needs {format_nbytes(nbytes)} at {folder}, and the disk filled up while it was "
-                "being reserved. Free that much, or name more folders in nvme_paths."
+                f"NVMe home needs {format_nbytes(nbytes)} at {folder}, and the disk filled up while"
+                " it was being reserved. Free that much, or name more folders in nvme_paths."
             ) from error
         raise StorageError(
-            error.errno, f"cannot make a swap file in {folder}: {os.strerror(error.errno)}. It must be writable; "
-            "name another folder in nvme_paths", folder,
-        ) from error  # fmt: skip
+            error.errno,
+            f"cannot make a swap file in {folder}: {os.strerror(error.errno)}. It must be writable;"
+            " name another folder in nvme_paths",
+            folder,
+        ) from error

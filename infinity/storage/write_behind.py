@@ -55,11 +55,15 @@ class BlockStore(ArrayIO, Protocol):
     def take_lease(self, pool: native.PinnedPool, nbytes: int) -> native.Lease:
         """Takes a lease of ``nbytes``. Blocks while transfers use the pool."""
 
-    def read_block(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> torch.Tensor:
+    def read_block(
+        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int
+    ) -> torch.Tensor:
         """Reads whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor
         over ``lease``."""
 
-    def start_write(self, array: StateArray, offset: int, lease: native.Lease, nbytes: int) -> native.Ticket:
+    def start_write(
+        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int
+    ) -> native.Ticket:
         """Starts writing whole checksummed blocks of an array on disk."""
 
     def lend(self, array: StateArray, offset: int, memory: torch.Tensor) -> None:
@@ -77,7 +81,9 @@ class WriteBehind:
         """``service``: the buffer of the parts."""
         self._store, self._service = store, service
         blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES - 1  # one block for reading
-        self._count = max(0, min(PARTS, blocks), min(MOST_PARTS, blocks * native.CHECKSUM_NBYTES // PART_NBYTES))
+        self._count = max(
+            0, min(PARTS, blocks), min(MOST_PARTS, blocks * native.CHECKSUM_NBYTES // PART_NBYTES)
+        )
         # A parameter's four arrays are written in turn; each open part continues where it stopped.
         self._most_open = max(1, min(self._count - UNDER_WAY, max(4, self._count // 2)))
         self._part_nbytes = blocks // self._count * native.CHECKSUM_NBYTES if self._count else 0
@@ -95,7 +101,15 @@ class WriteBehind:
         """Reads as the store does, including what was written here."""
         return self._store.read(array, begin, end)
 
-    def write(self, array: StateArray, begin: int, source: torch.Tensor, *, version: int, stays: bool = False) -> None:
+    def write(
+        self,
+        array: StateArray,
+        begin: int,
+        source: torch.Tensor,
+        *,
+        version: int,
+        stays: bool = False,
+    ) -> None:
         """Writes as the store does, without waiting. ``stays``: ``source`` does not change before
         :meth:`flush`. Then its whole blocks are lent if aligned as on disk. Raises UsageError
         beyond the array's end."""
@@ -103,7 +117,10 @@ class WriteBehind:
             self._store.write(array, begin, source, version=version)
             return
         self._store.check_process()
-        raw, at = source.to(array.dtype).contiguous().view(torch.uint8), begin * array.dtype.itemsize
+        raw, at = (
+            source.to(array.dtype).contiguous().view(torch.uint8),
+            begin * array.dtype.itemsize,
+        )
         if at + raw.numel() > array.nbytes:
             raise UsageError(f"{raw.numel()} bytes at {at} of an array of {array.nbytes}")
         with self.guarding():
@@ -170,7 +187,11 @@ class WriteBehind:
         """Returns the open part that continues at byte ``at`` of the array."""
         part = self._open.get(array)
         if part is not None:
-            if part.end < at < min(round_up(part.end, native.CHECKSUM_NBYTES), part.start + self._part_nbytes):
+            if (
+                part.end
+                < at
+                < min(round_up(part.end, native.CHECKSUM_NBYTES), part.start + self._part_nbytes)
+            ):
                 self._fill(part, part.end, at)  # padding between two parameters
                 part.end = at
             if part.end == at:
@@ -179,7 +200,11 @@ class WriteBehind:
         while len(self._open) >= self._most_open:
             self._submit(next(iter(self._open.values())))
         part = self._take()
-        part.array, part.start, part.end = array, at // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES, at
+        part.array, part.start, part.end = (
+            array,
+            at // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES,
+            at,
+        )
         self._fill(part, part.start, at)
         self._open[array] = part
         return part
@@ -188,7 +213,12 @@ class WriteBehind:
         if not self._free and len(self._open) + len(self._under_way) < self._count:
             lease = self._store.take_lease(self._service, self._part_nbytes)
             self._free.append(
-                OpenPart(lease, native.tensor_at(self._service.region, lease.address, self._part_nbytes, torch.uint8))
+                OpenPart(
+                    lease,
+                    native.tensor_at(
+                        self._service.region, lease.address, self._part_nbytes, torch.uint8
+                    ),
+                )
             )
         if not self._free:
             if not self._under_way:
@@ -198,7 +228,10 @@ class WriteBehind:
 
     def _submit(self, part: OpenPart) -> None:
         """Starts writing an open part."""
-        array, end = part.array, min(round_up(part.end, native.CHECKSUM_NBYTES), part.array.extent.nbytes)
+        array, end = (
+            part.array,
+            min(round_up(part.end, native.CHECKSUM_NBYTES), part.array.extent.nbytes),
+        )
         self._fill(part, part.end, end)
         part.end = end
         # A disk may reorder two writes of the same bytes
@@ -216,7 +249,9 @@ class WriteBehind:
         self._finish_those_with(array, offset, offset + nbytes)
         with self._store.borrow(nbytes) as lease:
             block = self._store.read_block(array, offset, lease, nbytes)
-            part.memory[begin - part.start : end - part.start] = block[begin - offset : end - offset]
+            part.memory[begin - part.start : end - part.start] = block[
+                begin - offset : end - offset
+            ]
 
     def _finish_those_with(self, array: StateArray, start: int, end: int) -> None:
         for part in [part for part in self._under_way if part.holds(array, start, end)]:

@@ -1,7 +1,8 @@
-"""infinity.accumulate: several micro-batches in one pass, with the bits of a plain loop, whatever strikes between them.
+"""infinity.accumulate: several micro-batches in one pass, with the bits of a plain loop, whatever
+strikes between them.
 
-**elsewhere**: a device whose memory the processor does not use, as a GPU's is; here it is the processor's all the same.
-**plain**: the same loop over micro-batches without the engine.
+**elsewhere**: a device whose memory the processor does not use, as a GPU's is; here it is the
+processor's all the same. **plain**: the same loop over micro-batches without the engine.
 """
 
 from __future__ import annotations
@@ -29,13 +30,20 @@ class Elsewhere(threaded_device.ThreadedDevice):
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3)]
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+        for _ in range(3)
+    ]
     model = nn.Sequential(*blocks, nn.Linear(WIDTH, 4))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def loss_of(model: nn.Module, step: int, part: int) -> torch.Tensor:
-    return model(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + part))).square().mean()
+    return (
+        model(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + part)))
+        .square()
+        .mean()
+    )
 
 
 def train(model: nn.Module, optimizer: Any, *, joined: bool, steps: int = STEPS) -> list[float]:
@@ -52,7 +60,9 @@ def train(model: nn.Module, optimizer: Any, *, joined: bool, steps: int = STEPS)
     return told
 
 
-def trained(config: dict | None, *, joined: bool = True) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+def trained(
+    config: dict | None, *, joined: bool = True
+) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     model, optimizer = build()
     if config is None:
         return train(model, optimizer, joined=False), model.state_dict(), None
@@ -83,9 +93,12 @@ def test_gradients_go_home_once_a_step_from_a_device_elsewhere(home, swap, monke
 
 
 def test_weights_stay_between_micro_batches(swap):
-    """A window that holds them all: each unit comes once a step; the twin brings it for each micro-batch."""
+    """A window that holds them all: each unit comes once a step; the twin brings it for each
+    micro-batch."""
     config = models.at_home("host", "host", swap) | {"device_memory": "4MiB"}
-    loads = [trained(config, joined=joined)[2].edges["host->device"].nbytes for joined in (True, False)]
+    loads = [
+        trained(config, joined=joined)[2].edges["host->device"].nbytes for joined in (True, False)
+    ]
     assert MICRO * loads[0] == loads[1] > 0
 
 
@@ -123,10 +136,16 @@ USES = {
     "step": lambda model, optimizer: optimizer.step(),
     "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
     "clip": lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    "save_checkpoint": lambda model, optimizer: infinity.save_checkpoint("nowhere", model, optimizer),
-    "load_checkpoint": lambda model, optimizer: infinity.load_checkpoint("nowhere", model, optimizer),
+    "save_checkpoint": lambda model, optimizer: infinity.save_checkpoint(
+        "nowhere", model, optimizer
+    ),
+    "load_checkpoint": lambda model, optimizer: infinity.load_checkpoint(
+        "nowhere", model, optimizer
+    ),
     "load_state_dict": lambda model, optimizer: model.load_state_dict(build()[0].state_dict()),
-    "optimizer.load_state_dict": lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "optimizer.load_state_dict": lambda model, optimizer: optimizer.load_state_dict(
+        optimizer.state_dict()
+    ),
     "full_params": lambda model, optimizer: infinity.full_params(model, writeback=True).__enter__(),
     "park": lambda model, optimizer: infinity.park(model, "nowhere"),
     "unwrap_model": lambda model, optimizer: infinity.unwrap_model(model, optimizer),
@@ -135,7 +154,8 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_gradients_are_not_to_be_had_between_micro_batches(use):
-    """Nor is what sets values, or takes gradients along. A typed error that says when; caught inside the block it leaves the sums as they are."""
+    """Nor is what sets values, or takes gradients along. A typed error that says when; caught
+    inside the block it leaves the sums as they are."""
     model, optimizer = infinity.wrap_model(*build(), {"params": "host", "optimizer": "host"})
     plain, plain_optimizer = build()
     with infinity.accumulate(model):
@@ -155,7 +175,10 @@ def test_gradients_are_not_to_be_had_between_micro_batches(use):
 def test_a_block_inside_another_is_refused():
     model, _ = infinity.wrap_model(*build(), {"params": "host", "optimizer": "host"})
     with infinity.accumulate(model):
-        with pytest.raises(infinity.UsageError, match="inside another one"), infinity.accumulate(model):
+        with (
+            pytest.raises(infinity.UsageError, match="inside another one"),
+            infinity.accumulate(model),
+        ):
             pass
         loss_of(model, 0, 0).backward()
     assert model[0][0].weight.grad is not None
@@ -164,7 +187,8 @@ def test_a_block_inside_another_is_refused():
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("where", ["between", "in a forward", "in a backward"])
 def test_an_exception_leaves_no_half_sum_to_be_stepped(home, where, swap):
-    """Gradients are torn, which the step says; after zero_grad the loop goes on with the bits of a plain one."""
+    """Gradients are torn, which the step says; after zero_grad the loop goes on with the bits of a
+    plain one."""
     model, optimizer = infinity.wrap_model(*build(), models.at_home(home, home, swap))
     struck = []
 
@@ -172,7 +196,11 @@ def test_an_exception_leaves_no_half_sum_to_be_stepped(home, where, swap):
         if struck:
             raise KeyboardInterrupt
 
-    (model[1].register_forward_hook if where == "in a forward" else model[1].register_full_backward_hook)(strike)
+    (
+        model[1].register_forward_hook
+        if where == "in a forward"
+        else model[1].register_full_backward_hook
+    )(strike)
     with pytest.raises(KeyboardInterrupt), infinity.accumulate(model):
         loss_of(model, 0, 0).backward()
         struck.append(True)

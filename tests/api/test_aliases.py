@@ -1,4 +1,5 @@
-"""What has the memory of weights before a wrap keeps the values of before: that is said once, and not of ordinary models."""
+"""What has the memory of weights before a wrap keeps the values of before: that is said once, and
+not of ordinary models."""
 
 from __future__ import annotations
 
@@ -26,12 +27,16 @@ def make() -> nn.Module:
 
 def said_at_wrap(model: nn.Module, config: dict[str, Any], caplog) -> list[str]:
     """Wraps, trains a step, and returns what was said of memory."""
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [param for param in model.parameters() if param.requires_grad], lr=1e-2
+    )
     caplog.clear()
     with caplog.at_level(logging.WARNING, "infinity"):
         model, optimizer = infinity.wrap_model(model, optimizer, config)
     infinity.unwrap_model(model, optimizer)
-    return [record.getMessage() for record in caplog.records if "share memory" in record.getMessage()]
+    return [
+        record.getMessage() for record in caplog.records if "share memory" in record.getMessage()
+    ]
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -51,20 +56,33 @@ def made_of_a_tensor(model: nn.Module) -> torch.Tensor:
 
 
 HOLDS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "an array": (lambda model: model[0].weight.detach().numpy(), "1 of this model's parameters (0.weight)"),
-    "numpy's export": (lambda model: np.from_dlpack(model[0].weight.detach()), "1 of this model's parameters (0.weight)"),
-    "torch's export": (lambda model: torch.from_dlpack(model[0].weight.detach()), "1 of this model's parameters (0.weight)"),
-    "detached": (lambda model: [param.detach() for param in model.parameters()], "4 of this model's parameters (0.weight, 0.bias, 1.weight, ...)"),
+    "an array": (
+        lambda model: model[0].weight.detach().numpy(),
+        "1 of this model's parameters (0.weight)",
+    ),
+    "numpy's export": (
+        lambda model: np.from_dlpack(model[0].weight.detach()),
+        "1 of this model's parameters (0.weight)",
+    ),
+    "torch's export": (
+        lambda model: torch.from_dlpack(model[0].weight.detach()),
+        "1 of this model's parameters (0.weight)",
+    ),
+    "detached": (
+        lambda model: [param.detach() for param in model.parameters()],
+        "4 of this model's parameters (0.weight, 0.bias, 1.weight, ...)",
+    ),
     "a row": (lambda model: model[1].weight.data[2], "1 of this model's parameters (1.weight)"),
     "a flat buffer": (flat, "4 of this model's parameters (0.weight"),
     "what it was made of": (made_of_a_tensor, "1 of this model's parameters (0.weight)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("how", HOLDS)
 def test_what_keeps_the_old_values_is_told_of_once(how, home, tmp_path, caplog):
-    """Method: something else has a weight's memory at the wrap, in each way. In the twin it is let go before."""
+    """Method: something else has a weight's memory at the wrap, in each way. In the twin it is let
+    go before."""
     hold, told = HOLDS[how]
     model = make()
     held = hold(model)
@@ -132,7 +150,9 @@ def from_pretrained(path) -> nn.Module:
 
 def with_adapters(path) -> nn.Module:
     peft = pytest.importorskip("peft")
-    return peft.get_peft_model(from_pretrained(path), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    return peft.get_peft_model(
+        from_pretrained(path), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    )
 
 
 def whole(path) -> nn.Module:
@@ -153,7 +173,9 @@ ORDINARY: dict[str, Callable] = {
     "loaded whole": lambda path: whole(path / "model.pt"),
     "assigned": lambda path: assigned(loaded_by_torch(path / "state.pt")),
     "mapped": lambda path: assigned(loaded_by_torch(path / "state.pt", mmap=True)),
-    "assigned from safetensors": lambda path: assigned(loaded_by_safetensors(path / "model.safetensors")),
+    "assigned from safetensors": lambda path: assigned(
+        loaded_by_safetensors(path / "model.safetensors")
+    ),
     "from_pretrained": lambda path: from_pretrained(path / "pretrained"),
     "with adapters": lambda path: with_adapters(path / "pretrained"),
     "with its state dict": lambda path: held_state(make()),
@@ -164,7 +186,8 @@ ORDINARY: dict[str, Callable] = {
 
 @pytest.mark.parametrize("kind", ORDINARY)
 def test_nothing_is_said_of_ordinary_models(kind, tmp_path, caplog):
-    """Method: models as they come are wrapped, with what their makers keep; nothing is said. In the twin one tensor is held beside."""
+    """Method: models as they come are wrapped, with what their makers keep; nothing is said. In the
+    twin one tensor is held beside."""
     made = ORDINARY[kind](tmp_path)
     model, kept = made if isinstance(made, tuple) else (made, None)
     assert said_at_wrap(model, at_home("host", "host", tmp_path), caplog) == []
@@ -178,12 +201,15 @@ def test_nothing_is_said_of_ordinary_models(kind, tmp_path, caplog):
 
 def test_nothing_is_looked_for_where_nothing_is_held(tmp_path, caplog, monkeypatch):
     """The list of all objects is long, and is not asked for without need."""
-    monkeypatch.setattr(aliases.gc, "get_objects", lambda: pytest.fail("all objects were looked through"))
+    monkeypatch.setattr(
+        aliases.gc, "get_objects", lambda: pytest.fail("all objects were looked through")
+    )
     assert said_at_wrap(stepped(), at_home("host", "host", tmp_path), caplog) == []
 
 
 def test_weights_of_another_wrapped_model_are_passed_over(tmp_path, caplog):
-    """Method: one model is at home, whose memory must not be looked at; an array of another one's is told of all the same."""
+    """Method: one model is at home, whose memory must not be looked at; an array of another one's
+    is told of all the same."""
     other, _ = infinity.wrap_model(make(), None, at_home("host", "host", tmp_path))
     model = make()
     held = model[0].weight.detach().numpy()

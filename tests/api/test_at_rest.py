@@ -28,17 +28,40 @@ import infinity
 
 @every_home
 def test_parameters_at_rest_keep_what_they_are(home, tmp_path):
-    """Method: compare identity, shape, strides, dtype, device and the rest of a parameter's metadata before the wrap,
-    at rest, and after a step; away from the device there is no storage behind it."""
+    """Method: compare identity, shape, strides, dtype, device and the rest of a parameter's
+    metadata before the wrap, at rest, and after a step; away from the device there is no storage
+    behind it."""
     model = prescribed(SEED)
     before = {
-        name: (id(p), p.shape, p.stride(), p.dtype, p.device, p.requires_grad, p.is_leaf, p.numel(), p.dim(), p.layout)
+        name: (
+            id(p),
+            p.shape,
+            p.stride(),
+            p.dtype,
+            p.device,
+            p.requires_grad,
+            p.is_leaf,
+            p.numel(),
+            p.dim(),
+            p.layout,
+        )
         for name, p in model.named_parameters()
     }
     model, optimizer = wrapped(home, tmp_path, model)
     for at in range(2):
         now = {
-            name: (id(p), p.shape, p.stride(), p.dtype, p.device, p.requires_grad, p.is_leaf, p.numel(), p.dim(), p.layout)
+            name: (
+                id(p),
+                p.shape,
+                p.stride(),
+                p.dtype,
+                p.device,
+                p.requires_grad,
+                p.is_leaf,
+                p.numel(),
+                p.dim(),
+                p.layout,
+            )
             for name, p in model.named_parameters()
         }
         assert now == before
@@ -65,8 +88,15 @@ METADATA: dict[str, Callable[[nn.Parameter], Any]] = {
     "grad_fn": lambda p: p.grad_fn,
     "grad": lambda p: p.grad,
     "element_size": lambda p: (p.element_size(), p.itemsize, p.nbytes),
-    "is_floating_point": lambda p: (p.is_floating_point(), torch.is_floating_point(p), p.is_complex()),
-    "is_contiguous": lambda p: (p.is_contiguous(), p.is_contiguous(memory_format=torch.channels_last)),
+    "is_floating_point": lambda p: (
+        p.is_floating_point(),
+        torch.is_floating_point(p),
+        p.is_complex(),
+    ),
+    "is_contiguous": lambda p: (
+        p.is_contiguous(),
+        p.is_contiguous(memory_format=torch.channels_last),
+    ),
     "is_cuda": lambda p: (p.is_cuda, p.is_cpu, p.is_meta, p.is_sparse, p.is_quantized),
     "len": lambda p: len(p),
     "hash": lambda p: hash(p) == id(p),
@@ -79,14 +109,20 @@ METADATA: dict[str, Callable[[nn.Parameter], Any]] = {
     "is_tensor": lambda p: (torch.is_tensor(p), isinstance(p, nn.Parameter)),
     "get_device": lambda p: p.get_device(),
     "type name": lambda p: p.type(),
-    "is_shared": lambda p: (p.is_shared(), p.detach().is_shared(), p.untyped_storage().is_shared(), p.is_pinned()),
+    "is_shared": lambda p: (
+        p.is_shared(),
+        p.detach().is_shared(),
+        p.untyped_storage().is_shared(),
+        p.is_pinned(),
+    ),
     "to itself": lambda p: p.to(p.device) is p and p.to(p.dtype) is p and p.cpu() is p,
 }
 
 
 @pytest.fixture(scope="module")
 def seen_at_rest(tmp_path_factory) -> Callable[[str], dict[str, Any]]:
-    """What each look at a parameter at rest gives, by home; the model itself is not kept, so that nothing is held."""
+    """What each look at a parameter at rest gives, by home; the model itself is not kept, so that
+    nothing is held."""
 
     @functools.cache
     def results(home: str) -> dict[str, Any]:
@@ -105,13 +141,15 @@ def seen_at_rest(tmp_path_factory) -> Callable[[str], dict[str, Any]]:
 @pytest.mark.parametrize("look", METADATA)
 @both_ends
 def test_metadata_of_parameters_at_rest(look, home, seen_at_rest):
-    """Method: ask a parameter at rest what needs none of its bytes; the answer is a plain parameter's."""
+    """Method: ask a parameter at rest what needs none of its bytes; the answer is a plain
+    parameter's."""
     assert seen_at_rest(home)[look] == METADATA[look](transformer(SEED).blocks[0].feed[0].weight)
 
 
 @every_home
 def test_printing_a_parameter_at_rest(home, tmp_path):
-    """Method: repr, str and format of a parameter name it and its home; printing the model works."""
+    """Method: repr, str and format of a parameter name it and its home; printing the model
+    works."""
     model, _ = wrapped(home, tmp_path)
     param = model.blocks[0].feed[0].weight
     for text in (repr(param), str(param), f"{param}", f"{param.detach()}"):
@@ -199,7 +237,9 @@ TOUCHES: dict[str, Callable[[Any], Any]] = {
     "torch.save": save,
     "torch.save data": lambda p: save({"w": p.data}),
     "data =": lambda p: setattr(p, "data", torch.ones(p.shape)),
-    "autograd grad": lambda p: torch.autograd.grad(torch.ones((), requires_grad=True) * 2, [p], allow_unused=True),
+    "autograd grad": lambda p: torch.autograd.grad(
+        torch.ones((), requires_grad=True) * 2, [p], allow_unused=True
+    ),
     "backward": lambda p: p.sum().backward(),
     "histc": lambda p: torch.histc(p),
     "svd": lambda p: torch.linalg.svd(p),
@@ -235,7 +275,9 @@ def touched(tmp_path_factory, chosen) -> Callable[[str], dict[str, str]]:
                 kept.clear()  # whatever it left is not the next one's
                 raise
 
-        return survey([name for name, where in sorted(chosen("touch", "home")) if where == home], check)
+        return survey(
+            [name for name, where in sorted(chosen("touch", "home")) if where == home], check
+        )
 
     return tried
 
@@ -244,30 +286,44 @@ def touch_once(model: nn.Module, touch: Callable[[Any], Any]) -> None:
     try:
         found = plainly(touch(model.blocks[0].feed[0].weight))
     except infinity.UsageError as error:
-        assert any(way in str(error) for way in ("full_params", "state_dict", "unwrap_model")), str(error)
+        assert any(way in str(error) for way in ("full_params", "state_dict", "unwrap_model")), str(
+            error
+        )
         return
     except infinity.InfinityError:
         raise
-    except (RuntimeError, TypeError, BufferError, IndexError, ValueError, NotImplementedError) as error:
+    except (
+        RuntimeError,
+        TypeError,
+        BufferError,
+        IndexError,
+        ValueError,
+        NotImplementedError,
+    ) as error:
         # torch's own refusal would be as good, if it said what to do.
         raise AssertionError(f"{type(error).__name__} instead of UsageError: {error}") from error
     expected = plainly(touch(transformer(SEED).blocks[0].feed[0].weight))
     if isinstance(expected, (torch.Tensor, np.ndarray, list)):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     else:
-        assert type(found) is type(expected) and found == expected, f"{found!r} instead of {expected!r}"
+        assert type(found) is type(expected) and found == expected, (
+            f"{found!r} instead of {expected!r}"
+        )
 
 
 @pytest.mark.parametrize("touch", TOUCHES)
 @every_home
 def test_touching_a_parameter_at_rest_raises_and_names_the_way(touch, home, touched):
-    """Method: some ninety ways to reach a parameter's bytes at rest; each raises UsageError naming what to use instead
-    (or gives the very result of a plain parameter), and none gives garbage, crashes or changes the model."""
+    """Method: some ninety ways to reach a parameter's bytes at rest; each raises UsageError naming
+    what to use instead (or gives the very result of a plain parameter), and none gives garbage,
+    crashes or changes the model.
+    """
     complaint = touched(home).get(touch)
     assert complaint is None, complaint
 
 
-# Ways that go around __torch_function__: nobody can name the parameter there, and torch's own refusal is the answer.
+# Ways that go around __torch_function__: nobody can name the parameter there, and torch's own
+# refusal is the answer.
 AROUND: dict[str, Callable[[Any], Any]] = {
     "vmap": lambda p: torch.func.vmap(lambda row: row.sum())(p),
     "grad": lambda p: torch.func.grad(lambda q: q.sum())(p),
@@ -277,8 +333,12 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "to_dlpack": lambda p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())),
     "data_ptr": lambda p: p.data_ptr() and p.untyped_storage().data_ptr() and None,
     "storage clone": lambda p: p.untyped_storage().clone().nbytes(),
-    "over storage": lambda p: torch.empty(0).set_(p.untyped_storage(), 0, p.shape, p.stride()).sum(),
-    "write over storage": lambda p: torch.empty(0).set_(p.untyped_storage(), 0, p.shape, p.stride()).zero_().sum(),
+    "over storage": lambda p: (
+        torch.empty(0).set_(p.untyped_storage(), 0, p.shape, p.stride()).sum()
+    ),
+    "write over storage": lambda p: (
+        torch.empty(0).set_(p.untyped_storage(), 0, p.shape, p.stride()).zero_().sum()
+    ),
     "trace": lambda p: torch.jit.trace(lambda x: x + 1, p)(torch.ones(p.shape)),
 }
 
@@ -291,7 +351,8 @@ def test_ways_around_torch_function_work_on_a_plain_parameter(way):
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_ways_around_torch_function_never_crash(home, tmp_path):
-    """Method: reach the bytes at rest from where torch asks no subclass; an error, and the model is as it was."""
+    """Method: reach the bytes at rest from where torch asks no subclass; an error, and the model is
+    as it was."""
 
     def check(way: str) -> None:
         folder = tmp_path / way.replace(" ", "-")
@@ -309,12 +370,17 @@ def test_ways_around_torch_function_never_crash(home, tmp_path):
 
 @every_home
 def test_a_tensor_kept_from_a_forward_never_crashes(home, tmp_path):
-    """Method: a module keeps views of its weight and hands them to nobody; used after the forward they raise, or (at
-    home on the device) are the weight's values."""
+    """Method: a module keeps views of its weight and hands them to nobody; used after the forward
+    they raise, or (at home on the device) are the weight's values."""
 
     class Keeper(nn.Linear):
         def forward(self, x):
-            self.kept = [self.weight.detach(), self.weight.t(), self.weight.view(-1)[3:], self.weight.data[1]]
+            self.kept = [
+                self.weight.detach(),
+                self.weight.t(),
+                self.weight.view(-1)[3:],
+                self.weight.data[1],
+            ]
             return super().forward(x)
 
     def work():
@@ -334,8 +400,8 @@ def test_a_tensor_kept_from_a_forward_never_crashes(home, tmp_path):
 
 @every_home
 def test_copy_into_a_parameter_at_rest_reaches_its_home(home, tmp_path):
-    """Method: p.data.copy_(value) and p.copy_(value) under no_grad, as loaders and initialisers do; the home has the
-    value, and a value of another shape is refused as torch refuses it."""
+    """Method: p.data.copy_(value) and p.copy_(value) under no_grad, as loaders and initialisers do;
+    the home has the value, and a value of another shape is refused as torch refuses it."""
     model, _ = wrapped(home, tmp_path, param_dtype="bf16")
     param = model.blocks[1].feed[0].weight
     value = torch.randn(param.shape, generator=torch.Generator().manual_seed(SEED))
@@ -368,7 +434,8 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
 @both_ends
 def test_conversions_of_the_model_that_change_nothing(convert, home, tmp_path):
-    """Method: what frameworks call on every model (to(device), float(), ...), when it asks for what is so already."""
+    """Method: what frameworks call on every model (to(device), float(), ...), when it asks for what
+    is so already."""
     model, optimizer = wrapped(home, tmp_path)
     before = model.state_dict()
     assert convert(model) in (model, None)

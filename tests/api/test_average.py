@@ -1,6 +1,8 @@
-"""Averages of weights at home: torch's bits, in checkpoints, and in the place of the weights for an evaluation.
+"""Averages of weights at home: torch's bits, in checkpoints, and in the place of the weights for an
+evaluation.
 
-Words used here: **plain** and **wrapped** as in `runs.py`; **torch's** is an AveragedModel beside the plain model.
+Words used here: **plain** and **wrapped** as in `runs.py`; **torch's** is an AveragedModel beside
+the plain model.
 """
 
 from __future__ import annotations
@@ -21,16 +23,27 @@ from infinity.runtime import weight_average
 SEED = 180
 HOMES = ["device", "host", "nvme"]
 KINDS = {
-    "ema": (lambda model: infinity.ema(model, 0.9), lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)}),
+    "ema": (
+        lambda model: infinity.ema(model, 0.9),
+        lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
+    ),
     "swa": (infinity.swa, dict),
 }
 
 
-def pair(home: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def pair(
+    home: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = transformer(SEED, dropout=0.0, width=32, blocks=3).to(dtype)
     model.positions.requires_grad_(False)  # one that no step changes
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, fused=True)
-    return infinity.wrap_model(model, optimizer, at_home(home, home, folder, **more)) if home else (model, optimizer)
+    optimizer = torch.optim.AdamW(
+        [param for param in model.parameters() if param.requires_grad], lr=1e-2, fused=True
+    )
+    return (
+        infinity.wrap_model(model, optimizer, at_home(home, home, folder, **more))
+        if home
+        else (model, optimizer)
+    )
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -42,7 +55,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_average_has_the_bits_of_torchs(kind, home, tmp_path):
-    """Also: evaluated in `applied`, saved from there, and the weights are themselves again behind it."""
+    """Also: evaluated in `applied`, saved from there, and the weights are themselves again behind
+    it."""
     ours, theirs = KINDS[kind]
     model, optimizer = pair(home, tmp_path)
     plain, plain_optimizer = pair("", tmp_path)
@@ -63,8 +77,9 @@ def test_an_average_has_the_bits_of_torchs(kind, home, tmp_path):
 
 @pytest.mark.parametrize("home", [pytest.param("device", marks=pytest.mark.slow), "nvme"])
 def test_the_average_of_16_bit_weights_is_of_their_masters(home, tmp_path):
-    """Method: bf16 with split masters; after each step the masters, from the optimizer's state dict, are averaged by torch in fp32.
-    Exchanged twice, weights, masters and the steps after are as if nothing had been."""
+    """Method: bf16 with split masters; after each step the masters, from the optimizer's state
+    dict, are averaged by torch in fp32. Exchanged twice, weights, masters and the steps after are
+    as if nothing had been."""
     model, optimizer = pair(home, tmp_path, torch.bfloat16)
     other, other_optimizer = pair(home, tmp_path, torch.bfloat16)
     average, expected = infinity.ema(model, 0.75), {}
@@ -75,11 +90,15 @@ def test_the_average_of_16_bit_weights_is_of_their_masters(home, tmp_path):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for index, state in optimizer.state_dict()["state"].items():
             name, master = names[params[index]], state["master"]
-            expected[name] = master.clone() if name not in expected else expected[name].lerp_(master, 0.25)
+            expected[name] = (
+                master.clone() if name not in expected else expected[name].lerp_(master, 0.25)
+            )
     found = average.state_dict()
     assert differing({name: found[name] for name in expected}, expected) == []
     with average.applied():
-        assert torch.equal(model.state_dict()["norm.weight"], expected["norm.weight"].to(torch.bfloat16))
+        assert torch.equal(
+            model.state_dict()["norm.weight"], expected["norm.weight"].to(torch.bfloat16)
+        )
     step(model, optimizer, 3), step(other, other_optimizer, 3)
     assert differing(model.state_dict(), other.state_dict()) == []
     states = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
@@ -87,8 +106,8 @@ def test_the_average_of_16_bit_weights_is_of_their_masters(home, tmp_path):
 
 
 def test_an_average_is_in_checkpoints(tmp_path):
-    """Method: two updates, a checkpoint, two more; from the checkpoint again, at another home. A model without an average loads it all
-    the same, and one that has had no update begins anew."""
+    """Method: two updates, a checkpoint, two more; from the checkpoint again, at another home. A
+    model without an average loads it all the same, and one that has had no update begins anew."""
     model, optimizer = pair("nvme", tmp_path, torch.bfloat16)
     average = infinity.ema(model, 0.9)
     for number in range(4):
@@ -120,7 +139,9 @@ def test_a_state_dict_goes_round(tmp_path):
     step(model, optimizer, 1)
     average.update()
     average.load_state_dict(saved)
-    assert differing(average.state_dict(), saved) == [] or set(differing(average.state_dict(), saved)) <= {"positions"}
+    assert differing(average.state_dict(), saved) == [] or set(
+        differing(average.state_dict(), saved)
+    ) <= {"positions"}
     with pytest.raises(infinity.UsageError, match="missing"):
         average.load_state_dict({})
     plain, _ = pair("", tmp_path)
@@ -129,7 +150,8 @@ def test_a_state_dict_goes_round(tmp_path):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_load_that_is_cut_short_is_carried_to_its_end(when, tmp_path, monkeypatch):
-    """Method: Ctrl-C comes before or after the third parameter's write; the next use has all of what was loaded, and its count."""
+    """Method: Ctrl-C comes before or after the third parameter's write; the next use has all of
+    what was loaded, and its count."""
     from infinity.runtime.weight_average import WeightAverage
 
     model, optimizer = pair("nvme", tmp_path)
@@ -153,13 +175,17 @@ def test_a_load_that_is_cut_short_is_carried_to_its_end(when, tmp_path, monkeypa
             average.load_state_dict(saved, updates=7)
     found = average.state_dict()
     averaged = average._handles()
-    assert all(torch.equal(found[name], saved[name]) for name in averaged) and len(averaged) > 5 and average.updates == 7
+    assert (
+        all(torch.equal(found[name], saved[name]) for name in averaged)
+        and len(averaged) > 5
+        and average.updates == 7
+    )
 
 
 @pytest.mark.parametrize("change", ["update", "exchange"])
 def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monkeypatch):
-    """Method: the write of the fifth piece raises, once before and once after the bytes went out; going on gives the bits of a run in
-    which nothing was raised."""
+    """Method: the write of the fifth piece raises, once before and once after the bytes went out;
+    going on gives the bits of a run in which nothing was raised."""
     from infinity.runtime.weight_average import WeightAverage
 
     ends = []
@@ -205,8 +231,9 @@ def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monk
 
 @pytest.mark.parametrize("way", ["in", "out"])
 def test_applied_ends_with_the_weights_whatever_cuts_it_short(way, tmp_path, monkeypatch):
-    """Method: Ctrl-C at the fifth piece of the exchange at the block's begin, or at its end. Behind it the model has its weights, and
-    another `applied` the averages. Without it the block is entered: the twin."""
+    """Method: Ctrl-C at the fifth piece of the exchange at the block's begin, or at its end. Behind
+    it the model has its weights, and another `applied` the averages. Without it the block is
+    entered: the twin."""
     from infinity.runtime.weight_average import WeightAverage
 
     model, optimizer = pair("host", tmp_path)
@@ -214,7 +241,10 @@ def test_applied_ends_with_the_weights_whatever_cuts_it_short(way, tmp_path, mon
     for number in range(2):
         step(model, optimizer, number)
         average.update()
-    weights, averages = ({name: value.clone() for name, value in one.state_dict().items()} for one in (model, average))
+    weights, averages = (
+        {name: value.clone() for name, value in one.state_dict().items()}
+        for one in (model, average)
+    )
     write, left, entered = WeightAverage._write, [], []
 
     def interrupted(self, *args, write=write):
@@ -235,13 +265,17 @@ def test_applied_ends_with_the_weights_whatever_cuts_it_short(way, tmp_path, mon
     assert differing(model.state_dict(), weights) == []
     way = "neither"
     evaluate()
-    assert entered[-1] == [] and differing(model.state_dict(), weights) == [] and differing(average.state_dict(), averages) == []
+    assert (
+        entered[-1] == []
+        and differing(model.state_dict(), weights) == []
+        and differing(average.state_dict(), averages) == []
+    )
     step(model, optimizer, 2)
 
 
 def test_the_weights_that_applied_has_put_aside_stay_as_they_are(tmp_path):
-    """Method: inside `applied` the averages' places have the weights; what reads or writes averages, or applies them once more, is refused
-    there."""
+    """Method: inside `applied` the averages' places have the weights; what reads or writes
+    averages, or applies them once more, is refused there."""
     model, optimizer = pair("host", tmp_path)
     average = infinity.ema(model, 0.9)
     for number in range(2):
@@ -256,7 +290,13 @@ def test_the_weights_that_applied_has_put_aside_stay_as_they_are(tmp_path):
 
     with average.applied():
         unwrapped = partial(infinity.unwrap_model, model)
-        for refused in (nested, average.state_dict, lambda: average.load_state_dict(averages), unwrapped, average.remove):
+        for refused in (
+            nested,
+            average.state_dict,
+            lambda: average.load_state_dict(averages),
+            unwrapped,
+            average.remove,
+        ):
             with pytest.raises(infinity.UsageError, match="average.applied"):
                 refused()
         assert differing(model.state_dict(), averages) == []
@@ -268,7 +308,8 @@ def test_the_weights_that_applied_has_put_aside_stay_as_they_are(tmp_path):
 
 
 def test_an_average_is_removed_from_a_parked_model(tmp_path):
-    """Method: parked with its average, which is removed before anything was read back; the run goes on with the bits of one without."""
+    """Method: parked with its average, which is removed before anything was read back; the run goes
+    on with the bits of one without."""
     found = []
     for averages in (False, True):
         model, optimizer = pair("host", tmp_path)
@@ -284,7 +325,8 @@ def test_an_average_is_removed_from_a_parked_model(tmp_path):
 
 
 def test_an_average_that_is_not_there_yet_is_not_read(tmp_path):
-    """Method: on disk, in the space of an average that was removed, whose bytes are still there. The run goes on."""
+    """Method: on disk, in the space of an average that was removed, whose bytes are still there.
+    The run goes on."""
     model, optimizer = pair("nvme", tmp_path)
     average = infinity.ema(model, 0.9)
     step(model, optimizer, 0)
@@ -311,7 +353,11 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     average.update()
     loss_of(model, tokens(SEED)).backward()
     with average.applied():
-        for refused in (optimizer.step, average.update, lambda: infinity.save_checkpoint(tmp_path / "c", model, optimizer)):
+        for refused in (
+            optimizer.step,
+            average.update,
+            lambda: infinity.save_checkpoint(tmp_path / "c", model, optimizer),
+        ):
             with pytest.raises(infinity.UsageError, match="average.applied"):
                 refused()
     optimizer.step()
@@ -323,14 +369,18 @@ def test_what_does_not_go_together_is_refused(tmp_path):
 
 
 def test_an_average_keeps_within_the_budget(tmp_path):
-    """Method: on disk it takes no memory but a few pieces; with a host budget that is full it is a CapacityError, and nothing is kept."""
+    """Method: on disk it takes no memory but a few pieces; with a host budget that is full it is a
+    CapacityError, and nothing is kept."""
     model, optimizer = pair("nvme", tmp_path)
     host = infinity.stats(model).tiers["host"].peak_nbytes
     average = infinity.ema(model, 0.9)
     step(model, optimizer, 0)
     average.update()
     assert infinity.stats(model).tiers["host"].peak_nbytes == host
-    assert infinity.stats(model).tiers["nvme"].planned_nbytes >= sum(p.numel() for p in model.parameters()) * 4 * 4
+    assert (
+        infinity.stats(model).tiers["nvme"].planned_nbytes
+        >= sum(p.numel() for p in model.parameters()) * 4 * 4
+    )
     probe, its = pair("host", tmp_path)
     planned = infinity.stats(probe).tiers["host"].planned_nbytes
     full, its = pair("host", tmp_path, host_memory=planned + 64 * 1024)
@@ -341,13 +391,18 @@ def test_an_average_keeps_within_the_budget(tmp_path):
 
 
 def test_averages_that_copy_are_refused_by_name(tmp_path):
-    """Method: torch's AveragedModel, and code that stands where diffusers' EMAModel does and copies as it does."""
+    """Method: torch's AveragedModel, and code that stands where diffusers' EMAModel does and copies
+    as it does."""
     model, _ = pair("nvme", tmp_path)
     with pytest.raises(infinity.UsageError, match=r"infinity\.ema"):
         swa_utils.AveragedModel(model)
     scope: dict[str, Any] = {}
     exec(
-        compile("def make(params):\n    return [p.clone().detach() for p in params]", "/x/diffusers/training_utils.py", "exec"),
+        compile(
+            "def make(params):\n    return [p.clone().detach() for p in params]",
+            "/x/diffusers/training_utils.py",
+            "exec",
+        ),
         scope,
     )
     with pytest.raises(infinity.UsageError, match=r"infinity\.ema"):
@@ -355,13 +410,17 @@ def test_averages_that_copy_are_refused_by_name(tmp_path):
 
 
 def test_the_weights_come_back_whatever_ends_the_block(tmp_path, monkeypatch):
-    """Method: the swap back is interrupted before anything moved, and a write to an older state dict is refused there. The next use brings the
-    weights back, and the job goes on. Twin: in a block that is not interrupted they come back at its end."""
+    """Method: the swap back is interrupted before anything moved, and a write to an older state
+    dict is refused there. The next use brings the weights back, and the job goes on. Twin: in a
+    block that is not interrupted they come back at its end.
+    """
     for how in ("nothing", "an interrupt", "a stale write"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         model, optimizer = infinity.wrap_model(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            {"params": "host", "optimizer": "host"},
         )
         average = infinity.ema(model, 0.5)
         for _ in range(2):
@@ -376,7 +435,11 @@ def test_the_weights_come_back_whatever_ends_the_block(tmp_path, monkeypatch):
                 assert differing(model.state_dict(), expected)
         elif how == "an interrupt":
             with pytest.raises(KeyboardInterrupt), average.applied():
-                monkeypatch.setattr(weight_average, "wait_idle", lambda job: (_ for _ in ()).throw(KeyboardInterrupt()))
+                monkeypatch.setattr(
+                    weight_average,
+                    "wait_idle",
+                    lambda job: (_ for _ in ()).throw(KeyboardInterrupt()),
+                )
             monkeypatch.undo()
         else:
             with pytest.raises(infinity.UsageError, match="snapshot"), average.applied():

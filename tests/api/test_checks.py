@@ -1,4 +1,5 @@
-"""A model that something else moves, shards or fills is refused by the name of that something, and stays as it was."""
+"""A model that something else moves, shards or fills is refused by the name of that something, and
+stays as it was."""
 
 from __future__ import annotations
 
@@ -28,13 +29,17 @@ def with_cpu_offload(folder: Path) -> nn.Module:
 
 def with_disk_offload(folder: Path) -> nn.Module:
     accelerate = pytest.importorskip("accelerate")
-    return accelerate.disk_offload(make(), str(folder / "offload"), execution_device=torch.device("cpu"))
+    return accelerate.disk_offload(
+        make(), str(folder / "offload"), execution_device=torch.device("cpu")
+    )
 
 
 def with_device_map(folder: Path) -> nn.Module:
     accelerate = pytest.importorskip("accelerate")
     places = {"0": "cpu", "2": "disk"}
-    return accelerate.dispatch_model(make(), places, main_device="cpu", offload_dir=str(folder / "offload"), force_hooks=True)
+    return accelerate.dispatch_model(
+        make(), places, main_device="cpu", offload_dir=str(folder / "offload"), force_hooks=True
+    )
 
 
 def in_data_parallel(folder: Path) -> nn.Module:
@@ -76,12 +81,21 @@ REFUSED = {
     "device_map": (with_device_map, "AlignDevicesHook"),
     "DataParallel": (in_data_parallel, "DataParallel"),
     "a placeholder": (filled_by_deepspeed, "zero.Init"),
-    "made under inference_mode": (under_inference_mode, "0.weight was made under torch.inference_mode"),
+    "made under inference_mode": (
+        under_inference_mode,
+        "0.weight was made under torch.inference_mode",
+    ),
     "weights made anew": (
         with_renewed_weights,
-        "1 of the model's 6 parameters .1.weight. are other Parameters each time.*test_checks.Renews",
+        (
+            "1 of the model's 6 parameters .1.weight. are other Parameters each"
+            " time.*test_checks.Renews"
+        ),
     ),
-    "LoRA in attention": (with_lora_in_attention, "base_layer.in_proj_weight.*peft.tuners.lora.layer.MultiheadAttention"),
+    "LoRA in attention": (
+        with_lora_in_attention,
+        "base_layer.in_proj_weight.*peft.tuners.lora.layer.MultiheadAttention",
+    ),
 }
 
 
@@ -115,19 +129,22 @@ for model in (of_ddp, of_fsdp):
     except infinity.InfinityError as error:
         print(type(error).__name__, error)
 dist.destroy_process_group()
-"""
+"""  # noqa: E501
 
 
 def test_models_of_torchs_own_ranks_are_refused(tmp_path):
     """In a child: a process group of one."""
     done = prepared.run("-c", OF_RANKS, tmp_path / "meeting")
     assert done.returncode == 0, done.stderr
-    for kind, said in zip(("DistributedDataParallel", "FSDPSequential"), done.stdout.splitlines(), strict=True):
+    for kind, said in zip(
+        ("DistributedDataParallel", "FSDPSequential"), done.stdout.splitlines(), strict=True
+    ):
         assert said.startswith("ConfigError") and kind in said
 
 
 def test_ranks_that_were_launched_and_not_joined_are_refused(monkeypatch):
-    """Method: the environment that torchrun makes, without init_process_group; each rank would train apart."""
+    """Method: the environment that torchrun makes, without init_process_group; each rank would
+    train apart."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     model = make()
@@ -158,11 +175,14 @@ class InParts(torch.Tensor):
 
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scale)
-        return func(*map(plain, args), **{key: plain(value) for key, value in (kwargs or {}).items()})
+        return func(
+            *map(plain, args), **{key: plain(value) for key, value in (kwargs or {}).items()}
+        )
 
 
 def test_frozen_weights_made_of_others_are_accepted_and_counted(caplog):
-    """Method: two quantised weights beside trained ones; the model trains, and what no budget counts is said in bytes."""
+    """Method: two quantised weights beside trained ones; the model trains, and what no budget
+    counts is said in bytes."""
     model = make()
     for layer in (model[0], model[2]):
         codes = torch.randint(-8, 8, (8, 8), dtype=torch.int8)
@@ -170,9 +190,15 @@ def test_frozen_weights_made_of_others_are_accepted_and_counted(caplog):
     trained = [param for param in model.parameters() if param.requires_grad]
     with caplog.at_level(logging.WARNING, "infinity"):
         model, optimizer = infinity.wrap_model(model, torch.optim.SGD(trained, lr=0.1), HOST)
-    (said,) = [record.getMessage() for record in caplog.records if "no budget counts" in record.getMessage()]
+    (said,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "no budget counts" in record.getMessage()
+    ]
     assert f"{2 * (64 + 4)} B" in said and "2 InParts" in said, said
-    before = {name: value.clone() for name, value in model.state_dict().items() if name.endswith("bias")}
+    before = {
+        name: value.clone() for name, value in model.state_dict().items() if name.endswith("bias")
+    }
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     assert not torch.equal(before["2.bias"], model.state_dict()["2.bias"])

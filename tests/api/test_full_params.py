@@ -26,7 +26,8 @@ import infinity
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @every_home
 def test_full_params_gives_the_values(home, dtype, tmp_path):
-    """Method: gather all, by name, by module prefix and by list; names and values are those of the model."""
+    """Method: gather all, by name, by module prefix and by list; names and values are those of the
+    model."""
     values = dict(transformer(SEED).named_parameters())
     if dtype:
         values = {name: ties_away(value) for name, value in values.items()}
@@ -36,7 +37,10 @@ def test_full_params_gives_the_values(home, dtype, tmp_path):
         "all": (None, names),
         "one": ("norm.weight", {"norm.weight"}),
         "module": (["blocks.1"], {n for n in names if n.startswith("blocks.1.")}),
-        "some": (["blocks.0.norm1", "positions"], {"blocks.0.norm1.weight", "blocks.0.norm1.bias", "positions"}),
+        "some": (
+            ["blocks.0.norm1", "positions"],
+            {"blocks.0.norm1.weight", "blocks.0.norm1.bias", "positions"},
+        ),
         "tied": (["head.weight"], {"head.weight"}),
         "root": ("", names),
         "none": ([], set()),
@@ -45,7 +49,9 @@ def test_full_params_gives_the_values(home, dtype, tmp_path):
         with infinity.full_params(model, asked) as params:
             assert set(params) == expected, what
             for name, param in params.items():
-                assert torch.equal(param, values[name if name != "head.weight" else "tokens.weight"].detach()), name
+                assert torch.equal(
+                    param, values[name if name != "head.weight" else "tokens.weight"].detach()
+                ), name
                 assert param.requires_grad  # what is computed from it trains
         with torch.no_grad(), infinity.full_params(model, asked) as params:
             assert not any(param.requires_grad for param in params.values())
@@ -54,16 +60,24 @@ def test_full_params_gives_the_values(home, dtype, tmp_path):
 def test_full_params_refuses_unknown_names(tmp_path):
     """Method: a typo and a prefix that is no module; UsageError names the nearest name."""
     model, _ = wrapped("nvme", tmp_path)
-    for wrong, near in (("norm.wieght", "norm.weight"), ("block", ""), ("blocks.0.norm1.", ""), ("blocks.0.norm", "")):
-        with pytest.raises(infinity.UsageError, match=f"{wrong}.*{near}"), infinity.full_params(model, [wrong]):
+    for wrong, near in (
+        ("norm.wieght", "norm.weight"),
+        ("block", ""),
+        ("blocks.0.norm1.", ""),
+        ("blocks.0.norm", ""),
+    ):
+        with (
+            pytest.raises(infinity.UsageError, match=f"{wrong}.*{near}"),
+            infinity.full_params(model, [wrong]),
+        ):
             pass
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @every_home
 def test_full_params_writes_edits_back(home, dtype, tmp_path):
-    """Method: train a step so that masters have low bits, edit some elements with writeback; exactly those change, in
-    weight and master, and every other element's master keeps its bits."""
+    """Method: train a step so that masters have low bits, edit some elements with writeback;
+    exactly those change, in weight and master, and every other element's master keeps its bits."""
     model, optimizer = wrapped(home, tmp_path, param_dtype=dtype)
     step(model, optimizer)
     before = model.state_dict()
@@ -84,13 +98,15 @@ def test_full_params_writes_edits_back(home, dtype, tmp_path):
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @every_home
 def test_refused_edits_leave_the_old_values(home, dtype, how, tmp_path):
-    """Method: edit without writeback (UsageError at the end), or raise in a block with writeback; the old values
-    stand, to the bit, and the model goes on."""
+    """Method: edit without writeback (UsageError at the end), or raise in a block with writeback;
+    the old values stand, to the bit, and the model goes on."""
     model, optimizer = wrapped(home, tmp_path, param_dtype=dtype)
     step(model, optimizer)
     before = model.state_dict()
     with pytest.raises(infinity.UsageError if how == "no writeback" else ZeroDivisionError):
-        with infinity.full_params(model, ["blocks", "norm"], writeback=how == "exception") as params:
+        with infinity.full_params(
+            model, ["blocks", "norm"], writeback=how == "exception"
+        ) as params:
             params["norm.weight"].zero_()
             params["blocks.2.feed.0.weight"][0, 0] = float("nan")
             if how == "exception":
@@ -101,7 +117,8 @@ def test_refused_edits_leave_the_old_values(home, dtype, how, tmp_path):
 
 @pytest.mark.parametrize("edit", [float("nan"), float("inf"), -0.0, 1e30], ids=str)
 def test_full_params_writes_odd_values(edit, tmp_path):
-    """Method: NaN, infinity, minus zero and a huge value as edits of a split master; they come back as they are."""
+    """Method: NaN, infinity, minus zero and a huge value as edits of a split master; they come back
+    as they are."""
     model, _ = wrapped("nvme", tmp_path, param_dtype="bf16")
     with infinity.full_params(model, ["norm.weight"], writeback=True) as params:
         params["norm.weight"][7] = edit
@@ -114,7 +131,8 @@ def test_full_params_writes_odd_values(edit, tmp_path):
 
 @every_home
 def test_full_params_may_be_nested(home, tmp_path):
-    """Method: a block inside another over the same unit; the outer tensors live on, and each writes its own edits."""
+    """Method: a block inside another over the same unit; the outer tensors live on, and each writes
+    its own edits."""
 
     def work():
         model, _ = wrapped(home, tmp_path)
@@ -207,8 +225,9 @@ def loss_outside(model, optimizer):
 @pytest.mark.parametrize("use", LATE.values(), ids=LATE)
 @every_home
 def test_what_is_left_of_full_params_never_crashes(use, home, tmp_path):
-    """Method: use the tensors of a full_params block after it, or do inside it what moves the weights; the result is
-    right, or a Python exception says that it is too late: never garbage, never a crash."""
+    """Method: use the tensors of a full_params block after it, or do inside it what moves the
+    weights; the result is right, or a Python exception says that it is too late: never garbage,
+    never a crash."""
     folder = tmp_path / "swap"
     folder.mkdir()
 

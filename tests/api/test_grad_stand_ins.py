@@ -69,7 +69,16 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "stats": lambda g: torch.stack([g.mean(), g.std(), g.min(), g.max()]),
     "foreach": lambda g: torch._foreach_norm([g])[0],
     "matmul": lambda g: g @ g.t(),
-    "shape": lambda g: (tuple(g.shape), g.dtype, g.device, g.numel(), g.is_sparse, g.requires_grad, g.grad_fn, g.stride()),
+    "shape": lambda g: (
+        tuple(g.shape),
+        g.dtype,
+        g.device,
+        g.numel(),
+        g.is_sparse,
+        g.requires_grad,
+        g.grad_fn,
+        g.stride(),
+    ),
     "copy": lambda g: torch.empty(g.shape).copy_(g),
     "deepcopy": lambda g: copy.deepcopy(g).clone(),
     "pickle": lambda g: pickle.loads(pickle.dumps(g)).clone(),
@@ -82,7 +91,8 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.fixture(scope="module")
 def grads_used(tmp_path_factory, chosen) -> Callable[[str], dict[str, str]]:
-    """What went wrong with each read and write of a gradient, by home: tried in children, for some may crash."""
+    """What went wrong with each read and write of a gradient, by home: tried in children, for some
+    may crash."""
 
     @functools.cache
     def tried(home: str) -> dict[str, str]:
@@ -99,7 +109,13 @@ def grads_used(tmp_path_factory, chosen) -> Callable[[str], dict[str, str]]:
             read_once(*kept[0][:2], name)
 
         return survey(
-            [f"{kind} {name}" for kind in ("read", "write") for name, where in sorted(chosen(kind, "home")) if where == home], check
+            [
+                f"{kind} {name}"
+                for kind in ("read", "write")
+                for name, where in sorted(chosen(kind, "home"))
+                if where == home
+            ],
+            check,
         )
 
     return tried
@@ -118,7 +134,12 @@ def read_once(plain: nn.Module, model: nn.Module, name: str) -> None:
             continue
         except (RuntimeError, TypeError) as error:
             assert any(
-                text in str(error) for text in ("is not supported for tensor subclasses", "__deepcopy__", "cannot pickle")
+                text in str(error)
+                for text in (
+                    "is not supported for tensor subclasses",
+                    "__deepcopy__",
+                    "cannot pickle",
+                )
             ), str(error)
             continue  # torch's own refusal
         right = READS[name](expected)
@@ -141,7 +162,9 @@ def write_once(home: str, folder: Path, name: str) -> None:
             return  # torch's own refusal
         WRITES[name](plain.get_parameter(parameter).grad)
         found = model.get_parameter(parameter).grad.clone()
-        torch.testing.assert_close(found, plain.get_parameter(parameter).grad, rtol=0, atol=0, msg=f"{parameter} differs")
+        torch.testing.assert_close(
+            found, plain.get_parameter(parameter).grad, rtol=0, atol=0, msg=f"{parameter} differs"
+        )
     adamw(plain, LR).step()
     optimizer.step()
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
@@ -150,8 +173,8 @@ def write_once(home: str, folder: Path, name: str) -> None:
 @pytest.mark.parametrize("read", READS)
 @both_ends
 def test_reading_a_gradient(read, home, grads_used):
-    """Method: read the stand-in in the ways that training code reads p.grad; the result is the plain gradient's, or a
-    UsageError, and the stand-in stays what it was."""
+    """Method: read the stand-in in the ways that training code reads p.grad; the result is the
+    plain gradient's, or a UsageError, and the stand-in stays what it was."""
     complaint = grads_used(home).get(f"read {read}")
     assert complaint is None, complaint
 
@@ -188,16 +211,17 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("write", WRITES)
 @both_ends
 def test_writing_to_a_gradient(write, home, grads_used):
-    """Method: change the stand-in in place in the ways that training code does; afterwards it reads as the plain
-    gradient after the same change, and the step applies it, or a UsageError says that this way is not open. What must
-    not be is a change that is lost."""
+    """Method: change the stand-in in place in the ways that training code does; afterwards it reads
+    as the plain gradient after the same change, and the step applies it, or a UsageError says that
+    this way is not open. What must not be is a change that is lost."""
     complaint = grads_used(home).get(f"write {write}")
     assert complaint is None, complaint
 
 
 @both_ends
 def test_gradient_is_none_before_backward_and_after_zero_grad(pair):
-    """Method: look at p.grad before backward (in the fixture), after it, after zero_grad in both forms."""
+    """Method: look at p.grad before backward (in the fixture), after it, after zero_grad in both
+    forms."""
     _, model, optimizer = pair
     assert all(p.grad is not None for p in model.parameters())
     optimizer.zero_grad(set_to_none=False)
@@ -209,8 +233,8 @@ def test_gradient_is_none_before_backward_and_after_zero_grad(pair):
 @pytest.mark.parametrize("clip", [False, True])
 @both_ends
 def test_gradient_after_the_step_reads_as_before_it(clip, pair):
-    """Method: read p.grad after optimizer.step() without zero_grad, as loggers do; it is what the step was given, with
-    clipping done, as in torch."""
+    """Method: read p.grad after optimizer.step() without zero_grad, as loggers do; it is what the
+    step was given, with clipping done, as in torch."""
     plain, model, optimizer = pair
     if clip:
         for one in (plain, model):
@@ -223,10 +247,13 @@ def test_gradient_after_the_step_reads_as_before_it(clip, pair):
         assert torch.equal(model.get_parameter(name).grad.norm(), param.grad.norm()), name
 
 
-@pytest.mark.parametrize("write", ["mul_", "add_", "copy_", "index", "row", "clip", "view", "fill_"])
+@pytest.mark.parametrize(
+    "write", ["mul_", "add_", "copy_", "index", "row", "clip", "view", "fill_"]
+)
 @both_ends
 def test_changing_a_gradient_after_the_step_raises(write, pair):
-    """Method: the step has consumed the gradient; any change but zeroing raises UsageError, in place or by a view."""
+    """Method: the step has consumed the gradient; any change but zeroing raises UsageError, in
+    place or by a view."""
     _, model, optimizer = pair
     optimizer.step()
     grad = model.blocks[0].feed[0].weight.grad
@@ -262,14 +289,17 @@ VIEWED: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("steps", [True, False], ids=["after the step", "before it"])
 @both_ends
 def test_a_view_of_a_gradient_reads_as_torchs(steps, pair):
-    """Method: what logs take of gradients, on both models. Twin: once the gradient is zeroed a kept view reads zeros; gone, it raises."""
+    """Method: what logs take of gradients, on both models. Twin: once the gradient is zeroed a kept
+    view reads zeros; gone, it raises."""
     plain, model, optimizer = pair
     if steps:
         optimizer.step()
     grad, expected = (each.blocks[0].feed[0].weight.grad for each in (model, plain))
     for name, read in VIEWED.items():
         found, right = read(grad), read(expected)
-        assert torch.equal(found, right) if isinstance(right, torch.Tensor) else found == right, name
+        assert torch.equal(found, right) if isinstance(right, torch.Tensor) else found == right, (
+            name
+        )
     optimizer.step() if not steps else None
     kept = grad.view(-1)[2:]
     optimizer.zero_grad(set_to_none=False)
@@ -282,8 +312,8 @@ def test_a_view_of_a_gradient_reads_as_torchs(steps, pair):
 @pytest.mark.parametrize("how", ["zero_grad", "assigned None", "model gone"])
 @both_ends
 def test_a_stale_gradient_raises(how, pair):
-    """Method: keep p.grad over zero_grad (or ``p.grad = None``) and use it; it raises UsageError instead of showing
-    another step's gradient."""
+    """Method: keep p.grad over zero_grad (or ``p.grad = None``) and use it; it raises UsageError
+    instead of showing another step's gradient."""
     _, model, optimizer = pair
     param = model.blocks[0].feed[0].weight
     stale = param.grad
@@ -305,7 +335,9 @@ def test_assigned_gradients_are_what_the_step_applies(pair):
     """Method: p.grad = tensor, p.grad += 1, p.grad *= 0.5 and p.grad = None."""
     plain, model, optimizer = pair
     name = "blocks.2.feed.0.weight"
-    value = torch.randn(plain.get_parameter(name).shape, generator=torch.Generator().manual_seed(SEED))
+    value = torch.randn(
+        plain.get_parameter(name).shape, generator=torch.Generator().manual_seed(SEED)
+    )
     for one in (plain, model):
         one.get_parameter(name).grad = value.clone()
         one.norm.weight.grad += 1
@@ -317,11 +349,14 @@ def test_assigned_gradients_are_what_the_step_applies(pair):
 
 
 @pytest.mark.parametrize(
-    "value", [torch.ones(3), torch.ones(64, dtype=torch.float64), "nonsense", 1.0], ids=["shape", "dtype", "str", "float"]
+    "value",
+    [torch.ones(3), torch.ones(64, dtype=torch.float64), "nonsense", 1.0],
+    ids=["shape", "dtype", "str", "float"],
 )
 @both_ends
 def test_assigning_what_is_no_gradient_raises(value, pair):
-    """Method: p.grad = a tensor of another shape or dtype, or no tensor; refused as torch refuses it."""
+    """Method: p.grad = a tensor of another shape or dtype, or no tensor; refused as torch refuses
+    it."""
     plain, model, _ = pair
     with pytest.raises((RuntimeError, TypeError)):
         plain.norm.weight.grad = value
@@ -332,8 +367,8 @@ def test_assigning_what_is_no_gradient_raises(value, pair):
 
 @both_ends
 def test_backward_after_a_step_without_zero_grad_raises(pair):
-    """Method: step, then backward without zero_grad: the gradients were consumed; UsageError names zero_grad, and with
-    it the model goes on."""
+    """Method: step, then backward without zero_grad: the gradients were consumed; UsageError names
+    zero_grad, and with it the model goes on."""
     _, model, optimizer = pair
     optimizer.step()
     with pytest.raises(infinity.UsageError, match="zero_grad"):

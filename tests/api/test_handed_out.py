@@ -1,4 +1,5 @@
-"""What is written to the tensors of state dicts is the model's and the optimizer's, as with torch, where they are the live ones."""
+"""What is written to the tensors of state dicts is the model's and the optimizer's, as with torch,
+where they are the live ones."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def make(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Opt
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def wrap(home: str, folder, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def wrap(
+    home: str, folder, dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     return infinity.wrap_model(*make(dtype), at_home(home, home, folder, **more))
 
 
@@ -46,7 +49,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for index, entry in optimizer.state_dict()["state"].items():
-        state |= {f"{index} {name}": value.clone() for name, value in entry.items() if value is not None}
+        state |= {
+            f"{index} {name}": value.clone() for name, value in entry.items() if value is not None
+        }
     return state
 
 
@@ -151,14 +156,29 @@ def write_both_ways(model, optimizer):
 WRITES: dict[str, Callable] = {
     each.__name__: each
     for each in (
-        halve, average_into, write_all_at_once, write_through_data, write_one_element_through_numpy, write_through_dlpack,
-        write_to_a_view_that_is_left, write_and_use_in_turn, write_through_two, write_and_load, write_of_a_block,
-        write_of_no_grad_modes, zero_moments, reset_steps, write_one_moment_through_numpy, write_both_ways,
+        halve,
+        average_into,
+        write_all_at_once,
+        write_through_data,
+        write_one_element_through_numpy,
+        write_through_dlpack,
+        write_to_a_view_that_is_left,
+        write_and_use_in_turn,
+        write_through_two,
+        write_and_load,
+        write_of_a_block,
+        write_of_no_grad_modes,
+        zero_moments,
+        reset_steps,
+        write_one_moment_through_numpy,
+        write_both_ways,
     )
-}  # fmt: skip
+}
 
 
-def run(model: nn.Module, optimizer: torch.optim.Optimizer, write: Callable) -> dict[str, torch.Tensor]:
+def run(
+    model: nn.Module, optimizer: torch.optim.Optimizer, write: Callable
+) -> dict[str, torch.Tensor]:
     train(model, optimizer, 0)
     write(model, optimizer)
     for step in (1, 2):
@@ -169,7 +189,8 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, write: Callable) -> 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("write", WRITES)
 def test_what_is_written_is_the_models_as_with_torch(write, home, tmp_path):
-    """Method: the same writes between two steps, to plain torch's state dicts and to ours; all bits are equal after further steps."""
+    """Method: the same writes between two steps, to plain torch's state dicts and to ours; all bits
+    are equal after further steps."""
     assert differing(run(*wrap(home, tmp_path), WRITES[write]), run(*make(), WRITES[write])) == []
 
 
@@ -184,18 +205,24 @@ def test_without_the_watch_what_is_written_is_lost(write, home, tmp_path, monkey
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("through", ["the model's", "the optimizer's"])
 def test_a_write_to_a_snapshot_is_refused_and_changes_nothing(through, home, tmp_path):
-    """Method: state dicts are kept over two steps and written to; the next use raises, once, and training goes on as if nothing
-    had been written. In the twin the kept ones are only read."""
+    """Method: state dicts are kept over two steps and written to; the next use raises, once, and
+    training goes on as if nothing had been written. In the twin the kept ones are only read."""
 
     def with_kept(write: bool) -> dict[str, torch.Tensor]:
         model, optimizer = wrap(home, tmp_path)
         train(model, optimizer, 0)
-        kept = model.state_dict()["0.weight"] if through == "the model's" else optimizer.state_dict()["state"][0]["exp_avg"]
+        kept = (
+            model.state_dict()["0.weight"]
+            if through == "the model's"
+            else optimizer.state_dict()["state"][0]["exp_avg"]
+        )
         train(model, optimizer, 1)
         train(model, optimizer, 2)
         if write:
             kept.mul_(0.5)
-            with pytest.raises(infinity.UsageError, match="0.weight.*written to after 2 further steps.*snapshot"):
+            with pytest.raises(
+                infinity.UsageError, match="0.weight.*written to after 2 further steps.*snapshot"
+            ):
                 loss_of(model, 3)
         kept.sum()
         train(model, optimizer, 3)
@@ -218,8 +245,8 @@ def test_a_snapshot_that_dies_written_is_told_too(home, tmp_path):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_load_wins_over_what_was_handed_out_before(home, tmp_path):
-    """Method: a state dict is taken, another one is loaded; reading the first does nothing, writing to it is refused, and the
-    loaded values stand. A write from before the load is under it."""
+    """Method: a state dict is taken, another one is loaded; reading the first does nothing, writing
+    to it is refused, and the loaded values stand. A write from before the load is under it."""
     model, _ = wrap(home, tmp_path)
     kept = model.state_dict()
     kept["0.bias"].zero_()
@@ -247,13 +274,16 @@ def test_an_optimizers_load_wins_too(home, tmp_path):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_write_between_forward_and_backward_is_refused_where_torch_does(home, tmp_path):
-    """Method: torch and we refuse the backward, and have the same weights afterwards; in the twin nothing is written."""
+    """Method: torch and we refuse the backward, and have the same weights afterwards; in the twin
+    nothing is written."""
     values = []
     for model, optimizer in (make(), wrap(home, tmp_path)):
         state, loss = model.state_dict(), loss_of(model, 0)
         with torch.no_grad():
             state["2.weight"].mul_(0.5)
-        with pytest.raises(RuntimeError if not values else infinity.UsageError, match="inplace|written to since"):
+        with pytest.raises(
+            RuntimeError if not values else infinity.UsageError, match="inplace|written to since"
+        ):
             loss.backward()
         optimizer.zero_grad()
         train(model, optimizer, 1)
@@ -271,14 +301,17 @@ def test_writes_through_two_state_dicts_at_once_are_refused(home, tmp_path):
     first, second = model.state_dict(), model.state_dict()
     first["0.weight"].mul_(0.5)
     second["0.weight"].mul_(0.5)
-    with pytest.raises(infinity.UsageError, match="0.weight was written to through two state dicts"):
+    with pytest.raises(
+        infinity.UsageError, match="0.weight was written to through two state dicts"
+    ):
         model.state_dict()
     assert differing(dict(model.state_dict()), before) == []
 
 
 @pytest.mark.parametrize("home", HOMES)
 def test_elements_that_were_not_written_keep_their_masters(home, tmp_path):
-    """Method: one row of bf16 weights is set, through the state dict and through full_params; the masters are the same afterwards."""
+    """Method: one row of bf16 weights is set, through the state dict and through full_params; the
+    masters are the same afterwards."""
     found = []
     for through_state_dict in (True, False):
         model, optimizer = wrap(home, tmp_path, torch.bfloat16)
@@ -286,7 +319,10 @@ def test_elements_that_were_not_written_keep_their_masters(home, tmp_path):
         if through_state_dict:
             model.state_dict()["0.weight"][3] = 1.0
         else:
-            with torch.no_grad(), infinity.full_params(model, ["0.weight"], writeback=True) as params:
+            with (
+                torch.no_grad(),
+                infinity.full_params(model, ["0.weight"], writeback=True) as params,
+            ):
                 params["0.weight"][3] = 1.0
         train(model, optimizer, 1)
         found.append(everything(model, optimizer))
@@ -295,7 +331,8 @@ def test_elements_that_were_not_written_keep_their_masters(home, tmp_path):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_fp32_values_of_a_model_that_computes_in_bf16_go_home_whole(home, tmp_path):
-    """Method: what is written below bf16's precision is read back, and the other elements keep theirs."""
+    """Method: what is written below bf16's precision is read back, and the other elements keep
+    theirs."""
     model, optimizer = wrap(home, tmp_path, param_dtype="bf16")
     train(model, optimizer, 0)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -325,8 +362,10 @@ def test_moments_of_eight_bits_take_what_they_can_keep(home, tmp_path):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_state_dict_that_is_only_read_leaves_nothing_behind(home, tmp_path, monkeypatch):
-    """Method: state dicts are saved, copied and let go; nothing is watched any more, before any further use. While one is held,
-    nothing is read or written for it at a use. In the twin NumPy has had a tensor, which waits for one use."""
+    """Method: state dicts are saved, copied and let go; nothing is watched any more, before any
+    further use. While one is held, nothing is read or written for it at a use. In the twin NumPy
+    has had a tensor, which waits for one use.
+    """
     model, optimizer = wrap(home, tmp_path)
     train(model, optimizer, 0)
     engine = wrapped(model).engine
@@ -336,7 +375,9 @@ def test_a_state_dict_that_is_only_read_leaves_nothing_behind(home, tmp_path, mo
     assert len(engine.handed._entries) == 4 + 4 * 3
     with monkeypatch.context() as patched:
         for name in ("read", "write"):
-            patched.setattr(type(engine.store), name, lambda *args, **more: pytest.fail("the home was asked"))
+            patched.setattr(
+                type(engine.store), name, lambda *args, **more: pytest.fail("the home was asked")
+            )
         engine.wait_idle()
     del states
     assert not engine.handed._entries
@@ -379,9 +420,13 @@ def by_an_average(model: nn.Module, optimizer: torch.optim.Optimizer, folder) ->
 
 
 @pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("see", [by_full_params, by_named_weights, by_unwrapping, by_a_checkpoint, by_parking, by_an_average])
+@pytest.mark.parametrize(
+    "see",
+    [by_full_params, by_named_weights, by_unwrapping, by_a_checkpoint, by_parking, by_an_average],
+)
 def test_every_use_sees_what_was_written(see, home, tmp_path):
-    """Method: the first use after a write is each of those that show weights. The twin's write is to a copy."""
+    """Method: the first use after a write is each of those that show weights. The twin's write is
+    to a copy."""
     for copied in (False, True):
         model, optimizer = wrap(home, tmp_path)
         train(model, optimizer, 0)
@@ -394,8 +439,8 @@ def test_every_use_sees_what_was_written(see, home, tmp_path):
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("when", ["at once", "after a step"])
 def test_state_that_another_optimizer_has_loaded_is_its_own(when, home, tmp_path):
-    """Method: a plain optimizer loads our state dict, which it does not copy, and steps; ours goes on as if it had not. The twin is
-    the same write by the user."""
+    """Method: a plain optimizer loads our state dict, which it does not copy, and steps; ours goes
+    on as if it had not. The twin is the same write by the user."""
 
     def run(write: Callable) -> dict[str, torch.Tensor]:
         model, optimizer = wrap(home, tmp_path)
@@ -430,7 +475,8 @@ def test_state_that_another_optimizer_has_loaded_is_its_own(when, home, tmp_path
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("of", ["weights", "moments"])
 def test_what_is_struck_on_its_way_home_comes_there(of, home, tmp_path, monkeypatch):
-    """Method: Ctrl-C strikes the second of four values that were written; the next use has all of them, and a write from between."""
+    """Method: Ctrl-C strikes the second of four values that were written; the next use has all of
+    them, and a write from between."""
     model, optimizer = wrap(home, tmp_path)
     train(model, optimizer, 0)
     kind, name = (ParamShard, "write_changes") if of == "weights" else (ParamShard, "write_moment")
@@ -460,7 +506,8 @@ def test_what_is_struck_on_its_way_home_comes_there(of, home, tmp_path, monkeypa
 
 
 def test_a_thread_may_let_a_written_tensor_go(tmp_path):
-    """Method: the last reference to what was written goes in another thread; it is the model's nevertheless."""
+    """Method: the last reference to what was written goes in another thread; it is the model's
+    nevertheless."""
     import threading
 
     model, _ = wrap("host", tmp_path)

@@ -34,7 +34,8 @@ import infinity
 
 
 def test_stats_has_the_fields_that_were_promised(tmp_path):
-    """Method: train from disk; every field is there, has moved in the right direction, and as_dict() is JSON."""
+    """Method: train from disk; every field is there, has moved in the right direction, and
+    as_dict() is JSON."""
     model, optimizer = wrapped("nvme", tmp_path)
     fresh = infinity.stats(model)
     assert fresh.steps == 0 and isinstance(fresh, infinity.Stats)
@@ -43,7 +44,11 @@ def test_stats_has_the_fields_that_were_promised(tmp_path):
     stats = infinity.stats(model)
     assert set(stats.edges) == {"nvme->host", "host->nvme", "host->device", "device->host"}
     for name, edge in stats.edges.items():
-        assert edge.nbytes > fresh.edges[name].nbytes and edge.busy_seconds > 0 and edge.stall_seconds >= 0, name
+        assert (
+            edge.nbytes > fresh.edges[name].nbytes
+            and edge.busy_seconds > 0
+            and edge.stall_seconds >= 0
+        ), name
     assert set(stats.tiers) == set(TIERS)
     for tier in stats.tiers.values():
         assert 0 <= tier.peak_nbytes <= tier.planned_nbytes
@@ -55,16 +60,19 @@ def test_stats_has_the_fields_that_were_promised(tmp_path):
     assert set(plain) >= {"edges", "tiers", "steps", "step_seconds", "bound_seconds", "bottleneck"}
     parameters = sum(p.nbytes for p in transformer(SEED).parameters())
     moved = stats.edges["nvme->host"].nbytes - fresh.edges["nvme->host"].nbytes
-    assert moved >= 3 * 3 * parameters, "three steps read weights and both moments at least once each"
+    assert moved >= 3 * 3 * parameters, (
+        "three steps read weights and both moments at least once each"
+    )
     with pytest.raises(infinity.UsageError):
         infinity.stats(nn.Linear(2, 2))
 
 
 def test_counts_of_bytes_are_exact_where_the_design_gives_them(tmp_path):
-    """Method: the split master's table of bytes per parameter (14 read, 12 written with one pass over the weights)
-    against what steps really move, up to padding."""
+    """Method: the split master's table of bytes per parameter (14 read, 12 written with one pass
+    over the weights) against what steps really move, up to padding."""
     model, optimizer = infinity.wrap_model(
-        *(lambda m: (m, adamw(m, LR)))(transformer(SEED)), at_home("nvme", "nvme", tmp_path, param_dtype="bf16")
+        *(lambda m: (m, adamw(m, LR)))(transformer(SEED)),
+        at_home("nvme", "nvme", tmp_path, param_dtype="bf16"),
     )
     for at in range(2):
         step(model, optimizer, at)
@@ -84,8 +92,8 @@ def test_counts_of_bytes_are_exact_where_the_design_gives_them(tmp_path):
 
 @pytest.mark.parametrize("homes", [(p, o) for p in TIERS for o in TIERS], ids="-".join)
 def test_steady_state_takes_nothing_more(homes, tmp_path):
-    """Method: after the second step the tiers' peaks and the open descriptors stay what they are, over training, eval,
-    clipping and state dicts."""
+    """Method: after the second step the tiers' peaks and the open descriptors stay what they are,
+    over training, eval, clipping and state dicts."""
     model = transformer(SEED)
     optimizer = adamw(model, LR)
     config = at_home(*homes, tmp_path)
@@ -104,7 +112,12 @@ def test_steady_state_takes_nothing_more(homes, tmp_path):
         if at >= 2:
             model.state_dict(), optimizer.state_dict()
         tiers = infinity.stats(model).tiers
-        seen.append(({name: tier.peak_nbytes for name, tier in tiers.items()}, len(os.listdir("/proc/self/fd"))))
+        seen.append(
+            (
+                {name: tier.peak_nbytes for name, tier in tiers.items()},
+                len(os.listdir("/proc/self/fd")),
+            )
+        )
     assert seen[1:] == [seen[1]] * 5
 
 
@@ -141,21 +154,27 @@ run(model, optimizer, {width})
 after = rss()
 stats = infinity.stats(model)
 print(after - before, stats.tiers["host"].peak_nbytes, stats.tiers["device"].peak_nbytes, wrapped - before)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param(None, marks=pytest.mark.slow)])
 def test_the_process_grows_by_no_more_than_its_budget(dtype, tmp_path):
-    """Method: in a process of its own, wrap a model of 96 MB (fp32) on meta, with everything on disk and a host budget
-    of 24 MiB more than the least; resident memory after three steps has grown by no more than the budget, the gathered
-    weights, one unit's gradients and activations of torch's own, and 32 MiB."""
+    """Method: in a process of its own, wrap a model of 96 MB (fp32) on meta, with everything on
+    disk and a host budget of 24 MiB more than the least; resident memory after three steps has
+    grown by no more than the budget, the gathered weights, one unit's gradients and activations of
+    torch's own, and 32 MiB."""
 
     width, blocks = 1024, 24
     config = at_home("nvme", "nvme", tmp_path, param_dtype=dtype)
     with torch.device("meta"):
-        probe = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)))
+        probe = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks))
+        )
     budget = least_host_memory(probe, torch.optim.AdamW(probe.parameters()), config) + 24 * MIB
-    paths = [str(Path(infinity.__file__).parents[1]), *map(str, Path(__file__).parents[1].glob("support/*/"))]
+    paths = [
+        str(Path(infinity.__file__).parents[1]),
+        *map(str, Path(__file__).parents[1].glob("support/*/")),
+    ]
     script = GROWTH.format(paths=paths, config=config, width=width, blocks=blocks, budget=budget)
     done = prepared.run("-c", prepared.GIVES_BACK + script)
     assert done.returncode == 0, done.stderr
@@ -163,12 +182,16 @@ def test_the_process_grows_by_no_more_than_its_budget(dtype, tmp_path):
     assert host <= budget
     unit = 4 * (width * width + width)
     allowed = budget + device + 2 * unit + 32 * MIB
-    assert grown <= allowed, f"grew by {grown / MIB:.0f} MiB, {wrapping / MIB:.0f} in the wrap; {allowed / MIB:.0f} allowed"
+    assert grown <= allowed, (
+        f"grew by {grown / MIB:.0f} MiB, {wrapping / MIB:.0f} in the wrap; {allowed / MIB:.0f}"
+        " allowed"
+    )
     assert leftovers(tmp_path) == []
 
 
 def test_the_optimizer_alone_keeps_the_engine_alive(tmp_path):
-    """Method: drop the model and keep the optimizer, then the other way round; what is left still works."""
+    """Method: drop the model and keep the optimizer, then the other way round; what is left still
+    works."""
     model, optimizer = wrapped("nvme", tmp_path)
     step(model, optimizer)
     del model
@@ -186,7 +209,8 @@ def test_the_optimizer_alone_keeps_the_engine_alive(tmp_path):
 
 
 def test_several_wraps_live_side_by_side(tmp_path):
-    """Method: three models wrapped on one folder, trained in turns; each has the bits of training alone."""
+    """Method: three models wrapped on one folder, trained in turns; each has the bits of training
+    alone."""
     alone = []
     for seed in range(3):
         model, optimizer = wrapped("nvme", tmp_path, transformer(seed))
@@ -206,8 +230,8 @@ def test_several_wraps_live_side_by_side(tmp_path):
 
 
 def test_a_forked_child_cannot_use_the_model(tmp_path):
-    """Method: run a forward in a forked child of the job; the child gets a typed error or right numbers, and the
-    parent, whose I/O engine it is, trains on."""
+    """Method: run a forward in a forked child of the job; the child gets a typed error or right
+    numbers, and the parent, whose I/O engine it is, trains on."""
 
     def work():
         model, optimizer = wrapped("nvme", tmp_path)
@@ -230,7 +254,8 @@ def test_a_forked_child_cannot_use_the_model(tmp_path):
 
 
 def test_a_model_runs_in_another_thread(tmp_path):
-    """Method: train one step in a second thread, as a notebook or a streamer does; bits of the first thread's."""
+    """Method: train one step in a second thread, as a notebook or a streamer does; bits of the
+    first thread's."""
     states = []
     for threaded in (False, True):
         model, optimizer = wrapped("nvme", tmp_path)
@@ -259,11 +284,21 @@ def test_a_model_runs_in_another_thread(tmp_path):
 
 @pytest.mark.parametrize("io_engine", ["uring", pytest.param("threads", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "after", ["wrap", "forward", "backward", "step", "exception", "generate graph", "optimizer first", "unwrap"]
+    "after",
+    [
+        "wrap",
+        "forward",
+        "backward",
+        "step",
+        "exception",
+        "generate graph",
+        "optimizer first",
+        "unwrap",
+    ],
 )
 def test_dropping_model_and_optimizer_frees_everything(after, io_engine, tmp_path):
-    """Method: wrap, go on to a given moment, drop every reference and collect; descriptors, threads and swap folders
-    are those of before, and so is the memory that the engine held."""
+    """Method: wrap, go on to a given moment, drop every reference and collect; descriptors, threads
+    and swap folders are those of before, and so is the memory that the engine held."""
     from infinity import native
 
     if io_engine == "uring" and native.uring_refusal():
@@ -272,7 +307,9 @@ def test_dropping_model_and_optimizer_frees_everything(after, io_engine, tmp_pat
     def work():
         inherited = held(tmp_path)[
             2
-        ]  # of the tests before it: conftest keeps the collector from what was there at a module's start
+            # of the tests before it: conftest keeps the collector from what was there at a module's
+            # start
+        ]
         with environment(INFINITY_IO=io_engine):
             model, optimizer = wrapped("nvme", tmp_path)  # what a process allocates once
             step(model, optimizer)

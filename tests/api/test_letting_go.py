@@ -1,6 +1,7 @@
 """Leaks as a law: whichever way a job is let go, nothing of it stays, at any home.
 
-Words used here: a **way** wraps, does something and lets go; it names what has to be gone by then. A **round** is one of a way.
+Words used here: a **way** wraps, does something and lets go; it names what has to be gone by then.
+A **round** is one of a way.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def wrapped(home: str, folder: Path, *, tiles: bool = False, **more: Any) -> tup
     """``tiles``: layers that run in tiles."""
     model, optimizer = plain()
     if tiles:
-        model.blocks = seeded(SEED, lambda: nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH)))
+        model.blocks = seeded(
+            SEED, lambda: nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH))
+        )
         optimizer, more = torch.optim.AdamW(model.parameters()), {**more, "device_memory": "192KiB"}
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, folder, **more))
     return model, optimizer, of(model, optimizer)
@@ -81,8 +84,16 @@ def of(model: nn.Module, *others: Any) -> Gone:
     shards = [shard for unit in engine.units for shard in unit.shards]
     params = [param for shard in shards for param in shard.params]
     handles = [param._infinity.grad for param in params if param._infinity.grad is not None]
-    parts = [engine.store, engine.gradients, engine.backward, *(flat for unit in engine.units for flat in unit.flats)]
-    return [weakref.ref(each) for each in (model, *others, engine, *engine.units, *shards, *params, *handles, *parts)]
+    parts = [
+        engine.store,
+        engine.gradients,
+        engine.backward,
+        *(flat for unit in engine.units for flat in unit.flats),
+    ]
+    return [
+        weakref.ref(each)
+        for each in (model, *others, engine, *engine.units, *shards, *params, *handles, *parts)
+    ]
 
 
 def batch() -> torch.Tensor:
@@ -198,7 +209,11 @@ def failed_wrap(home: str, folder: Path, where: Any, name: str, error: type[Base
 def a_wrap_that_fails_as_it_plans(home, folder):
     model, optimizer = plain()
     with pytest.raises(infinity.CapacityError):
-        infinity.wrap_model(model, optimizer, at_home(home, home, folder, host_memory=1, device_memory=1, nvme_capacity=1))
+        infinity.wrap_model(
+            model,
+            optimizer,
+            at_home(home, home, folder, host_memory=1, device_memory=1, nvme_capacity=1),
+        )
     return [weakref.ref(model), weakref.ref(optimizer)]
 
 
@@ -315,14 +330,27 @@ def a_trainer(home, folder):
     from infinity.integrations import InfinityTrainer
 
     config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
     )
     args = transformers.TrainingArguments(
-        str(folder.parent / "out"), max_steps=2, per_device_train_batch_size=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True
-    )  # fmt: skip
+        str(folder.parent / "out"),
+        max_steps=2,
+        per_device_train_batch_size=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
     row = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
     trainer = InfinityTrainer(
-        model=transformers.LlamaForCausalLM(config), args=args, train_dataset=[row] * 2, infinity=at_home(home, home, folder)
+        model=transformers.LlamaForCausalLM(config),
+        args=args,
+        train_dataset=[row] * 2,
+        infinity=at_home(home, home, folder),
     )
     trainer.train()
     return [*of(trainer.model), weakref.ref(trainer)]
@@ -334,17 +362,31 @@ def a_trainer(home, folder):
 def living() -> collections.Counter[str]:
     """Counts the objects that may be a job's: torch's, ours, and these modules."""
     kinds = (type(each) for each in gc.get_objects())
-    return collections.Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if isinstance(kind.__module__, str))
+    return collections.Counter(
+        f"{kind.__module__}.{kind.__qualname__}"
+        for kind in kinds
+        if isinstance(kind.__module__, str)
+    )
 
 
 def is_a_jobs(name: str) -> bool:
-    return name.startswith(("infinity.", "torch.Tensor", "torch.nn.", "torch.storage", "torch.optim", f"{__name__}."))
+    return name.startswith(
+        ("infinity.", "torch.Tensor", "torch.nn.", "torch.storage", "torch.optim", f"{__name__}.")
+    )
 
 
 def nbytes() -> int:
     """Counts the bytes of all tensors that live, each storage once."""
-    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and type(each) in (torch.Tensor, nn.Parameter)]
-    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
+    tensors = [
+        each
+        for each in gc.get_objects()
+        if isinstance(each, torch.Tensor) and type(each) in (torch.Tensor, nn.Parameter)
+    ]
+    return sum(
+        {
+            each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors
+        }.values()
+    )
 
 
 def resident() -> int:
@@ -355,13 +397,16 @@ def resident() -> int:
 
 
 def grown(names: Iterable[str], home: str, folder: Path, rounds: int) -> list[str]:
-    """What has grown over so many rounds of each way, after one of each that is not looked at; and what had to be gone and is not."""
+    """What has grown over so many rounds of each way, after one of each that is not looked at; and
+    what had to be gone and is not."""
     complaints: list[str] = []
 
     def run(name: str) -> None:
         gone = WAYS[name](home, folder)
         gc.collect()
-        if left := collections.Counter(type(each).__name__ for ref in gone if (each := ref()) is not None):
+        if left := collections.Counter(
+            type(each).__name__ for ref in gone if (each := ref()) is not None
+        ):
             complaints.append(f"{name}: {dict(left)}")
 
     for name in names:
@@ -377,9 +422,15 @@ def grown(names: Iterable[str], home: str, folder: Path, rounds: int) -> list[st
     more = {name: count for name, count in (after[0] - before[0]).items() if is_a_jobs(name)}
     complaints += [f"objects: {more}"] if more else []
     complaints += [f"bytes: {after[1] - before[1]}"] if after[1] > before[1] else []
-    complaints += [f"descriptors, threads, swap files: {before[2]} -> {after[2]}"] if after[2] != before[2] else []
+    complaints += (
+        [f"descriptors, threads, swap files: {before[2]} -> {after[2]}"]
+        if after[2] != before[2]
+        else []
+    )
     complaints += [f"{os.listdir(folder)} in the folder"] if os.listdir(folder) else []
-    if rounds * len(names) >= ROUNDS and after[3] - before[3] > 16 * 2**20:  # of a model's state 0.4 MiB a round
+    if (
+        rounds * len(names) >= ROUNDS and after[3] - before[3] > 16 * 2**20
+    ):  # of a model's state 0.4 MiB a round
         complaints.append(f"resident: {(after[3] - before[3]) / 2**20:.1f} MiB")
     return complaints
 
@@ -387,15 +438,18 @@ def grown(names: Iterable[str], home: str, folder: Path, rounds: int) -> list[st
 @every_home
 @pytest.mark.parametrize("name", WAYS)
 def test_nothing_stays_whichever_way_a_job_is_let_go(name, home, swap):
-    """Method: three rounds of a way in a child; model, optimizer, engine, units, shards, parameters, gradients and buffers are gone once the
-    garbage collector ran, and no live objects, tensors' bytes, descriptors, threads or swap files are added."""
+    """Method: three rounds of a way in a child; model, optimizer, engine, units, shards,
+    parameters, gradients and buffers are gone once the garbage collector ran, and no live objects,
+    tensors' bytes, descriptors, threads or swap files are added.
+    """
     found = in_child(lambda: grown([name], home, swap, 3), seconds=120)
     assert found == []
 
 
 @every_home
 def test_fifty_rounds_leave_nothing(home, swap):
-    """Method: the ways that are quick one after the other, fifty rounds in all; the same, and the process is no larger."""
+    """Method: the ways that are quick one after the other, fifty rounds in all; the same, and the
+    process is no larger."""
     names = [name for name in WAYS if name not in ("a_trainer", "checkpoints_and_state_dicts")]
     assert in_child(lambda: grown(names, home, swap, -(-ROUNDS // len(names))), seconds=300) == []
 
@@ -410,7 +464,8 @@ def test_fifty_rounds_of_one_way_leave_nothing(name, home, swap):
 
 @pytest.mark.parametrize("home", TIERS)
 def test_a_job_goes_without_the_garbage_collector(home, swap):
-    """Method: with the collector off, delete model and optimizer after a step; everything is gone at once, and every descriptor closed."""
+    """Method: with the collector off, delete model and optimizer after a step; everything is gone
+    at once, and every descriptor closed."""
 
     def work() -> tuple[list[str], bool]:
         del_after_steps(home, swap)
@@ -418,10 +473,14 @@ def test_a_job_goes_without_the_garbage_collector(home, swap):
         before = held(swap)
         gc.disable()
         gone = del_after_steps(home, swap)
-        return [type(each).__name__ for ref in gone if (each := ref()) is not None], held(swap) == before
+        return [type(each).__name__ for ref in gone if (each := ref()) is not None], held(
+            swap
+        ) == before
 
     left, closed = in_child(work)
-    assert [name for name in left if name != "GradRecord"] == [] and closed  # a record and what stands for it refer to each other
+    assert [
+        name for name in left if name != "GradRecord"
+    ] == [] and closed  # a record and what stands for it refer to each other
 
 
 def holds_its_parameter(monkeypatch) -> None:
@@ -445,12 +504,18 @@ def holds_the_shards(monkeypatch) -> None:
     def partial(function, scopes, store, contents, *rest):
         own = {id(each) for each in contents}
         shards = Held(each for each in gc.get_objects() if isinstance(each, engines.ParamUnit))
-        shards = Held(shard for unit in shards for shard in unit.shards if id(shard.contents) in own)
+        shards = Held(
+            shard for unit in shards for shard in unit.shards if id(shard.contents) in own
+        )
         return lambda: (shards.clear(), shut_down(scopes, store, contents, *rest))
 
     real = engines.partial
     monkeypatch.setattr(
-        engines, "partial", lambda function, *args, **how: (partial if function is shut_down else real)(function, *args, **how)
+        engines,
+        "partial",
+        lambda function, *args, **how: (partial if function is shut_down else real)(
+            function, *args, **how
+        ),
     )
 
 
@@ -460,16 +525,18 @@ def holds_the_shards(monkeypatch) -> None:
     ids=["hook", "table"],
 )
 def test_what_stays_is_found(fault, name, swap, monkeypatch):
-    """Method: the failing twin: a hook that leads back to its parameter, as torch holds hooks out of the collector's sight, and a table of the
-    process that has the parameters; both are found."""
+    """Method: the failing twin: a hook that leads back to its parameter, as torch holds hooks out
+    of the collector's sight, and a table of the process that has the parameters; both are found."""
     fault(monkeypatch)
     assert any(name in complaint for complaint in in_child(lambda: grown([name], "host", swap, 2)))
 
 
-@pytest.mark.parametrize("more", [{}, {"micro_batch": 2}, {"tiles": True}], ids=["plain", "chunks", "tiles"])
+@pytest.mark.parametrize(
+    "more", [{}, {"micro_batch": 2}, {"tiles": True}], ids=["plain", "chunks", "tiles"]
+)
 def test_a_backward_that_comes_too_late_says_so(more, swap):
-    """Method: keep a loss, drop the model, run its backward: a UsageError that says what went, and the homes have gone. With the model it
-    works."""
+    """Method: keep a loss, drop the model, run its backward: a UsageError that says what went, and
+    the homes have gone. With the model it works."""
     gc.collect()
     before = held(swap)[2]  # what other tests of this process keep
     model, optimizer, gone = wrapped("nvme", swap, **more)
@@ -520,14 +587,21 @@ class AroundIt(nn.Module):
 
 
 def test_hooks_do_not_add_up_on_what_stays():
-    """Method: a module returns its own weight, and its input, which is a leaf that the user keeps: neither has a hook of ours after three
-    forwards, and all gradients are torch's."""
+    """Method: a module returns its own weight, and its input, which is a leaf that the user keeps:
+    neither has a hook of ours after three forwards, and all gradients are torch's."""
     ours, theirs = seeded(SEED, AroundIt), seeded(SEED, AroundIt)
-    infinity.wrap_model(ours, torch.optim.SGD(ours.parameters(), lr=0.1), {"params": "host", "optimizer": "host"})
+    infinity.wrap_model(
+        ours, torch.optim.SGD(ours.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+    )
     inputs = [torch.ones(2, 4, requires_grad=True) for _ in range(2)]
     for _ in range(3):
         for model, x in zip((ours, theirs), inputs):
             sum(out.sum() for out in model(x)).backward()
-    assert not inputs[0]._backward_hooks and not any(param._backward_hooks for param in ours.parameters())
+    assert not inputs[0]._backward_hooks and not any(
+        param._backward_hooks for param in ours.parameters()
+    )
     assert torch.equal(inputs[0].grad, inputs[1].grad)
-    assert all(torch.equal(one.grad.clone(), other.grad) for one, other in zip(ours.parameters(), theirs.parameters()))
+    assert all(
+        torch.equal(one.grad.clone(), other.grad)
+        for one, other in zip(ours.parameters(), theirs.parameters())
+    )

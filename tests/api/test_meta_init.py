@@ -47,11 +47,27 @@ TYPED = (infinity.ConfigError, infinity.CorruptionError, infinity.StorageError)
 def look(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> Any:
     """All that a failed wrap may not change."""
     tensors = {
-        name: (id(t), type(t), t.device, t.dtype, t.stride(), t.requires_grad, None if t.is_meta else bytes(bits(t).numpy()))
-        for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        name: (
+            id(t),
+            type(t),
+            t.device,
+            t.dtype,
+            t.stride(),
+            t.requires_grad,
+            None if t.is_meta else bytes(bits(t).numpy()),
+        )
+        for name, t in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
     }
     hooks = [
-        (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._state_dict_hooks), m.forward.__func__)
+        (
+            len(m._forward_hooks),
+            len(m._forward_pre_hooks),
+            len(m._state_dict_hooks),
+            m.forward.__func__,
+        )
         for m in model.modules()
         if hasattr(m.forward, "__func__")
     ]
@@ -59,7 +75,9 @@ def look(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path
     if optimizer is not None:
         groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         state = {
-            id(p): {key: bytes(bits(torch.as_tensor(value)).numpy()) for key, value in of_one.items()}
+            id(p): {
+                key: bytes(bits(torch.as_tensor(value)).numpy()) for key, value in of_one.items()
+            }
             for p, of_one in optimizer.state.items()
         }
     return tensors, hooks, groups, state, leftovers(folder)
@@ -100,43 +118,80 @@ def folder_of(**files: Callable[[Path], Any]) -> Callable[[Path], Path]:
     return make
 
 
-BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {  # how it is made, and what the message must name
+BROKEN: dict[
+    str, tuple[Callable[[Path], Path], str]
+] = {  # how it is made, and what the message must name
     "no such file": (lambda path: path, "m.safetensors"),
     "empty folder": (folder_of(), "m.safetensors"),
     "dangling link": (lambda path: (path.symlink_to("nowhere"), path)[1], "m.safetensors"),
     "folder with a dangling link": (
-        folder_of(a=lambda p: write_file(p, good()), b=lambda p: p.symlink_to("nowhere")), "b.safetensors"),
+        folder_of(a=lambda p: write_file(p, good()), b=lambda p: p.symlink_to("nowhere")),
+        "b.safetensors",
+    ),
     "folder named like a file": (folder_of(a=lambda p: p.mkdir()), "a.safetensors"),
     "no bytes": (lambda path: edited(path, lambda data: b""), "m.safetensors"),
     "seven bytes": (lambda path: edited(path, lambda data: data[:7]), "m.safetensors"),
     "half a header": (lambda path: edited(path, lambda data: data[:100]), "m.safetensors"),
     "a byte short": (lambda path: edited(path, lambda data: data[:-1]), "m.safetensors"),
-    "cut in the middle": (lambda path: edited(path, lambda data: data[: len(data) // 2]), "m.safetensors"),
+    "cut in the middle": (
+        lambda path: edited(path, lambda data: data[: len(data) // 2]),
+        "m.safetensors",
+    ),
     "a byte more": (lambda path: edited(path, lambda data: data + b"x"), "m.safetensors"),
-    "endless header": (lambda path: edited(path, lambda data: b"\xff" * 8 + data[8:]), "m.safetensors"),
-    "header that is no JSON": (lambda path: edited(path, lambda data: data[:8] + b"]" + data[9:]), "m.safetensors"),
-    "header that is no text": (lambda path: edited(path, lambda data: data[:9] + b"\xff" + data[10:]), "m.safetensors"),
+    "endless header": (
+        lambda path: edited(path, lambda data: b"\xff" * 8 + data[8:]),
+        "m.safetensors",
+    ),
+    "header that is no JSON": (
+        lambda path: edited(path, lambda data: data[:8] + b"]" + data[9:]),
+        "m.safetensors",
+    ),
+    "header that is no text": (
+        lambda path: edited(path, lambda data: data[:9] + b"\xff" + data[10:]),
+        "m.safetensors",
+    ),
     "overlapping tensors": (replaced(b"[0, 2304]", b"[8, 2304]"), "m.safetensors"),
     "shape and bytes that disagree": (replaced(b"[24, 24]", b"[24, 25]"), "m.safetensors"),
     "a pickle": (lambda path: (torch.save(good(), path), path)[1], "m.safetensors"),
     "second file broken": (
-        folder_of(a=lambda p: write_file(p, good()), b=lambda p: edited(p, lambda data: data[:-1])), "b.safetensors"),
+        folder_of(a=lambda p: write_file(p, good()), b=lambda p: edited(p, lambda data: data[:-1])),
+        "b.safetensors",
+    ),
     "unknown dtype": (replaced(b'"I64"', b'"C64"'), "num_batches_tracked"),
     "a parameter missing": (
-        lambda path: write_file(path, {n: t for n, t in good().items() if n != "1.bias"}), "1.bias"),
-    "no name of the model": (lambda path: write_file(path, {f"x.{n}": t for n, t in good().items()}), "0.weight"),
-    "one dimension more": (lambda path: write_file(path, good() | {"0.bias": torch.ones(24, 1)}), "0.bias"),
-    "another length": (lambda path: write_file(path, good() | {"0.weight": torch.ones(24, 25)}), "0.weight"),
-    "buffer of another length": (lambda path: write_file(path, good() | {"1.running_var": torch.ones(25)}), "running_var"),
-    "no elements": (lambda path: write_file(path, good() | {"1.weight": torch.ones(0)}), "1.weight"),
-}  # fmt: skip
+        lambda path: write_file(path, {n: t for n, t in good().items() if n != "1.bias"}),
+        "1.bias",
+    ),
+    "no name of the model": (
+        lambda path: write_file(path, {f"x.{n}": t for n, t in good().items()}),
+        "0.weight",
+    ),
+    "one dimension more": (
+        lambda path: write_file(path, good() | {"0.bias": torch.ones(24, 1)}),
+        "0.bias",
+    ),
+    "another length": (
+        lambda path: write_file(path, good() | {"0.weight": torch.ones(24, 25)}),
+        "0.weight",
+    ),
+    "buffer of another length": (
+        lambda path: write_file(path, good() | {"1.running_var": torch.ones(25)}),
+        "running_var",
+    ),
+    "no elements": (
+        lambda path: write_file(path, good() | {"1.weight": torch.ones(0)}),
+        "1.weight",
+    ),
+}
 
 
 @pytest.mark.parametrize("built", ["on meta", "in memory"])
 @pytest.mark.parametrize("case", BROKEN)
 def test_files_that_cannot_be_used(case, built, swap, tmp_path):
-    """Method: 25 ways in which a file is missing, broken or another model's; the error is typed, names what is wrong, and
-    leaves model, optimizer and disk as they were. Twin: the same objects are then wrapped from a right file."""
+    """Method: 25 ways in which a file is missing, broken or another model's; the error is typed,
+    names what is wrong, and leaves model, optimizer and disk as they were. Twin: the same objects
+    are then wrapped from a right file.
+    """
     make, named = BROKEN[case]
     model = on_meta(checked) if built == "on meta" else checked()
     optimizer = adamw(model, LR)
@@ -169,24 +224,37 @@ def half_on_meta() -> nn.Module:
 
 
 @pytest.mark.parametrize("faults", ["eio=1.0", "eio=1.0,first_piece=4", "bit_flip=1.0"])
-@pytest.mark.parametrize("build", [with_buffers, without_buffers, half_on_meta, lambda: on_meta(with_buffers)],
-                         ids=["buffers", "no buffers", "half on meta", "on meta"])  # fmt: skip
-def test_a_wrap_that_fails_halfway_has_changed_no_value(build, faults, swap, small_blocks, tmp_path):
-    """Method: wrap a model (in memory, on meta, or in between) with weights= and a stepped optimizer, with a home that
-    fails at its first write, a later one, or the first block it reads back; every value, buffer and moment has its bits.
-    Twin: the same objects, without faults, then have the file's values."""
+@pytest.mark.parametrize(
+    "build",
+    [with_buffers, without_buffers, half_on_meta, lambda: on_meta(with_buffers)],
+    ids=["buffers", "no buffers", "half on meta", "on meta"],
+)
+def test_a_wrap_that_fails_halfway_has_changed_no_value(
+    build, faults, swap, small_blocks, tmp_path
+):
+    """Method: wrap a model (in memory, on meta, or in between) with weights= and a stepped
+    optimizer, with a home that fails at its first write, a later one, or the first block it reads
+    back; every value, buffer and moment has its bits. Twin: the same objects, without faults, then
+    have the file's values."""
     torch.manual_seed(SEED)
     model = build()
     optimizer = adamw(model, LR)
     if build in (with_buffers, without_buffers):
         model(torch.randn(8, 64)).square().sum().backward()
         optimizer.step()
-    values = {name: torch.full_like(value, 7, device="cpu") for name, value in model.state_dict().items()}
+    values = {
+        name: torch.full_like(value, 7, device="cpu") for name, value in model.state_dict().items()
+    }
     first = dict(model.named_buffers())  # in the file: they are set before the first write fails
-    path = awkward_file(tmp_path / "m.safetensors", {name: values[name] for name in (*first, *values)})
+    path = awkward_file(
+        tmp_path / "m.safetensors", {name: values[name] for name in (*first, *values)}
+    )
     config = at_home("nvme", "nvme", swap, weights=path)
     before = look(model, optimizer, swap)
-    with environment(INFINITY_FAULTS=faults), pytest.raises((infinity.StorageError, infinity.CorruptionError)):
+    with (
+        environment(INFINITY_FAULTS=faults),
+        pytest.raises((infinity.StorageError, infinity.CorruptionError)),
+    ):
         infinity.wrap_model(model, optimizer, config)
     after = look(model, optimizer, swap)
     changed = [name for name in before[0] if after[0][name] != before[0][name]]
@@ -196,8 +264,11 @@ def test_a_wrap_that_fails_halfway_has_changed_no_value(build, faults, swap, sma
 
 
 def test_a_file_that_cannot_be_read_to_its_end(swap, small_blocks, monkeypatch, tmp_path):
-    """Method: the disk fails at the fourth block of the weights; a StorageError, and the model is on meta as it was."""
-    values = {name: torch.full_like(value, 7) for name, value in with_buffers().state_dict().items()}
+    """Method: the disk fails at the fourth block of the weights; a StorageError, and the model is
+    on meta as it was."""
+    values = {
+        name: torch.full_like(value, 7) for name, value in with_buffers().state_dict().items()
+    }
     path = awkward_file(tmp_path / "m.safetensors", values)
     model = on_meta(with_buffers)
     optimizer = adamw(model, LR)
@@ -212,7 +283,8 @@ def test_a_file_that_cannot_be_read_to_its_end(swap, small_blocks, monkeypatch, 
 
 
 def test_what_is_real_already_is_not_drawn_anew():
-    """Method: modules of which one tensor is on meta and the others have values, without weights=; the values stay."""
+    """Method: modules of which one tensor is on meta and the others have values, without weights=;
+    the values stay."""
 
     def weight_given() -> nn.Module:
         model = nn.Linear(8, 8)
@@ -227,7 +299,9 @@ def test_what_is_real_already_is_not_drawn_anew():
 
     for build in (weight_given, statistics_missing):
         model = build()
-        given = {name: t.detach().clone() for name, t in model.state_dict().items() if not t.is_meta}
+        given = {
+            name: t.detach().clone() for name, t in model.state_dict().items() if not t.is_meta
+        }
         model, _ = infinity.wrap_model(model, None, {"params": "host"})
         state = model.state_dict()
         assert differing({name: state[name] for name in given}, given) == [], build.__name__
@@ -255,8 +329,9 @@ class Counted(nn.Module):
 @pytest.mark.parametrize("source", ["file", "modules"])
 @every_home
 def test_strides_other_than_row_major(home, source, small_blocks, tmp_path):
-    """Method: transposed, channels-last, permuted, 0-d and empty parameters, in pieces of a few hundred elements; every
-    element is where it is counted, and the strides are those the model was built with."""
+    """Method: transposed, channels-last, permuted, 0-d and empty parameters, in pieces of a few
+    hundred elements; every element is where it is counted, and the strides are those the model was
+    built with."""
     plain = Counted()
     config = at_home(home, home, tmp_path, param_dtype="bf16")
     if source == "file":
@@ -265,28 +340,44 @@ def test_strides_other_than_row_major(home, source, small_blocks, tmp_path):
     model, _ = infinity.wrap_model(model, adamw(model, LR), config)
     state = model.state_dict()
     assert differing(state, plain.state_dict()) == []
-    assert {n: p.stride() for n, p in model.named_parameters()} == {n: p.stride() for n, p in plain.named_parameters()}
-    wrong = state["image"].clone(memory_format=torch.contiguous_format).view(-1)[: 80 * 6].view(80, 6)
-    assert not torch.equal(wrong, plain.image[:, :, 0, 0]), "the twin: in memory order it would be another tensor"
+    assert {n: p.stride() for n, p in model.named_parameters()} == {
+        n: p.stride() for n, p in plain.named_parameters()
+    }
+    wrong = (
+        state["image"].clone(memory_format=torch.contiguous_format).view(-1)[: 80 * 6].view(80, 6)
+    )
+    assert not torch.equal(wrong, plain.image[:, :, 0, 0]), (
+        "the twin: in memory order it would be another tensor"
+    )
 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 def test_drawn_values_do_not_depend_on_the_home_or_the_optimizer(home, tmp_path):
-    """Method: one seed at every home, with and without an optimizer; the same bits, which another seed does not give."""
+    """Method: one seed at every home, with and without an optimizer; the same bits, which another
+    seed does not give."""
 
     def drawn(seed: int, config: dict[str, Any], trained: bool) -> State:
-        model = on_meta(lambda: nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(20, 30), nn.Embedding(9, 4)))
+        model = on_meta(
+            lambda: nn.Sequential(
+                nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(20, 30), nn.Embedding(9, 4)
+            )
+        )
         torch.manual_seed(seed)
-        return infinity.wrap_model(model, adamw(model, LR) if trained else None, config)[0].state_dict()
+        return infinity.wrap_model(model, adamw(model, LR) if trained else None, config)[
+            0
+        ].state_dict()
 
     expected = drawn(SEED, {"params": "host"}, False)
     for trained in (True, False):
         assert differing(drawn(SEED, at_home(home, home, tmp_path), trained), expected) == []
-        assert differing(drawn(SEED + 1, at_home(home, home, tmp_path), trained), expected) == sorted(expected)
+        assert differing(
+            drawn(SEED + 1, at_home(home, home, tmp_path), trained), expected
+        ) == sorted(expected)
 
 
 def unlike(drawn: State, plain: State) -> list[str]:
-    """Names whose values are not distributed alike: constants are the same, and standard deviation and mean agree."""
+    """Names whose values are not distributed alike: constants are the same, and standard deviation
+    and mean agree."""
     found = []
     for name, expected in plain.items():
         values, expected = drawn[name].float(), expected.float()
@@ -295,48 +386,63 @@ def unlike(drawn: State, plain: State) -> list[str]:
             same = torch.equal(values, expected)
         else:
             near = 8 * spread / expected.numel() ** 0.5
-            same = (values.std() - spread).abs() <= near and (values.mean() - expected.mean()).abs() <= near
+            same = (values.std() - spread).abs() <= near and (
+                values.mean() - expected.mean()
+            ).abs() <= near
         if not same:
             found.append(name)
     return found
 
 
 def drawn_and_plain(build: Callable[[], nn.Module]) -> tuple[State, State]:
-    """Parameters and buffers as a wrap of a meta model draws them, and as the model is when it is built."""
+    """Parameters and buffers as a wrap of a meta model draws them, and as the model is when it is
+    built."""
     torch.manual_seed(SEED)
     plain = build()
     model, _ = infinity.wrap_model(on_meta(build), None, {"params": "host"})
-    return model.state_dict() | dict(model.named_buffers()), plain.state_dict() | dict(plain.named_buffers())
+    return model.state_dict() | dict(model.named_buffers()), plain.state_dict() | dict(
+        plain.named_buffers()
+    )
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "MultiheadAttention": lambda: nn.MultiheadAttention(64, 4),
-    "MultiheadAttention with kdim": lambda: nn.MultiheadAttention(64, 4, kdim=48, vdim=40, add_bias_kv=True),
+    "MultiheadAttention with kdim": lambda: nn.MultiheadAttention(
+        64, 4, kdim=48, vdim=40, add_bias_kv=True
+    ),
     "LSTM": lambda: nn.LSTM(48, 40, 2, bidirectional=True, proj_size=20),
     "GRU": lambda: nn.GRU(48, 40),
     "LSTMCell": lambda: nn.LSTMCell(48, 40),
     "Embedding with padding": lambda: nn.Embedding(60, 40, padding_idx=3),
     "Bilinear": lambda: nn.Bilinear(20, 20, 9),
     "ConvTranspose": lambda: nn.ConvTranspose2d(20, 30, 3),
-    "norms": lambda: nn.Sequential(nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.RMSNorm(8)),
+    "norms": lambda: nn.Sequential(
+        nn.GroupNorm(2, 8),
+        nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+        nn.RMSNorm(8),
+    ),
     "PReLU": lambda: nn.Sequential(nn.PReLU(7, init=0.25)),
     "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(64, 4, 128),
     "Transformer": lambda: nn.Transformer(64, 4, 1, 1, 128),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_modules_of_torch_are_as_they_are_built(kind):
-    """Method: torch's modules that have initialisation of their own, nested ones included, on meta; constants are the same
-    and what is drawn has the same spread as in one that was built in memory."""
+    """Method: torch's modules that have initialisation of their own, nested ones included, on
+    meta; constants are the same and what is drawn has the same spread as in one that was built
+    in memory."""
     assert unlike(*drawn_and_plain(MODULES[kind])) == []
 
 
 def test_recurrent_modules_on_meta_from_a_file(tmp_path):
-    """Method: an LSTM, which keeps weak references to its parameters, from a file; the output has a plain one's bits."""
+    """Method: an LSTM, which keeps weak references to its parameters, from a file; the output has a
+    plain one's bits."""
     plain = seeded(SEED, lambda: nn.LSTM(12, 10, 2))
     path = awkward_file(tmp_path / "m.safetensors", plain.state_dict())
-    model, _ = infinity.wrap_model(on_meta(lambda: nn.LSTM(12, 10, 2)), None, at_home("nvme", "auto", tmp_path, weights=path))
+    model, _ = infinity.wrap_model(
+        on_meta(lambda: nn.LSTM(12, 10, 2)), None, at_home("nvme", "auto", tmp_path, weights=path)
+    )
     x = torch.randn(3, 2, 12)
     with torch.no_grad():
         assert torch.equal(model(x)[0], plain(x)[0])
@@ -366,8 +472,8 @@ class ZeroOutAndGain(ZeroOut):
 
 @pytest.mark.parametrize("block", [ZeroOut, ZeroOutAndGain])
 def test_a_module_sets_its_children_anew(block):
-    """Method: ``reset_parameters`` of a block zeroes its child's weight, after the child drew it; so it must be on meta,
-    whether or not the block has a parameter of its own."""
+    """Method: ``reset_parameters`` of a block zeroes its child's weight, after the child drew it;
+    so it must be on meta, whether or not the block has a parameter of its own."""
     assert unlike(*drawn_and_plain(lambda: nn.Sequential(block(), block()))) == []
 
 
@@ -390,12 +496,14 @@ class Table(nn.Module):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "not persistent"])
 def test_a_buffer_that_nobody_sets_is_named(dtype, persistent, tmp_path):
-    """Method: a table made in ``__init__`` only, so nowhere for a model on meta, for several dtypes, with and without a
-    file that has the parameters; a ConfigError names it, and the model is on meta still. Twin: a module that sets it, if
-    only to zeros, is wrapped."""
+    """Method: a table made in ``__init__`` only, so nowhere for a model on meta, for several
+    dtypes, with and without a file that has the parameters; a ConfigError names it, and the model
+    is on meta still. Twin: a module that sets it, if only to zeros, is wrapped."""
     values = {f"0.line.{name}": value for name, value in nn.Linear(4, 4).state_dict().items()}
     path = awkward_file(tmp_path / "m.safetensors", values)
-    dirt = [torch.full((64, 64), 1, dtype=torch.uint8) for _ in range(50)]  # what the allocator will hand out
+    dirt = [
+        torch.full((64, 64), 1, dtype=torch.uint8) for _ in range(50)
+    ]  # what the allocator will hand out
     del dirt
     for more in ({}, {"weights": path}):
         model = on_meta(lambda: nn.Sequential(Table(dtype, persistent, sets=False)))
@@ -407,21 +515,27 @@ def test_a_buffer_that_nobody_sets_is_named(dtype, persistent, tmp_path):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_buffer_that_is_set_to_zeros_is_set(dtype):
     """Method: the twin of the test above."""
-    model, _ = infinity.wrap_model(on_meta(lambda: Table(dtype, False, sets=True)), None, {"params": "host"})
+    model, _ = infinity.wrap_model(
+        on_meta(lambda: Table(dtype, False, sets=True)), None, {"params": "host"}
+    )
     assert not model.table.any()
 
 
 def test_a_parameter_that_nobody_sets_is_named():
     """Method: the same for a parameter, deep inside, in a module of one's own."""
-    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), OwnWeight())))
+    model = on_meta(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), OwnWeight()))
+    )
     with pytest.raises(infinity.ConfigError, match=r"1\.1\.weight"):
         infinity.wrap_model(model, None, {"params": "host"})
     assert all(p.is_meta for p in model.parameters())
 
 
 def test_a_parameter_that_is_set_in_part():
-    """Method: ``__init__`` makes zeros and ``reset_parameters`` draws all rows but the first, which a model in memory
-    keeps at zero; on meta, the row is zero too or a ConfigError names the parameter: NaN is neither."""
+    """Method: ``__init__`` makes zeros and ``reset_parameters`` draws all rows but the first, which
+    a model in memory keeps at zero; on meta, the row is zero too or a ConfigError names the
+    parameter: NaN is neither.
+    """
 
     class Padded(nn.Module):
         def __init__(self) -> None:
@@ -443,49 +557,86 @@ def test_a_parameter_that_is_set_in_part():
 
 def tiny(name: str) -> Callable[[], nn.Module]:
     transformers = pytest.importorskip("transformers")
-    text = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+    }
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     configs = {
-        "GPT2": lambda: transformers.GPT2Config(n_layer=8, n_embd=64, n_head=2, vocab_size=97, n_positions=32, **ends),
-        "Llama": lambda: transformers.LlamaConfig(**text, num_key_value_heads=1, initializer_range=0.1, **ends),
+        "GPT2": lambda: transformers.GPT2Config(
+            n_layer=8, n_embd=64, n_head=2, vocab_size=97, n_positions=32, **ends
+        ),
+        "Llama": lambda: transformers.LlamaConfig(
+            **text, num_key_value_heads=1, initializer_range=0.1, **ends
+        ),
         "Llama untied": lambda: transformers.LlamaConfig(**text, tie_word_embeddings=False, **ends),
-        "OPT": lambda: transformers.OPTConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
-                                              ffn_dim=128, word_embed_proj_dim=64, max_position_embeddings=32, **ends),
-        "T5": lambda: transformers.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=97),
-        "Mamba": lambda: transformers.MambaConfig(vocab_size=97, hidden_size=64, state_size=8, num_hidden_layers=2, **ends),
-    }  # fmt: skip
+        "OPT": lambda: transformers.OPTConfig(
+            vocab_size=97,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            ffn_dim=128,
+            word_embed_proj_dim=64,
+            max_position_embeddings=32,
+            **ends,
+        ),
+        "T5": lambda: transformers.T5Config(
+            d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=97
+        ),
+        "Mamba": lambda: transformers.MambaConfig(
+            vocab_size=97, hidden_size=64, state_size=8, num_hidden_layers=2, **ends
+        ),
+    }
     if name == "BERT":
-        config = transformers.BertConfig(**text, max_position_embeddings=32, initializer_range=0.3, pad_token_id=0)
+        config = transformers.BertConfig(
+            **text, max_position_embeddings=32, initializer_range=0.3, pad_token_id=0
+        )
         return lambda: transformers.BertForMaskedLM(config)
     if name == "ResNet":
-        sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+        sizes = {
+            "embedding_size": 8,
+            "hidden_sizes": [8, 16],
+            "depths": [1, 1],
+            "layer_type": "basic",
+        }
         return lambda: transformers.ResNetForImageClassification(transformers.ResNetConfig(**sizes))
     config = configs[name]()
     auto = transformers.AutoModelForSeq2SeqLM if name == "T5" else transformers.AutoModelForCausalLM
     return lambda: auto.from_config(config)
 
 
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "Llama untied", "OPT", "BERT", "ResNet", "Mamba", "T5"])
+@pytest.mark.parametrize(
+    "name", ["GPT2", "Llama", "Llama untied", "OPT", "BERT", "ResNet", "Mamba", "T5"]
+)
 def test_transformers_models_are_initialised_as_from_config_does(name):
-    """Method: build from a config in memory, and on meta and wrap without weights; every parameter and buffer has the same
-    constants or the same spread."""
+    """Method: build from a config in memory, and on meta and wrap without weights; every parameter
+    and buffer has the same constants or the same spread."""
     assert unlike(*drawn_and_plain(tiny(name))) == []
 
 
 def test_scaled_initialisation_of_gpt2():
-    """Method: GPT-2 scales what is added to the residual stream by 1/sqrt(2 layers); measured over all layers, on meta.
-    Twin: the other matrices are not scaled, so the comparison can tell them apart."""
+    """Method: GPT-2 scales what is added to the residual stream by 1/sqrt(2 layers); measured over
+    all layers, on meta. Twin: the other matrices are not scaled, so the comparison can tell them
+    apart."""
     drawn, plain = drawn_and_plain(tiny("GPT2"))
-    scaled = torch.stack([v for n, v in drawn.items() if n.endswith("attn.c_proj.weight")]).std().item()
-    others = torch.stack([v for n, v in drawn.items() if n.endswith("attn.c_attn.weight")]).std().item()
+    scaled = (
+        torch.stack([v for n, v in drawn.items() if n.endswith("attn.c_proj.weight")]).std().item()
+    )
+    others = (
+        torch.stack([v for n, v in drawn.items() if n.endswith("attn.c_attn.weight")]).std().item()
+    )
     assert abs(scaled - 0.02 / 16**0.5) < 0.0002 and abs(others - 0.02) < 0.0005
     swapped = {n: v * 4 if n.endswith("attn.c_proj.weight") else v for n, v in drawn.items()}
     assert len(unlike(swapped, plain)) == 8
 
 
 def test_a_transformers_model_inside_a_module_of_ones_own():
-    """Method: a model with a value head around an OPT; the OPT's own ``_init_weights`` counts for what is inside it, or a
-    ConfigError says that weights are needed: embeddings 50 times as large are neither."""
+    """Method: a model with a value head around an OPT; the OPT's own ``_init_weights`` counts for
+    what is inside it, or a ConfigError says that weights are needed: embeddings 50 times as large
+    are neither."""
     language_model = tiny("OPT")
 
     class WithValue(nn.Module):
@@ -502,8 +653,8 @@ def test_a_transformers_model_inside_a_module_of_ones_own():
 
 
 def test_adapters_on_meta_start_as_peft_makes_them():
-    """Method: LoRA on a Llama, on meta without weights; B is zero, as in memory, so the adapter changes nothing at first,
-    or a ConfigError says that this cannot be had."""
+    """Method: LoRA on a Llama, on meta without weights; B is zero, as in memory, so the adapter
+    changes nothing at first, or a ConfigError says that this cannot be had."""
     peft = pytest.importorskip("peft")
     build = tiny("Llama")
     adapted = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
@@ -517,8 +668,10 @@ def test_adapters_on_meta_start_as_peft_makes_them():
 
 @pytest.mark.parametrize("name", ["Llama", "BERT", "ResNet", "T5"])
 def test_transformers_models_from_their_folder(name, tmp_path):
-    """Method: save a model in several files, build it on meta, and wrap from the folder with an optimizer in bf16; every
-    parameter and buffer has the bits of the saved model, tied ones and non-persistent buffers included."""
+    """Method: save a model in several files, build it on meta, and wrap from the folder with an
+    optimizer in bf16; every parameter and buffer has the bits of the saved model, tied ones and
+    non-persistent buffers included.
+    """
     build = tiny(name)
     saved = seeded(SEED, build)
     saved.save_pretrained(tmp_path / "model", max_shard_size="100KB")
@@ -530,8 +683,9 @@ def test_transformers_models_from_their_folder(name, tmp_path):
     assert differing(dict(model.named_buffers()), dict(saved.named_buffers())) == []
 
 
-# The high-water mark of the memory map, not ru_maxrss: that one starts at what the process was before its exec, pytest
-# with all its models, and would hide any growth below it. It is set back before each case.
+# The high-water mark of the memory map, not ru_maxrss: that one starts at what the process was
+# before its exec, pytest with all its models, and would hide any growth below it. It is set back
+# before each case.
 PEAK = """
 import gc, json, os, sys
 sys.path[:0] = [{root!r}]
@@ -584,13 +738,14 @@ cases = {{
     "plain": plain,
 }}
 print(json.dumps({{name: growth(work) for name, work in cases.items()}}))
-"""
+"""  # noqa: E501
 WIDTH, BLOCKS = 1024, 96  # 384 MiB
 
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory) -> dict[str, int]:
-    """By how many bytes a process grew beyond what the plan counts, at the highest, in each case."""
+    """By how many bytes a process grew beyond what the plan counts, at the highest, in each
+    case."""
     folder, swap, tied = (tmp_path_factory.mktemp(name) for name in ("model", "swap", "tied"))
     matrix = torch.randn(WIDTH, WIDTH)
     for part in range(4):
@@ -598,9 +753,13 @@ def grown(tmp_path_factory) -> dict[str, int]:
         write_file(folder / f"m{part}.safetensors", dict.fromkeys(names, matrix))
     write_file(tied / "m.safetensors", {"tokens.weight": matrix.repeat(32, 1)})
     script = PEAK.format(
-        root=str(Path(infinity.__file__).parents[1]), width=WIDTH, blocks=BLOCKS, folder=str(folder), tied=str(tied),
+        root=str(Path(infinity.__file__).parents[1]),
+        width=WIDTH,
+        blocks=BLOCKS,
+        folder=str(folder),
+        tied=str(tied),
         config=at_home("nvme", "auto", swap),
-    )  # fmt: skip
+    )
     done = prepared.run("-c", prepared.GIVES_BACK + script)
     for path in (folder, tied):
         shutil.rmtree(path)
@@ -608,21 +767,34 @@ def grown(tmp_path_factory) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", [pytest.param("file", marks=pytest.mark.slow), "blocks draw", "siblings draw", "tied, in a file"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("file", marks=pytest.mark.slow),
+        "blocks draw",
+        "siblings draw",
+        "tied, in a file",
+    ],
+)
 def test_peak_memory_of_the_wrap_is_far_below_the_model(case, grown):
-    """Method: in a process of its own, wrap on meta with the home on disk 384 MiB from a folder, 192 MiB whose modules
-    draw (in blocks, or all in one Sequential), and a tied tensor of 128 MiB whose file has one of its names. The highest
-    resident memory is above what the plan counts by less than 80 MiB: four blocks of the file, one module, torch's own.
-    The twin, a plain load, is above the model's size."""
+    """Method: in a process of its own, wrap on meta with the home on disk 384 MiB from a folder,
+    192 MiB whose modules draw (in blocks, or all in one Sequential), and a tied tensor of 128 MiB
+    whose file has one of its names. The highest resident memory is above what the plan counts by
+    less than 80 MiB: four blocks of the file, one module, torch's own. The twin, a plain load, is
+    above the model's size."""
     print({name: f"{nbytes / MIB:.1f} MiB" for name, nbytes in grown.items()})
     assert grown["plain"] >= 4 * WIDTH * WIDTH * BLOCKS
     assert grown[case] < 80 * MIB, f"{grown[case] / MIB:.0f} MiB above the plan"
 
 
-@pytest.mark.parametrize("build", [held_weakly, held_by_a_view, init_without_argument, stepped_on_meta])
+@pytest.mark.parametrize(
+    "build", [held_weakly, held_by_a_view, init_without_argument, stepped_on_meta]
+)
 def test_no_error_of_torch_s_own(build, swap):
-    """Method: a Parameter that something else refers to, an ``_init_weights`` that takes no module, and an optimizer that
-    made its state on meta. Either it works, with a state dict that is real, or the error is typed and nothing changed."""
+    """Method: a Parameter that something else refers to, an ``_init_weights`` that takes no module,
+    and an optimizer that made its state on meta. Either it works, with a state dict that is real,
+    or the error is typed and nothing changed.
+    """
     model, held = build()
     optimizer = held if isinstance(held, torch.optim.Optimizer) else adamw(model, LR)
     ids = {name: (id(p), p.is_meta) for name, p in model.named_parameters()}
@@ -635,7 +807,8 @@ def test_no_error_of_torch_s_own(build, swap):
 
 
 class _Deep(nn.Module):
-    """A buffer two modules down, which the model's own ``_init_weights`` sets when it is given the model itself, or nobody does."""
+    """A buffer two modules down, which the model's own ``_init_weights`` sets when it is given the
+    model itself, or nobody does."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -658,12 +831,15 @@ class _Deep(nn.Module):
 
 @pytest.mark.parametrize("sets", [True, False])
 def test_a_model_may_set_the_buffers_of_modules_deep_inside_it(sets):
-    """Method: as Falcon-H1 does; twin: where nobody sets it, it is refused by its name, and the model stays on meta."""
+    """Method: as Falcon-H1 does; twin: where nobody sets it, it is refused by its name, and the
+    model stays on meta."""
     model = on_meta(lambda: _Deep(sets=sets))
     if sets:
         model, _ = infinity.wrap_model(model, None, {"params": "host"})
         assert torch.equal(model.layers[0][1].scale, torch.full((3,), 2.0))
     else:
-        with pytest.raises(infinity.ConfigError, match=r"layers\.0\.1\.scale is on meta, and Inner does not set it"):
+        with pytest.raises(
+            infinity.ConfigError, match=r"layers\.0\.1\.scale is on meta, and Inner does not set it"
+        ):
             infinity.wrap_model(model, None, {"params": "host"})
         assert model.layers[0][1].scale.is_meta

@@ -1,5 +1,5 @@
-"""No options: `wrap_model(model, optimizer)` chooses homes by what the machine has, finds a scratch folder where it needs one, and says
-so in one line."""
+"""No options: `wrap_model(model, optimizer)` chooses homes by what the machine has, finds a scratch
+folder where it needs one, and says so in one line."""
 
 from __future__ import annotations
 
@@ -45,25 +45,33 @@ def tight(monkeypatch):
 
 
 def lines(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "homes chosen" in record.getMessage()]
+    return [
+        record.getMessage() for record in caplog.records if "homes chosen" in record.getMessage()
+    ]
 
 
 def test_what_fits_stays_in_memory_and_is_told(caplog):
     with caplog.at_level(logging.WARNING):
         model, _ = infinity.wrap_model(*make())
     (line,) = lines(caplog)
-    assert "on nvme" not in line and "swap files" not in line and "weights 12.2 MiB on device" in line
+    assert (
+        "on nvme" not in line and "swap files" not in line and "weights 12.2 MiB on device" in line
+    )
     assert wrapped(model).engine.config.nvme_paths == ()
 
 
 def test_what_does_not_fit_goes_to_a_folder_that_is_found(tight, tmp_path, monkeypatch, caplog):
-    """Method: with 20 MiB for 48 the rest goes to the scratch folder, without a name there; the losses have the bits of a run in
-    memory."""
+    """Method: with 20 MiB for 48 the rest goes to the scratch folder, without a name there; the
+    losses have the bits of a run in memory."""
     monkeypatch.setenv(scratch.VARIABLE, str(tmp_path))
     with caplog.at_level(logging.WARNING):
         model, optimizer = infinity.wrap_model(*make())
     (line,) = lines(caplog)
-    assert f"swap files in {tmp_path}" in line and "a limit leaves 30.0 MiB" in line and "on nvme" in line
+    assert (
+        f"swap files in {tmp_path}" in line
+        and "a limit leaves 30.0 MiB" in line
+        and "on nvme" in line
+    )
     engine = wrapped(model).engine
     assert engine.config.nvme_paths == (str(tmp_path),) and not list(tmp_path.iterdir())
     assert engine.plan.planned_nbytes(infinity.machine.tiers.Tier.HOST) <= 20 * MIB
@@ -77,7 +85,9 @@ def test_without_a_folder_one_error_names_the_option(tight, tmp_path, monkeypatc
     monkeypatch.setenv(scratch.VARIABLE, str(tmp_path / "gone"))
     model, optimizer = make()
     before = [param.clone() for param in model.parameters()]
-    with pytest.raises(infinity.ConfigError, match=r"(?s)48.* MiB.*30.0 MiB.*gone \(is no folder\).*nvme_paths="):
+    with pytest.raises(
+        infinity.ConfigError, match=r"(?s)48.* MiB.*30.0 MiB.*gone \(is no folder\).*nvme_paths="
+    ):
         infinity.wrap_model(model, optimizer)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters()))
 
@@ -85,7 +95,10 @@ def test_without_a_folder_one_error_names_the_option(tight, tmp_path, monkeypatc
 def test_a_configuration_is_not_added_to(tight, caplog):
     """The twin: with a configuration, an empty one too, nothing is found and nothing is told."""
     for config in ({}, infinity.Config()):
-        with caplog.at_level(logging.WARNING), pytest.raises(infinity.CapacityError, match="host_memory was not given"):
+        with (
+            caplog.at_level(logging.WARNING),
+            pytest.raises(infinity.CapacityError, match="host_memory was not given"),
+        ):
             infinity.wrap_model(*make(), config)
     assert not lines(caplog)
 
@@ -120,11 +133,20 @@ print("trained", sum(param.numel() for param in model.parameters()) * 16)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_six_gib_of_state_train_under_a_ulimit_of_two(limit, tmp_path):
-    """Method: a child under `ulimit -v` or `-d` of 2 GiB, a model of 6.3 GiB of weights, moments and gradients, and no option."""
+    """Method: a child under `ulimit -v` or `-d` of 2 GiB, a model of 6.3 GiB of weights, moments
+    and gradients, and no option."""
     done = subprocess.run(
         [sys.executable, "-c", JOB, limit, str(2 * GIB), "100"],
-        capture_output=True, text=True, timeout=880, env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=880,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     word, state = done.stdout.split()
-    assert word == "trained" and int(state) > 6 * GIB and done.stderr.count("homes chosen") == 1 and "ulimit" in done.stderr
+    assert (
+        word == "trained"
+        and int(state) > 6 * GIB
+        and done.stderr.count("homes chosen") == 1
+        and "ulimit" in done.stderr
+    )

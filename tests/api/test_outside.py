@@ -1,4 +1,5 @@
-"""What is used outside a forward: parameters that one returns, parameters inside full_params, gradients of another's loss."""
+"""What is used outside a forward: parameters that one returns, parameters inside full_params,
+gradients of another's loss."""
 
 from __future__ import annotations
 
@@ -27,14 +28,19 @@ def train(model, optimizer, loss_of, steps: int = 3) -> list[torch.Tensor]:
 
 
 def both(build, loss_of, config) -> None:
-    """Losses and weights of plain torch, and of the wrapped model. SGD, so that both are the same bits."""
+    """Losses and weights of plain torch, and of the wrapped model. SGD, so that both are the same
+    bits."""
     torch.manual_seed(0)
     plain = build()
     expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), loss_of)
     torch.manual_seed(0)
     model = build()
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
-    assert list(map(torch.equal, train(model, optimizer, loss_of), expected)) == [True] * len(expected)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config
+    )
+    assert list(map(torch.equal, train(model, optimizer, loss_of), expected)) == [True] * len(
+        expected
+    )
     assert differing(dict(model.state_dict()), dict(plain.state_dict())) == []
 
 
@@ -50,7 +56,11 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x):
-        given = {"itself": self.scale, "another's": self.body[0].weight, "both": (self.scale, self.body[2].bias)}[self.how]
+        given = {
+            "itself": self.scale,
+            "another's": self.body[0].weight,
+            "both": (self.scale, self.body[2].bias),
+        }[self.how]
         return {"x": self.body(x), "given": given}
 
 
@@ -72,13 +82,17 @@ def test_a_parameter_that_a_forward_returns_is_used_in_the_loss(how, home, tmp_p
     def loss_of(model):
         out = model(torch.randn(4, 16))
         given = out["given"] if isinstance(out["given"], tuple) else (out["given"],)
-        return (out["x"] * given[0].mean().exp()).square().mean() + sum(one.square().sum() for one in given)
+        return (out["x"] * given[0].mean().exp()).square().mean() + sum(
+            one.square().sum() for one in given
+        )
 
     both(Inside if how == "inside" else lambda: Scaled(how), loss_of, at_home(home, home, tmp_path))
 
 
 def test_a_parameter_that_is_returned_without_gradients_is_its_value(tmp_path):
-    model, _ = infinity.wrap_model(Scaled("itself"), None, at_home("nvme", "nvme", tmp_path) | {"optimizer": "auto"})
+    model, _ = infinity.wrap_model(
+        Scaled("itself"), None, at_home("nvme", "nvme", tmp_path) | {"optimizer": "auto"}
+    )
     with torch.no_grad():
         given = model(torch.zeros(1, 16))["given"]
     assert given.item() == 0.5 and not given.requires_grad
@@ -90,20 +104,32 @@ def test_a_parameter_that_is_returned_without_gradients_is_its_value(tmp_path):
 class Generator(nn.Sequential):
     def __init__(self):
         super().__init__(
-            nn.ConvTranspose2d(8, 16, 4), nn.BatchNorm2d(16), nn.ReLU(True), nn.ConvTranspose2d(16, 3, 4, 2, 1), nn.Tanh()
+            nn.ConvTranspose2d(8, 16, 4),
+            nn.BatchNorm2d(16),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(16, 3, 4, 2, 1),
+            nn.Tanh(),
         )
 
 
 class Discriminator(nn.Sequential):
     def __init__(self):
-        super().__init__(nn.Conv2d(3, 16, 4, 2, 1), nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(16, 1, 4), nn.Sigmoid())
+        super().__init__(
+            nn.Conv2d(3, 16, 4, 2, 1),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(16, 1, 4),
+            nn.Sigmoid(),
+        )
 
 
 def gan(config: dict | None, wrapped: str = "both") -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The loop of torch's DCGAN tutorial: the discriminator twice, then the generator through it. Adam, as there."""
+    """The loop of torch's DCGAN tutorial: the discriminator twice, then the generator through it.
+    Adam, as there."""
     torch.manual_seed(0)
     nets = {"generator": Generator(), "discriminator": Discriminator()}
-    optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5) for name, net in nets.items()}
+    optimizers = {
+        name: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5) for name, net in nets.items()
+    }
     for name in nets if config is not None else ():
         if wrapped in ("both", name):
             nets[name], optimizers[name] = infinity.wrap_model(nets[name], optimizers[name], config)
@@ -123,7 +149,11 @@ def gan(config: dict | None, wrapped: str = "both") -> tuple[list[float], dict[s
         loss.backward()
         optimizers["generator"].step()
         losses += [of_real.item(), of_fake.item(), loss.item()]
-    return losses, {f"{name}.{key}": value.clone() for name, net in nets.items() for key, value in net.state_dict().items()}
+    return losses, {
+        f"{name}.{key}": value.clone()
+        for name, net in nets.items()
+        for key, value in net.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("wrapped", ["both", "generator", "discriminator"])
@@ -135,9 +165,11 @@ def test_torchs_gan_tutorial_trains_with_its_bits(home, wrapped, tmp_path):
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_what_another_loss_added_to_a_consumed_gradient_is_stepped_as_torch_steps_it(home, tmp_path):
-    """Method: step without zero_grad, then a loss through the model whose input has a graph, and a step: torch adds to the old
-    gradient, which is at home still."""
+def test_what_another_loss_added_to_a_consumed_gradient_is_stepped_as_torch_steps_it(
+    home, tmp_path
+):
+    """Method: step without zero_grad, then a loss through the model whose input has a graph, and a
+    step: torch adds to the old gradient, which is at home still."""
 
     def run(config: dict | None) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -158,7 +190,9 @@ def test_what_another_loss_added_to_a_consumed_gradient_is_stepped_as_torch_step
 def test_forgetting_zero_grad_in_ones_own_loop_still_raises(tmp_path: Path):
     """The twin: an input without a graph."""
     model = nn.Linear(8, 8)
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path)
+    )
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     with pytest.raises(infinity.UsageError, match="zero_grad"):
@@ -179,11 +213,21 @@ class Penalised(nn.Module):
 
 WAYS = {
     "its dictionary": lambda model, params: sum(value.square().sum() for value in params.values()),
-    "the module's own": lambda model, params: sum(value.square().sum() for value in model.body.parameters()),
-    "both": lambda model, params: (model.body[0].weight * params["body.2.weight"]).sum() + model.body[1].bias.norm(),
-    "functions of torch": lambda model, params: torch.stack([model.body[0].bias, params["body.1.bias"]]).sum().exp(),
-    "a norm of all": lambda model, params: torch.stack([value.norm() for value in model.parameters()]).norm(),
-    "its data, which is a constant": lambda model, params: (model.body[0].weight.detach() * model.body[0].weight).sum(),
+    "the module's own": lambda model, params: sum(
+        value.square().sum() for value in model.body.parameters()
+    ),
+    "both": lambda model, params: (
+        (model.body[0].weight * params["body.2.weight"]).sum() + model.body[1].bias.norm()
+    ),
+    "functions of torch": lambda model, params: (
+        torch.stack([model.body[0].bias, params["body.1.bias"]]).sum().exp()
+    ),
+    "a norm of all": (
+        lambda model, params: torch.stack([value.norm() for value in model.parameters()]).norm()
+    ),
+    "its data, which is a constant": (
+        lambda model, params: (model.body[0].weight.detach() * model.body[0].weight).sum()
+    ),
 }
 
 
@@ -191,7 +235,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("when", ["inside", "afterwards", "alone"])
 def test_what_is_computed_inside_full_params_trains(when, way, home, tmp_path):
-    """Method: a penalty of the weights in the loss, or as the loss; the backward inside the block, or after it."""
+    """Method: a penalty of the weights in the loss, or as the loss; the backward inside the block,
+    or after it."""
 
     def step(model, optimizer, params, leave) -> torch.Tensor:
         penalty = 0.01 * WAYS[way](model, params)
@@ -236,7 +281,9 @@ def test_what_is_computed_inside_full_params_trains(when, way, home, tmp_path):
 @pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("through", ["dictionary", "module"])
 def test_edits_through_either_land_with_writeback_and_are_refused_without(through, home, tmp_path):
-    model, _ = infinity.wrap_model(Penalised(), None, at_home(home, home, tmp_path) | {"optimizer": "auto"})
+    model, _ = infinity.wrap_model(
+        Penalised(), None, at_home(home, home, tmp_path) | {"optimizer": "auto"}
+    )
     name, param = "body.1.weight", model.body[1].weight
     before = model.state_dict()[name].clone()
 
@@ -284,7 +331,9 @@ def test_blocks_inside_each_other(tmp_path):
 
 def test_a_backward_of_values_that_a_step_has_changed_raises(tmp_path):
     model = Penalised()
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path)
+    )
     with infinity.full_params(model) as params:
         penalty = sum(value.square().sum() for value in params.values())
     model(torch.ones(1, 16)).sum().backward()
@@ -295,9 +344,12 @@ def test_a_backward_of_values_that_a_step_has_changed_raises(tmp_path):
 
 
 def test_after_a_step_inside_the_block_the_parameter_is_at_rest(tmp_path):
-    """Method: a step changes the home; what the block has is of before, and the parameter does not stand for it any more."""
+    """Method: a step changes the home; what the block has is of before, and the parameter does not
+    stand for it any more."""
     model = Penalised()
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path)
+    )
     with infinity.full_params(model):
         model.body[0].weight.sum()
         model(torch.ones(1, 16)).sum().backward()
@@ -307,10 +359,12 @@ def test_after_a_step_inside_the_block_the_parameter_is_at_rest(tmp_path):
 
 
 def test_after_a_loss_through_a_frozen_model_zero_grad_is_asked_for_again(tmp_path):
-    """Method: a loss of another model passes through this one, of which nothing is trained just then; the next own backward without
-    zero_grad raises as ever."""
+    """Method: a loss of another model passes through this one, of which nothing is trained just
+    then; the next own backward without zero_grad raises as ever."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path)
+    )
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     model.requires_grad_(False)
@@ -333,13 +387,16 @@ def blocks(config) -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("through", ["the tensor's", "autograd's"])
 def test_a_backward_with_inputs_names_a_way_that_has_torchs_bits(through, home, tmp_path):
-    """Method: it is refused; then gradients are set as the error says, and equal those that torch's backward leaves."""
+    """Method: it is refused; then gradients are set as the error says, and equal those that torch's
+    backward leaves."""
     x, values = torch.ones(2, 16), []
     for config in (None, at_home(home, home, tmp_path)):
         model, optimizer = blocks(config)
         params, loss = list(model[0].parameters()), model(x).sum()
         backward = (
-            loss.backward if through == "the tensor's" else lambda inputs, loss=loss: torch.autograd.backward(loss, inputs=inputs)
+            loss.backward
+            if through == "the tensor's"
+            else lambda inputs, loss=loss: torch.autograd.backward(loss, inputs=inputs)
         )
         if config is None:
             backward(inputs=params)
@@ -355,11 +412,13 @@ def test_a_backward_with_inputs_names_a_way_that_has_torchs_bits(through, home, 
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_layer_that_is_called_by_itself_names_ways_that_train(home, tmp_path):
-    """Method: it is refused with the way; as a part of its own it trains with torch's bits. A parameter that a function of the user's
-    touches is told of full_params, in the twin."""
+    """Method: it is refused with the way; as a part of its own it trains with torch's bits. A
+    parameter that a function of the user's touches is told of full_params, in the twin."""
     x, values = torch.ones(2, 16), []
     model, _ = blocks(at_home(home, home, tmp_path))
-    with pytest.raises(infinity.UsageError, match=r"This Linear was called by itself.*Config\(units=\['Linear'\]\)"):
+    with pytest.raises(
+        infinity.UsageError, match=r"This Linear was called by itself.*Config\(units=\['Linear'\]\)"
+    ):
         model[0][0](x)
     with pytest.raises(infinity.UsageError, match="full_params"):
         nn.functional.linear(x, model[0][0].weight)

@@ -22,9 +22,13 @@ from infinity import native
 SEED = 181
 
 
-def pair(home: str, folder: Path, width: int = 32, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def pair(
+    home: str, folder: Path, width: int = 32, **more: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = transformer(SEED, dropout=0.0, width=width, blocks=3).to(torch.bfloat16)
-    return infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2), at_home(home, home, folder, **more))
+    return infinity.wrap_model(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), at_home(home, home, folder, **more)
+    )
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
@@ -38,13 +42,16 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> tor
 def ends(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     found = dict(model.state_dict())
     for index, state in optimizer.state_dict()["state"].items():
-        found |= {f"{index}.{name}": value for name, value in state.items() if torch.is_tensor(value)}
+        found |= {
+            f"{index}.{name}": value for name, value in state.items() if torch.is_tensor(value)
+        }
     return {name: value.clone() for name, value in found.items()}
 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 def test_a_parked_run_is_the_same(home, tmp_path):
-    """Method: parked after each step, brought back by resume, by the next forward and by a state dict in turn; an average is parked too."""
+    """Method: parked after each step, brought back by resume, by the next forward and by a state
+    dict in turn; an average is parked too."""
     found = []
     for parks in (False, True):
         model, optimizer = pair(home, tmp_path)
@@ -67,11 +74,14 @@ def test_a_parked_run_is_the_same(home, tmp_path):
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 @pytest.mark.parametrize(
-    "more", [{"moments": "int8"}, {"moments": "bf16"}, {"moments": "int8", "master": "fp32"}], ids=["int8", "bf16", "fp32 master"]
+    "more",
+    [{"moments": "int8"}, {"moments": "bf16"}, {"moments": "int8", "master": "fp32"}],
+    ids=["int8", "bf16", "fp32 master"],
 )
 def test_state_of_any_size_is_parked(home, more, tmp_path):
-    """Method: moments whose scales are a few bytes each, which no disk writes by themselves; parked twice between steps, the bits are those of a run
-    that was not, and the disk's space is taken once."""
+    """Method: moments whose scales are a few bytes each, which no disk writes by themselves; parked
+    twice between steps, the bits are those of a run that was not, and the disk's space is taken
+    once."""
     found = []
     for parks in (False, True):
         model, optimizer = pair(home, tmp_path, **more)
@@ -88,13 +98,16 @@ def test_state_of_any_size_is_parked(home, more, tmp_path):
 
 
 def test_the_memory_is_given_back(tmp_path):
-    """Method: 40 MiB of state on the host; the process shrinks by nearly all of it while parked, and the disk's space is taken again by
-    the next park."""
+    """Method: 40 MiB of state on the host; the process shrinks by nearly all of it while parked,
+    and the disk's space is taken again by the next park."""
     model, optimizer = pair("host", tmp_path, width=512)
     step(model, optimizer, 0)
     infinity.park(model, tmp_path)
     infinity.resume(model)
-    planned, before = infinity.stats(model).tiers["nvme"].planned_nbytes, psutil.Process().memory_info().rss
+    planned, before = (
+        infinity.stats(model).tiers["nvme"].planned_nbytes,
+        psutil.Process().memory_info().rss,
+    )
     parked = infinity.park(model, tmp_path)
     after = psutil.Process().memory_info().rss
     assert parked > 100 * 2**20
@@ -107,7 +120,8 @@ def test_the_memory_is_given_back(tmp_path):
 
 @pytest.mark.parametrize("way", ["park", "resume"])
 def test_cut_short_it_comes_back_whole(way, tmp_path, monkeypatch):
-    """Method: the write, or the read, of the seventh array raises KeyboardInterrupt; going on gives the bits of an uninterrupted run."""
+    """Method: the write, or the read, of the seventh array raises KeyboardInterrupt; going on gives
+    the bits of an uninterrupted run."""
     found = []
     for cut in (False, True):
         model, optimizer = pair("host", tmp_path)
@@ -136,7 +150,8 @@ def test_cut_short_it_comes_back_whole(way, tmp_path, monkeypatch):
 
 
 def test_bytes_that_changed_on_the_disk_are_seen(tmp_path):
-    """The twin: what comes back is verified; a bit that is flipped in the swap file is a CorruptionError, not a wrong weight."""
+    """The twin: what comes back is verified; a bit that is flipped in the swap file is a
+    CorruptionError, not a wrong weight."""
     from models import swap_files
 
     model, optimizer = pair("host", tmp_path)
@@ -178,8 +193,8 @@ CHANGES = {
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("what", ["save", "park"])
 def test_zeros_behind_a_step_are_nothing_to_lose(what, how, tmp_path):
-    """Method: zero_grad(set_to_none=False), a change of one gradient, then a save or a park. Twin: what was changed is refused, and a step
-    behind it applies it."""
+    """Method: zero_grad(set_to_none=False), a change of one gradient, then a save or a park. Twin:
+    what was changed is refused, and a step behind it applies it."""
     model = nn.Linear(4, 4)
     model, optimizer = infinity.wrap_model(
         model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
@@ -189,7 +204,11 @@ def test_zeros_behind_a_step_are_nothing_to_lose(what, how, tmp_path):
     optimizer.zero_grad(set_to_none=False)
     change, is_refused = CHANGES[how]
     change(model.weight.grad)
-    with pytest.raises(infinity.UsageError, match="between backward and step") if is_refused else contextlib.nullcontext():
+    with (
+        pytest.raises(infinity.UsageError, match="between backward and step")
+        if is_refused
+        else contextlib.nullcontext()
+    ):
         if what == "save":
             infinity.save_checkpoint(tmp_path / "saved", model, optimizer)
         else:
@@ -199,8 +218,8 @@ def test_zeros_behind_a_step_are_nothing_to_lose(what, how, tmp_path):
 
 
 def test_a_folder_that_takes_no_file_ends_nothing(tmp_path, monkeypatch):
-    """Method: the system refuses the swap file, as it does to who may not write there; the run goes on with the bits of one that was not
-    parked."""
+    """Method: the system refuses the swap file, as it does to who may not write there; the run goes
+    on with the bits of one that was not parked."""
     from infinity.storage import swap_folders
 
     def refused(io: native.IoEngine, folder: str, nbytes: int) -> int:
@@ -211,7 +230,10 @@ def test_a_folder_that_takes_no_file_ends_nothing(tmp_path, monkeypatch):
         model, optimizer = pair("host", tmp_path)
         step(model, optimizer, 0)
         if parks:
-            with monkeypatch.context() as patched, pytest.raises(infinity.StorageError, match="cannot make"):
+            with (
+                monkeypatch.context() as patched,
+                pytest.raises(infinity.StorageError, match="cannot make"),
+            ):
                 patched.setattr(swap_folders, "create_swap_file", refused)
                 infinity.park(model, tmp_path)
         step(model, optimizer, 1)
@@ -220,7 +242,8 @@ def test_a_folder_that_takes_no_file_ends_nothing(tmp_path, monkeypatch):
 
 
 def test_each_park_lies_in_the_folder_that_it_was_given(tmp_path):
-    """Method: parked in one folder, resumed, parked in another; the swap files of each are counted."""
+    """Method: parked in one folder, resumed, parked in another; the swap files of each are
+    counted."""
     from models import swap_files
 
     model, optimizer = pair("host", tmp_path)

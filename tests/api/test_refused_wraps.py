@@ -28,7 +28,8 @@ import infinity
 
 
 def test_wrapping_twice_is_refused(tmp_path):
-    """Method: wrap a wrapped model, a model that contains it, one inside it, and a plain model with its optimizer."""
+    """Method: wrap a wrapped model, a model that contains it, one inside it, and a plain model with
+    its optimizer."""
     model, managed = wrapped("nvme", tmp_path)
     config = at_home("nvme", "nvme", tmp_path)
     for again in (model, nn.Sequential(model), model.blocks[0]):
@@ -49,21 +50,45 @@ class Muon(torch.optim.Optimizer):
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type, list[str]]] = {
-    "unsupported": (lambda m: torch.optim.RMSprop(m.parameters()), infinity.ConfigError, ["RMSprop", "AdamW", "SGD", "Lion"]),
+    "unsupported": (
+        lambda m: torch.optim.RMSprop(m.parameters()),
+        infinity.ConfigError,
+        ["RMSprop", "AdamW", "SGD", "Lion"],
+    ),
     "of the user": (lambda m: Muon(m.parameters()), infinity.ConfigError, ["Muon", "AdamW"]),
-    "Adamax": (lambda m: torch.optim.Adamax(m.parameters()), infinity.ConfigError, ["Adamax", "AdamW"]),
-    "amsgrad": (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), infinity.ConfigError, ["amsgrad"]),
-    "differentiable": (lambda m: torch.optim.Adam(m.parameters(), differentiable=True), infinity.ConfigError, ["differ"]),
-    "of another model": (lambda m: torch.optim.AdamW(transformer(1).parameters()), infinity.ConfigError, ["parameter"]),
-    "of more": (lambda m: torch.optim.SGD([*m.parameters(), torch.ones(7, requires_grad=True)], 0.1), infinity.ConfigError, ["7"]),
+    "Adamax": (
+        lambda m: torch.optim.Adamax(m.parameters()),
+        infinity.ConfigError,
+        ["Adamax", "AdamW"],
+    ),
+    "amsgrad": (
+        lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True),
+        infinity.ConfigError,
+        ["amsgrad"],
+    ),
+    "differentiable": (
+        lambda m: torch.optim.Adam(m.parameters(), differentiable=True),
+        infinity.ConfigError,
+        ["differ"],
+    ),
+    "of another model": (
+        lambda m: torch.optim.AdamW(transformer(1).parameters()),
+        infinity.ConfigError,
+        ["parameter"],
+    ),
+    "of more": (
+        lambda m: torch.optim.SGD([*m.parameters(), torch.ones(7, requires_grad=True)], 0.1),
+        infinity.ConfigError,
+        ["7"],
+    ),
     "no optimizer": (lambda m: "adam", infinity.ConfigError, ["str"]),
 }
 
 
 @pytest.mark.parametrize("refused", REFUSED)
 def test_optimizers_that_are_refused(refused, tmp_path):
-    """Method: an unsupported kind, unsupported settings, other parameters; the error lists what is supported or names
-    the parameter, and the model was not touched."""
+    """Method: an unsupported kind, unsupported settings, other parameters; the error lists what is
+    supported or names the parameter, and the model was not touched."""
     make, kind, words = REFUSED[refused]
     model = transformer(SEED)
     with pytest.raises(kind) as raised:
@@ -92,14 +117,22 @@ def test_optimizers_that_are_refused(refused, tmp_path):
         ({"checksums": "yes"}, infinity.ConfigError, ["checksums"]),
         ("/no/such/file.toml", infinity.ConfigError, ["/no/such/file.toml"]),
         (17, infinity.ConfigError, ["int"]),
-        ({"params": "host", "host_memory": "1KiB"}, infinity.CapacityError, ["host_memory", "bytes"]),
-        ({"device_memory": "1KiB", "params": "device"}, infinity.CapacityError, ["device_memory", "bytes"]),
+        (
+            {"params": "host", "host_memory": "1KiB"},
+            infinity.CapacityError,
+            ["host_memory", "bytes"],
+        ),
+        (
+            {"device_memory": "1KiB", "params": "device"},
+            infinity.CapacityError,
+            ["device_memory", "bytes"],
+        ),
     ],
     ids=str,
 )
 def test_configs_that_are_refused(config, kind, words):
-    """Method: unknown keys, values out of range, budgets too small; the error is typed and names key and remedy, and
-    the model was not touched."""
+    """Method: unknown keys, values out of range, budgets too small; the error is typed and names
+    key and remedy, and the model was not touched."""
     model = transformer(SEED)
     optimizer = adamw(model, LR)
     with pytest.raises(kind) as raised:
@@ -111,15 +144,25 @@ def test_configs_that_are_refused(config, kind, words):
 
 
 def test_config_in_all_its_forms(tmp_path):
-    """Method: keywords, a dict, TOML and JSON paths give the same frozen config; sizes may be text; positional
-    arguments and assignment raise."""
-    expected = infinity.Config(params="nvme", nvme_paths=[str(tmp_path)], host_memory="1.5GiB", param_dtype="bf16")
+    """Method: keywords, a dict, TOML and JSON paths give the same frozen config; sizes may be text;
+    positional arguments and assignment raise."""
+    expected = infinity.Config(
+        params="nvme", nvme_paths=[str(tmp_path)], host_memory="1.5GiB", param_dtype="bf16"
+    )
     assert expected.host_memory == 1536 * MIB and expected.param_dtype is torch.bfloat16
     (tmp_path / "c.toml").write_text(
-        f'params = "nvme"\nnvme_paths = ["{tmp_path}"]\nhost_memory = "1.5GiB"\nparam_dtype = "bf16"\n'
+        f'params = "nvme"\nnvme_paths = ["{tmp_path}"]\nhost_memory = "1.5GiB"\nparam_dtype ='
+        ' "bf16"\n'
     )
     (tmp_path / "c.json").write_text(
-        json.dumps({"params": "nvme", "nvme_paths": [str(tmp_path)], "host_memory": "1.5GiB", "param_dtype": "bf16"})
+        json.dumps(
+            {
+                "params": "nvme",
+                "nvme_paths": [str(tmp_path)],
+                "host_memory": "1.5GiB",
+                "param_dtype": "bf16",
+            }
+        )
     )
     model = nn.Linear(2, 2)
     for form in (expected, tmp_path / "c.toml", str(tmp_path / "c.json")):
@@ -134,7 +177,9 @@ def test_config_in_all_its_forms(tmp_path):
 def objects_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Everything that a failed wrap could have changed."""
     return {
-        "parameters": {n: (id(p), type(p), p.data_ptr(), p.requires_grad) for n, p in model.named_parameters()},
+        "parameters": {
+            n: (id(p), type(p), p.data_ptr(), p.requires_grad) for n, p in model.named_parameters()
+        },
         "hooks": {n: hooks_of(m) for n, m in model.named_modules()},
         "attributes": {n: sorted(vars(m)) for n, m in model.named_modules()},
         "parameter attributes": {n: sorted(vars(p)) for n, p in model.named_parameters()},
@@ -147,22 +192,41 @@ def objects_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     values = {name: t.detach().clone() for name, t in model.state_dict().items()}
-    values |= {f"grad {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    values |= {
+        f"grad {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
     for i, state in enumerate(optimizer.state.values()):
-        values |= {f"{i} {key}": value.clone() for key, value in state.items() if torch.is_tensor(value)}
+        values |= {
+            f"{i} {key}": value.clone() for key, value in state.items() if torch.is_tensor(value)
+        }
     return values
 
 
-CAUSES = ["host budget", "device budget", "disk budget", "no folder", "a file", "second folder", "disk full", "disk fills up",
-          "write fails at once", "write fails late", "write fails very late", "weights missing", "weights of another shape",
-          "weights damaged", "interrupted", "bad environment"]  # fmt: skip
+CAUSES = [
+    "host budget",
+    "device budget",
+    "disk budget",
+    "no folder",
+    "a file",
+    "second folder",
+    "disk full",
+    "disk fills up",
+    "write fails at once",
+    "write fails late",
+    "write fails very late",
+    "weights missing",
+    "weights of another shape",
+    "weights damaged",
+    "interrupted",
+    "bad environment",
+]
 
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_failed_wrap_leaves_everything_as_it_was(cause, tmp_path, monkeypatch):
-    """Method: let the wrap of a model in mid-training fail for many causes, early and late; parameters, gradients,
-    optimizer state, hooks and attributes are what they were, to the bit and to the object, nothing is left on disk, and
-    with the cause gone the same wrap works."""
+    """Method: let the wrap of a model in mid-training fail for many causes, early and late;
+    parameters, gradients, optimizer state, hooks and attributes are what they were, to the bit and
+    to the object, nothing is left on disk, and with the cause gone the same wrap works."""
     swap = tmp_path / "swap"
     swap.mkdir()
     model = transformer(SEED, blocks=6)
@@ -193,7 +257,9 @@ def test_a_failed_wrap_leaves_everything_as_it_was(cause, tmp_path, monkeypatch)
         elif cause == "disk fills up":
             patch.setenv("INFINITY_FAULTS", "seed=1,enospc=1.0")
         elif cause.startswith("write fails"):
-            first = {"write fails at once": 0, "write fails late": 20, "write fails very late": 38}[cause]
+            first = {"write fails at once": 0, "write fails late": 20, "write fails very late": 38}[
+                cause
+            ]
             patch.setenv("INFINITY_FAULTS", f"seed=1,eio=1.0,first_piece={first}")
             kind = infinity.StorageError
         elif cause == "weights missing":
@@ -201,7 +267,10 @@ def test_a_failed_wrap_leaves_everything_as_it_was(cause, tmp_path, monkeypatch)
         elif cause == "weights of another shape":
             from safetensors.torch import save_file
 
-            save_file({"norm.bias": torch.ones(3), "tokens.weight": torch.ones(67, 64)}, tmp_path / "w.safetensors")
+            save_file(
+                {"norm.bias": torch.ones(3), "tokens.weight": torch.ones(67, 64)},
+                tmp_path / "w.safetensors",
+            )
             bad["weights"] = tmp_path / "w.safetensors"
         elif cause == "weights damaged":
             (tmp_path / "w.safetensors").write_bytes(b"nonsense" * 100)
@@ -236,8 +305,8 @@ def test_a_failed_wrap_leaves_everything_as_it_was(cause, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("folder", ["under a file", "read-only"])
 def test_a_folder_that_cannot_be_written_is_a_typed_error(folder, tmp_path):
-    """Method: a path under a regular file, and a folder on a read-only mount where one can be made; the error is typed
-    and names the folder."""
+    """Method: a path under a regular file, and a folder on a read-only mount where one can be made;
+    the error is typed and names the folder."""
     (tmp_path / "file").write_text("")
     place = tmp_path / "file" / "swap"
     with contextlib.ExitStack() as stack:
@@ -248,16 +317,20 @@ def test_a_folder_that_cannot_be_written_is_a_typed_error(folder, tmp_path):
                 pytest.skip("needs the right to mount")
             stack.callback(os.system, f"umount -l {place}")
         model = transformer(SEED)
-        with pytest.raises((infinity.StorageError, infinity.ConfigError), match=str(place)) as raised:
+        with pytest.raises(
+            (infinity.StorageError, infinity.ConfigError), match=str(place)
+        ) as raised:
             infinity.wrap_model(model, adamw(model, LR), at_home("nvme", "nvme", place))
         if isinstance(raised.value, infinity.StorageError):
-            assert raised.value.errno in (errno.EROFS, errno.ENOTDIR, errno.EACCES) and isinstance(raised.value, OSError)
+            assert raised.value.errno in (errno.EROFS, errno.ENOTDIR, errno.EACCES) and isinstance(
+                raised.value, OSError
+            )
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
 def test_models_without_parameters_and_with_odd_ones(tmp_path):
-    """Method: a model with no parameter at all, with an empty one only, with a frozen integer one; and fp64, which
-    cannot be trained, is refused by name."""
+    """Method: a model with no parameter at all, with an empty one only, with a frozen integer one;
+    and fp64, which cannot be trained, is refused by name."""
     config = at_home("nvme", "nvme", tmp_path)
     nothing = nn.Sequential(nn.ReLU())
     assert infinity.wrap_model(nothing, None, config) == (nothing, None)
@@ -282,7 +355,9 @@ def test_models_without_parameters_and_with_odd_ones(tmp_path):
 
     plain = seeded(SEED, Mixed)
     model = copy.deepcopy(plain)
-    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.linear.parameters()), config)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.AdamW(model.linear.parameters()), config
+    )
     assert torch.equal(model(torch.ones(4)), plain(torch.ones(4)))
     assert differing(model.state_dict(), plain.state_dict()) == []
     double = nn.Linear(3, 3).double()

@@ -31,8 +31,8 @@ import infinity
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_home
 def test_state_dicts_go_to_plain_torch_and_back(home, dtype, tmp_path):
-    """Method: train wrapped, load both state dicts into plain torch and those into another wrap; all three take the
-    next step alike, and the state dicts are equal to the bit."""
+    """Method: train wrapped, load both state dicts into plain torch and those into another wrap;
+    all three take the next step alike, and the state dicts are equal to the bit."""
     model, optimizer = wrapped(home, tmp_path, transformer(SEED).to(dtype))
     for at in range(2):
         step(model, optimizer, at)
@@ -48,10 +48,14 @@ def test_state_dicts_go_to_plain_torch_and_back(home, dtype, tmp_path):
     plain_optimizer.load_state_dict(optimizer_state)
     again, again_optimizer = wrapped("host", tmp_path, transformer(1).to(dtype))
     again.load_state_dict(plain.state_dict())
-    again_optimizer.load_state_dict(plain_optimizer.state_dict() if dtype == torch.float32 else optimizer_state)
+    again_optimizer.load_state_dict(
+        plain_optimizer.state_dict() if dtype == torch.float32 else optimizer_state
+    )
     assert differing(again.state_dict(), state) == []
     assert optimizer_state["param_groups"][0]["lr"] == plain_optimizer.param_groups[0]["lr"] == LR
-    if dtype == torch.float32:  # with 16 bits the masters' low bits are not in a state dict of 16 bits
+    if (
+        dtype == torch.float32
+    ):  # with 16 bits the masters' low bits are not in a state dict of 16 bits
         for one, its in ((model, optimizer), (plain, plain_optimizer), (again, again_optimizer)):
             step(one, its, 5)
         assert differing(again.state_dict(), model.state_dict()) == []
@@ -60,8 +64,8 @@ def test_state_dicts_go_to_plain_torch_and_back(home, dtype, tmp_path):
 
 @every_home
 def test_state_dict_is_a_snapshot_that_saves(home, tmp_path):
-    """Method: torch.save and safetensors take the state dict; later training does not change it; tied keys share a
-    tensor as torch's do; prefixes and destinations work; metadata is there."""
+    """Method: torch.save and safetensors take the state dict; later training does not change it;
+    tied keys share a tensor as torch's do; prefixes and destinations work; metadata is there."""
     model, optimizer = wrapped(home, tmp_path)
     state = model.state_dict()
     kept = {name: value.clone() for name, value in state.items()}
@@ -73,7 +77,9 @@ def test_state_dict_is_a_snapshot_that_saves(home, tmp_path):
     assert differing(state, kept) == []
     destination = model.state_dict(prefix="model.")
     assert set(destination) == {f"model.{name}" for name in kept}
-    assert destination["model.tokens.weight"].data_ptr() == destination["model.head.weight"].data_ptr()
+    assert (
+        destination["model.tokens.weight"].data_ptr() == destination["model.head.weight"].data_ptr()
+    )
     kept_vars = model.state_dict(keep_vars=True)
     assert set(kept_vars) == set(kept)
     save(optimizer.state_dict())
@@ -81,7 +87,8 @@ def test_state_dict_is_a_snapshot_that_saves(home, tmp_path):
 
 @every_home
 def test_state_dict_of_a_submodule(home, tmp_path):
-    """Method: state_dict() and load_state_dict() of a block and of a module that holds tied weights."""
+    """Method: state_dict() and load_state_dict() of a block and of a module that holds tied
+    weights."""
 
     class Outer(nn.Module):
         def __init__(self):
@@ -106,7 +113,8 @@ def test_state_dict_of_a_submodule(home, tmp_path):
 
 @both_ends
 def test_load_state_dict_says_what_torch_says(home, tmp_path):
-    """Method: strict=False with missing and unexpected keys, strict=True with them, a wrong shape, assign=True."""
+    """Method: strict=False with missing and unexpected keys, strict=True with them, a wrong shape,
+    assign=True."""
     plain, (model, _) = transformer(SEED), wrapped(home, tmp_path)
     other = transformer(SEED + 1).state_dict()
     del other["norm.bias"]
@@ -125,8 +133,8 @@ def test_load_state_dict_says_what_torch_says(home, tmp_path):
 
 @both_ends
 def test_loading_the_models_own_state_dict_changes_nothing(home, tmp_path):
-    """Method: load_state_dict(state_dict()) in mid-training of an fp32 model, of one that computes in bf16, and of the
-    optimizer; the run goes on with the bits of one without."""
+    """Method: load_state_dict(state_dict()) in mid-training of an fp32 model, of one that computes
+    in bf16, and of the optimizer; the run goes on with the bits of one without."""
     for dtype in (None, "bf16"):
         states = []
         for reloads in (False, True):
@@ -142,7 +150,8 @@ def test_loading_the_models_own_state_dict_changes_nothing(home, tmp_path):
 
 
 def test_optimizer_state_dict_is_refused_before_anything_changes(tmp_path):
-    """Method: a state dict with other groups, and one with a moment of a wrong shape; UsageError, and state and hyperparameters are as they were."""
+    """Method: a state dict with other groups, and one with a moment of a wrong shape; UsageError,
+    and state and hyperparameters are as they were."""
     model, optimizer = wrapped("nvme", tmp_path)
     step(model, optimizer)
     before = optimizer.state_dict()
@@ -162,8 +171,10 @@ def test_optimizer_state_dict_is_refused_before_anything_changes(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_home
 def test_unwrap_gives_plain_objects_back(home, dtype, tmp_path):
-    """Method: wrap, train, unwrap; the same model and optimizer objects, plain parameters with bytes, no hook of the
-    engine's, gradients and state where torch has them, nothing left on disk, and it can be wrapped again."""
+    """Method: wrap, train, unwrap; the same model and optimizer objects, plain parameters with
+    bytes, no hook of the engine's, gradients and state where torch has them, nothing left on disk,
+    and it can be wrapped again.
+    """
     model = transformer(SEED).to(dtype)
     optimizer = adamw(model, LR)
     identities = {name: id(p) for name, p in model.named_parameters()}
@@ -180,9 +191,16 @@ def test_unwrap_gives_plain_objects_back(home, dtype, tmp_path):
     assert {name: id(p) for name, p in model.named_parameters()} == identities
     assert {name: hooks_of(module) for name, module in model.named_modules()} == hooks
     for name, param in model.named_parameters():
-        assert type(param) is nn.Parameter and param.is_leaf and param.requires_grad and param.dtype == dtype
+        assert (
+            type(param) is nn.Parameter
+            and param.is_leaf
+            and param.requires_grad
+            and param.dtype == dtype
+        )
         assert param.untyped_storage().nbytes() >= param.nbytes
-        assert not param._backward_hooks and not getattr(param, "_post_accumulate_grad_hooks", None), name
+        assert not param._backward_hooks and not getattr(
+            param, "_post_accumulate_grad_hooks", None
+        ), name
         assert not [key for key in vars(param) if "infinity" in key], name
         assert torch.equal(param.grad, grads[name])
     assert model.head.weight is model.tokens.weight
@@ -203,8 +221,8 @@ def test_unwrap_gives_plain_objects_back(home, dtype, tmp_path):
 
 @every_home
 def test_training_continues_after_unwrap_as_if_nothing_had_been(home, tmp_path):
-    """Method: wrap and unwrap at once, then train by torch: the bits of a run that was never wrapped; and after
-    wrapped steps, plain ones have the bits of plain ones from the same state."""
+    """Method: wrap and unwrap at once, then train by torch: the bits of a run that was never
+    wrapped; and after wrapped steps, plain ones have the bits of plain ones from the same state."""
     plain, model = transformer(SEED), transformer(SEED)
     plain_optimizer, optimizer = adamw(plain, LR), adamw(model, LR)
     for one, its in ((plain, plain_optimizer), (model, optimizer)):
@@ -229,14 +247,18 @@ def test_training_continues_after_unwrap_as_if_nothing_had_been(home, tmp_path):
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @every_home
 def test_state_dict_after_a_pass_that_failed(home, dtype, tmp_path):
-    """Method: an exception in the middle of a backward, then state_dict(): the values, in the dtypes the model was
-    wrapped with, that stay valid when training goes on. What is saved after a crash must be what was trained."""
+    """Method: an exception in the middle of a backward, then state_dict(): the values, in the
+    dtypes the model was wrapped with, that stay valid when training goes on. What is saved after a
+    crash must be what was trained.
+    """
 
     def work():
         model, optimizer = wrapped(home, tmp_path, param_dtype=dtype)
         step(model, optimizer)
         expected = model.state_dict()
-        for at, failing in enumerate((model.blocks[1].norm1.weight, model.blocks[3].feed[0].weight, model.positions)):
+        for at, failing in enumerate(
+            (model.blocks[1].norm1.weight, model.blocks[3].feed[0].weight, model.positions)
+        ):
             hook = failing.register_hook(lambda grad: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 step(model, at=at)
@@ -259,8 +281,8 @@ def test_state_dict_after_a_pass_that_failed(home, dtype, tmp_path):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @every_home
 def test_state_dict_in_the_middle_of_a_pass(home, where, tmp_path):
-    """Method: call state_dict() from a forward hook and from a gradient hook, as callbacks do; the values, and valid
-    afterwards."""
+    """Method: call state_dict() from a forward hook and from a gradient hook, as callbacks do; the
+    values, and valid afterwards."""
 
     def work():
         model, optimizer = wrapped(home, tmp_path, param_dtype="bf16")
@@ -285,8 +307,8 @@ def test_state_dict_in_the_middle_of_a_pass(home, where, tmp_path):
 
 @both_ends
 def test_unwrap_between_clip_and_step(home, tmp_path):
-    """Method: clip, then unwrap before the step; the plain gradients are the clipped ones, and the plain step is that
-    of a run that was never wrapped."""
+    """Method: clip, then unwrap before the step; the plain gradients are the clipped ones, and the
+    plain step is that of a run that was never wrapped."""
     plain = transformer(SEED, dropout=0.0)
     plain_optimizer = adamw(plain, LR)
     model, optimizer = wrapped(home, tmp_path, transformer(SEED, dropout=0.0))
@@ -302,7 +324,8 @@ def test_unwrap_between_clip_and_step(home, tmp_path):
 
 
 def test_unwrap_without_its_optimizer(tmp_path):
-    """Method: unwrap with the optimizer left out: it is found, or its absence is said; never left half-wrapped."""
+    """Method: unwrap with the optimizer left out: it is found, or its absence is said; never left
+    half-wrapped."""
     model = transformer(SEED)
     optimizer = adamw(model, LR)
     model, managed = infinity.wrap_model(model, optimizer, at_home("nvme", "nvme", tmp_path))

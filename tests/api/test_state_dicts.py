@@ -1,4 +1,5 @@
-"""State dicts are the whole state: a model's and an optimizer's together resume bit for bit, with 16-bit weights and masters too."""
+"""State dicts are the whole state: a model's and an optimizer's together resume bit for bit, with
+16-bit weights and masters too."""
 
 from __future__ import annotations
 
@@ -29,12 +30,20 @@ OPTIMIZERS = {
 }
 
 
-def wrap(kind: str, dtype: torch.dtype, config: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def wrap(
+    kind: str, dtype: torch.dtype, config: dict[str, Any]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = make(dtype)
     return infinity.wrap_model(model, OPTIMIZERS[kind](model), config)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype, first: int, steps: int = STEPS) -> None:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dtype: torch.dtype,
+    first: int,
+    steps: int = STEPS,
+) -> None:
     for step in range(first, first + steps):
         x = torch.randn(4, 24, generator=torch.Generator().manual_seed(step)).to(dtype)
         model(x).float().square().mean().backward()
@@ -51,19 +60,28 @@ def through_a_file(value: Any) -> Any:
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for index, entry in optimizer.state_dict()["state"].items():
-        state |= {f"{index} {name}": value.clone() for name, value in entry.items() if value is not None}
+        state |= {
+            f"{index} {name}": value.clone() for name, value in entry.items() if value is not None
+        }
     return state
 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(
-    "dtype, master", [(torch.bfloat16, "split"), (torch.bfloat16, "fp32"), (torch.float16, "split"), (torch.float32, "split")]
+    "dtype, master",
+    [
+        (torch.bfloat16, "split"),
+        (torch.bfloat16, "fp32"),
+        (torch.float16, "split"),
+        (torch.float32, "split"),
+    ],
 )
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_both_state_dicts_resume_bit_for_bit(order, dtype, master, kind, home, tmp_path, caplog):
-    """Method: train, put both state dicts through a file and into a new model (or the optimizer's first, into a model that has the
-    weights already), train on; all is as without the break, and no warning was said."""
+    """Method: train, put both state dicts through a file and into a new model (or the optimizer's
+    first, into a model that has the weights already), train on; all is as without the break, and no
+    warning was said."""
     config = at_home(home, home, tmp_path) | {"master": master}
     model, optimizer = wrap(kind, dtype, config)
     train(model, optimizer, dtype, 0)
@@ -89,8 +107,9 @@ def test_both_state_dicts_resume_bit_for_bit(order, dtype, master, kind, home, t
 
 
 def test_a_model_that_is_loaded_alone_has_those_weights_and_no_more(tmp_path):
-    """Method: after steps, the weights of the beginning are loaded without the optimizer's state; what the masters hid is gone,
-    so that training from there has the bits of a run in which the steps never were."""
+    """Method: after steps, the weights of the beginning are loaded without the optimizer's state;
+    what the masters hid is gone, so that training from there has the bits of a run in which the
+    steps never were."""
 
     def run(disturbed: bool) -> dict[str, torch.Tensor]:
         model, optimizer = wrap("sgd", torch.bfloat16, at_home("host", "host", tmp_path))
@@ -117,7 +136,8 @@ def test_a_state_dict_without_masters_loads_and_says_so(tmp_path, caplog):
 
 
 def test_masters_of_other_weights_do_not_count_and_that_is_said(tmp_path, caplog):
-    """Method: the optimizer's state of one run, and the weights of another; the model's weights stay."""
+    """Method: the optimizer's state of one run, and the weights of another; the model's weights
+    stay."""
     model, optimizer = wrap("adamw", torch.bfloat16, at_home("host", "host", tmp_path))
     train(model, optimizer, torch.bfloat16, 0)
     state = through_a_file(optimizer.state_dict())
@@ -141,7 +161,8 @@ def test_a_master_of_another_shape_is_refused_before_anything_changes(tmp_path):
 
 
 def test_plain_torch_loads_a_state_dict_with_masters(tmp_path):
-    """Method: our state dict into plain AdamW, its step, and the state dict of that into ours again."""
+    """Method: our state dict into plain AdamW, its step, and the state dict of that into ours
+    again."""
     model, optimizer = wrap("adamw", torch.bfloat16, at_home("host", "host", tmp_path))
     train(model, optimizer, torch.bfloat16, 0)
     plain = make(torch.bfloat16)
@@ -157,4 +178,6 @@ def test_unwrapped_optimizers_have_no_masters(tmp_path):
     model, optimizer = wrap("adamw", torch.bfloat16, at_home("host", "host", tmp_path))
     train(model, optimizer, torch.bfloat16, 0)
     model, optimizer = infinity.unwrap_model(model, optimizer)
-    assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in optimizer.state.values())
+    assert all(
+        set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in optimizer.state.values()
+    )

@@ -1,4 +1,5 @@
-"""step_in_backward: units are stepped while the backward goes on, with the arithmetic of a step after it."""
+"""step_in_backward: units are stepped while the backward goes on, with the arithmetic of a step
+after it."""
 
 from __future__ import annotations
 
@@ -42,8 +43,11 @@ def trained(home: str, folder, how: str, *, frozen: bool = False, micro: int = 1
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "partly frozen"])
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 def test_the_same_bits_as_a_step_after_the_backward(home, frozen, micro, tmp_path):
-    """Method: train with the step inside the last backward and after it; losses, weights and moments have the same bits."""
-    inside, after = (trained(home, tmp_path, how, frozen=frozen, micro=micro) for how in ("inside", "after"))
+    """Method: train with the step inside the last backward and after it; losses, weights and
+    moments have the same bits."""
+    inside, after = (
+        trained(home, tmp_path, how, frozen=frozen, micro=micro) for how in ("inside", "after")
+    )
     assert torch.equal(torch.stack(inside[0]), torch.stack(after[0]))
     assert differing(inside[1], after[1]) == []
     for index, state in after[2].items():
@@ -51,12 +55,17 @@ def test_the_same_bits_as_a_step_after_the_backward(home, frozen, micro, tmp_pat
 
 
 def test_units_are_stepped_before_the_backward_ends(tmp_path):
-    """Method: a hook on the first block's input looks at the last block's gradients: consumed already. Twin: without the
-    context they have landed and wait."""
+    """Method: a hook on the first block's input looks at the last block's gradients: consumed
+    already. Twin: without the context they have landed and wait."""
     seen = []
     for inside in (True, False):
-        model = seeded(SEED, lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))))
-        model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), at_home("host", "host", tmp_path))
+        model = seeded(
+            SEED,
+            lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))),
+        )
+        model, optimizer = infinity.wrap_model(
+            model, torch.optim.AdamW(model.parameters()), at_home("host", "host", tmp_path)
+        )
         x = torch.ones(2, 64, requires_grad=True)
         x.register_hook(lambda _: seen.append(model[3][0].weight._infinity.grad.state.name))
         loss = model(x).sum()
@@ -70,7 +79,8 @@ def test_units_are_stepped_before_the_backward_ends(tmp_path):
 
 
 def test_what_was_stepped_cannot_be_clipped(tmp_path):
-    """Method: clip after a backward that stepped; UsageError. max_grad_norm with it is refused before anything happens."""
+    """Method: clip after a backward that stepped; UsageError. max_grad_norm with it is refused
+    before anything happens."""
     for options, when in (({}, "after"), ({"max_grad_norm": 1.0}, "before")):
         model = transformer(SEED)
         config = at_home("host", "host", tmp_path, **options)
@@ -78,7 +88,10 @@ def test_what_was_stepped_cannot_be_clipped(tmp_path):
         loss = loss_of(model, tokens(SEED))
         before = model.state_dict()
         if when == "before":
-            with pytest.raises(infinity.UsageError, match="max_grad_norm"), optimizer.step_in_backward():
+            with (
+                pytest.raises(infinity.UsageError, match="max_grad_norm"),
+                optimizer.step_in_backward(),
+            ):
                 loss.backward()
             assert differing(model.state_dict(), before) == []
             continue
@@ -89,8 +102,10 @@ def test_what_was_stepped_cannot_be_clipped(tmp_path):
 
 
 def test_an_exception_inside_ends_the_job(tmp_path):
-    """Method: a backward that fails half-way after units were stepped; nothing can be trained or saved on after it, and a
-    checkpoint from before loads into a new model. Twin: one that fails before any unit was stepped can be tried again."""
+    """Method: a backward that fails half-way after units were stepped; nothing can be trained or
+    saved on after it, and a checkpoint from before loads into a new model. Twin: one that fails
+    before any unit was stepped can be tried again.
+    """
 
     def build(place: int) -> nn.Module:
         class Model(nn.Module):
@@ -108,7 +123,9 @@ def test_an_exception_inside_ends_the_job(tmp_path):
 
     for place, ends in ((1, True), (3, False)):
         model = build(place)
-        model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), at_home("host", "host", tmp_path))
+        model, optimizer = infinity.wrap_model(
+            model, torch.optim.AdamW(model.parameters()), at_home("host", "host", tmp_path)
+        )
         with pytest.raises(ValueError, match="stop"), optimizer.step_in_backward():
             model(torch.ones(2, 64)).sum().backward()
         model.fails = False
@@ -124,8 +141,8 @@ def test_an_exception_inside_ends_the_job(tmp_path):
 @pytest.mark.parametrize("use", ["save_checkpoint", "unwrap_model"])
 @pytest.mark.parametrize("where", ["inside", "behind"])
 def test_half_a_step_is_neither_saved_nor_unwrapped(use, where, tmp_path):
-    """Method: a save or an unwrap when the backward has stepped its units, in the block or behind it. Twin: after step() both are done, and
-    the weights are those of a run without the attempt."""
+    """Method: a save or an unwrap when the backward has stepped its units, in the block or behind
+    it. Twin: after step() both are done, and the weights are those of a run without the attempt."""
     found = []
     for tries in (True, False):
         model = transformer(SEED)
@@ -133,8 +150,10 @@ def test_half_a_step_is_neither_saved_nor_unwrapped(use, where, tmp_path):
         model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", tmp_path))
 
         def attempt(model=model, optimizer=optimizer) -> None:
-            infinity.save_checkpoint(tmp_path / "half", model, optimizer) if use == "save_checkpoint" else infinity.unwrap_model(
-                model
+            (
+                infinity.save_checkpoint(tmp_path / "half", model, optimizer)
+                if use == "save_checkpoint"
+                else infinity.unwrap_model(model)
             )
 
         torch.manual_seed(SEED)  # of the dropout

@@ -19,7 +19,9 @@ SEED = 4
 def make() -> tuple:
     torch.manual_seed(SEED)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)))
-    return infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"})
+    return infinity.wrap_model(
+        model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"}
+    )
 
 
 def step(model, optimizer) -> torch.Tensor:
@@ -45,15 +47,24 @@ def test_a_watched_loop_has_the_bits_of_one_that_is_not(tmp_path):
             found.append(step(*watched))
             watch.update(loss=found[-1].item(), tokens=2)
     assert all(map(torch.equal, found, expected))
-    assert all(torch.equal(a, b) for a, b in zip(plain[0].state_dict().values(), watched[0].state_dict().values()))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plain[0].state_dict().values(), watched[0].state_dict().values())
+    )
 
 
 def test_a_status_says_where_the_loop_is(tmp_path, monkeypatch):
-    """Method: every status of two steps is kept; they name the units of forwards, and steps, tiers and edges."""
+    """Method: every status of two steps is kept; they name the units of forwards, and steps, tiers
+    and edges."""
     seen = []
     write = run_files.write
     monkeypatch.setattr(
-        run_files, "write", lambda folder, kind, rank, content: (seen.append((kind, content)), write(folder, kind, rank, content))
+        run_files,
+        "write",
+        lambda folder, kind, rank, content: (
+            seen.append((kind, content)),
+            write(folder, kind, rank, content),
+        ),
     )
     model, optimizer = make()
     with infinity.Watch(model, steps=2, folder=tmp_path, every=0.0) as watch:
@@ -63,8 +74,14 @@ def test_a_status_says_where_the_loop_is(tmp_path, monkeypatch):
     assert {each["phase"] for each in told} >= {"starting", "forward", "step", "ended"}
     assert {each["unit"] for each in told if each["phase"] == "forward"} == {"0", "1", "2", "3"}
     last = told[-1]
-    assert last["step"] == last["steps"] == 2 and last["remaining_seconds"] == 0 and last["tokens_per_second"] > 0
-    assert last["tiers"]["host"]["charged_nbytes"] > 0 and last["edges"]["host->device"]["nbytes"] > 0
+    assert (
+        last["step"] == last["steps"] == 2
+        and last["remaining_seconds"] == 0
+        and last["tokens_per_second"] > 0
+    )
+    assert (
+        last["tiers"]["host"]["charged_nbytes"] > 0 and last["edges"]["host->device"]["nbytes"] > 0
+    )
     (history,) = run_files.read(tmp_path, run_files.HISTORY)
     assert [point[0] for point in history["points"]] == [1, 2]
 
@@ -98,7 +115,8 @@ def test_a_loop_that_fails_says_so_and_its_hooks_are_gone(tmp_path):
 
 
 def test_a_model_that_is_unwrapped_meanwhile_ends_nothing(tmp_path):
-    """Method: unwrapped inside the block, and collected before its watch is closed; the last status says that the loop is over, with the steps."""
+    """Method: unwrapped inside the block, and collected before its watch is closed; the last status
+    says that the loop is over, with the steps."""
     model, optimizer = make()
     with infinity.Watch(model, folder=tmp_path / "unwrapped", every=0.0) as watch:
         step(model, optimizer)
@@ -123,7 +141,10 @@ def test_two_models_of_one_process_have_a_folder_each(tmp_path, monkeypatch):
     listeners = infinity.runtime.registry.wrapped(model).engine.backward._listeners
     before = list(listeners)
     with infinity.Watch(model) as first, infinity.Watch(other) as second:
-        assert first.folder != second.folder and len(statuses(first.folder)) == len(statuses(second.folder)) == 1
+        assert (
+            first.folder != second.folder
+            and len(statuses(first.folder)) == len(statuses(second.folder)) == 1
+        )
         assert len(listeners) == len(before) + 1
     with infinity.Watch(model) as again:
         assert again.folder == first.folder

@@ -37,7 +37,9 @@ ROWS = {
 }
 
 
-def run_bench(theme: str, *arguments: str, folder, timeout: float = 200) -> subprocess.CompletedProcess:
+def run_bench(
+    theme: str, *arguments: str, folder, timeout: float = 200
+) -> subprocess.CompletedProcess:
     """Runs a theme by the command that has it."""
     command = ("infinity", "bench") if theme in installed.THEMES else ("bench",)
     return prepared.run("-m", *command, theme, *arguments, folder=folder, seconds=timeout)
@@ -45,16 +47,29 @@ def run_bench(theme: str, *arguments: str, folder, timeout: float = 200) -> subp
 
 @pytest.mark.parametrize("theme", ROWS)
 def test_a_theme_prints_one_object_with_its_rows(theme, tmp_path):
-    """Method: a tiny run with `--json -`; standard output is one object with the fields and rows of the contract, every
-    figure is positive, and the folder is as empty as before."""
-    done = run_bench(theme, "--json", "-", "--scale", "0.02", "--rounds", "1", "--no-rivals", folder=tmp_path)
+    """Method: a tiny run with `--json -`; standard output is one object with the fields and rows of
+    the contract, every figure is positive, and the folder is as empty as before."""
+    done = run_bench(
+        theme, "--json", "-", "--scale", "0.02", "--rounds", "1", "--no-rivals", folder=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert {"theme", "hardware", "date", "commit", "rows"} <= found.keys() and found["theme"] == theme
+    assert {"theme", "hardware", "date", "commit", "rows"} <= found.keys() and found[
+        "theme"
+    ] == theme
     names = [row["name"] for row in found["rows"]]
     assert ROWS[theme] <= set(names) and len(set(names)) == len(names)
     for row in found["rows"]:
-        assert {"name", "unit", "median", "low", "high", "ceiling", "share_of_ceiling", "ratios"} <= row.keys()
+        assert {
+            "name",
+            "unit",
+            "median",
+            "low",
+            "high",
+            "ceiling",
+            "share_of_ceiling",
+            "ratios",
+        } <= row.keys()
         assert 0 < row["low"] <= row["median"] <= row["high"], row
         assert row["ceiling"] is None or row["ceiling"]["value"] > 0
     assert list(tmp_path.iterdir()) == []
@@ -67,49 +82,108 @@ POINTS = {
     "update.timeline": [{"slot": 0, "kind": "load", "start": 0.0, "end": 0.5}],
     "train.budget": [{"share": 0.25, "tokens/s": 100.0}, {"share": 0.75, "tokens/s": 150.0}],
     "gpu_train.budget": [{"share": 0.3, "tokens/s": 100.0}],
-    "gpu_train.size": [{"parameters": 8e9, "tokens/s": 50.0}, {"parameters": 1.3e9, "tokens/s": 100.0}],
-    "tiling.width": [{"factor": 1, "width": 1024, "budget_nbytes": 2**24}, {"factor": 16, "width": 4096, "budget_nbytes": 2**24}],
+    "gpu_train.size": [
+        {"parameters": 8e9, "tokens/s": 50.0},
+        {"parameters": 1.3e9, "tokens/s": 100.0},
+    ],
+    "tiling.width": [
+        {"factor": 1, "width": 1024, "budget_nbytes": 2**24},
+        {"factor": 16, "width": 4096, "budget_nbytes": 2**24},
+    ],
 }
-TOLD = {"io.sweep": "1024", "adam.threads": "AdamW", "update.timeline": "load", "train.budget": "75 %", "gpu_train.budget": "30 %",
-        "gpu_train.size": "8.0 B", "tiling.width": "16 MiB"}  # fmt: skip
+TOLD = {
+    "io.sweep": "1024",
+    "adam.threads": "AdamW",
+    "update.timeline": "load",
+    "train.budget": "75 %",
+    "gpu_train.budget": "30 %",
+    "gpu_train.size": "8.0 B",
+    "tiling.width": "16 MiB",
+}
 
 
 @pytest.mark.parametrize("name", report.PLOTS)
 def test_every_plot_is_drawn(name):
-    """Method: from a point or two, every plot is an SVG that tells of them; a plot without points here fails."""
+    """Method: from a point or two, every plot is an SVG that tells of them; a plot without points
+    here fails."""
     drawn = report.PLOTS[name](POINTS[name])
     assert drawn.startswith("<svg") and drawn.endswith("</svg>") and TOLD[name] in drawn
 
 
 @pytest.mark.slow
 def test_jobs_of_a_gpu_run_without_one(tmp_path):
-    """Method: the jobs of `gpu_train` on the processor, with a model of a few thousand parameters: every home of ours runs,
-    and all of them have the same losses."""
-    done = run_bench("gpu_train", "--json", "-", "--scale", "0.01", "--no-rivals", folder=tmp_path, timeout=500)
+    """Method: the jobs of `gpu_train` on the processor, with a model of a few thousand parameters:
+    every home of ours runs, and all of them have the same losses."""
+    done = run_bench(
+        "gpu_train", "--json", "-", "--scale", "0.01", "--no-rivals", folder=tmp_path, timeout=500
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     names = {row["name"] for row in found["rows"]}
-    assert {f"gpu_train.a.tiny.8k.{home}" for home in ("plain", "host", "device", "half", "nvme")} <= names
+    assert {
+        f"gpu_train.a.tiny.8k.{home}" for home in ("plain", "host", "device", "half", "nvme")
+    } <= names
     assert "does not run" not in done.stderr and "other losses" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("theme, expected", [
-    ("train", {"train.compute", "train.plain", "train.infinity_nvme.peak", "train.infinity_host.held"}),
-    ("train_ways", {"train.clip.ahead.infinity_nvme", "train.micro8.plain", "train.units8.infinity_host"}),
-    ("train_1b", {"train_1b.plain", "train_1b.infinity_nvme"}),
-    ("tiling", {"tiling.width.64", "tiling.head.tiles.grown"}),
-    ("disks", {"disks.one", "disks.unit", "disks.units8", "disks.ranks8", "disks.slow_one", "disks.moved.ranks8"}),
-    ("cluster", {"cluster.disks1", "cluster.disks2", "cluster.disks8", "cluster.latency2"}),
-    ("startup", {"startup.host.inference", "startup.nvme.training"}),
-    ("integrations", {f"integrations.{name}{what}" for name in ("loop", "transformers", "accelerate", "lightning")
-                      for what in ("", ".plain", ".first_step", ".lines", ".options")}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "theme, expected",
+    [
+        (
+            "train",
+            {
+                "train.compute",
+                "train.plain",
+                "train.infinity_nvme.peak",
+                "train.infinity_host.held",
+            },
+        ),
+        (
+            "train_ways",
+            {"train.clip.ahead.infinity_nvme", "train.micro8.plain", "train.units8.infinity_host"},
+        ),
+        ("train_1b", {"train_1b.plain", "train_1b.infinity_nvme"}),
+        ("tiling", {"tiling.width.64", "tiling.head.tiles.grown"}),
+        (
+            "disks",
+            {
+                "disks.one",
+                "disks.unit",
+                "disks.units8",
+                "disks.ranks8",
+                "disks.slow_one",
+                "disks.moved.ranks8",
+            },
+        ),
+        ("cluster", {"cluster.disks1", "cluster.disks2", "cluster.disks8", "cluster.latency2"}),
+        ("startup", {"startup.host.inference", "startup.nvme.training"}),
+        (
+            "integrations",
+            {
+                f"integrations.{name}{what}"
+                for name in ("loop", "transformers", "accelerate", "lightning")
+                for what in ("", ".plain", ".first_step", ".lines", ".options")
+            },
+        ),
+    ],
+)
 def test_end_to_end_themes_run_with_small_models(tmp_path, theme, expected):
     """Method: the whole theme with a model of a few thousand parameters, without rivals."""
-    done = run_bench(theme, "--json", "-", "--scale", "0.05", "--rounds", "1", "--no-rivals", folder=tmp_path, timeout=500)
+    done = run_bench(
+        theme,
+        "--json",
+        "-",
+        "--scale",
+        "0.05",
+        "--rounds",
+        "1",
+        "--no-rivals",
+        folder=tmp_path,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert expected <= {row["name"] for row in found["rows"]}
@@ -130,10 +204,16 @@ def test_results_are_written_where_they_are_asked_for(tmp_path, capsys):
     assert "pool.lease" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, tells", [
-    (["--rounds", "0"], "--rounds 0"), (["--threads", "0"], "--threads 0"), (["--scale", "0"], "--scale 0"),
-    (["--scale", "nan"], "--scale nan"), (["--folder", "/nowhere"], "--folder /nowhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, tells",
+    [
+        (["--rounds", "0"], "--rounds 0"),
+        (["--threads", "0"], "--threads 0"),
+        (["--scale", "0"], "--scale 0"),
+        (["--scale", "nan"], "--scale nan"),
+        (["--folder", "/nowhere"], "--folder /nowhere"),
+    ],
+)
 def test_bad_options_are_refused(arguments, tells, capsys):
     assert main(["bench", "copy", *arguments]) == 2 and tells in capsys.readouterr().err
     assert checkout.main(["pool", *arguments]) == 2 and tells in capsys.readouterr().err
@@ -170,7 +250,9 @@ def test_the_report_is_a_theme_of_a_checkout(tmp_path, capsys):
 
 def test_no_package_has_the_benchmarks_of_a_checkout():
     """Reads which packages a wheel has, and what a source distribution has beside them."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "packages"
+    ]["find"]
     found = setuptools.find_packages(str(ROOT), **settings)
     assert "infinity.bench" in found and all(name.partition(".")[0] == "infinity" for name in found)
     assert "bench" not in (ROOT / "MANIFEST.in").read_text()
@@ -182,14 +264,21 @@ def test_no_package_has_the_benchmarks_of_a_checkout():
 def test_jobs_take_turns_and_the_first_round_does_not_count():
     """Method: jobs that write down when they ran; a job that knows its own time is believed."""
     ran = []
-    jobs = {"a": lambda: ran.append("a"), "b": lambda: ran.append("b"), "c": lambda: Times([7.0], [3.0])}
+    jobs = {
+        "a": lambda: ran.append("a"),
+        "b": lambda: ran.append("b"),
+        "c": lambda: Times([7.0], [3.0]),
+    }
     times = alternate(jobs, 2)
     assert ran == ["a", "b"] * 3
-    assert len(times["a"].wall) == 2 and times["c"].wall == [7.0, 7.0] and times["c"].cpu == [3.0, 3.0]
+    assert (
+        len(times["a"].wall) == 2 and times["c"].wall == [7.0, 7.0] and times["c"].cpu == [3.0, 3.0]
+    )
 
 
 def test_a_ratio_is_of_pairs():
-    """Method: a machine that gets three times slower half-way; pairs say twice as good, medians of each would not."""
+    """Method: a machine that gets three times slower half-way; pairs say twice as good, medians of
+    each would not."""
     ours, theirs = [1.0, 1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 6.0, 6.0, 6.0]
     assert paired(ours, theirs) == 2.0
     assert results.row("x", "s", ours, ceiling=("limit", theirs)).share_of_ceiling == 0.5
@@ -200,28 +289,55 @@ def test_a_ratio_is_of_pairs():
 
 def a_result() -> dict:
     measured = results.Measured(
-        [results.row("io.read", "GB/s", [1.0, 2.0, 3.0], ceiling=("raw <disk>", [4.0, 4.0, 4.0]), ratios={"fio": 1.5})],
+        [
+            results.row(
+                "io.read",
+                "GB/s",
+                [1.0, 2.0, 3.0],
+                ceiling=("raw <disk>", [4.0, 4.0, 4.0]),
+                ratios={"fio": 1.5},
+            )
+        ],
         ["a rival was absent"],
         {
-            "io.sweep": [{"block_nbytes": 4096 * n, "depth": d, "GB/s": n / d} for n in (1, 2) for d in (4, 16)],
-            "adam.threads": [{"threads": 1, "split": 1.0, "moving": 1.2}, {"threads": 2, "split": 1.5, "moving": 1.6}],
-            "update.timeline": [{"kind": kind, "slot": 0, "start": 0.1, "end": 0.2} for kind in ("load", "step", "save")],
+            "io.sweep": [
+                {"block_nbytes": 4096 * n, "depth": d, "GB/s": n / d}
+                for n in (1, 2)
+                for d in (4, 16)
+            ],
+            "adam.threads": [
+                {"threads": 1, "split": 1.0, "moving": 1.2},
+                {"threads": 2, "split": 1.5, "moving": 1.6},
+            ],
+            "update.timeline": [
+                {"kind": kind, "slot": 0, "start": 0.1, "end": 0.2}
+                for kind in ("load", "step", "save")
+            ],
         },
     )
     return results.result("io", measured)
 
 
 def test_the_report_has_every_figure_and_plot(tmp_path):
-    """Method: one made-up result; the page names its figures, draws its three plots, and escapes what it shows."""
+    """Method: one made-up result; the page names its figures, draws its three plots, and escapes
+    what it shows."""
     results.save(a_result(), tmp_path)
     page = report.write(tmp_path, tmp_path / "page.html").read_text()
-    for text in ("io.read", "2.000", "50 % of raw &lt;disk&gt;", "x fio", "1.50", "a rival was absent"):
+    for text in (
+        "io.read",
+        "2.000",
+        "50 % of raw &lt;disk&gt;",
+        "x fio",
+        "1.50",
+        "a rival was absent",
+    ):
         assert text in page, text
     assert page.count("<svg") == 3 and "<disk>" not in page
 
 
 def test_plots_are_files_of_their_own_too(tmp_path):
-    """Method: two results of other days; a picture for each series, of the newer one, that an image tag can show."""
+    """Method: two results of other days; a picture for each series, of the newer one, that an image
+    tag can show."""
     old, new = a_result() | {"date": "2026-01-01"}, a_result() | {"date": "2026-01-02"}
     new["series"] = {"adam.threads": POINTS["adam.threads"]}
     old["series"] = {"adam.threads": [{"threads": 77, "split": 1.0, "moving": 1.25}]}
@@ -229,7 +345,12 @@ def test_plots_are_files_of_their_own_too(tmp_path):
         results.save(found, tmp_path)
     (path,) = report.write_plots(tmp_path, tmp_path)
     drawn = path.read_text()
-    assert path.name == "adam.threads.svg" and drawn.startswith("<svg xmlns=") and ">77<" not in drawn and ">1<" in drawn
+    assert (
+        path.name == "adam.threads.svg"
+        and drawn.startswith("<svg xmlns=")
+        and ">77<" not in drawn
+        and ">1<" in drawn
+    )
     (tmp_path / "odd.json").write_text("[]")
     with pytest.raises(ConfigError, match="odd.json"):
         report.write_plots(tmp_path, tmp_path)
@@ -240,7 +361,15 @@ def test_a_folder_without_results_is_an_error_that_says_how_to_make_some(tmp_pat
         report.write(tmp_path, tmp_path / "page.html")
 
 
-ODD = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.just([]), st.just({}))
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.just([]),
+    st.just({}),
+)
 
 
 def replaced(content, path: list[int], odd):
@@ -257,8 +386,8 @@ def replaced(content, path: list[int], odd):
 @settings(max_examples=300, deadline=None)
 @given(path=st.lists(st.integers(0, 20), max_size=6), odd=ODD)
 def test_what_is_no_result_is_refused_by_name(tmp_path_factory, path, odd):
-    """Method: a good result with any part of it replaced by something odd; a page, or a ConfigError naming the file,
-    and nothing else."""
+    """Method: a good result with any part of it replaced by something odd; a page, or a ConfigError
+    naming the file, and nothing else."""
     folder = tmp_path_factory.mktemp("results")
     (folder / "odd.json").write_text(json.dumps(replaced(a_result(), path, odd)))
     try:
@@ -269,7 +398,8 @@ def test_what_is_no_result_is_refused_by_name(tmp_path_factory, path, odd):
 
 @pytest.mark.parametrize("name", first_steps.RECIPES)
 def test_a_recipe_changes_three_lines_at_most(name):
-    """Method: both scripts of a recipe are Python, and what only ours has is counted against the plain one, line by line."""
+    """Method: both scripts of a recipe are Python, and what only ours has is counted against the
+    plain one, line by line."""
     ours, plain = (first_steps.script(name, ours=each).splitlines() for each in (True, False))
     for script in (ours, plain):
         compile("\n".join(script), name, "exec")
@@ -282,5 +412,9 @@ def test_meetings_are_measured_in_all_three_ways(monkeypatch, tmp_path):
     monkeypatch.setattr(meetings, "RANKS", (2,))
     monkeypatch.setattr(meetings, "launch_delayed", lambda *given: "left out")
     found = meetings.measure(Settings(folder=str(tmp_path), rounds=1, scale=0.1))
-    assert [each.name for each in found.rows] == ["meetings.2", "meetings.2.cpu", "meetings.2.count"], found.notes
+    assert [each.name for each in found.rows] == [
+        "meetings.2",
+        "meetings.2.cpu",
+        "meetings.2.count",
+    ], found.notes
     assert found.rows[2].median > 0

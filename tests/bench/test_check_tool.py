@@ -23,17 +23,20 @@ def tool() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("path, room, first", [
-    ("infinity/checkpoint/file_writer.py", "checkpoint", "test_file_writer.py"),
-    ("infinity/checkpoint/read_once.py", "checkpoint", "test_read_once.py"),
-    ("infinity/cli/svg.py", "cli", "test_svg.py"),
-    ("infinity/planning/placement.py", "planning", "test_placement.py"),
-    ("infinity/native.py", "native", None),
-    ("csrc/io/engine.cpp", "native", None),
-    ("tests/machine/test_memory.py", "machine", "test_memory.py"),
-    ("tools/check.py", "bench", None),
-    ("bench/report.py", "bench", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path, room, first",
+    [
+        ("infinity/checkpoint/file_writer.py", "checkpoint", "test_file_writer.py"),
+        ("infinity/checkpoint/read_once.py", "checkpoint", "test_read_once.py"),
+        ("infinity/cli/svg.py", "cli", "test_svg.py"),
+        ("infinity/planning/placement.py", "planning", "test_placement.py"),
+        ("infinity/native.py", "native", None),
+        ("csrc/io/engine.cpp", "native", None),
+        ("tests/machine/test_memory.py", "machine", "test_memory.py"),
+        ("tools/check.py", "bench", None),
+        ("bench/report.py", "bench", None),
+    ],
+)
 def test_a_file_has_the_tests_of_its_room_and_its_namesake_first(tool, path, room, first):
     """Compares the list with the folder: every test file of the room is in it once."""
     found = tool.files_for(Path(path))
@@ -46,18 +49,30 @@ def test_every_module_of_the_package_has_a_room(tool):
         assert tool.files_for(path.relative_to(tool.ROOT)), path
 
 
-@pytest.mark.parametrize("line, found", [
-    ("from infinity.state.shard import ParamShard", True), ("from infinity.state import handle, shard", True),
-    ("import infinity.state.shard", True), ("from infinity.state import handle", False), ("from infinity.state.shard_spec import a", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("from infinity.state.shard import ParamShard", True),
+        ("from infinity.state import handle, shard", True),
+        ("import infinity.state.shard", True),
+        ("from infinity.state import handle", False),
+        ("from infinity.state.shard_spec import a", False),
+    ],
+)
 def test_an_import_of_the_module_brings_a_file_forward(tool, line, found):
     assert tool.imports(f"import torch\n{line}\n", "infinity.state.shard") == found
 
 
-@pytest.mark.parametrize("given, tells", [
-    ("", "Give a file"), ("infinity/none.py", "no file of this checkout"), ("/etc/hostname", "no file of this checkout"),
-    ("README.md", "has no tests of its own"), ("tests/support/models/models.py", "has no tests of its own"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, tells",
+    [
+        ("", "Give a file"),
+        ("infinity/none.py", "no file of this checkout"),
+        ("/etc/hostname", "no file of this checkout"),
+        ("README.md", "has no tests of its own"),
+        ("tests/support/models/models.py", "has no tests of its own"),
+    ],
+)
 def test_a_file_without_a_room_is_refused(tool, given, tells, capsys):
     assert tool.main([str(tool.ROOT / given) if given else given]) == 2
     assert tells in capsys.readouterr().err
@@ -66,9 +81,19 @@ def test_a_file_without_a_room_is_refused(tool, given, tells, capsys):
 def test_a_test_that_would_begin_too_late_is_skipped():
     """Method: one file under pytest without any time, and the twin with enough of it."""
     for seconds, ended in (("0", "skipped"), ("600", "passed")):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/repository/test_order.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/repository/test_order.py",
+        ]
         environment = os.environ | {"INFINITY_TEST_SECONDS": seconds}
-        done = subprocess.run(command, cwd=TOOL.parents[1], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            command, cwd=TOOL.parents[1], capture_output=True, text=True, env=environment
+        )
         assert done.returncode == 0 and f"2 {ended}" in done.stdout, done.stdout
 
 

@@ -1,4 +1,5 @@
-"""`make gpu`: stages are run in order, once for the same sources, and nothing of one that takes too long is left."""
+"""`make gpu`: stages are run in order, once for the same sources, and nothing of one that takes too
+long is left."""
 
 from __future__ import annotations
 
@@ -34,11 +35,20 @@ def statuses(tool: ModuleType) -> dict[str, str]:
 
 
 def test_a_second_call_goes_on_with_what_did_not_pass(tool, tmp_path, monkeypatch):
-    """Method: the second of three stages fails at first; a second call runs it again, and neither of the others."""
+    """Method: the second of three stages fails at first; a second call runs it again, and neither
+    of the others."""
     log = tmp_path / "log"
     stages = [stage(name, f"echo {name} >> {log}") for name in ("one", "three")]
-    monkeypatch.setattr(tool, "STAGES", [stages[0], stage("two", f"echo two >> {log}; test -e {tmp_path}/ready"), stages[1]])
-    assert tool.main() == 1 and statuses(tool) == {"one": "passed", "two": "failed (1)", "three": "passed"}
+    monkeypatch.setattr(
+        tool,
+        "STAGES",
+        [stages[0], stage("two", f"echo two >> {log}; test -e {tmp_path}/ready"), stages[1]],
+    )
+    assert tool.main() == 1 and statuses(tool) == {
+        "one": "passed",
+        "two": "failed (1)",
+        "three": "passed",
+    }
     (tmp_path / "ready").touch()
     assert tool.main() == 0 and statuses(tool)["two"] == "passed"
     assert log.read_text().split() == ["one", "two", "three", "two"]

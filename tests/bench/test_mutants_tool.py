@@ -11,8 +11,9 @@ import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "mutants.py"
 COLUMNS = (
-    "module_path TEXT, operator_name TEXT, operator_args TEXT, occurrence INT, start_pos_row INT, start_pos_col INT, end_pos_row INT, "
-    "end_pos_col INT, definition_name TEXT, job_id TEXT PRIMARY KEY"
+    "module_path TEXT, operator_name TEXT, operator_args TEXT, occurrence INT, start_pos_row INT,"
+    " start_pos_col INT, end_pos_row INT, end_pos_col INT, definition_name TEXT, job_id TEXT"
+    " PRIMARY KEY"
 )
 
 
@@ -25,28 +26,38 @@ def tool():
 
 
 def session_of(path: Path, numbers: random.Random) -> Path:
-    """A session as `cosmic-ray init` leaves one: of the same file the same mutants, under new numbers, in the order of these."""
-    mutants = [("a.py", operator, "{}", occurrence, row, row % 7, row, 9, "f")
-               for row in range(20) for operator in ("core/NumberReplacer", "core/ReplaceBinaryOperator_BitOr_Add") for occurrence in range(2)]  # fmt: skip
+    """A session as `cosmic-ray init` leaves one: of the same file the same mutants, under new
+    numbers, in the order of these."""
+    mutants = [
+        ("a.py", operator, "{}", occurrence, row, row % 7, row, 9, "f")
+        for row in range(20)
+        for operator in ("core/NumberReplacer", "core/ReplaceBinaryOperator_BitOr_Add")
+        for occurrence in range(2)
+    ]
     rows = sorted((*mutant, f"{numbers.getrandbits(128):032x}") for mutant in mutants)
     numbers.shuffle(rows)
     with sqlite3.connect(path) as database:
         database.execute(f"CREATE TABLE mutation_specs ({COLUMNS})")
         database.execute("CREATE TABLE work_items (job_id TEXT PRIMARY KEY)")
-        database.executemany("INSERT INTO mutation_specs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        database.executemany(
+            "INSERT INTO mutation_specs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows
+        )
         database.executemany("INSERT INTO work_items VALUES (?)", [(row[-1],) for row in rows])
     return path
 
 
 def left_in(path: Path) -> set[tuple]:
     with sqlite3.connect(path) as database:
-        places = set(database.execute("SELECT start_pos_row, operator_name, occurrence FROM mutation_specs"))
+        places = set(
+            database.execute("SELECT start_pos_row, operator_name, occurrence FROM mutation_specs")
+        )
         assert database.execute("SELECT count(*) FROM work_items").fetchone() == (len(places),)
     return places
 
 
 def test_a_seed_draws_the_same_mutants_of_every_session(tool, tmp_path):
-    """Claim: a draw can be repeated, though cosmic-ray numbers the mutants anew in each session. Failing twin: another seed draws others."""
+    """Claim: a draw can be repeated, though cosmic-ray numbers the mutants anew in each session.
+    Failing twin: another seed draws others."""
     drawn = []
     for number, seed in enumerate((1, 1, 2)):
         path = session_of(tmp_path / f"{number}.sqlite", random.Random(100 + number))

@@ -1,4 +1,5 @@
-"""One folder and several processes: two that save do not destroy each other's checkpoint, and one that reads gets a whole one."""
+"""One folder and several processes: two that save do not destroy each other's checkpoint, and one
+that reads gets a whole one."""
 
 from __future__ import annotations
 
@@ -64,27 +65,35 @@ folder = Path(sys.argv[1])
 assert os.waitpid(start("save", folder, 0.2, 0), 0)[1] == 0
 children = [start(what, folder, float(sys.argv[2]), seed) for seed, what in enumerate(sys.argv[3:], start=1)]
 sys.exit(max([os.waitpid(child, 0)[1] != 0 for child in children]))
-"""
+"""  # noqa: E501
 
 
 def one(seed: int = 0):
     torch.manual_seed(seed)
     model = nn.Linear(8, 8)
-    return infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"})
+    return infinity.wrap_model(
+        model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"}
+    )
 
 
 def test_jobs_that_save_load_and_export_at_one_time_all_get_whole_checkpoints(tmp_path):
-    """Method: two jobs save to one folder as fast as they can, a third loads, a fourth exports. Each save is done or refused by
-    name, each load has the values of one of the savers, whole, and the folder holds one whole checkpoint in the end."""
+    """Method: two jobs save to one folder as fast as they can, a third loads, a fourth exports.
+    Each save is done or refused by name, each load has the values of one of the savers, whole, and
+    the folder holds one whole checkpoint in the end.
+    """
     folder = tmp_path / "checkpoint"
     found = prepared.run("-c", JOBS, folder, "1", "save", "save", "load", "export")
     assert found.returncode == 0, found.stderr
     counts = [tuple(map(int, line.split()[1:])) for line in sorted(found.stdout.splitlines())[1:]]
     assert len(counts) == 4
-    assert all(done > 0 for done, _ in counts) and all(refused == 0 for _, refused in counts[2:]), counts
+    assert all(done > 0 for done, _ in counts) and all(refused == 0 for _, refused in counts[2:]), (
+        counts
+    )
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"}
+    )
     assert infinity.load_checkpoint(folder, model, optimizer) in (1, 2)
     infinity.save_checkpoint(folder, model, optimizer)  # takes what readers kept
     names = sorted(os.listdir(folder))
@@ -92,12 +101,15 @@ def test_jobs_that_save_load_and_export_at_one_time_all_get_whole_checkpoints(tm
 
 
 def test_a_save_is_refused_while_another_process_saves(tmp_path):
-    """Method: somebody holds the lock; the refusal names the folder, nothing changes, and afterwards it goes on."""
+    """Method: somebody holds the lock; the refusal names the folder, nothing changes, and
+    afterwards it goes on."""
     model, optimizer = one()
     infinity.save_checkpoint(tmp_path / "saved", model, optimizer, extra=1)
     before = read_manifest(tmp_path / "saved")
     with writing(tmp_path / "saved"):
-        with pytest.raises(infinity.UsageError, match=f"saving a checkpoint to {tmp_path / 'saved'}"):
+        with pytest.raises(
+            infinity.UsageError, match=f"saving a checkpoint to {tmp_path / 'saved'}"
+        ):
             infinity.save_checkpoint(tmp_path / "saved", model, optimizer, extra=2)
         assert infinity.load_checkpoint(tmp_path / "saved", model, optimizer) == 1
     assert read_manifest(tmp_path / "saved") == before
@@ -114,11 +126,15 @@ def test_what_is_read_is_kept_until_the_next_save(tmp_path):
         infinity.save_checkpoint(folder, model, optimizer)
         assert (data / OF_READERS).exists() and read_manifest(folder)["data"] != data.name
     infinity.save_checkpoint(folder, model, optimizer)
-    assert not data.exists() and sum(bool(DATA_NAME.fullmatch(name)) for name in os.listdir(folder)) == 1
+    assert (
+        not data.exists()
+        and sum(bool(DATA_NAME.fullmatch(name)) for name in os.listdir(folder)) == 1
+    )
 
 
 def test_a_reader_that_comes_as_its_data_goes_reads_the_next(tmp_path):
-    """Method: the manifest is read, and then replaced and its data removed, before the reader has its lock."""
+    """Method: the manifest is read, and then replaced and its data removed, before the reader has
+    its lock."""
     model, optimizer = one()
     folder, names = tmp_path / "saved", []
     infinity.save_checkpoint(folder, model, optimizer, extra=1)
@@ -146,7 +162,9 @@ def test_the_users_own_folders_and_links_are_not_removed(tmp_path):
     for _ in range(2):
         infinity.save_checkpoint(folder, model, optimizer)
     assert sum(path.read_text() == "mine" for path in folder.rglob("file")) == 3
-    assert (tmp_path / "theirs" / "file").read_text() == "mine" and (folder / "infinity-00000000000a").is_symlink()
+    assert (tmp_path / "theirs" / "file").read_text() == "mine" and (
+        folder / "infinity-00000000000a"
+    ).is_symlink()
 
 
 def test_a_lock_that_a_killed_job_left_stops_nobody(tmp_path):
@@ -182,7 +200,8 @@ def test_what_is_held_is_not_removed_and_what_is_not_is(tmp_path):
 
 
 def test_a_manifest_that_names_data_elsewhere_is_refused(tmp_path):
-    """Method: sealed as it should be, but its data is a path out of the folder, a fifo, or no text."""
+    """Method: sealed as it should be, but its data is a path out of the folder, a fifo, or no
+    text."""
     from infinity.checkpoint.manifest import seal_manifest
 
     model, optimizer = one()
@@ -197,8 +216,13 @@ def test_a_manifest_that_names_data_elsewhere_is_refused(tmp_path):
 def test_locks_are_those_of_this_test(tmp_path):
     """The twin: the lock that the tests take is one that another process sees."""
     with writing(tmp_path):
-        code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / ".lock")], capture_output=True, text=True)
+        code = (
+            "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX |"
+            " fcntl.LOCK_NB)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / ".lock")], capture_output=True, text=True
+        )
     assert "BlockingIOError" in done.stderr
 
 

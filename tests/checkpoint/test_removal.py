@@ -45,8 +45,11 @@ def held_back(monkeypatch):
 
 
 @pytest.mark.parametrize("most", [0, 3, 256])
-def test_names_are_gone_on_return_and_descriptors_when_the_space_is_waited_for(most, held_back, monkeypatch, tmp_path):
-    """More files than are held are removed as well. The twin: before it is waited for, the space is still taken."""
+def test_names_are_gone_on_return_and_descriptors_when_the_space_is_waited_for(
+    most, held_back, monkeypatch, tmp_path
+):
+    """More files than are held are removed as well. The twin: before it is waited for, the space is
+    still taken."""
     monkeypatch.setattr(removal, "FILES_HELD", most)
     before = descriptors(tmp_path)
     removal.remove_folder(folder_of(tmp_path / "data", 5))
@@ -57,11 +60,16 @@ def test_names_are_gone_on_return_and_descriptors_when_the_space_is_waited_for(m
     assert descriptors(tmp_path) == before
 
 
-def test_a_folder_that_keeps_a_name_while_a_file_is_open_goes_when_it_is_closed(held_back, monkeypatch, tmp_path):
-    """Method: the first removal leaves a file, as a network's file system does for one that is open."""
+def test_a_folder_that_keeps_a_name_while_a_file_is_open_goes_when_it_is_closed(
+    held_back, monkeypatch, tmp_path
+):
+    """Method: the first removal leaves a file, as a network's file system does for one that is
+    open."""
     folder, real = folder_of(tmp_path / "data", 2), removal.shutil.rmtree
     with monkeypatch.context() as patch:
-        patch.setattr(removal.shutil, "rmtree", lambda path, **options: os.unlink(path / "0.safetensors"))
+        patch.setattr(
+            removal.shutil, "rmtree", lambda path, **options: os.unlink(path / "0.safetensors")
+        )
         removal.remove_folder(folder)
     assert removal.shutil.rmtree is real and folder.exists()
     held_back.set()
@@ -93,7 +101,8 @@ def test_a_folder_that_is_not_there_is_none(tmp_path):
 
 
 def test_without_a_thread_the_space_is_free_on_return(monkeypatch, tmp_path):
-    """Method: the system refuses one, as a limit on processes does, or an interpreter that is about to end."""
+    """Method: the system refuses one, as a limit on processes does, or an interpreter that is about
+    to end."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -125,7 +134,11 @@ def test_a_start_that_is_interrupted_leaves_no_descriptor_open(monkeypatch, tmp_
 def test_a_close_that_fails_keeps_no_other_descriptor_open(tmp_path):
     """Method: one of three is no descriptor; and all are closed once, whoever comes again."""
     folder, before = folder_of(tmp_path / "data", 2), descriptors(tmp_path)
-    held = [os.open(folder / "0.safetensors", os.O_RDONLY), 1_000_000, os.open(folder / "1.safetensors", os.O_RDONLY)]
+    held = [
+        os.open(folder / "0.safetensors", os.O_RDONLY),
+        1_000_000,
+        os.open(folder / "1.safetensors", os.O_RDONLY),
+    ]
     removal._close(held, folder)
     removal._close(held, folder)
     assert descriptors(tmp_path) == before and not folder.exists()

@@ -13,7 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import LR, SEED, Job, check_like, saved, seed_everything, uninterrupted  # noqa: F401
+from checkpoint_cases import (
+    LR,
+    SEED,
+    Job,
+    check_like,
+    seed_everything,
+)
 from models import (
     TIERS,
     at_home,
@@ -37,8 +43,10 @@ HOMES = [(params, optimizer) for params in TIERS for optimizer in TIERS]
 
 @pytest.mark.parametrize("homes", HOMES, ids="-".join)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(homes, uninterrupted, tmp_path, swap):
-    """Method: train four steps at these homes, save, forget everything, scramble the generators, load into a fresh wrap
-    at other homes, and go on; losses, weights (masters), moments and counts are those of one run."""
+    """Method: train four steps at these homes, save, forget everything, scramble the generators,
+    load into a fresh wrap at other homes, and go on; losses, weights (masters), moments and counts
+    are those of one run.
+    """
     seed_everything()
     Job(homes, swap).run(4).save(tmp_path / "saved")
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
@@ -52,7 +60,8 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(homes, uninterrupted
 
 
 def test_a_forgotten_part_would_be_seen(uninterrupted, tmp_path, swap):
-    """Method: the twin; without the generators' state, or without the scheduler's, the same comparison raises."""
+    """Method: the twin; without the generators' state, or without the scheduler's, the same
+    comparison raises."""
     for forget in ("random", "scheduler"):
         seed_everything()
         Job(("host", "host"), swap).run(4).save(tmp_path / "saved")
@@ -71,7 +80,8 @@ def test_a_forgotten_part_would_be_seen(uninterrupted, tmp_path, swap):
 @pytest.mark.parametrize("master", ["split", "fp32", "none"])
 @pytest.mark.parametrize("make", ["AdamW", "SGD-momentum", "SGD"])
 def test_every_kind_of_state_resumes(make, master, dtype, tmp_path, swap):
-    """Method: masters of every kind and optimizers with two, one and no moment; the resumed run has the same bits."""
+    """Method: masters of every kind and optimizers with two, one and no moment; the resumed run has
+    the same bits."""
 
     def build():
         model = transformer(SEED, blocks=1, dropout=0.0)
@@ -80,7 +90,9 @@ def test_every_kind_of_state_resumes(make, master, dtype, tmp_path, swap):
             "SGD-momentum": lambda: torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9),
             "SGD": lambda: torch.optim.SGD(model.parameters(), lr=LR),
         }[make]()
-        return infinity.wrap_model(model, optimizer, at_home("nvme", "nvme", swap, param_dtype=dtype, master=master))
+        return infinity.wrap_model(
+            model, optimizer, at_home("nvme", "nvme", swap, param_dtype=dtype, master=master)
+        )
 
     def go_on(model, optimizer, steps):
         for at in steps:
@@ -99,8 +111,8 @@ def test_every_kind_of_state_resumes(make, master, dtype, tmp_path, swap):
 
 
 def test_saving_disturbs_nothing(uninterrupted, tmp_path, swap):
-    """Method: save after every step; the run has the bits of one that never saved, and the folder holds one
-    checkpoint."""
+    """Method: save after every step; the run has the bits of one that never saved, and the folder
+    holds one checkpoint."""
     seed_everything()
     job = Job(("nvme", "nvme"), swap)
     for until in range(1, 5):
@@ -110,13 +122,16 @@ def test_saving_disturbs_nothing(uninterrupted, tmp_path, swap):
     assert len(list((tmp_path / "saved").glob("infinity-*"))) == 1
     other = tmp_path / "other"
     job.save(other)
-    nbytes = [sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in (tmp_path / "saved", other)]
+    nbytes = [
+        sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        for path in (tmp_path / "saved", other)
+    ]
     assert nbytes[0] == pytest.approx(nbytes[1], rel=0.01)
 
 
 def test_loading_back_in_the_same_process_repeats_the_run(uninterrupted, tmp_path, swap):
-    """Method: save at step 3, train to 6, load, train to 6 again, twice; also with a backward in between whose
-    gradients must not survive the load."""
+    """Method: save at step 3, train to 6, load, train to 6 again, twice; also with a backward in
+    between whose gradients must not survive the load."""
     seed_everything()
     job = Job(("nvme", "nvme"), swap)
     job.run(3).save(tmp_path / "saved")
@@ -134,7 +149,14 @@ def test_a_learning_rate_that_is_a_tensor_survives(tmp_path, swap):
     def build():
         model = transformer(SEED, blocks=1)
         optimizer = torch.optim.AdamW(
-            [{"params": list(model.parameters()), "lr": torch.tensor(LR), "name": "all", "tags": ("a", 1)}]
+            [
+                {
+                    "params": list(model.parameters()),
+                    "lr": torch.tensor(LR),
+                    "name": "all",
+                    "tags": ("a", 1),
+                }
+            ]
         )
         return infinity.wrap_model(model, optimizer, at_home("nvme", "nvme", swap))
 
@@ -149,12 +171,17 @@ def test_a_learning_rate_that_is_a_tensor_survives(tmp_path, swap):
 
 
 def test_buffers_and_unmanaged_parameters_are_saved(tmp_path, swap):
-    """Method: running statistics, a buffer that no state dict has, and a parameter that was added after the wrap."""
+    """Method: running statistics, a buffer that no state dict has, and a parameter that was added
+    after the wrap."""
 
     def build(value):
-        model = seeded(SEED, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
+        model = seeded(
+            SEED, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        )
         model.register_buffer("seen", torch.full((3,), float(value)), persistent=False)
-        pair = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), at_home("nvme", "nvme", swap))
+        pair = infinity.wrap_model(
+            model, torch.optim.AdamW(model.parameters()), at_home("nvme", "nvme", swap)
+        )
         model.added = nn.Parameter(torch.full((2,), float(value)))
         return pair
 
@@ -165,14 +192,18 @@ def test_buffers_and_unmanaged_parameters_are_saved(tmp_path, swap):
     other, other_optimizer = build(2)
     infinity.load_checkpoint(tmp_path / "saved", other, other_optimizer)
     assert differing(dict(other.state_dict()), dict(model.state_dict())) == []
-    assert torch.equal(other.seen, model.seen) and torch.equal(other.added.detach(), model.added.detach())
+    assert torch.equal(other.seen, model.seen) and torch.equal(
+        other.added.detach(), model.added.detach()
+    )
     assert other[1].num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("moment", ["landed", "clipped", "accumulated"])
 def test_saving_between_backward_and_step_loses_nothing_silently(moment, tmp_path, swap):
-    """Method: save with gradients landed and not yet applied; a resumed run that takes the step has the bits of the one
-    that was not interrupted, or saving (or loading) says that gradients are not part of a checkpoint."""
+    """Method: save with gradients landed and not yet applied; a resumed run that takes the step has
+    the bits of the one that was not interrupted, or saving (or loading) says that gradients are not
+    part of a checkpoint.
+    """
 
     def build():
         model = transformer(SEED, blocks=1, dropout=0.0)
@@ -198,18 +229,22 @@ def test_saving_between_backward_and_step_loses_nothing_silently(moment, tmp_pat
 
 
 def test_inference_wrap_loads_what_was_trained(tmp_path, swap):
-    """Method: load a training checkpoint without an optimizer, into a wrap without one; outputs have the same bits.
-    Or a UsageError says what to do instead."""
+    """Method: load a training checkpoint without an optimizer, into a wrap without one; outputs
+    have the same bits. Or a UsageError says what to do instead."""
     seed_everything()
     job = Job(("nvme", "nvme"), swap).run(2)
     job.save(tmp_path / "saved")
     with torch.no_grad():
         expected = job.model.eval()(tokens(1))
-    model, _ = infinity.wrap_model(transformer(0, blocks=3).eval(), None, at_home("nvme", "auto", swap, param_dtype="bf16"))
+    model, _ = infinity.wrap_model(
+        transformer(0, blocks=3).eval(), None, at_home("nvme", "auto", swap, param_dtype="bf16")
+    )
     try:
         extra = infinity.load_checkpoint(tmp_path / "saved", model)
     except infinity.UsageError as error:
-        assert "optimizer" in str(error) or "save_pretrained" in str(error), f"says not what to do: {error}"
+        assert "optimizer" in str(error) or "save_pretrained" in str(error), (
+            f"says not what to do: {error}"
+        )
     else:
         assert extra["step"] == 2
         with torch.no_grad():
@@ -249,7 +284,10 @@ def kill_and_resume(moment: int, uninterrupted: dict, tmp_path: Path, swap: Path
     until = min(16, reached + 2)
     check_like(job.run(until), uninterrupted, reached)
     job.save(path)
-    assert len(list(path.glob("infinity-*"))) == 1 and sorted(p.name for p in path.iterdir())[1] == "manifest.json"
+    assert (
+        len(list(path.glob("infinity-*"))) == 1
+        and sorted(p.name for p in path.iterdir())[1] == "manifest.json"
+    )
     del job
     assert leftovers(swap) == []
     return reached
@@ -257,9 +295,10 @@ def kill_and_resume(moment: int, uninterrupted: dict, tmp_path: Path, swap: Path
 
 @pytest.mark.parametrize("moment", range(8))
 def test_a_killed_job_resumes_from_its_last_checkpoint(moment, uninterrupted, tmp_path, swap):
-    """Method: a child trains and saves to one path in a loop and is killed by SIGKILL at a seeded random moment; what
-    is there loads into a fresh wrap, equals the uninterrupted run at its step, and goes on with its bits; the killed
-    job's swap folder is removed by the wrap, and what its last save left by the next save."""
+    """Method: a child trains and saves to one path in a loop and is killed by SIGKILL at a seeded
+    random moment; what is there loads into a fresh wrap, equals the uninterrupted run at its step,
+    and goes on with its bits; the killed job's swap folder is removed by the wrap, and what its
+    last save left by the next save."""
     print("resumed from step", kill_and_resume(moment, uninterrupted, tmp_path, swap))
 
 
@@ -275,11 +314,14 @@ CALLS = ["os.replace", "os.fsync", "shutil.rmtree", "start_file", "json.dumps"]
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
-    "error", [(OSError, 28, "No space left on device"), (KeyboardInterrupt,), (MemoryError,)], ids=["full", "interrupt", "memory"]
+    "error",
+    [(OSError, 28, "No space left on device"), (KeyboardInterrupt,), (MemoryError,)],
+    ids=["full", "interrupt", "memory"],
 )
 def test_a_save_that_fails_leaves_the_old_checkpoint(call, error, tmp_path, swap, monkeypatch):
-    """Method: let every n-th call of what a save is made of fail, for all n; the old checkpoint loads (or the new one,
-    once it is in place), nothing half-written stays, and the next save works."""
+    """Method: let every n-th call of what a save is made of fail, for all n; the old checkpoint
+    loads (or the new one, once it is in place), nothing half-written stays, and the next save
+    works."""
     import infinity.checkpoint.save as module
 
     seed_everything()
@@ -289,9 +331,12 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(call, error, tmp_path, swap
     job.run(2)
     new = job.state()
     owner, name = {
-        "os.replace": (os, "replace"), "os.fsync": (os, "fsync"), "shutil.rmtree": (shutil, "rmtree"),
-        "start_file": (module, "start_file"), "json.dumps": (json, "dumps"),
-    }[call]  # fmt: skip
+        "os.replace": (os, "replace"),
+        "os.fsync": (os, "fsync"),
+        "shutil.rmtree": (shutil, "rmtree"),
+        "start_file": (module, "start_file"),
+        "json.dumps": (json, "dumps"),
+    }[call]
     original = getattr(owner, name)
     for failing in range(40):
         calls = []
@@ -323,8 +368,8 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(call, error, tmp_path, swap
 
 
 def test_saving_touches_nothing_of_the_users(tmp_path, swap):
-    """Method: save into a folder that holds files and folders of the user's own, some named data-...; all are there
-    afterwards, with what is in them."""
+    """Method: save into a folder that holds files and folders of the user's own, some named
+    data-...; all are there afterwards, with what is in them."""
     place = tmp_path / "run"
     for name in ("data-raw", "data-", "data", "logs", "data-0123456789ab"):
         (place / name).mkdir(parents=True)
@@ -340,7 +385,8 @@ def test_saving_touches_nothing_of_the_users(tmp_path, swap):
 
 
 def test_places_that_cannot_be_written(tmp_path, swap):
-    """Method: save under a regular file and onto one; StorageError with errno and path, which is also an OSError."""
+    """Method: save under a regular file and onto one; StorageError with errno and path, which is
+    also an OSError."""
     (tmp_path / "file").write_text("mine")
     job = Job(("host", "host"), swap)
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -352,8 +398,8 @@ def test_places_that_cannot_be_written(tmp_path, swap):
 
 
 def test_a_living_jobs_swap_file_is_left_alone(uninterrupted, tmp_path, swap):
-    """Method: a child trains on the folder while others wrap and finish there; its swap file stays, and its numbers are
-    right."""
+    """Method: a child trains on the folder while others wrap and finish there; its swap file stays,
+    and its numbers are right."""
 
     def train():
         seed_everything()

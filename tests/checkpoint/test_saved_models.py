@@ -1,6 +1,7 @@
 """Folders of models: whatever ends a save, no folder ever gives tensors of two saves.
 
-**cut**: a save in which the n-th call of the operating system that names, removes or flushes a file fails, for every n.
+**cut**: a save in which the n-th call of the operating system that names, removes or flushes a file
+fails, for every n.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def save(folder: Path, value: float, files: int) -> None:
 
 
 def found(folder: Path) -> set[float] | None:
-    """The values that a reader finds, as transformers looks for them; None: no model, or less than one."""
+    """The values that a reader finds, as transformers looks for them; None: no model, or less than
+    one."""
     if (alone := folder / "model.safetensors").exists():
         tensors = load_file(alone)
     elif (index := folder / "model.safetensors.index.json").exists():
@@ -39,7 +41,11 @@ def found(folder: Path) -> set[float] | None:
         tensors = {key: load_file(folder / name)[key] for key, name in names.items()}
     else:
         return None
-    return {value for tensor in tensors.values() for value in tensor.tolist()} if tensors.keys() == set(NAMES) else None
+    return (
+        {value for tensor in tensors.values() for value in tensor.tolist()}
+        if tensors.keys() == set(NAMES)
+        else None
+    )
 
 
 @pytest.fixture
@@ -92,7 +98,8 @@ def test_a_cut_save_gives_the_old_model_the_new_one_or_none(before, after, fails
 
 @pytest.mark.parametrize("files", [1, 3])
 def test_a_disk_that_refuses_everything_from_a_call_on_is_the_same_error(files, fails_at, tmp_path):
-    """What tidies up after the error is refused as well, and raises none of its own; the twin is the save that ends."""
+    """What tidies up after the error is refused as well, and raises none of its own; the twin is
+    the save that ends."""
     for at in range(20):
         done = fails_at(at, on=True)
         try:
@@ -105,10 +112,16 @@ def test_a_disk_that_refuses_everything_from_a_call_on_is_the_same_error(files, 
 
 
 def test_the_index_tells_the_bytes_that_were_written(tmp_path):
-    """Method: sources that convert read twice as much as is written. Twin: one that gives another dtype than it said is refused."""
+    """Method: sources that convert read twice as much as is written. Twin: one that gives another
+    dtype than it said is refused."""
     sources = {name: Source.of(torch.ones(4)).to(torch.bfloat16) for name in NAMES}
     pretrained.write_sources(tmp_path, sources, max_shard_size=8)
-    assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == 3 * 8
+    assert (
+        json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"][
+            "total_size"
+        ]
+        == 3 * 8
+    )
     wrong = Source(torch.Size([4]), torch.float32, lambda: torch.ones(4, dtype=torch.bfloat16))
     with pytest.raises(infinity.CorruptionError, match="layer0"):
         pretrained.write_sources(tmp_path / "other", {"layer0": wrong})
@@ -117,8 +130,8 @@ def test_the_index_tells_the_bytes_that_were_written(tmp_path):
 
 @pytest.mark.parametrize("size", [40, 16, 15, "1KB"])
 def test_files_are_split_and_written_as_the_libraries_do(size, tmp_path):
-    """Method: tensors of several dtypes, one of them larger than a file, one empty, one a scalar; huggingface_hub splits the same
-    tensors, and safetensors writes each file: equal bytes."""
+    """Method: tensors of several dtypes, one of them larger than a file, one empty, one a scalar;
+    huggingface_hub splits the same tensors, and safetensors writes each file: equal bytes."""
     hub = pytest.importorskip("huggingface_hub")
     tensors = {
         "b": torch.ones(4),
@@ -126,18 +139,37 @@ def test_files_are_split_and_written_as_the_libraries_do(size, tmp_path):
         "large": torch.arange(30.0),
         "c": torch.ones(3, dtype=torch.int64),
     }
-    tensors |= {"none": torch.empty(0, 4), "ü.n": torch.tensor(2.5), "flags": torch.tensor([True, False, True])}
-    split = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=size, filename_pattern="model{suffix}.safetensors")
-    pretrained.write_sources(tmp_path / "ours", {name: Source.of(tensor) for name, tensor in tensors.items()}, max_shard_size=size)
+    tensors |= {
+        "none": torch.empty(0, 4),
+        "ü.n": torch.tensor(2.5),
+        "flags": torch.tensor([True, False, True]),
+    }
+    split = hub.split_torch_state_dict_into_shards(
+        tensors, max_shard_size=size, filename_pattern="model{suffix}.safetensors"
+    )
+    pretrained.write_sources(
+        tmp_path / "ours",
+        {name: Source.of(tensor) for name, tensor in tensors.items()},
+        max_shard_size=size,
+    )
     (tmp_path / "theirs").mkdir()
     for file, names in split.filename_to_tensors.items():
-        save_file({name: tensors[name] for name in names}, tmp_path / "theirs" / file, metadata={"format": "pt"})
-        assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes(), file
-    assert {path.name for path in (tmp_path / "ours").glob("*.safetensors")} == split.filename_to_tensors.keys()
+        save_file(
+            {name: tensors[name] for name in names},
+            tmp_path / "theirs" / file,
+            metadata={"format": "pt"},
+        )
+        assert (tmp_path / "ours" / file).read_bytes() == (
+            tmp_path / "theirs" / file
+        ).read_bytes(), file
+    assert {
+        path.name for path in (tmp_path / "ours").glob("*.safetensors")
+    } == split.filename_to_tensors.keys()
 
 
 def test_a_dtype_that_no_file_can_hold_is_refused_before_anything_is_written(tmp_path):
-    """Method: a complex tensor of 16 bytes an element among others. Twin: without it they are written."""
+    """Method: a complex tensor of 16 bytes an element among others. Twin: without it they are
+    written."""
     sources = {"a": Source.of(torch.ones(4)), "b": Source.of(torch.ones(4, dtype=torch.complex128))}
     with pytest.raises(infinity.ConfigError, match="complex128"):
         pretrained.write_sources(tmp_path / "out", sources)
@@ -155,5 +187,9 @@ def test_a_save_that_fails_leaves_no_half_model(tmp_path):
 
     one = Source.of(torch.ones(4))
     with pytest.raises(KeyboardInterrupt):
-        pretrained.write_sources(tmp_path, {"a": one, "b": Source(one.shape, one.dtype, fails), "c": one}, max_shard_size=16)
+        pretrained.write_sources(
+            tmp_path,
+            {"a": one, "b": Source(one.shape, one.dtype, fails), "c": one},
+            max_shard_size=16,
+        )
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,5 @@
-"""Loads that are struck while they write to disk: the next one makes the state whole, wherever the strike came.
+"""Loads that are struck while they write to disk: the next one makes the state whole, wherever the
+strike came.
 
 Words used here: **struck**: a Ctrl-C at one line; **the job** as in `checkpoint_cases.py`.
 """
@@ -30,13 +31,23 @@ Line = tuple[str, int]
 
 @contextmanager
 def struck_at(found: set[Line]) -> Iterator[list[Line]]:
-    """Raises KeyboardInterrupt in the block at the first line of a writer behind, and of what makes and ends it, that is not ``found``
-    yet. Yields a list that gets where."""
+    """Raises KeyboardInterrupt in the block at the first line of a writer behind, and of what makes
+    and ends it, that is not ``found`` yet. Yields a list that gets where."""
     watched: set[CodeType] = {
         ShardStore.writing_behind.__wrapped__.__code__,
         *(
             getattr(WriteBehind, name).__code__
-            for name in ("__init__", "write", "_gather", "_lend", "_part_for", "_submit", "flush", "close", "_let_go")
+            for name in (
+                "__init__",
+                "write",
+                "_gather",
+                "_lend",
+                "_part_for",
+                "_submit",
+                "flush",
+                "close",
+                "_let_go",
+            )
         ),
         *(getattr(Loans, name).__code__ for name in ("write", "finish", "_finish_first")),
     }
@@ -60,7 +71,8 @@ def struck_at(found: set[Line]) -> Iterator[list[Line]]:
 
 
 class Wide:
-    """A job whose values are whole blocks, which a load writes from where the system keeps the files."""
+    """A job whose values are whole blocks, which a load writes from where the system keeps the
+    files."""
 
     def __init__(self, folder: Path, seed: int):
         torch.manual_seed(seed)
@@ -81,13 +93,18 @@ class Wide:
 
     def state(self) -> dict[str, torch.Tensor]:
         entries = self.optimizer.state_dict()["state"].items()
-        moments = {f"{index} {name}": torch.as_tensor(value) for index, entry in entries for name, value in entry.items()}
+        moments = {
+            f"{index} {name}": torch.as_tensor(value)
+            for index, entry in entries
+            for name, value in entry.items()
+        }
         return dict(self.model.state_dict()) | moments
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_wherever_a_load_that_lends_is_struck_the_next_one_is_whole(kind, tmp_path, monkeypatch):
-    """Method: as above, of values that are whole blocks; then each byte is the saved one, and so are those of a step."""
+    """Method: as above, of values that are whole blocks; then each byte is the saved one, and so
+    are those of a step."""
     monkeypatch.setenv("INFINITY_IO", kind)
     first = Wide(tmp_path, 1)
     infinity.save_checkpoint(tmp_path / "saved", first.model, first.optimizer)
@@ -103,14 +120,20 @@ def test_wherever_a_load_that_lends_is_struck_the_next_one_is_whole(kind, tmp_pa
         found.update(struck)
         job.load(tmp_path / "saved")
         assert differing(job.state(), saved_state) == []
-    assert {name for name, _ in found} >= {"WriteBehind._lend", "Loans.write", "Loans.finish", "Loans._finish_first"}
+    assert {name for name, _ in found} >= {
+        "WriteBehind._lend",
+        "Loans.write",
+        "Loans.finish",
+        "Loans._finish_first",
+    }
     first.step()
     job.step()
     assert differing(job.state(), first.state()) == []
 
 
 def test_wherever_a_writer_behind_is_struck_the_next_load_is_whole(saved, uninterrupted, tmp_path):
-    """Method: Ctrl-C at every line in turn, of which each leaves a state that is refused, or whole; then a load, and steps."""
+    """Method: Ctrl-C at every line in turn, of which each leaves a state that is refused, or whole;
+    then a load, and steps."""
     job, found = Job(("nvme", "nvme"), tmp_path, seed=SEED + 1).run(1), set[Line]()
     while True:
         with struck_at(found) as struck:

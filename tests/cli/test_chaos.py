@@ -1,7 +1,9 @@
-"""Chaos: `infinity train` killed at random moments, resumed each time, to the bits of a run that was left alone.
+"""Chaos: `infinity train` killed at random moments, resumed each time, to the bits of a run that
+was left alone.
 
-Every launch is a fork of one process that has imported everything, so that most moments fall into training, saving and resuming.
-``INFINITY_CHAOS_KILLS`` sets how many kills the long test makes (200).
+Every launch is a fork of one process that has imported everything, so that most moments fall into
+training, saving and resuming. ``INFINITY_CHAOS_KILLS`` sets how many kills the long test makes
+(200).
 """
 
 from __future__ import annotations
@@ -69,16 +71,29 @@ while True:
     elif status == 0:
         break
 print(json.dumps({"kills": made, "launches": launches, "statuses": statuses, "left": os.listdir("nvme")}))
-"""
+"""  # noqa: E501
 
 
 def chaos(folder: Path, kills: int, steps: int, seed: int) -> dict:
     (folder / "text").mkdir(parents=True)
     (folder / "nvme").mkdir()
-    (folder / "model.json").write_text(json.dumps({
-        "model_type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0,
-        "eos_token_id": 0, "embd_pdrop": 0.1, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
-    }))  # fmt: skip
+    (folder / "model.json").write_text(
+        json.dumps(
+            {
+                "model_type": "gpt2",
+                "vocab_size": 256,
+                "n_positions": 64,
+                "n_embd": 32,
+                "n_layer": 2,
+                "n_head": 2,
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+                "embd_pdrop": 0.1,
+                "resid_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+            }
+        )
+    )
     (folder / "text" / "0.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
     command = ["-c", PROGRAM, folder, kills, LONGEST, seed, steps]
     done = prepared.run(*command, seconds=3600, imports=prepared.LANGUAGE_MODELS)
@@ -92,7 +107,8 @@ def chaos(folder: Path, kills: int, steps: int, seed: int) -> dict:
 
 
 def test_a_few_kills(tmp_path):
-    """Method: two kills at random moments; the same file of weights in the end, and nothing left on the disk."""
+    """Method: two kills at random moments; the same file of weights in the end, and nothing left on
+    the disk."""
     assert chaos(tmp_path, 2, 40, seed=1)["kills"] == 2
 
 

@@ -27,17 +27,32 @@ RECORDS = {  # name of a file -> its content, and a part of the message
     "chat.txt": (lines(CHAT, CHAT), "records in JSON lines"),
     "chat": (lines(CHAT), "records in JSON lines"),
     "odd.ndjson": (lines({"a": 1}, {"b": 2}), "records in JSON lines (a)"),
-    "spaced.jsonl": ("\n\ufeff"[1:] + "\n\n" + lines(PAIR, PAIR), "records in JSON lines (prompt, completion)"),
+    "spaced.jsonl": (
+        "\n\ufeff"[1:] + "\n\n" + lines(PAIR, PAIR),
+        "records in JSON lines (prompt, completion)",
+    ),
     "pairs.jsonl": (lines(["user", "hi"], ["assistant", "ho"]), "JSON lines"),
     "broken.jsonl": ('{"messages": [\n', "JSON lines"),
     "list.json": (json.dumps([CHAT, CHAT]), "records in JSON (messages)"),
     "pretty.json": (json.dumps([PAIR, PAIR], indent=2), "records in JSON (prompt, completion)"),
     "one.json": (json.dumps(CHAT, indent=2), "records in JSON (messages)"),
-    "inside.json": (json.dumps({"version": 1, "data": [{"question": "?", "answer": "!"}]}), "records in JSON (question, answer)"),
+    "inside.json": (
+        json.dumps({"version": 1, "data": [{"question": "?", "answer": "!"}]}),
+        "records in JSON (question, answer)",
+    ),
     "columns.json": (json.dumps({"prompt": ["a"], "completion": ["b"]}), "records in JSON"),
-    "sharegpt.json": (json.dumps([{"id": 1, "conversations": [{"from": "human", "value": "hi"}]}]), "records in JSON"),
-    "alpaca.json": (json.dumps([{"instruction": "add", "input": "1 1", "output": "2"}]), "records in JSON"),
-    "two_pretty.json": (json.dumps(CHAT, indent=1) + "\n" + json.dumps(CHAT, indent=1), "records in JSON"),
+    "sharegpt.json": (
+        json.dumps([{"id": 1, "conversations": [{"from": "human", "value": "hi"}]}]),
+        "records in JSON",
+    ),
+    "alpaca.json": (
+        json.dumps([{"instruction": "add", "input": "1 1", "output": "2"}]),
+        "records in JSON",
+    ),
+    "two_pretty.json": (
+        json.dumps(CHAT, indent=1) + "\n" + json.dumps(CHAT, indent=1),
+        "records in JSON",
+    ),
     "table.csv": ('prompt,completion\n"a, b",c\n', "a table with the columns prompt, completion"),
     "table.tsv": ("text\tlabel\nhi\t1\n", "a table with the columns text, label"),
     "x.parquet": (b"PAR1\x15\x04\x15\x00", "a Parquet file"),
@@ -47,12 +62,19 @@ RECORDS = {  # name of a file -> its content, and a part of the message
     "tokens.npy": (b"\x93NUMPY\x01\0", "a NumPy array"),
     "chat.jsonl.gz": (gzip.compress(lines(CHAT).encode()), "compressed"),
     "book.txt.zst": (b"\x28\xb5\x2f\xfd\0", "compressed"),
-}  # fmt: skip
+}
 TEXTS = {
-    "a.md": "# A title\n\nAs JSON: {\"messages\": []}\n", "b.py": "{\n}\n", "package.json": json.dumps({"name": "x", "scripts": {}}, indent=2),
-    "one_line.json": '{"compilerOptions": {"strict": true}}', "lyrics.txt": "[Verse 1]\nla la\n[Verse 2]\nla\n", "numbers.json": "[1, 2, 3]",
-    "table.csv": "year,rain\n1999,3\n", "braces.txt": "{ not json }\n{ nor this }\n", "bom.txt": "\ufeffplain", "PARTY.txt": "PART 1: PAR",
-}  # fmt: skip
+    "a.md": '# A title\n\nAs JSON: {"messages": []}\n',
+    "b.py": "{\n}\n",
+    "package.json": json.dumps({"name": "x", "scripts": {}}, indent=2),
+    "one_line.json": '{"compilerOptions": {"strict": true}}',
+    "lyrics.txt": "[Verse 1]\nla la\n[Verse 2]\nla\n",
+    "numbers.json": "[1, 2, 3]",
+    "table.csv": "year,rain\n1999,3\n",
+    "braces.txt": "{ not json }\n{ nor this }\n",
+    "bom.txt": "\ufeffplain",
+    "PARTY.txt": "PART 1: PAR",
+}
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -81,7 +103,9 @@ def test_text_is_text_whatever_it_looks_like(tmp_path):
     for name, content in TEXTS.items():
         write(tmp_path / name, content)
         assert find_text_files(tmp_path / name).names == [name]
-    assert find_text_files(tmp_path).names == sorted(TEXTS) and not find_text_files(tmp_path).skipped
+    assert (
+        find_text_files(tmp_path).names == sorted(TEXTS) and not find_text_files(tmp_path).skipped
+    )
 
 
 def test_parquet_as_the_library_writes_it_is_refused(tmp_path):
@@ -92,7 +116,9 @@ def test_parquet_as_the_library_writes_it_is_refused(tmp_path):
             find_text_files(data)
 
 
-@pytest.mark.parametrize("content", [b"un caf\xe9", "text".encode("utf-16"), b"\x89PNG\0\0", b"a\0b"])
+@pytest.mark.parametrize(
+    "content", [b"un caf\xe9", "text".encode("utf-16"), b"\x89PNG\0\0", b"a\0b"]
+)
 def test_what_is_no_text_is_refused_alone_and_told_in_a_folder(content, tmp_path):
     write(tmp_path / "a.txt", "plain")
     write(tmp_path / "other", content)
@@ -115,8 +141,18 @@ def test_a_tokenizer_gets_no_replaced_characters(tmp_path):
     write(tmp_path / "late.txt", b"a" * 20_000 + b"caf\xe9" + b"b" * 100)
     write(tmp_path / "right.txt", ("a" * 20_000 + "café").encode())
     with pytest.raises(ConfigError, match="late.txt is not UTF-8 text"):
-        read_corpus(find_text_files(tmp_path / "late.txt"), sequence_length=4, limit_nbytes=1 << 20, tokenizer=Letters())
-    corpus = read_corpus(find_text_files(tmp_path / "right.txt"), sequence_length=4, limit_nbytes=1 << 20, tokenizer=Letters())
+        read_corpus(
+            find_text_files(tmp_path / "late.txt"),
+            sequence_length=4,
+            limit_nbytes=1 << 20,
+            tokenizer=Letters(),
+        )
+    corpus = read_corpus(
+        find_text_files(tmp_path / "right.txt"),
+        sequence_length=4,
+        limit_nbytes=1 << 20,
+        tokenizer=Letters(),
+    )
     assert corpus.tokens[-1] == ord("é")
 
 
@@ -125,13 +161,23 @@ def test_the_command_says_what_it_leaves_out(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers"), pytest.importorskip("rich")
     monkeypatch.chdir(tmp_path)
     Path("model.json").write_text(
-        json.dumps({"model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2})
+        json.dumps(
+            {
+                "model_type": "gpt2",
+                "vocab_size": 257,
+                "n_positions": 32,
+                "n_embd": 16,
+                "n_layer": 1,
+                "n_head": 2,
+            }
+        )
     )
     Path("data").mkdir()
     write(Path("data", "a.txt"), "To be, or not to be. " * 40)
     write(Path("data", "b.png"), b"\x89PNG\0\0")
     command = (
-        "train --model model.json --data data --steps 1 --batch-size 1 --sequence-length 8 --eval-batches 1 --dtype fp32".split()
+        "train --model model.json --data data --steps 1 --batch-size 1 --sequence-length 8"
+        " --eval-batches 1 --dtype fp32".split()
     )
     assert main(command) == 0
     assert "data: 1 files are not UTF-8 text and are left out: b.png" in capsys.readouterr().out

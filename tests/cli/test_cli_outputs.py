@@ -18,8 +18,18 @@ import torch
 from infinity.cli import main
 from infinity.machine.timeline import BEGIN
 
-TINY = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
-TRAIN = "train --steps 1 --batch-size 1 --sequence-length 8 --eval-batches 1 --sample-bytes 0 --dtype fp32"
+TINY = {
+    "model_type": "gpt2",
+    "vocab_size": 257,
+    "n_positions": 32,
+    "n_embd": 16,
+    "n_layer": 1,
+    "n_head": 2,
+}
+TRAIN = (
+    "train --steps 1 --batch-size 1 --sequence-length 8 --eval-batches 1 --sample-bytes 0 --dtype"
+    " fp32"
+)
 OF = "--model base --data data"
 
 
@@ -31,7 +41,9 @@ def made(tmp_path_factory):
         patch.chdir(place)
         patch.setenv("INFINITY_CACHE", str(place / "cache"))
         Path("model.json").write_text(json.dumps(TINY))
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained("model.json"))
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained("model.json")
+        )
         model.save_pretrained("base")
         model.save_pretrained("other", max_shard_size="20kB")
         Path("data", "inner").mkdir(parents=True)
@@ -47,7 +59,9 @@ def place(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "here" / "cache"))
     Path("page.html").write_text("<html>mine</html>")
-    Path("t.json").write_bytes(BEGIN + b',\n{"pid": 1, "ph": "X", "cat": "step", "name": "a", "ts": 0, "dur": 5}\n]')
+    Path("t.json").write_bytes(
+        BEGIN + b',\n{"pid": 1, "ph": "X", "cat": "step", "name": "a", "ts": 0, "dur": 5}\n]'
+    )
     os.symlink("base", "alias")
     os.symlink("data/inner", "deep")
     return tmp_path / "here"
@@ -55,8 +69,12 @@ def place(made, tmp_path, monkeypatch):
 
 def contents() -> dict[str, bytes | str]:
     """Every file and link below the current folder. The cache is the engine's own."""
-    paths = (path for path in sorted(Path().rglob("*")) if path.parts[0] != "cache" and not path.is_dir())
-    return {str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths}
+    paths = (
+        path for path in sorted(Path().rglob("*")) if path.parts[0] != "cache" and not path.is_dir()
+    )
+    return {
+        str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() for path in paths
+    }
 
 
 def refused(command: str, capsys) -> str:
@@ -70,18 +88,36 @@ def refused(command: str, capsys) -> str:
 
 
 READ = (
-    "export saved base --model base", "export saved base", "export saved base --model base --overwrite",
-    "export saved alias --model base --overwrite", "export saved saved --overwrite", "export saved saved/new", "export base base/new",
-    "export base/model.safetensors base --overwrite", "export other . --overwrite",
+    "export saved base --model base",
+    "export saved base",
+    "export saved base --model base --overwrite",
+    "export saved alias --model base --overwrite",
+    "export saved saved --overwrite",
+    "export saved saved/new",
+    "export base base/new",
+    "export base/model.safetensors base --overwrite",
+    "export other . --overwrite",
     "export saved new/../base --model base --overwrite",
-    f"{TRAIN} {OF} --out base", f"{TRAIN} {OF} --out alias --overwrite", f"{TRAIN} {OF} --out base/new", f"{TRAIN} {OF} --out data/new",
-    f"{TRAIN} {OF} --out .", f"{TRAIN} {OF} --checkpoint data", f"{TRAIN} {OF} --checkpoint base", f"{TRAIN} {OF} --checkpoint .",
-    f"{TRAIN} {OF} --out deep/new", f"{TRAIN} {OF} --out cache/new", f"{TRAIN} {OF} --out new --checkpoint new",
-    f"{TRAIN} {OF} --trace data/inner/a.txt --overwrite", f"{TRAIN} {OF} --trace data/t.json", f"{TRAIN} {OF} --tensorboard data/board",
-    f"{TRAIN} --model model.json --data data --out . --overwrite", f"{TRAIN} --model model.json --data data --trace model.json --overwrite",
-    "plan --model base --svg base/config.json --overwrite", "plan --model model.json --svg model.json --overwrite",
+    f"{TRAIN} {OF} --out base",
+    f"{TRAIN} {OF} --out alias --overwrite",
+    f"{TRAIN} {OF} --out base/new",
+    f"{TRAIN} {OF} --out data/new",
+    f"{TRAIN} {OF} --out .",
+    f"{TRAIN} {OF} --checkpoint data",
+    f"{TRAIN} {OF} --checkpoint base",
+    f"{TRAIN} {OF} --checkpoint .",
+    f"{TRAIN} {OF} --out deep/new",
+    f"{TRAIN} {OF} --out cache/new",
+    f"{TRAIN} {OF} --out new --checkpoint new",
+    f"{TRAIN} {OF} --trace data/inner/a.txt --overwrite",
+    f"{TRAIN} {OF} --trace data/t.json",
+    f"{TRAIN} {OF} --tensorboard data/board",
+    f"{TRAIN} --model model.json --data data --out . --overwrite",
+    f"{TRAIN} --model model.json --data data --trace model.json --overwrite",
+    "plan --model base --svg base/config.json --overwrite",
+    "plan --model model.json --svg model.json --overwrite",
     "trace t.json --svg t.json --overwrite",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("command", READ)
@@ -89,11 +125,18 @@ def test_nothing_is_written_where_something_is_read(command, place, capsys):
     """Method: an output that is an input, lies in one or has one inside, by name or through a link,
     also with --overwrite: one message, and every file is as it was. Twin: the next test."""
     said = refused(command, capsys)
-    assert any(words in said for words in ("reads", "holds files already", "Infinity's own cache", "are both")), said
+    assert any(
+        words in said
+        for words in ("reads", "holds files already", "Infinity's own cache", "are both")
+    ), said
 
 
 @pytest.mark.parametrize(
-    "command", ["export saved new --model base", f"{TRAIN} {OF} --out new --checkpoint new/saved --trace new.json"]
+    "command",
+    [
+        "export saved new --model base",
+        f"{TRAIN} {OF} --out new --checkpoint new/saved --trace new.json",
+    ],
 )
 def test_another_place_is_written_and_what_is_read_stays(command, place):
     before = contents()
@@ -118,11 +161,15 @@ def test_a_link_of_what_is_read_is_found(read, link, place, capsys):
 
 
 KEPT = (
-    ("export saved other", "holds files already"), ("export saved other --model base", "holds files already"),
-    (f"{TRAIN} {OF} --out other", "holds files already"), (f"{TRAIN} {OF} --checkpoint saved", "holds a checkpoint already"),
-    (f"{TRAIN} {OF} --trace page.html", "not made by Infinity"), ("plan --model base --svg page.html", "not made by Infinity"),
-    ("trace t.json --svg page.html", "not made by Infinity"), ("bench io --scale 0.001 --json page.html", "not made by Infinity"),
-)  # fmt: skip
+    ("export saved other", "holds files already"),
+    ("export saved other --model base", "holds files already"),
+    (f"{TRAIN} {OF} --out other", "holds files already"),
+    (f"{TRAIN} {OF} --checkpoint saved", "holds a checkpoint already"),
+    (f"{TRAIN} {OF} --trace page.html", "not made by Infinity"),
+    ("plan --model base --svg page.html", "not made by Infinity"),
+    ("trace t.json --svg page.html", "not made by Infinity"),
+    ("bench io --scale 0.001 --json page.html", "not made by Infinity"),
+)
 
 
 @pytest.mark.parametrize(("command", "words"), KEPT)
@@ -138,7 +185,11 @@ def test_what_is_there_stays_unless_told(command, words, place, capsys):
 
 def test_a_file_that_infinity_made_is_replaced_by_the_next(place):
     """Method: pictures and timelines, written twice."""
-    for command in (f"{TRAIN} {OF} --trace new.json", "trace t.json --svg new.svg", "plan --model base --svg new.svg"):
+    for command in (
+        f"{TRAIN} {OF} --trace new.json",
+        "trace t.json --svg new.svg",
+        "plan --model base --svg new.svg",
+    ):
         assert main(command.split()) == 0 and main(command.split()) == 0
 
 
@@ -161,12 +212,19 @@ def test_a_job_that_is_restarted_after_its_end_replaces_its_own_result(place, ca
     command = f"{TRAIN} {OF} --resume --checkpoint mine --out new"
     assert main(command.split()) == 0 and main(command.split()) == 0
     capsys.readouterr()
-    assert "holds files already" in refused(f"{TRAIN} {OF} --resume --checkpoint mine --out other", capsys)
-    assert "holds files already" in refused(f"{TRAIN} {OF} --resume --checkpoint fresh --out new", capsys)
+    assert "holds files already" in refused(
+        f"{TRAIN} {OF} --resume --checkpoint mine --out other", capsys
+    )
+    assert "holds files already" in refused(
+        f"{TRAIN} {OF} --resume --checkpoint fresh --out new", capsys
+    )
 
 
 def test_a_device_is_written_and_never_removed(place):
-    assert main(f"{TRAIN} {OF} --trace /dev/null --overwrite".split()) == 0 and not Path("/dev/null").is_file()
+    assert (
+        main(f"{TRAIN} {OF} --trace /dev/null --overwrite".split()) == 0
+        and not Path("/dev/null").is_file()
+    )
 
 
 def test_adapters_are_kept_apart_too(place, capsys):
@@ -174,7 +232,9 @@ def test_adapters_are_kept_apart_too(place, capsys):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained("base")
-    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)).save_pretrained("adapter")
+    peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    ).save_pretrained("adapter")
     for out in ("adapter", "adapter/new"):
         assert "--merge" in refused(f"export base {out} --merge adapter --overwrite", capsys)
     assert main("export base new --merge adapter".split()) == 0

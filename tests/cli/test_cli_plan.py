@@ -1,9 +1,10 @@
-"""`infinity plan`, through `infinity.cli.main` in this process: a tiny config, and budgets of machines that are not here.
+"""`infinity plan`, through `infinity.cli.main` in this process: a tiny config, and budgets of
+machines that are not here.
 
 Words used here:
 
-**good input**: what another program may have written. **refused**: exit status 2, one message on stderr that begins with
-"infinity plan:", no traceback, nothing on stdout, nothing written.
+**good input**: what another program may have written. **refused**: exit status 2, one message on
+stderr that begins with "infinity plan:", no traceback, nothing on stdout, nothing written.
 """
 
 from __future__ import annotations
@@ -25,16 +26,38 @@ import infinity.cli
 from infinity.cli import plan as plan_cli
 from infinity.cli.training import compute
 
-TINY = {"model_type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 2}
-KEYS = {"parameters", "units", "tiers", "edges", "seconds", "compute", "rates", "step_seconds", "tokens_per_step",
-        "tokens_per_second", "bottleneck"}  # fmt: skip
+TINY = {
+    "model_type": "gpt2",
+    "vocab_size": 256,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 2,
+}
+KEYS = {
+    "parameters",
+    "units",
+    "tiers",
+    "edges",
+    "seconds",
+    "compute",
+    "rates",
+    "step_seconds",
+    "tokens_per_step",
+    "tokens_per_second",
+    "bottleneck",
+}
 SVG = "{http://www.w3.org/2000/svg}"
-FIXED = {"--device-memory": "8MiB", "--host-memory": "64MiB"}  # nothing depends on this machine then
+FIXED = {
+    "--device-memory": "8MiB",
+    "--host-memory": "64MiB",
+}  # nothing depends on this machine then
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with a config and a disk, which is the current one; the cache of disks' rates is here too."""
+    """A folder with a config and a disk, which is the current one; the cache of disks' rates is
+    here too."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "cache"))
     Path("model.json").write_text(json.dumps(TINY))
@@ -84,13 +107,24 @@ def check_refused(answer: tuple[int, str, str], *patterns: str) -> None:
 
 
 def test_a_cluster_is_planned_on_paper(run):
-    """Four machines of eight devices: one of 32 ranks is shown, with what was assumed and where the figures are from."""
+    """Four machines of eight devices: one of 32 ranks is shown, with what was assumed and where the
+    figures are from."""
     status, out, err = run("--machine", "dgx-h100", "--nodes", 4, "--json", budgets={})
     found = json.loads(out)
-    assert (status, err) == (0, "") and found["ranks"] == 32 and found["assumptions"] and found["sources"]
+    assert (
+        (status, err) == (0, "")
+        and found["ranks"] == 32
+        and found["assumptions"]
+        and found["sources"]
+    )
     assert found["tokens_per_step"] == 32 * run_tokens(run) and found["edges"]["all-gather"] > 0
     status, out, _ = run("--machine", "dgx-h100", "--nodes", 4, budgets={})
-    assert status == 0 and "4 x DGX H100, 32 ranks" in out and "assumptions:" in out and "sources:" in out
+    assert (
+        status == 0
+        and "4 x DGX H100, 32 ranks" in out
+        and "assumptions:" in out
+        and "sources:" in out
+    )
 
 
 def run_tokens(run) -> int:
@@ -107,24 +141,40 @@ def test_a_cluster_with_all_state_on_its_devices_charges_them(run):
     assert "e-0" not in text.partition("assumptions:")[0] and " us" in text, text
 
 
-@pytest.mark.parametrize("words", [("--machine", "none"), ("--machine", "dgx-h100", "--nodes", "0")])
+@pytest.mark.parametrize(
+    "words", [("--machine", "none"), ("--machine", "dgx-h100", "--nodes", "0")]
+)
 def test_a_cluster_that_cannot_be_is_refused(run, words):
     status, out, err = run(*words)
     assert status == 2 and out == "" and err.startswith("infinity plan:")
 
 
 def test_json_has_its_keys_and_they_agree(planned):
-    """One object on stdout; parts sum to tiers, units to parameters, tokens and seconds to the rate."""
+    """One object on stdout; parts sum to tiers, units to parameters, tokens and seconds to the
+    rate."""
     found = planned()
     assert found.keys() == KEYS
-    assert found["parameters"] == sum(u["units"] * u["parameters"] for u in found["units"]) - padding(found)
+    assert found["parameters"] == sum(
+        u["units"] * u["parameters"] for u in found["units"]
+    ) - padding(found)
     assert {"device", "host", "nvme"} == found["tiers"].keys()
     for tier in found["tiers"].values():
         assert tier["nbytes"] == sum(tier["parts"].values())
-    assert found["tiers"]["device"]["nbytes"] <= 8 << 20 and found["tiers"]["host"]["nbytes"] <= 64 << 20
-    assert found["edges"].keys() == {"nvme->host", "host->nvme", "host->device", "device->host", "optimizer"}
+    assert (
+        found["tiers"]["device"]["nbytes"] <= 8 << 20
+        and found["tiers"]["host"]["nbytes"] <= 64 << 20
+    )
+    assert found["edges"].keys() == {
+        "nvme->host",
+        "host->nvme",
+        "host->device",
+        "device->host",
+        "optimizer",
+    }
     assert found["tokens_per_step"] == 4 * 64
-    assert found["tokens_per_second"] == pytest.approx(found["tokens_per_step"] / found["step_seconds"])
+    assert found["tokens_per_second"] == pytest.approx(
+        found["tokens_per_step"] / found["step_seconds"]
+    )
     assert found["step_seconds"] >= max(found["seconds"].values()) > 0
     assert found["bottleneck"] in found["seconds"] and found["compute"] == "measured"
     assert all(u["first"] and u["last"] and u["units"] >= 1 for u in found["units"])
@@ -132,7 +182,13 @@ def test_json_has_its_keys_and_they_agree(planned):
 
 def padding(found: dict) -> int:
     """Elements that units have beyond their parameters."""
-    return sum(u["units"] * u["parameters"] for u in found["units"]) - 256 * 32 - 64 * 32 - 64 - 3 * (12 * 32 * 32 + 13 * 32)
+    return (
+        sum(u["units"] * u["parameters"] for u in found["units"])
+        - 256 * 32
+        - 64 * 32
+        - 64
+        - 3 * (12 * 32 * 32 + 13 * 32)
+    )
 
 
 def test_text_names_every_unit_tier_and_part(run, planned):
@@ -153,9 +209,18 @@ def test_text_names_every_unit_tier_and_part(run, planned):
 
 @pytest.mark.parametrize("homes", [("device", "device"), ("host", "host"), ("nvme", "nvme")])
 def test_the_picture_is_xml_whose_parts_are_the_tiers(run, place, homes):
-    """--svg: well-formed; one <title> per part that has bytes; a tier's rectangles are as long as its share of the
-    largest tier, and lie inside the picture side by side."""
-    words = ["--params", homes[0], "--optimizer", homes[1], "--svg", "map.svg", "--nvme-path", "nvme"]
+    """--svg: well-formed; one <title> per part that has bytes; a tier's rectangles are as long as
+    its share of the largest tier, and lie inside the picture side by side."""
+    words = [
+        "--params",
+        homes[0],
+        "--optimizer",
+        homes[1],
+        "--svg",
+        "map.svg",
+        "--nvme-path",
+        "nvme",
+    ]
     status, out, err = run("--json", *words)
     assert status == 0, err
     found = json.loads(out)
@@ -173,7 +238,10 @@ def test_the_picture_is_xml_whose_parts_are_the_tiers(run, place, homes):
         widths = [float(rect.get("width")) for rect in rects]
         whole = plan_cli.WIDTH - plan_cli.LEFT - 20
         assert sum(widths) == pytest.approx(whole * tier["nbytes"] / largest, abs=0.6 * len(widths))
-        places = [(float(rect.get("x")), float(rect.get("x")) + float(rect.get("width"))) for rect in rects]
+        places = [
+            (float(rect.get("x")), float(rect.get("x")) + float(rect.get("width")))
+            for rect in rects
+        ]
         assert all(begin >= end - 0.6 for (_, end), (begin, _) in zip(places, places[1:]))
         assert places[0][0] == plan_cli.LEFT and places[-1][1] <= plan_cli.WIDTH
         names = " ".join(rect.find(SVG + "title").text for rect in rects)
@@ -182,7 +250,9 @@ def test_the_picture_is_xml_whose_parts_are_the_tiers(run, place, homes):
 
 def test_a_picture_of_nothing():
     """Tiers without bytes: a picture, not a division by zero."""
-    ElementTree.fromstring(plan_cli.draw({tier: {"nbytes": 0, "parts": {}} for tier in ("device", "host", "nvme")}))
+    ElementTree.fromstring(
+        plan_cli.draw({tier: {"nbytes": 0, "parts": {}} for tier in ("device", "host", "nvme")})
+    )
 
 
 # --- what it takes ---
@@ -194,7 +264,9 @@ def test_homes_that_are_named_are_used(planned, params, optimizer):
     """Every unit lies where it was sent, and edges without a tier behind them are empty."""
     found = planned("--params", params, "--optimizer", optimizer, "--nvme-path", "nvme")
     for unit in found["units"]:
-        assert unit["weights"].split(" ")[0] == params and unit["optimizer"].split(" ")[0] == optimizer
+        assert (
+            unit["weights"].split(" ")[0] == params and unit["optimizer"].split(" ")[0] == optimizer
+        )
     disk = "nvme" in (params, optimizer)
     assert (found["tiers"]["nvme"]["nbytes"] > 0) == disk == ("disk" in found["seconds"])
     assert (found["edges"]["host->device"] > 0) == (params != "device")
@@ -202,11 +274,15 @@ def test_homes_that_are_named_are_used(planned, params, optimizer):
 
 
 def test_a_config_file_and_options_over_it(planned, run, place):
-    """TOML and JSON are read; the command line goes over them. Twins: no such file, no table, an unknown key."""
+    """TOML and JSON are read; the command line goes over them. Twins: no such file, no table, an
+    unknown key."""
     Path("c.toml").write_text('params = "host"\noptimizer = "host"\nmoments = "int8"\n')
     Path("c.json").write_text(json.dumps({"params": "host", "optimizer": "host"}))
     small, large = planned("--config", "c.toml"), planned("--config", "c.json")
-    assert small["tiers"]["host"]["parts"]["optimizer state"] < large["tiers"]["host"]["parts"]["optimizer state"]
+    assert (
+        small["tiers"]["host"]["parts"]["optimizer state"]
+        < large["tiers"]["host"]["parts"]["optimizer state"]
+    )
     assert planned("--config", "c.toml", "--params", "device")["units"][0]["weights"] == "device"
     check_refused(run("--config", "none.toml"), "none.toml")
     Path("bad.toml").write_text("params = ")
@@ -218,15 +294,26 @@ def test_a_config_file_and_options_over_it(planned, run, place):
 
 
 def test_host_memory_in_percent(planned, run):
-    """A share of weights, master and moments: with 200 % all is on the host; with 60 % part goes to disk, within that many
-    bytes. Twins: shares that are none."""
+    """A share of weights, master and moments: with 200 % all is on the host; with 60 % part goes to
+    disk, within that many bytes. Twins: shares that are none."""
     state = planned()["parameters"] * (2 + 2 + 8)
-    homes = ("--nvme-path", "nvme", "--nvme-capacity", "1GiB", "--params", "host", "--optimizer", "auto")
+    homes = (
+        "--nvme-path",
+        "nvme",
+        "--nvme-capacity",
+        "1GiB",
+        "--params",
+        "host",
+        "--optimizer",
+        "auto",
+    )
     assert planned("--host-memory", "200%", *homes)["tiers"]["nvme"]["nbytes"] == 0
     assert planned("--host-memory", "200%", *homes)["tiers"]["host"]["nbytes"] <= 2 * state
     assert planned("--host-memory", "110%", *homes)["tiers"]["host"]["nbytes"] <= 1.1 * state
     check_refused(
-        run("--host-memory", "1%", "--params", "host", "--optimizer", "host"), r"host_memory is .* bytes", "Raise host_memory by"
+        run("--host-memory", "1%", "--params", "host", "--optimizer", "host"),
+        r"host_memory is .* bytes",
+        "Raise host_memory by",
     )
     for wrong in ("0%", "-5%", "x%", "nan%", "inf%", "%"):
         check_refused(run(f"--host-memory={wrong}"), "share")
@@ -235,19 +322,24 @@ def test_host_memory_in_percent(planned, run):
 def test_nothing_is_left_in_the_folder_of_the_disk(run, place):
     """A plan with everything on NVMe leaves the folder and the current one as they were."""
     before = sorted(os.listdir(place))
-    status, out, err = run("--params", "nvme", "--optimizer", "nvme", "--nvme-path", "nvme", "--nvme-capacity", "1GiB")
+    status, out, err = run(
+        "--params", "nvme", "--optimizer", "nvme", "--nvme-path", "nvme", "--nvme-capacity", "1GiB"
+    )
     assert status == 0, err
     assert os.listdir("nvme") == []
     assert set(os.listdir(place)) - {"cache"} == set(before)
 
 
 def test_a_capacity_without_a_folder_is_another_machines_disk(planned, run, place):
-    """--nvme-capacity alone: state goes to a disk that is not here. Twin: too small a one is refused."""
+    """--nvme-capacity alone: state goes to a disk that is not here. Twin: too small a one is
+    refused."""
     Path("wider.json").write_text(json.dumps(TINY | {"n_embd": 128}))
     words = ("--device-memory", "2MiB", "--host-memory", "5MiB")
     found = planned("--nvme-capacity", "1GiB", *words, model="wider.json")
     assert found["tiers"]["nvme"]["nbytes"] > 0
-    check_refused(run("--nvme-capacity", "1", *words, model="wider.json"), r"_(memory|capacity) is .* bytes")
+    check_refused(
+        run("--nvme-capacity", "1", *words, model="wider.json"), r"_(memory|capacity) is .* bytes"
+    )
     assert set(os.listdir(place)) == {"model.json", "wider.json", "nvme", "cache"}
 
 
@@ -258,11 +350,28 @@ def test_a_capacity_without_a_folder_serves_named_homes_too(planned):
 
 
 def test_int8_and_masters_change_the_state(planned):
-    """Bytes of the optimizer's state per parameter, by hand: split 2 + 8, fp32 4 + 8, none 8, int8 moments 2 + 2."""
+    """Bytes of the optimizer's state per parameter, by hand: split 2 + 8, fp32 4 + 8, none 8, int8
+    moments 2 + 2."""
     sizes = {}
     Path("wider.json").write_text(json.dumps(TINY | {"n_embd": 128}))  # or whole pages would show
-    for master, moments in (("split", "fp32"), ("fp32", "fp32"), ("none", "fp32"), ("split", "int8"), ("split", "bf16")):
-        found = planned("--master", master, "--moments", moments, "--params", "host", "--optimizer", "host", model="wider.json")
+    for master, moments in (
+        ("split", "fp32"),
+        ("fp32", "fp32"),
+        ("none", "fp32"),
+        ("split", "int8"),
+        ("split", "bf16"),
+    ):
+        found = planned(
+            "--master",
+            master,
+            "--moments",
+            moments,
+            "--params",
+            "host",
+            "--optimizer",
+            "host",
+            model="wider.json",
+        )
         elements = sum(u["units"] * u["parameters"] for u in found["units"])
         sizes[master, moments] = found["tiers"]["host"]["parts"]["optimizer state"] / elements
     expected = {
@@ -279,20 +388,30 @@ def test_int8_and_masters_change_the_state(planned):
 def test_the_built_in_model_is_the_default(planned):
     """Without --model it is that of `infinity train`: 50.8 M parameters."""
     found = planned(
-        model=None, budgets={"--host-memory": "4GiB", "--device-memory": "4GiB", "--batch-size": "1", "--sequence-length": "8"}
+        model=None,
+        budgets={
+            "--host-memory": "4GiB",
+            "--device-memory": "4GiB",
+            "--batch-size": "1",
+            "--sequence-length": "8",
+        },
     )
     assert round(found["parameters"] / 1e6, 1) == 50.8
 
 
 def test_batch_and_length_scale_the_tokens_only(planned):
     """Tokens follow --batch-size and --sequence-length; the plan of the state does not."""
-    one, two = planned("--batch-size", "1", "--sequence-length", "16"), planned("--batch-size", "3", "--gradient-checkpointing")
+    one, two = (
+        planned("--batch-size", "1", "--sequence-length", "16"),
+        planned("--batch-size", "3", "--gradient-checkpointing"),
+    )
     assert (one["tokens_per_step"], two["tokens_per_step"]) == (16, 3 * 64)
     assert one["tiers"] == two["tiers"] and one["units"] == two["units"]
 
 
 def test_tiles_are_named(planned, run):
-    """A device budget below the largest layer: its unit says the size of its tiles, within the budget."""
+    """A device budget below the largest layer: its unit says the size of its tiles, within the
+    budget."""
     Path("wide.json").write_text(json.dumps(TINY | {"vocab_size": 20000}))
     words = ("--device-memory", "512KiB", "--params", "host", "--optimizer", "host")
     found = planned(*words, model="wide.json")
@@ -307,14 +426,24 @@ def test_tiles_are_named(planned, run):
 
 @pytest.mark.parametrize(
     "words",
-    [("--device-memory", "1", "--params", "host"), ("--host-memory", "1"), ("--device-memory", "0"),
-     ("--params", "nvme", "--optimizer", "nvme", "--nvme-path", "nvme", "--nvme-capacity", "1")],
+    [
+        ("--device-memory", "1", "--params", "host"),
+        ("--host-memory", "1"),
+        ("--device-memory", "0"),
+        ("--params", "nvme", "--optimizer", "nvme", "--nvme-path", "nvme", "--nvme-capacity", "1"),
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_impossible_budgets_say_the_numbers(run, words):
-    """Refused with what there is, what is needed and what to change; given that much it works (the twin)."""
+    """Refused with what there is, what is needed and what to change; given that much it works (the
+    twin)."""
     answer = run(*words)
-    check_refused(answer, r"_(memory|capacity) is .*\(\d+ bytes\)", r"the least that works here is .*\(\d+ bytes\)", "Raise")
+    check_refused(
+        answer,
+        r"_(memory|capacity) is .*\(\d+ bytes\)",
+        r"the least that works here is .*\(\d+ bytes\)",
+        "Raise",
+    )
     name, least = answer[2].split()[2], int(re.findall(r"\((\d+) bytes\)", answer[2])[1])
     option = "--" + name.replace("_", "-")
     words = [word for word in words]
@@ -323,13 +452,24 @@ def test_impossible_budgets_say_the_numbers(run, words):
 
 
 GARBAGE = {
-    "no json": "{{{", "a list": "[]", "null": "null", "a number": "3", "nothing": "{}", "bytes": "\x00\x01",
-    "unknown type": {"model_type": "nope"}, "no causal LM": {"model_type": "vit"}, "an encoder-decoder": {"model_type": "t5"},
-    "no heads": TINY | {"n_head": 0}, "heads that do not divide": TINY | {"n_head": 3}, "text for a number": TINY | {"n_head": "x"},
-    "half a width": TINY | {"n_embd": 1.5}, "a negative width": TINY | {"n_embd": -32}, "no vocabulary": TINY | {"vocab_size": 0},
+    "no json": "{{{",
+    "a list": "[]",
+    "null": "null",
+    "a number": "3",
+    "nothing": "{}",
+    "bytes": "\x00\x01",
+    "unknown type": {"model_type": "nope"},
+    "no causal LM": {"model_type": "vit"},
+    "an encoder-decoder": {"model_type": "t5"},
+    "no heads": TINY | {"n_head": 0},
+    "heads that do not divide": TINY | {"n_head": 3},
+    "text for a number": TINY | {"n_head": "x"},
+    "half a width": TINY | {"n_embd": 1.5},
+    "a negative width": TINY | {"n_embd": -32},
+    "no vocabulary": TINY | {"vocab_size": 0},
     "unknown activation": TINY | {"activation_function": "nope"},
     "null layers": TINY | {"n_layer": None},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", GARBAGE)
@@ -342,12 +482,26 @@ def test_garbage_for_a_model_is_one_message(run, what):
 
 @pytest.mark.parametrize(
     "words",
-    [("--batch-size", "0"), ("--batch-size", "-1"), ("--batch-size", "x"), ("--sequence-length", "65"),
-     ("--sequence-length", "0"), ("--sequence-length", "-3"), ("--host-memory", "lots"), ("--device-memory", "25%"),
-     ("--device-memory", "-1"), ("--params", "nvme"), ("--params", "disk"), ("--nvme-path", "none"), ("--nvme-path", "model.json"),
-     ("--activations", "nvme"), ("--nonsense",), ("--dtype", "fp8")],
+    [
+        ("--batch-size", "0"),
+        ("--batch-size", "-1"),
+        ("--batch-size", "x"),
+        ("--sequence-length", "65"),
+        ("--sequence-length", "0"),
+        ("--sequence-length", "-3"),
+        ("--host-memory", "lots"),
+        ("--device-memory", "25%"),
+        ("--device-memory", "-1"),
+        ("--params", "nvme"),
+        ("--params", "disk"),
+        ("--nvme-path", "none"),
+        ("--nvme-path", "model.json"),
+        ("--activations", "nvme"),
+        ("--nonsense",),
+        ("--dtype", "fp8"),
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_bad_options_are_one_message(run, words):
     """Options that mean nothing: refused."""
     status, out, err = run(*words)
@@ -369,22 +523,48 @@ def test_a_picture_that_cannot_be_written_is_one_message(run):
 
 # --- models of many kinds, and very large ones ---
 
-SMALL = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-             intermediate_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+SMALL = dict(
+    vocab_size=300,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    intermediate_size=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 KINDS = {
-    "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "gemma2": {"head_dim": 16}, "gemma3_text": {"head_dim": 16},
-    "cohere2": {}, "smollm3": {}, "gpt_oss": {"head_dim": 16, "num_local_experts": 8}, "mixtral": {}, "olmo2": {}, "phi": {},
-    "gpt_neox": {}, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}, "bloom": {}, "falcon": {}, "mamba": {},
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16},
+    "cohere2": {},
+    "smollm3": {},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 8},
+    "mixtral": {},
+    "olmo2": {},
+    "phi": {},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "bloom": {},
+    "falcon": {},
+    "mamba": {},
     "gpt_neo": {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", few(KINDS, 4))
 def test_architectures_of_two_layers(planned, kind):
-    """A tiny causal LM of every kind is planned and its compute measured; transformers itself builds and runs it first."""
+    """A tiny causal LM of every kind is planned and its compute measured; transformers itself
+    builds and runs it first."""
     config = {"model_type": kind} | SMALL | KINDS[kind]
     Path("kind.json").write_text(json.dumps(config))
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained("kind.json"))
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained("kind.json")
+    )
     ids = torch.zeros(1, 8, dtype=torch.long)
     model(input_ids=ids, labels=ids)
     found = planned("--batch-size", "1", "--sequence-length", "8", model="kind.json")
@@ -392,24 +572,57 @@ def test_architectures_of_two_layers(planned, kind):
 
 
 HUGE = {
-    "405 B of wide layers": dict(hidden_size=16384, num_hidden_layers=126, intermediate_size=53248, num_attention_heads=128,
-                                 num_key_value_heads=8, vocab_size=128256),
-    "104 B of many narrow layers": dict(hidden_size=5120, num_hidden_layers=330, intermediate_size=13824, num_attention_heads=40,
-                                        num_key_value_heads=40, vocab_size=64000),
-}  # fmt: skip
+    "405 B of wide layers": dict(
+        hidden_size=16384,
+        num_hidden_layers=126,
+        intermediate_size=53248,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    ),
+    "104 B of many narrow layers": dict(
+        hidden_size=5120,
+        num_hidden_layers=330,
+        intermediate_size=13824,
+        num_attention_heads=40,
+        num_key_value_heads=40,
+        vocab_size=64000,
+    ),
+}
 
 
-@pytest.mark.parametrize("what", [next(iter(HUGE)), *(pytest.param(each, marks=pytest.mark.slow) for each in list(HUGE)[1:])])
+@pytest.mark.parametrize(
+    "what",
+    [next(iter(HUGE)), *(pytest.param(each, marks=pytest.mark.slow) for each in list(HUGE)[1:])],
+)
 def test_a_huge_config_is_planned_without_its_memory(place, what):
-    """More than 100 B parameters for a machine with 80 GiB of device memory, in a child with 8 tokens a step: it succeeds
-    and its resident memory never reaches 2 GiB."""
+    """More than 100 B parameters for a machine with 80 GiB of device memory, in a child with 8
+    tokens a step: it succeeds and its resident memory never reaches 2 GiB."""
     Path("huge.json").write_text(json.dumps({"model_type": "llama"} | HUGE[what]))
-    words = ["plan", "--model", "huge.json", "--device-memory", "80GiB", "--host-memory", "1TiB", "--nvme-capacity", "64TiB",
-             "--nvme-path", "nvme", "--batch-size", "1", "--sequence-length", "8", "--json"]  # fmt: skip
+    words = [
+        "plan",
+        "--model",
+        "huge.json",
+        "--device-memory",
+        "80GiB",
+        "--host-memory",
+        "1TiB",
+        "--nvme-capacity",
+        "64TiB",
+        "--nvme-path",
+        "nvme",
+        "--batch-size",
+        "1",
+        "--sequence-length",
+        "8",
+        "--json",
+    ]
     code = (
-        "import sys, resource, infinity.cli; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30));"  # spares the others
+        "import sys, resource, infinity.cli; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3"
+        " << 30));"  # spares the others
         "status = infinity.cli.main(sys.argv[1:]);"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(status)"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr);"
+        " sys.exit(status)"
     )
     done = prepared.run("-c", code, *words, imports=prepared.LANGUAGE_MODELS)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -421,35 +634,52 @@ def test_a_huge_config_is_planned_without_its_memory(place, what):
     assert peak < 2 << 30
 
 
-@pytest.mark.parametrize("vocabulary, measured", [pytest.param(32000, True, marks=pytest.mark.slow), (3_000_000, False)])
+@pytest.mark.parametrize(
+    "vocabulary, measured", [pytest.param(32000, True, marks=pytest.mark.slow), (3_000_000, False)]
+)
 def test_what_is_built_to_measure_compute_has_a_limit(monkeypatch, vocabulary, measured):
-    """The probe of three layers has embedding and head as well. With a vocabulary of 3 M (23 GiB of both, in bf16) it
-    must be estimated; with a small one it is measured (the twin). Nothing is built here: the probe only counts."""
-    config = transformers.LlamaConfig(hidden_size=2048, num_hidden_layers=48, intermediate_size=5632, num_attention_heads=16,
-                                      vocab_size=vocabulary)  # fmt: skip
+    """The probe of three layers has embedding and head as well. With a vocabulary of 3 M (23 GiB of
+    both, in bf16) it must be estimated; with a small one it is measured (the twin). Nothing is
+    built here: the probe only counts.
+    """
+    config = transformers.LlamaConfig(
+        hidden_size=2048,
+        num_hidden_layers=48,
+        intermediate_size=5632,
+        num_attention_heads=16,
+        vocab_size=vocabulary,
+    )
     built = []
 
     def count(config, layers, batch, length, dtype, checkpointing):
         small = transformers.LlamaConfig(**config.to_dict() | {"num_hidden_layers": layers})
         with torch.device("meta"):
-            built.append(sum(p.numel() for p in transformers.LlamaForCausalLM(small).parameters()) * dtype.itemsize)
+            built.append(
+                sum(p.numel() for p in transformers.LlamaForCausalLM(small).parameters())
+                * dtype.itemsize
+            )
         return float(layers)
 
     monkeypatch.setattr(compute, "_measure", count)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    found = compute.compute_time(model, config, batch=1, length=8, dtype=torch.bfloat16, checkpointing=False)
+    found = compute.compute_time(
+        model, config, batch=1, length=8, dtype=torch.bfloat16, checkpointing=False
+    )
     print(f"built {max(built, default=0) / 2**30:.1f} GiB of weights")
     assert max(built, default=0) <= compute.LARGEST_PROBE_NBYTES
     assert (found.how == "measured") == measured
 
 
 def test_compute_scales_with_the_layers(monkeypatch):
-    """From one layer and three: 1 s around and 2 s a layer are 1 + 2 n for n layers; never less than one layer's."""
+    """From one layer and three: 1 s around and 2 s a layer are 1 + 2 n for n layers; never less
+    than one layer's."""
     monkeypatch.setattr(compute, "_measure", lambda config, layers, *rest: 1.0 + 2 * layers)
     for layers in (1, 2, 7):
         config = transformers.GPT2Config(n_layer=layers, n_embd=32, n_head=2, vocab_size=100)
         with torch.device("meta"):
             model = transformers.GPT2LMHeadModel(config)
-        found = compute.compute_time(model, config, batch=1, length=8, dtype=torch.float32, checkpointing=False)
+        found = compute.compute_time(
+            model, config, batch=1, length=8, dtype=torch.float32, checkpointing=False
+        )
         assert (found.seconds, found.how) == (1.0 + 2 * layers, "measured")

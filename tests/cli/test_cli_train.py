@@ -1,5 +1,5 @@
-"""`infinity train`, through `infinity.cli.main` in this process: a tiny model (2 layers, 32 wide) on a folder of text
-it can learn in a few steps, with parameters and optimizer at home on NVMe."""
+"""`infinity train`, through `infinity.cli.main` in this process: a tiny model (2 layers, 32 wide)
+on a folder of text it can learn in a few steps, with parameters and optimizer at home on NVMe."""
 
 from __future__ import annotations
 
@@ -43,14 +43,17 @@ SEED = 3
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with a model, text and a disk; also the current directory. One thread is enough for a tiny model."""
+    """A folder with a model, text and a disk; also the current directory. One thread is enough for
+    a tiny model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
     Path("model.json").write_text(json.dumps(TINY))
     Path("text").mkdir()
     for number in range(3):
-        Path("text", f"{number}.txt").write_text(f"the quick brown fox {number} jumps over the lazy dog\n" * 200)
+        Path("text", f"{number}.txt").write_text(
+            f"the quick brown fox {number} jumps over the lazy dog\n" * 200
+        )
     Path("nvme").mkdir()
     yield tmp_path
     torch.set_num_threads(threads)
@@ -74,9 +77,15 @@ OPTIONS = {
 
 
 def run(*flags, **changes):
-    """Exit status of the tiny job. A change `batch_size=2` is `--batch-size 2`; `None` leaves the option out."""
+    """Exit status of the tiny job. A change `batch_size=2` is `--batch-size 2`; `None` leaves the
+    option out."""
     options = OPTIONS | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
-    pairs = [str(word) for option, value in options.items() if value is not None for word in (option, value)]
+    pairs = [
+        str(word)
+        for option, value in options.items()
+        if value is not None
+        for word in (option, value)
+    ]
     print("seed", SEED)
     return infinity.cli.main(["train", *flags, *pairs])
 
@@ -112,13 +121,21 @@ def test_report_has_every_number_and_the_loss_falls(place, report):
     """One run; the fields are those the documentation names."""
     result = report(out="trained", steps=30)
     assert result["held_out_loss_after"] < 0.8 * result["held_out_loss_before"]
-    assert result["bits_per_byte_after"] == pytest.approx(result["held_out_loss_after"] / 0.6931471805599453)
+    assert result["bits_per_byte_after"] == pytest.approx(
+        result["held_out_loss_after"] / 0.6931471805599453
+    )
     assert len(result["losses"]) == result["steps"] == 30 and result["first_step"] == 0
-    assert result["tokens_per_second"] > 0 and result["step_seconds"] > 0 and 0 <= result["stall_share"] <= 1
+    assert (
+        result["tokens_per_second"] > 0
+        and result["step_seconds"] > 0
+        and 0 <= result["stall_share"] <= 1
+    )
     assert set(result["edges"]) == {"nvme->host", "host->nvme", "host->device", "device->host"}
     for moved in result["edges"].values():
         assert set(moved) == {"nbytes", "busy_seconds", "stall_seconds"}
-    assert result["edges"]["nvme->host"]["nbytes"] > 0 and result["edges"]["host->nvme"]["nbytes"] > 0
+    assert (
+        result["edges"]["nvme->host"]["nbytes"] > 0 and result["edges"]["host->nvme"]["nbytes"] > 0
+    )
     assert set(result["tiers"]) == {"device", "host", "nvme"}
     for tier in result["tiers"].values():
         assert tier["peak_nbytes"] <= tier["planned_nbytes"]
@@ -129,7 +146,16 @@ def test_report_has_every_number_and_the_loss_falls(place, report):
 def test_the_human_report_goes_to_stdout_and_names_the_same_things(place, capsys):
     assert run(out="trained") == 0
     shown = capsys.readouterr().out
-    for words in ("held-out loss", "bits per byte", "tokens/s", "stalled", "nvme->host", "budget", "disk", "A sample"):
+    for words in (
+        "held-out loss",
+        "bits per byte",
+        "tokens/s",
+        "stalled",
+        "nvme->host",
+        "budget",
+        "disk",
+        "A sample",
+    ):
         assert words in shown
     assert f"step {STEPS}/{STEPS}" in shown
 
@@ -139,7 +165,9 @@ def test_saved_folder_gives_the_reported_loss_in_plain_transformers(place, repor
     result = report(out="trained")
     model_module = transformers.AutoModelForCausalLM.from_pretrained("trained").eval()
     assert model_module.dtype == torch.bfloat16 and model_module.config.use_cache
-    corpus = corpora.read_corpus(corpora.find_text_files("text"), sequence_length=32, limit_nbytes=1 << 20)
+    corpus = corpora.read_corpus(
+        corpora.find_text_files("text"), sequence_length=32, limit_nbytes=1 << 20
+    )
     batches = corpora.Batches(corpus=corpus, batch_size=4, sequence_length=32, seed=SEED)
     assert job.held_out_loss(model_module, batches.held_out(2)) == result["held_out_loss_after"]
 
@@ -147,7 +175,10 @@ def test_saved_folder_gives_the_reported_loss_in_plain_transformers(place, repor
 def test_homes_budgets_and_recomputation_never_change_a_bit(place, report):
     """The same job with its state on the host, and with activations recomputed in the backward."""
     reference = report(out="nvme-home")
-    assert report(out="host-home", params="host", optimizer="host", nvme_path=None)["losses"] == reference["losses"]
+    assert (
+        report(out="host-home", params="host", optimizer="host", nvme_path=None)["losses"]
+        == reference["losses"]
+    )
     assert report("--gradient-checkpointing", out="recomputed")["losses"] == reference["losses"]
     assert_same_bits(weights("host-home"), weights("nvme-home"))
     assert_same_bits(weights("recomputed"), weights("nvme-home"))
@@ -159,9 +190,13 @@ def test_a_saved_folder_with_a_tokenizer_is_fine_tuned_with_it(place, report):
 
     report(out="trained")
     words = sorted(set("the quick brown fox jumps over the lazy dog 0 1 2".split()))
-    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(["?", "end", *words])}, unk_token="?"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: at for at, word in enumerate(["?", "end", *words])}, unk_token="?")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end", unk_token="?")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="end", unk_token="?"
+    )
     fast.save_pretrained("trained")
     result = report(model="trained", out="tuned", prompt="the quick")
     assert result["data"]["byte_level"] is False and result["bits_per_byte_after"] is None
@@ -172,7 +207,9 @@ def test_a_saved_folder_with_a_tokenizer_is_fine_tuned_with_it(place, report):
 
 
 def test_engine_options_of_a_file_hold_and_the_command_line_goes_over_them(place, report):
-    Path("engine.toml").write_text('params = "nvme"\noptimizer = "nvme"\nmoments = "bf16"\nmax_grad_norm = 0.5\n')
+    Path("engine.toml").write_text(
+        'params = "nvme"\noptimizer = "nvme"\nmoments = "bf16"\nmax_grad_norm = 0.5\n'
+    )
     if_left_out = {"params": None, "optimizer": "host"}
     result = report("--config", "engine.toml", **if_left_out, moments="fp32")
     assert result["homes"] == {"params": "nvme", "optimizer": "host"}
@@ -196,13 +233,16 @@ def interrupt_at(step, monkeypatch, signum=signal.SIGINT):
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_job_resumes_to_the_same_bits(place, report, capsys, signum, status):
-    """SIGINT in the middle of step 3 of 8; the resumed job must end where one that was left alone ends."""
+    """SIGINT in the middle of step 3 of 8; the resumed job must end where one that was left alone
+    ends."""
     whole = report(out="whole")
     handler = signal.getsignal(signum)
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(3, patch, signum)
         assert run("--json", checkpoint="saved", out="broken") == status
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 4  # the step it was in is finished
+    assert (
+        json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 4
+    )  # the step it was in is finished
     assert signal.getsignal(signum) == handler and not Path("broken").exists()
     resumed = report("--resume", checkpoint="saved", out="resumed")
     assert resumed["first_step"] == 4 and resumed["losses"] == whole["losses"][4:]
@@ -212,7 +252,8 @@ def test_an_interrupted_job_resumes_to_the_same_bits(place, report, capsys, sign
 
 
 def test_a_job_that_died_repeats_the_steps_after_its_checkpoint(place, report):
-    """Dies in step 5 with the last checkpoint after step 3: nothing of steps 3 and 4 may be left in the weights."""
+    """Dies in step 5 with the last checkpoint after step 3: nothing of steps 3 and 4 may be left in
+    the weights."""
     whole = report(out="whole")
 
     def die(work, at):
@@ -256,12 +297,17 @@ def test_resume_refuses_to_continue_another_job(place, capsys, changes, message)
 
 
 def batches_of(path, *, sequence_length=16, batch_size=4, seed=SEED):
-    corpus = corpora.read_corpus(corpora.find_text_files(path), sequence_length=sequence_length, limit_nbytes=1 << 20)
-    return corpora.Batches(corpus=corpus, batch_size=batch_size, sequence_length=sequence_length, seed=seed)
+    corpus = corpora.read_corpus(
+        corpora.find_text_files(path), sequence_length=sequence_length, limit_nbytes=1 << 20
+    )
+    return corpora.Batches(
+        corpus=corpus, batch_size=batch_size, sequence_length=sequence_length, seed=seed
+    )
 
 
 def test_batches_follow_from_seed_and_step_alone(place):
-    """In order and out of order, from two objects; another seed, step or micro-batch is another batch."""
+    """In order and out of order, from two objects; another seed, step or micro-batch is another
+    batch."""
     one, other = batches_of("text"), batches_of("text")
     in_order = [one.train(step) for step in range(5)]
     for step in (4, 0, 2):
@@ -297,14 +343,19 @@ def test_a_folder_is_read_in_sorted_order_without_what_is_not_text(place):
     assert files.names == ["a.txt", "b/2.md", "b.txt"]
     corpus = corpora.read_corpus(files, sequence_length=2, limit_nbytes=1000)
     assert bytes(corpus.tokens) == "one é\0two\0three\0".encode()
-    assert bytes(corpora.read_corpus(files, sequence_length=2, limit_nbytes=8).tokens) == "one é\0t".encode()
+    assert (
+        bytes(corpora.read_corpus(files, sequence_length=2, limit_nbytes=8).tokens)
+        == "one é\0t".encode()
+    )
 
 
 def test_default_data_is_the_standard_library_without_its_tests():
     files = corpora.find_text_files()
     assert files.names == sorted(files.names, key=lambda name: tuple(name.split("/")))
     assert "argparse.py" in files.names and "json/decoder.py" in files.names
-    assert not [name for name in files.names if {"test", "tests", "site-packages"} & set(name.split("/"))]
+    assert not [
+        name for name in files.names if {"test", "tests", "site-packages"} & set(name.split("/"))
+    ]
 
 
 # --- the model and its memory ---
@@ -312,7 +363,9 @@ def test_default_data_is_the_standard_library_without_its_tests():
 
 def test_the_built_in_model_has_about_50_million_parameters():
     with torch.device("meta"):
-        built_in = transformers.AutoModelForCausalLM.from_config(model_module.built_in_model_config())
+        built_in = transformers.AutoModelForCausalLM.from_config(
+            model_module.built_in_model_config()
+        )
     assert 48e6 < sum(parameter.numel() for parameter in built_in.parameters()) < 52e6
 
 
@@ -335,7 +388,9 @@ def test_a_budget_in_percent_is_a_share_of_the_training_state(dtype, changes, nb
 
 def test_learning_rate_warms_up_and_ends_at_a_tenth():
     shares = [job.lr_share(step, steps=100, warmup_steps=9) for step in range(101)]
-    assert shares[0] == pytest.approx(0.1) and shares[9] == 1.0 and shares[100] == pytest.approx(0.1)
+    assert (
+        shares[0] == pytest.approx(0.1) and shares[9] == 1.0 and shares[100] == pytest.approx(0.1)
+    )
     assert shares[:10] == sorted(shares[:10]) and shares[9:] == sorted(shares[9:], reverse=True)
 
 
@@ -374,17 +429,41 @@ def no_toml():
 BAD_INPUT = [
     (no_change, {"model": "nowhere"}, "No such model: nowhere"),
     (no_change, {"model": "text/0.txt"}, "text/0.txt is not a model"),
-    (a_folder_without_weights, {"model": "hollow"}, "No safetensors in hollow. For fresh weights give --model hollow/"),
-    (a_small_vocabulary, {"model": "small.json"}, "vocabulary has 100 entries but byte-level text needs 256"),
-    (an_encoder_decoder, {"model": "t5.json"}, "transformers cannot build a causal LM from t5.json"),
+    (
+        a_folder_without_weights,
+        {"model": "hollow"},
+        "No safetensors in hollow. For fresh weights give --model hollow/",
+    ),
+    (
+        a_small_vocabulary,
+        {"model": "small.json"},
+        "vocabulary has 100 entries but byte-level text needs 256",
+    ),
+    (
+        an_encoder_decoder,
+        {"model": "t5.json"},
+        "transformers cannot build a causal LM from t5.json",
+    ),
     (no_change, {"data": "nowhere"}, "No such data: nowhere"),
     (an_empty_folder, {"data": "empty"}, "No text files in empty"),
-    (no_change, {"data_limit": 40}, "holds 40 tokens (--data-limit 40 bytes) but a sequence length of 32 needs 64"),
+    (
+        no_change,
+        {"data_limit": 40},
+        "holds 40 tokens (--data-limit 40 bytes) but a sequence length of 32 needs 64",
+    ),
     (no_change, {"data_limit": "much"}, "--data-limit='much' is not a size"),
     (no_change, {"sequence_length": 65}, "--sequence-length 65 exceeds the model's 64 positions"),
     (no_change, {"sequence_length": 1}, "2 or more (a token and the one to predict)"),
-    (no_change, {"nvme_path": None}, "The home of params and optimizer is nvme but no folder is given"),
-    (no_change, {"nvme_path": "nowhere"}, "No such folder for --nvme-path: nowhere. Create it first"),
+    (
+        no_change,
+        {"nvme_path": None},
+        "The home of params and optimizer is nvme but no folder is given",
+    ),
+    (
+        no_change,
+        {"nvme_path": "nowhere"},
+        "No such folder for --nvme-path: nowhere. Create it first",
+    ),
     (no_change, {"params": "ssd"}, "invalid choice: 'ssd'"),
     (no_change, {"host_memory": "0%"}, "--host-memory 0% is not a share"),
     (no_change, {"host_memory": "lots"}, "host_memory='lots' is not a size"),
@@ -436,14 +515,16 @@ def test_help_does_not_wait_for_torch():
     """In a fresh process: building the parser and printing its help imports nothing heavy."""
     program = "import sys, infinity.cli; infinity.cli.main(['train', '--help'])"
     check = "assert not {'torch', 'transformers', 'rich'} & set(sys.modules)"
-    result = subprocess.run([sys.executable, "-c", f"{program}; {check}"], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", f"{program}; {check}"], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     assert "--host-memory" in result.stdout
 
 
 def test_scalars_for_tensorboard_are_written(place, capsys):
-    """Method: every step's loss and speed are in the event file, read by the library itself. Twin: without the option there
-    is no such folder."""
+    """Method: every step's loss and speed are in the event file, read by the library itself. Twin:
+    without the option there is no such folder."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert run() == 0 and not Path("scalars").exists()
     assert run(tensorboard="scalars") == 0
@@ -451,12 +532,15 @@ def test_scalars_for_tensorboard_are_written(place, capsys):
     names = found.Tags()["scalars"]
     assert any("loss" in name for name in names) and any("tokens" in name for name in names), names
     for name in names:
-        assert [event.step for event in found.Scalars(name)] == sorted({event.step for event in found.Scalars(name)})
+        assert [event.step for event in found.Scalars(name)] == sorted(
+            {event.step for event in found.Scalars(name)}
+        )
     assert max(event.step for name in names for event in found.Scalars(name)) == STEPS
 
 
 def test_scalars_that_cannot_be_written_are_refused(place, capsys, monkeypatch):
-    """Method: a file in the folder's place, and a system without the library: errors that name the option."""
+    """Method: a file in the folder's place, and a system without the library: errors that name the
+    option."""
     pytest.importorskip("tensorboard")
     Path("scalars").write_text("a file")
     assert run(tensorboard="scalars") == 2
@@ -470,12 +554,15 @@ def test_scalars_that_cannot_be_written_are_refused(place, capsys, monkeypatch):
 
 
 def test_a_checkpoint_that_is_there_is_not_replaced_unless_told(place, report, capsys):
-    """Method: a job, the same again (refused, with the checkpoint as it was), with --overwrite, and with --resume."""
+    """Method: a job, the same again (refused, with the checkpoint as it was), with --overwrite, and
+    with --resume."""
     report(checkpoint="saved")
     before = (Path("saved") / "manifest.json").read_bytes()
     assert run(checkpoint="saved") == 2
     said = capsys.readouterr().err
-    assert "saved holds a checkpoint already" in said and "--overwrite" in said and "--resume" in said
+    assert (
+        "saved holds a checkpoint already" in said and "--overwrite" in said and "--resume" in said
+    )
     assert (Path("saved") / "manifest.json").read_bytes() == before
     assert run("--overwrite", "--resume", checkpoint="saved") == 2
     assert "give one of them" in capsys.readouterr().err
@@ -491,17 +578,24 @@ def test_a_place_that_cannot_be_written_is_found_before_the_training(place, caps
     for folder in ("/proc/infinity/results", "file/below", "file"):
         assert run(**{option: folder}) == 2
         said = capsys.readouterr().err
-        assert f"--{option} {folder}" in said and "held-out" not in said and "Traceback" not in said, said
+        assert (
+            f"--{option} {folder}" in said and "held-out" not in said and "Traceback" not in said
+        ), said
     assert Path("file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("option", ["out", "checkpoint"])
 def test_a_place_that_is_too_small_is_found_before_the_training(place, capsys, monkeypatch, option):
-    """Method: the disk says that 10 kB are free; the refusal has both numbers, and no step was made."""
-    monkeypatch.setattr(places.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10_000, total=10**12))
+    """Method: the disk says that 10 kB are free; the refusal has both numbers, and no step was
+    made."""
+    monkeypatch.setattr(
+        places.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10_000, total=10**12)
+    )
     assert run(**{option: "results"}) == 2
     said = capsys.readouterr().err
-    assert f"--{option} results" in said and "9.8 KiB is free" in said and "held-out" not in said, said
+    assert f"--{option} results" in said and "9.8 KiB is free" in said and "held-out" not in said, (
+        said
+    )
     assert not Path("results").exists()
 
 
@@ -522,24 +616,35 @@ sys.exit(main({argv!r}))
 """
 
 
-@pytest.mark.parametrize(("argv", "blocked", "said"), [
-    (["plan", "--model", "model.json"], ["transformers"], "pip install transformers rich"),
-    (["train"], ["transformers"], "pip install transformers rich"),
-    (["train"], ["rich"], "pip install transformers rich"),
-    (["plan", "--model", "model.json"], ["torch"], "pip install 'torch>=2.10'"),
-    (["env"], ["torch"], "pip install 'torch>=2.10'"),
-    (["bench", "io"], ["torch"], "pip install 'torch>=2.10'"),
-    (["train"], ["torch"], "pip install 'torch>=2.10'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "blocked", "said"),
+    [
+        (["plan", "--model", "model.json"], ["transformers"], "pip install transformers rich"),
+        (["train"], ["transformers"], "pip install transformers rich"),
+        (["train"], ["rich"], "pip install transformers rich"),
+        (["plan", "--model", "model.json"], ["torch"], "pip install 'torch>=2.10'"),
+        (["env"], ["torch"], "pip install 'torch>=2.10'"),
+        (["bench", "io"], ["torch"], "pip install 'torch>=2.10'"),
+        (["train"], ["torch"], "pip install 'torch>=2.10'"),
+    ],
+)
 def test_what_is_not_installed_is_one_line(tmp_path, argv, blocked, said):
-    (tmp_path / "model.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}')
+    (tmp_path / "model.json").write_text(
+        '{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}'
+    )
     code = BLOCKED.format(blocked=blocked, argv=argv)
     if "torch" in blocked:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+        )
     else:
         done = prepared.run("-c", code, folder=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert said in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert (
+        said in done.stderr
+        and "Traceback" not in done.stderr
+        and len(done.stderr.strip().splitlines()) == 1
+    ), done.stderr
 
 
 def test_the_version_is_told(capsys):
@@ -553,4 +658,6 @@ def test_auto_is_the_dtype_that_the_processor_multiplies(place, report, monkeypa
 
     monkeypatch.setattr(train, "multiplies_bf16", lambda device: fast)
     report(dtype="auto", out="trained")
-    assert {value.dtype for value in weights("trained").values()} == {torch.bfloat16 if fast else torch.float32}
+    assert {value.dtype for value in weights("trained").values()} == {
+        torch.bfloat16 if fast else torch.float32
+    }

@@ -1,4 +1,5 @@
-"""The command line as a whole: one screen of help, presets, files of options, completion, leftovers, and signals to a child."""
+"""The command line as a whole: one screen of help, presets, files of options, completion,
+leftovers, and signals to a child."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from infinity.cli.completion import script, words
 from infinity.errors import ConfigError
 from infinity.machine import run_files
 
-TINY = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+TINY = {
+    "model_type": "gpt2",
+    "vocab_size": 257,
+    "n_positions": 32,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+}
 SMALL = [
     "--steps",
     "2",
@@ -54,7 +62,10 @@ def test_the_help_is_one_screen(capsys):
 
 
 def test_the_help_does_not_wait_for_torch():
-    code = "import sys; from infinity.cli import main; main(['train', '--help']); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from infinity.cli import main; main(['train', '--help']); sys.exit('torch' in"
+        " sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
@@ -72,23 +83,43 @@ def parsed(*argv: str):
 
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_a_preset_stands_before_the_command_line(name):
-    assert parsed("--preset", name).dtype == "auto" and parsed("--preset", name, "--dtype", "fp32").dtype == "fp32"
+    assert (
+        parsed("--preset", name).dtype == "auto"
+        and parsed("--preset", name, "--dtype", "fp32").dtype == "fp32"
+    )
     assert (parsed("--preset", name).lora_rank is not None) == (name == "lora")
 
 
 def test_a_file_has_the_same_options_and_the_command_line_goes_over_it(place):
-    """Method: text, numbers, switches and lists in the table `train`, in TOML and in JSON; each is what its option would give."""
+    """Method: text, numbers, switches and lists in the table `train`, in TOML and in JSON; each is
+    what its option would give."""
     (place / "a.toml").write_text(
-        'params = "host"\n[train]\nsteps = 7\nlr = 0.5\nresume = true\noverwrite = false\nnvme_path = ["a", "b"]\npreset = "cpu-only"\n'
+        'params = "host"\n[train]\nsteps = 7\nlr = 0.5\nresume = true\noverwrite = false\nnvme_path'
+        ' = ["a", "b"]\npreset = "cpu-only"\n'
     )
     (place / "a.json").write_text(
         json.dumps(
-            {"params": "host", "train": {"steps": 7, "lr": 0.5, "resume": True, "nvme-path": ["a", "b"], "preset": "cpu-only"}}
+            {
+                "params": "host",
+                "train": {
+                    "steps": 7,
+                    "lr": 0.5,
+                    "resume": True,
+                    "nvme-path": ["a", "b"],
+                    "preset": "cpu-only",
+                },
+            }
         )
     )
     for name in ("a.toml", "a.json"):
         args = parsed("--config", name)
-        assert (args.steps, args.lr, args.resume, args.overwrite, args.nvme_path) == (7, 0.5, True, False, [Path("a"), Path("b")])
+        assert (args.steps, args.lr, args.resume, args.overwrite, args.nvme_path) == (
+            7,
+            0.5,
+            True,
+            False,
+            [Path("a"), Path("b")],
+        )
         assert args.gradient_checkpointing and args.device == "cpu"
         args = parsed(f"--config={name}", "--steps", "3", "--nvme-path", "c")
         assert (args.steps, args.lr, args.nvme_path) == (3, 0.5, [Path("c")])
@@ -96,7 +127,11 @@ def test_a_file_has_the_same_options_and_the_command_line_goes_over_it(place):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("train = 3", "not a table"), ("[train]\nsteps = {a = 1}", "train.steps is a dict"), ("x", "neither valid TOML")],
+    [
+        ("train = 3", "not a table"),
+        ("[train]\nsteps = {a = 1}", "train.steps is a dict"),
+        ("x", "neither valid TOML"),
+    ],
 )
 def test_a_file_that_is_none_is_refused(text, said, place, capsys):
     (place / "a.toml").write_text(text)
@@ -106,15 +141,26 @@ def test_a_file_that_is_none_is_refused(text, said, place, capsys):
 
 
 WRONG_KEYS = [
-    ("[train]\nstepz = 3", "a.toml: train.stepz is no option of `infinity train` in a file: did you mean steps?"),
-    ("[train]\nstep = 3", "train.step is no option"), ("[train]\nhelp = true", "train.help is no option"),
-    ("[train]\nconfig = 'b.toml'", "train.config is no option"), ("[train]\nsteps = 0", "a.toml: train.steps: 0 given, 1 or more needed"),
-    ("[train]\nsteps = true", "train.steps is a bool: give text, a number"), ("[train]\nsteps = false", "train.steps is a bool"),
-    ("[train]\nresume = 1", "train.resume is a int: give true or false"), ("[train]\nparams = 'ssd'", "train.params: invalid choice: 'ssd'"),
-    ("[train]\nnvme_paths = ['a']", "train.nvme_paths is no option of `infinity train` in a file: did you mean nvme_path?"),
-    ("steps = 3", "a.toml: unknown config key 'steps'"), ("parms = 'host'", "a.toml: unknown config key 'parms': did you mean 'params'?"),
+    (
+        "[train]\nstepz = 3",
+        "a.toml: train.stepz is no option of `infinity train` in a file: did you mean steps?",
+    ),
+    ("[train]\nstep = 3", "train.step is no option"),
+    ("[train]\nhelp = true", "train.help is no option"),
+    ("[train]\nconfig = 'b.toml'", "train.config is no option"),
+    ("[train]\nsteps = 0", "a.toml: train.steps: 0 given, 1 or more needed"),
+    ("[train]\nsteps = true", "train.steps is a bool: give text, a number"),
+    ("[train]\nsteps = false", "train.steps is a bool"),
+    ("[train]\nresume = 1", "train.resume is a int: give true or false"),
+    ("[train]\nparams = 'ssd'", "train.params: invalid choice: 'ssd'"),
+    (
+        "[train]\nnvme_paths = ['a']",
+        "train.nvme_paths is no option of `infinity train` in a file: did you mean nvme_path?",
+    ),
+    ("steps = 3", "a.toml: unknown config key 'steps'"),
+    ("parms = 'host'", "a.toml: unknown config key 'parms': did you mean 'params'?"),
     ("[trian]\nsteps = 3", "a.toml: unknown config key 'trian': did you mean 'train'?"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "said"), WRONG_KEYS)
@@ -128,8 +174,21 @@ def test_a_key_of_a_file_that_is_none_is_refused_as_the_files_key(text, said, pl
 
 
 @pytest.mark.parametrize(
-    "line", ["train --step 3", "train --step=3", "train --over", "plan --nvme-cap 3", "export a b --mod c", "report --tr a", "top --on",
-             "bench io --round 3", "clean --ye", "env --js", "--vers"])  # fmt: skip
+    "line",
+    [
+        "train --step 3",
+        "train --step=3",
+        "train --over",
+        "plan --nvme-cap 3",
+        "export a b --mod c",
+        "report --tr a",
+        "top --on",
+        "bench io --round 3",
+        "clean --ye",
+        "env --js",
+        "--vers",
+    ],
+)
 def test_an_abbreviation_is_not_completed(line, place, capsys):
     """Method: the beginning of an option of every command: refused. Twin: the whole name, below."""
     assert main(line.split()) == 2
@@ -139,37 +198,78 @@ def test_an_abbreviation_is_not_completed(line, place, capsys):
 
 def test_an_option_that_is_none_is_told_with_the_nearest(capsys):
     assert main(["train", "--step", "3"]) == 2
-    assert "infinity train: error: unrecognized arguments: --step 3 (did you mean --steps?)" in capsys.readouterr().err
+    assert (
+        "infinity train: error: unrecognized arguments: --step 3 (did you mean --steps?)"
+        in capsys.readouterr().err
+    )
 
 
 def test_no_parser_of_the_project_completes_abbreviations():
     """Method: reads every file for a parser that is made without saying so. Twin: one in a text of
     its own."""
     root = Path(__file__).parents[2]
-    files = [path for part in ("infinity", "examples", "tools", "tests/support") for path in (root / part).rglob("*.py")]
-    found = {path.name for path in files for line in path.read_text().splitlines() if completes(line)}
+    files = [
+        path
+        for part in ("infinity", "examples", "tools", "tests/support")
+        for path in (root / part).rglob("*.py")
+    ]
+    found = {
+        path.name for path in files for line in path.read_text().splitlines() if completes(line)
+    }
     assert completes("argparse.ArgumentParser(prog='a')") and not found, found
 
 
 def completes(line: str) -> bool:
-    return "ArgumentParser(" in line and "allow_abbrev=False" not in line and not line.startswith(("class ", "def "))
+    return (
+        "ArgumentParser(" in line
+        and "allow_abbrev=False" not in line
+        and not line.startswith(("class ", "def "))
+    )
 
 
 def test_the_lora_preset_saves_adapters_that_peft_loads(place, capsys):
-    """Method: a folder of transformers' own, trained with the preset; the adapters load onto the same base, which is unchanged."""
+    """Method: a folder of transformers' own, trained with the preset; the adapters load onto the
+    same base, which is unchanged."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    base = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained("model.json"))
-    base.save_pretrained("base")
-    assert main(["train", "--preset", "lora", "--model", "base", "--data", "text.txt", "--out", "out", *SMALL]) == 0, (
-        capsys.readouterr()
+    base = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained("model.json")
     )
-    assert Path("out", "adapter_model.safetensors").exists() and not Path("out", "model.safetensors").exists()
-    loaded = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained("base"), "out")
-    assert any(name.endswith("lora_B.default.weight") and param.any() for name, param in loaded.named_parameters())
+    base.save_pretrained("base")
+    assert (
+        main(
+            [
+                "train",
+                "--preset",
+                "lora",
+                "--model",
+                "base",
+                "--data",
+                "text.txt",
+                "--out",
+                "out",
+                *SMALL,
+            ]
+        )
+        == 0
+    ), capsys.readouterr()
+    assert (
+        Path("out", "adapter_model.safetensors").exists()
+        and not Path("out", "model.safetensors").exists()
+    )
+    loaded = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained("base"), "out"
+    )
+    assert any(
+        name.endswith("lora_B.default.weight") and param.any()
+        for name, param in loaded.named_parameters()
+    )
 
 
 def test_lora_without_weights_is_refused(place, capsys):
-    assert main(["train", "--preset", "lora", "--model", "model.json"]) == 2 and "give --model a folder" in capsys.readouterr().err
+    assert (
+        main(["train", "--preset", "lora", "--model", "model.json"]) == 2
+        and "give --model a folder" in capsys.readouterr().err
+    )
 
 
 # --- completion ---
@@ -189,8 +289,13 @@ def test_the_shell_completes(line, completed, tmp_path):
     """Method: bash itself runs the script's function over a line that ends at the cursor."""
     (tmp_path / "script").write_text(script(words(build_parser()), "bash"))
     typed = " ".join(f"'{word}'" for word in line.split())
-    code = f"source {tmp_path}/script; COMP_WORDS=({typed}); COMP_CWORD={len(line.split()) - 1}; _infinity; echo ${{COMPREPLY[@]}}"
-    assert subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split() == [completed]
+    code = (
+        f"source {tmp_path}/script; COMP_WORDS=({typed}); COMP_CWORD={len(line.split()) - 1};"
+        " _infinity; echo ${COMPREPLY[@]}"
+    )
+    assert subprocess.run(
+        ["bash", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split() == [completed]
 
 
 # --- leftovers ---
@@ -204,19 +309,32 @@ def data(root: Path, name: str, *files: str) -> Path:
 
 
 def test_clean_finds_what_is_ours_and_leaves_everything_else(place, capsys, monkeypatch):
-    """Method: data of a save that was cut short, a run that is over and an old probe; beside each what looks like it and is not."""
+    """Method: data of a save that was cut short, a run that is over and an old probe; beside each
+    what looks like it and is not."""
     monkeypatch.setattr("tempfile.tempdir", str(place / "tmp"))
     (place / "tmp").mkdir()
-    ours = [data(place / "saved", "infinity-0123456789ab", "unit-00000.safetensors", "other.safetensors")]
+    ours = [
+        data(
+            place / "saved", "infinity-0123456789ab", "unit-00000.safetensors", "other.safetensors"
+        )
+    ]
     theirs = [
         data(place / "saved", "infinity-0123456789ac", "diary.txt"),
         data(place / "saved", "infinity-mine", "other.safetensors"),
     ]
     runs = place / "cache" / "runs"
-    run_files.write(runs / "over", run_files.STATUS, 0, {"pid": os.getpid(), "started": 1, "host": os.uname().nodename})
+    run_files.write(
+        runs / "over",
+        run_files.STATUS,
+        0,
+        {"pid": os.getpid(), "started": 1, "host": os.uname().nodename},
+    )
     process = run_files.this_process()
     run_files.write(
-        runs / "alive", run_files.STATUS, 0, {"pid": process.pid, "started": process.started, "host": os.uname().nodename}
+        runs / "alive",
+        run_files.STATUS,
+        0,
+        {"pid": process.pid, "started": process.started, "host": os.uname().nodename},
     )
     ours.append(runs / "over")
     theirs.append(runs / "alive")
@@ -227,9 +345,9 @@ def test_clean_finds_what_is_ours_and_leaves_everything_else(place, capsys, monk
         os.utime(old, (0, 0))
     assert main(["clean", "saved", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {Path(each["path"]).resolve() for each in found["leftovers"]} == {path.resolve() for path in ours} and not found[
-        "removed"
-    ]
+    assert {Path(each["path"]).resolve() for each in found["leftovers"]} == {
+        path.resolve() for path in ours
+    } and not found["removed"]
     assert all(path.exists() for path in ours)
     assert main(["clean", "saved", "--yes"]) == 0
     assert not any(path.exists() for path in ours) and all(path.exists() for path in theirs)
@@ -237,7 +355,8 @@ def test_clean_finds_what_is_ours_and_leaves_everything_else(place, capsys, monk
 
 
 def test_clean_asks_no_name_of_a_user(place, capsys, monkeypatch):
-    """Method: probes of a user without an entry in the system's list, as containers have: this process's is found, another's is left."""
+    """Method: probes of a user without an entry in the system's list, as containers have: this
+    process's is found, another's is left."""
     monkeypatch.setattr("tempfile.tempdir", str(place / "tmp"))
     probes = [data(place / "tmp", f"infinity-probe-abcdefg{letter}", "probe") for letter in "ab"]
     lstat = Path.lstat
@@ -250,15 +369,35 @@ def test_clean_asks_no_name_of_a_user(place, capsys, monkeypatch):
     monkeypatch.setattr(Path, "lstat", of_somebody)
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     assert main(["clean", "--json"]) == 0
-    assert [each["path"] for each in json.loads(capsys.readouterr().out)["leftovers"]] == [str(probes[0])]
+    assert [each["path"] for each in json.loads(capsys.readouterr().out)["leftovers"]] == [
+        str(probes[0])
+    ]
 
 
 # --- signals ---
 
 
 def launch(*more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "infinity", "train", "--model", "model.json", "--data", "text.txt", "--params", "nvme", "--optimizer", "nvme",
-               "--nvme-path", "nvme", "--checkpoint", "saved", *SMALL, *more]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "infinity",
+        "train",
+        "--model",
+        "model.json",
+        "--data",
+        "text.txt",
+        "--params",
+        "nvme",
+        "--optimizer",
+        "nvme",
+        "--nvme-path",
+        "nvme",
+        "--checkpoint",
+        "saved",
+        *SMALL,
+        *more,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -266,7 +405,8 @@ def launch(*more: str) -> subprocess.Popen:
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_a_resumable_checkpoint_and_no_swap_files(signum, status, place):
-    """Method: a child gets the signal when its status says that it has taken steps; its checkpoint is continued to the end."""
+    """Method: a child gets the signal when its status says that it has taken steps; its checkpoint
+    is continued to the end."""
     child = launch("--steps", "100000")
     deadline = time.monotonic() + 200
     while not any(
@@ -281,9 +421,9 @@ def test_a_signal_leaves_a_resumable_checkpoint_and_no_swap_files(signum, status
     said = child.communicate(timeout=60)[0]
     assert child.returncode == status and "--resume continues" in said, said
     step = int(said.split("Interrupted after step ")[1].split()[0])
-    assert not list((place / "nvme").iterdir()) and sorted(path.name for path in (place / "saved").iterdir())[1:] == [
-        "manifest.json"
-    ]
+    assert not list((place / "nvme").iterdir()) and sorted(
+        path.name for path in (place / "saved").iterdir()
+    )[1:] == ["manifest.json"]
     # The schedule of the job is as long as it was said to be: it goes on from that step.
     again = launch("--resume", "--steps", "100000")
     while (line := again.stdout.readline()) and "Continuing from step" not in line:

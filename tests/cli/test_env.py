@@ -1,4 +1,5 @@
-"""``infinity env`` says what was found and chosen, and what to do where it is worse than it could be."""
+"""``infinity env`` says what was found and chosen, and what to do where it is worse than it could
+be."""
 
 from __future__ import annotations
 
@@ -8,8 +9,20 @@ import pytest
 
 from infinity import cli, native
 
-NAMES = {"storage guard", "python", "simd", "io", "fixed buffers", "huge pages", "huge pages, shared", "cuda", "cuda driver", "cuda kernels", "gpudirect storage",
-         "memory"}  # fmt: skip
+NAMES = {
+    "storage guard",
+    "python",
+    "simd",
+    "io",
+    "fixed buffers",
+    "huge pages",
+    "huge pages, shared",
+    "cuda",
+    "cuda driver",
+    "cuda kernels",
+    "gpudirect storage",
+    "memory",
+}
 
 
 def findings(capsys, *more: str) -> dict:
@@ -25,11 +38,14 @@ def test_every_choice_is_named(capsys, tmp_path):
 
 
 def test_a_lesser_choice_comes_with_its_remedy(capsys, monkeypatch, tmp_path):
-    # Method: choose the scalar unit and the thread engine by environment; the report says how to get the better ones.
+    # Method: choose the scalar unit and the thread engine by environment; the report says how to
+    # get the better ones.
     monkeypatch.setenv("INFINITY_SIMD", "scalar")
     monkeypatch.setenv("INFINITY_IO", "threads")
     found = findings(capsys, "--nvme-path", str(tmp_path))
-    assert found["simd"]["value"].startswith("scalar") and found["io"]["value"].startswith("threads")
+    assert found["simd"]["value"].startswith("scalar") and found["io"]["value"].startswith(
+        "threads"
+    )
     if len(native.simd_units()) > 1:
         assert "INFINITY_SIMD" in found["simd"]["remedy"]
     if not native.uring_refusal():

@@ -25,7 +25,12 @@ def watched(tmp_path, monkeypatch):
     (tmp_path / "swap").mkdir()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
-    config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(tmp_path / "swap")], "trace": str(tmp_path / "t.json")}
+    config = {
+        "params": "nvme",
+        "optimizer": "nvme",
+        "nvme_paths": [str(tmp_path / "swap")],
+        "trace": str(tmp_path / "t.json"),
+    }
     model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), config)
     with infinity.Watch(model, steps=3, every=0.0) as watch:
         for _ in range(3):
@@ -39,7 +44,8 @@ def watched(tmp_path, monkeypatch):
 
 
 def test_top_shows_the_job_that_runs(watched, capsys):
-    """Method: this process is the job. Its tiers, edges with their limits, step and loss are on the screen, and in the object."""
+    """Method: this process is the job. Its tiers, edges with their limits, step and loss are on the
+    screen, and in the object."""
     assert main(["top", "--once"]) == 0
     screen = capsys.readouterr().out
     for text in ("running", "step 3 of 3", "loss 0.", "tokens/s", "nvme ", "nvme->host", "GB/s"):
@@ -66,13 +72,28 @@ def test_without_a_job_top_says_what_tells(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "status",
-    [{"rank": "x", "tiers": [1], "edges": {"a": 3}}, {"tiers": {"\x1b[2J": {"charged_nbytes": 1, "planned_nbytes": 0, "budget_nbytes": 0}}},
-     {"step": True, "loss": "<b>", "remaining_seconds": -1, "unit": "\x1b]0;x\x07", "at": "now"}, {},
-     {"step": 10**400, "at": -(10**400), "edges": {"a": {"rate": 10**400, "nbytes": 1}, "b": {"rate": 1.0, "nbytes": 1, "limit": 10**400}},
-      "tiers": {"a": {"charged_nbytes": -1, "planned_nbytes": 0}, "b": {"charged_nbytes": 10**400, "planned_nbytes": 1}}}],
-)  # fmt: skip
+    [
+        {"rank": "x", "tiers": [1], "edges": {"a": 3}},
+        {"tiers": {"\x1b[2J": {"charged_nbytes": 1, "planned_nbytes": 0, "budget_nbytes": 0}}},
+        {"step": True, "loss": "<b>", "remaining_seconds": -1, "unit": "\x1b]0;x\x07", "at": "now"},
+        {},
+        {
+            "step": 10**400,
+            "at": -(10**400),
+            "edges": {
+                "a": {"rate": 10**400, "nbytes": 1},
+                "b": {"rate": 1.0, "nbytes": 1, "limit": 10**400},
+            },
+            "tiers": {
+                "a": {"charged_nbytes": -1, "planned_nbytes": 0},
+                "b": {"charged_nbytes": 10**400, "planned_nbytes": 1},
+            },
+        },
+    ],
+)
 def test_top_shows_what_it_can_of_a_strange_status(status, tmp_path, capsys):
-    """Method: files of other kinds and with control characters: no traceback, and nothing that a terminal obeys."""
+    """Method: files of other kinds and with control characters: no traceback, and nothing that a
+    terminal obeys."""
     run_files.write(tmp_path, run_files.STATUS, 0, status)
     assert main(["top", "--once", str(tmp_path)]) == 0
     assert "\x1b" not in capsys.readouterr().out
@@ -92,7 +113,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.references += [value or "" for name, value in attributes if name in ("src", "href", "xlink:href", "data", "action")]
+        self.references += [
+            value or ""
+            for name, value in attributes
+            if name in ("src", "href", "xlink:href", "data", "action")
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -108,13 +133,22 @@ class Page(HTMLParser):
 
 
 def test_the_report_is_one_page_with_everything_in_it(watched, tmp_path, capsys):
-    """Method: the page is parsed as HTML: every tag is closed, nothing is loaded, and the pictures are there."""
+    """Method: the page is parsed as HTML: every tag is closed, nothing is loaded, and the pictures
+    are there."""
     out = tmp_path / "page.html"
     assert main(["report", "--out", str(out)]) == 0 and capsys.readouterr().out.strip() == str(out)
     page = Page(out.read_text())
     assert not page.open and not page.references and "script" not in page.tags
     assert page.tags.count("svg") == 3 and "polyline" in page.tags and page.tags.count("rect") > 10
-    for text in ("Memory map", "Timeline", "Loss", "optimizer state", "nvme->host", "forward", "step 3 of 3"):
+    for text in (
+        "Memory map",
+        "Timeline",
+        "Loss",
+        "optimizer state",
+        "nvme->host",
+        "forward",
+        "step 3 of 3",
+    ):
         assert text in page.text, text
 
 
@@ -129,7 +163,12 @@ def test_names_in_a_run_are_text_on_the_page(watched, tmp_path):
     """Method: a plan whose parts and tiers are markup."""
     evil = "<script>alert(1)</script>"
     plan = next(run_files.read(watched, run_files.PLAN))
-    run_files.write(watched, run_files.PLAN, 0, plan | {"tiers": {evil: {"nbytes": 5, "parts": {f"'{evil}": 5}}}})
+    run_files.write(
+        watched,
+        run_files.PLAN,
+        0,
+        plan | {"tiers": {evil: {"nbytes": 5, "parts": {f"'{evil}": 5}}}},
+    )
     assert main(["report", "--out", str(tmp_path / "page.html")]) == 0
     assert "script" not in Page((tmp_path / "page.html").read_text()).tags
 
@@ -141,7 +180,8 @@ def test_a_run_of_another_kind_is_refused(tmp_path, capsys):
     assert "is not a run" in capsys.readouterr().err
 
 
-# Of every picture: what its rectangles say, where they are drawn, and the room that they are drawn in. Beside that, what is readable.
+# Of every picture: what its rectangles say, where they are drawn, and the room that they are drawn
+# in. Beside that, what is readable.
 LOOK = """
 (() => {
   const box = (element) => { const { x, y, width, height } = element.getBoundingClientRect(); return { x, y, width, height }; };
@@ -170,41 +210,69 @@ LOOK = """
     }),
   };
 })()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(browser.BINARY is None, reason="no chromium here: apt-get install chromium")
 def test_the_report_is_drawn_by_a_browser_without_a_network(watched, tmp_path):
-    """Method: the page in a headless browser, wide and narrow, light and dark: nothing is complained of, nothing but the page is asked
-    for, every bar and label lies inside its picture, the bars of the memory map are as long as this run's plan says, the timeline has
-    the three steps, text stands out from its ground, and the page itself needs no scrolling sideways."""
+    """Method: the page in a headless browser, wide and narrow, light and dark: nothing is
+    complained of, nothing but the page is asked for, every bar and label lies inside its picture,
+    the bars of the memory map are as long as this run's plan says, the timeline has the three
+    steps, text stands out from its ground, and the page itself needs no scrolling sideways.
+    """
     page = tmp_path / "page.html"
     assert main(["report", "--out", str(page)]) == 0
     tiers = next(run_files.read(watched, run_files.PLAN))["tiers"]
-    planned = {f"{what}, {format_nbytes(nbytes)}" for of_tier in tiers.values() for what, nbytes in of_tier["parts"].items()}
+    planned = {
+        f"{what}, {format_nbytes(nbytes)}"
+        for of_tier in tiers.values()
+        for what, nbytes in of_tier["parts"].items()
+    }
     largest = max(nbytes for of_tier in tiers.values() for nbytes in of_tier["parts"].values())
     with browser.browsing(tmp_path) as shown:
         for width, dark in ((1200, False), (1200, True), (390, False), (390, True)):
             shown.open(page, width=width, dark=dark)
             look = shown.evaluate(LOOK)
             assert shown.complaints == [] and shown.requests == [page.as_uri()]
-            assert look["across"][0] <= look["across"][1] and min(look["contrasts"]) >= 4.5 and set(look["papers"]) == {1}
+            assert (
+                look["across"][0] <= look["across"][1]
+                and min(look["contrasts"]) >= 4.5
+                and set(look["papers"]) == {1}
+            )
             loss, memory, timeline = look["pictures"]
-            assert [loss["name"], memory["name"], timeline["name"]] == ["Loss", "Memory map", "Timeline"]
+            assert [loss["name"], memory["name"], timeline["name"]] == [
+                "Loss",
+                "Memory map",
+                "Timeline",
+            ]
             for picture in look["pictures"]:
                 for each in (*picture["bars"], *picture["texts"], picture["line"]):
-                    right, bottom = picture["x"] + picture["width"], picture["y"] + picture["height"]
-                    assert picture["x"] - 1 <= each["x"] and each["x"] + each["width"] <= right + 1, (picture["name"], each)
-                    assert picture["y"] - 1 <= each["y"] and each["y"] + each["height"] <= bottom + 1, (picture["name"], each)
+                    right, bottom = (
+                        picture["x"] + picture["width"],
+                        picture["y"] + picture["height"],
+                    )
+                    assert (
+                        picture["x"] - 1 <= each["x"] and each["x"] + each["width"] <= right + 1
+                    ), (picture["name"], each)
+                    assert (
+                        picture["y"] - 1 <= each["y"] and each["y"] + each["height"] <= bottom + 1
+                    ), (picture["name"], each)
             assert {bar["title"] for bar in memory["bars"]} == planned
             longest = max(bar["width"] for bar in memory["bars"])
             for bar in memory["bars"]:
                 nbytes = next(
-                    n for t in tiers.values() for what, n in t["parts"].items() if f"{what}, {format_nbytes(n)}" == bar["title"]
+                    n
+                    for t in tiers.values()
+                    for what, n in t["parts"].items()
+                    if f"{what}, {format_nbytes(n)}" == bar["title"]
                 )
                 assert bar["width"] == pytest.approx(longest * nbytes / largest, abs=2)
-            assert {bar["title"].partition(",")[0] for bar in timeline["bars"]} >= {"step 1", "step 2", "step 3"}
+            assert {bar["title"].partition(",")[0] for bar in timeline["bars"]} >= {
+                "step 1",
+                "step 2",
+                "step 3",
+            }
             assert loss["line"]["width"] > loss["width"] / 2
 
 
@@ -213,8 +281,12 @@ def test_the_report_is_drawn_by_a_browser_without_a_network(watched, tmp_path):
 def test_a_page_that_fails_and_loads_is_seen(tmp_path):
     """The twin: a page with an error, a word on the console, and a picture from elsewhere."""
     page = tmp_path / "page.html"
-    page.write_text("<img src='http://example.invalid/a.png'><script>console.log('here'); nowhere()</script>")
+    page.write_text(
+        "<img src='http://example.invalid/a.png'><script>console.log('here'); nowhere()</script>"
+    )
     with browser.browsing(tmp_path) as shown:
         shown.open(page)
-        assert {"Runtime.consoleAPICalled", "Runtime.exceptionThrown"} <= {kind for kind, _ in shown.complaints}
+        assert {"Runtime.consoleAPICalled", "Runtime.exceptionThrown"} <= {
+            kind for kind, _ in shown.complaints
+        }
         assert shown.requests == [page.as_uri(), "http://example.invalid/a.png"]

@@ -1,4 +1,5 @@
-"""Files that anybody may have written: no code of theirs runs, nothing outside their folder is read, and every refusal is one line."""
+"""Files that anybody may have written: no code of theirs runs, nothing outside their folder is
+read, and every refusal is one line."""
 
 from __future__ import annotations
 
@@ -26,7 +27,18 @@ from infinity.untrusted import parse_json, printable, read_text
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"a":' * 50_000, "9" * 10_000, "[1e999, NaN]", "[Infinity]", "", "{", "\x00", '"\ud800']
+    "text",
+    [
+        "[" * 100_000,
+        '{"a":' * 50_000,
+        "9" * 10_000,
+        "[1e999, NaN]",
+        "[Infinity]",
+        "",
+        "{",
+        "\x00",
+        '"\ud800',
+    ],
 )
 def test_json_without_sense_is_a_value_error(text):
     with pytest.raises(ValueError):
@@ -57,7 +69,9 @@ def test_control_characters_are_shown():
 
 def test_a_trace_cannot_move_the_terminal(tmp_path, capsys):
     line = {"ph": "X", "cat": "stalled\x1b[31m", "name": "\x1b]0;owned\x07", "ts": 0, "dur": 1e6}
-    (tmp_path / "trace.json").write_text(f"[\n{json.dumps(line)},\n{json.dumps(line | {'cat': 'stalled'})}\n]")
+    (tmp_path / "trace.json").write_text(
+        f"[\n{json.dumps(line)},\n{json.dumps(line | {'cat': 'stalled'})}\n]"
+    )
     assert main(["trace", str(tmp_path / "trace.json")]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out and "\\x1b]0;owned" in out
@@ -65,7 +79,10 @@ def test_a_trace_cannot_move_the_terminal(tmp_path, capsys):
 
 # --- models ---
 
-CODE = "from pathlib import Path\nPath('{mark}').touch()\nfrom transformers import PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
+CODE = (
+    "from pathlib import Path\nPath('{mark}').touch()\nfrom transformers import"
+    " PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
+)
 AS_A_COMMAND = """
 import sys
 from transformers import dynamic_module_utils
@@ -83,7 +100,9 @@ def test_code_in_a_models_folder_runs_only_where_that_is_said(command, allowed, 
     folder, mark = tmp_path / "model", tmp_path / "ran"
     folder.mkdir()
     (folder / "own.py").write_text(CODE.format(mark=mark))
-    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}})
+    )
     save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
     command = [*command, "--model", str(folder), *(["--trust-remote-code"] if allowed else [])]
     words = ["-c", AS_A_COMMAND, tmp_path / "modules", *command]
@@ -93,12 +112,23 @@ def test_code_in_a_models_folder_runs_only_where_that_is_said(command, allowed, 
     assert allowed or "--trust-remote-code" in done.stderr
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"n_layer": 10**9}, "num_hidden_layers is 1000000000"), ({"n_layer": -1}, "num_hidden_layers is -1"),
-    ({"n_embd": 10**12}, "hidden_size"), ({"vocab_size": 10**15}, "vocab_size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_layer": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"n_layer": -1}, "num_hidden_layers is -1"),
+        ({"n_embd": 10**12}, "hidden_size"),
+        ({"vocab_size": 10**15}, "vocab_size"),
+    ],
+)
 def test_models_that_no_machine_builds_are_refused(changes, said, tmp_path, capsys):
-    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 256} | changes
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 2,
+        "vocab_size": 256,
+    } | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["plan", "--model", str(tmp_path / "config.json")]) == 2
     err = capsys.readouterr().err
@@ -124,7 +154,9 @@ def test_numbers_that_take_the_machine_are_refused(given):
 # --- weights ---
 
 
-def folder_of(path: Path, files: dict[str, dict[str, torch.Tensor]], index: dict[str, str] | None = None) -> Path:
+def folder_of(
+    path: Path, files: dict[str, dict[str, torch.Tensor]], index: dict[str, str] | None = None
+) -> Path:
     path.mkdir()
     for name, tensors in files.items():
         save_file(tensors, path / name)
@@ -147,10 +179,16 @@ def test_a_tensor_in_two_files_needs_an_index(tmp_path):
         assert piece.values.tolist() == [value, value]
 
 
-@pytest.mark.parametrize(("index", "said"), [
-    ({"w": "../outside.safetensors"}, "outside the folder"), ({"w": "/etc/passwd"}, "outside the folder"), ({"w": 3}, "not of names"),
-    ({"w": "a.safetensors", "gone": "a.safetensors"}, "has no such tensor"), (["w"], "not an index"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({"w": "../outside.safetensors"}, "outside the folder"),
+        ({"w": "/etc/passwd"}, "outside the folder"),
+        ({"w": 3}, "not of names"),
+        ({"w": "a.safetensors", "gone": "a.safetensors"}, "has no such tensor"),
+        (["w"], "not an index"),
+    ],
+)
 def test_an_index_that_lies_is_refused(index, said, tmp_path):
     save_file({"w": torch.ones(1)}, tmp_path / "outside.safetensors")
     place = folder_of(tmp_path / "folder", {"a.safetensors": {"w": torch.ones(2)}}, index)
@@ -164,7 +202,9 @@ def test_an_index_that_lies_is_refused(index, said, tmp_path):
 def job():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(torch.bfloat16)
-    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.AdamW(model.parameters()), {"params": "host", "optimizer": "host"}
+    )
     model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     return model, optimizer
@@ -177,13 +217,28 @@ def change(content: dict, path: list, value) -> None:
 
 
 HOSTILE = [
-    (["files"], {}), (["files"], {"../../outside": {"nbytes": 1, "crc32c": 0}}), (["files"], ["unit"]), (["files", "unit-00000.safetensors"], 3),
-    (["parameters"], []), (["parameters", "0.weight", "shape"], [10**9, 10**9]), (["parameters", "0.weight", "shape"], "x"),
-    (["parameters", "0.weight", "stride"], [10**12, 1]), (["parameters", "0.weight", "dtype"], "nonsense"), (["parameters", "0.weight", "dtype"], "__class__"),
-    (["parameters", "0.weight", "step"], -1), (["parameters", "0.weight", "step"], 1.5), (["parameters", "0.weight"], None), (["groups"], 7),
-    (["step_index"], "1"), (["random"], None), (["random"], [{"python": [], "numpy": []}]), (["extra"], {"$dict": [[[], 1]]}),
-    (["extra"], {"$tensor": "nowhere"}), (["persistent_buffers"], 3), (["optimizer"], 5),
-]  # fmt: skip
+    (["files"], {}),
+    (["files"], {"../../outside": {"nbytes": 1, "crc32c": 0}}),
+    (["files"], ["unit"]),
+    (["files", "unit-00000.safetensors"], 3),
+    (["parameters"], []),
+    (["parameters", "0.weight", "shape"], [10**9, 10**9]),
+    (["parameters", "0.weight", "shape"], "x"),
+    (["parameters", "0.weight", "stride"], [10**12, 1]),
+    (["parameters", "0.weight", "dtype"], "nonsense"),
+    (["parameters", "0.weight", "dtype"], "__class__"),
+    (["parameters", "0.weight", "step"], -1),
+    (["parameters", "0.weight", "step"], 1.5),
+    (["parameters", "0.weight"], None),
+    (["groups"], 7),
+    (["step_index"], "1"),
+    (["random"], None),
+    (["random"], [{"python": [], "numpy": []}]),
+    (["extra"], {"$dict": [[[], 1]]}),
+    (["extra"], {"$tensor": "nowhere"}),
+    (["persistent_buffers"], 3),
+    (["optimizer"], 5),
+]
 
 
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
@@ -199,9 +254,14 @@ def test_a_manifest_that_lies_is_refused_before_anything_changes(number, tmp_pat
     try:
         infinity.load_checkpoint(tmp_path / "saved", model, optimizer)
     except infinity.InfinityError:
-        assert differing(dict(model.state_dict()), before) == [] and [set(group) for group in optimizer.param_groups] == keys
+        assert (
+            differing(dict(model.state_dict()), before) == []
+            and [set(group) for group in optimizer.param_groups] == keys
+        )
     else:
-        assert path in (["persistent_buffers"],) or path[2:3] == ["stride"]  # of which a load needs nothing
+        assert path in (["persistent_buffers"],) or path[2:3] == [
+            "stride"
+        ]  # of which a load needs nothing
     status = main(["export", str(tmp_path / "saved"), str(tmp_path / "out")])
     assert status in (0, 2) and "Traceback" not in capsys.readouterr().err
     model(torch.ones(2, 6, dtype=torch.bfloat16))  # goes on
@@ -239,7 +299,8 @@ def test_files_that_lie_are_refused_before_anything_changes(what, tmp_path):
 
 
 def test_adapters_are_saved_as_peft_saves_them(tmp_path):
-    """Method: a LoRA model, trained for a step and saved; PEFT puts it onto the same base, with the same output."""
+    """Method: a LoRA model, trained for a step and saved; PEFT puts it onto the same base, with the
+    same output."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 
     def base() -> nn.Module:
@@ -248,17 +309,23 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path):
             transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
         ).eval()
 
-    lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    lora = peft.LoraConfig(
+        r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+    )
     model = peft.get_peft_model(base(), lora)
     trained = [param for param in model.parameters() if param.requires_grad]
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(trained, lr=0.1), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(trained, lr=0.1), {"params": "host", "optimizer": "host"}
+    )
     ids = torch.arange(8).unsqueeze(0)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     with torch.no_grad():
         expected = model(input_ids=ids).logits.clone()
     infinity.save_pretrained(model, tmp_path / "adapters")
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(os.listdir(tmp_path / "adapters"))
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(
+        os.listdir(tmp_path / "adapters")
+    )
     assert not (tmp_path / "adapters" / "model.safetensors").exists()
     loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "adapters").eval()
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Config: everything a user can choose is checked once, and every refusal names the key, the value and the way out."""
+"""Config: everything a user can choose is checked once, and every refusal names the key, the value
+and the way out."""
 
 from __future__ import annotations
 
@@ -38,14 +39,25 @@ def test_a_config_is_frozen_and_keyword_only():
 @pytest.mark.parametrize(
     "key, given, kept",
     [
-        ("host_memory", "48GiB", 48 * 1024**3), ("device_memory", 1000, 1000), ("nvme_capacity", "1.5 TB", 15 * 10**11),
-        ("nvme_paths", "/a", ("/a",)), ("nvme_paths", Path("/a"), ("/a",)),
-        ("nvme_paths", ["/a", Path("/b")], ("/a", "/b")), ("nvme_paths", None, ()),
-        ("param_dtype", "bf16", torch.bfloat16), ("param_dtype", "torch.float16", torch.float16),
-        ("grad_dtype", torch.float32, torch.float32), ("units", "Block", ("Block",)), ("units", ["A", "B"], ("A", "B")),
-        ("units", "auto", "auto"), ("max_grad_norm", 1, 1), ("micro_batch", 4, 4), ("update_threads", 3, 3), ("moments", "bf16", "bf16"),
+        ("host_memory", "48GiB", 48 * 1024**3),
+        ("device_memory", 1000, 1000),
+        ("nvme_capacity", "1.5 TB", 15 * 10**11),
+        ("nvme_paths", "/a", ("/a",)),
+        ("nvme_paths", Path("/a"), ("/a",)),
+        ("nvme_paths", ["/a", Path("/b")], ("/a", "/b")),
+        ("nvme_paths", None, ()),
+        ("param_dtype", "bf16", torch.bfloat16),
+        ("param_dtype", "torch.float16", torch.float16),
+        ("grad_dtype", torch.float32, torch.float32),
+        ("units", "Block", ("Block",)),
+        ("units", ["A", "B"], ("A", "B")),
+        ("units", "auto", "auto"),
+        ("max_grad_norm", 1, 1),
+        ("micro_batch", 4, 4),
+        ("update_threads", 3, 3),
+        ("moments", "bf16", "bf16"),
     ],
-)  # fmt: skip
+)
 def test_values_are_kept_in_one_form(key, given, kept):
     """Gives the ways to write one value and compares what is kept."""
     assert getattr(Config(**{key: given}), key) == kept
@@ -54,20 +66,37 @@ def test_values_are_kept_in_one_form(key, given, kept):
 @pytest.mark.parametrize(
     "key, value, tells",
     [
-        ("params", "disk", "'auto', 'device', 'host', 'nvme'"), ("optimizer", "hots", "did you mean 'host'"),
-        ("activations", None, "'auto'"), ("params", ["host"], "'host'"), ("master", "fp16", "'split', 'fp32', 'none'"),
-        ("moments", "fp8", "'fp32', 'bf16', 'int8'"), ("host_memory", "lots", "48GiB"), ("device_memory", -1, "48GiB"),
-        ("nvme_capacity", 1.5, "whole number"), ("param_dtype", "fp8", "fp32, bf16, fp16"), ("param_dtype", 16, "fp32"),
-        ("grad_dtype", torch.int8, "fp32"), ("micro_batch", 0, "positive"), ("micro_batch", 1.5, "positive"),
-        ("micro_batch", True, "positive"), ("update_threads", 0, "positive"), ("update_threads", "2", "positive"), ("max_grad_norm", 0, "positive"), ("max_grad_norm", -1.0, "positive"),
-        ("max_grad_norm", float("nan"), "positive"), ("max_grad_norm", "1.0", "positive"),
+        ("params", "disk", "'auto', 'device', 'host', 'nvme'"),
+        ("optimizer", "hots", "did you mean 'host'"),
+        ("activations", None, "'auto'"),
+        ("params", ["host"], "'host'"),
+        ("master", "fp16", "'split', 'fp32', 'none'"),
+        ("moments", "fp8", "'fp32', 'bf16', 'int8'"),
+        ("host_memory", "lots", "48GiB"),
+        ("device_memory", -1, "48GiB"),
+        ("nvme_capacity", 1.5, "whole number"),
+        ("param_dtype", "fp8", "fp32, bf16, fp16"),
+        ("param_dtype", 16, "fp32"),
+        ("grad_dtype", torch.int8, "fp32"),
+        ("micro_batch", 0, "positive"),
+        ("micro_batch", 1.5, "positive"),
+        ("micro_batch", True, "positive"),
+        ("update_threads", 0, "positive"),
+        ("update_threads", "2", "positive"),
+        ("max_grad_norm", 0, "positive"),
+        ("max_grad_norm", -1.0, "positive"),
+        ("max_grad_norm", float("nan"), "positive"),
+        ("max_grad_norm", "1.0", "positive"),
         ("max_grad_norm", True, "positive"),
-        ("checksums", 1, "True, False or 'sampled'"), ("checksums", "sample", "True, False or 'sampled'"),
-        ("nvme_paths", 5, "nvme_paths"), ("nvme_paths", [5], "nvme_paths"),
-        ("units", 5, "units"), ("units", [5], "units"),
+        ("checksums", 1, "True, False or 'sampled'"),
+        ("checksums", "sample", "True, False or 'sampled'"),
+        ("nvme_paths", 5, "nvme_paths"),
+        ("nvme_paths", [5], "nvme_paths"),
+        ("units", 5, "units"),
+        ("units", [5], "units"),
     ],
     ids=lambda value: repr(value)[:40],
-)  # fmt: skip
+)
 def test_a_value_that_cannot_be_is_refused_by_name(key, value, tells):
     """Gives nonsense for every key, through the constructor and through a dict."""
     for make in (lambda: Config(**{key: value}), lambda: Config.make({key: value})):
@@ -107,10 +136,17 @@ def test_a_key_like_no_other_is_refused_with_all_of_them():
 
 def test_toml_json_dict_and_config_say_the_same(tmp_path):
     """Writes one configuration in every form, and names files by str and by Path."""
-    values = {"params": "nvme", "nvme_paths": ["/a", "/b"], "host_memory": "2GiB", "checksums": False}
+    values = {
+        "params": "nvme",
+        "nvme_paths": ["/a", "/b"],
+        "host_memory": "2GiB",
+        "checksums": False,
+    }
     expected = Config(**values)
     toml, as_json, other = tmp_path / "c.toml", tmp_path / "c.json", tmp_path / "c.conf"
-    toml.write_text('params = "nvme"\nnvme_paths = ["/a", "/b"]\nhost_memory = "2GiB"\nchecksums = false\n')
+    toml.write_text(
+        'params = "nvme"\nnvme_paths = ["/a", "/b"]\nhost_memory = "2GiB"\nchecksums = false\n'
+    )
     as_json.write_text(json.dumps(values))
     other.write_text(json.dumps(values))
     for source in (values, expected, toml, str(toml), as_json, str(as_json), other):
@@ -121,12 +157,16 @@ def test_toml_json_dict_and_config_say_the_same(tmp_path):
 @pytest.mark.parametrize(
     "name, content, tells",
     [
-        ("c.toml", b"params = ", "neither valid TOML"), ("c.json", b"{params: 1}", "neither valid TOML"),
-        ("c.json", b"[1, 2]", "holds a list"), ("c.json", b"", "neither valid TOML"),
-        ("c.toml", b"parms = 'host'", "did you mean 'params'"), ("c.json", b'{"params": "disk"}', "params='disk'"),
-        ("c.json", b"\xff\xfe{}", "c.json"), ("c.toml", b"\xff\xfe", "c.toml"),
+        ("c.toml", b"params = ", "neither valid TOML"),
+        ("c.json", b"{params: 1}", "neither valid TOML"),
+        ("c.json", b"[1, 2]", "holds a list"),
+        ("c.json", b"", "neither valid TOML"),
+        ("c.toml", b"parms = 'host'", "did you mean 'params'"),
+        ("c.json", b'{"params": "disk"}', "params='disk'"),
+        ("c.json", b"\xff\xfe{}", "c.json"),
+        ("c.toml", b"\xff\xfe", "c.toml"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_cannot_be_used_is_refused_with_its_reason(tmp_path, name, content, tells):
     """Reads broken, mistyped and binary files."""
     path = tmp_path / name
@@ -161,7 +201,12 @@ DEEPSPEED = {
     "zero_optimization": {
         "stage": 3,
         "overlap_comm": True,
-        "offload_param": {"device": "nvme", "nvme_path": "/scratch", "pin_memory": True, "buffer_count": 5},
+        "offload_param": {
+            "device": "nvme",
+            "nvme_path": "/scratch",
+            "pin_memory": True,
+            "buffer_count": 5,
+        },
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
     },
     "aio": {"block_size": 1048576, "queue_depth": 8},
@@ -180,7 +225,13 @@ def test_a_deepspeed_config_keeps_its_meaning(tmp_path, caplog):
     """Translates a ZeRO-3 JSON with both kinds of offload, from a dict and from its file."""
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(DEEPSPEED))
-    expected = Config(params="nvme", optimizer="host", nvme_paths=["/scratch"], param_dtype="bf16", max_grad_norm=0.5)
+    expected = Config(
+        params="nvme",
+        optimizer="host",
+        nvme_paths=["/scratch"],
+        param_dtype="bf16",
+        max_grad_norm=0.5,
+    )
     for source in (DEEPSPEED, path, str(path)):
         config, _ = report_of(source, caplog)
         assert config == expected
@@ -197,12 +248,18 @@ def test_a_deepspeed_config_keeps_its_meaning(tmp_path, caplog):
         ({"fp16": {"enabled": True}}, {"param_dtype": "fp16"}),
         ({"bf16": {"enabled": "auto"}}, {}),
         ({"gradient_clipping": 0}, {}),
-        ({"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/a"},
-                                "offload_optimizer": {"device": "nvme", "nvme_path": "/b"}}},
-         {"params": "nvme", "optimizer": "nvme", "nvme_paths": ["/a", "/b"]}),
+        (
+            {
+                "zero_optimization": {
+                    "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/b"},
+                }
+            },
+            {"params": "nvme", "optimizer": "nvme", "nvme_paths": ["/a", "/b"]},
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_each_deepspeed_setting_is_mapped_alone(source, changed, caplog):
     """Translates one setting at a time."""
     assert report_of(source, caplog)[0] == Config(**changed)
@@ -213,7 +270,11 @@ def leaves(mapping: dict, depth: int = 0, prefix: str = "") -> list[str]:
     found = []
     for key, value in mapping.items():
         known = key in ("zero_optimization", "offload_param", "offload_optimizer", "bf16", "fp16")
-        found += leaves(value, depth + 1, f"{prefix}{key}.") if known and isinstance(value, dict) else [prefix + key]
+        found += (
+            leaves(value, depth + 1, f"{prefix}{key}.")
+            if known and isinstance(value, dict)
+            else [prefix + key]
+        )
     return found
 
 
@@ -223,11 +284,15 @@ def leaves(mapping: dict, depth: int = 0, prefix: str = "") -> list[str]:
         DEEPSPEED,
         {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto"}},
         {"bf16": {"enabled": False}, "gradient_clipping": 0.0},
-        {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/a"},
-                               "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}},
+        {
+            "zero_optimization": {
+                "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+            }
+        },
     ],
     ids=["zero3", "auto", "off", "one path twice"],
-)  # fmt: skip
+)
 def test_every_deepspeed_key_is_accounted_for(source, caplog):
     """Looks for every key's dotted name in the log: mapped, not needed or off, none is dropped
     without a word."""

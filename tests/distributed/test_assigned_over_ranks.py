@@ -10,10 +10,13 @@ pytestmark = pytest.mark.timeout(700)
 
 @pytest.mark.parametrize("mode", ["parameters", "gradients", "optimizer"])
 def test_an_assigned_tensor_is_the_gradient_until_that_parts_from_it(mode, standing_ranks):
-    """A flat buffer is clamped after its views were assigned: the bits of clip_grad_value_. Twin: changed once the gradient
-    is another one, it raises on every rank."""
+    """A flat buffer is clamped after its views were assigned: the bits of clip_grad_value_. Twin:
+    changed once the gradient is another one, it raises on every rank."""
     jobs = Jobs(standing_ranks(2), "assigned_jobs", {"assigned": {"shard": mode}})
     for found in jobs["assigned"]:
         assert found["different"] == []
         # With ZeRO-1 a backward on top of a gradient that was set is refused by itself.
-        assert all("assigned" in said or (mode == "optimizer" and "backward" in said) for said in found["said"]), found["said"]
+        assert all(
+            "assigned" in said or (mode == "optimizer" and "backward" in said)
+            for said in found["said"]
+        ), found["said"]

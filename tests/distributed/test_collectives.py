@@ -1,4 +1,5 @@
-"""Collectives without a launch: what they compute, with other ranks made up, or between two threads (see `pair`)."""
+"""Collectives without a launch: what they compute, with other ranks made up, or between two threads
+(see `pair`)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from infinity.distributed.lockstep import Lockstep
 from infinity.errors import ConfigError, PeerError, UsageError
 
 SAID = SimpleNamespace(
-    common="step()", own="", of_stages="a step", values=lambda: [1], agrees=lambda spans: True, check=lambda spans: None
+    common="step()",
+    own="",
+    of_stages="a step",
+    values=lambda: [1],
+    agrees=lambda spans: True,
+    check=lambda spans: None,
 )
 
 
@@ -32,20 +38,32 @@ def replicas(of: torch.Tensor, monkeypatch) -> Collectives:
         return SimpleNamespace(wait=lambda limit: None, is_completed=lambda: True)
 
     monkeypatch.setattr(kinds, "all_gather", all_gather)
-    place = SimpleNamespace(rank=0, size=2, bulk=None, lockstep=Lockstep(), finish_meeting=lambda: None)
+    place = SimpleNamespace(
+        rank=0, size=2, bulk=None, lockstep=Lockstep(), finish_meeting=lambda: None
+    )
     return Collectives(DataRanks(replicas=place))
 
 
 def test_averages_are_over_all_data_ranks(monkeypatch):
     """A row of one and two replicas: the sum of both is divided by two, not by the row's size."""
     found = []
-    pending = replicas(torch.tensor([5.0, 7.0]), monkeypatch).reduce(torch.tensor([1.0, 2.0]), "a gradient", found.append)
+    pending = replicas(torch.tensor([5.0, 7.0]), monkeypatch).reduce(
+        torch.tensor([1.0, 2.0]), "a gradient", found.append
+    )
     pending.wait()
     assert torch.equal(found[0], torch.tensor([3.0, 4.5]))
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "least"), [(3, 2, 2), (2, 3, 2), (None, 4, 4), (4, None, 4), (None, None, None), (999, None, MOST_OFFERED)]
+    ("mine", "theirs", "least"),
+    [
+        (3, 2, 2),
+        (2, 3, 2),
+        (None, 4, 4),
+        (4, None, 4),
+        (None, None, None),
+        (999, None, MOST_OFFERED),
+    ],
 )
 def test_an_offer_is_the_least_of_all_ranks(mine, theirs, least):
     """None: a rank whose backward is over can start whatever the others can."""
@@ -54,17 +72,22 @@ def test_an_offer_is_the_least_of_all_ranks(mine, theirs, least):
         other = BACKWARD_OVER if theirs is None else theirs
         return torch.tensor([flags, [255 - other]], dtype=torch.uint8).amax(0)
 
-    place = SimpleNamespace(rank=0, size=2, rendezvous=rendezvous, finish_meeting=lambda: None, lockstep=Lockstep())
+    place = SimpleNamespace(
+        rank=0, size=2, rendezvous=rendezvous, finish_meeting=lambda: None, lockstep=Lockstep()
+    )
     ranks = DataRanks(size=2, row=place)
     assert Collectives(ranks).offer(mine) == least
 
 
 @pytest.fixture
 def both(monkeypatch) -> Callable[..., list]:
-    """Runs something on two ranks, given each one's collectives; ``axis``: what the ranks have each a part of."""
+    """Runs something on two ranks, given each one's collectives; ``axis``: what the ranks have each
+    a part of."""
     monkeypatch.setattr(kinds, "all_gather", pair.all_gather)
     monkeypatch.setattr(kinds, "dist", pair)
-    monkeypatch.setattr(DataRanks, "world_rank", property(lambda ranks: next(iter(ranks.channels)).rank))
+    monkeypatch.setattr(
+        DataRanks, "world_rank", property(lambda ranks: next(iter(ranks.channels)).rank)
+    )
 
     def run(work: Callable[[Collectives], Any], *, axis: str = "row", **more: Any) -> list:
         def make(meeting: pair.Pair, rank: int) -> Collectives:
@@ -76,7 +99,9 @@ def both(monkeypatch) -> Callable[..., list]:
     return run
 
 
-def filled(collectives: Collectives, numel: int = 512, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def filled(
+    collectives: Collectives, numel: int = 512, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """A flat array of which this rank's slice is there."""
     flat = torch.full((numel,), -1.0, dtype=dtype)
     rank = collectives.ranks.rank
@@ -93,14 +118,23 @@ def test_a_gather_brings_the_others_slices(both, dtype):
 
     def work(collectives: Collectives) -> tuple:
         flat = filled(collectives, dtype=dtype)
-        pending = collectives.gather(flat, "unit 0", offered=300 if collectives.ranks.rank else 7 + MOST_OFFERED)
+        pending = collectives.gather(
+            flat, "unit 0", offered=300 if collectives.ranks.rank else 7 + MOST_OFFERED
+        )
         pending.wait()
         return flat, pending.least_offered, collectives.traffic.collectives["all-gather"].nbytes
 
     for flat, least, nbytes in both(work):
-        assert torch.equal(flat, WHOLE.to(dtype)) and least == MOST_OFFERED and nbytes == 256 * dtype.itemsize
+        assert (
+            torch.equal(flat, WHOLE.to(dtype))
+            and least == MOST_OFFERED
+            and nbytes == 256 * dtype.itemsize
+        )
     assert [
-        found[1] for found in both(lambda c: (None, c.gather(filled(c), "unit 0", offered=3 + c.ranks.rank).least_offered))
+        found[1]
+        for found in both(
+            lambda c: (None, c.gather(filled(c), "unit 0", offered=3 + c.ranks.rank).least_offered)
+        )
     ] == [3, 3]
     assert Collectives().gather(torch.zeros(4), "unit 0") is None
 
@@ -141,13 +175,20 @@ def test_a_reduction_gives_each_rank_its_slice_of_the_mean(both):
         return found[0], collectives.traffic.collectives["reduce-scatter"].nbytes
 
     for average, nbytes in both(work):
-        assert average.dtype == torch.float32 and torch.equal(average, torch.full((256,), 128.5)) and nbytes == 512
+        assert (
+            average.dtype == torch.float32
+            and torch.equal(average, torch.full((256,), 128.5))
+            and nbytes == 512
+        )
 
 
 def test_flags_that_any_rank_has_set_are_set(both):
     flags = [[True, False, False], [False, False, True]]
     assert both(lambda c: c.agree(flags[c.ranks.rank], "flags")) == [[True, False, True]] * 2
-    assert both(lambda c: c.agree(flags[c.ranks.tensor.rank], "flags"), axis="tensor") == [[True, False, True]] * 2
+    assert (
+        both(lambda c: c.agree(flags[c.ranks.tensor.rank], "flags"), axis="tensor")
+        == [[True, False, True]] * 2
+    )
     assert Collectives().agree([1, 0], "flags") == [True, False]
 
 
@@ -155,23 +196,32 @@ def test_flags_that_any_rank_has_set_are_set(both):
 def test_values_are_exchanged_along_the_axes_that_are_asked_for(both, axis):
     def work(collectives: Collectives) -> list[list[float]]:
         mine = torch.tensor([1.0, 2.0]) + 10 * collectives.ranks.channels[0].rank
-        return collectives.exchange(mine, "values", over_tensors=axis == "tensor", over_stages=axis == "stages").tolist()
+        return collectives.exchange(
+            mine, "values", over_tensors=axis == "tensor", over_stages=axis == "stages"
+        ).tolist()
 
     assert both(work, axis=axis) == [[[1.0, 2.0], [11.0, 12.0]]] * 2
     if axis != "row":  # and not along others
-        own = both(lambda c: c.exchange(torch.tensor([1.0 + c.ranks.channels[0].rank]), "values").tolist(), axis=axis)
+        own = both(
+            lambda c: c.exchange(torch.tensor([1.0 + c.ranks.channels[0].rank]), "values").tolist(),
+            axis=axis,
+        )
         assert own == [[[1.0]], [[2.0]]]
 
 
 def test_the_least_of_each_value_is_found(both):
     values = [[3, 5], [4, 2]]
     assert both(lambda c: c.least(values[c.ranks.rank], "values")) == [[3, 2]] * 2
-    assert both(lambda c: c.least(values[c.ranks.stage], "values", over_stages=True), axis="stages") == [[3, 2]] * 2
+    assert (
+        both(lambda c: c.least(values[c.ranks.stage], "values", over_stages=True), axis="stages")
+        == [[3, 2]] * 2
+    )
     assert both(lambda c: c.least(values[c.ranks.stage], "values"), axis="stages") == values
 
 
 def test_pieces_of_any_length_are_assembled(both):
-    """Rank 0 has the first three of eight, rank 1 the rest; where one has none, nothing of it is sent."""
+    """Rank 0 has the first three of eight, rank 1 the rest; where one has none, nothing of it is
+    sent."""
 
     def work(pieces: list[tuple[int, int]]) -> Callable[[Collectives], list]:
         def assemble(collectives: Collectives) -> list:
@@ -190,19 +240,38 @@ def test_pieces_of_any_length_are_assembled(both):
 
 
 def test_the_first_ranks_tensor_is_everyones(both):
-    assert both(lambda c: c.broadcast(torch.tensor([5 + c.ranks.rank]), "a value").tolist()) == [[5], [5]]
-    found = both(lambda c: c.broadcast(torch.tensor([5 + c.ranks.part]), "a value", over_tensors=True).tolist(), axis="tensor")
+    assert both(lambda c: c.broadcast(torch.tensor([5 + c.ranks.rank]), "a value").tolist()) == [
+        [5],
+        [5],
+    ]
+    found = both(
+        lambda c: c.broadcast(
+            torch.tensor([5 + c.ranks.part]), "a value", over_tensors=True
+        ).tolist(),
+        axis="tensor",
+    )
     assert found == [[5], [5]]
-    assert both(lambda c: c.broadcast(torch.tensor([5 + c.ranks.part]), "a value").tolist(), axis="tensor") == [[5], [6]]
+    assert both(
+        lambda c: c.broadcast(torch.tensor([5 + c.ranks.part]), "a value").tolist(), axis="tensor"
+    ) == [[5], [6]]
 
 
 def test_objects_are_collected_in_the_order_of_ranks(both):
-    assert both(lambda c: c.collect({"rank": c.ranks.rank}, "objects")) == [[{"rank": 0}, {"rank": 1}]] * 2
+    assert (
+        both(lambda c: c.collect({"rank": c.ranks.rank}, "objects"))
+        == [[{"rank": 0}, {"rank": 1}]] * 2
+    )
     assert both(lambda c: c.collect(c.ranks.rank, "objects", among=[])) == [[0], [1]]
 
 
-@pytest.mark.parametrize(("theirs", "said"), [({"a": "1"}, None), ({"a": "2"}, "a is 1 on rank 0 and 2 on rank 1"),
-                                              ({}, "a is 1 on rank 0 and absent on rank 1")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({"a": "1"}, None),
+        ({"a": "2"}, "a is 1 on rank 0 and 2 on rank 1"),
+        ({}, "a is 1 on rank 0 and absent on rank 1"),
+    ],
+)
 def test_descriptions_that_differ_are_told_with_the_first_difference(both, theirs, said):
     def work(collectives: Collectives) -> str | None:
         try:
@@ -217,9 +286,12 @@ def test_descriptions_that_differ_are_told_with_the_first_difference(both, their
 
 
 @pytest.mark.parametrize(
-    ("axis", "over_tensors", "meets"), [("row", False, True), ("tensor", True, True), ("tensor", False, False)]
+    ("axis", "over_tensors", "meets"),
+    [("row", False, True), ("tensor", True, True), ("tensor", False, False)],
 )
-def test_values_that_differ_are_refused_where_they_are_to_be_the_same(both, axis, over_tensors, meets):
+def test_values_that_differ_are_refused_where_they_are_to_be_the_same(
+    both, axis, over_tensors, meets
+):
     def work(change: int) -> Callable[[Collectives], bool]:
         def same(collectives: Collectives) -> bool:
             tensor = torch.arange(6).view(2, 3).t() + change * collectives.ranks.channels[0].rank
@@ -254,18 +326,25 @@ def test_ranks_that_are_at_other_steps_are_told(both):
     def work(collectives: Collectives) -> str:
         collectives.note_progress(steps=2, backwards=collectives.ranks.channels[0].rank)
         try:
-            collectives.meet_for_step(SAID, over_stages=SAID, trace=[], in_common=SimpleNamespace(), then=lambda: None)
+            collectives.meet_for_step(
+                SAID, over_stages=SAID, trace=[], in_common=SimpleNamespace(), then=lambda: None
+            )
         except UsageError as error:
             return str(error)
         return "met"
 
-    assert both(work) == ["'step() (after 2 steps and 0 backwards)' and 'step() (after 2 steps and 1 backwards)'"] * 2
+    assert (
+        both(work)
+        == ["'step() (after 2 steps and 0 backwards)' and 'step() (after 2 steps and 1 backwards)'"]
+        * 2
+    )
     assert both(work, axis="stages") == ["met"] * 2
 
 
 @pytest.mark.parametrize("agree", [True, False])
 def test_a_step_of_parts_is_written_down_only_where_they_have_the_same(agree):
-    """Where no data ranks meet behind them: as soon as the spans are known, before the meeting returns. Twin: spans that differ."""
+    """Where no data ranks meet behind them: as soon as the spans are known, before the meeting
+    returns. Twin: spans that differ."""
     told: list[str] = []
 
     class Place:
@@ -278,10 +357,20 @@ def test_a_step_of_parts_is_written_down_only_where_they_have_the_same(agree):
         if not in_common.agrees(spans):
             raise UsageError("differ")
 
-    in_common = SimpleNamespace(values=lambda: [1], agrees=lambda spans: all(least == most for least, most in spans), check=check)
+    in_common = SimpleNamespace(
+        values=lambda: [1],
+        agrees=lambda spans: all(least == most for least, most in spans),
+        check=check,
+    )
     collectives = Collectives(DataRanks(tensor=Place()))
     try:
-        collectives.meet_for_step(SAID, over_stages=None, trace=[], in_common=in_common, then=lambda: told.append("written"))
+        collectives.meet_for_step(
+            SAID,
+            over_stages=None,
+            trace=[],
+            in_common=in_common,
+            then=lambda: told.append("written"),
+        )
     except UsageError:
         told.append("refused")
     assert told == (["written", "met"] if agree else ["met", "refused"])

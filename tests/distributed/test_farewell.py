@@ -26,7 +26,8 @@ def test_a_long_reason_leaves_room_for_where_it_was():
 
 
 def test_causes_in_a_circle_end():
-    """`raise cause from error` where error was raised from cause: a rank that followed the circle would never end."""
+    """`raise cause from error` where error was raised from cause: a rank that followed the circle
+    would never end."""
     cause, error = ValueError("why"), RuntimeError("where")
     cause.__cause__, error.__cause__ = error, cause
     assert describe_chain(error) == "ValueError: why, in RuntimeError: where"

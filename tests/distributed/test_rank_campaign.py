@@ -14,9 +14,14 @@ import rank_campaign
 SEED = 5
 
 
-def strikes(setup: str, operations: list[str], hows: tuple[str, ...], count: int) -> list[tuple[str, str, int]]:
+def strikes(
+    setup: str, operations: list[str], hows: tuple[str, ...], count: int
+) -> list[tuple[str, str, int]]:
     chance = random.Random(f"{SEED} {setup}")
-    return [(chance.choice(operations), chance.choice(hows), chance.randrange(1 << 30)) for _ in range(count)]
+    return [
+        (chance.choice(operations), chance.choice(hows), chance.randrange(1 << 30))
+        for _ in range(count)
+    ]
 
 
 def check(setup: str, chosen: list[tuple[str, str, int]]) -> None:
@@ -57,10 +62,15 @@ def test_the_campaign_tells_what_is_wrong(tmp_path, monkeypatch):
         for rank, line in enumerate(ranks):
             lines = ['{"begun": 0}'] + ([json.dumps({"number": 0, **line})] if line else [])
             (tmp_path / f"told.{rank}").write_text("\n".join(lines))
-        (found,) = rank_campaign.judge("dp2", [("step", "line", 1)], tmp_path, [Ended] * len(ranks), hang)
+        (found,) = rank_campaign.judge(
+            "dp2", [("step", "line", 1)], tmp_path, [Ended] * len(ranks), hang
+        )
         return found["outcome"]
 
     assert judged(told, told) == "same"
     assert judged(told, told | {"end": 1}) == "silent" == judged(told, told | {"outcome": "silent"})
-    assert judged(told, told | {"outcome": "untyped"}) == "untyped" and judged(told, told | {"outcome": "typed"}) == "typed"
+    assert (
+        judged(told, told | {"outcome": "untyped"}) == "untyped"
+        and judged(told, told | {"outcome": "typed"}) == "typed"
+    )
     assert judged(told, None, status=1) == "crash" and judged(told, None, hang="stacks") == "hang"

@@ -1,6 +1,8 @@
-"""Shared homes: ranks of one machine read each other's weights where they lie: the same bits, from nobody who does not show them.
+"""Shared homes: ranks of one machine read each other's weights where they lie: the same bits, from
+nobody who does not show them.
 
-What the memory itself does, with ranks that come late, differ or end, is in csrc/tests/shared_row.cpp.
+What the memory itself does, with ranks that come late, differ or end, is in
+csrc/tests/shared_row.cpp.
 """
 
 from __future__ import annotations
@@ -27,8 +29,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "ahead in vain": {"config": {"speculate": True, "max_grad_norm": 1e-2}},
     "parked": HOST,
 }
-REFUSALS = {"connect": "no entry", "kernel": "several machines", "weights": "no weights are in memory", "file": "too many files",
-            "room": "no weights are in memory"}  # fmt: skip
+REFUSALS = {
+    "connect": "no entry",
+    "kernel": "several machines",
+    "weights": "no weights are in memory",
+    "file": "too many files",
+    "room": "no weights are in memory",
+}
 
 
 def refusal() -> str:
@@ -49,10 +56,16 @@ def two(standing_ranks, tmp_path_factory) -> Mapping[str, list[Any]]:
     jobs: dict[str, dict] = {}
     for name, run in RUNS.items():
         for shares in (None, False):
-            jobs[f"trains:{name}-{shares}"] = run | {"config": run["config"] | {"share_homes": shares}}
+            jobs[f"trains:{name}-{shares}"] = run | {
+                "config": run["config"] | {"share_homes": shares}
+            }
             if name == "parked":
                 jobs[f"trains:{name}-{shares}"]["parks"] = str(folder)
-    jobs |= {f"refused:{how}-{asked}": {"how": how, "asked": asked} for how in REFUSALS for asked in (True, False)}
+    jobs |= {
+        f"refused:{how}-{asked}": {"how": how, "asked": asked}
+        for how in REFUSALS
+        for asked in (True, False)
+    }
     jobs |= {f"held_back:{share}": {"share": share} for share in (True, False)}
     jobs |= {"partly": {}, "left": {}, "struck": {}}
     jobs["trains:compressed"] = {"config": {"compress_gathers": True}}
@@ -61,8 +74,8 @@ def two(standing_ranks, tmp_path_factory) -> Mapping[str, list[Any]]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_weights_that_are_read_where_they_lie_have_the_bits_of_weights_that_were_sent(two, name):
-    """The same training with and without: the same weights on both ranks and in both runs, the same bytes counted, every gather the one way or
-    the other."""
+    """The same training with and without: the same weights on both ranks and in both runs, the same
+    bytes counted, every gather the one way or the other."""
     shared, sent = two[f"trains:{name}-None"], two[f"trains:{name}-False"]
     for rank in (0, 1):
         assert not models.differing(shared[rank]["weights"], sent[0]["weights"])
@@ -78,7 +91,8 @@ def test_weights_that_pass_as_codes_are_sent(two):
 
 @pytest.mark.parametrize("how", REFUSALS)
 def test_ranks_that_cannot_read_each_other_send_their_weights(two, how):
-    """One rank finds that out, and both go on as without: with the same bits, and no memory shared."""
+    """One rank finds that out, and both go on as without: with the same bits, and no memory
+    shared."""
     for of_rank in two[f"refused:{how}-False"]:
         assert not of_rank["shares"]
         assert not models.differing(of_rank["weights"], two[f"refused:{how}-False"][0]["weights"])
@@ -93,21 +107,28 @@ def test_what_was_asked_for_and_cannot_be_is_told_on_all_ranks(two, how):
 
 
 def test_a_part_that_another_rank_is_to_read_does_not_change(two):
-    """What would update it comes behind the reading. The twin sends its part, and waits for nobody."""
+    """What would update it comes behind the reading. The twin sends its part, and waits for
+    nobody."""
     assert two["held_back:True"][0]["free"] == [False, True]
     assert two["held_back:False"][0]["free"] == [True]
 
 
 def test_what_all_ranks_have_in_memory_is_shared_and_no_more(two):
-    """One rank has its first weights elsewhere, and the second ones of all lie beside older ones for a while, which are nowhere to be read."""
+    """One rank has its first weights elsewhere, and the second ones of all lie beside older ones
+    for a while, which are nowhere to be read."""
     for of_rank in two["partly"]:
         first, beside, after = of_rank["shared"]
-        assert first == after == [False, *[True] * (len(first) - 1)] and beside == [False, False, *first[2:]]
+        assert first == after == [False, *[True] * (len(first) - 1)] and beside == [
+            False,
+            False,
+            *first[2:],
+        ]
         assert not models.differing(of_rank["weights"], two["partly"][0]["weights"])
 
 
 def test_nothing_of_the_memory_is_left(two):
-    """Once all have mapped it no descriptor is open, which a forked child would keep; after the unwrap nothing is mapped, and no collector is waited for."""
+    """Once all have mapped it no descriptor is open, which a forked child would keep; after the
+    unwrap nothing is mapped, and no collector is waited for."""
     for of_rank in two["left"]:
         (files, mappings), works = of_rank["wrapped"], of_rank["works"]
         assert files == 0 and mappings > 0 and works
@@ -121,7 +142,8 @@ def test_no_group_outlives_the_unwrap(two):
 
 
 def test_what_was_begun_and_struck_is_waited_for(two):
-    """The bytes are on their way when Ctrl-C strikes, and have come before the unit's memory is given back."""
+    """The bytes are on their way when Ctrl-C strikes, and have come before the unit's memory is
+    given back."""
     assert two["struck"][0]["seen"] == [1, 0]
 
 
@@ -139,7 +161,8 @@ def test_another_value_is_refused(value):
 
 
 def test_one_rank_shares_with_nobody():
-    """Asked for by a script that runs with any number of ranks: nothing is shared, and nothing is refused."""
+    """Asked for by a script that runs with any number of ranks: nothing is shared, and nothing is
+    refused."""
     model = rank_jobs.build()
     model, optimizer = infinity.wrap_model(
         model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host", "share_homes": True}

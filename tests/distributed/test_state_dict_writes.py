@@ -1,4 +1,5 @@
-"""What all ranks write to the tensors of state dicts is the model's and the optimizer's; ranks that write otherwise are told."""
+"""What all ranks write to the tensors of state dicts is the model's and the optimizer's; ranks that
+write otherwise are told."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ HOMES = ("device", "host", "nvme")
 def two(standing_ranks, launch_folder) -> Mapping[str, list[Any]]:
     where = str(launch_folder / "swap")
     jobs: dict[str, dict] = {
-        f"written:{mode}-{home}": {"shard": mode, "home": home, "folder": where} for mode in MODES for home in HOMES
+        f"written:{mode}-{home}": {"shard": mode, "home": home, "folder": where}
+        for mode in MODES
+        for home in HOMES
     }
     jobs |= {f"cut:{home}": {"home": home, "folder": where} for home in HOMES}
     return Jobs(standing_ranks(2), "state_dict_jobs", jobs)
@@ -34,7 +37,9 @@ def two(standing_ranks, launch_folder) -> Mapping[str, list[Any]]:
 def test_what_all_ranks_write_has_the_bits_of_one_process(two, mode, home):
     """Method: one process writes the same. What is older than a step is refused on each rank."""
     model = rank_jobs.build()
-    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "device", "optimizer": "device"})
+    model, optimizer = infinity.wrap_model(
+        model, rank_jobs.adamw(model), {"params": "device", "optimizer": "device"}
+    )
     rank_jobs.in_turn(model, optimizer, 2, steps=1)
     state_dict_jobs.write(model, optimizer)
     rank_jobs.in_turn(model, optimizer, 2, steps=2, first=1)
@@ -45,7 +50,8 @@ def test_what_all_ranks_write_has_the_bits_of_one_process(two, mode, home):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_what_is_written_to_layers_that_are_cut_is_theirs(two, home):
-    """Method: plain torch in one process, with the whole layer, writes the same to its live tensors."""
+    """Method: plain torch in one process, with the whole layer, writes the same to its live
+    tensors."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -61,18 +67,26 @@ def test_what_is_written_to_layers_that_are_cut_is_theirs(two, home):
             for entry in optimizer.state_dict()["state"].values():
                 entry["exp_avg"].zero_()
     for rank in two[f"cut:{home}"]:
-        off = max((rank["weights"][name] - value).abs().max().item() for name, value in model.state_dict().items())
+        off = max(
+            (rank["weights"][name] - value).abs().max().item()
+            for name, value in model.state_dict().items()
+        )
         assert off < 1e-7  # products of parts are added up in another order
 
 
 @pytest.mark.parametrize(
     ("how", "told"),
-    [("values", "taking over state_dict() values with 1 edited"), ("moments", "optimizer.state) with learning rates")],
+    [
+        ("values", "taking over state_dict() values with 1 edited"),
+        ("moments", "optimizer.state) with learning rates"),
+    ],
 )
 def test_ranks_that_write_otherwise_are_told(tmp_path, how, told):
     """The failing twin, in a launch of its own: such a job is over."""
     jobs = {"apart": {"how": how}}
-    results, _ = launch_without(tmp_path, 2, jobs, environment={"RANK_TIMEOUT": "20"}, script="state_dict_jobs.py")
+    results, _ = launch_without(
+        tmp_path, 2, jobs, environment={"RANK_TIMEOUT": "20"}, script="state_dict_jobs.py"
+    )
     said = [found["said"] for found in results["apart"]]
     assert all(text.startswith(("UsageError", "PeerError", "RuntimeError")) for text in said), said
     assert any(told in text for text in said), said

@@ -1,7 +1,8 @@
 """Transfers: what ranks pass to each other is carried to its end, whatever strikes between two of
 its lines, and no wait is without end.
 
-**strike**: an exception at one line of this package, between what was begun and the next use, which goes on from there.
+**strike**: an exception at one line of this package, between what was begun and the next use, which
+goes on from there.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Lines:
         self.left = n
 
     def run(self, work: Callable[[], Any]) -> Any:
-        sys.settrace(lambda frame, *_: self._line if frame.f_code.co_filename.startswith(FOLDER) else None)
+        sys.settrace(
+            lambda frame, *_: self._line if frame.f_code.co_filename.startswith(FOLDER) else None
+        )
         try:
             return work()
         finally:
@@ -69,7 +72,9 @@ class Lines:
 
 def two_stages(log: list[str]) -> Transfer:
     return Transfer(
-        lambda: [lambda: Work(log, "up"), lambda: Work(log, "down")], lambda: [lambda: Work(log, "out")], result=lambda: 7
+        lambda: [lambda: Work(log, "up"), lambda: Work(log, "down")],
+        lambda: [lambda: Work(log, "out")],
+        result=lambda: 7,
     )
 
 
@@ -159,8 +164,12 @@ def test_a_work_that_fails_and_never_says_that_it_is_over_ends_the_wait():
 def test_what_follows_a_rank_that_left_in_a_backward_ends(tmp_path):
     """With gradients that torch adds up: the backward, and whatever is called next."""
     jobs: dict[str, dict] = {"left_in_a_backward": {}}
-    found, ends = launch_without(tmp_path, 2, jobs, script="parting_jobs.py", environment={"RANK_TIMEOUT": "15"})
-    assert found["left_in_a_backward"][0] == ["PeerError", "done", "PeerError", "done"], ends[0][1][-3000:]
+    found, ends = launch_without(
+        tmp_path, 2, jobs, script="parting_jobs.py", environment={"RANK_TIMEOUT": "15"}
+    )
+    assert found["left_in_a_backward"][0] == ["PeerError", "done", "PeerError", "done"], ends[0][1][
+        -3000:
+    ]
 
 
 def test_a_change_is_written_down_as_soon_as_ranks_are_known_to_agree():

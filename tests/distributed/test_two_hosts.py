@@ -1,4 +1,5 @@
-"""Two hosts: network namespaces with addresses of their own, a rank in each, gloo over the wire between them.
+"""Two hosts: network namespaces with addresses of their own, a rank in each, gloo over the wire
+between them.
 
 Words used here:
 
@@ -62,23 +63,43 @@ class Hosts:
 
     def variables(self, host: int, seconds: str) -> dict[str, str]:
         return {
-            "GLOO_SOCKET_IFNAME": self.cables[host], "OMP_NUM_THREADS": "1", "RANK_TIMEOUT": seconds,
+            "GLOO_SOCKET_IFNAME": self.cables[host],
+            "OMP_NUM_THREADS": "1",
+            "RANK_TIMEOUT": seconds,
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # fmt: skip
+        }
 
     def start_rank(self, host: int, folder: Path, *, seconds: str) -> Child:
         """The rank of ``host``, without torchrun."""
-        variables = rank_variables(host, 2, f"{self.addresses[0]}:29400", of_host=host) | self.variables(host, seconds)
+        variables = rank_variables(
+            host, 2, f"{self.addresses[0]}:29400", of_host=host
+        ) | self.variables(host, seconds)
         network = Path("/run/netns", self.names[host])
         return prepared.start(JOBS / "rank_jobs.py", folder, variables=variables, network=network)
 
     def start(self, host: int, folder: Path, *, seconds: str) -> None:
         """One torchrun with one rank on ``host``."""
         command = [
-            "ip", "netns", "exec", self.names[host], sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
-            "--node-rank", str(host), "--nproc-per-node", "1", "--master-addr", self.addresses[0], "--master-port", "29400",
-            str(JOBS / "rank_jobs.py"), str(folder),
-        ]  # fmt: skip
+            "ip",
+            "netns",
+            "exec",
+            self.names[host],
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(host),
+            "--nproc-per-node",
+            "1",
+            "--master-addr",
+            self.addresses[0],
+            "--master-port",
+            "29400",
+            str(JOBS / "rank_jobs.py"),
+            str(folder),
+        ]
         self.processes.append(
             subprocess.Popen(
                 command,
@@ -95,8 +116,12 @@ class Hosts:
         ip("-n", self.names[1], "link", "set", self.cables[1], "down")
 
     def __exit__(self, *_) -> None:
-        for name in self.names:  # ranks too, which outlive a torchrun that is killed, and keep its pipe open
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+        for name in (
+            self.names
+        ):  # ranks too, which outlive a torchrun that is killed, and keep its pipe open
+            pids = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True
+            ).stdout.split()
             for pid in [*map(int, pids), *(process.pid for process in self.processes)]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -115,7 +140,9 @@ def hosts() -> Iterator[Hosts]:
         made.__enter__()
     except subprocess.CalledProcessError as error:
         made.__exit__()
-        pytest.skip(f"two hosts need network namespaces, which are refused here: {error.stderr.strip()}")
+        pytest.skip(
+            f"two hosts need network namespaces, which are refused here: {error.stderr.strip()}"
+        )
     try:
         yield made
     finally:
@@ -140,7 +167,9 @@ def test_two_hosts_train_with_the_bits_of_one_process(hosts, tmp_path, launcher)
             out, _ = process.communicate(timeout=SECONDS)
             assert process.returncode == 0, out[-3000:]
     model = rank_jobs.build(3)
-    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "device", "optimizer": "device"})
+    model, optimizer = infinity.wrap_model(
+        model, rank_jobs.adamw(model), {"params": "device", "optimizer": "device"}
+    )
     rank_jobs.in_turn(model, optimizer, 2, steps=3)
     for host in range(2):
         found = pickle.loads((folder / f"parity.{host}").read_bytes())
@@ -150,9 +179,11 @@ def test_two_hosts_train_with_the_bits_of_one_process(hosts, tmp_path, launcher)
 
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_ends_the_job_on_the_other(hosts, tmp_path):
-    """The cable is pulled while they train: both end within the process group's timeout and some, with a PeerError that
-    tells, and the last checkpoint is whole."""
-    hosts.prepare(tmp_path, {"one_falls": {"how": "cut off", "folder": str(tmp_path), "steps": 100_000}})
+    """The cable is pulled while they train: both end within the process group's timeout and some,
+    with a PeerError that tells, and the last checkpoint is whole."""
+    hosts.prepare(
+        tmp_path, {"one_falls": {"how": "cut off", "folder": str(tmp_path), "steps": 100_000}}
+    )
     for host in range(2):
         hosts.start(host, tmp_path, seconds="8")
     deadline = time.monotonic() + SECONDS
@@ -165,8 +196,14 @@ def test_a_host_that_is_cut_off_ends_the_job_on_the_other(hosts, tmp_path):
     while not (tmp_path / "one_falls.0").exists() and time.monotonic() < cut_at + 60:
         time.sleep(0.1)
     failed = pickle.loads((tmp_path / "one_falls.0").read_bytes())
-    assert isinstance(failed, Failed) and failed.kind == "PeerError" and "lost its peers" in failed.text, failed
+    assert (
+        isinstance(failed, Failed)
+        and failed.kind == "PeerError"
+        and "lost its peers" in failed.text
+    ), failed
     model = rank_jobs.build(9)
-    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"}
+    )
     assert infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer) == {"step": 2}
     infinity.unwrap_model(model, optimizer)

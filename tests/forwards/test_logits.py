@@ -1,8 +1,9 @@
 """Logits of a head in tiles: the tensor an untiled head gives, but never whole for a cross-entropy.
 
-**pair**: two equal models, one within `DEVICE` bytes, so that its head runs in tiles, one plain. Both are used alike, and
-what came out, the input's gradient and every parameter's are close: within 1e-5, relative.
-**fused**, **whole**: counts of cross-entropies computed without logits, and of logits computed; no test passes in vain.
+**pair**: two equal models, one within `DEVICE` bytes, so that its head runs in tiles, one plain.
+Both are used alike, and what came out, the input's gradient and every parameter's are close: within
+1e-5, relative. **fused**, **whole**: counts of cross-entropies computed without logits, and of
+logits computed; no test passes in vain.
 """
 
 from __future__ import annotations
@@ -37,9 +38,19 @@ WIDTH, VOCAB = 64, 2100  # 9 tiles, the last one ragged
 
 
 class Model(nn.Module):
-    def __init__(self, bias: bool = True, vocab: int = VOCAB, change=lambda model: None, around: dict | None = None) -> None:
+    def __init__(
+        self,
+        bias: bool = True,
+        vocab: int = VOCAB,
+        change=lambda model: None,
+        around: dict | None = None,
+    ) -> None:
         super().__init__()
-        self.before, self.head, self.around = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, vocab, bias=bias), around
+        self.before, self.head, self.around = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, vocab, bias=bias),
+            around,
+        )
         change(self)
 
     def forward(self, x):
@@ -71,7 +82,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer | None:
 
 def wrap(model: nn.Module, folder=None, home: str = "host", **more):
     settings = {"params": home, "optimizer": home, "device_memory": DEVICE, **more}
-    return infinity.wrap_model(model, sgd(model), settings | ({"nvme_paths": [str(folder)]} if folder else {}))
+    return infinity.wrap_model(
+        model, sgd(model), settings | ({"nvme_paths": [str(folder)]} if folder else {})
+    )
 
 
 def pair(build=Model, *config, **more) -> tuple[nn.Module, nn.Module]:
@@ -82,7 +95,9 @@ def pair(build=Model, *config, **more) -> tuple[nn.Module, nn.Module]:
 
 
 def inputs(shape=(3, 5)) -> torch.Tensor:
-    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(SEED)).requires_grad_()
+    return torch.randn(
+        *shape, WIDTH, generator=torch.Generator().manual_seed(SEED)
+    ).requires_grad_()
 
 
 def labels(shape=(3, 5), vocab: int = VOCAB, *, ignored: int | None = None) -> torch.Tensor:
@@ -96,21 +111,34 @@ def ce(z: torch.Tensor, y: torch.Tensor, **more) -> torch.Tensor:
 
 
 def check_close(ours, theirs, what: str, *, tolerance: float = 1e-5, least: float = 0.0) -> None:
-    assert (ours is None) == (theirs is None), f"{what}: {'ours' if ours is None else 'theirs'} is None"
+    assert (ours is None) == (theirs is None), (
+        f"{what}: {'ours' if ours is None else 'theirs'} is None"
+    )
     if not isinstance(theirs, torch.Tensor):
         assert ours == theirs, what
         return
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), what
     finite = theirs.detach().float().nan_to_num(0, 0, 0).abs()
     scale = max(finite.max().item() if finite.numel() else 0.0, least, 1e-30)
-    torch.testing.assert_close(ours.clone(), theirs, rtol=0, atol=tolerance * scale, equal_nan=True, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        ours.clone(),
+        theirs,
+        rtol=0,
+        atol=tolerance * scale,
+        equal_nan=True,
+        msg=lambda m: f"{what}: {m}",
+    )
 
 
 def check_pair(models, outs, given=(None, None), *, tolerance: float = 1e-5) -> None:
-    """Results and gradients are close. Gradients that are rounding alone are held against the largest of all."""
+    """Results and gradients are close. Gradients that are rounding alone are held against the
+    largest of all."""
     for index, (ours, theirs) in enumerate(zip(*map(tree_leaves, outs), strict=True)):
         check_close(ours, theirs, f"result {index}", tolerance=tolerance)
-    least = 1e-2 * max([p.grad.abs().max().item() for p in models[1].parameters() if p.grad is not None], default=0.0)
+    least = 1e-2 * max(
+        [p.grad.abs().max().item() for p in models[1].parameters() if p.grad is not None],
+        default=0.0,
+    )
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters()):
         check_close(ours.grad, theirs.grad, name, tolerance=tolerance, least=least)
     if given[0] is not None:
@@ -122,7 +150,11 @@ def same(models, use, *, tolerance: float = 1e-5, shape=(3, 5)) -> None:
     given, outs = [inputs(shape) for _ in models], []
     for model, x in zip(models, given):
         outs.append(use(model, x))
-        tensors = [t for t in tree_leaves(outs[-1]) if isinstance(t, torch.Tensor) and t.requires_grad and t.numel()]
+        tensors = [
+            t
+            for t in tree_leaves(outs[-1])
+            if isinstance(t, torch.Tensor) and t.requires_grad and t.numel()
+        ]
         if tensors:
             sum(t.float().square().mean() for t in tensors).backward()
     check_pair(models, outs, given, tolerance=tolerance)
@@ -131,20 +163,27 @@ def same(models, use, *, tolerance: float = 1e-5, shape=(3, 5)) -> None:
 # --- never whole ---
 
 FUSED = {
-    "mean": ce, "sum": lambda z, y: ce(z, y, reduction="sum") / 7, "twice": lambda z, y: (ce(z, y), ce(z, (y + 1) % VOCAB)),
+    "mean": ce,
+    "sum": lambda z, y: ce(z, y, reduction="sum") / 7,
+    "twice": lambda z, y: (ce(z, y), ce(z, (y + 1) % VOCAB)),
     "none": lambda z, y: ce(z, y, reduction="none") * (torch.arange(15) - 7).relu(),
     "module": lambda z, y: nn.CrossEntropyLoss()(z.flatten(0, 1), y.flatten()),
     "keywords": lambda z, y: F.cross_entropy(input=z.flatten(0, 1), target=y.flatten()),
     "cast and views": lambda z, y: ce(z.float().contiguous().to(torch.float32).view(5, 3, -1), y),
-    "rows": lambda z, y: ce(z[:, :-1], y[:, 1:]), "one sample": lambda z, y: F.cross_entropy(z[1], y[1]),
-    "every second row": lambda z, y: ce(z[..., ::2, :], y[:, ::2]), "last": lambda z, y: F.cross_entropy(z[:, -1], y[:, -1]),
+    "rows": lambda z, y: ce(z[:, :-1], y[:, 1:]),
+    "one sample": lambda z, y: F.cross_entropy(z[1], y[1]),
+    "every second row": lambda z, y: ce(z[..., ::2, :], y[:, ::2]),
+    "last": lambda z, y: F.cross_entropy(z[:, -1], y[:, -1]),
     "ignored": lambda z, y: ce(z, labels(ignored=-100)),
     "ignored class": lambda z, y: ce(z, labels(ignored=7), ignore_index=7, reduction="sum"),
     "ignored, none": lambda z, y: ce(z, labels(ignored=-100), reduction="none"),
-    "all ignored": lambda z, y: (lambda loss: (loss.backward(), loss.detach()))(ce(z, torch.full_like(y, -100))),
+    "all ignored": lambda z, y: (lambda loss: (loss.backward(), loss.detach()))(
+        ce(z, torch.full_like(y, -100))
+    ),
     "all ignored, sum": lambda z, y: ce(z, torch.full_like(y, -100), reduction="sum"),
-    "no_grad": lambda z, y: torch.no_grad()(ce)(z, y), "checkpoint": lambda z, y: checkpoint(ce, z, y, use_reentrant=False),
-}  # fmt: skip
+    "no_grad": lambda z, y: torch.no_grad()(ce)(z, y),
+    "checkpoint": lambda z, y: checkpoint(ce, z, y, use_reentrant=False),
+}
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["at once", "row by row"])
@@ -162,10 +201,29 @@ def test_cross_entropy_without_the_logits(monkeypatch, counts, name, bias, parts
 def test_metadata_needs_no_logits(counts):
     """Attributes are the untiled output's, and nothing is computed for them. Twin: a value is."""
     ours, theirs = (m(inputs()) for m in pair())
-    names = ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "grad", "is_leaf")
-    for get in [lambda z, name=name: getattr(z, name) for name in names] + [len, torch.Tensor.size, torch.Tensor.stride]:
+    names = (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "layout",
+        "is_cuda",
+        "grad",
+        "is_leaf",
+    )
+    for get in [lambda z, name=name: getattr(z, name) for name in names] + [
+        len,
+        torch.Tensor.size,
+        torch.Tensor.stride,
+    ]:
         assert get(ours) == get(theirs)
-    assert isinstance(ours, torch.Tensor) and ours.numel() == theirs.numel() and ours.is_contiguous() and counts["whole"] == 0
+    assert (
+        isinstance(ours, torch.Tensor)
+        and ours.numel() == theirs.numel()
+        and ours.is_contiguous()
+        and counts["whole"] == 0
+    )
     assert ours[0, 0, 0].item() == pytest.approx(theirs[0, 0, 0].item(), rel=1e-5)
     assert counts["whole"] == 1 and ours.grad_fn is not None
 
@@ -177,29 +235,39 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.nbytes = max([self.nbytes, *(t.numel() * t.itemsize for t in tree_leaves(out) if type(t) is torch.Tensor)])
+        self.nbytes = max(
+            [
+                self.nbytes,
+                *(t.numel() * t.itemsize for t in tree_leaves(out) if type(t) is torch.Tensor),
+            ]
+        )
         return out
 
 
 @pytest.mark.parametrize("nbytes", [32 * 1024 * 1024, 64 * 1024], ids=["tile", "part of a tile"])
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch, nbytes):
-    """3000 tokens of 1200 words, forward and backward: nothing is larger than a tile's logits, nor than LOGITS_NBYTES (or the
-    hidden states). Twin: the untiled model's logits."""
+    """3000 tokens of 1200 words, forward and backward: nothing is larger than a tile's logits, nor
+    than LOGITS_NBYTES (or the hidden states). Twin: the untiled model's logits."""
     monkeypatch.setattr(tiled_layers, "LOGITS_NBYTES", nbytes)
     models, found = pair(lambda: Model(vocab=1200)), []
     for model in models:
         with Largest() as largest:
-            F.cross_entropy(model(inputs((3000,)).detach()).float(), labels((3000,), 1200)).backward()
+            F.cross_entropy(
+                model(inputs((3000,)).detach()).float(), labels((3000,), 1200)
+            ).backward()
         found.append(largest.nbytes)
     check_pair(models, ([], []))
-    assert found[1] >= 3000 * 1200 * 4 and found[0] <= max(min(nbytes, 3000 * 256 * 4), 3000 * WIDTH * 4), found
+    assert found[1] >= 3000 * 1200 * 4 and found[0] <= max(
+        min(nbytes, 3000 * 256 * 4), 3000 * WIDTH * 4
+    ), found
 
 
 # --- everything else ---
 
 
 def edit(change):
-    """Changes logits in place before the loss. What was made of them before shares the change or keeps its values."""
+    """Changes logits in place before the loss. What was made of them before shares the change or
+    keeps its values."""
 
     def use(z, y):
         flat, copied = z.view(-1, VOCAB), z * 1
@@ -247,47 +315,129 @@ def gradient(early=lambda z: None, late=lambda z: None):
 
 
 hook = object()
-hot, no_grad, inference = torch.tensor(2.0, requires_grad=True), torch.no_grad(), torch.inference_mode()
+hot, no_grad, inference = (
+    torch.tensor(2.0, requires_grad=True),
+    torch.no_grad(),
+    torch.inference_mode(),
+)
 OTHERS = {
-    "label smoothing": lambda z, y: ce(z, y, label_smoothing=0.1), "class weights": lambda z, y: ce(z, y, weight=torch.arange(VOCAB) / 99),
-    "soft targets": lambda z, y: F.cross_entropy(z[0], F.one_hot(y[0], VOCAB) * 0.5 + 1e-4), "old arguments": lambda z, y: ce(z, y, reduce=False),
-    "own targets": lambda z, y: ce(z, y) + F.cross_entropy(z[0], z[1]), "transposed": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
-    "nll": lambda z, y: F.nll_loss(z.log_softmax(-1).flatten(0, 1), y.flatten()), "softcap": lambda z, y: ce(torch.tanh(z / 30) * 30, y),
-    "distillation": lambda z, y: F.kl_div((z / 2).log_softmax(-1), (z.detach() * 3).softmax(-1)), "temperature": lambda z, y: ce(z / 0.7, y),
-    "z-loss": lambda z, y: (ce(z, y), z.logsumexp(-1).square().mean()), "z-loss first": lambda z, y: (z.float().logsumexp(-1), ce(z, y)),
-    "argmax": lambda z, y: (ce(z, y), z.argmax(-1), (z.argmax(-1) == y).float().mean()), "gather": lambda z, y: z.gather(-1, y[..., None]),
+    "label smoothing": lambda z, y: ce(z, y, label_smoothing=0.1),
+    "class weights": lambda z, y: ce(z, y, weight=torch.arange(VOCAB) / 99),
+    "soft targets": lambda z, y: F.cross_entropy(z[0], F.one_hot(y[0], VOCAB) * 0.5 + 1e-4),
+    "old arguments": lambda z, y: ce(z, y, reduce=False),
+    "own targets": lambda z, y: ce(z, y) + F.cross_entropy(z[0], z[1]),
+    "transposed": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "nll": lambda z, y: F.nll_loss(z.log_softmax(-1).flatten(0, 1), y.flatten()),
+    "softcap": lambda z, y: ce(torch.tanh(z / 30) * 30, y),
+    "distillation": lambda z, y: F.kl_div((z / 2).log_softmax(-1), (z.detach() * 3).softmax(-1)),
+    "temperature": lambda z, y: ce(z / 0.7, y),
+    "z-loss": lambda z, y: (ce(z, y), z.logsumexp(-1).square().mean()),
+    "z-loss first": lambda z, y: (z.float().logsumexp(-1), ce(z, y)),
+    "argmax": lambda z, y: (ce(z, y), z.argmax(-1), (z.argmax(-1) == y).float().mean()),
+    "gather": lambda z, y: z.gather(-1, y[..., None]),
     "metric under no_grad": lambda z, y: (no_grad(z.argmax)(-1), z.logsumexp(-1), ce(z, y)),
-    "metric under inference_mode": lambda z, y: (inference(lambda: z.max().item())() > 0, z.logsumexp(-1), ce(z, y)),
-    "row under no_grad": lambda z, y: z[:, :1] * no_grad(lambda: z[:, 1:2])(), "set item": edit(set_item), "divide": edit(divide),
-    "add_": edit(lambda z: z.add_(torch.arange(VOCAB))), "masked_fill_": edit(lambda z: z.masked_fill_(torch.arange(VOCAB) % 3 == 0, -9.0)),
-    "in place under no_grad": edit(no_grad(set_item)), "in place by argument": edit(lambda z: F.relu(z, inplace=True)),
-    "in place on a view": edit(lambda z: set_item(z.select(0, 1))), "in place on an alias": edit(lambda z: z.detach().mul_(2)),
-    "transpose_": lambda z, y: (z.transpose_(0, 1).shape, z.shape, z), "detach": lambda z, y: (z.detach(), z.detach().requires_grad, ce(z, y)),
-    "sum": lambda z, y: (z.sum(), z.mean(0), z.float().sum((0, 1)), z[0].sum(), z[:, :-1].max(-1), z[:0].sum()),
-    "index": lambda z, y: (z[y > 99], z[torch.tensor([0, 2])], z[None], z[..., 3], z[0, 1, 2], z[:, [0, 1], 5:9], z[True]),
-    "iteration": lambda z, y: [row * 2 for row in z] + [*z.unbind(1), *z.split(2)], "sum of a list": lambda z, y: sum([z, z]),
-    "stack": lambda z, y: (torch.stack([z, z]), torch.cat([z[:1], z[1:]])), "repr": lambda z, y: (f"{z[0, 0, 0]:.3f}", len(repr(z)) > 9),
-    "lists": lambda z, y: (torch.tensor(z[0, 0, :9].tolist()), torch.as_tensor(z.detach().numpy()), bool(z[0, 0, 0] > 0)),
-    "pickle": lambda z, y: (pickle.loads(pickle.dumps(z)).detach(), saved(z), copy.deepcopy(z.detach()), ce(z, y)),
-    "dtypes": lambda z, y: (z.double(), z.half(), z.to(torch.bfloat16), z.type_as(z.double()), z.int()), "type": lambda z, y: z.type(torch.float64),
-    "bits": lambda z, y: (z.view(torch.int32).dtype, z.view(torch.int32).shape, z.view(torch.bfloat16).shape),
-    "shapes": lambda z, y: (z.view(-1), z.reshape(VOCAB, -1), z.permute(2, 0, 1), z.mT, z.unsqueeze(0), z[0, 0].view(-1)),
-    "data": lambda z, y: (z.data, z.clone(), z.requires_grad, z.new_zeros(3), torch.zeros_like(z), torch.numel(z)),
-    "out": lambda z, y: no_grad(lambda: torch.add(z, 1, out=torch.empty(3, 5, VOCAB)))(), "own function": lambda z, y: (Times.apply(z, hot), ce(z, y)),
+    "metric under inference_mode": lambda z, y: (
+        inference(lambda: z.max().item())() > 0,
+        z.logsumexp(-1),
+        ce(z, y),
+    ),
+    "row under no_grad": lambda z, y: z[:, :1] * no_grad(lambda: z[:, 1:2])(),
+    "set item": edit(set_item),
+    "divide": edit(divide),
+    "add_": edit(lambda z: z.add_(torch.arange(VOCAB))),
+    "masked_fill_": edit(lambda z: z.masked_fill_(torch.arange(VOCAB) % 3 == 0, -9.0)),
+    "in place under no_grad": edit(no_grad(set_item)),
+    "in place by argument": edit(lambda z: F.relu(z, inplace=True)),
+    "in place on a view": edit(lambda z: set_item(z.select(0, 1))),
+    "in place on an alias": edit(lambda z: z.detach().mul_(2)),
+    "transpose_": lambda z, y: (z.transpose_(0, 1).shape, z.shape, z),
+    "detach": lambda z, y: (z.detach(), z.detach().requires_grad, ce(z, y)),
+    "sum": lambda z, y: (
+        z.sum(),
+        z.mean(0),
+        z.float().sum((0, 1)),
+        z[0].sum(),
+        z[:, :-1].max(-1),
+        z[:0].sum(),
+    ),
+    "index": lambda z, y: (
+        z[y > 99],
+        z[torch.tensor([0, 2])],
+        z[None],
+        z[..., 3],
+        z[0, 1, 2],
+        z[:, [0, 1], 5:9],
+        z[True],
+    ),
+    "iteration": lambda z, y: [row * 2 for row in z] + [*z.unbind(1), *z.split(2)],
+    "sum of a list": lambda z, y: sum([z, z]),
+    "stack": lambda z, y: (torch.stack([z, z]), torch.cat([z[:1], z[1:]])),
+    "repr": lambda z, y: (f"{z[0, 0, 0]:.3f}", len(repr(z)) > 9),
+    "lists": lambda z, y: (
+        torch.tensor(z[0, 0, :9].tolist()),
+        torch.as_tensor(z.detach().numpy()),
+        bool(z[0, 0, 0] > 0),
+    ),
+    "pickle": lambda z, y: (
+        pickle.loads(pickle.dumps(z)).detach(),
+        saved(z),
+        copy.deepcopy(z.detach()),
+        ce(z, y),
+    ),
+    "dtypes": lambda z, y: (
+        z.double(),
+        z.half(),
+        z.to(torch.bfloat16),
+        z.type_as(z.double()),
+        z.int(),
+    ),
+    "type": lambda z, y: z.type(torch.float64),
+    "bits": lambda z, y: (
+        z.view(torch.int32).dtype,
+        z.view(torch.int32).shape,
+        z.view(torch.bfloat16).shape,
+    ),
+    "shapes": lambda z, y: (
+        z.view(-1),
+        z.reshape(VOCAB, -1),
+        z.permute(2, 0, 1),
+        z.mT,
+        z.unsqueeze(0),
+        z[0, 0].view(-1),
+    ),
+    "data": lambda z, y: (
+        z.data,
+        z.clone(),
+        z.requires_grad,
+        z.new_zeros(3),
+        torch.zeros_like(z),
+        torch.numel(z),
+    ),
+    "out": lambda z, y: no_grad(lambda: torch.add(z, 1, out=torch.empty(3, 5, VOCAB)))(),
+    "own function": lambda z, y: (Times.apply(z, hot), ce(z, y)),
     "compiled function": lambda z, y: torch.compile(lambda t: t.logsumexp(-1), backend="eager")(z),
     "checkpoint of a use": lambda z, y: checkpoint(lambda t: ce(t * 2, y), z, use_reentrant=False),
-    "reentrant checkpoint": lambda z, y: (checkpoint(lambda t, f: ce(t * f, y), z, hot, use_reentrant=True), ce(z, y)),
-    "backward of logits": lambda z, y: torch.autograd.backward(z, torch.ones(z.shape)), "hook": lambda z, y: (z.register_hook(lambda g: g * 3) and None, ce(z, y)),
-    "retain_grad": gradient(early=lambda z: z.retain_grad()), "retain_grad after the loss": gradient(late=lambda z: z.retain_grad()),
-    "hook after the loss": gradient(late=hook), "gradient of logits": lambda z, y: torch.autograd.grad(ce(z * 1, y), z),
-    "gradient of logits, after the loss": lambda z, y: (lambda loss: torch.autograd.grad(loss, z, allow_unused=True))(ce(z, y)),
-}  # fmt: skip
+    "reentrant checkpoint": lambda z, y: (
+        checkpoint(lambda t, f: ce(t * f, y), z, hot, use_reentrant=True),
+        ce(z, y),
+    ),
+    "backward of logits": lambda z, y: torch.autograd.backward(z, torch.ones(z.shape)),
+    "hook": lambda z, y: (z.register_hook(lambda g: g * 3) and None, ce(z, y)),
+    "retain_grad": gradient(early=lambda z: z.retain_grad()),
+    "retain_grad after the loss": gradient(late=lambda z: z.retain_grad()),
+    "hook after the loss": gradient(late=hook),
+    "gradient of logits": lambda z, y: torch.autograd.grad(ce(z * 1, y), z),
+    "gradient of logits, after the loss": lambda z, y: (
+        lambda loss: torch.autograd.grad(loss, z, allow_unused=True)
+    )(ce(z, y)),
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.filterwarnings("ignore")
 def test_any_other_use_is_the_untiled_models(counts, name):
-    """Pairs, computed once (in two grad modes: twice). Who asks after a fused loss for the logits' gradient may get a UsageError, never None."""
+    """Pairs, computed once (in two grad modes: twice). Who asks after a fused loss for the logits'
+    gradient may get a UsageError, never None."""
     try:
         same(pair(), lambda m, x: OTHERS[name](m(x), labels()))
     except UsageError:
@@ -296,10 +446,16 @@ def test_any_other_use_is_the_untiled_models(counts, name):
 
 
 ERRORS = {
-    "label too large": lambda z, y: ce(z, y + 1), "label negative": lambda z, y: ce(z, y - 1), "numpy": lambda z, y: z.numpy(),
-    "too few labels": lambda z, y: F.cross_entropy(z[0], y[0, 1:]), "int labels": lambda z, y: ce(z, y.int()), "index": lambda z, y: z[7],
-    "unknown reduction": lambda z, y: ce(z, y, reduction="most"), "deepcopy": lambda z, y: copy.deepcopy(z), "view": lambda z, y: z.view(9, 4),
-}  # fmt: skip
+    "label too large": lambda z, y: ce(z, y + 1),
+    "label negative": lambda z, y: ce(z, y - 1),
+    "numpy": lambda z, y: z.numpy(),
+    "too few labels": lambda z, y: F.cross_entropy(z[0], y[0, 1:]),
+    "int labels": lambda z, y: ce(z, y.int()),
+    "index": lambda z, y: z[7],
+    "unknown reduction": lambda z, y: ce(z, y, reduction="most"),
+    "deepcopy": lambda z, y: copy.deepcopy(z),
+    "view": lambda z, y: z.view(9, 4),
+}
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -317,7 +473,8 @@ def test_what_torch_refuses_is_refused(name):
 
 
 def test_autograd_grad_of_hidden_states_and_input(counts):
-    """autograd.grad and backward(inputs=...) give no parameter a gradient; create_graph is refused; retain_graph backs twice."""
+    """autograd.grad and backward(inputs=...) give no parameter a gradient; create_graph is refused;
+    retain_graph backs twice."""
     models, found = pair(), []
     for m in models:
         hidden, x = [], inputs()
@@ -381,7 +538,11 @@ class Output(nn.Module):
 
 
 def frozen(*names):
-    return lambda: Model(change=lambda m: [p.requires_grad_(not n.startswith(names)) for n, p in m.named_parameters()])
+    return lambda: Model(
+        change=lambda m: [
+            p.requires_grad_(not n.startswith(names)) for n, p in m.named_parameters()
+        ]
+    )
 
 
 def hooked(register, hook, part=lambda m: m.head):
@@ -391,28 +552,48 @@ def hooked(register, hook, part=lambda m: m.head):
 LOSS = lambda m, x: ce(m(x), labels())
 masked = lambda: Model(change=lambda m: m.head.bias.data[:300].fill_(-torch.inf))
 KINDS = {
-    "frozen weight": (frozen("head.weight"), LOSS), "frozen bias": (frozen("head.bias"), LOSS), "frozen head": (frozen("head"), LOSS),
-    "frozen body": (frozen("before"), LOSS), "frozen": (frozen("before", "head"), LOSS), "layer on layer": (Pair, lambda m, x: m(x)),
-    "several": (Several, lambda m, x: [ce(z, labels()) for z in m(x)]), "one is whole": (Several, lambda m, x: (m(x)[0].exp(), ce(m(x)[1], labels()))),
-    "masked classes": (masked, lambda m, x: ce(m(x), labels().clamp(300))), "masked label": (masked, lambda m, x: LOSS(m, x).detach()),
+    "frozen weight": (frozen("head.weight"), LOSS),
+    "frozen bias": (frozen("head.bias"), LOSS),
+    "frozen head": (frozen("head"), LOSS),
+    "frozen body": (frozen("before"), LOSS),
+    "frozen": (frozen("before", "head"), LOSS),
+    "layer on layer": (Pair, lambda m, x: m(x)),
+    "several": (Several, lambda m, x: [ce(z, labels()) for z in m(x)]),
+    "one is whole": (Several, lambda m, x: (m(x)[0].exp(), ce(m(x)[1], labels()))),
+    "masked classes": (masked, lambda m, x: ce(m(x), labels().clamp(300))),
+    "masked label": (masked, lambda m, x: LOSS(m, x).detach()),
     "large logits": (lambda: Model(change=lambda m: m.head.weight.data.mul_(1e3)), LOSS),
-    "in a sequence": (lambda: nn.Sequential(Model(), nn.Dropout(0.0), nn.LogSoftmax(-1)), lambda m, x: F.nll_loss(m(x)[0], labels()[0])),
-    "2-d": (Model, lambda m, x: F.cross_entropy(m(x[0]), labels()[0])), "no rows": (Model, lambda m, x: (m(x[:0]).sum(), LOSS(m, x))),
-    "strided": (Model, lambda m, x: ce(m(x.transpose(0, 1)[::2]), labels()[:, :3].T)), "eval": (Model, lambda m, x: LOSS(m.eval(), x)),
-    "no_grad": (Model, lambda m, x: no_grad(lambda: (m(x), m(x).requires_grad, LOSS(m, x)))()), "one row": (Output, lambda m, x: ce(m(x), labels(vocab=40))),
-    "inference_mode": (Model, lambda m, x: inference(lambda: torch.tensor(LOSS(m, x).tolist()))().numel()),
+    "in a sequence": (
+        lambda: nn.Sequential(Model(), nn.Dropout(0.0), nn.LogSoftmax(-1)),
+        lambda m, x: F.nll_loss(m(x)[0], labels()[0]),
+    ),
+    "2-d": (Model, lambda m, x: F.cross_entropy(m(x[0]), labels()[0])),
+    "no rows": (Model, lambda m, x: (m(x[:0]).sum(), LOSS(m, x))),
+    "strided": (Model, lambda m, x: ce(m(x.transpose(0, 1)[::2]), labels()[:, :3].T)),
+    "eval": (Model, lambda m, x: LOSS(m.eval(), x)),
+    "no_grad": (Model, lambda m, x: no_grad(lambda: (m(x), m(x).requires_grad, LOSS(m, x)))()),
+    "one row": (Output, lambda m, x: ce(m(x), labels(vocab=40))),
+    "inference_mode": (
+        Model,
+        lambda m, x: inference(lambda: torch.tensor(LOSS(m, x).tolist()))().numel(),
+    ),
     "no head named": (lambda: Output(says=False), lambda m, x: ce(m(x), labels(vocab=40))),
     "compiled": (Model, lambda m, x: ce(torch.compile(m, backend="eager")(x), labels())),
     "around, reentrant": (Model, lambda m, x: ce(checkpoint(m, x, use_reentrant=True), labels())),
     "around": (Model, lambda m, x: ce(checkpoint(m, x, use_reentrant=False), labels())),
     "around the loss": (Model, lambda m, x: checkpoint(LOSS, m, x, use_reentrant=False)),
-    "inside, reentrant": (lambda: Model(around={"use_reentrant": True}), LOSS), "inside": (lambda: Model(around={"use_reentrant": False}), LOSS),
+    "inside, reentrant": (lambda: Model(around={"use_reentrant": True}), LOSS),
+    "inside": (lambda: Model(around={"use_reentrant": False}), LOSS),
     "forward hook": hooked("register_forward_hook", lambda m, args, out: out * 2),
-    "tensor hook": hooked("register_forward_hook", lambda m, args, out: out.register_hook(lambda g: g * 2) and None),
+    "tensor hook": hooked(
+        "register_forward_hook", lambda m, args, out: out.register_hook(lambda g: g * 2) and None
+    ),
     "backward hook": hooked("register_full_backward_hook", lambda m, gi, go: (gi[0] * 2,)),
-    "backward hook of the model": hooked("register_full_backward_hook", lambda m, gi, go: None, part=lambda m: m),
+    "backward hook of the model": hooked(
+        "register_full_backward_hook", lambda m, gi, go: None, part=lambda m: m
+    ),
     "backward pre-hook": hooked("register_full_backward_pre_hook", lambda m, go: (go[0] * 2,)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -424,52 +605,107 @@ def test_models_and_ways_to_run_them(counts, name):
 
 
 def language_model(name: str) -> nn.Module:
-    kind = {"Bert": "ForMaskedLM", "GPT2": "LMHeadModel", "T5": "ForConditionalGeneration"}.get(name, "ForCausalLM")
-    sizes = dict(vocab_size=3000, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96, max_position_embeddings=32,
-                 hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_key_value_heads=1, head_dim=32)  # fmt: skip
+    kind = {"Bert": "ForMaskedLM", "GPT2": "LMHeadModel", "T5": "ForConditionalGeneration"}.get(
+        name, "ForCausalLM"
+    )
+    sizes = dict(
+        vocab_size=3000,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=96,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
     if name in ("GPT2", "T5"):
-        sizes = dict(vocab_size=3000, n_positions=32, n_embd=64, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-                     d_model=64, d_kv=32, num_layers=1, num_heads=2, d_ff=96, dropout_rate=0.0, decoder_start_token_id=0)  # fmt: skip
-    config = getattr(transformers, name + "Config")(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+        sizes = dict(
+            vocab_size=3000,
+            n_positions=32,
+            n_embd=64,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            d_model=64,
+            d_kv=32,
+            num_layers=1,
+            num_heads=2,
+            d_ff=96,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    config = getattr(transformers, name + "Config")(
+        **sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0
+    )
     return seeded(SEED, lambda: getattr(transformers, name + kind)(config))
 
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("name", ["Llama", "Llama, recomputed", "GPT2", "Bert", "T5", "Cohere"])
 def test_language_models(swap, counts, name, home):
-    """HF models: 2 steps, num_items_in_batch and ignored labels, a loss outside, generation. Most heads are tied, BERT's has a
-    bias, Cohere's logits are scaled, so whole; the others' are fused. Twin: logits that are asked for."""
+    """HF models: 2 steps, num_items_in_batch and ignored labels, a loss outside, generation. Most
+    heads are tied, BERT's has a bias, Cohere's logits are scaled, so whole; the others' are fused.
+    Twin: logits that are asked for.
+    """
     name, recomputed = name.split(",")[0], "," in name
     models, ids = [language_model(name) for _ in range(2)], labels((2, 12), 3000)
-    [m.gradient_checkpointing_enable({"use_reentrant": home == "host"}) for m in models if recomputed]
+    [
+        m.gradient_checkpointing_enable({"use_reentrant": home == "host"})
+        for m in models
+        if recomputed
+    ]
     kept = wrap(models[0], swap, home, device_memory=704 * 1024)[1]
     more = {"num_items_in_batch": torch.tensor(19)} if name in ("Llama", "GPT2") else {}
     for step in range(2):
         y = ids.index_fill(1, torch.tensor([step, 5]), -100)
         losses = [m.train()(input_ids=ids, labels=y, **more).loss for m in models]
         [loss.backward() for loss in losses]
-        assert counts["fused"] == (step + 1) * (name != "Cohere") and (counts["whole"] > 0) == (name == "Cohere")
+        assert counts["fused"] == (step + 1) * (name != "Cohere") and (counts["whole"] > 0) == (
+            name == "Cohere"
+        )
         check_pair(models, losses)
         for each, m in zip((kept, sgd(models[1])), models):
             each.step()
             m.zero_grad()
-    outs = [m(input_ids=ids, return_dict=False, **({"decoder_input_ids": ids} if name == "T5" else {}))[0] for m in models]
+    outs = [
+        m(input_ids=ids, return_dict=False, **({"decoder_input_ids": ids} if name == "T5" else {}))[
+            0
+        ]
+        for m in models
+    ]
     outs = [(ce(z[:, :-1], ids[:, 1:], reduction="sum") / 3, z.logsumexp(-1)) for z in outs]
     [sum(t.mean() for t in out).backward() for out in outs]
     check_pair(models, outs)
     assert counts["whole"] > 0
     if name == "Llama":
-        assert torch.equal(*[m.eval().generate(ids[:, :4], max_new_tokens=4, do_sample=False) for m in models])
+        assert torch.equal(
+            *[m.eval().generate(ids[:, :4], max_new_tokens=4, do_sample=False) for m in models]
+        )
 
 
 @pytest.mark.parametrize(
-    "more", [{"activations": "host"}, {"activations": "nvme"}, {"micro_batch": 2}, {"params": "nvme"}], ids=str
+    "more",
+    [{"activations": "host"}, {"activations": "nvme"}, {"micro_batch": 2}, {"params": "nvme"}],
+    ids=str,
 )
 def test_other_features(swap, counts, more):
-    """Activations at home, chunks of blocks that are heads (and of what follows on one), weights on disk: pairs."""
-    layers = lambda: nn.Sequential(nn.Linear(WIDTH, VOCAB), nn.Linear(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB))
-    same(pair(layers if "micro_batch" in more else Model, swap, **more), lambda m, x: ce(m(x), labels((40, 20))), shape=(40, 20))
-    assert (counts["fused"], counts["whole"] > 0) == ((0, True) if "micro_batch" in more else (1, False))
+    """Activations at home, chunks of blocks that are heads (and of what follows on one), weights on
+    disk: pairs."""
+    layers = lambda: nn.Sequential(
+        nn.Linear(WIDTH, VOCAB), nn.Linear(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+    )
+    same(
+        pair(layers if "micro_batch" in more else Model, swap, **more),
+        lambda m, x: ce(m(x), labels((40, 20))),
+        shape=(40, 20),
+    )
+    assert (counts["fused"], counts["whole"] > 0) == (
+        (0, True) if "micro_batch" in more else (1, False)
+    )
 
 
 # --- precision and steps ---
@@ -477,20 +713,28 @@ def test_other_features(swap, counts, more):
 
 @pytest.mark.parametrize("loss", ["inside", "outside", "whole, outside", "alone inside"])
 def test_autocast(loss):
-    """bf16 autocast of model and loss, of the model, of the loss: a pair within 2 %; 1e-5 where the model ran in fp32."""
+    """bf16 autocast of model and loss, of the model, of the loss: a pair within 2 %; 1e-5 where the
+    model ran in fp32."""
 
     def use(m, x):
         with torch.autocast("cpu", torch.bfloat16, enabled=loss != "alone inside"):
             z, found = m(x), ce(m(x).float(), labels()) if loss == "inside" else None
         with torch.autocast("cpu", torch.bfloat16, enabled=loss == "alone inside"):
-            return z.float().logsumexp(-1) if "whole" in loss else ce(z.float(), labels()) if found is None else found
+            return (
+                z.float().logsumexp(-1)
+                if "whole" in loss
+                else ce(z.float(), labels())
+                if found is None
+                else found
+            )
 
     same(pair(), use, tolerance=1e-5 if loss == "alone inside" else 0.02)
 
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_bf16_with_split_master(swap, counts, home):
-    """3 steps against the same engine with room for the head: loss and weights within bf16's rounding. Twin: with room, none fused."""
+    """3 steps against the same engine with room for the head: loss and weights within bf16's
+    rounding. Twin: with room, none fused."""
     models = [seeded(SEED, Model).bfloat16() for _ in range(2)]
     wraps = [wrap(m, swap, home, device_memory=size) for m, size in zip(models, (DEVICE, "64MiB"))]
     losses = {}
@@ -507,12 +751,16 @@ def test_bf16_with_split_master(swap, counts, home):
 
 
 def test_scaled_accumulated_and_clipped_steps():
-    """GradScaler, 3 micro-batches, unscale, clip by norm, step; twice. Weights as the plain model's."""
+    """GradScaler, 3 micro-batches, unscale, clip by norm, step; twice. Weights as the plain
+    model's."""
     models = pair()
     for m, optimizer in zip(models, (models[0].kept[0], sgd(models[1]))):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for _ in range(2):
-            [scaler.scale(ce(m(inputs()[part]), labels()[part]) / 3).backward() for part in range(3)]
+            [
+                scaler.scale(ce(m(inputs()[part]), labels()[part]) / 3).backward()
+                for part in range(3)
+            ]
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(m.parameters(), 0.1)
             scaler.step(optimizer)
@@ -536,13 +784,19 @@ def rewrap(m, h):
     m.kept = [wrap(m)[1]]
 
 
-LATE = {"step": step, "unwrap": lambda m, h: infinity.unwrap_model(m, m.kept[0]), "another wrap": rewrap,
-        "load": lambda m, h: m.load_state_dict(seeded(1, Model).state_dict()), "hidden states": lambda m, h: no_grad(h.mul_)(2)}  # fmt: skip
+LATE = {
+    "step": step,
+    "unwrap": lambda m, h: infinity.unwrap_model(m, m.kept[0]),
+    "another wrap": rewrap,
+    "load": lambda m, h: m.load_state_dict(seeded(1, Model).state_dict()),
+    "hidden states": lambda m, h: no_grad(h.mul_)(2),
+}
 
 
 @pytest.mark.parametrize("name", LATE)
 def test_logits_of_what_is_gone_are_refused(name):
-    """First asked for after weights or hidden states changed: UsageError, or what they were. Twin: asked for before."""
+    """First asked for after weights or hidden states changed: UsageError, or what they were. Twin:
+    asked for before."""
     (model, plain), hidden = pair(), []
     handle = model.head.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
     early, late = model(inputs()), model(inputs())
@@ -550,7 +804,11 @@ def test_logits_of_what_is_gone_are_refused(name):
     before = early.detach().clone()
     LATE[name](model, hidden[1])
     assert torch.equal(early.detach(), before)
-    for use in (lambda z: ce(z, labels()), lambda z: z[:, 1:].float().sum(), lambda z: z.logsumexp(-1)):
+    for use in (
+        lambda z: ce(z, labels()),
+        lambda z: z[:, 1:].float().sum(),
+        lambda z: z.logsumexp(-1),
+    ):
         try:
             found = use(late)
         except UsageError:
@@ -559,7 +817,8 @@ def test_logits_of_what_is_gone_are_refused(name):
 
 
 def test_nothing_stays_of_logits_and_their_losses():
-    """Hidden states go with the last of their logits, charges are the same after every step, and within the plan."""
+    """Hidden states go with the last of their logits, charges are the same after every step, and
+    within the plan."""
     model, _ = pair()
     hidden, charged = [], []
     model.head.register_forward_pre_hook(lambda _, args: hidden.append(weakref.ref(args[0])))
@@ -578,7 +837,11 @@ def test_the_engine_goes_with_model_and_logits(swap, used):
     """Model, optimizer, logits and loss dropped: the engine is collected and its files are gone."""
     model, optimizer = wrap(seeded(SEED, Model), swap, "nvme")
     z = model(inputs())
-    loss = {"lazy": lambda logits: None, "fused": lambda logits: ce(logits, labels()), "whole": torch.Tensor.sum}[used](z)
+    loss = {
+        "lazy": lambda logits: None,
+        "fused": lambda logits: ce(logits, labels()),
+        "whole": torch.Tensor.sum,
+    }[used](z)
     engine = weakref.ref(wrapped(model).engine)
     assert swap_files(swap) and type(z) is Logits
     del model, optimizer, z, loss

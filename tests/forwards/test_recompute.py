@@ -1,9 +1,11 @@
-"""Recomputation: whatever is done with what a block saves, the bits are the plain run's, and nothing runs twice unasked.
+"""Recomputation: whatever is done with what a block saves, the bits are the plain run's, and
+nothing runs twice unasked.
 
-Words used here: **plain**: the same model wrapped with its activations on the device. **choice**: what a run is brought to do
-with its blocks, by its device memory and by the rate at which it believes to send. **recomputations**: forwards of a block
-that ran inside a backward. **effect**: what a block computes; **call**: how the model calls it. Everything that autograd
-saves is counted, however small. Two passes measure.
+Words used here: **plain**: the same model wrapped with its activations on the device. **choice**:
+what a run is brought to do with its blocks, by its device memory and by the rate at which it
+believes to send. **recomputations**: forwards of a block that ran inside a backward. **effect**:
+what a block computes; **call**: how the model calls it. Everything that autograd saves is counted,
+however small. Two passes measure.
 """
 
 from __future__ import annotations
@@ -67,14 +69,30 @@ def recomputations(monkeypatch) -> Iterator[list]:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def wrap(model: nn.Module, choice: str | None, *, spare: int | None = None, host: int | None = None, **more: Any) -> tuple:
-    """``choice``: None for plain. ``spare``, ``host``: bytes of the device's and the host's budget for activations."""
+def wrap(
+    model: nn.Module,
+    choice: str | None,
+    *,
+    spare: int | None = None,
+    host: int | None = None,
+    **more: Any,
+) -> tuple:
+    """``choice``: None for plain. ``spare``, ``host``: bytes of the device's and the host's budget
+    for activations."""
     optimizer = adamw(model, 1e-2)
-    config = {"params": "device", "optimizer": "device", "activations": "auto" if choice else "device", "recompute": True, **more}
+    config = {
+        "params": "device",
+        "optimizer": "device",
+        "activations": "auto" if choice else "device",
+        "recompute": True,
+        **more,
+    }
     if choice:
         planned, _ = lay_out(model, optimizer, Config.make(config))
         spare = (1 << 24 if choice == "kept" else 0) if spare is None else spare
-        buffers = planned.terms[Tier.HOST].get(BUFFERS, 0) if host is None else 0  # the device's where its budget alone is given
+        buffers = (
+            planned.terms[Tier.HOST].get(BUFFERS, 0) if host is None else 0
+        )  # the device's where its budget alone is given
         config["device_memory"] = planned.planned_nbytes(Tier.DEVICE) + buffers + spare
         config["host_memory"] = None if host is None else planned.planned_nbytes(Tier.HOST) + host
     model, optimizer = infinity.wrap_model(model, optimizer, config)
@@ -88,23 +106,39 @@ def trained(build: Callable, loop: Callable, choice: str | None, **more: Any) ->
     model, optimizer = wrap(seeded(SEED, build), choice, **more)
     seed_everything(SEED)
     found = {f"yield {i}": value.detach().clone() for i, value in enumerate(loop(model, optimizer))}
-    found["noise"] = torch.cat([torch.rand(1), torch.tensor([random.random(), numpy.random.rand()])])
+    found["noise"] = torch.cat(
+        [torch.rand(1), torch.tensor([random.random(), numpy.random.rand()])]
+    )
     stats = infinity.stats(model)
     for tier, account in stats.tiers.items():
-        assert account.budget_nbytes is None or account.peak_nbytes <= account.budget_nbytes, f"{tier}: {account}"
+        assert account.budget_nbytes is None or account.peak_nbytes <= account.budget_nbytes, (
+            f"{tier}: {account}"
+        )
     model, optimizer = infinity.unwrap_model(model, optimizer)
     found |= {name: value.clone() for name, value in model.state_dict().items()}
     for i, state in enumerate(optimizer.state.values()):
-        found |= {f"{i} {name}": value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+        found |= {
+            f"{i} {name}": value.clone()
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
     return found, stats.blocks
 
 
 PLAIN: dict[str, dict] = {}  # plain runs, by name
 
 
-def assert_same_bits(build: Callable, loop: Callable, choice: str, *, name: str = "", **more: Any) -> dict:
-    """The run has the bits of the plain one, which is made once for a ``name``. Returns what was done with the blocks."""
-    right = PLAIN.get(name) or trained(build, loop, None, **{key: more[key] for key in more if key not in ("spare", "host")})[0]
+def assert_same_bits(
+    build: Callable, loop: Callable, choice: str, *, name: str = "", **more: Any
+) -> dict:
+    """The run has the bits of the plain one, which is made once for a ``name``. Returns what was
+    done with the blocks."""
+    right = (
+        PLAIN.get(name)
+        or trained(
+            build, loop, None, **{key: more[key] for key in more if key not in ("spare", "host")}
+        )[0]
+    )
     PLAIN.update({name: right} if name else {})
     found, blocks = trained(build, loop, choice, **more)
     assert differing(found, right) == []
@@ -130,11 +164,23 @@ def simply(model, optimizer):
 class Block(nn.Module):
     def __init__(self, effect: Callable) -> None:
         super().__init__()
-        self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
-        self.norm, self.scale, self.effect = nn.BatchNorm1d(WIDTH).eval(), nn.Parameter(torch.ones(WIDTH)), effect
+        self.up, self.down, self.drop = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Dropout(0.1),
+        )
+        self.norm, self.scale, self.effect = (
+            nn.BatchNorm1d(WIDTH).eval(),
+            nn.Parameter(torch.ones(WIDTH)),
+            effect,
+        )
         self.register_buffer("seen", torch.zeros(WIDTH))
         self.count, self.log, self.table, self.ticks = 0, [], {"count": 0}, itertools.count()
-        self.inside, self.generator, self.average = types.SimpleNamespace(count=0), torch.Generator(), torch.zeros(WIDTH)
+        self.inside, self.generator, self.average = (
+            types.SimpleNamespace(count=0),
+            torch.Generator(),
+            torch.zeros(WIDTH),
+        )
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.down(F.gelu(self.up(x)))) * self.scale
@@ -165,37 +211,70 @@ class Model(nn.Module):
 
 # --- what is chosen ---
 
-MEASURED = st.builds(Measured, st.integers(0, 100), st.sampled_from([0.0, 0.5, 1.0, 5.0, float("inf")]), st.booleans())
+MEASURED = st.builds(
+    Measured,
+    st.integers(0, 100),
+    st.sampled_from([0.0, 0.5, 1.0, 5.0, float("inf")]),
+    st.booleans(),
+)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(st.lists(MEASURED, max_size=8), st.integers(0, 400), st.integers(0, 300), st.sampled_from([0.1, 10.0, 1e9]))
+@given(
+    st.lists(MEASURED, max_size=8),
+    st.integers(0, 400),
+    st.integers(0, 300),
+    st.sampled_from([0.1, 10.0, 1e9]),
+)
 def test_choices_keep_within_the_device_and_repeat_only_what_may_be(blocks, device, host, rate):
-    """Any blocks, budgets and rates: kept bytes fit, beside the largest block where any is not kept."""
+    """Any blocks, budgets and rates: kept bytes fit, beside the largest block where any is not
+    kept."""
     found = choose(blocks, device_nbytes=device, host_nbytes=host, send_rate=rate)
     assert len(found) == len(blocks)
-    kept = sum(block.nbytes for block, choice in zip(blocks, found) if choice is ActivationChoice.KEEP)
+    kept = sum(
+        block.nbytes for block, choice in zip(blocks, found) if choice is ActivationChoice.KEEP
+    )
     whole = sum(block.nbytes for block in blocks) <= device
     assert (
         all(choice is ActivationChoice.KEEP for choice in found)
         if whole
         else kept <= max(0, device - max(b.nbytes for b in blocks))
     )
-    assert all(block.is_repeatable for block, choice in zip(blocks, found) if choice is ActivationChoice.RECOMPUTE)
-    assert sum(b.nbytes for b, choice in zip(blocks, found) if choice is ActivationChoice.SEND and b.is_repeatable) <= host
+    assert all(
+        block.is_repeatable
+        for block, choice in zip(blocks, found)
+        if choice is ActivationChoice.RECOMPUTE
+    )
+    assert (
+        sum(
+            b.nbytes
+            for b, choice in zip(blocks, found)
+            if choice is ActivationChoice.SEND and b.is_repeatable
+        )
+        <= host
+    )
 
 
 @pytest.mark.parametrize("choice", RATES)
-@pytest.mark.parametrize("more", [{}, at_home("host", "host", "", speculate=True), at_home("nvme", "nvme", "")], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, at_home("host", "host", "", speculate=True), at_home("nvme", "nvme", "")], ids=str
+)
 def test_each_choice_has_the_bits_of_the_plain_run(choice, more, recomputations, swap):
-    """The twin of what follows: all blocks are kept, sent, or run again, as often as there are passes for it."""
+    """The twin of what follows: all blocks are kept, sent, or run again, as often as there are
+    passes for it."""
     more = {key: [swap] if key == "nvme_paths" else value for key, value in more.items()}
-    assert assert_same_bits(Model, simply, choice, **more)[choice] == BLOCKS or (choice == "kept" and more)
-    assert len(recomputations) == (BLOCKS * (STEPS - 2) if choice == "recomputed" else 0) or choice == "kept"
+    assert assert_same_bits(Model, simply, choice, **more)[choice] == BLOCKS or (
+        choice == "kept" and more
+    )
+    assert (
+        len(recomputations) == (BLOCKS * (STEPS - 2) if choice == "recomputed" else 0)
+        or choice == "kept"
+    )
 
 
 def test_a_part_is_kept_and_the_budget_holds_in_every_pass(recomputations):
-    """Room for one block beside another: one stays; what is kept never exceeds the budget. Any budget measures the same."""
+    """Room for one block beside another: one stays; what is kept never exceeds the budget. Any
+    budget measures the same."""
 
     def measured(choice: str) -> tuple[list[int], int]:
         model, optimizer = wrap(seeded(SEED, Model), choice)
@@ -265,13 +344,22 @@ def replaced(b, value, name="seen"):
 HARMLESS: dict[str, tuple[Callable, Callable]] = {
     "tuple": (lambda b, x: (b.feed(x), None, 3), lambda b, x, losses: b(x)[0]),
     "dict": (lambda b, x: {"x": b.feed(x), "n": 1}, lambda b, x, losses: b(x)["x"]),
-    "keywords": (lambda b, x, *, by=None, on=False: b.feed(x) * by, lambda b, x, losses: b(x=x, by=x.sigmoid(), on=True)),
-    "nested": (lambda b, x, pair: b.feed(x) * pair[0]["by"], lambda b, x, losses: b(x, ({"by": x.sigmoid()}, None))),
+    "keywords": (
+        lambda b, x, *, by=None, on=False: b.feed(x) * by,
+        lambda b, x, losses: b(x=x, by=x.sigmoid(), on=True),
+    ),
+    "nested": (
+        lambda b, x, pair: b.feed(x) * pair[0]["by"],
+        lambda b, x, losses: b(x, ({"by": x.sigmoid()}, None)),
+    ),
     "input as output": (lambda b, x: (x, b.feed(x)), lambda b, x, losses: sum(b(x))),
     "view": (lambda b, x: b.feed(x).t(), lambda b, x, losses: b(x).t()),
     "conjugated": (lambda b, x: torch.complex(b.feed(x), x).conj(), lambda b, x, losses: b(x).imag),
     "sparse": (lambda b, x: b.feed(x).to_sparse(), lambda b, x, losses: b(x).to_dense()),
-    "bool, empty, nan": (lambda b, x: (b.feed(x), x > 0, x[:0], x * torch.nan), lambda b, x, losses: b(x)[0]),
+    "bool, empty, nan": (
+        lambda b, x: (b.feed(x), x > 0, x[:0], x * torch.nan),
+        lambda b, x, losses: b(x)[0],
+    ),
     "batch norm at rest": (lambda b, x: b.feed(b.norm(x)), simple),
     "own checkpoint": (lambda b, x: checkpoint(b.feed, x, use_reentrant=False), simple),
     "own reentrant checkpoint": (lambda b, x: checkpoint(b.feed, x, use_reentrant=True), simple),
@@ -283,7 +371,10 @@ HARMLESS: dict[str, tuple[Callable, Callable]] = {
 }
 NOT_TO_BE_REPEATED = {  # as with torch's own checkpoint
     "saved tensors read twice": (lambda b, x: ReadsTwice.apply(b.feed(x)), simple),
-    "input changed afterwards": (lambda b, x: b.feed(x * 1), lambda b, x, losses: (b(x), x.mul_(2))[0]),
+    "input changed afterwards": (
+        lambda b, x: b.feed(x * 1),
+        lambda b, x, losses: (b(x), x.mul_(2))[0],
+    ),
     "with_a_way_out": (with_a_way_out, simple),
 }
 COUNTED: dict[str, Callable[[Block], Any]] = {
@@ -302,11 +393,26 @@ COUNTED: dict[str, Callable[[Block], Any]] = {
     "numpy random": lambda b: numpy.random.rand(),
     "own generator": lambda b: torch.rand((), generator=b.generator),
 }
-HARMFUL = {name: (lambda b, x, f=f: b.feed(x) * (1 + 0.01 * float(f(b))), simple) for name, f in COUNTED.items()} | {
-    "own loss": (lambda b, x: replaced(b, b.feed(x), "average"), lambda b, x, losses: (b(x), losses.append(b.average.mean()))[0]),
-    "list argument": (lambda b, x, out: out.append(x.mean()) or b.feed(x), lambda b, x, losses: b(x, losses)),
-    "dict argument": (lambda b, x, by: b.feed(x) * by.setdefault("n", x.detach()).mean(), lambda b, x, losses: b(x, by=b.table)),
-    "argument in place": (lambda b, x, by: b.feed(x) * by.add_(1), lambda b, x, losses: b(x, b.average)),
+HARMFUL = {
+    name: (lambda b, x, f=f: b.feed(x) * (1 + 0.01 * float(f(b))), simple)
+    for name, f in COUNTED.items()
+} | {
+    "own loss": (
+        lambda b, x: replaced(b, b.feed(x), "average"),
+        lambda b, x, losses: (b(x), losses.append(b.average.mean()))[0],
+    ),
+    "list argument": (
+        lambda b, x, out: out.append(x.mean()) or b.feed(x),
+        lambda b, x, losses: b(x, losses),
+    ),
+    "dict argument": (
+        lambda b, x, by: b.feed(x) * by.setdefault("n", x.detach()).mean(),
+        lambda b, x, losses: b(x, by=b.table),
+    ),
+    "argument in place": (
+        lambda b, x, by: b.feed(x) * by.add_(1),
+        lambda b, x, losses: b(x, b.average),
+    ),
     "input in place": (lambda b, x: x.add_(b.feed(x.clone())), simple),
     "called twice": (Block.feed, lambda b, x, losses: b(b(x))),
     "batch norm": (lambda b, x: b.feed(b.norm.train()(x)), simple),
@@ -318,13 +424,17 @@ HARMFUL = {name: (lambda b, x, f=f: b.feed(x) * (1 + 0.01 * float(f(b))), simple
 @not_kept
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_harmless_block_has_the_bits_of_the_plain_run(name, choice):
-    """Whatever goes in and comes out, and whatever is chosen for it; there is room for the inputs."""
-    assert_same_bits(lambda: Model(*HARMLESS[name]), simply, choice, name=f"harmless {name}", spare=4096)
+    """Whatever goes in and comes out, and whatever is chosen for it; there is room for the
+    inputs."""
+    assert_same_bits(
+        lambda: Model(*HARMLESS[name]), simply, choice, name=f"harmless {name}", spare=4096
+    )
 
 
 @pytest.mark.parametrize("name", NOT_TO_BE_REPEATED)
 def test_a_block_that_torch_cannot_run_again_says_so(name):
-    """Sent, it has the plain run's bits; run again, as the user allowed, it ends in an error, and in no wrong number."""
+    """Sent, it has the plain run's bits; run again, as the user allowed, it ends in an error, and
+    in no wrong number."""
     build = lambda: Model(*NOT_TO_BE_REPEATED[name])
     assert_same_bits(build, simply, "sent", name=f"loud {name}", recompute=False)
     with pytest.raises((RuntimeError, AssertionError)):
@@ -334,14 +444,19 @@ def test_a_block_that_torch_cannot_run_again_says_so(name):
 @not_kept
 @pytest.mark.parametrize("name", HARMFUL)
 def test_a_block_with_side_effects_is_never_run_again(name, choice, recomputations):
-    """Where running it once more would be seen, by its results or by the noise that follows, it is not; the counts say so."""
+    """Where running it once more would be seen, by its results or by the noise that follows, it is
+    not; the counts say so."""
     blocks = assert_same_bits(lambda: Model(*HARMFUL[name]), simply, choice, name=name)
     assert not recomputations and not blocks.get("recomputed")
 
 
-@pytest.mark.parametrize(("when", "what"), [(0, "counter"), *itertools.product([0, 5], ["batch norm", "hook", "global hook"])])
+@pytest.mark.parametrize(
+    ("when", "what"),
+    [(0, "counter"), *itertools.product([0, 5], ["batch norm", "hook", "global hook"])],
+)
 def test_effects_that_begin_happen_once(what, when, recomputations):
-    """A batch norm that rests, a counter that stands, and no hooks: until the first pass, or until blocks have been run again."""
+    """A batch norm that rests, a counter that stands, and no hooks: until the first pass, or until
+    blocks have been run again."""
 
     def effect(block, x):
         block.count += len(block.log)
@@ -353,9 +468,15 @@ def test_effects_that_begin_happen_once(what, when, recomputations):
             for block in model.blocks if step == when else ():
                 block.norm.train(what == "batch norm")
                 block.log += [1] * (what == "counter")
-                block.up.register_forward_hook(lambda *_: heard.append(1)) if what == "hook" else None
+                (
+                    block.up.register_forward_hook(lambda *_: heard.append(1))
+                    if what == "hook"
+                    else None
+                )
             if step == when and what == "global hook":
-                hook = register_module_forward_hook(lambda module, *_: heard.append(1) if isinstance(module, nn.Linear) else None)
+                hook = register_module_forward_hook(
+                    lambda module, *_: heard.append(1) if isinstance(module, nn.Linear) else None
+                )
             yield stepped(optimizer, model(rows(step)))
         hook.remove() if hook else None
         yield torch.tensor(len(heard))
@@ -366,7 +487,9 @@ def test_effects_that_begin_happen_once(what, when, recomputations):
 
 # --- loops ---
 
-FAILING: list[bool] = []  # whether a block is to fail in a forward (False) or when it runs again (True)
+FAILING: list[
+    bool
+] = []  # whether a block is to fail in a forward (False) or when it runs again (True)
 
 
 def fragile(block: Block, x: torch.Tensor) -> torch.Tensor:
@@ -406,16 +529,34 @@ def second_gradients(model, optimizer, step):
 
 
 LOOPS: dict[str, Callable] = {
-    "accumulates": lambda m, o, s: [m(rows(s)).backward(), stepped(o, m(rows(s, 5)) + m(rows(s, 3)))],
+    "accumulates": lambda m, o, s: [
+        m(rows(s)).backward(),
+        stepped(o, m(rows(s, 5)) + m(rows(s, 3))),
+    ],
     "evaluates": lambda m, o, s: [
-        loss := m(rows(s)), torch.no_grad()(m.eval().__call__)(rows(s, 4)), torch.inference_mode()(m.__call__)(rows(s, 4)).clone(),
-        m(rows(s, 4)), m.train() and None, stepped(o, loss)],
-    "clips": lambda m, o, s: [m(rows(s)).backward(), nn.utils.clip_grad_norm_(m.parameters(), 0.01), stepped(o, None)],
+        loss := m(rows(s)),
+        torch.no_grad()(m.eval().__call__)(rows(s, 4)),
+        torch.inference_mode()(m.__call__)(rows(s, 4)).clone(),
+        m(rows(s, 4)),
+        m.train() and None,
+        stepped(o, loss),
+    ],
+    "clips": lambda m, o, s: [
+        m(rows(s)).backward(),
+        nn.utils.clip_grad_norm_(m.parameters(), 0.01),
+        stepped(o, None),
+    ],
     "other sizes": lambda m, o, s: [stepped(o, m(rows(s, (8, 8, 8, 40, 2, 100)[s])))],
-    "backward twice": lambda m, o, s: [loss := m(rows(s)), loss.backward(retain_graph=True), stepped(o, loss)],
-    "autocast": lambda m, o, s: [stepped(o, torch.autocast("cpu", torch.bfloat16)(m.__call__)(rows(s)))],
+    "backward twice": lambda m, o, s: [
+        loss := m(rows(s)),
+        loss.backward(retain_graph=True),
+        stepped(o, loss),
+    ],
+    "autocast": lambda m, o, s: [
+        stepped(o, torch.autocast("cpu", torch.bfloat16)(m.__call__)(rows(s)))
+    ],
     **{f.__name__: f for f in (fails, in_a_thread, steps_before_the_backward, second_gradients)},
-}  # fmt: skip
+}
 
 
 @not_kept
@@ -427,18 +568,25 @@ def test_a_loop_has_the_bits_of_the_plain_run(name, choice):
         for step in range(STEPS):
             yield from (value for value in LOOPS[name](model, optimizer, step) if value is not None)
 
-    assert assert_same_bits(lambda: Model(fragile), loop, choice, name=f"loop {name}")[choice] == BLOCKS
+    assert (
+        assert_same_bits(lambda: Model(fragile), loop, choice, name=f"loop {name}")[choice]
+        == BLOCKS
+    )
 
 
 def test_compiled_blocks_and_models_have_the_bits_of_the_plain_run():
-    """One block, one block's forward, and at every second step the whole model; without code generation."""
+    """One block, one block's forward, and at every second step the whole model; without code
+    generation."""
 
     def loop(model, optimizer):
         torch._dynamo.reset()
         model.blocks[0].compile(backend="eager")
         model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="eager")
         for step in range(STEPS):
-            yield stepped(optimizer, (torch.compile(model, backend="eager") if step % 2 else model)(rows(step)))
+            yield stepped(
+                optimizer,
+                (torch.compile(model, backend="eager") if step % 2 else model)(rows(step)),
+            )
 
     assert_same_bits(Model, loop, "recomputed")
 
@@ -448,7 +596,9 @@ def parts(model, optimizer, step):
 
 
 def stopped_once(model, optimizer, step):
-    hook = model.blocks[1].register_forward_pre_hook(lambda *_: FAILING.extend([False] * (step == 1)))
+    hook = model.blocks[1].register_forward_pre_hook(
+        lambda *_: FAILING.extend([False] * (step == 1))
+    )
     with contextlib.suppress(InterruptedError):
         stepped(optimizer, model(rows(step)))
     hook.remove()
@@ -462,9 +612,14 @@ def both() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("build, step_of", [(both, parts), (lambda: Model(fragile), stopped_once)], ids=["parts", "stopped once"])
+@pytest.mark.parametrize(
+    "build, step_of",
+    [(both, parts), (lambda: Model(fragile), stopped_once)],
+    ids=["parts", "stopped once"],
+)
 def test_every_block_is_chosen_for_however_passes_go(build, step_of):
-    """Parts of a model called one by one, and a second pass that fails half-way: no block is left out for good."""
+    """Parts of a model called one by one, and a second pass that fails half-way: no block is left
+    out for good."""
 
     def loop(model, optimizer):
         for step in range(STEPS + 2):
@@ -484,7 +639,8 @@ class Shift(nn.Module):
 
 @not_kept
 def test_a_backward_after_the_step_is_that_of_its_forward(choice):
-    """A sum saves neither of its parts, so that torch allows it. What is run again would see the new bias, and says so."""
+    """A sum saves neither of its parts, so that torch allows it. What is run again would see the
+    new bias, and says so."""
 
     def loop(model, optimizer):
         for step in range(STEPS):
@@ -492,7 +648,11 @@ def test_a_backward_after_the_step_is_that_of_its_forward(choice):
             yield stepped(optimizer, model(rows(step)).mean())
             yield stepped(optimizer, early)
 
-    with pytest.raises(infinity.UsageError, match="before the step") if choice == "recomputed" else contextlib.nullcontext():
+    with (
+        pytest.raises(infinity.UsageError, match="before the step")
+        if choice == "recomputed"
+        else contextlib.nullcontext()
+    ):
         assert_same_bits(lambda: nn.Sequential(*(Shift() for _ in range(BLOCKS))), loop, choice)
 
 
@@ -505,15 +665,35 @@ def changed(change: Callable[[Model], Any], effect: Callable = Block.feed) -> Ca
 
 MODELS = {
     "tied": changed(lambda model: setattr(model.blocks[1].up, "weight", model.blocks[0].up.weight)),
-    "frozen": changed(lambda model: [m.requires_grad_(False) for m in (model.inner, model.blocks[0], model.blocks[1].up)]),
+    "frozen": changed(
+        lambda model: [
+            m.requires_grad_(False) for m in (model.inner, model.blocks[0], model.blocks[1].up)
+        ]
+    ),
     "nested": changed(
-        lambda model: [setattr(b, "more", nn.Sequential(Block(Block.feed), Block(Block.feed))) for b in model.blocks],
+        lambda model: [
+            setattr(b, "more", nn.Sequential(Block(Block.feed), Block(Block.feed)))
+            for b in model.blocks
+        ],
         lambda b, x: b.more(b.feed(x)),
     ),
 }
-LATE = {"llama cached": ("llama", {"use_cache": True}), "mixtral routed": ("mixtral", {"output_router_logits": True})}
-NAMES = ("llama", "llama_tied", "llama_lora", "llama_checkpointed", "llama_checkpointed_reentrant", "gpt2", "bert",
-         "bert_frozen_below", "t5", "mixtral")  # fmt: skip
+LATE = {
+    "llama cached": ("llama", {"use_cache": True}),
+    "mixtral routed": ("mixtral", {"output_router_logits": True}),
+}
+NAMES = (
+    "llama",
+    "llama_tied",
+    "llama_lora",
+    "llama_checkpointed",
+    "llama_checkpointed_reentrant",
+    "gpt2",
+    "bert",
+    "bert_frozen_below",
+    "t5",
+    "mixtral",
+)
 
 
 @not_kept
@@ -527,7 +707,8 @@ def test_a_model_of_such_blocks_has_the_bits_of_the_plain_run(name, choice, reco
 @not_kept
 @pytest.mark.parametrize("name", [*NAMES, *LATE])
 def test_models_of_transformers_have_the_bits_of_the_plain_run(name, choice):
-    """Trains and generates; from the third pass on with what is asked for late: a cache, or the router's logits."""
+    """Trains and generates; from the third pass on with what is asked for late: a cache, or the
+    router's logits."""
     architecture, late = LATE.get(name, (name, {}))
     if lacking := ZOO[architecture].missing():
         pytest.skip(f"this machine lacks {', '.join(lacking)}")
@@ -537,7 +718,9 @@ def test_models_of_transformers_have_the_bits_of_the_plain_run(name, choice):
             batch = make_batch(ZOO[architecture], step) | (late if step > 1 else {})
             yield stepped(optimizer, model(**batch).loss)
             if name == "llama":
-                yield model.eval().generate(batch["input_ids"][:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
+                yield model.eval().generate(
+                    batch["input_ids"][:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0
+                )
                 model.train()
 
     assert_same_bits(lambda: make_model(ZOO[architecture], SEED), loop, choice, name=name)
@@ -547,7 +730,8 @@ def test_models_of_transformers_have_the_bits_of_the_plain_run(name, choice):
 
 
 def test_a_dropped_model_frees_everything_at_once():
-    """Without the garbage collector, once blocks have been run again: engine and blocks are gone."""
+    """Without the garbage collector, once blocks have been run again: engine and blocks are
+    gone."""
     model, optimizer = wrap(seeded(SEED, Model), "recomputed")
     list(simply(model, optimizer))
     gc.collect()
@@ -561,7 +745,8 @@ def test_a_dropped_model_frees_everything_at_once():
 
 
 def test_unwrapping_restores_forwards_and_copies_go_as_ever():
-    """Of a class's forward and of one's own. While wrapped, a copy is refused as it is without a choice."""
+    """Of a class's forward and of one's own. While wrapped, a copy is refused as it is without a
+    choice."""
     refusals = []
     for choice in (None, "recomputed"):
         model = seeded(SEED, Model)
@@ -573,7 +758,11 @@ def test_unwrapping_restores_forwards_and_copies_go_as_ever():
                 way(what)
             refusals.append((refused.type, str(refused.value)))
         model, _ = infinity.unwrap_model(model, optimizer)
-        assert ["forward" in vars(block) for block in model.blocks] == [False, True, False] and model.blocks[1].forward is own
+        assert ["forward" in vars(block) for block in model.blocks] == [
+            False,
+            True,
+            False,
+        ] and model.blocks[1].forward is own
         assert differing(copy.deepcopy(model).state_dict(), model.state_dict()) == []
     assert refusals[:4] == refusals[4:]
 

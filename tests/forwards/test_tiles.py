@@ -39,8 +39,8 @@ transformers = pytest.importorskip("transformers")
 @pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_tiled_layer_computes_and_learns_as_the_whole_one(swap, name, home):
-    """A pair: output, input gradient, parameter gradients close; after 4 SGD steps the weights too (SGD passes on what
-    the gradient was; Adam would turn rounding of a zero into a whole step)."""
+    """A pair: output, input gradient, parameter gradients close; after 4 SGD steps the weights too
+    (SGD passes on what the gradient was; Adam would turn rounding of a zero into a whole step)."""
     model, plain = build(name), build(name)
     sgd = lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr, momentum=0.9)
     model, optimizer = wrap(model, swap, home, optimizer=sgd)
@@ -68,7 +68,8 @@ def test_a_tiled_layer_computes_and_learns_as_the_whole_one(swap, name, home):
 
 @pytest.mark.parametrize("name", ["linear", "linear without bias", "conv1d"])
 def test_gradients_agree_with_float64(name):
-    """The same layer in float64 is the truth: a tiled fp32 gradient is within 1e-5 of it, relative in norm."""
+    """The same layer in float64 is the truth: a tiled fp32 gradient is within 1e-5 of it, relative
+    in norm."""
     model, truth = build(name), build(name).double()
     model, _ = wrap(model)
     x = batch_for(truth, SEED)
@@ -76,7 +77,10 @@ def test_gradients_agree_with_float64(name):
     model(ours).sin().sum().backward()
     truth(theirs).sin().sum().backward()
     pairs = [("input", ours.grad, theirs.grad)]
-    pairs += [(n, p.grad.clone(), q.grad) for (n, p), q in zip(model.named_parameters(), truth.parameters())]
+    pairs += [
+        (n, p.grad.clone(), q.grad)
+        for (n, p), q in zip(model.named_parameters(), truth.parameters())
+    ]
     for what, found, expected in pairs:
         assert ((found.double() - expected).norm() <= 1e-5 * expected.norm()).item(), what
     assert not (truth.layer.weight.grad == 0).all()
@@ -99,8 +103,11 @@ def test_inputs_of_every_rank_and_of_no_samples(name, shape):
 @pytest.mark.parametrize("frozen", ["layer.weight", "layer.bias", "both"])
 @pytest.mark.parametrize("input_grad", [True, False])
 def test_frozen_weight_or_bias_gets_no_gradient(frozen, input_grad):
-    """Freezes one or both, with and without an input that wants a gradient. A pair; what is frozen does not move."""
-    models = [seeded(SEED, lambda: nn.ModuleDict({"layer": nn.Linear(WIDTH, ROWS)})) for _ in range(2)]
+    """Freezes one or both, with and without an input that wants a gradient. A pair; what is frozen
+    does not move."""
+    models = [
+        seeded(SEED, lambda: nn.ModuleDict({"layer": nn.Linear(WIDTH, ROWS)})) for _ in range(2)
+    ]
     for each in models:
         for key, param in each.named_parameters():
             param.requires_grad_(frozen not in (key, "both"))
@@ -126,9 +133,13 @@ def test_strided_and_expanded_inputs():
     model, plain = build("linear down"), build("linear down")
     model, _ = wrap(model)
     base = torch.randn(WIDTH, 6, generator=torch.Generator().manual_seed(SEED))
-    views = {"transposed": lambda b: b.t(), "3-D transposed": lambda b: b.t().unflatten(0, (2, 3)), "sliced": lambda b: b.t()[::2],
-             "permuted": lambda b: b.t().unflatten(0, (2, 3)).transpose(0, 1),
-             "expanded": lambda b: b[:, 0].expand(4, WIDTH)}  # fmt: skip
+    views = {
+        "transposed": lambda b: b.t(),
+        "3-D transposed": lambda b: b.t().unflatten(0, (2, 3)),
+        "sliced": lambda b: b.t()[::2],
+        "permuted": lambda b: b.t().unflatten(0, (2, 3)).transpose(0, 1),
+        "expanded": lambda b: b[:, 0].expand(4, WIDTH),
+    }
     for what, view in views.items():
         inputs = [base.clone().requires_grad_() for _ in range(2)]
         model(view(inputs[0])).square().mean().backward()
@@ -139,8 +150,10 @@ def test_strided_and_expanded_inputs():
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_bf16_with_split_master_follows_the_untiled_model(swap, home):
-    """bf16 weights, fp32 master in two halves, 3 AdamW steps against the same engine with room for the whole layer. In
-    bf16 dx of 2100 outputs is summed in another order: outputs within 2 %, weights within the steps' own size."""
+    """bf16 weights, fp32 master in two halves, 3 AdamW steps against the same engine with room for
+    the whole layer. In bf16 dx of 2100 outputs is summed in another order: outputs within 2 %,
+    weights within the steps' own size.
+    """
     models = [build("linear down").bfloat16() for _ in range(2)]
     wraps = [wrap(models[0], swap, home), wrap(models[1], swap, home, device_memory="64MiB")]
     assert tiled_units(models[0]) and not tiled_units(models[1])
@@ -158,7 +171,8 @@ def test_bf16_with_split_master_follows_the_untiled_model(swap, home):
 
 
 def test_many_tiles_round_no_more_than_a_few_times_what_one_product_does():
-    """bf16, an input gradient summed over 128 tiles: its error against float64 is at most 4 times the whole layer's."""
+    """bf16, an input gradient summed over 128 tiles: its error against float64 is at most 4 times
+    the whole layer's."""
     torch.manual_seed(SEED)
     layer = nn.Linear(WIDTH, 65536, bias=False).bfloat16()
     model = nn.ModuleDict({"layer": layer})
@@ -204,12 +218,15 @@ def test_ids_out_of_range_are_an_index_error(bad):
     with pytest.raises(IndexError, match=str(ROWS)):
         model(torch.tensor([[0, bad]]))
     assert device(model).charged_nbytes == rest
-    check_close(model(torch.tensor([[0, ROWS - 1]])), build("embedding")(torch.tensor([[0, ROWS - 1]])))
+    check_close(
+        model(torch.tensor([[0, ROWS - 1]])), build("embedding")(torch.tensor([[0, ROWS - 1]]))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ids_of_both_integer_dtypes(dtype):
-    """torch takes int32 and int64 ids; so do tiles. Twin: it refuses others, and so must tiles, by an error."""
+    """torch takes int32 and int64 ids; so do tiles. Twin: it refuses others, and so must tiles, by
+    an error."""
     model, plain = build("embedding"), build("embedding")
     model, _ = wrap(model)
     ids = batch_for(plain, SEED).to(dtype)
@@ -232,16 +249,31 @@ def test_padding_gets_no_gradient():
 
 
 def gpt2(**more):
-    sizes = dict(vocab_size=1500, n_positions=32, n_embd=64, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
-                 attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)  # fmt: skip
-    return seeded(SEED, lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | more)))
+    sizes = dict(
+        vocab_size=1500,
+        n_positions=32,
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return seeded(
+        SEED, lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | more))
+    )
 
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
-@pytest.mark.parametrize("recompute", [None, True, False], ids=["kept", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize(
+    "recompute", [None, True, False], ids=["kept", "reentrant", "non-reentrant"]
+)
 def test_gpt2_with_tied_head(swap, home, recompute):
-    """The embedding is the head: both run in tiles of one weight, and its gradient is the sum. Gradients of one step
-    against the plain model, checkpointed either way; then generation agrees too."""
+    """The embedding is the head: both run in tiles of one weight, and its gradient is the sum.
+    Gradients of one step against the plain model, checkpointed either way; then generation agrees
+    too."""
     model, plain = gpt2(), gpt2()
     for each in (model, plain):
         if recompute is not None:
@@ -259,7 +291,10 @@ def test_gpt2_with_tied_head(swap, home, recompute):
     with torch.no_grad():
         check_close(model.eval()(ids).logits, plain.eval()(ids).logits, "logits")
     prompt = ids[:, :4]
-    found = [each.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0) for each in (model, plain)]
+    found = [
+        each.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        for each in (model, plain)
+    ]
     assert torch.equal(*found)
     check_peak(model)
     infinity.unwrap_model(model, optimizer)
@@ -268,9 +303,12 @@ def test_gpt2_with_tied_head(swap, home, recompute):
 @pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("name", ["linear", "embedding", "conv1d"])
 def test_accumulation_clipping_and_kept_zeros(swap, name, home):
-    """3 micro-batches, clip by norm, step, zero_grad(set_to_none=False), twice. Gradients close after each, norms too."""
+    """3 micro-batches, clip by norm, step, zero_grad(set_to_none=False), twice. Gradients close
+    after each, norms too."""
     model, plain = build(name), build(name)
-    model, optimizer = wrap(model, swap, home, optimizer=lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr))
+    model, optimizer = wrap(
+        model, swap, home, optimizer=lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr)
+    )
     other = torch.optim.SGD(plain.parameters(), lr=1e-2)
     for step in range(2):
         norms = []
@@ -290,7 +328,8 @@ def test_accumulation_clipping_and_kept_zeros(swap, name, home):
 
 @pytest.mark.parametrize("name", ["linear", "embedding", "conv1d"])
 def test_retain_graph_backs_twice(name):
-    """Two backwards through one graph double the gradient. Twin: without retain_graph the second is torch's error."""
+    """Two backwards through one graph double the gradient. Twin: without retain_graph the second is
+    torch's error."""
     model, plain = build(name), build(name)
     model, _ = wrap(model)
     for each in (model, plain):
@@ -305,8 +344,8 @@ def test_retain_graph_backs_twice(name):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["linear", "conv1d"])
 def test_checkpointed_layers(name, reentrant):
-    """checkpoint() around a tiled layer, inside the model and around all of it: pairs. (Around all of it with
-    use_reentrant=False fails in untiled models too, wherever device_memory is given.)"""
+    """checkpoint() around a tiled layer, inside the model and around all of it: pairs. (Around all
+    of it with use_reentrant=False fails in untiled models too, wherever device_memory is given.)"""
     model, plain = build(name), build(name)
     model, _ = wrap(model)
     for inside in (True, False):
@@ -338,8 +377,8 @@ def test_a_step_between_forward_and_backward_is_refused(name):
 @pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("name", ["linear", "embedding", "conv1d"])
 def test_a_failed_backward_can_be_tried_again(swap, monkeypatch, name, home):
-    """Fails while the third part of the weight's gradient is landed; with the error still held, nothing stays charged
-    and a retry gives the gradient of a single backward."""
+    """Fails while the third part of the weight's gradient is landed; with the error still held,
+    nothing stays charged and a retry gives the gradient of a single backward."""
     model, plain = build(name), build(name)
     model, optimizer = wrap(model, swap, home)
     x = batch_for(plain, SEED)
@@ -372,7 +411,8 @@ def test_a_failed_backward_can_be_tried_again(swap, monkeypatch, name, home):
 
 
 def test_a_failed_forward_leaves_no_tile_charged():
-    """A float64 input fails inside the first product; the error is kept alive, and with it its frames."""
+    """A float64 input fails inside the first product; the error is kept alive, and with it its
+    frames."""
     model, _ = wrap(build("linear"))
     with torch.no_grad():
         model(batch_for(model, SEED))
@@ -398,7 +438,8 @@ def test_nothing_of_a_tile_stays_after_a_step():
 
 
 def test_a_dropped_model_takes_its_engine_along(swap):
-    """Model and optimizer are dropped after a step: the engine is collected, and the folder is empty."""
+    """Model and optimizer are dropped after a step: the engine is collected, and the folder is
+    empty."""
     model, optimizer = wrap(build("linear"), swap, "nvme")
     steps(model, optimizer, 2, seed=SEED)
     engine = weakref.ref(wrapped(model).engine)
@@ -411,7 +452,8 @@ def test_a_dropped_model_takes_its_engine_along(swap):
 
 @pytest.mark.parametrize("name", ["linear", "embedding"])
 def test_keyword_input(name):
-    """nn.Linear and nn.Embedding name their argument ``input``: a call by that name works tiled too."""
+    """nn.Linear and nn.Embedding name their argument ``input``: a call by that name works tiled
+    too."""
     model, plain = build(name), build(name)
     model, _ = wrap(model)
     x = torch.arange(5) if name == "embedding" else batch_for(plain, SEED)
@@ -421,8 +463,8 @@ def test_keyword_input(name):
 
 @pytest.mark.parametrize("name", ["linear", "conv1d", "linear down"])
 def test_autograd_grad_accumulates_nothing(name):
-    """torch.autograd.grad and backward(inputs=...) ask for the input's gradient alone: no ``p.grad`` appears, in torch as
-    in tiles. Twin: a plain backward gives one."""
+    """torch.autograd.grad and backward(inputs=...) ask for the input's gradient alone: no
+    ``p.grad`` appears, in torch as in tiles. Twin: a plain backward gives one."""
     model, _ = wrap(build(name))
     x = batch_for(model, SEED).requires_grad_()
     torch.autograd.grad(model(x).sum(), [x])
@@ -439,8 +481,8 @@ def test_autograd_grad_accumulates_nothing(name):
 @pytest.mark.parametrize("by", ["parameters", "edges"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_autograd_grad_returns_the_gradient_of_a_weight(name, by):
-    """A pair: autograd.grad of all parameters, or of their edges in the graph as zero-bubble schedules ask. Nothing is accumulated.
-    Twin: a backward behind it accumulates the same."""
+    """A pair: autograd.grad of all parameters, or of their edges in the graph as zero-bubble
+    schedules ask. Nothing is accumulated. Twin: a backward behind it accumulates the same."""
     model, plain = build(name), build(name)
     model, _ = wrap(model)
     assert tiled_units(model)
@@ -460,7 +502,8 @@ def test_autograd_grad_returns_the_gradient_of_a_weight(name, by):
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_tiled_weight_that_is_not_stepped_accumulates_as_torch_does(name):
-    """A pair without an optimizer, two backwards. Twin: once frozen, the layer's weight gets no gradient."""
+    """A pair without an optimizer, two backwards. Twin: once frozen, the layer's weight gets no
+    gradient."""
     model, plain = build(name), build(name)
     model, _ = infinity.wrap_model(model, None, config())
     assert tiled_units(model)
@@ -475,8 +518,8 @@ def test_a_tiled_weight_that_is_not_stepped_accumulates_as_torch_does(name):
 
 @pytest.mark.parametrize("name", ["linear", "conv1d"])
 def test_second_order_gradients_are_right_or_refused(name):
-    """A gradient penalty needs create_graph=True. Untiled units refuse it (UsageError); a tiled one may compute it, but
-    never leave out the weight's part."""
+    """A gradient penalty needs create_graph=True. Untiled units refuse it (UsageError); a tiled one
+    may compute it, but never leave out the weight's part."""
     model, plain = build(name), build(name)
     model, _ = wrap(model)
 
@@ -496,7 +539,8 @@ def test_second_order_gradients_are_right_or_refused(name):
 
 
 def test_a_conv1d_refuses_an_input_of_another_width():
-    """One column too many or too few is an error in torch; in tiles it must not be cut off in silence."""
+    """One column too many or too few is an error in torch; in tiles it must not be cut off in
+    silence."""
     for extra in (-1, 1, 70):
         model, plain = build("conv1d"), build("conv1d")
         model, _ = wrap(model)
@@ -507,7 +551,8 @@ def test_a_conv1d_refuses_an_input_of_another_width():
 
 
 def test_a_layer_with_a_forward_of_its_own_keeps_it():
-    """Somebody replaced the layer's forward before the wrap (as adapters do): it still runs, or the wrap refuses."""
+    """Somebody replaced the layer's forward before the wrap (as adapters do): it still runs, or the
+    wrap refuses."""
     model = build("linear without bias")
     model.layer.forward = lambda x: x.new_ones(*x.shape[:-1], ROWS)
     try:
@@ -520,7 +565,8 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it():
 
 
 def test_a_backward_after_unwrap_is_a_clear_error_or_right():
-    """A graph outlives its engine: its backward raises an InfinityError or gives torch's gradient."""
+    """A graph outlives its engine: its backward raises an InfinityError or gives torch's
+    gradient."""
     model, plain = build("linear"), build("linear")
     model, optimizer = wrap(model)
     x = batch_for(plain, SEED)

@@ -32,7 +32,8 @@ from infinity.runtime.registry import wrapped
 
 
 def test_unwrap_gives_plain_torch_back():
-    """No forward of ours stays on a module, one of the user's comes back, and a plain step works and is plain torch's."""
+    """No forward of ours stays on a module, one of the user's comes back, and a plain step works
+    and is plain torch's."""
     model, plain = build("linear down"), build("linear down")
     model, optimizer = wrap(model)
     assert all("forward" in m.__dict__ for m in model.modules() if isinstance(m, nn.Linear))
@@ -48,8 +49,8 @@ def test_unwrap_gives_plain_torch_back():
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_state_dicts_and_checkpoints(swap, tmp_path, home):
-    """A tiled model's state_dict loads into a plain one and back; a checkpoint resumes bit for bit. Twin: another seed's
-    model differs before it loads."""
+    """A tiled model's state_dict loads into a plain one and back; a checkpoint resumes bit for bit.
+    Twin: another seed's model differs before it loads."""
     model, optimizer = wrap(build("linear down"), swap, home)
     steps(model, optimizer, 2, seed=SEED)
     state = model.state_dict()
@@ -86,8 +87,9 @@ def test_a_checkpoint_crosses_between_tiled_and_whole(tmp_path):
 
 
 def test_full_params_of_a_tiled_weight():
-    """Larger than the device's budget: CapacityError with the number, and everything still works. Of the same model in a
-    budget that holds one such weight but not the moment's, it can be edited."""
+    """Larger than the device's budget: CapacityError with the number, and everything still
+    works. Of the same model in a budget that holds one such weight but not the moment's, it can
+    be edited."""
     model, _ = wrap(build("linear"))
     with pytest.raises(CapacityError, match=r"KiB"):
         with infinity.full_params(model, "layer.weight"):
@@ -115,8 +117,12 @@ def test_without_a_device_budget_nothing_is_tiled():
 
 
 def test_one_row_more_than_a_tile_should_have():
-    """A row of 80 000 bytes where a tile should have 64 KiB: the tile is one row, and still within the budget."""
-    model, plain = [seeded(SEED, lambda: nn.Sequential(nn.Linear(20000, 16), nn.Linear(16, 3))) for _ in range(2)]
+    """A row of 80 000 bytes where a tile should have 64 KiB: the tile is one row, and still within
+    the budget."""
+    model, plain = [
+        seeded(SEED, lambda: nn.Sequential(nn.Linear(20000, 16), nn.Linear(16, 3)))
+        for _ in range(2)
+    ]
     model, _ = wrap(model)
     assert [u.tile_nbytes for u in wrapped(model).engine.sizes if u.tile_nbytes] == [80000]
     x = torch.randn(2, 20000, generator=torch.Generator().manual_seed(SEED))
@@ -168,7 +174,8 @@ def _tied_to_a_parent() -> nn.Module:
 
 @pytest.mark.parametrize("what", UNTILEABLE)
 def test_what_cannot_be_tiled_is_a_capacity_error_with_numbers(what):
-    """At wrap time, or (where only the forward tells) in the forward; and with enough memory it works (the twin)."""
+    """At wrap time, or (where only the forward tells) in the forward; and with enough memory it
+    works (the twin)."""
     x = torch.arange(5) if "embedding" in what else torch.randn(2, 3, WIDTH)
     with pytest.raises(CapacityError, match=r"Raise (Config\()?device_memory.* by \d") as told:
         model, _ = wrap(seeded(SEED, UNTILEABLE[what]))
@@ -180,24 +187,32 @@ def test_what_cannot_be_tiled_is_a_capacity_error_with_numbers(what):
 
 
 def test_raising_device_memory_by_what_a_forward_asks_for_works():
-    """A weight used functionally is met in the forward only. What the error then says to add is enough."""
+    """A weight used functionally is met in the forward only. What the error then says to add is
+    enough."""
     import re
 
     model, _ = wrap(seeded(SEED, Functional))
     with pytest.raises(CapacityError) as told:
         model(torch.randn(2, WIDTH))
     more = re.search(r"by (\d+(?:\.\d+)?) KiB", str(told.value))
-    model, _ = wrap(seeded(SEED, Functional), device_memory=DEVICE + int(float(more[1]) * KIB) + KIB)
+    model, _ = wrap(
+        seeded(SEED, Functional), device_memory=DEVICE + int(float(more[1]) * KIB) + KIB
+    )
     model(torch.randn(2, WIDTH))
 
 
 def largest_width(budget: int, *, tiled: bool) -> int:
-    """The widest feed-forward (in steps of 32) that wraps within ``budget`` bytes of device memory."""
+    """The widest feed-forward (in steps of 32) that wraps within ``budget`` bytes of device
+    memory."""
     found = 0
     for width in range(32, 1100, 32):
         with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        settings = infinity.Config(params="host", optimizer="host", device_memory=budget, host_memory="1TiB")
+            model = nn.Sequential(
+                nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            )
+        settings = infinity.Config(
+            params="host", optimizer="host", device_memory=budget, host_memory="1TiB"
+        )
         try:
             plan, units = infinity.api.lay_out.lay_out(model, None, settings)
         except CapacityError:
@@ -211,7 +226,8 @@ def largest_width(budget: int, *, tiled: bool) -> int:
 
 @pytest.mark.parametrize("budget", [512 * KIB, 2048 * KIB])
 def test_the_widest_layer_within_a_budget_grows_with_tiles(budget):
-    """Counts: within one budget of device memory a tiled feed-forward can be at least four times as wide."""
+    """Counts: within one budget of device memory a tiled feed-forward can be at least four times as
+    wide."""
     whole, tiles = largest_width(budget, tiled=False), largest_width(budget, tiled=True)
     print(f"{budget // KIB} KiB: {whole} wide whole, {tiles} in tiles")
     assert tiles >= min(4 * whole, 1088) > whole > 0
@@ -258,14 +274,16 @@ class Feed(nn.Module):
 
 @pytest.mark.parametrize("kind", ["blocks of layers", "blocks that are layers"])
 def test_with_micro_batches(kind):
-    """micro_batch=2 of 5 samples, with tiles inside the blocks, or blocks that are tiled layers themselves. A pair; then
-    unwrap takes both forwards off."""
+    """micro_batch=2 of 5 samples, with tiles inside the blocks, or blocks that are tiled layers
+    themselves. A pair; then unwrap takes both forwards off."""
     make = Feed if kind == "blocks of layers" else lambda: nn.Linear(256, 256)
     models = [seeded(SEED, lambda: nn.Sequential(make(), make(), make())) for _ in range(2)]
     model, plain = models
     model, optimizer = wrap(model, micro_batch=2)
     assert tiled_units(model)
-    x = torch.randn(5, 7, WIDTH if make is Feed else 256, generator=torch.Generator().manual_seed(SEED))
+    x = torch.randn(
+        5, 7, WIDTH if make is Feed else 256, generator=torch.Generator().manual_seed(SEED)
+    )
     for each in models:
         each(x).square().mean().backward()
     check_grads(model, plain)
@@ -278,10 +296,13 @@ def test_with_micro_batches(kind):
 
 @pytest.mark.parametrize("optimizer_home", ["auto", "host"])
 def test_auto_homes_never_put_a_tiled_weight_on_the_device(optimizer_home):
-    """params='auto' within a budget that is too small: tiled units stay below, the small ones may lie on the device."""
+    """params='auto' within a budget that is too small: tiled units stay below, the small ones may
+    lie on the device."""
     model, plain = build("linear"), build("linear")
     model, optimizer = infinity.wrap_model(
-        model, adamw(model, 1e-2), {"params": "auto", "optimizer": optimizer_home, "device_memory": DEVICE}
+        model,
+        adamw(model, 1e-2),
+        {"params": "auto", "optimizer": optimizer_home, "device_memory": DEVICE},
     )
     engine = wrapped(model).engine
     assert tiled_units(model)
@@ -296,9 +317,12 @@ def test_auto_homes_never_put_a_tiled_weight_on_the_device(optimizer_home):
 
 
 def test_param_dtype_narrows_tiles_too():
-    """param_dtype='bf16' of an fp32 model: tiles are of bf16 rows, so twice as many, and state_dict is fp32 still."""
+    """param_dtype='bf16' of an fp32 model: tiles are of bf16 rows, so twice as many, and state_dict
+    is fp32 still."""
     model, optimizer = wrap(build("linear down").float(), param_dtype="bf16")
-    (rows,) = {u.tile_nbytes // (2 * WIDTH) for u in wrapped(model).engine.sizes if u.name == "0.weight"}
+    (rows,) = {
+        u.tile_nbytes // (2 * WIDTH) for u in wrapped(model).engine.sizes if u.name == "0.weight"
+    }
     assert rows == 64 * KIB // (2 * WIDTH)
     x = batch_for(model, SEED)
     model(x.bfloat16()).float().square().mean().backward()

@@ -1,6 +1,8 @@
-"""Training on a GPU: the same bits from every home, nothing allocated, nobody standing still, within the plan.
+"""Training on a GPU: the same bits from every home, nothing allocated, nobody standing still,
+within the plan.
 
-Words used here: see `test_device` (the model, `trained`, `same`), which runs the same on a device that stands in.
+Words used here: see `test_device` (the model, `trained`, `same`), which runs the same on a device
+that stands in.
 
 **warm**: after the first steps, which allocate what the rest uses again.
 """
@@ -13,7 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(path) for pattern in ("support/*/", "machine", "native") for path in Path(__file__).parents[1].glob(pattern)]
+sys.path[:0] = [
+    str(path)
+    for pattern in ("support/*/", "machine", "native")
+    for path in Path(__file__).parents[1].glob(pattern)
+]
 
 import test_device as on_stand_in
 
@@ -23,7 +29,9 @@ from infinity.machine import direct_storage
 from infinity.runtime.registry import wrapped
 
 KERNELS, REFUSAL = native.gpu_kernels()
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=f"no GPU: {REFUSAL or 'torch sees none'}")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason=f"no GPU: {REFUSAL or 'torch sees none'}"
+)
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason=f"no kernels: {REFUSAL}")
 
 WITHOUT_KERNELS = [("host", "host"), ("nvme", "nvme"), ("host", "nvme"), ("nvme", "host")]
@@ -35,14 +43,23 @@ def config_at(homes, tmp_path, **more) -> dict:
     return on_stand_in.config_at(homes, tmp_path, device="cuda", **more)
 
 
-def train(model, optimizer, *, steps: int = 4, micro: int = 1, clip: bool = False) -> list[torch.Tensor]:
-    """`test_device.train` with its batches on the GPU, without reading anything back before the end."""
+def train(
+    model, optimizer, *, steps: int = 4, micro: int = 1, clip: bool = False
+) -> list[torch.Tensor]:
+    """`test_device.train` with its batches on the GPU, without reading anything back before the
+    end."""
     generator = torch.Generator().manual_seed(on_stand_in.SEED)
     told = []
     for _ in range(steps):
         for _ in range(micro):
-            ids = torch.randint(0, on_stand_in.VOCABULARY, (16, 32), generator=generator).pin_memory().cuda(non_blocking=True)
-            loss = torch.nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+            ids = (
+                torch.randint(0, on_stand_in.VOCABULARY, (16, 32), generator=generator)
+                .pin_memory()
+                .cuda(non_blocking=True)
+            )
+            loss = torch.nn.functional.cross_entropy(
+                model(ids).float().flatten(0, 1), ids.flatten()
+            )
             loss.backward()
             told.append(loss.detach())
         if clip:
@@ -56,7 +73,11 @@ def trained(config, **how):
     model, optimizer = infinity.wrap_model(*on_stand_in.a_model(), config)
     told = [value.cpu() for value in train(model, optimizer, **how)]
     state = optimizer.state_dict()["state"]
-    moments = {f"{index}.{name}": value for index, of_one in state.items() for name, value in of_one.items()}
+    moments = {
+        f"{index}.{name}": value
+        for index, of_one in state.items()
+        for name, value in of_one.items()
+    }
     weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     infinity.unwrap_model(model, optimizer)
     return told, weights | moments, None
@@ -65,19 +86,26 @@ def trained(config, **how):
 @pytest.mark.parametrize("how", [{}, {"clip": True, "micro": 2}], ids=["plain", "accumulate"])
 @pytest.mark.parametrize("homes", HOMES, ids=str)
 def test_homes_change_no_bit(homes, how, tmp_path):
-    """Claim: on one GPU every home gives the same bits, whoever steps. Method: against everything on the host."""
-    assert on_stand_in.same(trained(config_at(homes, tmp_path), **how), trained(config_at(("host", "host"), tmp_path), **how))
+    """Claim: on one GPU every home gives the same bits, whoever steps. Method: against everything
+    on the host."""
+    assert on_stand_in.same(
+        trained(config_at(homes, tmp_path), **how),
+        trained(config_at(("host", "host"), tmp_path), **how),
+    )
 
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_activations_change_no_bit(home, tmp_path):
     config = config_at(("host", "host"), tmp_path, nvme_paths=[str(tmp_path)])
-    assert on_stand_in.same(trained({**config, "activations": home}, micro=2), trained(config, micro=2))
+    assert on_stand_in.same(
+        trained({**config, "activations": home}, micro=2), trained(config, micro=2)
+    )
 
 
 @needs_kernels
 def test_weights_past_the_host_change_no_bit(tmp_path, monkeypatch):
-    """Claim: with cuFile and everything that it needs, weights on disk come past the host with the same bits as through it."""
+    """Claim: with cuFile and everything that it needs, weights on disk come past the host with the
+    same bits as through it."""
     if why := direct_storage.refusal([str(tmp_path)]):
         pytest.skip(f"no way past the host: {why}")
     config = config_at(("nvme", "host"), tmp_path)
@@ -101,7 +129,9 @@ def test_parameters_are_on_the_gpu_and_come_back_where_they_were(tmp_path):
 
 
 def test_host_homes_are_registered(tmp_path):
-    model, optimizer = infinity.wrap_model(*on_stand_in.a_model(), config_at(("host", "host"), tmp_path))
+    model, optimizer = infinity.wrap_model(
+        *on_stand_in.a_model(), config_at(("host", "host"), tmp_path)
+    )
     for unit in wrapped(model).engine.units:
         for shard in unit.shards:
             assert all(array.flat.is_pinned() for array in shard.arrays.values())
@@ -110,8 +140,8 @@ def test_host_homes_are_registered(tmp_path):
 
 @pytest.mark.parametrize("homes", HOMES, ids=str)
 def test_a_warm_step_allocates_nothing_and_waits_for_nothing(homes, tmp_path):
-    """Claim: no cudaMalloc and no retry; the training thread makes no call that waits (torch raises for those it knows), but
-    for a disk. Failing twin: reading a loss."""
+    """Claim: no cudaMalloc and no retry; the training thread makes no call that waits (torch raises
+    for those it knows), but for a disk. Failing twin: reading a loss."""
     model, optimizer = infinity.wrap_model(*on_stand_in.a_model(), config_at(homes, tmp_path))
     train(model, optimizer, steps=4)
     torch.cuda.synchronize()
@@ -132,7 +162,8 @@ def test_a_warm_step_allocates_nothing_and_waits_for_nothing(homes, tmp_path):
 
 @pytest.mark.parametrize("homes", HOMES, ids=str)
 def test_the_engine_stays_within_its_plan(homes, tmp_path):
-    """What a forward without gradients adds to the device is the engine's, but for a few activations."""
+    """What a forward without gradients adds to the device is the engine's, but for a few
+    activations."""
     model, optimizer = infinity.wrap_model(*on_stand_in.a_model(), config_at(homes, tmp_path))
     train(model, optimizer, steps=2)
     tier = infinity.stats(model).tiers["device"]
@@ -141,8 +172,11 @@ def test_the_engine_stays_within_its_plan(homes, tmp_path):
 
 
 def test_copies_run_beside_the_compute(tmp_path):
-    """By events: the second half of a chain of copies is done before a long computation that was started first."""
-    model, optimizer = infinity.wrap_model(*on_stand_in.a_model(), config_at(("host", "host"), tmp_path))
+    """By events: the second half of a chain of copies is done before a long computation that was
+    started first."""
+    model, optimizer = infinity.wrap_model(
+        *on_stand_in.a_model(), config_at(("host", "host"), tmp_path)
+    )
     device = wrapped(model).engine.device
     region = native.Region(64 << 20, True, 4)
     region.pin()

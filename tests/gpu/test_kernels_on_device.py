@@ -1,4 +1,5 @@
-"""The GPU's kernels on a GPU: the processor's bits, and registered memory that torch copies without waiting."""
+"""The GPU's kernels on a GPU: the processor's bits, and registered memory that torch copies without
+waiting."""
 
 from __future__ import annotations
 
@@ -8,14 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(path) for pattern in ("support/*/", "machine", "native") for path in Path(__file__).parents[1].glob(pattern)]
+sys.path[:0] = [
+    str(path)
+    for pattern in ("support/*/", "machine", "native")
+    for path in Path(__file__).parents[1].glob(pattern)
+]
 
 from test_gpu_kernels import FORMS, MOMENTS, RULES, compare, on_module
 
 from infinity import native
 
 KERNELS, REFUSAL = native.gpu_kernels()
-pytestmark = pytest.mark.skipif(KERNELS is None or not torch.cuda.is_available(), reason=f"no GPU: {REFUSAL or 'torch sees none'}")
+pytestmark = pytest.mark.skipif(
+    KERNELS is None or not torch.cuda.is_available(),
+    reason=f"no GPU: {REFUSAL or 'torch sees none'}",
+)
 
 
 def on_device(layout, arrays, runs) -> None:
@@ -35,17 +43,28 @@ def test_a_step_has_the_processors_bits(weight, master, grad, moments, rule):
 def test_a_scan_is_that_of_torch():
     """Sum of squares, cast and flag of ten million elements."""
     grad = torch.randn(10_000_003, device="cuda").bfloat16()
-    out, total = torch.empty(grad.numel(), device="cuda"), torch.zeros(1, dtype=torch.float64, device="cuda")
+    out, total = (
+        torch.empty(grad.numel(), device="cuda"),
+        torch.zeros(1, dtype=torch.float64, device="cuda"),
+    )
     flag = torch.zeros(1, device="cuda")
-    workspace = torch.zeros(KERNELS.scan_workspace_nbytes(grad.numel()), dtype=torch.uint8, device="cuda")
+    workspace = torch.zeros(
+        KERNELS.scan_workspace_nbytes(grad.numel()), dtype=torch.uint8, device="cuda"
+    )
     for spoiled in (False, True):
         if spoiled:
             grad[-1] = float("inf")
         KERNELS.scan(
-            grad=grad.data_ptr(), grad_dtype=native.DType.BFLOAT16, out=out.data_ptr(), out_dtype=native.DType.FLOAT32,
-            count=grad.numel(), sum=total.data_ptr(), not_finite=flag.data_ptr(), workspace=workspace.data_ptr(),
+            grad=grad.data_ptr(),
+            grad_dtype=native.DType.BFLOAT16,
+            out=out.data_ptr(),
+            out_dtype=native.DType.FLOAT32,
+            count=grad.numel(),
+            sum=total.data_ptr(),
+            not_finite=flag.data_ptr(),
+            workspace=workspace.data_ptr(),
             stream=torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
+        )
         assert torch.equal(out, grad.float()) and bool(flag) == spoiled
         if not spoiled:
             assert total.item() == pytest.approx(grad.double().square().sum().item(), rel=1e-12)
@@ -53,7 +72,9 @@ def test_a_scan_is_that_of_torch():
 
 def test_checksums_are_those_of_the_processor():
     """Of 200 blocks of 64 KiB and a shorter one; failing twin: one bit."""
-    data = torch.randint(0, 256, (200 * native.CHECKSUM_NBYTES + 5 * native.BLOCK_NBYTES,), dtype=torch.uint8)
+    data = torch.randint(
+        0, 256, (200 * native.CHECKSUM_NBYTES + 5 * native.BLOCK_NBYTES,), dtype=torch.uint8
+    )
     expected = [native.crc32c(block) for block in data.split(native.CHECKSUM_NBYTES)]
     there = data.cuda()
     assert KERNELS.checksums(there.data_ptr(), there.numel()) == expected
@@ -63,7 +84,8 @@ def test_checksums_are_those_of_the_processor():
 
 
 def test_registered_memory_is_pinned_and_copies_do_not_wait():
-    """``is_pinned()`` of a view; a copy returns before the work that it waits for on the stream is done, by events."""
+    """``is_pinned()`` of a view; a copy returns before the work that it waits for on the stream is
+    done, by events."""
     region = native.Region(256 * 1024 * 1024, True, 4)
     region.pin()
     host = native.tensor_at(region, region.address, region.nbytes // 4, torch.float32)

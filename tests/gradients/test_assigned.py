@@ -1,7 +1,8 @@
-"""A tensor that is assigned to ``p.grad`` is the gradient from then on, at any home, as it is in torch.
+"""A tensor that is assigned to ``p.grad`` is the gradient from then on, at any home, as it is in
+torch.
 
-Words used here: a **case** trains a model, plain or wrapped, and returns what has to have the same bits on both. **flat** is one
-tensor whose views are the gradients of all parameters.
+Words used here: a **case** trains a model, plain or wrapped, and returns what has to have the same
+bits on both. **flat** is one tensor whose views are the gradients of all parameters.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def grads_of(model: nn.Module) -> list[torch.Tensor]:
 
 @case
 def one_tensor_for_two_parameters(model, optimizer):
-    """What is written to one, by its name, by a name from before, or by a backward, is written to both."""
+    """What is written to one, by its name, by a name from before, or by a backward, is written to
+    both."""
     first, second, seen = model[0].weight, model[2].weight, []
     for at in range(2):
         loss_of(model, at).backward()
@@ -93,7 +95,8 @@ def one_tensor_for_two_parameters(model, optimizer):
 
 @case
 def one_tensor_for_two_after_a_step(model, optimizer):
-    """A gradient that a step has applied becomes another parameter's: the next step applies both."""
+    """A gradient that a step has applied becomes another parameter's: the next step applies
+    both."""
     loss_of(model).backward()
     optimizer.step()
     for param in model.parameters():
@@ -107,7 +110,8 @@ def one_tensor_for_two_after_a_step(model, optimizer):
 
 @case
 def one_tensor_for_two_that_nobody_else_holds(model, optimizer):
-    """What is written through one's name is written to both, also when the script has dropped the tensor."""
+    """What is written through one's name is written to both, also when the script has dropped the
+    tensor."""
     first, second = model[0].weight, model[2].weight
     first.grad = second.grad = torch.ones(WIDTH, WIDTH)
     second.grad.mul_(2)
@@ -182,7 +186,9 @@ def a_flat_buffer_after_the_backward(model, optimizer):
     seen = []
     for at in range(3):
         loss_of(model, at).backward()
-        flat = assign_flat(model, torch.cat([param.grad.reshape(-1) for param in model.parameters()]))
+        flat = assign_flat(
+            model, torch.cat([param.grad.reshape(-1) for param in model.parameters()])
+        )
         flat.clamp_(-0.1, 0.1)
         seen += grads_of(model)
         optimizer.step()
@@ -304,7 +310,10 @@ def what_nobody_holds(model, optimizer):
 
 def differing(home: str, folder: Path, name: str, **more: Any) -> str:
     """Where the wrapped model parts from the plain one; empty where it does not."""
-    found, expected = ([*CASES[name](*pair), pair[0].state_dict()] for pair in (wrapped(home, folder, **more), plain()))
+    found, expected = (
+        [*CASES[name](*pair), pair[0].state_dict()]
+        for pair in (wrapped(home, folder, **more), plain())
+    )
     try:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     except AssertionError as error:
@@ -341,7 +350,8 @@ def test_without_the_watch_what_is_written_later_is_lost(tmp_path, monkeypatch):
 
 
 def test_a_graph_of_the_backward_leaves_the_tensor_as_it_is(tmp_path):
-    """Method: create_graph=True; the tensor keeps its values, as in torch, and the gradient is another one."""
+    """Method: create_graph=True; the tensor keeps its values, as in torch, and the gradient is
+    another one."""
     found = []
     for model, _ in (plain(), wrapped("device", tmp_path)):
         tensor = torch.ones(WIDTH)
@@ -353,14 +363,16 @@ def test_a_graph_of_the_backward_leaves_the_tensor_as_it_is(tmp_path):
 
 
 def test_updates_made_ahead_are_made_anew(tmp_path):
-    """Method: a unit is updated in the backward; what is written to its gradients then counts all the same."""
+    """Method: a unit is updated in the backward; what is written to its gradients then counts all
+    the same."""
     for name in ("a_flat_buffer_before_the_backward", "a_flat_buffer_after_the_backward"):
         assert differing("host", tmp_path, name, speculate=True) == ""
 
 
 @every_home
 def test_the_very_tensor_is_shown_until_it_is_let_go(home, tmp_path):
-    """Method: identity while it is held; None after zero_grad(), and a stand-in once nobody holds it."""
+    """Method: identity while it is held; None after zero_grad(), and a stand-in once nobody holds
+    it."""
     model, optimizer = wrapped(home, tmp_path)
     tensor = torch.ones(WIDTH)
     model[0].bias.grad = tensor
@@ -378,8 +390,8 @@ def test_the_very_tensor_is_shown_until_it_is_let_go(home, tmp_path):
 @pytest.mark.parametrize("how", ["zero_grad", "None", "another", "model gone"])
 @every_home
 def test_nothing_of_it_is_kept(home, how, tmp_path):
-    """Method: memory of NumPy, which may be written to unheard, is watched until the gradient is another one; then it is gone.
-    Twin: before that it is there."""
+    """Method: memory of NumPy, which may be written to unheard, is watched until the gradient is
+    another one; then it is gone. Twin: before that it is there."""
     model, optimizer = wrapped(home, tmp_path)
     array = np.ones(WIDTH, np.float32)
     model[0].bias.grad = torch.from_numpy(array)
@@ -400,7 +412,8 @@ def test_nothing_of_it_is_kept(home, how, tmp_path):
 
 @every_home
 def test_what_nobody_holds_takes_no_memory(home, tmp_path):
-    """Method: temporary tensors are assigned; by the next forward nothing of them is watched any more."""
+    """Method: temporary tensors are assigned; by the next forward nothing of them is watched any
+    more."""
     model, _ = wrapped(home, tmp_path)
     held = torch.ones(WIDTH)
     for param in model.parameters():
@@ -413,7 +426,8 @@ def test_what_nobody_holds_takes_no_memory(home, tmp_path):
 
 @every_home
 def test_a_forgotten_zero_grad_is_told_still(home, tmp_path):
-    """Method: the tensor is as the step left it; a backward and a step raise, and after zeroing it both go on."""
+    """Method: the tensor is as the step left it; a backward and a step raise, and after zeroing it
+    both go on."""
     model, optimizer = wrapped(home, tmp_path)
     flat = assign_flat(model, zeros_for(model))
     loss_of(model).backward()
@@ -430,7 +444,8 @@ def test_a_forgotten_zero_grad_is_told_still(home, tmp_path):
 
 @every_home
 def test_a_backward_that_fails_leaves_the_gradient_torn(home, tmp_path):
-    """Method: it fails half-way; the step is refused until zero_grad(), and then the bits are those of a run without it."""
+    """Method: it fails half-way; the step is refused until zero_grad(), and then the bits are those
+    of a run without it."""
     model, optimizer = wrapped(home, tmp_path)
     flat = assign_flat(model, zeros_for(model))
     with pytest.raises(ValueError, match="stop"):
@@ -449,7 +464,8 @@ def test_a_backward_that_fails_leaves_the_gradient_torn(home, tmp_path):
 
 @every_home
 def test_accumulated_steps_in_backward_and_clipping_of_our_own(home, tmp_path):
-    """Method: infinity.accumulate, step_in_backward and infinity.clip_grad_norm_ over a flat buffer, beside a plain loop."""
+    """Method: infinity.accumulate, step_in_backward and infinity.clip_grad_norm_ over a flat
+    buffer, beside a plain loop."""
     model, optimizer = wrapped(home, tmp_path)
     other, other_optimizer = plain()
     flat, expected = assign_flat(model, zeros_for(model)), assign_flat(other, zeros_for(other))
@@ -477,7 +493,8 @@ def test_accumulated_steps_in_backward_and_clipping_of_our_own(home, tmp_path):
 
 @every_home
 def test_it_is_the_gradient_before_the_wrap_and_after_the_unwrap(home, tmp_path):
-    """Method: assigned to the plain model, then wrapped, changed, stepped, and unwrapped: the same tensor, and torch's bits."""
+    """Method: assigned to the plain model, then wrapped, changed, stepped, and unwrapped: the same
+    tensor, and torch's bits."""
     pairs = plain(), plain()
     flats = [assign_flat(model, zeros_for(model)) for model, _ in pairs]
     model, optimizer = infinity.wrap_model(*pairs[0], at_home(home, home, tmp_path))
@@ -495,7 +512,8 @@ def test_it_is_the_gradient_before_the_wrap_and_after_the_unwrap(home, tmp_path)
 
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_a_view_of_the_home_is_copied(home, tmp_path):
-    """Method: p.grad = a view of a gradient at home, which is the engine's memory; after the unwrap it is no view of that."""
+    """Method: p.grad = a view of a gradient at home, which is the engine's memory; after the unwrap
+    it is no view of that."""
     model, optimizer = wrapped(home, tmp_path)
     loss_of(model).backward()
     grad = model[0].weight.grad
@@ -510,8 +528,9 @@ def test_a_view_of_the_home_is_copied(home, tmp_path):
 
 @every_home
 def test_a_view_of_another_gradient_is_refused(home, tmp_path):
-    """Torch would make one memory of two gradients; the error names the copy, which works, and nothing has changed.
-    Twin: the gradient itself becomes both (``one_tensor_for_two_parameters``)."""
+    """Torch would make one memory of two gradients; the error names the copy, which works, and
+    nothing has changed. Twin: the gradient itself becomes both
+    (``one_tensor_for_two_parameters``)."""
     model, optimizer = wrapped(home, tmp_path)
     loss_of(model).backward()
     expected = grads_of(model)
@@ -524,7 +543,8 @@ def test_a_view_of_another_gradient_is_refused(home, tmp_path):
 
 
 def test_temporary_tensors_are_let_go_after_some(tmp_path, monkeypatch):
-    """Method: with room for two, four are assigned that nobody holds. Twin: those that are held stay."""
+    """Method: with room for two, four are assigned that nobody holds. Twin: those that are held
+    stay."""
     monkeypatch.setattr(assigned_grads, "TRIMMED_AT_COUNT", 2)
     for holds in (False, True):
         model, _ = wrapped("host", tmp_path)
@@ -550,7 +570,8 @@ def test_another_shape_is_refused(home, tmp_path):
 
 @every_home
 def test_a_gradient_of_another_kind_is_refused_and_changes_neither(home, tmp_path):
-    """Method: one parameter's gradient becomes that of another of another shape; both are as before. Twin: of the same shape it is taken."""
+    """Method: one parameter's gradient becomes that of another of another shape; both are as
+    before. Twin: of the same shape it is taken."""
     model, _ = wrapped(home, tmp_path)
     loss_of(model).backward()
     expected, before = grads_of(model), model[0].weight.grad

@@ -73,7 +73,8 @@ def stand_in(kind: str, model: nn.Module, optimizer: Any) -> torch.Tensor:
 @every_kind
 @every_home
 def test_what_would_share_memory_says_what_to_do(home, kind, tmp_path):
-    """Method: every door, in a child, for they were the end of the process; afterwards the gradient reads as before."""
+    """Method: every door, in a child, for they were the end of the process; afterwards the gradient
+    reads as before."""
 
     def work() -> list[str]:
         model, optimizer = model_and_optimizer(home, tmp_path)
@@ -85,7 +86,11 @@ def test_what_would_share_memory_says_what_to_do(home, kind, tmp_path):
             except infinity.UsageError as error:
                 wrong += [] if "grad" in str(error) else [f"{name}: {error}"]
             except RuntimeError as error:
-                wrong += [] if name in UNHEARD and "Cannot access data pointer" in str(error) else [f"{name}: {error!r}"]
+                wrong += (
+                    []
+                    if name in UNHEARD and "Cannot access data pointer" in str(error)
+                    else [f"{name}: {error!r}"]
+                )
             else:
                 wrong.append(f"{name} passed")
         assert not grad.is_shared() and not grad.is_pinned()
@@ -111,7 +116,8 @@ def test_a_storage_that_is_not_closed_is_the_end_of_the_process(tmp_path, monkey
 @every_kind
 @every_home
 def test_copies_have_the_values_of_torchs(home, kind, tmp_path):
-    """Method: pickled, saved, queued and copied; plain tensors of the same bits. Twin: once the gradient is gone each raises."""
+    """Method: pickled, saved, queued and copied; plain tensors of the same bits. Twin: once the
+    gradient is gone each raises."""
     model, optimizer = model_and_optimizer(home, tmp_path)
     grad = stand_in(kind, model, optimizer)
     expected = grad.clone()
@@ -141,7 +147,8 @@ def test_safetensors_is_told_to_take_a_copy(home, tmp_path):
 
 @every_home
 def test_a_copy_writes_to_the_gradient_as_torchs_does(home, tmp_path):
-    """Method: copy.copy(grad).mul_(2), detach_() and model.float(), where the last two change nothing."""
+    """Method: copy.copy(grad).mul_(2), detach_() and model.float(), where the last two change
+    nothing."""
     model, _ = model_and_optimizer(home, tmp_path)
     grad = model[0].weight.grad
     before = grad.clone()

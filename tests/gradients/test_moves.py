@@ -16,7 +16,9 @@ from infinity.state.shard import ParamShard
 from infinity.state.shard_spec import ShardSpec
 
 
-@pytest.mark.parametrize("start, to", list(itertools.product(GradState, GradState)), ids=lambda state: state.name)
+@pytest.mark.parametrize(
+    "start, to", list(itertools.product(GradState, GradState)), ids=lambda state: state.name
+)
 def test_a_gradient_moves_along_its_table(start, to):
     """Method: every pair of states; what is not in the table raises, and changes nothing."""
     record = GradRecord(start)
@@ -39,7 +41,9 @@ class Over:
 
 
 def a_shard() -> ParamShard:
-    spec = ShardSpec(torch.float32, torch.float32, native.Master.OWN, torch.float32, torch.float32, 2, True)
+    spec = ShardSpec(
+        torch.float32, torch.float32, native.Master.OWN, torch.float32, torch.float32, 2, True
+    )
     return ParamShard(spec, [torch.nn.Parameter(torch.zeros(4))])
 
 

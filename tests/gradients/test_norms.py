@@ -1,4 +1,5 @@
-"""Norms of landed gradients: taken as they land, and those of the bytes at home whenever they are asked for."""
+"""Norms of landed gradients: taken as they land, and those of the bytes at home whenever they are
+asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ import infinity
 
 def build() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(40, 300), nn.GELU(), nn.Linear(300, 300), nn.GELU(), nn.Linear(300, 10))
+    return nn.Sequential(
+        nn.Linear(40, 300), nn.GELU(), nn.Linear(300, 300), nn.GELU(), nn.Linear(300, 10)
+    )
 
 
 def backward(model: nn.Module, seed: int) -> None:
@@ -25,8 +28,8 @@ def backward(model: nn.Module, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_a_norm_is_that_of_the_bytes_at_home(home, seed, tmp_path):
-    """Method: random sequences of backward, scaling, edits, zeroing and norms of several orders, on the wrapped model and
-    on a plain one; every norm has the same bits."""
+    """Method: random sequences of backward, scaling, edits, zeroing and norms of several orders, on
+    the wrapped model and on a plain one; every norm has the same bits."""
     print(f"seed {seed}")
     plain, model = build(), build()
     config = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)]}
@@ -51,7 +54,9 @@ def test_a_norm_is_that_of_the_bytes_at_home(home, seed, tmp_path):
                 grad.add_(0.125)
             elif action == "zero":
                 grad.zero_()
-            elif action == "row" and grad.dim() and (one is plain or home == "host"):  # a view of one on disk is refused
+            elif (
+                action == "row" and grad.dim() and (one is plain or home == "host")
+            ):  # a view of one on disk is refused
                 grad[0] = 0.25
             elif action == "kept view" and (one is plain or home == "host"):
                 kept = grad.view(-1)
@@ -60,22 +65,35 @@ def test_a_norm_is_that_of_the_bytes_at_home(home, seed, tmp_path):
             elif home == "nvme" and one is model and action in ("row", "kept view"):
                 with torch.no_grad():
                     if action == "row":
-                        grad.copy_(torch.cat([torch.full_like(grad.clone()[:1], 0.25), grad.clone()[1:]]))
+                        grad.copy_(
+                            torch.cat([torch.full_like(grad.clone()[:1], 0.25), grad.clone()[1:]])
+                        )
                     else:
                         grad.copy_(grad.clone() * 3)
             seen.append(torch.linalg.vector_norm(grad, order))
         assert torch.equal(*seen), (turn, action, order)
     norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (plain, model)]
     assert torch.equal(*norms)
-    assert differing({str(i): p.grad.clone() for i, p in enumerate(model.parameters())},
-                     {str(i): p.grad for i, p in enumerate(plain.parameters())}) == []  # fmt: skip
+    assert (
+        differing(
+            {str(i): p.grad.clone() for i, p in enumerate(model.parameters())},
+            {str(i): p.grad for i, p in enumerate(plain.parameters())},
+        )
+        == []
+    )
 
 
 def test_norms_of_a_second_step_read_nothing_from_the_disk(tmp_path):
-    """Method: gradients at home on NVMe, a host budget below them; from the second step on clipping reads no byte, since
-    norms were taken as gradients landed. Twin: the first time it reads them all."""
+    """Method: gradients at home on NVMe, a host budget below them; from the second step on clipping
+    reads no byte, since norms were taken as gradients landed. Twin: the first time it reads them
+    all."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
-    config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(tmp_path)], "host_memory": "7MiB"}
+    config = {
+        "params": "nvme",
+        "optimizer": "nvme",
+        "nvme_paths": [str(tmp_path)],
+        "host_memory": "7MiB",
+    }
     model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), config)
     grads = sum(4 * p.numel() for p in model.parameters())
     read = []
@@ -92,7 +110,9 @@ def test_norms_of_a_second_step_read_nothing_from_the_disk(tmp_path):
 def test_a_sparse_tensor_is_refused_as_a_gradient():
     """Assigning one is a UsageError that says so; the dense one is taken."""
     layer = torch.nn.Linear(4, 4)
-    model, optimizer = infinity.wrap_model(layer, torch.optim.AdamW(layer.parameters()), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        layer, torch.optim.AdamW(layer.parameters()), {"params": "host", "optimizer": "host"}
+    )
     with pytest.raises(infinity.UsageError, match="dense"):
         model.weight.grad = torch.eye(4).to_sparse()
     assert model.weight.grad is None

@@ -40,8 +40,10 @@ class TwoPaths(nn.Module):
 
 @pytest.mark.parametrize("micro", [1, 3])
 def test_only_gradients_that_are_added_to_are_read(tmp_path, monkeypatch, micro):
-    """Method: shards whose gradients the store reads, in every backward of three steps; in the second step half of the parameters get
-    none. The first backward of a step reads none, each further one all. The twin: with everything in memory the final bits are the same."""
+    """Method: shards whose gradients the store reads, in every backward of three steps; in the
+    second step half of the parameters get none. The first backward of a step reads none, each
+    further one all. The twin: with everything in memory the final bits are the same.
+    """
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
     finals = []
     for home in ("nvme", "host"):
@@ -56,7 +58,11 @@ def test_only_gradients_that_are_added_to_are_read(tmp_path, monkeypatch, micro)
         assert engine.plan.tiers["grad"] is (Tier.NVME if home == "nvme" else Tier.HOST)
         start_read = engine.store.start_read
         monkeypatch.setattr(
-            engine.store, "start_read", lambda array, *args, **where: (read.append(array), start_read(array, *args, **where))[1]
+            engine.store,
+            "start_read",
+            lambda array, *args, **where: (read.append(array), start_read(array, *args, **where))[
+                1
+            ],
         )
         for step in range(3):
             for turn in range(micro):

@@ -1,9 +1,10 @@
-"""The reducer of two ranks that are threads of this process: what is averaged, in which order, and when.
+"""The reducer of two ranks that are threads of this process: what is averaged, in which order, and
+when.
 
 Words used here:
 
-**pair**: see `pair`.
-**landed**: what a rank's bank was given: (unit, parameter) -> this rank's elements of averages, one for each time.
+**pair**: see `pair`. **landed**: what a rank's bank was given: (unit, parameter) -> this rank's
+elements of averages, one for each time.
 """
 
 from __future__ import annotations
@@ -48,16 +49,23 @@ class Collectives:
         return False
 
     def agree(self, flags: list, what: str) -> list[bool]:
-        return [any(both) for both in zip(*self._pair.exchange(self._rank, what, list(flags)), strict=True)]
+        return [
+            any(both)
+            for both in zip(*self._pair.exchange(self._rank, what, list(flags)), strict=True)
+        ]
 
     def offer(self, count: int | None) -> int | None:
-        counts = [each for each in self._pair.exchange(self._rank, "offer", count) if each is not None]
+        counts = [
+            each for each in self._pair.exchange(self._rank, "offer", count) if each is not None
+        ]
         return min(counts, default=None)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         return self._pair.exchange(self._rank, what, tensor)[0]
 
-    def reduce(self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]) -> Pending:
+    def reduce(
+        self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
+    ) -> Pending:
         total = sum(self._pair.exchange(self._rank, what, flat.clone()))
         own = total.view(2, -1)[self._rank] / 2
         return Pending([], what, lambda: done(own))
@@ -147,13 +155,18 @@ class Rank:
 
     def averages(self, unit: int) -> list[float]:
         """Of the one parameter whose elements this rank has: the other's are empty."""
-        own, other = self.bank.landed.get((unit, self.rank), []), self.bank.landed.get((unit, 1 - self.rank), [])
+        own, other = (
+            self.bank.landed.get((unit, self.rank), []),
+            self.bank.landed.get((unit, 1 - self.rank), []),
+        )
         assert not any(each.numel() for each in other)
         assert all(each.numel() == NUMEL and (each == each[0]).all() for each in own)
         return [float(each[0]) for each in own]
 
 
-def run(work: Callable[[Rank], None], shard: str = "gradients", shared: tuple[int, ...] = ()) -> tuple[Rank, Rank]:
+def run(
+    work: Callable[[Rank], None], shard: str = "gradients", shared: tuple[int, ...] = ()
+) -> tuple[Rank, Rank]:
     """Runs ``work`` on both ranks. Raises what either raises."""
 
     def both(rank: Rank) -> Rank:
@@ -171,15 +184,26 @@ def backward(rank: Rank, order: tuple[int, ...] = (3, 2, 1, 0)) -> None:
     rank.reducer.end_backward()
 
 
-@pytest.mark.parametrize("orders", [((3, 2, 1, 0), (3, 2, 1, 0)), ((3, 2, 1, 0), (0, 1, 2, 3)), ((2, 3, 0, 1), (3, 0, 2, 1))])
+@pytest.mark.parametrize(
+    "orders",
+    [((3, 2, 1, 0), (3, 2, 1, 0)), ((3, 2, 1, 0), (0, 1, 2, 3)), ((2, 3, 0, 1), (3, 0, 2, 1))],
+)
 def test_every_rank_lands_its_slice_of_the_average_whatever_order_gradients_come_in(orders):
-    """Both reduce the first forward's units in reverse; each unit is told of once, and no memory stays. What comes after its turn lands
-    apart, for the bank to add."""
+    """Both reduce the first forward's units in reverse; each unit is told of once, and no memory
+    stays. What comes after its turn lands apart, for the bank to add."""
     ranks = run(lambda rank: backward(rank, orders[rank.rank]))
     for rank in ranks:
-        assert [sum(rank.averages(unit)) for unit in range(UNITS)] == [2.0 * unit + 5 for unit in range(UNITS)]
-        assert sorted(rank.reduced) == [0, 1, 2, 3] and rank.reduced == ranks[0].reduced and rank.account.charged_nbytes == 0
-    reductions = [what.removesuffix(" (0)") for what in ranks[0].pair.meetings if what.startswith("reducing")]
+        assert [sum(rank.averages(unit)) for unit in range(UNITS)] == [
+            2.0 * unit + 5 for unit in range(UNITS)
+        ]
+        assert (
+            sorted(rank.reduced) == [0, 1, 2, 3]
+            and rank.reduced == ranks[0].reduced
+            and rank.account.charged_nbytes == 0
+        )
+    reductions = [
+        what.removesuffix(" (0)") for what in ranks[0].pair.meetings if what.startswith("reducing")
+    ]
     assert list(dict.fromkeys(reductions)) == [f"reducing unit {unit}" for unit in (3, 2, 1, 0)]
 
 
@@ -189,7 +213,8 @@ def test_units_that_several_modules_share_come_last():
 
 
 def test_the_last_unit_of_a_long_order_lets_all_start(monkeypatch):
-    """Of 300 units only the last one of the order gets a gradient: the turns of those before it are over, and none comes behind it."""
+    """Of 300 units only the last one of the order gets a gradient: the turns of those before it are
+    over, and none comes behind it."""
     monkeypatch.setattr(sys.modules[__name__], "UNITS", 300)
 
     def work(rank: Rank) -> None:
@@ -216,7 +241,8 @@ def test_what_one_rank_lacks_counts_as_nothing_and_what_all_lack_stays_absent():
 
 
 def test_a_gradient_that_comes_after_its_units_turn_takes_another_round():
-    """Unit 3 is reduced as soon as both say so; then rank 1 gets more of it: the average lands apart, for the bank to add."""
+    """Unit 3 is reduced as soon as both say so; then rank 1 gets more of it: the average lands
+    apart, for the bank to add."""
 
     def work(rank: Rank) -> None:
         backward(rank)  # agrees on the order
@@ -231,7 +257,8 @@ def test_a_gradient_that_comes_after_its_units_turn_takes_another_round():
 
 
 def test_a_unit_that_got_only_a_part_is_told_of_when_it_is_complete():
-    """Under ZeRO-3 its turn comes with the end of the backward: reduced at once, and reported as the last."""
+    """Under ZeRO-3 its turn comes with the end of the backward: reduced at once, and reported as
+    the last."""
 
     def work(rank: Rank) -> None:
         rank.gets(3, 4.0, (0,) if rank.rank else (0, 1))
@@ -247,7 +274,8 @@ def test_a_unit_that_got_only_a_part_is_told_of_when_it_is_complete():
 
 
 def test_ranks_that_gather_start_what_both_offer():
-    """Rank 0 has three units ready, rank 1 two: the least is started at the gather, the rest at the end."""
+    """Rank 0 has three units ready, rank 1 two: the least is started at the gather, the rest at the
+    end."""
 
     def work(rank: Rank) -> None:
         backward_order = (3, 2, 1, 0)
@@ -271,11 +299,17 @@ def test_ranks_that_gather_start_what_both_offer():
         rank.reducer.end_backward()
 
     for rank in run(work, "parameters"):
-        assert [rank.averages(unit) for unit in range(UNITS)] == [[], [3.0, 2.0], [6.0, 4.0], [6.0, 4.0]]
+        assert [rank.averages(unit) for unit in range(UNITS)] == [
+            [],
+            [3.0, 2.0],
+            [6.0, 4.0],
+            [6.0, 4.0],
+        ]
 
 
 def test_a_rank_that_comes_to_fewer_units_meets_the_other_at_its_end():
-    """Rank 1 comes to two units more, for which it needs no gather: it offers in passing, and rank 0's end answers."""
+    """Rank 1 comes to two units more, for which it needs no gather: it offers in passing, and rank
+    0's end answers."""
 
     def work(rank: Rank) -> None:
         backward(rank)  # agrees on the order
@@ -306,7 +340,12 @@ def test_backwards_of_one_pass_are_reduced_once_at_its_end():
         assert not rank.reducer.waits_for_more
 
     for rank in run(work, "parameters"):
-        assert [rank.averages(unit) for unit in range(UNITS)] == [[], [], [6.0], [6.0]] and rank.account.charged_nbytes == 0
+        assert [rank.averages(unit) for unit in range(UNITS)] == [
+            [],
+            [],
+            [6.0],
+            [6.0],
+        ] and rank.account.charged_nbytes == 0
         assert len([what for what in rank.pair.meetings if what.startswith("reducing the")]) == 1
 
 
@@ -331,7 +370,8 @@ def test_a_rank_that_cannot_land_goes_on_with_the_other_and_raises_at_the_end():
 
 
 def test_a_failed_backward_leaves_nothing_behind():
-    """Both fail half-way, with a reduction under way, and abandon; the next backward's averages are its own, from the first unit on."""
+    """Both fail half-way, with a reduction under way, and abandon; the next backward's averages are
+    its own, from the first unit on."""
 
     def work(rank: Rank) -> None:
         backward(rank)  # agrees on the order
@@ -345,7 +385,9 @@ def test_a_failed_backward_leaves_nothing_behind():
         backward(rank)
 
     for rank in run(work):
-        assert [rank.averages(unit) for unit in range(UNITS)] == [[2.0 * unit + 5] for unit in range(UNITS)]
+        assert [rank.averages(unit) for unit in range(UNITS)] == [
+            [2.0 * unit + 5] for unit in range(UNITS)
+        ]
         assert rank.reduced == [3, 2, 1, 0]
 
 

@@ -1,4 +1,5 @@
-"""Has each test begin without what accelerate keeps for a whole process: its precision, above all."""
+"""Has each test begin without what accelerate keeps for a whole process: its precision, above
+all."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before any library reads it: nothing here is looked up elsewhere
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # before any library reads it: nothing here is looked up elsewhere
 
 
 @pytest.fixture(autouse=True)

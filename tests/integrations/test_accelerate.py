@@ -23,13 +23,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 class Loop:
     """A training loop as accelerate's documents have it; ``steps`` may be called again."""
 
-    def __init__(self, accelerator: Any, dtype: torch.dtype = torch.float32, attention_dropout: float = 0.1) -> None:
+    def __init__(
+        self, accelerator: Any, dtype: torch.dtype = torch.float32, attention_dropout: float = 0.1
+    ) -> None:
         model = llama(dtype, attention_dropout=attention_dropout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         loader = torch.utils.data.DataLoader(rows(16), batch_size=2)
         self.accelerator, self.seen = accelerator, []
-        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
 
     def epoch(self) -> None:
         torch.manual_seed(SEED)
@@ -39,7 +43,9 @@ class Loop:
                 loss = self.model(**batch).loss
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
-                    self.seen.append(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5).item())
+                    self.seen.append(
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5).item()
+                    )
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
@@ -47,18 +53,25 @@ class Loop:
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
-        return {name: value.clone() for name, value in self.accelerator.unwrap_model(self.model).state_dict().items()}
+        return {
+            name: value.clone()
+            for name, value in self.accelerator.unwrap_model(self.model).state_dict().items()
+        }
 
 
 def ours(folder: Path, **more: Any) -> integrations.InfinityAccelerator:
-    return integrations.InfinityAccelerator(cpu=True, gradient_accumulation_steps=2, infinity=on_disk(folder), **more)
+    return integrations.InfinityAccelerator(
+        cpu=True, gradient_accumulation_steps=2, infinity=on_disk(folder), **more
+    )
 
 
 @pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_loop_is_the_same(precision, tmp_path):
     """Also: accelerate's save_model writes what from_pretrained loads."""
     mine = Loop(ours(tmp_path, mixed_precision=precision))
-    theirs = Loop(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision))
+    theirs = Loop(
+        accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
+    )
     mine.epoch(), theirs.epoch()
     assert mine.seen == theirs.seen and len(mine.seen) == 12
     assert differing(mine.values, theirs.values) == []
@@ -68,12 +81,14 @@ def test_a_loop_is_the_same(precision, tmp_path):
 
 
 def test_a_state_in_bf16_loads_to_the_bit(tmp_path):
-    """Method: an epoch, save_state, an epoch; then load_state into the same loop and into a new one: each ends with the same bits.
-    Accelerate's own files hold neither weights nor moments."""
+    """Method: an epoch, save_state, an epoch; then load_state into the same loop and into a new
+    one: each ends with the same bits. Accelerate's own files hold neither weights nor moments."""
     loop = Loop(ours(tmp_path), torch.bfloat16)
     loop.epoch()
     loop.accelerator.save_state(str(tmp_path / "state"))
-    assert not list((tmp_path / "state").glob("*.safetensors")) and not list((tmp_path / "state").glob("optimizer*"))
+    assert not list((tmp_path / "state").glob("*.safetensors")) and not list(
+        (tmp_path / "state").glob("optimizer*")
+    )
     loop.epoch()
     expected, states = loop.values, loop.optimizer.state_dict()["state"]
     other = Loop(ours(tmp_path), torch.bfloat16)
@@ -114,7 +129,9 @@ def test_a_model_without_an_optimizer_streams_and_may_get_one_later(tmp_path):
 def test_two_optimizers_of_one_model_are_refused(tmp_path):
     model = llama()
     with pytest.raises(infinity.ConfigError, match="2 optimizers"):
-        ours(tmp_path).prepare(model, *(torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)))
+        ours(tmp_path).prepare(
+            model, *(torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+        )
 
 
 def test_a_model_offloaded_by_accelerate_is_refused_by_name(tmp_path):

@@ -1,6 +1,7 @@
 """Lightning's Trainer with InfinityStrategy equals the one without, to the bit.
 
-Method: the same fit twice, ours with everything on disk: accumulation, clipping, a scheduler, validation; losses and weights compared.
+Method: the same fit twice, ours with everything on disk: accumulation, clipping, a scheduler,
+validation; losses and weights compared.
 """
 
 from __future__ import annotations
@@ -33,16 +34,26 @@ def loader(shuffle: bool = True) -> torch.utils.data.DataLoader:
 
 def trainer(folder: Path, *, ours: bool, **changes: Any) -> Any:
     folder.mkdir(exist_ok=True)
-    given = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": False, "enable_checkpointing": False,
-             "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(folder),
-             "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}  # fmt: skip
+    given = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(folder),
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.1,
+    }
     if ours:
         given["strategy"] = integrations.InfinityStrategy(on_disk(folder))
     return lightning.Trainer(**{**given, **changes})
 
 
 def test_a_fit_is_the_same(tmp_path):
-    """Also: predict and validate afterwards, a second fit, and that the order of the samples is the plain one's."""
+    """Also: predict and validate afterwards, a second fit, and that the order of the samples is the
+    plain one's."""
     found = []
     for ours in (True, False):
         module = seeded(SEED, lightning_cases.Module)
@@ -50,16 +61,24 @@ def test_a_fit_is_the_same(tmp_path):
         job = trainer(tmp_path / str(ours), ours=ours)
         job.fit(module, loader(), loader(shuffle=False))
         predicted = torch.cat(job.predict(module, loader(shuffle=False)))
-        trainer(tmp_path / str(ours), ours=ours).fit(module, loader(shuffle=False), loader(shuffle=False))
-        found.append((module.seen, predicted, {name: value.clone() for name, value in module.state_dict().items()}))
+        trainer(tmp_path / str(ours), ours=ours).fit(
+            module, loader(shuffle=False), loader(shuffle=False)
+        )
+        found.append(
+            (
+                module.seen,
+                predicted,
+                {name: value.clone() for name, value in module.state_dict().items()},
+            )
+        )
     assert found[0][0] == found[1][0] and len(found[0][0]) > 20
     assert torch.equal(found[0][1], found[1][1])
     assert differing(found[0][2], found[1][2]) == []
 
 
 def test_a_checkpoint_resumes_to_the_bit(tmp_path):
-    """Method: a fit of three epochs; another one of two, saved; a third one from there ends as the first did. The checkpoint holds no
-    weights in Lightning's own file."""
+    """Method: a fit of three epochs; another one of two, saved; a third one from there ends as the
+    first did. The checkpoint holds no weights in Lightning's own file."""
 
     def fit(name: str, epochs: int, start: Path | None = None) -> Any:
         module = seeded(SEED, lightning_cases.Module)
@@ -76,18 +95,22 @@ def test_a_checkpoint_resumes_to_the_bit(tmp_path):
 
 
 def test_a_checkpoint_of_weights_is_validated(tmp_path):
-    """Method: save_checkpoint(weights_only=True) writes safetensors; validate with ckpt_path reads them into a new module."""
+    """Method: save_checkpoint(weights_only=True) writes safetensors; validate with ckpt_path reads
+    them into a new module."""
     module, other = seeded(SEED, lightning_cases.Module), seeded(SEED + 1, lightning_cases.Module)
     job = trainer(tmp_path, ours=True, limit_val_batches=0)
     job.fit(module, loader())
     job.save_checkpoint(tmp_path / "weights", weights_only=True)
     assert (tmp_path / "weights" / "model.safetensors").exists()
-    trainer(tmp_path, ours=True).validate(other, loader(shuffle=False), ckpt_path=tmp_path / "weights", verbose=False)
+    trainer(tmp_path, ours=True).validate(
+        other, loader(shuffle=False), ckpt_path=tmp_path / "weights", verbose=False
+    )
     assert differing(other.state_dict(), module.state_dict()) == []
 
 
 def test_a_plain_checkpoint_is_resumed(tmp_path):
-    """Method: a plain Trainer saves a file; ours goes on from it, and ends as the plain one does."""
+    """Method: a plain Trainer saves a file; ours goes on from it, and ends as the plain one
+    does."""
     ends = []
     for ours in (False, True):
         module = seeded(SEED, lightning_cases.Module)
@@ -102,7 +125,8 @@ def test_a_plain_checkpoint_is_resumed(tmp_path):
 
 
 def test_optimizing_by_hand_is_the_same(tmp_path):
-    """Method: a module with automatic_optimization=False, which calls itself, manual_backward and step."""
+    """Method: a module with automatic_optimization=False, which calls itself, manual_backward and
+    step."""
 
     class ByHand(lightning_cases.Module):
         def __init__(self) -> None:
@@ -123,7 +147,9 @@ def test_optimizing_by_hand_is_the_same(tmp_path):
         module = seeded(SEED, ByHand)
         by_hand = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "limit_val_batches": 0}
         trainer(tmp_path / str(ours), ours=ours, **by_hand).fit(module, loader(shuffle=False))
-        ends.append((module.seen, {name: value.clone() for name, value in module.state_dict().items()}))
+        ends.append(
+            (module.seen, {name: value.clone() for name, value in module.state_dict().items()})
+        )
     assert ends[0][0] == ends[1][0]
     assert differing(ends[0][1], ends[1][1]) == []
 
@@ -132,17 +158,24 @@ def test_several_optimizers_are_refused(tmp_path):
     module = lightning_cases.Module()
     module.optimizers_count, module.automatic_optimization = 2, False
     with pytest.raises(infinity.ConfigError, match="gives 2 optimizers"):
-        trainer(tmp_path, ours=True, gradient_clip_val=None, accumulate_grad_batches=1).fit(module, loader())
+        trainer(tmp_path, ours=True, gradient_clip_val=None, accumulate_grad_batches=1).fit(
+            module, loader()
+        )
 
 
 def test_a_backbone_is_thawed_as_it_is_without_the_engine(tmp_path):
-    """Method: BackboneFinetuning compares parameters by value and adds a group in the second epoch. Twin: the backbone has moved."""
+    """Method: BackboneFinetuning compares parameters by value and adds a group in the second epoch.
+    Twin: the backbone has moved."""
     found = []
     for ours in (True, False):
         module = seeded(SEED, lightning_cases.Finetuned)
         before = module.backbone[0].weight.detach().clone()
-        thaw = lightning.pytorch.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3)
-        trainer(tmp_path / str(ours), ours=ours, callbacks=[thaw], max_epochs=3).fit(module, loader(shuffle=False))
+        thaw = lightning.pytorch.callbacks.BackboneFinetuning(
+            unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3
+        )
+        trainer(tmp_path / str(ours), ours=ours, callbacks=[thaw], max_epochs=3).fit(
+            module, loader(shuffle=False)
+        )
         found.append({name: value.clone() for name, value in module.state_dict().items()})
         assert not torch.equal(found[-1]["backbone.0.weight"], before)
     assert differing(*found) == []
@@ -150,24 +183,43 @@ def test_a_backbone_is_thawed_as_it_is_without_the_engine(tmp_path):
 
 @pytest.mark.parametrize("weights_only", [True, False], ids=["weights", "all"])
 def test_the_best_checkpoint_loads_as_a_plain_module(weights_only, tmp_path):
-    """Method: ModelCheckpoint's best_model_path, a folder, given to load_from_checkpoint. Twin: a plain run's file loads by the same call."""
+    """Method: ModelCheckpoint's best_model_path, a folder, given to load_from_checkpoint. Twin: a
+    plain run's file loads by the same call."""
     for ours in (True, False):
         folder, module = tmp_path / str(ours), seeded(SEED, lightning_cases.Finetuned)
-        keep = lightning.pytorch.callbacks.ModelCheckpoint(dirpath=folder, save_weights_only=weights_only)
-        trainer(folder, ours=ours, callbacks=[keep], enable_checkpointing=True).fit(module, loader(shuffle=False))
+        keep = lightning.pytorch.callbacks.ModelCheckpoint(
+            dirpath=folder, save_weights_only=weights_only
+        )
+        trainer(folder, ours=ours, callbacks=[keep], enable_checkpointing=True).fit(
+            module, loader(shuffle=False)
+        )
         assert Path(keep.best_model_path).is_dir() == ours
         loaded = lightning_cases.Finetuned.load_from_checkpoint(keep.best_model_path)
         assert loaded.hparams["width"] == 32 and type(loaded.head.weight) is torch.nn.Parameter
-        assert differing(loaded.state_dict(), {name: value.clone() for name, value in module.state_dict().items()}) == []
+        assert (
+            differing(
+                loaded.state_dict(),
+                {name: value.clone() for name, value in module.state_dict().items()},
+            )
+            == []
+        )
 
 
-@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"])
+@pytest.mark.parametrize(
+    "name", ["StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"]
+)
 def test_a_callback_that_touches_weights_is_refused_before_the_wrap(name, tmp_path):
-    """By its name, with the way that works. Twin: the module is a plain one still, and trains without the callback."""
-    made = {"StochasticWeightAveraging": {"swa_lrs": 1e-2}, "ModelPruning": {"pruning_fn": "l1_unstructured", "amount": 0.5}}
+    """By its name, with the way that works. Twin: the module is a plain one still, and trains
+    without the callback."""
+    made = {
+        "StochasticWeightAveraging": {"swa_lrs": 1e-2},
+        "ModelPruning": {"pruning_fn": "l1_unstructured", "amount": 0.5},
+    }
     callback = getattr(lightning.pytorch.callbacks, name)(**made.get(name, {}))
     module = seeded(SEED, lightning_cases.Finetuned)
-    with pytest.raises(infinity.ConfigError, match=f"callback {name} .*(infinity.swa|infinity.ema|prune before)"):
+    with pytest.raises(
+        infinity.ConfigError, match=f"callback {name} .*(infinity.swa|infinity.ema|prune before)"
+    ):
         trainer(tmp_path, ours=True, callbacks=[callback]).fit(module, loader())
     assert type(module.head.weight) is torch.nn.Parameter
     trainer(tmp_path, ours=True).fit(module, loader())

@@ -1,6 +1,7 @@
 """PEFT's adapters over models at home: they train, save, resume and merge as PEFT's own do.
 
-Words used here: **adapted** is a model of PEFT's; **values of an adapter** are drawn, not zeros as PEFT begins with.
+Words used here: **adapted** is a model of PEFT's; **values of an adapter** are drawn, not zeros as
+PEFT begins with.
 """
 
 from __future__ import annotations
@@ -30,11 +31,21 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 LM = {"task_type": "CAUSAL_LM"}
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "lora": lambda: peft.LoraConfig(
-        r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.1, rank_pattern={"q_proj": 2}, **LM
+        r=4,
+        target_modules=["q_proj", "down_proj"],
+        lora_dropout=0.1,
+        rank_pattern={"q_proj": 2},
+        **LM,
     ),
-    "dora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True, use_rslora=True, **LM),
-    "embeddings": lambda: peft.LoraConfig(r=4, target_modules=["v_proj", "embed_tokens"], modules_to_save=["lm_head"], **LM),
-    "ia3": lambda: peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"], **LM),
+    "dora": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], use_dora=True, use_rslora=True, **LM
+    ),
+    "embeddings": lambda: peft.LoraConfig(
+        r=4, target_modules=["v_proj", "embed_tokens"], modules_to_save=["lm_head"], **LM
+    ),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"], **LM
+    ),
     "prompts": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, **LM),
 }
 MERGED = [name for name in ADAPTERS if name != "prompts"]
@@ -52,20 +63,31 @@ def adapted(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("dora", "prompts") else pytest.param(name, marks=pytest.mark.slow) for name in ADAPTERS]
+    "name",
+    [
+        name if name in ("dora", "prompts") else pytest.param(name, marks=pytest.mark.slow)
+        for name in ADAPTERS
+    ],
 )
 def test_a_trainer_trains_saves_and_resumes_adapters(name, tmp_path):
-    """Method: the same run with and without us; from_pretrained loads what was saved; a new Trainer resumes to the bit."""
+    """Method: the same run with and without us; from_pretrained loads what was saved; a new Trainer
+    resumes to the bit."""
 
     def run(folder: Path, ours: bool, start: Path | None = None) -> Any:
-        kind, more = (integrations.InfinityTrainer, {"infinity": on_disk(tmp_path)}) if ours else (transformers.Trainer, {})
+        kind, more = (
+            (integrations.InfinityTrainer, {"infinity": on_disk(tmp_path)})
+            if ours
+            else (transformers.Trainer, {})
+        )
         best = {
             "eval_strategy": "steps",
             "eval_steps": 2,
             "load_best_model_at_end": name != "prompts",
         }  # PEFT refuses it for prompts
         args = arguments(folder, save_strategy="steps", save_steps=2, **best)
-        trainer = kind(model=adapted(name), args=args, train_dataset=rows(20), eval_dataset=rows(4), **more)
+        trainer = kind(
+            model=adapted(name), args=args, train_dataset=rows(20), eval_dataset=rows(4), **more
+        )
         trainer.train(resume_from_checkpoint=start and str(start))
         return trainer
 
@@ -73,21 +95,30 @@ def test_a_trainer_trains_saves_and_resumes_adapters(name, tmp_path):
     assert_same(ours, theirs)
     ours.save_model(str(tmp_path / "saved"))
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "saved")
-    assert differing(peft.get_peft_model_state_dict(loaded), peft.get_peft_model_state_dict(theirs.model)) == []
+    assert (
+        differing(
+            peft.get_peft_model_state_dict(loaded), peft.get_peft_model_state_dict(theirs.model)
+        )
+        == []
+    )
     resumed = run(tmp_path / "resumed", True, tmp_path / "ours" / "checkpoint-2")
     assert differing(values(resumed.model), values(ours.model)) == []
 
 
 def wrapped(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     model = adapted(name, dtype).eval()
-    infinity.wrap_model(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), on_disk(folder))
+    infinity.wrap_model(
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        on_disk(folder),
+    )
     return model
 
 
 @pytest.mark.parametrize("name", MERGED)
 def test_merging_at_home_equals_merging_in_memory(name, tmp_path):
-    """Also: PEFT's own merge of a model at home is refused by name, and works in full_params; unmerging comes back but for rounding;
-    unwrapped, PEFT merges and unloads."""
+    """Also: PEFT's own merge of a model at home is refused by name, and works in full_params;
+    unmerging comes back but for rounding; unwrapped, PEFT merges and unloads."""
     plain, model = adapted(name).eval(), wrapped(name, tmp_path)
     before, batch = values(model), torch.utils.data.default_collate(rows(2))
     with pytest.raises(infinity.UsageError, match="merge_adapters"):
@@ -104,7 +135,10 @@ def test_merging_at_home_equals_merging_in_memory(name, tmp_path):
         assert differing(values(model), values(plain)) == []
         torch.testing.assert_close(values(model), before, rtol=1e-5, atol=1e-6)
     infinity.unwrap_model(model)
-    assert differing(model.merge_and_unload().state_dict(), plain.merge_and_unload().state_dict()) == []
+    assert (
+        differing(model.merge_and_unload().state_dict(), plain.merge_and_unload().state_dict())
+        == []
+    )
 
 
 def _merge_in_full_params(model: nn.Module) -> None:
@@ -118,8 +152,15 @@ def test_a_merged_model_is_saved_without_changing_the_one_at_home(name, tmp_path
     before = values(model)
     integrations.save_merged(model, tmp_path / "merged")
     assert differing(values(model), before) == []
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
-    assert differing(loaded.state_dict(), adapted(name, torch.bfloat16).merge_and_unload().state_dict()) == []
+    loaded = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.bfloat16
+    )
+    assert (
+        differing(
+            loaded.state_dict(), adapted(name, torch.bfloat16).merge_and_unload().state_dict()
+        )
+        == []
+    )
 
 
 def _lora(*targets: str, **more: Any) -> Any:
@@ -144,8 +185,9 @@ def _second(base: nn.Module, active: str | list[str]) -> nn.Module:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_adapters_that_are_active_are_merged_in_their_own_dtype(name, tmp_path):
-    """Method: another adapter than the first, two at once, one of another name, one in bf16, and trained biases: each beside PEFT's own merge.
-    Those that train biases are merged by `infinity export`, too."""
+    """Method: another adapter than the first, two at once, one of another name, one in bf16, and
+    trained biases: each beside PEFT's own merge. Those that train biases are merged by `infinity
+    export`, too."""
 
     def build() -> nn.Module:
         model = OTHERS[name](llama(torch.bfloat16, attention_bias=True, attention_dropout=0.0))
@@ -159,25 +201,44 @@ def test_the_adapters_that_are_active_are_merged_in_their_own_dtype(name, tmp_pa
     if name == "biases":
         llama(torch.bfloat16, attention_bias=True).save_pretrained(tmp_path / "base")
         model.save_pretrained(tmp_path / "adapter")
-        words = [str(tmp_path / "base"), str(tmp_path / "exported"), "--merge", str(tmp_path / "adapter")]
+        words = [
+            str(tmp_path / "base"),
+            str(tmp_path / "exported"),
+            "--merge",
+            str(tmp_path / "adapter"),
+        ]
         assert main(["export", *words]) == 0
-        loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
+        loaded = transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path / "exported", dtype=torch.bfloat16
+        )
         assert differing(loaded.state_dict(), expected) == []
-    infinity.wrap_model(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), on_disk(tmp_path))
+    infinity.wrap_model(
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        on_disk(tmp_path),
+    )
     integrations.save_merged(model, tmp_path / "merged")
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.bfloat16
+    )
     assert differing(loaded.state_dict(), expected) == []
 
 
 @pytest.mark.parametrize("name", MERGED)
 @pytest.mark.parametrize("source", ["folder", "checkpoint"])
 def test_export_merges_an_adapter_into_files(name, source, tmp_path, capsys):
-    """Method: a base model saved, and an adapter; `infinity export --merge`, from a folder and from a checkpoint of ours, gives what PEFT
-    merges in memory from the same files."""
+    """Method: a base model saved, and an adapter; `infinity export --merge`, from a folder and from
+    a checkpoint of ours, gives what PEFT merges in memory from the same files."""
     base = llama(torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
     adapted(name, torch.bfloat16).save_pretrained(tmp_path / "adapter")
-    words = [str(tmp_path / "base"), str(tmp_path / "out"), "--merge", str(tmp_path / "adapter"), "--json"]
+    words = [
+        str(tmp_path / "base"),
+        str(tmp_path / "out"),
+        "--merge",
+        str(tmp_path / "adapter"),
+        "--json",
+    ]
     if source == "checkpoint":
         infinity.wrap_model(base, None, on_disk(tmp_path))
         infinity.save_checkpoint(tmp_path / "saved", base)
@@ -187,21 +248,46 @@ def test_export_merges_an_adapter_into_files(name, source, tmp_path, capsys):
     expected = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert differing(loaded.state_dict(), expected.state_dict()) == []
-    assert json.loads(capsys.readouterr().out)["parameters"] == sum(param.numel() for param in expected.parameters())
+    assert json.loads(capsys.readouterr().out)["parameters"] == sum(
+        param.numel() for param in expected.parameters()
+    )
 
 
 def test_what_cannot_be_merged_is_refused(tmp_path, capsys):
-    """Method: prompts, which have no weights; an adapter of a larger model; a folder without a configuration."""
+    """Method: prompts, which have no weights; an adapter of a larger model; a folder without a
+    configuration."""
     llama().save_pretrained(tmp_path / "base")
     for name, model in (
         ("prompts", adapted("prompts")),
         ("other", peft.get_peft_model(llama(num_hidden_layers=3), ADAPTERS["lora"]())),
     ):
         model.save_pretrained(tmp_path / name)
-        assert main(["export", str(tmp_path / "base"), str(tmp_path / "out"), "--merge", str(tmp_path / name)]) == 2
+        assert (
+            main(
+                [
+                    "export",
+                    str(tmp_path / "base"),
+                    str(tmp_path / "out"),
+                    "--merge",
+                    str(tmp_path / name),
+                ]
+            )
+            == 2
+        )
     infinity.wrap_model(base := llama(), None, on_disk(tmp_path))
     infinity.save_checkpoint(tmp_path / "saved", base)
-    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--merge", str(tmp_path / "prompts")]) == 2
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "saved"),
+                str(tmp_path / "out"),
+                "--merge",
+                str(tmp_path / "prompts"),
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert "keep it beside the model" in said and "another model" in said and "--model DIR" in said
     assert not (tmp_path / "out").exists()

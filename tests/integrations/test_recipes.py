@@ -1,4 +1,5 @@
-"""docs/integrations.md says what is so: its recipes run as printed, its versions are those that the code names, and nothing is imported early."""
+"""docs/integrations.md says what is so: its recipes run as printed, its versions are those that the
+code names, and nothing is imported early."""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ LIBRARIES = list(versions.TESTED)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_recipes_run_as_printed(tmp_path, monkeypatch):
-    """Method: the document's blocks form one script, run in an empty folder; then the command that it names; from_pretrained loads every
-    folder that was written, and no swap file is left."""
+    """Method: the document's blocks form one script, run in an empty folder; then the command that
+    it names; from_pretrained loads every folder that was written, and no swap file is left."""
     for name in LIBRARIES:
         pytest.importorskip(name)
     script = tmp_path / "recipes.py"
     script.write_text("\n".join(re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)))
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=540
+    )
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
     assert main(re.search(r"`infinity (export [^`]+)`", TEXT)[1].split()) == 0
@@ -43,12 +46,15 @@ def test_the_versions_are_those_of_the_code():
 
 
 def test_nothing_is_imported_before_it_is_asked_for():
-    """Method: a new process imports infinity and looks at every name of integrations; which libraries are there, is said."""
+    """Method: a new process imports infinity and looks at every name of integrations; which
+    libraries are there, is said."""
     code = (
-        "import sys, infinity, infinity.integrations as i\n"
-        f"print([n for n in {LIBRARIES} if n in sys.modules], 'infinity.integrations.trainer' in sys.modules, sorted(i.__all__))"
+        f"import sys, infinity, infinity.integrations as i\nprint([n for n in {LIBRARIES} if n in"
+        " sys.modules], 'infinity.integrations.trainer' in sys.modules, sorted(i.__all__))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.strip() == f"[] False {sorted(PUBLIC)}"
 
 
@@ -60,7 +66,8 @@ def test_a_library_that_is_missing_is_named_with_the_remedy(monkeypatch):
 
 
 def test_another_version_is_told_once(monkeypatch, caplog):
-    """Method: torch, whose version is not the one that is put into the table, required twice; with its own version, nothing is said."""
+    """Method: torch, whose version is not the one that is put into the table, required twice; with
+    its own version, nothing is said."""
     import torch
 
     monkeypatch.setattr(versions, "_told", set())

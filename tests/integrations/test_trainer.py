@@ -1,7 +1,8 @@
 """InfinityTrainer equals transformers' Trainer, to the bit, and its checkpoints resume to the bit.
 
-Method: the same run twice, ours with everything on disk; the logs (losses, norms, learning rates) and the weights are compared. The
-Trainer's default optimizer, torch's fused AdamW, rounds as the engine's kernels do.
+Method: the same run twice, ours with everything on disk; the logs (losses, norms, learning rates)
+and the weights are compared. The Trainer's default optimizer, torch's fused AdamW, rounds as the
+engine's kernels do.
 """
 
 from __future__ import annotations
@@ -29,10 +30,21 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def trained(
-    folder: Path, model: nn.Module, *, ours: bool, home: dict[str, Any] | None = None, runs: int = 1, **changes: Any
+    folder: Path,
+    model: nn.Module,
+    *,
+    ours: bool,
+    home: dict[str, Any] | None = None,
+    runs: int = 1,
+    **changes: Any,
 ) -> Any:
     """Trains ``model``, ``runs`` times, and returns the Trainer."""
-    given = {"model": model, "args": arguments(folder, **changes), "train_dataset": rows(20), "eval_dataset": rows(4)}
+    given = {
+        "model": model,
+        "args": arguments(folder, **changes),
+        "train_dataset": rows(20),
+        "eval_dataset": rows(4),
+    }
     if ours:
         (folder / "swap").mkdir(parents=True, exist_ok=True)
         trainer = integrations.InfinityTrainer(**given, infinity=home or on_disk(folder / "swap"))
@@ -44,19 +56,30 @@ def trained(
 
 
 def both(tmp_path: Path, **changes: Any) -> tuple[Any, Any]:
-    return tuple(trained(tmp_path / str(ours), llama(), ours=ours, **changes) for ours in (True, False))
+    return tuple(
+        trained(tmp_path / str(ours), llama(), ours=ours, **changes) for ours in (True, False)
+    )
 
 
-BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "load_best_model_at_end": True,
+}
 
 
 def test_a_run_with_evaluation_and_the_best_model_is_the_same(tmp_path):
-    """Method: accumulation, clipping, a cosine schedule, evaluation at every step, and the best model, which is not the last one, loaded
-    at the end; what was saved is loaded by from_pretrained."""
+    """Method: accumulation, clipping, a cosine schedule, evaluation at every step, and the best
+    model, which is not the last one, loaded at the end; what was saved is loaded by
+    from_pretrained."""
     ours, theirs = both(tmp_path, learning_rate=0.3, **BEST)
     assert_same(ours, theirs)
     best = Path(ours.state.best_model_checkpoint).name
-    assert best == Path(theirs.state.best_model_checkpoint).name != "checkpoint-4", "the best one should not be the last one"
+    assert best == Path(theirs.state.best_model_checkpoint).name != "checkpoint-4", (
+        "the best one should not be the last one"
+    )
     ours.save_model(str(tmp_path / "saved"))
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert differing(values(loaded), values(theirs.model)) == []
@@ -76,9 +99,14 @@ def test_another_weight_decay_is_seen(tmp_path):
     [
         {"gradient_checkpointing": True, "label_smoothing_factor": 0.1, "max_steps": 3},
         {"runs": 2, "max_steps": 2},
-        pytest.param({"optim": "sgd", "optim_args": "momentum=0.9", "lr_scheduler_type": "linear"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"optim": "sgd", "optim_args": "momentum=0.9", "lr_scheduler_type": "linear"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"bf16": True, "max_grad_norm": 0.0}, marks=pytest.mark.slow),
-        pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.slow
+        ),
     ],
     ids=["checkpointing and smoothing", "trained twice", "SGD", "autocast", "compiled"],
 )
@@ -88,8 +116,10 @@ def test_settings_of_the_trainer_give_the_same_run(changes, tmp_path):
 
 
 def test_a_run_in_bf16_resumes_to_the_bit(tmp_path):
-    """Method: bf16 weights with split masters; four steps, and again from the checkpoint of step 2 by a new Trainer over a new model,
-    built on meta: logs, weights and the checkpoint of the last step, masters and moments included, are the same."""
+    """Method: bf16 weights with split masters; four steps, and again from the checkpoint of step 2
+    by a new Trainer over a new model, built on meta: logs, weights and the checkpoint of the last
+    step, masters and moments included, are the same.
+    """
     saving = {"save_strategy": "steps", "save_steps": 2}
     whole = trained(tmp_path, llama(torch.bfloat16), ours=True, **saving)
     half = tmp_path / "checkpoint-2"
@@ -97,7 +127,10 @@ def test_a_run_in_bf16_resumes_to_the_bit(tmp_path):
     with torch.device("meta"):
         again = llama(torch.bfloat16)
     resumed = integrations.InfinityTrainer(
-        model=again, args=arguments(tmp_path / "again", **saving), train_dataset=rows(20), infinity=on_disk(tmp_path / "swap")
+        model=again,
+        args=arguments(tmp_path / "again", **saving),
+        train_dataset=rows(20),
+        infinity=on_disk(tmp_path / "swap"),
     )
     resumed.train(resume_from_checkpoint=str(half))
     assert logged(resumed)[:-1] == logged(whole)[:-1]
@@ -109,22 +142,29 @@ def test_a_run_in_bf16_resumes_to_the_bit(tmp_path):
 
 
 def test_a_plain_checkpoint_is_resumed(tmp_path):
-    """Method: transformers' Trainer saves after two steps; ours goes on from there, and ends as the plain one does."""
+    """Method: transformers' Trainer saves after two steps; ours goes on from there, and ends as the
+    plain one does."""
     theirs = trained(tmp_path, llama(), ours=False, save_strategy="steps", save_steps=2)
     ours = integrations.InfinityTrainer(
-        model=llama(), args=arguments(tmp_path / "ours"), train_dataset=rows(20), infinity=on_disk(tmp_path)
+        model=llama(),
+        args=arguments(tmp_path / "ours"),
+        train_dataset=rows(20),
+        infinity=on_disk(tmp_path),
     )
     ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert differing(values(ours.model), values(theirs.model)) == []
 
 
 def test_a_model_on_meta_is_evaluated_and_trained_without_being_whole(tmp_path):
-    """Method: a saved folder, its model built on meta; evaluation before training, then training, equal the plain run of the model read
-    whole; the weights of the evaluation are those that are trained, wrapped once."""
+    """Method: a saved folder, its model built on meta; evaluation before training, then training,
+    equal the plain run of the model read whole; the weights of the evaluation are those that are
+    trained, wrapped once."""
     source = tmp_path / "source"
     llama().save_pretrained(source)
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes(attention_dropout=0.1)))
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes(attention_dropout=0.1))
+        )
     found = []
     for ours in (True, False):
         kind, more = (
@@ -133,9 +173,12 @@ def test_a_model_on_meta_is_evaluated_and_trained_without_being_whole(tmp_path):
             else (transformers.Trainer, {})
         )
         trainer = kind(
-            model=model if ours else llama(), args=arguments(tmp_path / "out", max_steps=2), train_dataset=rows(20),
-            eval_dataset=rows(4), **more,
-        )  # fmt: skip
+            model=model if ours else llama(),
+            args=arguments(tmp_path / "out", max_steps=2),
+            train_dataset=rows(20),
+            eval_dataset=rows(4),
+            **more,
+        )
         before = trainer.evaluate()["eval_loss"]
         trainer.train()
         found.append((before, logged(trainer), values(trainer.model)))
@@ -144,11 +187,19 @@ def test_a_model_on_meta_is_evaluated_and_trained_without_being_whole(tmp_path):
 
 
 def test_predict_with_generate_gives_the_same_tokens(tmp_path):
-    """Method: Seq2SeqTrainer, made ours by the mixin, over a small T5; training, then predict with generate."""
+    """Method: Seq2SeqTrainer, made ours by the mixin, over a small T5; training, then predict with
+    generate."""
     config = transformers.T5Config(
-        vocab_size=67, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, pad_token_id=2, eos_token_id=1,
+        vocab_size=67,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        pad_token_id=2,
+        eos_token_id=1,
         decoder_start_token_id=2,
-    )  # fmt: skip
+    )
 
     class Ours(integrations.InfinityMixin, transformers.Seq2SeqTrainer):
         pass
@@ -156,32 +207,57 @@ def test_predict_with_generate_gives_the_same_tokens(tmp_path):
     found = []
     for kind, more in ((Ours, {"infinity": on_disk(tmp_path)}), (transformers.Seq2SeqTrainer, {})):
         torch.manual_seed(SEED)
-        args = arguments(tmp_path / "out", transformers.Seq2SeqTrainingArguments, max_steps=2, predict_with_generate=True,
-                         generation_max_length=8)  # fmt: skip
-        trainer = kind(model=transformers.T5ForConditionalGeneration(config), args=args, train_dataset=rows(20), **more)
+        args = arguments(
+            tmp_path / "out",
+            transformers.Seq2SeqTrainingArguments,
+            max_steps=2,
+            predict_with_generate=True,
+            generation_max_length=8,
+        )
+        trainer = kind(
+            model=transformers.T5ForConditionalGeneration(config),
+            args=args,
+            train_dataset=rows(20),
+            **more,
+        )
         trainer.train()
         predicted = trainer.predict(rows(4))
-        found.append((predicted.predictions.tolist(), predicted.metrics["test_loss"], values(trainer.model)))
+        found.append(
+            (predicted.predictions.tolist(), predicted.metrics["test_loss"], values(trainer.model))
+        )
     assert found[0][:2] == found[1][:2]
     assert differing(found[0][2], found[1][2]) == []
 
 
-@pytest.mark.parametrize("changes", [{"bf16_full_eval": True}, {"fp16_full_eval": True}], ids=lambda changes: next(iter(changes)))
+@pytest.mark.parametrize(
+    "changes",
+    [{"bf16_full_eval": True}, {"fp16_full_eval": True}],
+    ids=lambda changes: next(iter(changes)),
+)
 def test_what_casts_the_model_is_refused(changes, tmp_path):
     with pytest.raises(infinity.ConfigError, match=next(iter(changes))):
-        integrations.InfinityTrainer(model=llama(), args=arguments(tmp_path, **changes), train_dataset=rows(4))
+        integrations.InfinityTrainer(
+            model=llama(), args=arguments(tmp_path, **changes), train_dataset=rows(4)
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_train_as_with_data_parallelism(tmp_path):
-    """Method: torchrun with two ranks over gloo; losses and weights are those of transformers' Trainer with DistributedDataParallel, but for
-    the order of sums, and a checkpoint resumes to the bit."""
+    """Method: torchrun with two ranks over gloo; losses and weights are those of transformers'
+    Trainer with DistributedDataParallel, but for the order of sums, and a checkpoint resumes to the
+    bit."""
     script = Path(__file__).parents[1] / "support" / "jobs" / "trainer_ranks.py"
     done = run_torchrun(2, [str(script), str(tmp_path)], seconds=540)
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["resumed"]
     assert told["furthest"] < 1e-5
-    assert told["losses"][0] == pytest.approx(told["losses"][1], rel=1e-5) and len(told["losses"][0]) == 3
-    assert told["evaluated"][0] == pytest.approx(told["evaluated"][1], rel=1e-5) and told["evaluated"][0]
+    assert (
+        told["losses"][0] == pytest.approx(told["losses"][1], rel=1e-5)
+        and len(told["losses"][0]) == 3
+    )
+    assert (
+        told["evaluated"][0] == pytest.approx(told["evaluated"][1], rel=1e-5)
+        and told["evaluated"][0]
+    )

@@ -1,6 +1,7 @@
 """TRL's trainers over models at home equal TRL's own, to the bit.
 
-Method: the same run twice, ours with everything on disk, on rows of a `datasets.Dataset` and a tokenizer of 67 words.
+Method: the same run twice, ours with everything on disk, on rows of a `datasets.Dataset` and a
+tokenizer of 67 words.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ Lazily("datasets")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def run(kind: type, folder: Path, arguments_of: type, data: Any, more: dict[str, Any], **changes: Any) -> Any:
+def run(
+    kind: type, folder: Path, arguments_of: type, data: Any, more: dict[str, Any], **changes: Any
+) -> Any:
     torch.manual_seed(SEED)
     args = arguments(folder, arguments_of, max_length=16, max_steps=3, **changes)
-    trainer = kind(model=llama(), args=args, train_dataset=data, processing_class=tokenizer(), **more)
+    trainer = kind(
+        model=llama(), args=args, train_dataset=data, processing_class=tokenizer(), **more
+    )
     trainer.train()
     return trainer
 
@@ -41,7 +46,14 @@ def lora() -> Any:
 @pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sft_is_the_same(packing, tmp_path):
     data = texts(text=10)
-    ours = run(integrations.InfinitySFTTrainer, tmp_path, trl.SFTConfig, data, {"infinity": on_disk(tmp_path)}, packing=packing)
+    ours = run(
+        integrations.InfinitySFTTrainer,
+        tmp_path,
+        trl.SFTConfig,
+        data,
+        {"infinity": on_disk(tmp_path)},
+        packing=packing,
+    )
     theirs = run(trl.SFTTrainer, tmp_path, trl.SFTConfig, data, {}, packing=packing)
     assert_same(ours, theirs)
 
@@ -49,14 +61,25 @@ def test_sft_is_the_same(packing, tmp_path):
 def test_dpo_with_a_reference_that_streams_is_the_same(tmp_path):
     """Also: the reference model has a home and budgets of its own, and nothing of it is stepped."""
     data = texts(prompt=4, chosen=5, rejected=5)
-    homes = {"infinity": on_disk(tmp_path), "infinity_reference": on_disk(tmp_path, host_memory="64MiB")}
-    ours = run(integrations.InfinityDPOTrainer, tmp_path, trl.DPOConfig, data, {"ref_model": llama(), **homes})
+    homes = {
+        "infinity": on_disk(tmp_path),
+        "infinity_reference": on_disk(tmp_path, host_memory="64MiB"),
+    }
+    ours = run(
+        integrations.InfinityDPOTrainer,
+        tmp_path,
+        trl.DPOConfig,
+        data,
+        {"ref_model": llama(), **homes},
+    )
     theirs = run(trl.DPOTrainer, tmp_path, trl.DPOConfig, data, {"ref_model": llama()})
     assert_same(ours, theirs)
     assert is_wrapped(ours.ref_model)
     stats = infinity.stats(ours.ref_model)
     assert stats.tiers["host"].budget_nbytes == 64 * 2**20 and stats.edges["nvme->host"].nbytes > 0
-    assert stats.edges["host->nvme"].nbytes <= stats.tiers["nvme"].planned_nbytes, "the reference was written once"
+    assert stats.edges["host->nvme"].nbytes <= stats.tiers["nvme"].planned_nbytes, (
+        "the reference was written once"
+    )
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
@@ -74,8 +97,17 @@ def test_lora_is_the_same(kind, tmp_path):
 
 
 def test_a_reference_that_follows_the_policy_is_refused(tmp_path):
-    """Method: sync_ref_model changes the reference's weights in place, outside any forward; the error says so before step 2."""
+    """Method: sync_ref_model changes the reference's weights in place, outside any forward; the
+    error says so before step 2."""
     data = texts(prompt=4, chosen=5, rejected=5)
     more = {"ref_model": llama(), "infinity": on_disk(tmp_path)}
     with pytest.raises(infinity.UsageError, match="sync_ref_model"):
-        run(integrations.InfinityDPOTrainer, tmp_path, trl.DPOConfig, data, more, sync_ref_model=True, ref_model_sync_steps=1)
+        run(
+            integrations.InfinityDPOTrainer,
+            tmp_path,
+            trl.DPOConfig,
+            data,
+            more,
+            sync_ref_model=True,
+            ref_model_sync_steps=1,
+        )

@@ -1,11 +1,12 @@
-"""A device with queues of its own: the same bits whatever it does when, no race, and nobody standing still.
+"""A device with queues of its own: the same bits whatever it does when, no race, and nobody
+standing still.
 
 Words used here:
 
-**elsewhere**: a device whose memory the processor does not use, as a GPU's is; here it is the processor's all the same.
-**threads**: queues that are threads, with delays at random, so that what is not waited for is not there yet.
-**detector**: a device that tells which memory two queues use without being put in order (`race_detector`).
-**kernels**: the GPU's, compiled for the processor.
+**elsewhere**: a device whose memory the processor does not use, as a GPU's is; here it is the
+processor's all the same. **threads**: queues that are threads, with delays at random, so that what
+is not waited for is not there yet. **detector**: a device that tells which memory two queues use
+without being put in order (`race_detector`). **kernels**: the GPU's, compiled for the processor.
 """
 
 from __future__ import annotations
@@ -41,13 +42,23 @@ SEED = 20261122
 STEPS = 4
 WIDTH, VOCABULARY = 64, 96
 HOMES = [("host", "host"), ("nvme", "nvme"), ("host", "nvme"), ("nvme", "host")]
-HOMES_WITH_KERNELS = [*HOMES, ("device", "device"), ("device", "host"), ("host", "device"), ("auto", "auto")]
+HOMES_WITH_KERNELS = [
+    *HOMES,
+    ("device", "device"),
+    ("device", "host"),
+    ("host", "device"),
+    ("auto", "auto"),
+]
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -95,7 +106,11 @@ def trained(config, **how):
     model, optimizer = infinity.wrap_model(*a_model(), config)
     told = train(model, optimizer, **how)
     state = optimizer.state_dict()["state"]
-    moments = {f"{index}.{name}": value for index, of_one in state.items() for name, value in of_one.items()}
+    moments = {
+        f"{index}.{name}": value
+        for index, of_one in state.items()
+        for name, value in of_one.items()
+    }
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     stats = infinity.stats(model)
     infinity.unwrap_model(model, optimizer)
@@ -103,7 +118,9 @@ def trained(config, **how):
 
 
 def same(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and all(torch.equal(a[1][k], b[1][k]) for k in b[1])
+    return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and all(
+        torch.equal(a[1][k], b[1][k]) for k in b[1]
+    )
 
 
 class Delayed(threaded_device.ThreadedDevice):
@@ -148,17 +165,26 @@ def compute_on(monkeypatch):
 
 
 def config_at(homes, tmp_path, **more):
-    return {"params": homes[0], "optimizer": homes[1], **({"nvme_paths": [str(tmp_path)]} if "nvme" in homes else {}), **more}
+    return {
+        "params": homes[0],
+        "optimizer": homes[1],
+        **({"nvme_paths": [str(tmp_path)]} if "nvme" in homes else {}),
+        **more,
+    }
 
 
-@pytest.mark.parametrize("how", [
-    pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param({"clip": True}, id="clip", marks=pytest.mark.slow),
-    pytest.param({"micro": 2, "clip": True}, id="accumulate"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"clip": True}, id="clip", marks=pytest.mark.slow),
+        pytest.param({"micro": 2, "clip": True}, id="accumulate"),
+    ],
+)
 @pytest.mark.parametrize("homes", HOMES, ids="-".join)
 def test_threads_change_no_bit(homes, how, compute_on, tmp_path):
-    """Claim: late copies and landings change nothing. Method: the same run with queues that run at once, and with threads
-    that are late at random, on the host's memory and elsewhere."""
+    """Claim: late copies and landings change nothing. Method: the same run with queues that run at
+    once, and with threads that are late at random, on the host's memory and elsewhere."""
     config = config_at(homes, tmp_path)
     at_once = trained(config, **how)
     compute_on(Delayed)
@@ -167,11 +193,20 @@ def test_threads_change_no_bit(homes, how, compute_on, tmp_path):
     assert same(trained(config, **how), at_once)
 
 
-@pytest.mark.parametrize(("homes", "moments"), [*((homes, "fp32") for homes in HOMES_WITH_KERNELS), pytest.param(("device", "device"), "int8", marks=pytest.mark.slow),
-                         pytest.param(("device", "host"), "int8", marks=pytest.mark.slow)], ids=str)  # fmt: skip
-def test_state_on_the_device_is_stepped_there_with_the_same_bits(homes, moments, kernels, compute_on, tmp_path):
-    """Claim: where state lies, and who steps it, changes nothing. Method: the processor's run, against every pair of homes
-    on a device elsewhere, whose kernels step what lies there."""
+@pytest.mark.parametrize(
+    ("homes", "moments"),
+    [
+        *((homes, "fp32") for homes in HOMES_WITH_KERNELS),
+        pytest.param(("device", "device"), "int8", marks=pytest.mark.slow),
+        pytest.param(("device", "host"), "int8", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_state_on_the_device_is_stepped_there_with_the_same_bits(
+    homes, moments, kernels, compute_on, tmp_path
+):
+    """Claim: where state lies, and who steps it, changes nothing. Method: the processor's run,
+    against every pair of homes on a device elsewhere, whose kernels step what lies there."""
     how = {"clip": True, "steps": 2}
     by_processor = trained({"params": "host", "optimizer": "host", "moments": moments}, **how)
     compute_on(Elsewhere, kernels)
@@ -180,8 +215,9 @@ def test_state_on_the_device_is_stepped_there_with_the_same_bits(homes, moments,
 
 @pytest.mark.parametrize("moments", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_step_that_is_split_has_the_same_bits(moments, kernels, compute_on, monkeypatch):
-    """Half of each shard by the device and half by the processor; the device's share is chosen by measured rates. With 8-bit
-    moments this fails when the random bits of rounding go by an element's place in its slot."""
+    """Half of each shard by the device and half by the processor; the device's share is chosen by
+    measured rates. With 8-bit moments this fails when the random bits of rounding go by an
+    element's place in its slot."""
     config = {"params": "host", "optimizer": "host", "moments": moments}
     by_processor = trained(config, clip=True)
     compute_on(Elsewhere, kernels)
@@ -198,7 +234,8 @@ def test_a_step_that_is_split_has_the_same_bits(moments, kernels, compute_on, mo
 
 
 def test_the_share_is_where_both_are_done_together(kernels):
-    """1 GB/s over the edge at 20 bytes per element is 50 M elements a second: beside 150 M, a quarter."""
+    """1 GB/s over the edge at 20 bytes per element is 50 M elements a second: beside 150 M, a
+    quarter."""
     from infinity.optim.device_step import DeviceStepper
 
     traffic = Traffic()
@@ -229,13 +266,20 @@ def races_of(monkeypatch, config, kernels=None, **how):
     return races, waits
 
 
-@pytest.mark.parametrize(("homes", "window", "activations"), [
-    (("host", "host"), None, "host"), (("host", "host"), "320KiB", "auto"), (("nvme", "nvme"), "320KiB", "host"),
-    (("nvme", "nvme"), None, "auto"), (("host", "nvme"), None, "auto"), (("nvme", "host"), "320KiB", "auto"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("homes", "window", "activations"),
+    [
+        (("host", "host"), None, "host"),
+        (("host", "host"), "320KiB", "auto"),
+        (("nvme", "nvme"), "320KiB", "host"),
+        (("nvme", "nvme"), None, "auto"),
+        (("host", "nvme"), None, "auto"),
+        (("nvme", "host"), "320KiB", "auto"),
+    ],
+)
 def test_no_two_queues_use_memory_out_of_order(homes, window, activations, monkeypatch, tmp_path):
-    """Claim: every use of memory by a queue is in order with the compute's, the host's and the updates'. Failing twins:
-    below."""
+    """Claim: every use of memory by a queue is in order with the compute's, the host's and the
+    updates'. Failing twins: below."""
     config = config_at(homes, tmp_path, device_memory=window, activations=activations)
     assert races_of(monkeypatch, config, micro=2, clip=True)[0] == []
 
@@ -254,9 +298,13 @@ def test_activations_change_no_bit(home, compute_on, tmp_path):
     assert same(trained({**config, "activations": home}, micro=2), at_once)
 
 
-def test_activations_go_through_staging_memory_once_and_are_waited_for(compute_on, monkeypatch, tmp_path):
-    """Claim: what goes to a disk is copied from the device once, into staging memory. Method: copies that are always late; their bytes are
-    those of the storages. Failing twin: one that is not waited for, whose checksum is of what was there before."""
+def test_activations_go_through_staging_memory_once_and_are_waited_for(
+    compute_on, monkeypatch, tmp_path
+):
+    """Claim: what goes to a disk is copied from the device once, into staging memory. Method:
+    copies that are always late; their bytes are those of the storages. Failing twin: one that is
+    not waited for, whose checksum is of what was there before.
+    """
     copied, saved_nbytes, staged = [], [], []
 
     class Late(threaded_device.ThreadedDevice):
@@ -267,7 +315,10 @@ def test_activations_go_through_staging_memory_once_and_are_waited_for(compute_o
                 time.sleep(0.003)
                 work()
 
-            if transfer is not None and (transfer.edge, transfer.what) == ("device->host", "activations"):
+            if transfer is not None and (transfer.edge, transfer.what) == (
+                "device->host",
+                "activations",
+            ):
                 copied.append(transfer.nbytes)
                 return super().put(queue, late, transfer=transfer, **more)
             return super().put(queue, work, transfer=transfer, **more)
@@ -277,7 +328,9 @@ def test_activations_go_through_staging_memory_once_and_are_waited_for(compute_o
         real(home, saved, *given)
 
     def write(home, saved, part, *, real=ActivationHome._write):
-        staged.append(part.lease.address - home._staging.region.address < home._staging.capacity_nbytes)
+        staged.append(
+            part.lease.address - home._staging.region.address < home._staging.capacity_nbytes
+        )
         real(home, saved, part)
 
     config = config_at(("host", "host"), tmp_path, nvme_paths=[str(tmp_path)])
@@ -292,17 +345,23 @@ def test_activations_go_through_staging_memory_once_and_are_waited_for(compute_o
         return dataclasses.replace(real(home, *given), event=devices.PAST)
 
     monkeypatch.setattr(ActivationHome, "_copy_out", copy_out)
-    with contextlib.suppress(CorruptionError):  # the bytes may come between the checksum and the disk
+    with contextlib.suppress(
+        CorruptionError
+    ):  # the bytes may come between the checksum and the disk
         assert not same(trained({**config, "activations": "nvme"}, steps=1), at_once)
 
 
 def test_norms_of_gradients_that_are_dropped_are_in_order(monkeypatch):
-    """Claim: a norm that nobody asks for is not freed while it is still taken. Method: one small layer, whose gradients are
-    far below what may be borrowed: accumulation, zeroing and scaling after a clipped step. Fails without its keeping."""
+    """Claim: a norm that nobody asks for is not freed while it is still taken. Method: one small
+    layer, whose gradients are far below what may be borrowed: accumulation, zeroing and scaling
+    after a clipped step. Fails without its keeping.
+    """
     with detecting(monkeypatch) as detector:
         model = nn.Linear(8, 8)
         model, optimizer = infinity.wrap_model(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            {"params": "host", "optimizer": "host"},
         )
         with Watch(detector()):
             for turn in range(4):
@@ -319,8 +378,10 @@ def test_norms_of_gradients_that_are_dropped_are_in_order(monkeypatch):
 
 
 def test_pieces_of_a_unit_are_copied_as_they_are_read(compute_on, monkeypatch, tmp_path):
-    """Claim: on a device with queues a unit from disk is copied piece by piece, and that changes no bit. Method: pieces of one
-    checksum block; how many a unit has is looked at. Failing twin: a piece that is copied to another place."""
+    """Claim: on a device with queues a unit from disk is copied piece by piece, and that changes no
+    bit. Method: pieces of one checksum block; how many a unit has is looked at. Failing twin: a
+    piece that is copied to another place.
+    """
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", 128)
     config = config_at(("nvme", "nvme"), tmp_path)
     at_once = trained(config, clip=True)
@@ -341,8 +402,11 @@ def test_pieces_of_a_unit_are_copied_as_they_are_read(compute_on, monkeypatch, t
 
 
 @pytest.mark.parametrize("fault", ["eio=0.01", "bit_flip=0.01"])
-def test_a_read_that_fails_while_pieces_are_copied_is_a_typed_error_and_leaves_nothing(fault, compute_on, monkeypatch, tmp_path):
-    """Claim: whichever piece fails, the error is the disk's, and no swap file, thread or lease stays behind."""
+def test_a_read_that_fails_while_pieces_are_copied_is_a_typed_error_and_leaves_nothing(
+    fault, compute_on, monkeypatch, tmp_path
+):
+    """Claim: whichever piece fails, the error is the disk's, and no swap file, thread or lease
+    stays behind."""
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", 128)
     monkeypatch.setattr("infinity.state.unit.PIECE_NBYTES", native.CHECKSUM_NBYTES)
     monkeypatch.setenv("INFINITY_FAULTS", f"seed=3,{fault}")
@@ -358,7 +422,8 @@ def test_a_read_that_fails_while_pieces_are_copied_is_a_typed_error_and_leaves_n
 
 
 def test_an_activation_that_is_changed_on_its_way_home_is_refused(compute_on):
-    """As torch refuses a saved tensor that was changed. The copy starts after the change here, so it has the wrong bytes."""
+    """As torch refuses a saved tensor that was changed. The copy starts after the change here, so
+    it has the wrong bytes."""
     go = threading.Event()
 
     class Held(threaded_device.ThreadedDevice):
@@ -387,7 +452,9 @@ def test_an_activation_that_is_changed_on_its_way_home_is_refused(compute_on):
 
     model = Changes()
     config = {"params": "host", "optimizer": "host", "activations": "host"}
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config
+    )
     loss = model(torch.ones(128, 256)).sum()
     go.set()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -398,7 +465,8 @@ def test_an_activation_that_is_changed_on_its_way_home_is_refused(compute_on):
 
 
 def test_a_wrap_that_finds_no_room_on_the_device_changes_nothing(compute_on, monkeypatch):
-    """Claim: buffers are taken before the model is changed. Method: the third buffer finds no room."""
+    """Claim: buffers are taken before the model is changed. Method: the third buffer finds no
+    room."""
     compute_on(Elsewhere)
     real, count = ParamUnit.allocate, []
 
@@ -419,9 +487,12 @@ def test_a_wrap_that_finds_no_room_on_the_device_changes_nothing(compute_on, mon
 
 
 def test_what_the_device_is_planned_to_hold_is_charged(compute_on, kernels):
-    """The engine's own device memory counts from the start, and is all that is charged between two steps."""
+    """The engine's own device memory counts from the start, and is all that is charged between two
+    steps."""
     compute_on(Elsewhere, kernels)
-    model, optimizer = infinity.wrap_model(*a_model(), {"params": "host", "optimizer": "host", "device_memory": "2MiB"})
+    model, optimizer = infinity.wrap_model(
+        *a_model(), {"params": "host", "optimizer": "host", "device_memory": "2MiB"}
+    )
     train(model, optimizer, steps=2)
     tier = infinity.stats(model).tiers["device"]
     assert tier.peak_nbytes <= tier.planned_nbytes <= 2 << 20
@@ -433,7 +504,8 @@ def test_what_the_device_is_planned_to_hold_is_charged(compute_on, kernels):
 
 
 def test_a_gradient_that_is_set_goes_home_from_the_device(compute_on):
-    """What p.grad reads is a copy on the device: what is assigned, or done to it in place, is what is read then, and stepped."""
+    """What p.grad reads is a copy on the device: what is assigned, or done to it in place, is what
+    is read then, and stepped."""
     compute_on(Elsewhere)
     model = nn.Linear(8, 8, bias=False)
     model, optimizer = infinity.wrap_model(
@@ -452,7 +524,8 @@ def test_a_gradient_that_is_set_goes_home_from_the_device(compute_on):
 
 def test_a_split_step_is_in_order(kernels, monkeypatch):
     monkeypatch.setattr(
-        "infinity.optim.device_step.DeviceStepper.choose_share", lambda stepper, *rates: setattr(stepper, "share", 0.5)
+        "infinity.optim.device_step.DeviceStepper.choose_share",
+        lambda stepper, *rates: setattr(stepper, "share", 0.5),
     )
     assert races_of(monkeypatch, {"params": "host", "optimizer": "host"}, kernels)[0] == []
 
@@ -474,11 +547,23 @@ def _resize(detector, storage, nbytes, *, behind=devices.PAST, real=RaceDetector
 
 
 TWINS = {
-    "gradients that are freed while they are sent": (in_flight.InFlight, "keep", lambda self, tensor, moment: None),
-    "gradients that are sent before they are computed": (RaceDetector, "now", lambda self: devices.PAST),
+    "gradients that are freed while they are sent": (
+        in_flight.InFlight,
+        "keep",
+        lambda self, tensor, moment: None,
+    ),
+    "gradients that are sent before they are computed": (
+        RaceDetector,
+        "now",
+        lambda self: devices.PAST,
+    ),
     "weights that are used before they came": (ParamUnit, "finish_gather", _finish_gather),
     "weights that are freed while they are used": (RaceDetector, "resize", _resize),
-    "updates that do not wait for gradients": (homes.GradHomes, "close_shard", lambda self, shard: []),
+    "updates that do not wait for gradients": (
+        homes.GradHomes,
+        "close_shard",
+        lambda self, shard: [],
+    ),
     "a gradient that is read before it landed": (banks.GradientBank, "norm", _norm_taken_anew),
 }
 
@@ -493,7 +578,8 @@ def test_the_detector_finds_what_is_forgotten(twin, monkeypatch):
 
 
 def test_nobody_stands_still_between_two_steps(monkeypatch):
-    """Claim: in the steady state the training thread waits for no queue. Failing twin: gradients that it adds itself."""
+    """Claim: in the steady state the training thread waits for no queue. Failing twin: gradients
+    that it adds itself."""
     config = {"params": "host", "optimizer": "host"}
     assert races_of(monkeypatch, config, micro=2)[1] == 0
 

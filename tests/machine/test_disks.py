@@ -42,8 +42,8 @@ def measured(monkeypatch) -> list[str]:
 
 
 def test_a_disk_is_measured_once_and_kept(tmp_path, measured, cache_folder):
-    """Method: ask in one process, forget, ask again; the second answer comes from the file. Another identity, or no
-    file, is measured anew."""
+    """Method: ask in one process, forget, ask again; the second answer comes from the file. Another
+    identity, or no file, is measured anew."""
     first = disk_profile.disk_profile(str(tmp_path))
     disk_profile.disk_profile.cache_clear()
     assert disk_profile.disk_profile(str(tmp_path)) == first and len(measured) == 1
@@ -53,7 +53,10 @@ def test_a_disk_is_measured_once_and_kept(tmp_path, measured, cache_folder):
     assert disk_profile.disk_profile(str(tmp_path)) == first and len(measured) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '{"a": 1}', '{"a": {"read_rate": 1}}', "\x00", "[" * 100000])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "7", '{"a": 1}', '{"a": {"read_rate": 1}}', "\x00", "[" * 100000],
+)
 def test_a_damaged_cache_is_measured_anew_and_replaced(tmp_path, measured, cache_folder, text):
     cache_folder.mkdir()
     (cache_folder / "disks.json").write_text(text)
@@ -64,8 +67,17 @@ def test_a_damaged_cache_is_measured_anew_and_replaced(tmp_path, measured, cache
 NUMBERS = st.one_of(st.integers(), st.floats(), st.text(max_size=3), st.none(), st.booleans())
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(entry=st.fixed_dictionaries({name: NUMBERS for name in ("read_rate", "write_rate", "mixed_rate", "block_nbytes", "depth")}))
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    entry=st.fixed_dictionaries(
+        {
+            name: NUMBERS
+            for name in ("read_rate", "write_rate", "mixed_rate", "block_nbytes", "depth")
+        }
+    )
+)
 def test_no_content_of_the_cache_gets_through_unchecked(tmp_path, measured, cache_folder, entry):
     """Method: any numbers under the right names; what is used is one that a disk could have."""
     cache_folder.mkdir(exist_ok=True)
@@ -86,7 +98,9 @@ def test_a_real_measurement_gives_rates_and_leaves_nothing(tmp_path, monkeypatch
     assert os.listdir(folder) == []
 
 
-def test_a_folder_that_cannot_be_measured_gets_a_guess_that_is_not_kept(tmp_path, monkeypatch, cache_folder):
+def test_a_folder_that_cannot_be_measured_gets_a_guess_that_is_not_kept(
+    tmp_path, monkeypatch, cache_folder
+):
     def refuse(folder: str, kind: str) -> disk_profile.DiskProfile:
         raise PermissionError(13, "no", folder)
 
@@ -96,7 +110,8 @@ def test_a_folder_that_cannot_be_measured_gets_a_guess_that_is_not_kept(tmp_path
 
 
 def test_a_user_without_a_home_can_still_use_a_disk(tmp_path, measured, monkeypatch):
-    """Method: no INFINITY_CACHE, no HOME, and a name that expands to nothing; the disk is measured and nothing kept."""
+    """Method: no INFINITY_CACHE, no HOME, and a name that expands to nothing; the disk is measured
+    and nothing kept."""
     for name in ("INFINITY_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
@@ -106,8 +121,8 @@ def test_a_user_without_a_home_can_still_use_a_disk(tmp_path, measured, monkeypa
 
 
 def test_ranks_of_one_machine_measure_a_disk_once(tmp_path, monkeypatch, cache_folder):
-    """Method: four ask at once, in threads, which locks of files tell apart like processes; one measures. The twin: where nothing can be
-    kept, each measures, one after the other."""
+    """Method: four ask at once, in threads, which locks of files tell apart like processes; one
+    measures. The twin: where nothing can be kept, each measures, one after the other."""
     under_way, most = [], []
 
     def measure(folder: str, kind: str) -> disk_profile.DiskProfile:
@@ -128,9 +143,11 @@ def test_ranks_of_one_machine_measure_a_disk_once(tmp_path, monkeypatch, cache_f
         assert most == [1] * count
 
 
-def test_a_folder_that_somebody_keeps_locked_is_measured_all_the_same(tmp_path, measured, monkeypatch):
-    """Method: as under `flock FOLDER python ...`, the lock is another descriptor's for as long as the job runs. The twin: one that is let go
-    meanwhile is waited for."""
+def test_a_folder_that_somebody_keeps_locked_is_measured_all_the_same(
+    tmp_path, measured, monkeypatch
+):
+    """Method: as under `flock FOLDER python ...`, the lock is another descriptor's for as long as
+    the job runs. The twin: one that is let go meanwhile is waited for."""
     monkeypatch.setattr(disk_profile, "WAIT_SECONDS", 0.1)
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:
@@ -157,13 +174,17 @@ def test_the_rate_of_a_device_counts_once(tmp_path, monkeypatch):
     rate = {"slow": 1e9, "fast": 3e9}
     device = lambda folder: os.path.basename(folder).removesuffix("-too")
     monkeypatch.setattr(disk_profile, "device_identity", device)
-    monkeypatch.setattr(disk_profile, "disk_profile", lambda folder: disk_profile.DiskProfile(*[rate[device(folder)]] * 3))
+    monkeypatch.setattr(
+        disk_profile,
+        "disk_profile",
+        lambda folder: disk_profile.DiskProfile(*[rate[device(folder)]] * 3),
+    )
     assert disk_profile.rates(folders) == (4e9, 4e9, 4e9)
 
 
 def test_partitions_and_volumes_on_one_disk_are_one_device(tmp_path, monkeypatch):
-    """Method: a tree as the kernel shows it in /sys: two partitions of nvme0n1, one of nvme1n1, and a logical volume over a partition of
-    each; the names below them are those of the whole disks."""
+    """Method: a tree as the kernel shows it in /sys: two partitions of nvme0n1, one of nvme1n1, and
+    a logical volume over a partition of each; the names below them are those of the whole disks."""
     for disk in ("nvme0n1", "nvme1n1", "dm-0"):
         (tmp_path / disk / "queue").mkdir(parents=True)
     for part in ("nvme0n1/nvme0n1p1", "nvme0n1/nvme0n1p2", "nvme1n1/nvme1n1p1"):
@@ -173,7 +194,9 @@ def test_partitions_and_volumes_on_one_disk_are_one_device(tmp_path, monkeypatch
         (tmp_path / "dm-0" / "slaves" / part.split("/")[1]).symlink_to(tmp_path / part)
     found = {}
     for entry in ("nvme0n1/nvme0n1p1", "nvme0n1/nvme0n1p2", "nvme1n1/nvme1n1p1", "dm-0"):
-        monkeypatch.setattr(disk_profile, "_block_device", lambda folder, entry=entry: tmp_path / entry)
+        monkeypatch.setattr(
+            disk_profile, "_block_device", lambda folder, entry=entry: tmp_path / entry
+        )
         found[entry] = disk_profile.device_identity(str(tmp_path))
     assert list(found.values()) == ["nvme0n1", "nvme0n1", "nvme1n1", "nvme0n1 nvme1n1"]
 
@@ -191,6 +214,8 @@ def test_memory_that_is_given_as_a_disk_is_said(tmp_path, caplog):
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
         with caplog.at_level("WARNING", "infinity"):
             infinity.wrap_model(
-                model, torch.optim.AdamW(model.parameters()), {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(folder)]}
+                model,
+                torch.optim.AdamW(model.parameters()),
+                {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(folder)]},
             )
         assert any("which is memory" in record.getMessage() for record in caplog.records) == warned

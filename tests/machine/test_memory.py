@@ -1,4 +1,5 @@
-"""Region, PinnedPool and Lease: memory in whole pages and no more, leases that never overlap and always come back."""
+"""Region, PinnedPool and Lease: memory in whole pages and no more, leases that never overlap and
+always come back."""
 
 from __future__ import annotations
 
@@ -18,7 +19,20 @@ from infinity.errors import StorageError, UsageError
 
 PAGE = native.BLOCK_NBYTES
 HUGE = 2 * MIB
-SIZES = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 65537, MIB, HUGE - 1, HUGE, HUGE + 1, 2 * HUGE + 3 * PAGE, 5 * MIB + 1]
+SIZES = [
+    1,
+    PAGE - 1,
+    PAGE,
+    PAGE + 1,
+    3 * PAGE,
+    65537,
+    MIB,
+    HUGE - 1,
+    HUGE,
+    HUGE + 1,
+    2 * HUGE + 3 * PAGE,
+    5 * MIB + 1,
+]
 
 
 def pages(nbytes: int) -> int:
@@ -56,7 +70,8 @@ def flags_at(address: int) -> list[str]:
 @pytest.mark.parametrize("huge_pages", [False, True])
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_region_starts_at_a_page_and_is_as_long_as_asked_in_whole_pages(nbytes, huge_pages):
-    """Makes regions around every boundary and compares address and length with the nearest multiple of 4096."""
+    """Makes regions around every boundary and compares address and length with the nearest multiple
+    of 4096."""
     region = native.Region(nbytes, huge_pages=huge_pages)
     assert region.address % PAGE == 0
     assert region.nbytes == pages(nbytes)
@@ -66,9 +81,12 @@ def test_region_starts_at_a_page_and_is_as_long_as_asked_in_whole_pages(nbytes, 
 @pytest.mark.parametrize("huge_pages", [False, True])
 @pytest.mark.parametrize("nbytes", [PAGE, 3 * PAGE, HUGE, HUGE + PAGE, 3 * HUGE - PAGE])
 def test_region_takes_no_more_address_space_than_its_pages(nbytes, huge_pages):
-    """Reads the process's size before and after: the ends reserved for 2 MiB alignment are trimmed again."""
+    """Reads the process's size before and after: the ends reserved for 2 MiB alignment are trimmed
+    again."""
     growths = []
-    for _ in range(3):  # something else in the process may map or unmap memory in between: not three times
+    for _ in range(
+        3
+    ):  # something else in the process may map or unmap memory in between: not three times
         before = address_space_nbytes()
         region = native.Region(nbytes, huge_pages=huge_pages, touch_threads=0)
         growths.append(address_space_nbytes() - before)
@@ -85,12 +103,18 @@ def test_region_contents_are_zero(nbytes, touch_threads):
 
 
 def test_region_memory_is_there_before_the_first_use():
-    """Asks the kernel (mincore) which pages are present: all of a touched region, none of an untouched one."""
+    """Asks the kernel (mincore) which pages are present: all of a touched region, none of an
+    untouched one."""
 
     def present_pages(touch_threads: int) -> int:
         region = native.Region(16 * MIB, huge_pages=False, touch_threads=touch_threads)
         present = (ctypes.c_ubyte * (region.nbytes // PAGE))()
-        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(region.address), ctypes.c_size_t(region.nbytes), present) == 0
+        assert (
+            ctypes.CDLL(None).mincore(
+                ctypes.c_void_p(region.address), ctypes.c_size_t(region.nbytes), present
+            )
+            == 0
+        )
         return sum(byte & 1 for byte in present)
 
     assert present_pages(1) == present_pages(2) == 16 * MIB // PAGE
@@ -98,17 +122,22 @@ def test_region_memory_is_there_before_the_first_use():
 
 
 def test_huge_pages_are_asked_for_exactly_where_the_flag_says_so():
-    """Compares `Region.huge_pages` with the kernel's own flag of the mapping ("hg"), and its 2 MiB alignment."""
+    """Compares `Region.huge_pages` with the kernel's own flag of the mapping ("hg"), and its 2 MiB
+    alignment."""
     large = native.Region(3 * HUGE, huge_pages=True)
     assert large.huge_pages == ("hg" in flags_at(large.address))
     assert large.address % HUGE == 0
-    for region in (native.Region(3 * HUGE, huge_pages=False), native.Region(HUGE - PAGE, huge_pages=True)):
+    for region in (
+        native.Region(3 * HUGE, huge_pages=False),
+        native.Region(HUGE - PAGE, huge_pages=True),
+    ):
         assert not region.huge_pages
         assert "hg" not in flags_at(region.address)
 
 
 def test_region_memory_goes_back_when_the_last_user_goes():
-    """Drops the region, then the tensor over it, and looks for the address among the process's mappings."""
+    """Drops the region, then the tensor over it, and looks for the address among the process's
+    mappings."""
     region = native.Region(8 * MIB)
     tensor = native.tensor_at(region, region.address, 2 * MIB, torch.float32)
     address = region.address
@@ -127,7 +156,9 @@ def test_a_tensor_beyond_its_region_is_refused(count, offset):
     region = native.Region(2 * PAGE)
     with pytest.raises(ValueError):
         native.tensor_at(region, region.address + offset, count, torch.float32)
-    native.tensor_at(region, region.address + PAGE, PAGE // 4, torch.float32)  # the last page itself is fine
+    native.tensor_at(
+        region, region.address + PAGE, PAGE // 4, torch.float32
+    )  # the last page itself is fine
 
 
 def test_an_empty_region_is_refused():
@@ -164,7 +195,8 @@ def overlapping(leases: list[native.Lease]) -> bool:
     order=st.randoms(use_true_random=False),
 )
 def test_leases_never_overlap_and_free_neighbours_are_one_again(capacity, moves, order):
-    """Leases and releases at random against a page map; at the end everything comes back in any order and is whole."""
+    """Leases and releases at random against a page map; at the end everything comes back in any
+    order and is whole."""
     pool = pool_of(capacity)
     base, held = pool.region.address, []
     used = [False] * (pages(capacity) // PAGE)
@@ -177,8 +209,12 @@ def test_leases_never_overlap_and_free_neighbours_are_one_again(capacity, moves,
             lease.release()
         elif 0 < value <= pool.capacity_nbytes:
             lease, count = pool.try_lease(value), pages(value) // PAGE
-            longest = max((len(run) for run in "".join("x" if u else "." for u in used).split("x")), default=0)
-            assert (lease is not None) == (longest >= count), "refused what fits, or gave what does not"
+            longest = max(
+                (len(run) for run in "".join("x" if u else "." for u in used).split("x")), default=0
+            )
+            assert (lease is not None) == (longest >= count), (
+                "refused what fits, or gave what does not"
+            )
             if lease is not None:
                 assert lease.address % PAGE == 0 and lease.nbytes == pages(value)
                 first = (lease.address - base) // PAGE
@@ -209,7 +245,8 @@ def test_overlap_is_what_the_property_looks_for():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_eight_neighbours_merge_whatever_the_order_of_release(seed):
-    """Fills a pool with eight leases, releases them in a seeded order, and takes the whole again."""
+    """Fills a pool with eight leases, releases them in a seeded order, and takes the whole
+    again."""
     print(f"seed {seed}")
     pool = pool_of(8 * PAGE)
     leases = [pool.try_lease(PAGE) for _ in range(8)]
@@ -234,7 +271,9 @@ def test_a_lease_that_does_not_fit_now_is_refused_and_changes_nothing():
 def test_a_lease_that_can_never_fit_is_an_error_with_both_sizes():
     """Asks for one byte more than the pool has, and for none."""
     pool = pool_of(4 * PAGE)
-    with pytest.raises(UsageError, match=f"{4 * PAGE + 1} bytes can never fit a pool of {4 * PAGE} bytes"):
+    with pytest.raises(
+        UsageError, match=f"{4 * PAGE + 1} bytes can never fit a pool of {4 * PAGE} bytes"
+    ):
         pool.try_lease(4 * PAGE + 1)
     with pytest.raises(UsageError, match="at least one byte"):
         pool.try_lease(0)
@@ -243,7 +282,8 @@ def test_a_lease_that_can_never_fit_is_an_error_with_both_sizes():
 
 
 def test_a_lease_is_given_back_when_nobody_holds_it():
-    """Drops the only reference, once directly and once through a cycle that the collector has to find."""
+    """Drops the only reference, once directly and once through a cycle that the collector has to
+    find."""
     pool = pool_of(2 * PAGE)
     lease = pool.try_lease(2 * PAGE)
     assert pool.try_lease(1) is None
@@ -295,6 +335,7 @@ def test_peak_is_the_most_that_was_ever_leased():
 
 
 def test_a_pool_over_no_region_is_an_error():
-    """Gives the pool None in place of a region, in a child process since the wrong answer would be a crash."""
+    """Gives the pool None in place of a region, in a child process since the wrong answer would be
+    a crash."""
     outcome = outcome_in_child(lambda: native.PinnedPool(None))
     assert outcome.startswith(("TypeError", "UsageError")), outcome

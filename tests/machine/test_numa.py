@@ -19,7 +19,8 @@ def system(tmp_path, *lists: str):
 
 
 def test_nodes_are_read_as_the_kernel_lists_them(tmp_path):
-    """Ranges, single ones, a node without processors (memory only), and more than ten nodes in their order."""
+    """Ranges, single ones, a node without processors (memory only), and more than ten nodes in
+    their order."""
     root = system(tmp_path, "0-3,8", "", "4-7", *[str(16 + i) for i in range(9)])
     assert numa.nodes(root) == [{0, 1, 2, 3, 8}, {4, 5, 6, 7}, *({16 + i} for i in range(9))]
     assert numa.nodes(tmp_path / "nowhere") == []
@@ -28,12 +29,20 @@ def test_nodes_are_read_as_the_kernel_lists_them(tmp_path):
 @pytest.mark.parametrize(("count", "expected"), [(2, [0, 1]), (4, [0, 0, 1, 1]), (3, [0, 0, 1])])
 def test_ranks_are_spread_over_the_nodes(count, expected):
     of_nodes = [{0, 1}, {2, 3}]
-    assert [numa.share(of_nodes, {0, 1, 2, 3}, rank, count) for rank in range(count)] == [of_nodes[i] for i in expected]
+    assert [numa.share(of_nodes, {0, 1, 2, 3}, rank, count) for rank in range(count)] == [
+        of_nodes[i] for i in expected
+    ]
 
 
-@pytest.mark.parametrize(("of_nodes", "allowed", "count"), [
-    ([{0, 1, 2, 3}], {0, 1, 2, 3}, 4), ([], {0, 1}, 2), ([{0, 1}, {2, 3}], {2, 3}, 2), ([{0}, {1}], {0, 1}, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("of_nodes", "allowed", "count"),
+    [
+        ([{0, 1, 2, 3}], {0, 1, 2, 3}, 4),
+        ([], {0, 1}, 2),
+        ([{0, 1}, {2, 3}], {2, 3}, 2),
+        ([{0}, {1}], {0, 1}, 1),
+    ],
+)
 def test_nothing_is_bound_where_there_is_nothing_to_choose(of_nodes, allowed, count):
     """One node, none told, bound to one already, alone on the machine."""
     assert numa.share(of_nodes, allowed, 0, count) is None

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from infinity.errors import ConfigError
-from infinity.machine.outputs import MODEL_NAMES, PICTURE, Output, check_free, check_outputs, replacing
+from infinity.machine.outputs import (
+    MODEL_NAMES,
+    PICTURE,
+    Output,
+    check_free,
+    check_outputs,
+    replacing,
+)
 
 
 def folder(path: Path) -> Output:
@@ -24,7 +31,12 @@ def test_a_place_is_what_its_path_leads_to(tmp_path):
     (tmp_path / "deeper").symlink_to("one/deep")
     names = [tmp_path / name for name in ("one", "link", "two/../one", "link/.", "deeper/..")]
     for read in names:
-        for written in (*names, *(name / "new" for name in names), tmp_path / "deeper" / "new", tmp_path):
+        for written in (
+            *names,
+            *(name / "new" for name in names),
+            tmp_path / "deeper" / "new",
+            tmp_path,
+        ):
             with pytest.raises(ConfigError, match="reads"):
                 check_outputs([folder(written)], [("IN", read)], overwrite=True)
         check_outputs([folder(tmp_path / "two"), folder(tmp_path / "two" / "new")], [("IN", read)])
@@ -36,7 +48,10 @@ def test_a_file_that_is_read_may_lie_in_a_folder_that_leaves_it_alone(tmp_path):
     import re
 
     (tmp_path / "a.toml").touch()
-    check_outputs([Output("OUT", tmp_path, replaces=re.compile("manifest.json"))], [("IN", tmp_path / "a.toml")])
+    check_outputs(
+        [Output("OUT", tmp_path, replaces=re.compile("manifest.json"))],
+        [("IN", tmp_path / "a.toml")],
+    )
     with pytest.raises(ConfigError, match="inside"):
         check_outputs([folder(tmp_path)], [("IN", tmp_path / "a.toml")])
 
@@ -53,7 +68,12 @@ def test_hidden_files_and_folders_are_not_replaced(tmp_path):
 def test_a_file_is_told_from_what_was_made_here(tmp_path):
     path = tmp_path / "a.svg"
     output = Output("--svg", path, made=PICTURE)
-    for text, kept in ((b"", False), (PICTURE + b" width='3'>", False), (b'<svg xmlns="http', True), (PICTURE[:-1], True)):
+    for text, kept in (
+        (b"", False),
+        (PICTURE + b" width='3'>", False),
+        (b'<svg xmlns="http', True),
+        (PICTURE[:-1], True),
+    ):
         path.write_bytes(text)
         assert bool(output.taken()) is kept, text
 
@@ -72,7 +92,12 @@ def test_files_get_their_names_when_all_are_there(tmp_path):
         (made / "a").write_text("mine")
         (made / "inner").mkdir()
         (made / "inner" / "b").write_text("b")
-    assert (tmp_path / "other").read_text() == "other" and (tmp_path / "new" / "a").read_text() == "mine"
+    assert (tmp_path / "other").read_text() == "other" and (
+        tmp_path / "new" / "a"
+    ).read_text() == "mine"
     (tmp_path / "plain").write_text("")
     assert (tmp_path / "new" / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
-    assert sorted(os.listdir(tmp_path / "new")) == ["a", "inner"] and (tmp_path / "new" / "inner" / "b").read_text() == "b"
+    assert (
+        sorted(os.listdir(tmp_path / "new")) == ["a", "inner"]
+        and (tmp_path / "new" / "inner" / "b").read_text() == "b"
+    )

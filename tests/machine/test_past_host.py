@@ -1,4 +1,5 @@
-"""Weights that come from a disk past the host's memory: the same bits, whatever the road does; and nothing of it where there is no GPU.
+"""Weights that come from a disk past the host's memory: the same bits, whatever the road does; and
+nothing of it where there is no GPU.
 
 Words used here: see `test_device` (the model, `trained`, `same`, devices that stand in).
 
@@ -15,7 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 from fake_cufile import cufile, cufile_library  # noqa: F401
-from test_device import STEPS, Elsewhere, a_model, compute_on, config_at, kernels, same, train, trained  # noqa: F401
+from test_device import (
+    STEPS,
+    Elsewhere,
+    a_model,
+    config_at,
+    same,
+    train,
+    trained,
+)
 
 import infinity
 from bench import past_host as bench
@@ -50,9 +59,11 @@ def at_once(tmp_path_factory):
     return trained({"params": "host", "optimizer": "host"}, clip=True)
 
 
-def test_weights_come_past_the_host_with_the_same_bits(able, at_once, tmp_path, caplog, monkeypatch):
-    """Claim: all weights that are fetched come past the host, and that changes no bit; they count on an edge of their own. Nothing stays
-    open."""
+def test_weights_come_past_the_host_with_the_same_bits(
+    able, at_once, tmp_path, caplog, monkeypatch
+):
+    """Claim: all weights that are fetched come past the host, and that changes no bit; they count
+    on an edge of their own. Nothing stays open."""
     with caplog.at_level(logging.WARNING, past_host.__name__):
         found = trained(on_disk(tmp_path), clip=True)
     assert same(found, at_once) and caplog.messages == []
@@ -65,19 +76,27 @@ def test_weights_come_past_the_host_with_the_same_bits(able, at_once, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "fault", [{"short": 5}, {"refused": 5, "misaligned": 9}, {"changed": 1}, {"half": 1}, {"limit": 0}], ids=str
+    "fault",
+    [{"short": 5}, {"refused": 5, "misaligned": 9}, {"changed": 1}, {"half": 1}, {"limit": 0}],
+    ids=str,
 )
 def test_a_road_with_faults_changes_no_bit(fault, able, at_once, tmp_path, caplog):
-    """Claim: what the road spoils comes through the host, whole, and is told once for each reason."""
+    """Claim: what the road spoils comes through the host, whole, and is told once for each
+    reason."""
     able.set(**fault)
     with caplog.at_level(logging.WARNING, past_host.__name__):
         assert same(trained(on_disk(tmp_path), clip=True), at_once)
-    told = [record.getMessage() for record in caplog.records if "past the host's memory was" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "past the host's memory was" in record.getMessage()
+    ]
     assert told and len(told) == len({message.split(" and came")[0] for message in told})
 
 
 def test_a_late_road_changes_no_bit(able, at_once, tmp_path, monkeypatch):
-    """Claim: training goes on beside a read that the library holds; its memory is nobody's until it returns."""
+    """Claim: training goes on beside a read that the library holds; its memory is nobody's until it
+    returns."""
     monkeypatch.setattr(past_host, "LATE_SECONDS", 0.05)
     able.set(late=1)
     release = threading.Timer(1.0, able.set, kwargs={"late": -1})  # the end of the job waits for it
@@ -87,7 +106,8 @@ def test_a_late_road_changes_no_bit(able, at_once, tmp_path, monkeypatch):
 
 
 def test_memory_that_a_stuck_read_may_write_to_is_never_given_back(able, tmp_path, monkeypatch):
-    """Method: the job ends while the library holds a read; the buffer is still kept, and the read can end."""
+    """Method: the job ends while the library holds a read; the buffer is still kept, and the read
+    can end."""
     monkeypatch.setattr(past_host, "LATE_SECONDS", 0.05)
     monkeypatch.setattr(past_host, "_abandoned", [])
     able.set(late=1)
@@ -101,7 +121,8 @@ def test_memory_that_a_stuck_read_may_write_to_is_never_given_back(able, tmp_pat
 
 
 def test_a_disk_that_changes_bytes_is_found_out_by_either_way(able, tmp_path, monkeypatch):
-    """Failing twin of the bits: bytes that are wrong on the disk itself are refused, not trained on."""
+    """Failing twin of the bits: bytes that are wrong on the disk itself are refused, not trained
+    on."""
     monkeypatch.setenv("INFINITY_FAULTS", "seed=3,lost_write=1,first_piece=8")
     jobs = []
     with pytest.raises(CorruptionError):
@@ -112,14 +133,22 @@ def test_a_disk_that_changes_bytes_is_found_out_by_either_way(able, tmp_path, mo
 
 
 def test_it_is_planned_and_charged(able, tmp_path):
-    """The counterpart of the staging pool is a term of the device's; where a budget has no room for it, nothing comes past the host."""
+    """The counterpart of the staging pool is a term of the device's; where a budget has no room for
+    it, nothing comes past the host."""
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     engine = wrapped(model).engine
-    assert engine.plan.terms["device"]["staged weights"] == engine.plan.past_host_nbytes > engine.plan.staging_nbytes > 0
+    assert (
+        engine.plan.terms["device"]["staged weights"]
+        == engine.plan.past_host_nbytes
+        > engine.plan.staging_nbytes
+        > 0
+    )
     infinity.unwrap_model(model, optimizer)
     needed = engine.plan.planned_nbytes(Tier.DEVICE)
-    plans = {budget: lay_out(*a_model(), infinity.Config(**on_disk(tmp_path, device_memory=budget)))[0]
-             for budget in range(needed, needed // 3, -16 * 1024)}  # fmt: skip
+    plans = {
+        budget: lay_out(*a_model(), infinity.Config(**on_disk(tmp_path, device_memory=budget)))[0]
+        for budget in range(needed, needed // 3, -16 * 1024)
+    }
     assert all(plan.planned_nbytes(Tier.DEVICE) <= budget for budget, plan in plans.items())
     tight = next(budget for budget, plan in plans.items() if plan.past_host_nbytes == 0)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, device_memory=tight))
@@ -139,8 +168,8 @@ def without_kernels(able, compute_on, monkeypatch):
 def test_without_kernels_weights_come_past_the_host_where_that_is_chosen(
     checksums, without_kernels, at_once, tmp_path, monkeypatch
 ):
-    """Claim: the same bits. Sampling copies out its share of what came, and no sums nothing. Failing twin: by default the road is not
-    taken."""
+    """Claim: the same bits. Sampling copies out its share of what came, and no sums nothing.
+    Failing twin: by default the road is not taken."""
     monkeypatch.setattr(past_host, "SAMPLED_READS", 2)
     found = trained(on_disk(tmp_path, checksums=checksums), clip=True)
     assert same(found, at_once)
@@ -154,19 +183,27 @@ def test_sampling_with_kernels_verifies_everything(able, tmp_path, monkeypatch):
     able.set(changed=1)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, checksums="sampled"))
     train(model, optimizer, steps=1)
-    assert wrapped(model).engine.store.past_host._reader.refused["changed"][0] == 1 and able.count("copied") == 0
+    assert (
+        wrapped(model).engine.store.past_host._reader.refused["changed"][0] == 1
+        and able.count("copied") == 0
+    )
     infinity.unwrap_model(model, optimizer)
 
 
 @pytest.mark.parametrize("why", ["processor", "off", "missing", "no kernels", "driver"])
 def test_it_is_off_where_something_is_missing(why, able, compute_on, monkeypatch, tmp_path):
-    """Without a GPU, asked to, on a machine that lacks something, without kernels that verify, without a driver: no file is opened."""
+    """Without a GPU, asked to, on a machine that lacks something, without kernels that verify,
+    without a driver: no file is opened."""
     if why == "processor":
         monkeypatch.undo()
     elif why == "off":
         monkeypatch.setenv("INFINITY_DIRECT", "off")
     elif why == "missing":
-        monkeypatch.setattr(direct_storage, "missing", lambda folders: [direct_storage.Missing("kernel", "old", "a new one")])
+        monkeypatch.setattr(
+            direct_storage,
+            "missing",
+            lambda folders: [direct_storage.Missing("kernel", "old", "a new one")],
+        )
     elif why == "no kernels":
         monkeypatch.setattr(Elsewhere, "driver_calls", able.driver_calls)
         compute_on(Elsewhere)
@@ -180,23 +217,30 @@ def test_it_is_off_where_something_is_missing(why, able, compute_on, monkeypatch
 
 @pytest.mark.parametrize("way", ["past", "through"])
 def test_the_benchmark_measures_both_ways(way, able, kernels, monkeypatch, tmp_path):
-    """Rows of each way that there is, below the disk alone; where there is none past the host it says why."""
+    """Rows of each way that there is, below the disk alone; where there is none past the host it
+    says why."""
     if way == "through":
         monkeypatch.setenv("INFINITY_DIRECT", "off")
     device = Elsewhere(torch.device("cpu"), Traffic())
     device.kernels = kernels
     monkeypatch.setattr(bench, "PIECE_NBYTES", native.CHECKSUM_NBYTES)
-    measured = bench.measure_on(device, Settings(str(tmp_path), rounds=1, scale=10 * native.CHECKSUM_NBYTES / bench.NBYTES))
+    measured = bench.measure_on(
+        device, Settings(str(tmp_path), rounds=1, scale=10 * native.CHECKSUM_NBYTES / bench.NBYTES)
+    )
     device.close()
     ways = ["through", "past"] if way == "past" else ["through"]
-    assert [row.name for row in measured.rows] == [f"past_host.{name}" for name in (*ways, "checksums")]
-    assert (able.count("reads") > 0) == (way == "past") and any("INFINITY_DIRECT" in note for note in measured.notes) == (
-        way == "through"
-    )
+    assert [row.name for row in measured.rows] == [
+        f"past_host.{name}" for name in (*ways, "checksums")
+    ]
+    assert (able.count("reads") > 0) == (way == "past") and any(
+        "INFINITY_DIRECT" in note for note in measured.notes
+    ) == (way == "through")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_choice_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv("INFINITY_DIRECT", "on")
-    with pytest.raises(infinity.errors.UsageError, match="INFINITY_DIRECT=on is not one of auto, off"):
+    with pytest.raises(
+        infinity.errors.UsageError, match="INFINITY_DIRECT=on is not one of auto, off"
+    ):
         direct_storage.chosen()

@@ -19,9 +19,13 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("stream", "rank", "shown"), [(Terminal, "0", True), (io.StringIO, "0", False), (Terminal, "1", False)])
+@pytest.mark.parametrize(
+    ("stream", "rank", "shown"),
+    [(Terminal, "0", True), (io.StringIO, "0", False), (Terminal, "1", False)],
+)
 def test_a_bar_is_on_a_terminal_of_the_first_rank_only(stream, rank, shown, monkeypatch):
-    """Method: what is written to a stream that is a terminal, one that is none, and another rank's."""
+    """Method: what is written to a stream that is a terminal, one that is none, and another
+    rank's."""
     monkeypatch.setattr(sys, "stderr", stream())
     monkeypatch.setattr(progress_module, "DELAY_SECONDS", 0.0)
     monkeypatch.setenv("RANK", rank)

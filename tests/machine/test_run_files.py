@@ -34,37 +34,60 @@ def test_what_is_no_file_of_ours_is_passed_over(tmp_path):
 
 
 def test_a_run_is_over_when_its_process_is(tmp_path):
-    """Method: a child's number and start; also with its number given to another process, told by another start."""
+    """Method: a child's number and start; also with its number given to another process, told by
+    another start."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = run_files.start_of(child.pid)
     run_files.write(tmp_path, run_files.STATUS, 0, status(pid=child.pid, started=started))
     assert run_files.is_running(tmp_path)
     child.communicate(b"\n")
     assert not run_files.is_running(tmp_path)
-    run_files.write(tmp_path, run_files.STATUS, 0, status(started=run_files.this_process().started + 1))
+    run_files.write(
+        tmp_path, run_files.STATUS, 0, status(started=run_files.this_process().started + 1)
+    )
     assert not run_files.is_running(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "space", "known"), [
-    ("own", "own", True), ("renamed", "own", True), ("own", "another", False), ("own", "", True), ("renamed", None, False),
-])  # fmt: skip
-def test_processes_of_another_container_are_not_looked_for(name, space, known, tmp_path, monkeypatch):
-    """Method: a process that is over. A container with our host's name has numbers of its own, so it counts as running; a host that is called
-    otherwise since then has the same ones. Files of older versions name the host alone."""
+@pytest.mark.parametrize(
+    ("name", "space", "known"),
+    [
+        ("own", "own", True),
+        ("renamed", "own", True),
+        ("own", "another", False),
+        ("own", "", True),
+        ("renamed", None, False),
+    ],
+)
+def test_processes_of_another_container_are_not_looked_for(
+    name, space, known, tmp_path, monkeypatch
+):
+    """Method: a process that is over. A container with our host's name has numbers of its own, so
+    it counts as running; a host that is called otherwise since then has the same ones. Files of
+    older versions name the host alone."""
     told = {"own": process_space(), "another": "another-boot pid:[1]"}.get(space, space)
     host = {"host": os.uname().nodename if name == "own" else "as it was called"}
-    run_files.write(tmp_path, run_files.STATUS, 0, status(started=1, **host, **({} if told is None else {"space": told})))
+    run_files.write(
+        tmp_path,
+        run_files.STATUS,
+        0,
+        status(started=1, **host, **({} if told is None else {"space": told})),
+    )
     assert run_files.is_running(tmp_path) is not known
-    run_files.write(tmp_path, run_files.STATUS, 0, status(**host, **({} if told is None else {"space": told})))
+    run_files.write(
+        tmp_path, run_files.STATUS, 0, status(**host, **({} if told is None else {"space": told}))
+    )
     assert run_files.is_running(tmp_path)
-    monkeypatch.setattr(run_files, "process_space", lambda: "")  # a system that does not tell is none of those that did
+    monkeypatch.setattr(
+        run_files, "process_space", lambda: ""
+    )  # a system that does not tell is none of those that did
     run_files.write(tmp_path, run_files.STATUS, 0, status(started=1, space="another-boot pid:[1]"))
     assert run_files.is_running(tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["read", "stat"])
 def test_a_run_that_another_job_removes_meanwhile_ends_nothing(moment, tmp_path, monkeypatch):
-    """Method: as this job looks for old runs, another one removes the second of three, before or after its status was read."""
+    """Method: as this job looks for old runs, another one removes the second of three, before or
+    after its status was read."""
     for number in range(3):
         run_files.write(tmp_path / f"run{number}", run_files.STATUS, 0, status(started=1))
     read = run_files.read
@@ -84,7 +107,8 @@ def test_a_run_that_another_job_removes_meanwhile_ends_nothing(moment, tmp_path,
 
 
 def test_old_runs_go_and_nobody_elses(tmp_path):
-    """Method: five runs that are over, one that runs, one with a stranger's file, and a stranger's folder; two are kept."""
+    """Method: five runs that are over, one that runs, one with a stranger's file, and a stranger's
+    folder; two are kept."""
     for number in range(5):
         folder = tmp_path / f"run{number}"
         run_files.write(folder, run_files.STATUS, 0, status(started=1))
@@ -96,11 +120,18 @@ def test_old_runs_go_and_nobody_elses(tmp_path):
     for old in ("alive", "mixed"):
         os.utime(tmp_path / old, (0, 0))
     run_files.remove_old(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alive", "mixed", "run3", "run4", "strange"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "alive",
+        "mixed",
+        "run3",
+        "run4",
+        "strange",
+    ]
 
 
 def test_processes_of_one_number_have_jobs_of_their_own(monkeypatch):
-    """Method: the same number on a host of the same name, as containers have them, started at another time; the twin, at the same one."""
+    """Method: the same number on a host of the same name, as containers have them, started at
+    another time; the twin, at the same one."""
     names = []
     for started in (7, 8, 8):
         monkeypatch.setattr(run_files, "start_of", lambda pid, started=started: started)

@@ -23,12 +23,26 @@ GIB = 1024**3
 @pytest.mark.parametrize(
     "text, nbytes",
     [
-        (0, 0), (48_000_000, 48_000_000), ("0", 0), ("123", 123), ("123B", 123), ("1 b", 1),
-        ("1k", 1024), ("1KiB", 1024), ("1kB", 1000), ("500MB", 500_000_000), ("500 mib", 500 * 1024**2),
-        ("48GiB", 48 * GIB), ("48g", 48 * GIB), ("1.5 GB", 1_500_000_000), ("0.5GiB", GIB // 2),
-        (" 2 TiB ", 2 * 1024**4), ("3TB", 3 * 10**12), ("1.25k", 1280),
+        (0, 0),
+        (48_000_000, 48_000_000),
+        ("0", 0),
+        ("123", 123),
+        ("123B", 123),
+        ("1 b", 1),
+        ("1k", 1024),
+        ("1KiB", 1024),
+        ("1kB", 1000),
+        ("500MB", 500_000_000),
+        ("500 mib", 500 * 1024**2),
+        ("48GiB", 48 * GIB),
+        ("48g", 48 * GIB),
+        ("1.5 GB", 1_500_000_000),
+        ("0.5GiB", GIB // 2),
+        (" 2 TiB ", 2 * 1024**4),
+        ("3TB", 3 * 10**12),
+        ("1.25k", 1280),
     ],
-)  # fmt: skip
+)
 def test_sizes_are_read_as_they_are_written(text, nbytes):
     """Reads numbers, binary and decimal units in either case, with and without a space."""
     assert parse_nbytes(text, "host_memory") == nbytes
@@ -41,7 +55,25 @@ def test_no_size_stays_no_size():
 
 @pytest.mark.parametrize(
     "value",
-    ["", " ", "GiB", "-5", "-1GiB", "1e9", "5 XB", "5 GiB/s", "1.2.3", "0x10", -1, True, False, 1.5, [], {}, b"5"],
+    [
+        "",
+        " ",
+        "GiB",
+        "-5",
+        "-1GiB",
+        "1e9",
+        "5 XB",
+        "5 GiB/s",
+        "1.2.3",
+        "0x10",
+        -1,
+        True,
+        False,
+        1.5,
+        [],
+        {},
+        b"5",
+    ],
 )
 def test_what_is_not_a_size_is_refused_by_name(value):
     """Reads nonsense; the message names the setting, the value, and what would do."""
@@ -60,9 +92,17 @@ def test_whole_bytes_as_text_are_exact(nbytes):
 
 @pytest.mark.parametrize(
     "nbytes, text",
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (5 * 1024**2, "5.0 MiB"),
-     (48 * GIB, "48.0 GiB"), (2 * 1024**4, "2.0 TiB"), (-1536, "-1.5 KiB")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (5 * 1024**2, "5.0 MiB"),
+        (48 * GIB, "48.0 GiB"),
+        (2 * 1024**4, "2.0 TiB"),
+        (-1536, "-1.5 KiB"),
+    ],
+)
 def test_sizes_are_written_in_the_largest_unit_that_fits(nbytes, text):
     """Formats sizes around the unit boundaries."""
     assert format_nbytes(nbytes) == text
@@ -99,7 +139,8 @@ def charged(ledger: Ledger) -> dict[str, int]:
     moves=st.lists(st.tuples(st.booleans(), st.integers(0, 600)), max_size=60),
 )
 def test_the_ledger_never_exceeds_a_budget(budget, moves):
-    """Reserves and releases at random beside a plain sum: refused exactly where the sum would go over."""
+    """Reserves and releases at random beside a plain sum: refused exactly where the sum would go
+    over."""
     ledger, held, peak = ledger_of(host=budget), [], 0
     for give_back, value in moves:
         if give_back and held:
@@ -155,7 +196,8 @@ def test_releasing_a_reservation_twice_gives_back_once():
 
 @pytest.mark.parametrize("tier", list(Tier))
 def test_a_refusal_says_what_how_much_and_which_setting(tier):
-    """Goes 5 MiB over the budget of each tier: the setting that the message names must be one of Config's."""
+    """Goes 5 MiB over the budget of each tier: the setting that the message names must be one of
+    Config's."""
     ledger = ledger_of(**{tier: 10 * 1024**2})
     held = ledger.reserve(tier, 8 * 1024**2, "weights")
     with pytest.raises(CapacityError, match="optimizer state") as caught:
@@ -171,4 +213,6 @@ def test_sizes_are_rounded_up_to_a_multiple():
     """Against a search, for every small value and multiple."""
     for multiple in range(1, 12):
         for value in range(40):
-            assert round_up(value, multiple) == next(n for n in range(value, value + multiple) if n % multiple == 0)
+            assert round_up(value, multiple) == next(
+                n for n in range(value, value + multiple) if n % multiple == 0
+            )

@@ -3,8 +3,9 @@
 Words used here:
 
 **case**: a `TEST` of csrc/tests; `core_tests --list` names them all, `core_tests NAME` runs one.
-**build**: how the program is compiled: "plain" as the core is; "address" with AddressSanitizer and UBSan, "thread" with
-ThreadSanitizer (both slow: `make sanitize`). "aarch64" is compiled for that processor and run by qemu.
+**build**: how the program is compiled: "plain" as the core is; "address" with AddressSanitizer and
+UBSan, "thread" with ThreadSanitizer (both slow: `make sanitize`). "aarch64" is compiled for that
+processor and run by qemu.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ SKIPPED = 77  # the program's way to say that this machine cannot show it
 COMMON = ["-O1", "-g"]
 BUILDS = {
     "plain": [],
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
+    "address": [
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+        "-fno-omit-frame-pointer",
+    ],
     "thread": ["-fsanitize=thread", "-fno-omit-frame-pointer"],
 }
 SANITIZED = [name for name in BUILDS if name != "plain"]
@@ -51,7 +56,9 @@ def case_names() -> list[str]:
     """Read from the sources: tests are collected before there is a program to ask."""
     found = []
     for path in sorted(TESTS.glob("*.cpp")):
-        for macro, group, name in re.findall(r"(?m)^(TEST|TEST_OF_BACKENDS)\((\w+), (\w+)\)", path.read_text()):
+        for macro, group, name in re.findall(
+            r"(?m)^(TEST|TEST_OF_BACKENDS)\((\w+), (\w+)\)", path.read_text()
+        ):
             backends = ("",) if macro == "TEST" else ("/uring", "/threads")
             found += [f"{group}/{name}{backend}" for backend in backends]
     return found
@@ -64,22 +71,32 @@ def described_by_setup() -> dict:
 
 
 def build(folder: Path, flags: list[str], target: str = "core_tests") -> Path:
-    """Compiles csrc/tests and the core below it with the flags of setup.py and ``flags``; again only what changed."""
+    """Compiles csrc/tests and the core below it with the flags of setup.py and ``flags``; again
+    only what changed."""
     described = described_by_setup()
     core = described["extension"]()
     sources = [ROOT / source for source in core.sources if Path(source).parent.name != "python"]
     defines = [f"-D{name}={value}" for name, value in core.define_macros]
     compile_args = [flag for flag in core.extra_compile_args if not flag.startswith(("-O", "-std"))]
-    lines = rules(COMPILER, [*COMMON, *compile_args, *defines, *flags], [*core.extra_link_args, *flags])
-    doubles = [ROOT / source for source in described["DOUBLES"] if Path(source).name != "bindings.cpp"]
-    lines += edges([*sources, *doubles, *sorted(TESTS.glob("*.cpp"))], target, described["UNIT_FLAGS"])
+    lines = rules(
+        COMPILER, [*COMMON, *compile_args, *defines, *flags], [*core.extra_link_args, *flags]
+    )
+    doubles = [
+        ROOT / source for source in described["DOUBLES"] if Path(source).name != "bindings.cpp"
+    ]
+    lines += edges(
+        [*sources, *doubles, *sorted(TESTS.glob("*.cpp"))], target, described["UNIT_FLAGS"]
+    )
     return run_ninja(folder, lines, target)
 
 
 def rules(compiler: str, flags: list[str], links: list[str]) -> list[str]:
     return [
         "rule compile",
-        f"  command = {compiler} -MMD -MF $out.d -std=c++17 -I{ROOT / 'csrc'} {shlex.join(flags)} $unit -c $in -o $out",
+        (
+            f"  command = {compiler} -MMD -MF $out.d -std=c++17 -I{ROOT / 'csrc'}"
+            f" {shlex.join(flags)} $unit -c $in -o $out"
+        ),
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
@@ -108,16 +125,22 @@ def run_ninja(folder: Path, lines: list[str], target: str) -> Path:
 def at_fixed_addresses(program: Path) -> list[str]:
     """The command that runs a program of ThreadSanitizer.
 
-    Where the kernel randomizes more address bits than the sanitizer's shadow memory knows of (vm.mmap_rnd_bits of 32),
-    such a program ends now and then with "unexpected memory mapping" before `main`. `setarch -R` switches that off for
-    one process; a container may forbid it, and then there is the luck of the draw.
+    Where the kernel randomizes more address bits than the sanitizer's shadow memory knows of
+    (vm.mmap_rnd_bits of 32), such a program ends now and then with "unexpected memory mapping"
+    before `main`. `setarch -R` switches that off for one process; a container may forbid it, and
+    then there is the luck of the draw.
     """
     fixed = ["setarch", "-R"]
-    allowed = shutil.which(fixed[0]) and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
+    allowed = (
+        shutil.which(fixed[0])
+        and subprocess.run([*fixed, "true"], capture_output=True).returncode == 0
+    )
     return [*(fixed if allowed else []), str(program)]
 
 
-@pytest.fixture(scope="session", params=[pytest.param(b, marks=pytest.mark.slow) for b in ("plain", *SANITIZED)])
+@pytest.fixture(
+    scope="session", params=[pytest.param(b, marks=pytest.mark.slow) for b in ("plain", *SANITIZED)]
+)
 def program(request) -> list[str]:
     """The command that runs the tests' program, built."""
     if COMPILER is None:
@@ -127,12 +150,16 @@ def program(request) -> list[str]:
     if request.param in SANITIZED:
         tried = subprocess.run([*command, "--list"], capture_output=True, text=True, timeout=280)
         if tried.returncode != 0:  # before any of our code ran
-            pytest.skip(f"{request.param} sanitizer does not run on this machine: {tried.stderr.strip()[-200:]}")
+            pytest.skip(
+                f"{request.param} sanitizer does not run on this machine:"
+                f" {tried.stderr.strip()[-200:]}"
+            )
     return command
 
 
 def complaints_of_clang(sources: list[Path], folder: Path) -> str:
-    """What clang's analysis of mutexes says of ``sources`` (csrc/base/thread_safety.h). CLANGXX names another clang."""
+    """What clang's analysis of mutexes says of ``sources`` (csrc/base/thread_safety.h). CLANGXX
+    names another clang."""
     command = shlex.split(os.environ.get("CLANGXX", "clang++"))
     if shutil.which(command[0]) is None:
         pytest.skip("no clang++, or another one in CLANGXX")
@@ -145,23 +172,35 @@ def complaints_of_clang(sources: list[Path], folder: Path) -> str:
         "-o",
         str(folder / "analysed.o"),
     ]
-    done = [subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=280) for source in sources]
+    done = [
+        subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=280)
+        for source in sources
+    ]
     return "".join(each.stderr for each in done if each.returncode != 0)
 
 
 def run_case(command: list[str], name: str, folder: Path, timeout: float = 120) -> None:
     done = subprocess.run(
-        [*command, name], cwd=folder, env=os.environ | ENVIRONMENT, timeout=timeout,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-    )  # fmt: skip
+        [*command, name],
+        cwd=folder,
+        env=os.environ | ENVIRONMENT,
+        timeout=timeout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     if done.returncode == SKIPPED:
         pytest.skip(done.stdout.strip().splitlines()[-1])
     assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stdout}"
 
 
 def test_the_program_has_the_cases_of_its_sources(program):
-    """Compares what the program lists with what was collected from the sources: none is missed, none is twice."""
-    listed = subprocess.run([*program, "--list"], capture_output=True, text=True, timeout=280, check=True).stdout.split()
+    """Compares what the program lists with what was collected from the sources: none is missed,
+    none is twice."""
+    listed = subprocess.run(
+        [*program, "--list"], capture_output=True, text=True, timeout=280, check=True
+    ).stdout.split()
     assert sorted(listed) == sorted(case_names())
     assert len(set(listed)) == len(listed)
 
@@ -181,32 +220,57 @@ def test_case(program, name, tmp_path):
 
 @pytest.mark.slow
 def test_every_guarded_member_is_used_under_its_mutex(tmp_path):
-    """Compiles what has mutexes with clang, which checks them; the twin reads a guarded member without its mutex."""
+    """Compiles what has mutexes with clang, which checks them; the twin reads a guarded member
+    without its mutex."""
     folders = ("base", "memory", "io", "update")
-    sources = [path for folder in folders for path in sorted((ROOT / "csrc" / folder).glob("*.cpp")) if path.name != "uring.cpp"]
+    sources = [
+        path
+        for folder in folders
+        for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))
+        if path.name != "uring.cpp"
+    ]
     assert not complaints_of_clang([path for path in sources if path.stem != "crc32c"], tmp_path)
     wrong = tmp_path / "wrong.cpp"
     header = '#include "base/thread_safety.h"\n'
-    wrong.write_text(header + "struct A { infinity::Mutex m; int x INFINITY_GUARDED_BY(m) = 0; int f() { return x; } };\nA a;\n")
+    wrong.write_text(
+        header
+        + "struct A { infinity::Mutex m; int x INFINITY_GUARDED_BY(m) = 0; int f() { return x; }"
+        " };\nA a;\n"
+    )
     assert "requires holding mutex 'm'" in complaints_of_clang([wrong], tmp_path)
 
 
 @pytest.mark.slow
 def test_the_neon_unit_gives_the_bits_of_the_scalar_one(tmp_path):
-    """Compiles base and optim for aarch64, then lets qemu run their cases; without qemu, compiling has to do."""
+    """Compiles base and optim for aarch64, then lets qemu run their cases; without qemu, compiling
+    has to do."""
     cross = shutil.which("aarch64-linux-gnu-g++")
     if cross is None:
         pytest.skip("no aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)")
-    sources = [path for folder in ("optim", "base") for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+    sources = [
+        path
+        for folder in ("optim", "base")
+        for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))
+    ]
     sources = [path for path in sources if "avx" not in path.name]
     sources += [TESTS / f"{name}.cpp" for name in ("main", "base", "kernel", "portable_crc32c")]
-    flags = ["-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-pthread", "-DINFINITY_HAVE_NEON=1"]
+    flags = [
+        "-O1",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-pthread",
+        "-DINFINITY_HAVE_NEON=1",
+    ]
     lines = [*rules(cross, flags, ["-static", "-pthread"]), *edges(sources, "core_tests", {})]
     built = run_ninja(ROOT / "build" / "core-aarch64", lines, "core_tests")
     qemu = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if qemu is None:
         pytest.skip("compiled; not run: no qemu-aarch64 (Debian: qemu-user-static)")
-    listed = subprocess.run([qemu, built, "--list"], capture_output=True, text=True, timeout=280, check=True)
+    listed = subprocess.run(
+        [qemu, built, "--list"], capture_output=True, text=True, timeout=280, check=True
+    )
     assert "kernel/units_agree" in listed.stdout
     for name in listed.stdout.split():
         try:

@@ -1,11 +1,10 @@
-"""The GPU's kernels have the bits of the processor's. On a GPU where there is one; everywhere, their own source run by a
-processor, thread by thread.
+"""The GPU's kernels have the bits of the processor's. On a GPU where there is one; everywhere,
+their own source run by a processor, thread by thread.
 
 Words used here:
 
-**form, arrays**: see `homes`.
-**stand-in**: the `_cuda` module of the same sources, compiled for this processor with a launch that runs each block's
-threads in turns (`csrc/tests/cuda_on_cpu.h`).
+**form, arrays**: see `homes`. **stand-in**: the `_cuda` module of the same sources, compiled for
+this processor with a launch that runs each block's threads in turns (`csrc/tests/cuda_on_cpu.h`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,12 @@ from infinity import native
 
 SEED = 20261121
 COUNT = 64 * 9 + 40  # quads, a tail, and a block that is not full
-RULES = {"adamw": native.Rule.ADAMW, "adam": native.Rule.ADAM, "sgd": native.Rule.SGD, "lion": native.Rule.LION}
+RULES = {
+    "adamw": native.Rule.ADAMW,
+    "adam": native.Rule.ADAM,
+    "sgd": native.Rule.SGD,
+    "lion": native.Rule.LION,
+}
 FORMS = [
     (torch.float32, native.Master.OWN, torch.float32),
     (torch.bfloat16, native.Master.SPLIT, torch.bfloat16),
@@ -42,11 +46,15 @@ def stand_in() -> ModuleType:
 
 
 def state(weight, master, grad, moments, generator) -> dict[str, torch.Tensor]:
-    """Arrays of COUNT elements in whole blocks of 64, with zeros, large and small numbers among them."""
+    """Arrays of COUNT elements in whole blocks of 64, with zeros, large and small numbers among
+    them."""
     padded = 4096  # what the processor's update takes
     values = torch.randn(padded, generator=generator) * torch.logspace(-6, 2, padded)
     values[::17] = 0
-    arrays = {"weight": values.to(weight), "grad": (torch.randn(padded, generator=generator) * 0.1).to(grad)}
+    arrays = {
+        "weight": values.to(weight),
+        "grad": (torch.randn(padded, generator=generator) * 0.1).to(grad),
+    }
     if master == native.Master.FLOAT32:
         arrays["master"] = values.clone()
         arrays["weight"] = values.to(weight)
@@ -76,22 +84,53 @@ def hyperparameters(rule, step: int) -> native.Hyperparameters:
 def on_processor(layout, arrays, runs) -> None:
     engine = native.make_io_engine(kind="threads")
     updater = native.Updater(engine, 0, 0, 0, 1)
-    extents = {name: native.Extent.in_memory(array.data_ptr(), array.nbytes) for name, array in arrays.items()}
+    extents = {
+        name: native.Extent.in_memory(array.data_ptr(), array.nbytes)
+        for name, array in arrays.items()
+    }
     count = arrays["weight"].numel()
-    updater.submit(native.UnitUpdate(layout=layout, count=count, runs=runs, version=1, label=0, after=None,
-                                     **{name: extents.get(name) for name in (
-                                         "weight", "master", "exp_avg", "exp_avg_sq", "grad", "exp_avg_scale",
-                                         "exp_avg_sq_scale")})).wait()  # fmt: skip
+    updater.submit(
+        native.UnitUpdate(
+            layout=layout,
+            count=count,
+            runs=runs,
+            version=1,
+            label=0,
+            after=None,
+            **{
+                name: extents.get(name)
+                for name in (
+                    "weight",
+                    "master",
+                    "exp_avg",
+                    "exp_avg_sq",
+                    "grad",
+                    "exp_avg_scale",
+                    "exp_avg_sq_scale",
+                )
+            },
+        )
+    ).wait()
 
 
 def on_module(module, layout, arrays, runs, stream: int = 0) -> None:
-    module.step(layout, runs=runs, stream=stream, **{name: array.data_ptr() for name, array in arrays.items()})
+    module.step(
+        layout,
+        runs=runs,
+        stream=stream,
+        **{name: array.data_ptr() for name, array in arrays.items()},
+    )
 
 
 def compare(run_ours, weight, master, grad, moments, rule) -> None:
     """Three steps by both, on copies of the same arrays."""
-    layout = native.Layout(rule=RULES[rule], weight=native.DTYPES[weight], master=master, grad=native.DTYPES[grad],
-                           moments=native.MOMENT_DTYPES[moments])  # fmt: skip
+    layout = native.Layout(
+        rule=RULES[rule],
+        weight=native.DTYPES[weight],
+        master=master,
+        grad=native.DTYPES[grad],
+        moments=native.MOMENT_DTYPES[moments],
+    )
     ours = state(weight, master, grad, moments, torch.Generator().manual_seed(SEED))
     theirs = {name: array.clone() for name, array in ours.items()}
     before = ours["weight"].clone()
@@ -111,15 +150,25 @@ def compare(run_ours, weight, master, grad, moments, rule) -> None:
 @pytest.mark.parametrize("moments", MOMENTS, ids=str)
 @pytest.mark.parametrize(("weight", "master", "grad"), FORMS, ids=str)
 def test_a_step_has_the_processors_bits(stand_in, weight, master, grad, moments, rule):
-    """Every form and rule, quads, tails and blocks, gradients scaled twice, against the processor's unit."""
-    compare(lambda layout, arrays, runs: on_module(stand_in, layout, arrays, runs), weight, master, grad, moments, rule)
+    """Every form and rule, quads, tails and blocks, gradients scaled twice, against the processor's
+    unit."""
+    compare(
+        lambda layout, arrays, runs: on_module(stand_in, layout, arrays, runs),
+        weight,
+        master,
+        grad,
+        moments,
+        rule,
+    )
 
 
-@pytest.mark.parametrize("out", few([None, torch.bfloat16, torch.float32, torch.float16], 2), ids=str)
+@pytest.mark.parametrize(
+    "out", few([None, torch.bfloat16, torch.float32, torch.float16], 2), ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_scan_casts_sums_squares_and_finds_what_is_not_finite(stand_in, dtype, out):
-    """Over two chunks and a tail: casts as torch's, the sum of squares within fp64 rounding, repeatable, the flag set only
-    where it must be."""
+    """Over two chunks and a tail: casts as torch's, the sum of squares within fp64 rounding,
+    repeatable, the flag set only where it must be."""
     count = 64 * 1024 + 4 * 301 + 3
     values = torch.randn(count, generator=torch.Generator().manual_seed(SEED)).to(dtype)
 
@@ -128,10 +177,15 @@ def test_a_scan_casts_sums_squares_and_finds_what_is_not_finite(stand_in, dtype,
         total, flag = torch.zeros(1, dtype=torch.float64), torch.zeros(1)
         workspace = torch.zeros(stand_in.scan_workspace_nbytes(count), dtype=torch.uint8)
         stand_in.scan(
-            grad=source.data_ptr(), grad_dtype=native.DTYPES[dtype], out=cast.data_ptr() if cast is not None else 0,
-            out_dtype=native.DTYPES[out or torch.float32], count=count, sum=total.data_ptr(), not_finite=flag.data_ptr(),
+            grad=source.data_ptr(),
+            grad_dtype=native.DTYPES[dtype],
+            out=cast.data_ptr() if cast is not None else 0,
+            out_dtype=native.DTYPES[out or torch.float32],
+            count=count,
+            sum=total.data_ptr(),
+            not_finite=flag.data_ptr(),
             workspace=workspace.data_ptr(),
-        )  # fmt: skip
+        )
         return total.item(), flag.item(), cast
 
     total, flag, cast = scan(values)
@@ -150,12 +204,22 @@ def test_bad_input_is_a_usage_error(stand_in):
     """A layout without a kernel, and a run that begins within a quad or a block."""
     from infinity.errors import UsageError
 
-    wrong = native.Layout(rule=native.Rule.ADAMW, weight=native.DType.FLOAT16, master=native.Master.SPLIT,
-                          grad=native.DType.FLOAT16, moments=native.DType.FLOAT32)  # fmt: skip
+    wrong = native.Layout(
+        rule=native.Rule.ADAMW,
+        weight=native.DType.FLOAT16,
+        master=native.Master.SPLIT,
+        grad=native.DType.FLOAT16,
+        moments=native.DType.FLOAT32,
+    )
     with pytest.raises(UsageError, match="no GPU kernel"):
         stand_in.step(wrong, weight=0, grad=0, runs=[])
-    right = native.Layout(rule=native.Rule.ADAMW, weight=native.DType.FLOAT32, master=native.Master.OWN,
-                          grad=native.DType.FLOAT32, moments=native.DType.FLOAT32)  # fmt: skip
+    right = native.Layout(
+        rule=native.Rule.ADAMW,
+        weight=native.DType.FLOAT32,
+        master=native.Master.OWN,
+        grad=native.DType.FLOAT32,
+        moments=native.DType.FLOAT32,
+    )
     runs = [native.Run(2, 8, native.Hyperparameters())]
     with pytest.raises(UsageError, match="an array for each of its moments"):
         stand_in.step(right, weight=0, grad=0, exp_avg=64, runs=runs)
@@ -178,8 +242,11 @@ def test_the_module_for_gpus_is_built_where_there_is_a_compiler():
 
 @pytest.mark.parametrize("nbytes", [4096, 65536, 2 * 65536 + 3 * 4096], ids=str)
 def test_checksums_are_those_of_the_processor(nbytes, stand_in):
-    """One for each block of 64 KiB, from pieces that threads sum apart; the last block may be shorter. Failing twin: one bit changed."""
-    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(SEED))
+    """One for each block of 64 KiB, from pieces that threads sum apart; the last block may be
+    shorter. Failing twin: one bit changed."""
+    data = torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(SEED)
+    )
     expected = [native.crc32c(block) for block in data.split(native.CHECKSUM_NBYTES)]
     assert stand_in.checksums(data.data_ptr(), nbytes) == expected
     data[nbytes - 1] ^= 1

@@ -23,10 +23,20 @@ from infinity.errors import CorruptionError, StorageError, UsageError
 
 @pytest.mark.parametrize("block_nbytes", [BLOCK, 3 * BLOCK, MIB])
 def test_what_is_written_is_read(tmp_path, kind, block_nbytes):
-    """Writes extents of many sizes side by side, then reads them whole, in parts, and by the operating system."""
+    """Writes extents of many sizes side by side, then reads them whole, in parts, and by the
+    operating system."""
     generator = seeded(1)
     disk = Disk(tmp_path, kind, block_nbytes=block_nbytes)
-    sizes = [BLOCK, CHECKED - BLOCK, CHECKED, CHECKED + BLOCK, 3 * CHECKED, 5 * CHECKED + 3 * BLOCK, MIB, MIB + BLOCK]
+    sizes = [
+        BLOCK,
+        CHECKED - BLOCK,
+        CHECKED,
+        CHECKED + BLOCK,
+        3 * CHECKED,
+        5 * CHECKED + 3 * BLOCK,
+        MIB,
+        MIB + BLOCK,
+    ]
     written = []
     for nbytes in sizes:
         extent, data = disk.extent(nbytes, gap=BLOCK), random_bytes(nbytes, generator)
@@ -41,7 +51,8 @@ def test_what_is_written_is_read(tmp_path, kind, block_nbytes):
 
 
 def test_a_part_written_again_changes_only_itself(tmp_path, kind):
-    """Overwrites the second and the last checksum block of an extent, many times, between two neighbours."""
+    """Overwrites the second and the last checksum block of an extent, many times, between two
+    neighbours."""
     generator = seeded(2)
     disk = Disk(tmp_path, kind)
     before, extent, behind = (disk.extent(5 * CHECKED + BLOCK) for _ in range(3))
@@ -49,7 +60,11 @@ def test_a_part_written_again_changes_only_itself(tmp_path, kind):
     for part, data in expected.items():
         disk.write(part, data)
     for _ in range(4):
-        for offset, nbytes in ((CHECKED, CHECKED), (4 * CHECKED, CHECKED + BLOCK), (5 * CHECKED, BLOCK)):
+        for offset, nbytes in (
+            (CHECKED, CHECKED),
+            (4 * CHECKED, CHECKED + BLOCK),
+            (5 * CHECKED, BLOCK),
+        ):
             part = random_bytes(nbytes, generator)
             disk.write(extent, part, offset)
             expected[extent][offset : offset + nbytes] = part
@@ -59,10 +74,13 @@ def test_a_part_written_again_changes_only_itself(tmp_path, kind):
 
 @pytest.mark.parametrize("depth", [1, 3, 64])
 def test_many_transfers_in_flight_at_once_do_not_mix(tmp_path, kind, depth):
-    """Starts 60 writes and then 60 reads without waiting in between, and waits for each lot in another order."""
+    """Starts 60 writes and then 60 reads without waiting in between, and waits for each lot in
+    another order."""
     generator = seeded(3)
     disk = Disk(tmp_path, kind, depth=depth, block_nbytes=4 * BLOCK, threads=4)
-    extents = [disk.extent(BLOCK * int(n)) for n in torch.randint(1, 17, (60,), generator=generator)]
+    extents = [
+        disk.extent(BLOCK * int(n)) for n in torch.randint(1, 17, (60,), generator=generator)
+    ]
     data = [random_bytes(extent.nbytes, generator) for extent in extents]
     sources = [Staging(extent.nbytes) for extent in extents]
     targets = [Staging(extent.nbytes) for extent in extents]
@@ -79,7 +97,8 @@ def test_many_transfers_in_flight_at_once_do_not_mix(tmp_path, kind, depth):
 
 
 def test_registered_memory_gives_the_same_bytes(tmp_path, kind):
-    """Registers files and staging memory, moves bytes inside and outside of it, and adds a file afterwards."""
+    """Registers files and staging memory, moves bytes inside and outside of it, and adds a file
+    afterwards."""
     generator = seeded(4)
     disk = Disk(tmp_path, kind)
     inside, outside = Staging(MIB), Staging(MIB)
@@ -105,7 +124,9 @@ def test_bytes_moved_are_counted_once(tmp_path, kind):
     assert disk.engine.nbytes(native.Op.READ) == MIB
 
 
-@pytest.mark.parametrize("nbytes", [BLOCK, CHECKED - BLOCK, CHECKED, CHECKED + BLOCK, 7 * CHECKED + 5 * BLOCK])
+@pytest.mark.parametrize(
+    "nbytes", [BLOCK, CHECKED - BLOCK, CHECKED, CHECKED + BLOCK, 7 * CHECKED + 5 * BLOCK]
+)
 def test_an_extent_that_was_never_written_verifies_as_zeros(tmp_path, kind, nbytes):
     """Reads fresh extents; the twin puts one other byte into the file first."""
     disk = Disk(tmp_path, kind)
@@ -117,9 +138,15 @@ def test_an_extent_that_was_never_written_verifies_as_zeros(tmp_path, kind, nbyt
 
 
 def test_a_read_after_a_write_sees_its_bytes(tmp_path, kind):
-    """Starts eight writes and, behind each, a chain of two reads, while pieces are late and reordered."""
+    """Starts eight writes and, behind each, a chain of two reads, while pieces are late and
+    reordered."""
     generator = seeded(6)
-    disk = Disk(tmp_path, kind, block_nbytes=BLOCK, faults=fault_plan(6, delay=0.2, delay_seconds=0.0005, reorder=0.3))
+    disk = Disk(
+        tmp_path,
+        kind,
+        block_nbytes=BLOCK,
+        faults=fault_plan(6, delay=0.2, delay_seconds=0.0005, reorder=0.3),
+    )
     extents = [disk.extent(4 * BLOCK) for _ in range(8)]
     values = [random_bytes(4 * BLOCK, generator) for _ in extents]
     sources, targets = [Staging(4 * BLOCK) for _ in extents], [Staging(8 * BLOCK) for _ in extents]
@@ -147,7 +174,8 @@ def test_after_a_finished_transfer_starts_at_once(tmp_path, kind):
 
 
 def test_what_follows_a_failed_transfer_fails_with_its_error_and_moves_nothing(tmp_path, kind):
-    """Chains two reads and another engine's read behind one that meets EIO; the target memory must stay."""
+    """Chains two reads and another engine's read behind one that meets EIO; the target memory must
+    stay."""
     disk = Disk(tmp_path, kind, faults=fault_plan(eio=1.0))
     other = Disk(tmp_path, kind)
     source = other.extent(CHECKED)
@@ -177,7 +205,8 @@ HARMLESS = [
 @pytest.mark.parametrize("seed", [11, 12])
 @pytest.mark.parametrize("faults", HARMLESS, ids=lambda faults: "+".join(faults))
 def test_short_late_and_reordered_transfers_give_the_same_bytes(tmp_path, kind, faults, seed):
-    """Writes and reads ten extents at once under a seeded fault plan; every result is continued or matched."""
+    """Writes and reads ten extents at once under a seeded fault plan; every result is continued or
+    matched."""
     generator = seeded(seed)
     disk = Disk(tmp_path, kind, block_nbytes=5 * BLOCK, depth=6, faults=fault_plan(seed, **faults))
     extents = [disk.extent(BLOCK * (1 + 7 * i)) for i in range(10)]
@@ -186,7 +215,9 @@ def test_short_late_and_reordered_transfers_give_the_same_bytes(tmp_path, kind, 
     for start in (disk.engine.write, disk.engine.read):
         for area, values in zip(staging, data):
             area.bytes[:] = values if start == disk.engine.write else 0
-        tickets = [start(extent, 0, area.address, extent.nbytes) for extent, area in zip(extents, staging)]
+        tickets = [
+            start(extent, 0, area.address, extent.nbytes) for extent, area in zip(extents, staging)
+        ]
         for ticket in tickets:
             ticket.wait()
     for extent, area, values in zip(extents, staging, data):
@@ -195,8 +226,11 @@ def test_short_late_and_reordered_transfers_give_the_same_bytes(tmp_path, kind, 
 
 
 @pytest.mark.parametrize("fault, number", [("eio", errno.EIO), ("enospc", errno.ENOSPC)])
-def test_a_refused_transfer_is_a_storage_error_and_the_engine_serves_on(tmp_path, kind, fault, number):
-    """Makes about half of all pieces fail, seeded, and checks every request: its error, or its bytes."""
+def test_a_refused_transfer_is_a_storage_error_and_the_engine_serves_on(
+    tmp_path, kind, fault, number
+):
+    """Makes about half of all pieces fail, seeded, and checks every request: its error, or its
+    bytes."""
     generator = seeded(21)
     disk = Disk(tmp_path, kind, faults=fault_plan(21, **{fault: 0.4}))
     extents = [disk.extent(CHECKED) for _ in range(30)]
@@ -227,7 +261,8 @@ def test_a_refused_transfer_is_a_storage_error_and_the_engine_serves_on(tmp_path
 
 
 def test_a_fault_plan_repeats_itself(tmp_path, kind):
-    """Runs one seed twice and another once, one transfer at a time, and compares which transfers fail."""
+    """Runs one seed twice and another once, one transfer at a time, and compares which transfers
+    fail."""
 
     def failed(folder: Path, seed: int) -> list[int]:
         folder.mkdir()
@@ -246,7 +281,8 @@ def test_a_fault_plan_repeats_itself(tmp_path, kind):
 
 @pytest.mark.parametrize("fault", ["lost_write", "bit_flip"])
 def test_bytes_the_disk_changed_or_lost_are_corruption(tmp_path, kind, fault):
-    """Lets the disk lie: a write that never happened, a flipped bit in what was read. Its twin tells the truth."""
+    """Lets the disk lie: a write that never happened, a flipped bit in what was read. Its twin
+    tells the truth."""
     generator = seeded(22)
     data = random_bytes(2 * CHECKED + BLOCK, generator)
     for faults, honest in ((fault_plan(22, **{fault: 1.0}), False), (fault_plan(22), True)):
@@ -263,15 +299,18 @@ def test_bytes_the_disk_changed_or_lost_are_corruption(tmp_path, kind, fault):
 
 @pytest.mark.parametrize("block", [0, 1, 4])
 def test_a_bit_flipped_on_disk_by_another_process_is_found_at_its_place(tmp_path, kind, block):
-    """Has another process flip one bit; only the block it lies in fails, and the message names path and offset."""
+    """Has another process flip one bit; only the block it lies in fails, and the message names path
+    and offset."""
     generator = seeded(23)
     disk = Disk(tmp_path, kind)
     extent = disk.extent(4 * CHECKED + BLOCK, gap=BLOCK)
     data = random_bytes(extent.nbytes, generator)
     disk.write(extent, data)
     at = extent.offset + block * CHECKED + 1234
-    flip = "import sys; f = open(sys.argv[1], 'r+b'); f.seek(int(sys.argv[2])); b = f.read(1)[0]; " \
-           "f.seek(int(sys.argv[2])); f.write(bytes([b ^ 4]))"  # fmt: skip
+    flip = (
+        "import sys; f = open(sys.argv[1], 'r+b'); f.seek(int(sys.argv[2])); b = f.read(1)[0]; "
+        "f.seek(int(sys.argv[2])); f.write(bytes([b ^ 4]))"
+    )
     subprocess.run([sys.executable, "-I", "-S", "-c", flip, str(disk.path), str(at)], check=True)
     with pytest.raises(CorruptionError) as caught:
         disk.read(extent)
@@ -288,7 +327,8 @@ def test_a_bit_flipped_on_disk_by_another_process_is_found_at_its_place(tmp_path
 
 @pytest.mark.parametrize("kept", [0, 1000, CHECKED, CHECKED + 512, 3 * CHECKED - 1])
 def test_a_file_truncated_under_the_engine_is_corruption(tmp_path, kind, kept):
-    """Cuts the swap file short inside an extent: a read over the end fails typed, one before it still works."""
+    """Cuts the swap file short inside an extent: a read over the end fails typed, one before it
+    still works."""
     generator = seeded(24)
     disk = Disk(tmp_path, kind, nbytes=3 * CHECKED, block_nbytes=4 * BLOCK)
     extent, data = disk.extent(3 * CHECKED), random_bytes(3 * CHECKED, generator)
@@ -307,21 +347,35 @@ def test_a_file_truncated_under_the_engine_is_corruption(tmp_path, kind, kept):
 
 REFUSED = {
     "address": dict(offset=0, shift=8, nbytes=CHECKED, tells=f"{CHECKED} bytes at offset 4096"),
-    "offset": dict(offset=BLOCK, shift=0, nbytes=CHECKED, tells=f"bytes {BLOCK} to {BLOCK + CHECKED} of an extent of"),
+    "offset": dict(
+        offset=BLOCK,
+        shift=0,
+        nbytes=CHECKED,
+        tells=f"bytes {BLOCK} to {BLOCK + CHECKED} of an extent of",
+    ),
     "offset and address": dict(offset=3, shift=3, nbytes=CHECKED, tells="bytes 3 to"),
     "length": dict(offset=0, shift=0, nbytes=CHECKED + 1, tells=f"bytes 0 to {CHECKED + 1} of"),
     "length of a part": dict(offset=0, shift=0, nbytes=BLOCK, tells=f"bytes 0 to {BLOCK} of"),
     "zero length": dict(offset=0, shift=0, nbytes=0, tells="0 bytes at offset 4096"),
-    "beyond the extent": dict(offset=2 * CHECKED, shift=0, nbytes=2 * CHECKED, tells=f"of an extent of {3 * CHECKED}"),
-    "behind the extent": dict(offset=3 * CHECKED, shift=0, nbytes=CHECKED, tells=f"of an extent of {3 * CHECKED}"),
-    "far beyond": dict(offset=CHECKED, shift=0, nbytes=2**64 - CHECKED, tells=f"of an extent of {3 * CHECKED}"),
+    "beyond the extent": dict(
+        offset=2 * CHECKED, shift=0, nbytes=2 * CHECKED, tells=f"of an extent of {3 * CHECKED}"
+    ),
+    "behind the extent": dict(
+        offset=3 * CHECKED, shift=0, nbytes=CHECKED, tells=f"of an extent of {3 * CHECKED}"
+    ),
+    "far beyond": dict(
+        offset=CHECKED, shift=0, nbytes=2**64 - CHECKED, tells=f"of an extent of {3 * CHECKED}"
+    ),
 }
 
 
 @pytest.mark.parametrize("move", ["read", "write"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_unusable_transfer_is_refused_with_its_numbers_and_changes_nothing(tmp_path, kind, move, case):
-    """Tries every misaligned, empty and outlying transfer; afterwards the extent still verifies with its old bytes."""
+def test_an_unusable_transfer_is_refused_with_its_numbers_and_changes_nothing(
+    tmp_path, kind, move, case
+):
+    """Tries every misaligned, empty and outlying transfer; afterwards the extent still verifies
+    with its old bytes."""
     generator = seeded(31)
     disk = Disk(tmp_path, kind)
     extent, data = disk.extent(3 * CHECKED, gap=BLOCK), random_bytes(3 * CHECKED, generator)
@@ -336,17 +390,22 @@ def test_an_unusable_transfer_is_refused_with_its_numbers_and_changes_nothing(tm
     assert torch.equal(staging.bytes, before)
     assert torch.equal(disk.raw(extent), data)
     assert torch.equal(disk.read(extent), data)
-    start(extent, 0, staging.address, 3 * CHECKED).wait()  # the twin: aligned and inside, it is served
+    start(
+        extent, 0, staging.address, 3 * CHECKED
+    ).wait()  # the twin: aligned and inside, it is served
 
 
 @pytest.mark.parametrize("move", ["read", "write", "verify"])
 def test_a_transfer_of_an_extent_in_memory_is_an_error(tmp_path, kind, move):
-    """Hands a memory extent to the engine, in a child process since the wrong answer would be a crash."""
+    """Hands a memory extent to the engine, in a child process since the wrong answer would be a
+    crash."""
     staging = Staging(CHECKED)
 
     def call() -> None:
         engine = Disk(tmp_path, kind).engine
-        getattr(engine, move)(native.Extent.in_memory(staging.address, CHECKED), 0, staging.address, CHECKED)
+        getattr(engine, move)(
+            native.Extent.in_memory(staging.address, CHECKED), 0, staging.address, CHECKED
+        )
 
     outcome = outcome_in_child(call)
     assert outcome.startswith(("UsageError", "RuntimeError", "TypeError")), outcome
@@ -357,7 +416,9 @@ def test_a_transfer_of_a_file_the_engine_does_not_have_is_an_error(tmp_path, kin
     """Names file 7 of an engine with one file."""
     disk, staging = Disk(tmp_path, kind), Staging(CHECKED)
     with pytest.raises(UsageError, match="no file 7"):
-        getattr(disk.engine, move)(native.Extent.in_file(7, 0, CHECKED), 0, staging.address, CHECKED)
+        getattr(disk.engine, move)(
+            native.Extent.in_file(7, 0, CHECKED), 0, staging.address, CHECKED
+        )
     with pytest.raises(UsageError, match="no file 1"):
         disk.engine.is_direct(1)
 
@@ -395,7 +456,8 @@ def test_an_extent_that_is_not_whole_blocks_is_refused_with_its_numbers(offset, 
     ids=str,
 )
 def test_engine_options_that_could_never_move_a_byte_are_refused(options, tells):
-    """Builds engines that cannot work: with no thread or no depth the first transfer would never end."""
+    """Builds engines that cannot work: with no thread or no depth the first transfer would never
+    end."""
     with pytest.raises(UsageError, match=tells):
         native.IoEngine(**options)
 
@@ -414,7 +476,8 @@ def test_the_environment_chooses_the_engine(monkeypatch):
 
 
 def test_waiting_can_be_interrupted(tmp_path):
-    """Interrupts the wait for a delayed read: KeyboardInterrupt comes before its end, and the read still ends well."""
+    """Interrupts the wait for a delayed read: KeyboardInterrupt comes before its end, and the read
+    still ends well."""
     disk = Disk(tmp_path, faults=fault_plan(delay=1.0, delay_seconds=1.5))
     staging = Staging(CHECKED)
     ticket = disk.engine.read(disk.extent(CHECKED), 0, staging.address, CHECKED)

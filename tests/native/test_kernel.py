@@ -1,12 +1,13 @@
-"""The optimizer kernels: one formula, the same bits from every unit, thread count and cut, and torch's numbers.
+"""The optimizer kernels: one formula, the same bits from every unit, thread count and cut, and
+torch's numbers.
 
 Words used here:
 
-**unit**: one of `native.simd_units()`, chosen by INFINITY_SIMD.
-**special**: infinities, NaNs of several payloads, zeros of both signs, subnormals, the largest and smallest numbers.
-**ulp**: of an fp32 step, the distance between neighbouring fp32 numbers at the largest of |before|, |after| and
-|after - before|. A weight that a step takes to almost zero keeps the rounding of what was subtracted: measured by its
-own new ulp, any two correct AdamWs are hundreds apart there.
+**unit**: one of `native.simd_units()`, chosen by INFINITY_SIMD. **special**: infinities, NaNs of
+several payloads, zeros of both signs, subnormals, the largest and smallest numbers. **ulp**: of an
+fp32 step, the distance between neighbouring fp32 numbers at the largest of |before|, |after| and
+|after - before|. A weight that a step takes to almost zero keeps the rounding of what was
+subtracted: measured by its own new ulp, any two correct AdamWs are hundreds apart there.
 """
 
 from __future__ import annotations
@@ -46,14 +47,63 @@ NUMEL = 3 * 4096  # one share for each of three threads
 FACTORS = [0.37, 1.0 / 3.0, 65536.0, 0.9]
 
 SPECIAL_WORDS = {
-    torch.float32: [0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x80800000, 0x7F7FFFFF,
-                    0xFF7FFFFF, 0x7F7F8000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F800001, 0xFFFFFFFF,
-                    0x3F800000, 0x33000000, 0x477FF000, 0x38800000],
-    torch.bfloat16: [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1,
-                     0x7F81, 0xFFFF, 0x3F80],
-    torch.float16: [0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE01,
-                    0x7C01, 0xFFFF, 0x3C00],
-}  # fmt: skip
+    torch.float32: [
+        0x00000000,
+        0x80000000,
+        0x00000001,
+        0x80000001,
+        0x007FFFFF,
+        0x00800000,
+        0x80800000,
+        0x7F7FFFFF,
+        0xFF7FFFFF,
+        0x7F7F8000,
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+        0xFFC00001,
+        0x7F800001,
+        0xFFFFFFFF,
+        0x3F800000,
+        0x33000000,
+        0x477FF000,
+        0x38800000,
+    ],
+    torch.bfloat16: [
+        0x0000,
+        0x8000,
+        0x0001,
+        0x8001,
+        0x007F,
+        0x0080,
+        0x7F7F,
+        0xFF7F,
+        0x7F80,
+        0xFF80,
+        0x7FC0,
+        0xFFC1,
+        0x7F81,
+        0xFFFF,
+        0x3F80,
+    ],
+    torch.float16: [
+        0x0000,
+        0x8000,
+        0x0001,
+        0x8001,
+        0x03FF,
+        0x0400,
+        0x7BFF,
+        0xFBFF,
+        0x7C00,
+        0xFC00,
+        0x7E00,
+        0xFE01,
+        0x7C01,
+        0xFFFF,
+        0x3C00,
+    ],
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +117,9 @@ def special_arrays(form: Form, numel: int, generator: torch.Generator) -> Arrays
     for name, array in arrays.items():
         at = torch.rand(numel, generator=generator) < 1 / 3
         if array.dtype == torch.int16:  # the low half of a split master: any number is one
-            array[at] = torch.randint(-(1 << 15), 1 << 15, (int(at.sum()),), dtype=torch.int16, generator=generator)
+            array[at] = torch.randint(
+                -(1 << 15), 1 << 15, (int(at.sum()),), dtype=torch.int16, generator=generator
+            )
         else:
             words = from_bits(SPECIAL_WORDS[array.dtype], array.dtype)
             array[at] = words[torch.randint(len(words), (int(at.sum()),), generator=generator)]
@@ -75,26 +127,33 @@ def special_arrays(form: Form, numel: int, generator: torch.Generator) -> Arrays
 
 
 def settings_of(rule: native.Rule) -> list[native.Hyperparameters]:
-    """Hyperparameters that walk every branch of ``rule``, with 0 to 4 gradient factors between them."""
+    """Hyperparameters that walk every branch of ``rule``, with 0 to 4 gradient factors between
+    them."""
     if rule in (Rule.ADAMW, Rule.ADAM):
         return [
             hyper(lr=1e-3, step=1),
             hyper(lr=1e-3, weight_decay=0.1, step=2, grad_factors=FACTORS[:1]),
             hyper(lr=0.3, weight_decay=0.01, maximize=True, step=1000, grad_factors=FACTORS),
-            hyper(lr=1e-3, beta1=0.4, beta2=0.5, eps=1e-3, step=3, grad_factors=FACTORS[:2]),  # lerp from the other end
+            hyper(
+                lr=1e-3, beta1=0.4, beta2=0.5, eps=1e-3, step=3, grad_factors=FACTORS[:2]
+            ),  # lerp from the other end
             hyper(lr=1e-3, beta1=0.0, beta2=0.0, eps=0.0, step=1, grad_factors=FACTORS[:3]),
         ]
     if rule == Rule.LION:
         return [
             hyper(lr=1e-3, beta1=0.9, beta2=0.99),
             hyper(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_factors=FACTORS[:2]),
-            hyper(lr=0.1, beta1=0.0, beta2=0.0, maximize=True, weight_decay=0.3, grad_factors=FACTORS),
+            hyper(
+                lr=0.1, beta1=0.0, beta2=0.0, maximize=True, weight_decay=0.3, grad_factors=FACTORS
+            ),
         ]
     return [
         hyper(lr=0.1),
         hyper(lr=0.1, weight_decay=0.1, maximize=True, grad_factors=FACTORS[:1]),
         hyper(lr=0.1, momentum=0.9, step=1, grad_factors=FACTORS[:2]),
-        hyper(lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1, step=2, grad_factors=FACTORS[:3]),
+        hyper(
+            lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1, step=2, grad_factors=FACTORS[:3]
+        ),
         hyper(lr=0.1, momentum=0.9, nesterov=True, step=7, grad_factors=FACTORS),
         hyper(lr=0.1, momentum=0.9, nesterov=True, maximize=True, weight_decay=0.01, step=1),
     ]
@@ -115,7 +174,8 @@ def odd_cuts(numel: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("form", every_form(), ids=str)
 def test_every_unit_thread_count_and_cut_gives_the_same_bits(form, steps, monkeypatch):
-    """Steps special and ordinary values by every unit, 1 to 3 threads, whole and in odd runs; scalar is the truth."""
+    """Steps special and ordinary values by every unit, 1 to 3 threads, whole and in odd runs;
+    scalar is the truth."""
     generator = seeded(100 + every_form().index(form))
     arrays = special_arrays(form, NUMEL, generator)
     for number, made in enumerate(settings_of(form.rule)):
@@ -128,13 +188,18 @@ def test_every_unit_thread_count_and_cut_gives_the_same_bits(form, steps, monkey
             for threads in (1, 2, 3):
                 found = steps.whole(form, arrays, made, threads=threads)
                 assert not different(expected, found), (unit, threads, number)
-            assert not different(expected, steps(form, arrays, odd, threads=2)), (unit, "odd runs", number)
+            assert not different(expected, steps(form, arrays, odd, threads=2)), (
+                unit,
+                "odd runs",
+                number,
+            )
         assert different(arrays, expected), "the twin: the step did nothing"
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_elements_outside_the_runs_keep_every_bit(unit, steps, monkeypatch):
-    """Steps runs with gaps between them and compares both sides of every boundary, in every array, of every form."""
+    """Steps runs with gaps between them and compares both sides of every boundary, in every array,
+    of every form."""
     monkeypatch.setenv("INFINITY_SIMD", unit)
     generator = seeded(7)
     numel = 4096
@@ -161,7 +226,10 @@ def test_neighbouring_runs_keep_their_own_hyperparameters(steps):
     form = Form(Rule.ADAMW)
     arrays = random_arrays(form, 4096, generator)
     cut = 1237
-    left, right = hyper(lr=1e-3, step=1), hyper(lr=0.5, weight_decay=0.3, step=9, grad_factors=[0.5])
+    left, right = (
+        hyper(lr=1e-3, step=1),
+        hyper(lr=0.5, weight_decay=0.3, step=9, grad_factors=[0.5]),
+    )
     both = steps(form, arrays, [(0, cut, left), (cut, 4096, right)])
     alone = [steps.whole(form, arrays, made) for made in (left, right)]
     for name in arrays:
@@ -181,22 +249,40 @@ def plain(cls: type, **settings) -> Make:
 
 
 AGAINST_TORCH = {
-    "AdamW": (Rule.ADAMW, plain(torch.optim.AdamW, lr=1e-3, weight_decay=0.01), dict(lr=1e-3, weight_decay=0.01)),
-    "AdamW no decay": (Rule.ADAMW, plain(torch.optim.AdamW, lr=1e-2, weight_decay=0), dict(lr=1e-2)),
+    "AdamW": (
+        Rule.ADAMW,
+        plain(torch.optim.AdamW, lr=1e-3, weight_decay=0.01),
+        dict(lr=1e-3, weight_decay=0.01),
+    ),
+    "AdamW no decay": (
+        Rule.ADAMW,
+        plain(torch.optim.AdamW, lr=1e-2, weight_decay=0),
+        dict(lr=1e-2),
+    ),
     "AdamW betas": (
         Rule.ADAMW,
-        plain(torch.optim.AdamW, lr=3e-3, betas=(0.4, 0.95), eps=1e-5, weight_decay=0.3, maximize=True),
+        plain(
+            torch.optim.AdamW, lr=3e-3, betas=(0.4, 0.95), eps=1e-5, weight_decay=0.3, maximize=True
+        ),
         dict(lr=3e-3, beta1=0.4, beta2=0.95, eps=1e-5, weight_decay=0.3, maximize=True),
     ),
     "Adam": (Rule.ADAM, plain(torch.optim.Adam, lr=1e-3), dict(lr=1e-3)),
-    "Adam decay": (Rule.ADAM, plain(torch.optim.Adam, lr=1e-3, weight_decay=0.1), dict(lr=1e-3, weight_decay=0.1)),
+    "Adam decay": (
+        Rule.ADAM,
+        plain(torch.optim.Adam, lr=1e-3, weight_decay=0.1),
+        dict(lr=1e-3, weight_decay=0.1),
+    ),
     "SGD": (Rule.SGD, plain(torch.optim.SGD, lr=0.1), dict(lr=0.1)),
     "SGD decay": (
         Rule.SGD,
         plain(torch.optim.SGD, lr=0.1, weight_decay=0.1, maximize=True),
         dict(lr=0.1, weight_decay=0.1, maximize=True),
     ),
-    "SGD momentum": (Rule.SGD, plain(torch.optim.SGD, lr=0.1, momentum=0.9), dict(lr=0.1, momentum=0.9)),
+    "SGD momentum": (
+        Rule.SGD,
+        plain(torch.optim.SGD, lr=0.1, momentum=0.9),
+        dict(lr=0.1, momentum=0.9),
+    ),
     "SGD dampening": (
         Rule.SGD,
         plain(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.4, weight_decay=0.01),
@@ -215,7 +301,8 @@ def ulp(size: torch.Tensor) -> torch.Tensor:
 
 
 def run_beside_torch(steps: MemorySteps, case: str, count: int, seed: int, **changed):
-    """Weights before, ours and torch's after ``count`` steps of the same gradients, and the largest size on the way."""
+    """Weights before, ours and torch's after ``count`` steps of the same gradients, and the largest
+    size on the way."""
     rule, make, values = AGAINST_TORCH[case]
     form, generator = Form(rule), seeded(seed)
     arrays = random_arrays(form, NUMEL, generator)
@@ -238,10 +325,15 @@ def run_beside_torch(steps: MemorySteps, case: str, count: int, seed: int, **cha
 
 @pytest.mark.parametrize("case", AGAINST_TORCH)
 def test_one_fp32_step_is_within_4_ulps_of_torch(case, steps):
-    """Takes a first step beside torch.optim(foreach=False). Its twin, a learning rate off by 1 %, is far outside."""
+    """Takes a first step beside torch.optim(foreach=False). Its twin, a learning rate off by 1 %,
+    is far outside."""
     before, ours, theirs, state, largest = run_beside_torch(steps, case, 1, seed=31)
     assert ((ours["weight"] - theirs).abs() <= 4 * ulp(largest)).all()
-    names = {"exp_avg": "momentum_buffer"} if "SGD" in case else {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    names = (
+        {"exp_avg": "momentum_buffer"}
+        if "SGD" in case
+        else {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    )
     for name, torchs in names.items():
         if state.get(torchs) is not None:
             assert ((ours[name] - state[torchs]).abs() <= 4 * ulp(state[torchs])).all()
@@ -253,19 +345,24 @@ def test_one_fp32_step_is_within_4_ulps_of_torch(case, steps):
 
 @pytest.mark.parametrize("case", AGAINST_TORCH)
 def test_twenty_fp32_steps_stay_within_4_ulps_each_of_torch(case, steps):
-    """Takes 20 steps of the same gradients beside torch: each may add 4 ulps of the largest size an element had, and
-    the rounding of the moments (relative 2^-22 a step, carried on) may turn up to 2^-20 of lr a step."""
+    """Takes 20 steps of the same gradients beside torch: each may add 4 ulps of the largest size an
+    element had, and the rounding of the moments (relative 2^-22 a step, carried on) may turn up to
+    2^-20 of lr a step.
+    """
     count = 20
     _, ours, theirs, _, largest = run_beside_torch(steps, case, count, seed=32)
     lr = AGAINST_TORCH[case][2]["lr"]
     bound = count * (4 * ulp(largest) + lr * 2**-20)
     assert ((ours["weight"] - theirs).abs() <= bound).all()
     _, wrong, theirs, _, largest = run_beside_torch(steps, case, count, seed=32, lr=lr * 1.01)
-    assert ((wrong["weight"] - theirs).abs() > count * (4 * ulp(largest) + lr * 2**-20)).float().mean() > 0.5
+    assert (
+        (wrong["weight"] - theirs).abs() > count * (4 * ulp(largest) + lr * 2**-20)
+    ).float().mean() > 0.5
 
 
 def test_lion_follows_its_paper(steps):
-    """Ten steps beside Lion (Chen et al. 2023, algorithm 2), written with torch's operations as lion-pytorch is."""
+    """Ten steps beside Lion (Chen et al. 2023, algorithm 2), written with torch's operations as
+    lion-pytorch is."""
     generator = seeded(33)
     form = Form(Rule.LION)
     arrays = random_arrays(form, NUMEL, generator)
@@ -278,9 +375,15 @@ def test_lion_follows_its_paper(steps):
         direction = momentum.clone().mul_(beta1).add_(arrays["grad"], alpha=1 - beta1).sign_()
         weight.add_(direction, alpha=-lr)
         momentum.mul_(beta2).add_(arrays["grad"], alpha=1 - beta2)
-        arrays = steps.whole(form, arrays, hyper(lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, step=step))
-        assert ((arrays["exp_avg"] - momentum).abs() <= 4 * step * ulp(momentum.abs().clamp(min=1e-3))).all()
-        assert ((arrays["weight"] - weight).abs() <= 4 * step * ulp(weight.abs().clamp(min=lr))).all()
+        arrays = steps.whole(
+            form, arrays, hyper(lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, step=step)
+        )
+        assert (
+            (arrays["exp_avg"] - momentum).abs() <= 4 * step * ulp(momentum.abs().clamp(min=1e-3))
+        ).all()
+        assert (
+            (arrays["weight"] - weight).abs() <= 4 * step * ulp(weight.abs().clamp(min=lr))
+        ).all()
         assert (direction[:100] == 0).all()
 
 
@@ -290,10 +393,11 @@ def test_lion_follows_its_paper(steps):
 def numpy_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """fp32 a * b + c, rounded once.
 
-    The product of two fp32 is exact in float64 (48 of 53 bits), the sum is not, and rounding it again to fp32 would be
-    a second rounding. So the sum is rounded to odd: its error is found exactly (Knuth's TwoSum), and where there is
-    one and the sum's last bit is even, the sum's neighbour on the error's side is taken, which is odd. Rounding that
-    to fp32 gives what a single rounding would (Boldo and Melquiond 2008; 53 >= 24 + 2).
+    The product of two fp32 is exact in float64 (48 of 53 bits), the sum is not, and rounding it
+    again to fp32 would be a second rounding. So the sum is rounded to odd: its error is found
+    exactly (Knuth's TwoSum), and where there is one and the sum's last bit is even, the sum's
+    neighbour on the error's side is taken, which is odd. Rounding that to fp32 gives what a single
+    rounding would (Boldo and Melquiond 2008; 53 >= 24 + 2).
     """
     with np.errstate(all="ignore"):
         product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
@@ -317,13 +421,18 @@ def test_the_reference_fma_rounds_once():
     a[:2] = b[:2] = 1 + 2**-12
     c[:2] = 2**-60, -(2**-60)
     ours = numpy_fma(a, b, c)
-    assert ours.tolist() == [libm.fmaf(*values) for values in zip(a.tolist(), b.tolist(), c.tolist())]
+    assert ours.tolist() == [
+        libm.fmaf(*values) for values in zip(a.tolist(), b.tolist(), c.tolist())
+    ]
     twice = (a.astype(np.float64) * b + c).astype(np.float32)
     assert (twice[:2] != ours[:2]).any(), "the twin: rounding twice is wrong somewhere"
 
 
-def numpy_adamw(arrays: dict[str, np.ndarray], made: native.Hyperparameters) -> dict[str, np.ndarray]:
-    """AdamW in fp32: every line one correctly rounded operation (numpy's fp32 sqrt and division are)."""
+def numpy_adamw(
+    arrays: dict[str, np.ndarray], made: native.Hyperparameters
+) -> dict[str, np.ndarray]:
+    """AdamW in fp32: every line one correctly rounded operation (numpy's fp32 sqrt and division
+    are)."""
     f = np.float32
     p, m, v, g = (arrays[name].copy() for name in ("weight", "exp_avg", "exp_avg_sq", "grad"))
 
@@ -350,13 +459,16 @@ def numpy_adamw(arrays: dict[str, np.ndarray], made: native.Hyperparameters) -> 
 
 @pytest.mark.parametrize("number", range(5))
 def test_adamw_is_its_formula_bit_for_bit(number, steps):
-    """Ten steps beside the formula in numpy. (torch's own fp32 sqrt goes through MKL's VML on the CPU, which does not
-    round correctly: it is the one operation in which torch and the formula differ.)"""
+    """Ten steps beside the formula in numpy. (torch's own fp32 sqrt goes through MKL's VML on the
+    CPU, which does not round correctly: it is the one operation in which torch and the formula
+    differ.)"""
     made = settings_of(Rule.ADAMW)[number]
     generator = seeded(42 + number)
     form = Form(Rule.ADAMW)
     arrays = random_arrays(form, NUMEL, generator)
-    finite = from_bits([0, 1 << 31, 1, 0x007FFFFF, 0x00800000, 0x7F000000, 0x3F800000], torch.float32)
+    finite = from_bits(
+        [0, 1 << 31, 1, 0x007FFFFF, 0x00800000, 0x7F000000, 0x3F800000], torch.float32
+    )
     for name in arrays:
         at = torch.rand(NUMEL, generator=generator) < 0.1
         arrays[name][at] = finite[torch.randint(len(finite), (int(at.sum()),), generator=generator)]
@@ -373,7 +485,9 @@ def test_adamw_is_its_formula_bit_for_bit(number, steps):
             wrong = (bits(ours) != bits(theirs)) & ~nan
             assert not wrong.any(), (step, name, int(wrong.sum()))
     twin = hyper(lr=made.lr * (1 + 2**-20), beta1=made.beta1, beta2=made.beta2, step=made.step)
-    assert not np.array_equal(numpy_adamw(expected, twin)["weight"], numpy_adamw(expected, made)["weight"])
+    assert not np.array_equal(
+        numpy_adamw(expected, twin)["weight"], numpy_adamw(expected, made)["weight"]
+    )
 
 
 # --- masters ---
@@ -384,12 +498,25 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
     return bits(tensor).to(torch.int64) & ((1 << (8 * tensor.element_size())) - 1)
 
 
-LOW_HALVES = [0x0000, 0x0001, 0x1234, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xABCD, 0xFFFE, 0xFFFF]
+LOW_HALVES = [
+    0x0000,
+    0x0001,
+    0x1234,
+    0x7FFE,
+    0x7FFF,
+    0x8000,
+    0x8001,
+    0x8002,
+    0xABCD,
+    0xFFFE,
+    0xFFFF,
+]
 
 
 @pytest.fixture(scope="module")
 def all_masters() -> torch.Tensor:
-    """Every high half with every sampled low half, and more low halves at random: 65536 x 16 masters."""
+    """Every high half with every sampled low half, and more low halves at random: 65536 x 16
+    masters."""
     generator = torch.Generator().manual_seed(51)
     lows = torch.tensor(LOW_HALVES + torch.randint(0, 1 << 16, (5,), generator=generator).tolist())
     high = torch.arange(1 << 16)
@@ -397,7 +524,8 @@ def all_masters() -> torch.Tensor:
 
 
 def test_a_split_master_joins_to_the_same_bits(all_masters):
-    """Splits and joins every high half with sampled low halves, ties among them; only NaNs may change."""
+    """Splits and joins every high half with sampled low halves, ties among them; only NaNs may
+    change."""
     parts = encode(Form(weight=torch.bfloat16, master=Master.SPLIT), all_masters)
     joined = native.join_master(parts["weight"], parts["master"])
     number = ~all_masters.isnan()
@@ -406,17 +534,23 @@ def test_a_split_master_joins_to_the_same_bits(all_masters):
 
 
 def test_a_join_is_the_formula_as_integers():
-    """Joins every weight with sampled low halves: ((bits(weight) - (L >> 15)) << 16) | L, modulo 2^32."""
+    """Joins every weight with sampled low halves: ((bits(weight) - (L >> 15)) << 16) | L, modulo
+    2^32."""
     weight = torch.arange(1 << 16).repeat_interleave(len(LOW_HALVES))
     low = torch.tensor(LOW_HALVES).repeat(1 << 16)
-    joined = native.join_master(from_bits(weight, torch.bfloat16), from_bits(low, torch.float16).view(torch.int16))
+    joined = native.join_master(
+        from_bits(weight, torch.bfloat16), from_bits(low, torch.float16).view(torch.int16)
+    )
     formula = (((weight - (low >> 15)) << 16) | low) & 0xFFFFFFFF
     assert torch.equal(words_of(joined), formula)
-    assert not torch.equal(words_of(joined), ((weight << 16) | low) & 0xFFFFFFFF)  # the twin: without the borrow
+    assert not torch.equal(
+        words_of(joined), ((weight << 16) | low) & 0xFFFFFFFF
+    )  # the twin: without the borrow
 
 
 def test_a_split_weight_is_the_nearest_bf16_ties_away_from_zero(all_masters):
-    """Compares the distance to the weight with that to its neighbours, in float64, with infinity standing for 2^128."""
+    """Compares the distance to the weight with that to its neighbours, in float64, with infinity
+    standing for 2^128."""
     finite = all_masters[all_masters.isfinite()]
     weight = encode(Form(weight=torch.bfloat16, master=Master.SPLIT), finite)["weight"]
     magnitude = words_of(weight) & 0x7FFF
@@ -443,25 +577,37 @@ def test_a_split_weight_is_the_nearest_bf16_ties_away_from_zero(all_masters):
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_every_unit_splits_and_joins_as_the_functions_do(unit, steps, all_masters, monkeypatch):
-    """Steps every split master with a learning rate of zero, which loads and stores it: not one bit may change."""
+    """Steps every split master with a learning rate of zero, which loads and stores it: not one bit
+    may change."""
     monkeypatch.setenv("INFINITY_SIMD", unit)
     form = Form(Rule.SGD, torch.bfloat16, Master.SPLIT, torch.float32)
     arrays = encode(form, all_masters)
     arrays |= {"exp_avg": torch.zeros(len(all_masters)), "grad": torch.zeros(len(all_masters))}
     after = steps.whole(form, arrays, hyper(lr=0.0), threads=2)
     assert not different(arrays, after)
-    moved = steps.whole(form, arrays | {"grad": torch.ones(len(all_masters))}, hyper(lr=1.0), threads=2)
+    moved = steps.whole(
+        form, arrays | {"grad": torch.ones(len(all_masters))}, hyper(lr=1.0), threads=2
+    )
     assert different(arrays, moved)
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_infinity_stays_infinity_and_nan_stays_nan(unit, steps, monkeypatch):
-    """Steps NaN, infinite and largest masters, and NaN and infinite gradients, through every kind of master."""
+    """Steps NaN, infinite and largest masters, and NaN and infinite gradients, through every kind
+    of master."""
     monkeypatch.setenv("INFINITY_SIMD", unit)
     nans = [0x7FC00000, 0x7F800001, 0x7F80FFFF, 0x7FBFFFFF, 0x7FFFFFFF, 0x7FFF8000]
-    words = nans + [nan | 0x80000000 for nan in nans] + [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F8000]
+    words = (
+        nans
+        + [nan | 0x80000000 for nan in nans]
+        + [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F8000]
+    )
     masters = from_bits((words * 4096)[:4096], torch.float32)
-    sixteen = [(dtype, master) for dtype in (torch.bfloat16, torch.float16) for master in (Master.FLOAT32, Master.OWN)]
+    sixteen = [
+        (dtype, master)
+        for dtype in (torch.bfloat16, torch.float16)
+        for master in (Master.FLOAT32, Master.OWN)
+    ]
     for weight, master in [(torch.float32, Master.OWN), (torch.bfloat16, Master.SPLIT), *sixteen]:
         form = Form(Rule.SGD, weight, master, torch.float32)
         zero = {"exp_avg": torch.zeros(4096), "grad": torch.zeros(4096)}
@@ -475,34 +621,51 @@ def test_infinity_stays_infinity_and_nan_stays_nan(unit, steps, monkeypatch):
         assert torch.equal(end.isinf(), start.isinf())
         for bad in (torch.nan, torch.inf):
             spoiled = steps.whole(form, before | {"grad": torch.full((4096,), bad)}, hyper(lr=1.0))
-            assert not spoiled["weight"].isfinite().any(), "a number came out of a gradient that was none"
+            assert not spoiled["weight"].isfinite().any(), (
+                "a number came out of a gradient that was none"
+            )
             assert not decode(form, spoiled).isfinite().any()
 
 
 def test_a_split_and_a_whole_fp32_master_are_the_same_master(steps):
     """Takes 20 AdamW steps both ways: the masters agree bit for bit, the weights up to ties."""
     generator = seeded(52)
-    forms = [Form(Rule.ADAMW, torch.bfloat16, master, torch.bfloat16) for master in (Master.SPLIT, Master.FLOAT32)]
+    forms = [
+        Form(Rule.ADAMW, torch.bfloat16, master, torch.bfloat16)
+        for master in (Master.SPLIT, Master.FLOAT32)
+    ]
     start = torch.randn(NUMEL, generator=generator)
-    rest = {k: v for k, v in random_arrays(forms[0], NUMEL, generator).items() if k not in ("weight", "master")}
+    rest = {
+        k: v
+        for k, v in random_arrays(forms[0], NUMEL, generator).items()
+        if k not in ("weight", "master")
+    }
     runs = [encode(form, start) | rest for form in forms]
     for step in range(1, 21):
         grad = (0.1 * torch.randn(NUMEL, generator=generator)).bfloat16()
         made = hyper(lr=1e-3, weight_decay=0.01, step=step)
-        runs = [steps.whole(form, arrays | {"grad": grad}, made) for form, arrays in zip(forms, runs)]
+        runs = [
+            steps.whole(form, arrays | {"grad": grad}, made) for form, arrays in zip(forms, runs)
+        ]
         split, whole = (decode(form, arrays) for form, arrays in zip(forms, runs))
         assert same_bits(split, whole)
         tie = (words_of(whole) & 0xFFFF) == 0x8000
         assert same_bits(runs[0]["weight"][~tie], runs[1]["weight"][~tie])
     assert not same_bits(split, start)
-    own = steps.whole(Form(Rule.ADAMW, torch.bfloat16, Master.OWN, torch.bfloat16),
-                      {"weight": start.bfloat16()} | runs[0] | {"weight": start.bfloat16()}, made)  # fmt: skip
-    assert not same_bits(own["weight"].float(), whole)  # the twin: without a master the low bits are gone
+    own = steps.whole(
+        Form(Rule.ADAMW, torch.bfloat16, Master.OWN, torch.bfloat16),
+        {"weight": start.bfloat16()} | runs[0] | {"weight": start.bfloat16()},
+        made,
+    )
+    assert not same_bits(
+        own["weight"].float(), whole
+    )  # the twin: without a master the low bits are gone
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_weights_are_rounded_as_torch_casts(dtype, steps):
-    """Sets own and fp32-mastered weights to a spread of values by one SGD step and compares with torch's cast."""
+    """Sets own and fp32-mastered weights to a spread of values by one SGD step and compares with
+    torch's cast."""
     generator = seeded(53)
     words = torch.randint(0, 1 << 32, (NUMEL,), generator=generator)
     values = from_bits(words, torch.float32)
@@ -513,18 +676,25 @@ def test_sixteen_bit_weights_are_rounded_as_torch_casts(dtype, steps):
     after = steps.whole(form, arrays, hyper(lr=0.0))
     assert same_bits(after["weight"], values.to(dtype))
     own = Form(Rule.SGD, dtype, Master.OWN, torch.float32)
-    arrays = {"weight": torch.zeros(NUMEL, dtype=dtype), "exp_avg": torch.zeros(NUMEL), "grad": -values}
+    arrays = {
+        "weight": torch.zeros(NUMEL, dtype=dtype),
+        "exp_avg": torch.zeros(NUMEL),
+        "grad": -values,
+    }
     # p - lr * g with p = 0: 0 and not -0 where the value is zero
     assert same_bits(steps.whole(own, arrays, hyper(lr=1.0))["weight"], (values + 0.0).to(dtype))
 
 
 @pytest.mark.parametrize("short", ["weight", "low"])
 def test_splitting_into_a_tensor_that_is_too_short_is_refused(short):
-    """Gives a weight or a low half of 10 elements for 50 masters; what lies behind the 10 must stay."""
+    """Gives a weight or a low half of 10 elements for 50 masters; what lies behind the 10 must
+    stay."""
     weight, low = torch.zeros(100, dtype=torch.bfloat16), torch.zeros(100, dtype=torch.int16)
     master = torch.full((50,), 1.2345678)
     with pytest.raises(UsageError):
-        native.split_master(master, weight[: 10 if short == "weight" else 50], low[: 10 if short == "low" else 50])
+        native.split_master(
+            master, weight[: 10 if short == "weight" else 50], low[: 10 if short == "low" else 50]
+        )
     assert weight[50:].count_nonzero() == low[50:].count_nonzero() == 0
     assert (weight if short == "weight" else low)[10:].count_nonzero() == 0
 
@@ -532,7 +702,9 @@ def test_splitting_into_a_tensor_that_is_too_short_is_refused(short):
 def test_joining_a_low_half_that_is_too_short_is_refused():
     """Gives 10 low halves for 50 weights."""
     with pytest.raises(UsageError):
-        native.join_master(torch.ones(50, dtype=torch.bfloat16), torch.zeros(100, dtype=torch.int16)[:10])
+        native.join_master(
+            torch.ones(50, dtype=torch.bfloat16), torch.zeros(100, dtype=torch.int16)[:10]
+        )
 
 
 @pytest.mark.parametrize("wrong", ["dtype", "strides"])
@@ -540,7 +712,9 @@ def test_splitting_something_else_is_refused(wrong):
     """Gives a float64 master, and one whose elements do not lie together."""
     master = torch.ones(8, dtype=torch.float64) if wrong == "dtype" else torch.ones(16)[::2]
     with pytest.raises(UsageError, match="contiguous CPU tensor of torch.float32"):
-        native.split_master(master, torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int16))
+        native.split_master(
+            master, torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int16)
+        )
 
 
 # --- gradient factors ---
@@ -549,9 +723,12 @@ def test_splitting_something_else_is_refused(wrong):
 @pytest.mark.parametrize("grad", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("count", range(native.MAX_GRAD_FACTORS + 1))
 def test_gradient_factors_round_as_in_place_multiplications_would(grad, count, steps):
-    """The first momentum of SGD is the scaled gradient itself: compares it with `grad.mul_(factor)` in sequence."""
+    """The first momentum of SGD is the scaled gradient itself: compares it with `grad.mul_(factor)`
+    in sequence."""
     generator = seeded(61)
-    form = Form(Rule.SGD, grad if grad != torch.float32 else torch.float32, Master.OWN, grad, torch.float32)
+    form = Form(
+        Rule.SGD, grad if grad != torch.float32 else torch.float32, Master.OWN, grad, torch.float32
+    )
     arrays = random_arrays(form, NUMEL, generator)
     factors = [0.37, 1.0 / 3.0, 3.0, 0.999][:count]
     expected = arrays["grad"].clone()
@@ -560,7 +737,9 @@ def test_gradient_factors_round_as_in_place_multiplications_would(grad, count, s
     found = steps.whole(form, arrays, hyper(momentum=0.9, step=1, grad_factors=factors))
     assert same_bits(found["exp_avg"], expected.float())
     assert same_bits(found["grad"], arrays["grad"]), "the gradient itself was changed"
-    if count >= 2 and grad != torch.float32:  # the twin: one product of all factors rounds otherwise
+    if (
+        count >= 2 and grad != torch.float32
+    ):  # the twin: one product of all factors rounds otherwise
         at_once = arrays["grad"].clone().mul_(float(np.prod(factors)))
         assert not same_bits(at_once, expected)
 
@@ -615,21 +794,29 @@ def test_a_unit_the_processor_lacks_is_refused_by_name(monkeypatch):
         native.simd_unit()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Against exact arithmetic
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lr=st.floats(1e-6, 1.0), beta1=st.floats(0.0, 0.999), beta2=st.floats(0.5, 0.9999), eps=st.floats(1e-12, 1e-3),
-    weight_decay=st.floats(0.0, 0.3), step=st.integers(1, 100_000), seed=st.integers(0, 2**32),
+    lr=st.floats(1e-6, 1.0),
+    beta1=st.floats(0.0, 0.999),
+    beta2=st.floats(0.5, 0.9999),
+    eps=st.floats(1e-12, 1e-3),
+    weight_decay=st.floats(0.0, 0.3),
+    step=st.integers(1, 100_000),
+    seed=st.integers(0, 2**32),
     decades=st.floats(0.0, 6.0),
-)  # fmt: skip
-def test_a_step_is_near_the_one_in_float64(steps, lr, beta1, beta2, eps, weight_decay, step, seed, decades):
-    """Method: AdamW of arbitrary hyperparameters over values of several magnitudes, beside the same formula in float64
-    on the same fp32 inputs: weight, exp_avg and exp_avg_sq within a few ulps of the terms that are added up. A formula
-    that lacks the bias correction is outside: the bound can fail."""
+)
+def test_a_step_is_near_the_one_in_float64(
+    steps, lr, beta1, beta2, eps, weight_decay, step, seed, decades
+):
+    """Method: AdamW of arbitrary hyperparameters over values of several magnitudes, beside the same
+    formula in float64 on the same fp32 inputs: weight, exp_avg and exp_avg_sq within a few ulps of
+    the terms that are added up. A formula that lacks the bias correction is outside: the bound can
+    fail."""
     form, generator = Form(), seeded(seed)
     arrays = random_arrays(form, 4096, generator)
     for name in ("grad", "exp_avg", "exp_avg_sq"):
@@ -645,8 +832,12 @@ def test_a_step_is_near_the_one_in_float64(steps, lr, beta1, beta2, eps, weight_
     # 1 - beta in fp32, of which a beta near 1 leaves few bits, is the largest error of the moments.
     assert ((found["exp_avg"] - m1).abs() <= 4 * ulp * torch.maximum(m.abs(), g.abs())).all()
     assert ((found["exp_avg_sq"] - v1).abs() <= 4 * ulp * torch.maximum(v, g * g)).all()
-    slack = change.abs() * (torch.maximum(m.abs(), g.abs()) / m1.abs().clamp_min(1e-300) + torch.maximum(v, g * g) / v1)
-    assert ((found["weight"] - p1).abs() <= ulp * (2 * p.abs() + 8 * change.abs() + 8 * slack)).all()
+    slack = change.abs() * (
+        torch.maximum(m.abs(), g.abs()) / m1.abs().clamp_min(1e-300) + torch.maximum(v, g * g) / v1
+    )
+    assert (
+        (found["weight"] - p1).abs() <= ulp * (2 * p.abs() + 8 * change.abs() + 8 * slack)
+    ).all()
     if step < 5 and lr > 1e-3 and beta2 > 0.9:
         wrong = p * (1 - lr * weight_decay) - lr * m1 / (v1.sqrt() + eps)
         assert not ((wrong - p1).abs() <= ulp * (2 * p.abs() + 8 * change.abs() + 8 * slack)).all()
@@ -655,8 +846,9 @@ def test_a_step_is_near_the_one_in_float64(steps, lr, beta1, beta2, eps, weight_
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("shift", [2, 30])
 def test_a_written_only_weight_may_lie_at_any_address(unit, shift, monkeypatch):
-    """Method: bf16 weights beside an fp32 master are stored past the caches where their address allows it; at one that
-    does not, every unit gives the scalar unit's bits, and writes nothing around them."""
+    """Method: bf16 weights beside an fp32 master are stored past the caches where their address
+    allows it; at one that does not, every unit gives the scalar unit's bits, and writes nothing
+    around them."""
     form = Form(weight=torch.bfloat16, master=Master.FLOAT32, grad=torch.bfloat16)
     arrays = random_arrays(form, 4096, seeded(7))
     monkeypatch.setenv("INFINITY_SIMD", "scalar")
@@ -666,7 +858,9 @@ def test_a_written_only_weight_may_lie_at_any_address(unit, shift, monkeypatch):
     held = torch.full((4096 * 2 + 64,), 0x55, dtype=torch.uint8)
     stepped = Unit(form, arrays)
     stepped.extents["weight"] = native.Extent.in_memory(held.data_ptr() + shift, 4096 * 2)
-    native.Updater(native.IoEngine(kind="threads", threads=1), 0, 0, 0, 1).submit(stepped.whole(hyper(step=1))).wait()
+    native.Updater(native.IoEngine(kind="threads", threads=1), 0, 0, 0, 1).submit(
+        stepped.whole(hyper(step=1))
+    ).wait()
     weight = held[shift : shift + 4096 * 2].clone().view(torch.bfloat16)
     assert same_bits(weight, expected["weight"])
     assert (held[:shift] == 0x55).all() and (held[shift + 4096 * 2 :] == 0x55).all()

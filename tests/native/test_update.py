@@ -1,9 +1,10 @@
-"""The updater: load -> step -> save over extents gives the bits of a step in memory, or a typed error, and never both.
+"""The updater: load -> step -> save over extents gives the bits of a step in memory, or a typed
+error, and never both.
 
 Words used here:
 
-**chunk**: what fits one slot; the updater loads, steps and saves it as one.
-**smallest slot**: holds `CHUNK_GRAIN` elements of every array at home in the file; one byte less is refused.
+**chunk**: what fits one slot; the updater loads, steps and saves it as one. **smallest slot**:
+holds `CHUNK_GRAIN` elements of every array at home in the file; one byte less is refused.
 **reached**: a chunk that was stepped before something went wrong.
 """
 
@@ -70,13 +71,16 @@ def smallest_slot_nbytes(form: Form, in_file: Sequence[str]) -> int:
 
 
 class Pipeline:
-    """An updater with slots of its own. It has to outlive its updates: the updater knows the slots' address only."""
+    """An updater with slots of its own. It has to outlive its updates: the updater knows the slots'
+    address only."""
 
     def __init__(self, disk: Disk, slot_nbytes: int, *, slots: int = 4, threads: int = 1):
         staging = Staging(slots * slot_nbytes) if slot_nbytes else None
         address, slots = (staging.address, slots) if staging else (0, 0)
         self.updater = native.Updater(disk.engine, address, slots * slot_nbytes, slots, threads)
-        self.staging = staging  # after the updater: attributes go in this order, and its end may still save
+        self.staging = (
+            staging  # after the updater: attributes go in this order, and its end may still save
+        )
 
     def submit(self, update: native.UnitUpdate) -> native.Ticket:
         return self.updater.submit(update)
@@ -87,10 +91,20 @@ class Pipeline:
 
 
 def step_from_disk(
-    folder, kind: str, form: Form, arrays: Arrays, in_file: Sequence[str], runs: Runs, *, slots: int = 4,
-    slot_nbytes: int | None = None, threads: int = 2, faults: doubles.FaultPlan | None = None,
-) -> Arrays:  # fmt: skip
-    """The arrays after one step with those of ``in_file`` at home in a file, read back and verified."""
+    folder,
+    kind: str,
+    form: Form,
+    arrays: Arrays,
+    in_file: Sequence[str],
+    runs: Runs,
+    *,
+    slots: int = 4,
+    slot_nbytes: int | None = None,
+    threads: int = 2,
+    faults: doubles.FaultPlan | None = None,
+) -> Arrays:
+    """The arrays after one step with those of ``in_file`` at home in a file, read back and
+    verified."""
     disk = Disk(folder, kind, faults=faults)
     unit = Unit(form, arrays, disk=disk, in_file=in_file)
     slot_nbytes = smallest_slot_nbytes(form, in_file) if slot_nbytes is None else slot_nbytes
@@ -103,28 +117,38 @@ def step_from_disk(
 
 @pytest.mark.parametrize("count", range(len(ALL) + 1), ids=lambda count: f"{count}_in_file")
 def test_any_arrays_in_files_give_the_bits_of_all_in_memory(tmp_path, kind, count, steps):
-    """Steps a split-master AdamW with every choice of arrays at home in the file, through the smallest slots."""
+    """Steps a split-master AdamW with every choice of arrays at home in the file, through the
+    smallest slots."""
     arrays = random_arrays(SPLIT, NUMEL, seeded(1))
     runs = [(0, NUMEL, hyper(**MADE))]
     expected = steps(SPLIT, arrays, runs)
     assert set(different(arrays, expected)) == set(ALL) - {"grad"}
     for in_file in itertools.combinations(ALL, count):
-        assert not different(expected, step_from_disk(tmp_path, kind, SPLIT, arrays, in_file, runs)), in_file
+        assert not different(
+            expected, step_from_disk(tmp_path, kind, SPLIT, arrays, in_file, runs)
+        ), in_file
 
 
 @pytest.mark.parametrize("form", every_form()[::3], ids=str)
 def test_every_kind_of_array_can_live_in_files(tmp_path, form, steps):
-    """Steps forms of every rule, master and dtype with all arrays in the file, with odd runs and a gap."""
+    """Steps forms of every rule, master and dtype with all arrays in the file, with odd runs and a
+    gap."""
     arrays = random_arrays(form, NUMEL, seeded(2))
     made = [hyper(momentum=0.9, **MADE), hyper(lr=0.5, momentum=0.5, step=1)]
-    runs = [(0, 12345, made[0]), (12345, CHUNK_GRAIN + 1, made[1]), (2 * CHUNK_GRAIN - 1, NUMEL - 7, made[0])]
+    runs = [
+        (0, 12345, made[0]),
+        (12345, CHUNK_GRAIN + 1, made[1]),
+        (2 * CHUNK_GRAIN - 1, NUMEL - 7, made[0]),
+    ]
     expected = steps(form, arrays, runs)
     assert different(arrays, expected)
     assert not different(expected, step_from_disk(tmp_path, "threads", form, arrays, ALL, runs))
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("extra", [0, 1, CHUNK_GRAIN, 10**6], ids=lambda extra: f"plus_{extra}_elements")
+@pytest.mark.parametrize(
+    "extra", [0, 1, CHUNK_GRAIN, 10**6], ids=lambda extra: f"plus_{extra}_elements"
+)
 def test_any_number_and_size_of_slots_gives_the_same_bits(tmp_path, kind, slots, extra, steps):
     """Steps through 1 to 5 slots from the smallest to one that holds the whole unit."""
     in_file = ("weight", "exp_avg", "exp_avg_sq")
@@ -132,7 +156,9 @@ def test_any_number_and_size_of_slots_gives_the_same_bits(tmp_path, kind, slots,
     runs = [(5, NUMEL - 5, hyper(**MADE))]
     slot_nbytes = min(CHUNK_GRAIN + extra, NUMEL) * file_nbytes_per_element(PLAIN, in_file)
     slot_nbytes = -(-slot_nbytes // BLOCK) * BLOCK
-    found = step_from_disk(tmp_path, kind, PLAIN, arrays, in_file, runs, slots=slots, slot_nbytes=slot_nbytes)
+    found = step_from_disk(
+        tmp_path, kind, PLAIN, arrays, in_file, runs, slots=slots, slot_nbytes=slot_nbytes
+    )
     assert not different(steps(PLAIN, arrays, runs), found)
 
 
@@ -151,18 +177,25 @@ def test_a_slot_below_the_smallest_is_refused_with_its_size(tmp_path):
 @pytest.mark.parametrize("seed", [5, 6])
 @pytest.mark.parametrize(
     "faults",
-    [{"short_transfer": 0.8}, {"delay": 0.2, "delay_seconds": 0.0003}, {"reorder": 0.6},
-     {"short_transfer": 0.5, "delay": 0.1, "delay_seconds": 0.0003, "reorder": 0.4}],
+    [
+        {"short_transfer": 0.8},
+        {"delay": 0.2, "delay_seconds": 0.0003},
+        {"reorder": 0.6},
+        {"short_transfer": 0.5, "delay": 0.1, "delay_seconds": 0.0003, "reorder": 0.4},
+    ],
     ids="+".join,
-)  # fmt: skip
+)
 def test_short_late_and_reordered_transfers_change_no_bit(tmp_path, kind, faults, seed, steps):
-    """Takes three steps in a row under a seeded fault plan, in both numbers of slots that wait for each other most."""
+    """Takes three steps in a row under a seeded fault plan, in both numbers of slots that wait for
+    each other most."""
     arrays = random_arrays(SPLIT, NUMEL, seeded(seed))
     expected = arrays
     for step in (1, 2, 3):
         expected = steps.whole(SPLIT, expected, hyper(lr=1e-2, step=step))
     for slots in (2, 3):
-        disk = Disk(tmp_path, kind, faults=fault_plan(seed, **faults), block_nbytes=16 * BLOCK, depth=8)
+        disk = Disk(
+            tmp_path, kind, faults=fault_plan(seed, **faults), block_nbytes=16 * BLOCK, depth=8
+        )
         unit = Unit(SPLIT, arrays, disk=disk, in_file=ALL)
         pipeline = Pipeline(disk, smallest_slot_nbytes(SPLIT, ALL), slots=slots)
         ticket = None
@@ -176,7 +209,8 @@ def test_short_late_and_reordered_transfers_change_no_bit(tmp_path, kind, faults
 
 
 def test_chunks_without_a_run_move_no_bytes(tmp_path, kind):
-    """Steps a few elements of the second chunk and counts the engine's bytes: one chunk in, its saved arrays out."""
+    """Steps a few elements of the second chunk and counts the engine's bytes: one chunk in, its
+    saved arrays out."""
     disk = Disk(tmp_path, kind)
     in_file = ("weight", "exp_avg", "grad")
     arrays = random_arrays(PLAIN, NUMEL, seeded(7))
@@ -194,25 +228,44 @@ def test_chunks_without_a_run_move_no_bytes(tmp_path, kind):
     assert moved([]) == (0, 0)
     assert moved([(CHUNK_GRAIN + 9, CHUNK_GRAIN + 10, made)]) == (3 * chunk, 2 * chunk)
     assert moved([(NUMEL - 1, NUMEL, made)]) == (3 * 4 * 4096, 2 * 4 * 4096)  # the short last chunk
-    assert moved([(CHUNK_GRAIN - 1, CHUNK_GRAIN + 1, made)]) == (6 * chunk, 4 * chunk)  # the twin: two chunks
+    assert moved([(CHUNK_GRAIN - 1, CHUNK_GRAIN + 1, made)]) == (
+        6 * chunk,
+        4 * chunk,
+    )  # the twin: two chunks
     assert moved([(0, NUMEL, made)]) == (3 * 4 * NUMEL, 2 * 4 * NUMEL)
 
 
 def test_versions_of_stepped_extents_are_the_updates(tmp_path, kind):
-    """Submits updates with versions 7 and 8 and reads the extents' own; a gradient is not written and keeps its."""
+    """Submits updates with versions 7 and 8 and reads the extents' own; a gradient is not written
+    and keeps its."""
     disk = Disk(tmp_path, kind)
-    unit = Unit(SPLIT, random_arrays(SPLIT, NUMEL, seeded(8)), disk=disk, in_file=("weight", "exp_avg", "grad"))
+    unit = Unit(
+        SPLIT,
+        random_arrays(SPLIT, NUMEL, seeded(8)),
+        disk=disk,
+        in_file=("weight", "exp_avg", "grad"),
+    )
     pipeline = Pipeline(disk, MIB)
     for version in (7, 8):
         pipeline.submit(unit.whole(hyper(step=version), version=version)).wait()
         versions = {name: extent.version for name, extent in unit.extents.items()}
-        assert versions == {"weight": version, "master": version, "exp_avg": version, "exp_avg_sq": version, "grad": 0}
+        assert versions == {
+            "weight": version,
+            "master": version,
+            "exp_avg": version,
+            "exp_avg_sq": version,
+            "grad": 0,
+        }
 
 
 def test_a_ticket_ends_when_the_new_values_are_at_home(tmp_path, kind):
-    """Reads the file by the operating system right after each ticket, while every piece is delayed."""
+    """Reads the file by the operating system right after each ticket, while every piece is
+    delayed."""
     disk = Disk(tmp_path, kind, faults=fault_plan(9, delay=0.3, delay_seconds=0.001, reorder=0.5))
-    units = [Unit(PLAIN, random_arrays(PLAIN, 8192, seeded(9 + i)), disk=disk, in_file=ALL) for i in range(4)]
+    units = [
+        Unit(PLAIN, random_arrays(PLAIN, 8192, seeded(9 + i)), disk=disk, in_file=ALL)
+        for i in range(4)
+    ]
     pipeline = Pipeline(disk, smallest_slot_nbytes(PLAIN, ALL))
     before = [unit.arrays(raw=True) for unit in units]
     tickets = [pipeline.submit(unit.whole(hyper(lr=0.1))) for unit in units]
@@ -223,7 +276,8 @@ def test_a_ticket_ends_when_the_new_values_are_at_home(tmp_path, kind):
 
 
 def test_the_gradient_may_still_be_landing(tmp_path, kind, steps):
-    """Submits the update before its gradient's write has ended, with `after` its ticket, under delays."""
+    """Submits the update before its gradient's write has ended, with `after` its ticket, under
+    delays."""
     disk = Disk(tmp_path, kind, faults=fault_plan(10, delay=0.5, delay_seconds=0.001))
     arrays = random_arrays(PLAIN, NUMEL, seeded(10))
     unit = Unit(PLAIN, arrays | {"grad": torch.zeros(NUMEL)}, disk=disk, in_file=ALL)
@@ -235,7 +289,8 @@ def test_the_gradient_may_still_be_landing(tmp_path, kind, steps):
 
 
 def test_updates_of_memory_run_in_the_order_of_submission(steps):
-    """Submits ten different updates of the same arrays without waiting, and holds the end against them one by one."""
+    """Submits ten different updates of the same arrays without waiting, and holds the end against
+    them one by one."""
     arrays = random_arrays(PLAIN, 4096, seeded(11))
     made = [hyper(lr=0.1 / (1 + i), weight_decay=0.1 * i, step=1 + i) for i in range(10)]
     expected = arrays
@@ -255,7 +310,8 @@ def test_updates_of_memory_run_in_the_order_of_submission(steps):
 
 @pytest.mark.parametrize("chained", [True, False], ids=["after_the_last", "only_submitted"])
 def test_updates_of_one_file_run_in_the_order_of_submission(tmp_path, kind, chained, steps):
-    """Submits six updates of the same extents without waiting: each must load what the one before saved."""
+    """Submits six updates of the same extents without waiting: each must load what the one before
+    saved."""
     arrays = random_arrays(PLAIN, 8192, seeded(12))
     made = [hyper(lr=0.1 / (1 + i), step=1 + i) for i in range(6)]
     expected = arrays
@@ -271,7 +327,8 @@ def test_updates_of_one_file_run_in_the_order_of_submission(tmp_path, kind, chai
 
 
 def test_many_units_through_few_slots(tmp_path, kind, steps):
-    """Submits 12 units of different forms, sizes and homes at once, and waits for them from the last to the first."""
+    """Submits 12 units of different forms, sizes and homes at once, and waits for them from the
+    last to the first."""
     generator = seeded(13)
     disk = Disk(tmp_path, kind, nbytes=32 * MIB)
     forms = [PLAIN, SPLIT, every_form()[5], every_form()[40]]
@@ -321,8 +378,11 @@ def assert_kept(old: Arrays, new: Arrays, first: int) -> None:
 
 @pytest.mark.parametrize("in_file", [ALL, ("exp_avg",)], ids=["all_in_file", "weights_in_memory"])
 @pytest.mark.parametrize("broken", [0, 2], ids=["first_chunk", "third_chunk"])
-def test_a_corrupt_block_stops_the_updater_before_it_is_used(tmp_path, kind, broken, in_file, steps):
-    """Flips one bit on disk in one chunk: typed error, nothing from that chunk on is changed, nothing later runs."""
+def test_a_corrupt_block_stops_the_updater_before_it_is_used(
+    tmp_path, kind, broken, in_file, steps
+):
+    """Flips one bit on disk in one chunk: typed error, nothing from that chunk on is changed,
+    nothing later runs."""
     disk = Disk(tmp_path, kind)
     arrays = random_arrays(PLAIN, NUMEL, seeded(21))
     unit = Unit(PLAIN, arrays, disk=disk, in_file=in_file)
@@ -351,11 +411,14 @@ def test_a_corrupt_block_stops_the_updater_before_it_is_used(tmp_path, kind, bro
 
 @pytest.mark.parametrize("broken", [0, 1, 3])
 def test_a_refused_read_stops_the_updater_with_its_errno(tmp_path, kind, broken):
-    """Makes every transfer fail with EIO from the first piece of a chunk on; what was not reached has its old bits."""
+    """Makes every transfer fail with EIO from the first piece of a chunk on; what was not reached
+    has its old bits."""
     arrays = random_arrays(PLAIN, NUMEL, seeded(31))
     in_file, block = ("weight", "exp_avg"), 16 * BLOCK
     writes = 2 * -(-4 * NUMEL // block)  # pieces of the test's own writes, which come first
-    reads = broken * 2 * 4 * CHUNK_GRAIN // block  # of the chunks before: with four slots all loads start at once
+    reads = (
+        broken * 2 * 4 * CHUNK_GRAIN // block
+    )  # of the chunks before: with four slots all loads start at once
     faults = fault_plan(eio=1.0, first_piece=writes + reads)
     disk = Disk(tmp_path, kind, block_nbytes=block, faults=faults)
     unit = Unit(PLAIN, arrays, disk=disk, in_file=in_file)
@@ -374,7 +437,8 @@ def test_a_refused_read_stops_the_updater_with_its_errno(tmp_path, kind, broken)
 
 
 def test_a_failed_gradient_landing_stops_the_update_untouched(tmp_path, kind):
-    """Submits an update `after` a write that meets EIO: the update fails with that error and changes nothing."""
+    """Submits an update `after` a write that meets EIO: the update fails with that error and
+    changes nothing."""
     failing = Disk(tmp_path, kind, faults=fault_plan(eio=1.0))
     disk = Disk(tmp_path, kind)
     for in_file in ((), ALL):
@@ -404,7 +468,8 @@ def test_a_save_that_fails_is_an_error_of_its_ticket_and_of_all_later_ones(tmp_p
 
 
 def test_a_save_the_disk_lost_is_found_by_the_next_step(tmp_path, kind):
-    """Lets the disk drop the first step's saves: the second must not train on the stale values it reads."""
+    """Lets the disk drop the first step's saves: the second must not train on the stale values it
+    reads."""
     disk = Disk(tmp_path, kind, faults=fault_plan(lost_write=1.0, first_piece=4))
     unit = Unit(PLAIN, random_arrays(PLAIN, 8192, seeded(43)), disk=disk, in_file=ALL)
     pipeline = Pipeline(disk, smallest_slot_nbytes(PLAIN, ALL))
@@ -417,11 +482,18 @@ def test_a_save_the_disk_lost_is_found_by_the_next_step(tmp_path, kind):
 
 
 def test_an_update_that_does_not_fit_its_extents_is_refused_and_breaks_nothing():
-    """Tries wrong counts, missing and short extents, and runs that overlap, are empty or lie outside."""
+    """Tries wrong counts, missing and short extents, and runs that overlap, are empty or lie
+    outside."""
     arrays = random_arrays(SPLIT, 8192, seeded(51))
     unit = Unit(SPLIT, arrays)
     updater = native.Updater(native.IoEngine(kind="threads"), 0, 0, 0, 1)
-    good = dict(layout=SPLIT.layout, count=8192, version=1, runs=[native.Run(0, 8192, hyper())], **unit.extents)
+    good = dict(
+        layout=SPLIT.layout,
+        count=8192,
+        version=1,
+        runs=[native.Run(0, 8192, hyper())],
+        **unit.extents,
+    )
     short = native.Extent.in_memory(unit.extents["exp_avg"].address, 4096)
     wrong = [
         (dict(count=0), "0 elements"),
@@ -441,23 +513,42 @@ def test_an_update_that_does_not_fit_its_extents_is_refused_and_breaks_nothing()
         with pytest.raises(UsageError, match=tells):
             updater.submit(native.UnitUpdate(**(good | change)))
     assert not different(arrays, unit.arrays())
-    moving = native.Layout(rule=native.Rule.SGD, weight=native.DType.BFLOAT16, master=native.Master.SPLIT,
-                           grad=native.DType.BFLOAT16, moments=native.DType.FLOAT32)  # fmt: skip
+    moving = native.Layout(
+        rule=native.Rule.SGD,
+        weight=native.DType.BFLOAT16,
+        master=native.Master.SPLIT,
+        grad=native.DType.BFLOAT16,
+        moments=native.DType.FLOAT32,
+    )
     runs = [native.Run(0, 8192, hyper(momentum=0.9))]
     with pytest.raises(UsageError, match="needs an extent for exp_avg"):
-        updater.submit(native.UnitUpdate(**(good | dict(layout=moving, runs=runs, exp_avg=None, exp_avg_sq=None))))
+        updater.submit(
+            native.UnitUpdate(
+                **(good | dict(layout=moving, runs=runs, exp_avg=None, exp_avg_sq=None))
+            )
+        )
     updater.submit(native.UnitUpdate(**good)).wait()
     assert different(arrays, unit.arrays())
 
 
-@pytest.mark.parametrize("case", ["misaligned slots", "no such file", "a longer extent", "no engine"])
-def test_an_update_the_engine_cannot_serve_is_an_error_and_not_the_end_of_the_process(tmp_path, case):
-    """Submits what the I/O engine refuses: the refusal belongs to submit or to the ticket. In a child process."""
+@pytest.mark.parametrize(
+    "case", ["misaligned slots", "no such file", "a longer extent", "no engine"]
+)
+def test_an_update_the_engine_cannot_serve_is_an_error_and_not_the_end_of_the_process(
+    tmp_path, case
+):
+    """Submits what the I/O engine refuses: the refusal belongs to submit or to the ticket. In a
+    child process."""
     numel = 8192
 
     def call() -> str:
         disk = Disk(tmp_path)
-        unit = Unit(PLAIN, random_arrays(PLAIN, numel, torch.Generator().manual_seed(52)), disk=disk, in_file=ALL)
+        unit = Unit(
+            PLAIN,
+            random_arrays(PLAIN, numel, torch.Generator().manual_seed(52)),
+            disk=disk,
+            in_file=ALL,
+        )
         staging, engine, shift = Staging(4 * MIB), disk.engine, 0
         if case == "misaligned slots":
             shift = 8
@@ -472,9 +563,9 @@ def test_an_update_the_engine_cannot_serve_is_an_error_and_not_the_end_of_the_pr
         return "served"
 
     outcome = outcome_in_child(call)
-    assert outcome.startswith(("UsageError", "TypeError", "RuntimeError")) or (case == "a longer extent" and outcome == "served"), (
-        outcome
-    )
+    assert outcome.startswith(("UsageError", "TypeError", "RuntimeError")) or (
+        case == "a longer extent" and outcome == "served"
+    ), outcome
 
 
 @pytest.mark.parametrize("slots, threads", [(-1, 1), (1, 0), (1, -2)])

@@ -1,4 +1,5 @@
-"""The optimizer's books: what users change in ``optimizer.state`` and ``param_groups`` is what the next step goes by."""
+"""The optimizer's books: what users change in ``optimizer.state`` and ``param_groups`` is what the
+next step goes by."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
     params = list(model.parameters())
-    groups = [{"params": params[:2], "lr": 1e-2}, {"params": params[2:4], "lr": 3e-2, "weight_decay": 0.1}, {"params": params[4:]}]
+    groups = [
+        {"params": params[:2], "lr": 1e-2},
+        {"params": params[2:4], "lr": 3e-2, "weight_decay": 0.1},
+        {"params": params[4:]},
+    ]
     return model, OPTIMIZERS[kind](groups)
 
 
@@ -111,14 +116,18 @@ def copy_to_device(params, optimizer):
 
 def map_as_lightning_does(params, optimizer):
     for param, state in optimizer.state.items():
-        optimizer.state[param] = type(state)(OrderedDict((k, v * (1 if k == "step" else 0.5)) for k, v in state.items()))
+        optimizer.state[param] = type(state)(
+            OrderedDict((k, v * (1 if k == "step" else 0.5)) for k, v in state.items())
+        )
 
 
 def assign_entries(params, optimizer):
     for param in params:
         if param in optimizer.state:
             state = optimizer.state[param]
-            optimizer.state[param] = {k: v.clone() * (1 if k == "step" else 0.5) for k, v in state.items()}
+            optimizer.state[param] = {
+                k: v.clone() * (1 if k == "step" else 0.5) for k, v in state.items()
+            }
 
 
 def swap_entries(params, optimizer):
@@ -158,24 +167,47 @@ def keep_part_of_a_group(params, optimizer):
 
 
 EDITS = [
-    clear, assign_empty, delete_one, delete_key_by_key, zero_moments, change_view, change_numpy, change_data, change_dlpack,
-    set_step_back, zero_step_in_place, advance_step, copy_to_device, map_as_lightning_does, assign_entries, swap_entries,
-    keep_own_values, reverse_groups, sort_groups, replace_groups, move_between_groups, delete_group, keep_part_of_a_group,
-]  # fmt: skip
+    clear,
+    assign_empty,
+    delete_one,
+    delete_key_by_key,
+    zero_moments,
+    change_view,
+    change_numpy,
+    change_data,
+    change_dlpack,
+    set_step_back,
+    zero_step_in_place,
+    advance_step,
+    copy_to_device,
+    map_as_lightning_does,
+    assign_entries,
+    swap_entries,
+    keep_own_values,
+    reverse_groups,
+    sort_groups,
+    replace_groups,
+    move_between_groups,
+    delete_group,
+    keep_part_of_a_group,
+]
 OF_STEPS = {set_step_back, zero_step_in_place, advance_step}
 HARMLESS = {reverse_groups, sort_groups}
 
 
 def show(model, optimizer) -> dict:
     return {
-        index: {key: torch.as_tensor(value).clone() for key, value in optimizer.state[param].items()}
+        index: {
+            key: torch.as_tensor(value).clone() for key, value in optimizer.state[param].items()
+        }
         for index, param in enumerate(model.parameters())
         if param in optimizer.state
     }
 
 
 def train(model, optimizer, edit) -> list[dict]:
-    """Five steps; before the fourth ``edit``. Returns what ``optimizer.state`` showed before each."""
+    """Five steps; before the fourth ``edit``. Returns what ``optimizer.state`` showed before
+    each."""
     draws, shown = torch.Generator().manual_seed(3), []
     for step in range(5):
         if step == 3:
@@ -193,7 +225,9 @@ def assert_alike(ours, theirs, where="") -> None:
         for key in theirs:
             assert_alike(ours[key], theirs[key], f"{where} {key}")
     elif isinstance(theirs, torch.Tensor):
-        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5, msg=lambda text: f"{where}: {text}")
+        torch.testing.assert_close(
+            ours, theirs, atol=2e-6, rtol=1e-5, msg=lambda text: f"{where}: {text}"
+        )
     else:
         assert ours == theirs, where
 
@@ -205,8 +239,10 @@ def weights_of(model) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_a_change_of_the_books_does_what_it_does_to_torch(edit, kind, swap):
-    """Method: train beside torch's own class, and make the same change before the fourth step, at NVMe. What the books show is
-    compared before every step. The twin: without the change torch's weights are others, so that one not honoured would be seen."""
+    """Method: train beside torch's own class, and make the same change before the fourth step, at
+    NVMe. What the books show is compared before every step. The twin: without the change torch's
+    weights are others, so that one not honoured would be seen.
+    """
     model, optimizer = make(kind)
     expected = train(model, optimizer, edit)
     untouched, other = make(kind)
@@ -224,10 +260,18 @@ def test_a_change_of_the_books_does_what_it_does_to_torch(edit, kind, swap):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_change_of_the_books_gives_the_same_bits_at_every_home(kind, swap):
-    """Method: make several changes one after the other at each home and compare bits, of state dicts too."""
+    """Method: make several changes one after the other at each home and compare bits, of state
+    dicts too."""
 
     def edit(params, optimizer):
-        for each in (copy_to_device, zero_moments, move_between_groups, swap_entries, delete_one, replace_groups):
+        for each in (
+            copy_to_device,
+            zero_moments,
+            move_between_groups,
+            swap_entries,
+            delete_one,
+            replace_groups,
+        ):
             each(params, optimizer)
 
     found = []
@@ -245,7 +289,8 @@ def test_a_change_of_the_books_gives_the_same_bits_at_every_home(kind, swap):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_tensor_of_the_state_that_is_kept_shows_what_torchs_does(home, swap):
-    """Method: keep a moment, a view of it and a numpy array through steps, and change it between two; torch steps it in place."""
+    """Method: keep a moment, a view of it and a numpy array through steps, and change it between
+    two; torch steps it in place."""
 
     def follow(model, optimizer):
         draws, seen = torch.Generator().manual_seed(3), []
@@ -265,13 +310,16 @@ def test_a_tensor_of_the_state_that_is_kept_shows_what_torchs_does(home, swap):
         return seen
 
     expected = follow(*make("adamw"))
-    for ours, theirs in zip(follow(*infinity.wrap_model(*make("adamw"), config(home, swap))), expected):
+    for ours, theirs in zip(
+        follow(*infinity.wrap_model(*make("adamw"), config(home, swap))), expected
+    ):
         for mine, its in zip(ours, theirs):
             np.testing.assert_allclose(mine, its, atol=2e-6, rtol=1e-5)
 
 
 def test_the_state_that_was_looked_at_takes_no_memory_once_nobody_has_it(swap):
-    """Method: look at every moment and count what the engine keeps, then hold one. The twin is the one that is held."""
+    """Method: look at every moment and count what the engine keeps, then hold one. The twin is the
+    one that is held."""
     model, optimizer = infinity.wrap_model(*make("adamw"), config("nvme", swap))
     train(model, optimizer, lambda *_: None)
     lent = wrapped(model).engine.lent
@@ -283,7 +331,8 @@ def test_the_state_that_was_looked_at_takes_no_memory_once_nobody_has_it(swap):
 
 
 def test_own_keys_come_back_from_state_dicts_and_checkpoints(swap, tmp_path):
-    """Method: keep values beside torch's keys, also from before the wrap; save and load into a fresh job."""
+    """Method: keep values beside torch's keys, also from before the wrap; save and load into a
+    fresh job."""
     model, optimizer = make("adamw")
     optimizer.state[model[0][0].weight]["before"] = 7
     model, optimizer = infinity.wrap_model(model, optimizer, config("nvme", swap))
@@ -294,7 +343,10 @@ def test_own_keys_come_back_from_state_dicts_and_checkpoints(swap, tmp_path):
 
     def check(fresh, managed):
         entry = managed.state[fresh[0][0].weight]
-        assert list(entry) == ["step", "exp_avg", "exp_avg_sq", "before", "mine"] and entry["before"] == 7
+        assert (
+            list(entry) == ["step", "exp_avg", "exp_avg_sq", "before", "mine"]
+            and entry["before"] == 7
+        )
         assert torch.equal(entry["mine"], torch.ones(2)) and managed.state["epoch"] == 3
 
     fresh, managed = infinity.wrap_model(*make("adamw"), config("nvme", swap))
@@ -310,7 +362,8 @@ def test_own_keys_come_back_from_state_dicts_and_checkpoints(swap, tmp_path):
 
 
 def test_moments_whose_count_is_zero_are_saved_and_resumed(swap, tmp_path):
-    """Method: set every count back to 0, save, load, and go on beside the job that was not stopped."""
+    """Method: set every count back to 0, save, load, and go on beside the job that was not
+    stopped."""
     model, optimizer = infinity.wrap_model(*make("adamw"), config("nvme", swap))
     train(model, optimizer, lambda *_: None)
     set_step_back(None, optimizer)
@@ -324,7 +377,10 @@ def test_moments_whose_count_is_zero_are_saved_and_resumed(swap, tmp_path):
 
 
 REFUSED = {
-    "a foreign parameter": (lambda m, o: o.param_groups[0]["params"].append(nn.Parameter(torch.zeros(3))), "did not take home"),
+    "a foreign parameter": (
+        lambda m, o: o.param_groups[0]["params"].append(nn.Parameter(torch.zeros(3))),
+        "did not take home",
+    ),
     "one twice": (lambda m, o: o.param_groups[0]["params"].append(m[2][0].bias), "groups 0 and 2"),
     "a frozen one": (lambda m, o: o.param_groups[0]["params"].append(m.extra), "add_param_group"),
     "a partial entry": (lambda m, o: o.state[m[0][0].weight].pop("exp_avg_sq"), "lacks exp_avg_sq"),
@@ -339,8 +395,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_the_engine_cannot_step_is_refused_before_the_step(what, swap):
-    """Method: change the books so that torch, or we, cannot step them; the step raises and the weights are as before. The twin:
-    without the change the step is made."""
+    """Method: change the books so that torch, or we, cannot step them; the step raises and the
+    weights are as before. The twin: without the change the step is made."""
     model, optimizer = make("adamw")
     model.extra = nn.Parameter(torch.zeros(3))
     model, optimizer = infinity.wrap_model(model, optimizer, config("host", swap))
@@ -357,7 +413,8 @@ def test_what_the_engine_cannot_step_is_refused_before_the_step(what, swap):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_copy_of_another_parameters_state_is_taken(home, swap):
-    """Method: the error of a tensor that two parameters have names the copy; with it the step is made, and each goes its own way."""
+    """Method: the error of a tensor that two parameters have names the copy; with it the step is
+    made, and each goes its own way."""
     model, optimizer = infinity.wrap_model(*make("adamw"), config(home, swap))
     train(model, optimizer, lambda *_: None)
     mine, other = optimizer.state[model[0][0].weight], optimizer.state[model[1][0].weight]
@@ -373,7 +430,11 @@ def test_a_copy_of_another_parameters_state_is_taken(home, swap):
 
 @pytest.mark.parametrize(
     "value, match",
-    [(torch.zeros(3), "must be a tensor of shape"), ("text", "must be a tensor"), (torch.zeros(8, 8, device="meta"), "meta")],
+    [
+        (torch.zeros(3), "must be a tensor of shape"),
+        ("text", "must be a tensor"),
+        (torch.zeros(8, 8, device="meta"), "meta"),
+    ],
 )
 def test_a_value_of_another_shape_is_refused_where_it_is_set(value, match, swap):
     """Method: assign it; nothing changes."""
@@ -387,8 +448,11 @@ def test_a_value_of_another_shape_is_refused_where_it_is_set(value, match, swap)
     assert torch.equal(optimizer.state[model[0][0].weight]["exp_avg"], before)
 
 
-def test_state_of_parameters_outside_the_groups_is_in_checkpoints_and_refused_by_state_dict(swap, tmp_path):
-    """Method: take a group out after some steps. torch's state_dict() raises KeyError; ours says what it would leave out."""
+def test_state_of_parameters_outside_the_groups_is_in_checkpoints_and_refused_by_state_dict(
+    swap, tmp_path
+):
+    """Method: take a group out after some steps. torch's state_dict() raises KeyError; ours says
+    what it would leave out."""
     model, optimizer = infinity.wrap_model(*make("adamw"), config("nvme", swap))
     train(model, optimizer, delete_group)
     with pytest.raises(infinity.UsageError, match="in no group"):
@@ -401,14 +465,17 @@ def test_state_of_parameters_outside_the_groups_is_in_checkpoints_and_refused_by
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 def test_memory_that_was_put_under_a_value_is_the_state(home, swap):
-    """Method: set_ and .data = on three values between two steps, beside torch. Twin: of another shape, refused with the state as it was."""
+    """Method: set_ and .data = on three values between two steps, beside torch. Twin: of another
+    shape, refused with the state as it was."""
 
     def run(wraps: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(2)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         if wraps:
-            model, optimizer = infinity.wrap_model(model, optimizer, {"params": home, "optimizer": home, "nvme_paths": [str(swap)]})
+            model, optimizer = infinity.wrap_model(
+                model, optimizer, {"params": home, "optimizer": home, "nvme_paths": [str(swap)]}
+            )
 
         def step() -> None:
             model(torch.ones(4, 16)).square().mean().backward()
@@ -423,7 +490,9 @@ def test_memory_that_was_put_under_a_value_is_the_state(home, swap):
         step()
         if wraps:
             state["exp_avg"].data = torch.zeros(3)
-            with pytest.raises(infinity.UsageError, match=r"given the shape \(3,\), not \(16, 16\)"):
+            with pytest.raises(
+                infinity.UsageError, match=r"given the shape \(3,\), not \(16, 16\)"
+            ):
                 step()
         return model.state_dict()
 

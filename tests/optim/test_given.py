@@ -1,6 +1,8 @@
-"""Given: whichever name of an optimizer a script uses, over a wrap and an unwrap, does what torch's one optimizer does.
+"""Given: whichever name of an optimizer a script uses, over a wrap and an unwrap, does what torch's
+one optimizer does.
 
-Words used here: a **script** trains with `wrap` and `unwrap`, which do nothing for plain torch; what it returns has to be the same.
+Words used here: a **script** trains with `wrap` and `unwrap`, which do nothing for plain torch;
+what it returns has to be the same.
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ def hooks_of_state_dicts_and_steps(wrap, unwrap):
     before, called = optimizer, []
     optimizer.register_state_dict_pre_hook(lambda own: called.append("saving"))
     optimizer.register_state_dict_post_hook(lambda own, state: state.update(extra=1))
-    optimizer.register_load_state_dict_pre_hook(lambda own, state: called.append("loading") or {**state, "was": 1})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda own, state: called.append("loading") or {**state, "was": 1}
+    )
     model, optimizer = wrap(model, optimizer)
     optimizer.register_state_dict_post_hook(lambda own, state: {**state, "late": 2})
     before.register_load_state_dict_post_hook(lambda own: called.append("loaded"))
@@ -137,7 +141,9 @@ def same(found: Any, expected: Any) -> bool:
         return torch.equal(found, expected)
     if isinstance(expected, dict):
         return (
-            isinstance(found, dict) and found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
+            isinstance(found, dict)
+            and found.keys() == expected.keys()
+            and all(same(found[key], expected[key]) for key in expected)
         )
     if isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(map(same, found, expected))
@@ -151,7 +157,9 @@ def test_a_script_does_what_it_does_with_plain_torch(name, home, swap):
     """Method: the script with and without us. Twin: two scripts return different things."""
 
     def wrap(model, optimizer):
-        return infinity.wrap_model(model, optimizer, {"params": home, "optimizer": home, "nvme_paths": [str(swap)]})
+        return infinity.wrap_model(
+            model, optimizer, {"params": home, "optimizer": home, "nvme_paths": [str(swap)]}
+        )
 
     expected = SCRIPTS[name](lambda *pair: pair, lambda *pair: pair)
     assert same(SCRIPTS[name](wrap, infinity.unwrap_model), expected)
@@ -160,23 +168,29 @@ def test_a_script_does_what_it_does_with_plain_torch(name, home, swap):
 
 
 def test_a_wrap_that_is_refused_leaves_the_optimizer_as_it_was():
-    """Method: a model on which the wrap fails late; the plain optimizer loads, adds groups and steps by itself."""
+    """Method: a model on which the wrap fails late; the plain optimizer loads, adds groups and
+    steps by itself."""
     model, optimizer = made()
     own = {name for name in vars(optimizer)}
     with pytest.raises(infinity.InfinityError):
-        infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host", "host_memory": "1KiB"})
+        infinity.wrap_model(
+            model, optimizer, {"params": "host", "optimizer": "host", "host_memory": "1KiB"}
+        )
     assert set(vars(optimizer)) == own
     train(model, optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def test_an_unwrap_that_is_interrupted_keeps_the_hooks(monkeypatch):
-    """Method: the load into the plain optimizer is interrupted, and its caller tries again. Twin: the hooks are off during the load."""
+    """Method: the load into the plain optimizer is interrupted, and its caller tries again. Twin:
+    the hooks are off during the load."""
     model, optimizer = made()
     called: list[str] = []
     optimizer.register_load_state_dict_post_hook(lambda own: called.append("loaded"))
     plain = optimizer
-    model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, {"params": "host", "optimizer": "host"}
+    )
     train(model, optimizer)
     real, tries = type(plain).load_state_dict, []
 

@@ -1,5 +1,5 @@
-"""Recognition is exact: only a step that is a known one is taken over, and what the kernels do not honour is refused wherever it
-comes from, with nothing changed."""
+"""Recognition is exact: only a step that is a known one is taken over, and what the kernels do not
+honour is refused wherever it comes from, with nothing changed."""
 
 from __future__ import annotations
 
@@ -107,10 +107,21 @@ REFUSED = {
     "patched on the object": (patched, "replaced on the object"),
     "patched, then scheduled": (patched_then_scheduled, "replaced on the object"),
     "lion in its name": (lambda m: MedallionAdam(m.parameters()), "MedallionAdam is not supported"),
-    "another's Lion": (lambda m: false_lion("Lion")(m.parameters(), lr=0.1), "does not step as Lion does"),
-    "a flag of one group": (lambda m: torch.optim.AdamW([{"params": m[0].parameters()}, {"params": m[2].parameters(), "amsgrad": True}]), "amsgrad"),
-    "differentiable": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, differentiable=True), "differentiable"),
-}  # fmt: skip
+    "another's Lion": (
+        lambda m: false_lion("Lion")(m.parameters(), lr=0.1),
+        "does not step as Lion does",
+    ),
+    "a flag of one group": (
+        lambda m: torch.optim.AdamW(
+            [{"params": m[0].parameters()}, {"params": m[2].parameters(), "amsgrad": True}]
+        ),
+        "amsgrad",
+    ),
+    "differentiable": (
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, differentiable=True),
+        "differentiable",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -121,7 +132,10 @@ def test_what_would_not_run_is_refused(what):
     with pytest.raises(ConfigError) as error:
         infinity.wrap_model(model, build(model), CPU)
     assert said in str(error.value), str(error.value)
-    assert all(map(torch.equal, before, weights(model))) and type(next(model.parameters())) is nn.Parameter
+    assert (
+        all(map(torch.equal, before, weights(model)))
+        and type(next(model.parameters())) is nn.Parameter
+    )
 
 
 def test_a_lion_that_does_nothing_is_known_by_its_name_and_settings():
@@ -150,16 +164,21 @@ def test_a_step_patched_on_torchs_class_is_refused(monkeypatch):
 ACCEPTED = {
     "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
     "another constructor": lambda m: OnlyNamed(m.parameters(), 1e-2),
-    "Adam, decoupled": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
-    "AdamW, coupled by its group": lambda m: torch.optim.AdamW([{"params": m.parameters(), "decoupled_weight_decay": False}], lr=1e-2),
+    "Adam, decoupled": lambda m: torch.optim.Adam(
+        m.parameters(), lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    "AdamW, coupled by its group": lambda m: torch.optim.AdamW(
+        [{"params": m.parameters(), "decoupled_weight_decay": False}], lr=1e-2
+    ),
     "Lion": lambda m: PlainLion(m.parameters(), lr=1e-2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", ACCEPTED)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_what_is_known_runs_as_torch_runs_it(what, scheduled):
-    """The other side: the same formula, also under a scheduler, which puts a function of its own around step()."""
+    """The other side: the same formula, also under a scheduler, which puts a function of its own
+    around step()."""
 
     def run(wrapped: bool) -> list[torch.Tensor]:
         model = make()
@@ -203,7 +222,9 @@ def wrapped(kind: str):
 
 
 @pytest.mark.parametrize("what", SWITCHED)
-@pytest.mark.parametrize("way", ["load_state_dict", "param_groups", "checkpoint", "step_in_backward"])
+@pytest.mark.parametrize(
+    "way", ["load_state_dict", "param_groups", "checkpoint", "step_in_backward"]
+)
 def test_what_is_switched_on_later_is_refused_before_anything_changes(what, way, tmp_path):
     kind, change, said = SWITCHED[what]
     model, optimizer = wrapped(kind)
@@ -271,15 +292,24 @@ def of_module(module: str, name: str) -> type:
     return type(
         name,
         (torch.optim.Optimizer,),
-        {"__module__": module, "__init__": lambda self, params: torch.optim.Optimizer.__init__(self, params, {})},
+        {
+            "__module__": module,
+            "__init__": lambda self, params: torch.optim.Optimizer.__init__(self, params, {}),
+        },
     )
 
 
 INSTEAD = {
     ("bitsandbytes.optim.adamw", "AdamW8bit"): 'Use torch.optim.AdamW with Config(moments="int8")',
-    ("bitsandbytes.optim.adamw", "PagedAdamW32bit"): "Use torch.optim.AdamW: its update runs in the engine's kernels, at any home",
+    (
+        "bitsandbytes.optim.adamw",
+        "PagedAdamW32bit",
+    ): "Use torch.optim.AdamW: its update runs in the engine's kernels, at any home",
     ("torchao.optim.adam", "Adam8bit"): 'Use torch.optim.Adam with Config(moments="int8")',
-    ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"): "Use torch.optim.Adam: its update runs in the engine's kernels",
+    (
+        "deepspeed.ops.adam.cpu_adam",
+        "DeepSpeedCPUAdam",
+    ): "Use torch.optim.Adam: its update runs in the engine's kernels",
     ("mine.optimizers", "AdamW"): "Use torch.optim.AdamW: its update",
     ("mine.optimizers", "Shampoo"): "Supported are torch.optim.AdamW",
 }
@@ -291,7 +321,9 @@ def test_a_refusal_names_the_classs_module_and_the_way_that_works(module, name):
     model = make()
     with pytest.raises(ConfigError) as error:
         infinity.wrap_model(model, of_module(module, name)(model.parameters()), CPU)
-    assert f"optimizer {module}.{name} is not supported. {INSTEAD[module, name]}" in str(error.value)
+    assert f"optimizer {module}.{name} is not supported. {INSTEAD[module, name]}" in str(
+        error.value
+    )
     infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), CPU)
 
 
@@ -315,7 +347,12 @@ class Unfinished(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Lookahead, "wrapper around SGD"), (Averaging, "wrapper around SGD"), (Unfinished, "no param_groups")]
+    ("kind", "said"),
+    [
+        (Lookahead, "wrapper around SGD"),
+        (Averaging, "wrapper around SGD"),
+        (Unfinished, "no param_groups"),
+    ],
 )
 def test_what_stands_around_an_optimizer_is_refused_by_name(kind, said):
     """Twin: the one inside is taken."""

@@ -14,8 +14,9 @@ from infinity.runtime.registry import wrapped
 
 @pytest.mark.parametrize("clip", [1.0, 0.5, 2.0])
 def test_a_gradient_with_every_factor_a_kernel_takes_is_stepped(clip):
-    """Method: multiply the gradient so often by a half, and step with another factor from clipping, as a rank does whose part of it
-    counted in no norm. All are powers of two, so that the weight is exact."""
+    """Method: multiply the gradient so often by a half, and step with another factor from clipping,
+    as a rank does whose part of it counted in no norm. All are powers of two, so that the weight is
+    exact."""
     model = nn.Linear(4, 2, bias=False)
     nn.init.ones_(model.weight)
     model, optimizer = infinity.wrap_model(
@@ -26,6 +27,11 @@ def test_a_gradient_with_every_factor_a_kernel_takes_is_stepped(clip):
     for _ in range(native.MAX_GRAD_FACTORS):
         model.weight.grad.mul_(0.5)
     assert len(handle.grad.factors) == native.MAX_GRAD_FACTORS
-    stepper = Stepper(engine.make_step_context(), native.Rule.SGD, optimizer.param_groups, {handle: 0})
+    stepper = Stepper(
+        engine.make_step_context(), native.Rule.SGD, optimizer.param_groups, {handle: 0}
+    )
     stepper.carry_out(stepper.plan(engine.units[0], 1, clip))
-    assert torch.equal(model.state_dict()["weight"], torch.full((2, 4), 1 - 2.0 * 0.5**native.MAX_GRAD_FACTORS * clip))
+    assert torch.equal(
+        model.state_dict()["weight"],
+        torch.full((2, 4), 1 - 2.0 * 0.5**native.MAX_GRAD_FACTORS * clip),
+    )

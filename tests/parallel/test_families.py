@@ -1,4 +1,5 @@
-"""Models of transformers, adapters of peft and torchtitan's model, cut over two ranks and trained from their homes.
+"""Models of transformers, adapters of peft and torchtitan's model, cut over two ranks and trained
+from their homes.
 
 **twin**: the same training by one process, or by the library itself.
 """
@@ -22,8 +23,13 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     """Everything that two ranks do."""
     swap = launch_folder / "swap"
     configs = [models.at_home(home, home, swap) for home in ("host", "nvme")]
-    jobs: dict[str, dict] = {f"families:{name}": {"name": name, "configs": configs} for name in FAMILIES}
-    jobs |= {f"generates:{name}": {"name": name, "config": configs[0], "folder": str(launch_folder)} for name in ("llama", "gpt2")}
+    jobs: dict[str, dict] = {
+        f"families:{name}": {"name": name, "configs": configs} for name in FAMILIES
+    }
+    jobs |= {
+        f"generates:{name}": {"name": name, "config": configs[0], "folder": str(launch_folder)}
+        for name in ("llama", "gpt2")
+    }
     jobs |= {f"experts:{name}": {"name": name, "configs": configs} for name in MIXTURES}
     jobs["experts_refused"] = {}
     jobs["adapters"] = {"config": configs[1], "folder": str(launch_folder)}
@@ -33,10 +39,13 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_of_transformers_train_under_their_own_or_a_found_plan(two, name):
-    """Gradients of one process, the same bits from every home, and no more bytes than the plan says."""
+    """Gradients of one process, the same bits from every home, and no more bytes than the plan
+    says."""
     for rank in two[f"families:{name}"]:
         first, *others = rank["homes"]
-        assert near(first["losses"][:1], rank["one process"][:1]) and near(first["losses"], rank["one process"], 1e-4)
+        assert near(first["losses"][:1], rank["one process"][:1]) and near(
+            first["losses"], rank["one process"], 1e-4
+        )
         assert first["grads off"] < 1e-6 and first["q_norm off"] < 1e-6
         assert rank["names"]
         assert rank["cut"] < 0.7 * rank["whole"]
@@ -51,7 +60,9 @@ def test_ranks_with_whole_experts_of_a_mixture_train_as_one_process(two, name, r
     """Half of the experts' bytes on each of two ranks; the same bits from every home."""
     for rank in two[f"experts:{name}"]:
         first, *others = rank[rest]["homes"]
-        assert near(first["losses"][:1], rank["one process"][:1]) and near(first["losses"], rank["one process"], 1e-4)
+        assert near(first["losses"][:1], rank["one process"][:1]) and near(
+            first["losses"], rank["one process"], 1e-4
+        )
         assert rank[rest]["grads off"] < 1e-6 and rank[rest]["share"] == 0.5
         for other in others:
             assert other["losses"] == first["losses"]
@@ -79,7 +90,9 @@ def test_adapters_around_cut_layers_are_those_of_one_process(two):
         assert rank["grads off"] < 1e-6 and rank["weights off"] < 1e-4
         assert rank["saved"] is True
         assert "cut the base model first" in rank["adapted before"]
-        assert "adapters of peft that are whole, around a layer that is cut" in rank["whole adapters"]
+        assert (
+            "adapters of peft that are whole, around a layer that is cut" in rank["whole adapters"]
+        )
     assert not models.differing(first["ours"]["weights"], second["ours"]["weights"])
 
 
@@ -92,13 +105,24 @@ def test_ranks_with_other_parts_of_the_sequences_are_data_ranks(two):
 
 @pytest.mark.slow
 def test_torchtitans_own_function_cuts_a_model_that_trains_from_its_homes(tmp_path):
-    """Run where torchtitan is installed (0.2.0 was tried; later ones need a nightly torch). INFINITY_TORCHTITAN: a folder with it."""
+    """Run where torchtitan is installed (0.2.0 was tried; later ones need a nightly torch).
+    INFINITY_TORCHTITAN: a folder with it."""
     if "INFINITY_TORCHTITAN" not in os.environ:
         pytest.importorskip("torchtitan")
-    path = os.pathsep.join(filter(None, (os.environ.get("INFINITY_TORCHTITAN"), os.environ.get("PYTHONPATH"))))
-    jobs = {f"titan:{home}-{parts}": {"config": models.at_home(home, home, tmp_path), "loss_parallel": parts}
-            for home in ("host", "nvme") for parts in (True, False)}  # fmt: skip
-    found = run_all(tmp_path / "jobs", 2, jobs, script="parallel_families.py", environment={"PYTHONPATH": path})
+    path = os.pathsep.join(
+        filter(None, (os.environ.get("INFINITY_TORCHTITAN"), os.environ.get("PYTHONPATH")))
+    )
+    jobs = {
+        f"titan:{home}-{parts}": {
+            "config": models.at_home(home, home, tmp_path),
+            "loss_parallel": parts,
+        }
+        for home in ("host", "nvme")
+        for parts in (True, False)
+    }
+    found = run_all(
+        tmp_path / "jobs", 2, jobs, script="parallel_families.py", environment={"PYTHONPATH": path}
+    )
     for name, ranks in found.items():
         for rank in ranks:
             assert near(rank["ours"]["losses"], rank["torchtitan"]["losses"]), name

@@ -41,28 +41,65 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     folder, swap = launch_folder, launch_folder / "swap"
     jobs: dict[str, dict] = {f"alone:{name}": {"name": name} for name in FAMILIES}
     for name in FAMILIES:
-        for schedule, home in RUNS.items() if name in ("llama", "qwen3") else (("auto", "nvme"), ("ZBVZeroBubble", "host")):
-            jobs[f"piped:{name}-{schedule}"] = {"name": name, "schedule": schedule, "config": models.at_home(home, home, swap)}
+        for schedule, home in (
+            RUNS.items()
+            if name in ("llama", "qwen3")
+            else (("auto", "nvme"), ("ZBVZeroBubble", "host"))
+        ):
+            jobs[f"piped:{name}-{schedule}"] = {
+                "name": name,
+                "schedule": schedule,
+                "config": models.at_home(home, home, swap),
+            }
     for home in ("device", "host"):
-        jobs[f"piped:llama-auto-{home}"] = {"name": "llama", "schedule": "auto", "config": models.at_home(home, home, swap)}
+        jobs[f"piped:llama-auto-{home}"] = {
+            "name": "llama",
+            "schedule": "auto",
+            "config": models.at_home(home, home, swap),
+        }
     jobs["piped:llama-one chunk"] = {
-        "name": "llama", "schedule": "auto", "chunks": 1, "config": models.at_home("host", "host", swap),
-    }  # fmt: skip
-    jobs["piped:qwen3-saved"] = {"name": "qwen3", "schedule": "auto", "path": str(folder / "saved"),
-                                 "config": models.at_home("host", "host", swap)}  # fmt: skip
+        "name": "llama",
+        "schedule": "auto",
+        "chunks": 1,
+        "config": models.at_home("host", "host", swap),
+    }
+    jobs["piped:qwen3-saved"] = {
+        "name": "qwen3",
+        "schedule": "auto",
+        "path": str(folder / "saved"),
+        "config": models.at_home("host", "host", swap),
+    }
     weights = folder / "model.safetensors"
     state = made_pipeline_jobs.causal("qwen3").state_dict()
     save_file({name: value for name, value in state.items() if name != "lm_head.weight"}, weights)
-    jobs["piped:qwen3-meta"] = {"name": "qwen3", "schedule": "auto", "weights": str(weights),
-                                "config": models.at_home("nvme", "host", swap)}  # fmt: skip
+    jobs["piped:qwen3-meta"] = {
+        "name": "qwen3",
+        "schedule": "auto",
+        "weights": str(weights),
+        "config": models.at_home("nvme", "host", swap),
+    }
     jobs |= {"piped_chains": {}, "refused_pipelines": {}}
-    jobs |= {f"shapes:{schedule}": {"config": models.at_home(home, home, swap), "schedule": schedule}
-             for schedule, home in (("1F1B", "host"), ("auto", "nvme"))}  # fmt: skip
-    jobs |= {f"saved_whole:{name}-{schedule}": {"name": name, "folder": str(folder / f"{name}-{schedule}"), "schedule": schedule,
-                                                "config": models.at_home("nvme", "host", swap)}
-             for name, schedule in (("llama", "auto"), ("qwen3", "auto"), ("qwen3", "1F1B"), ("gpt2", "ZBVZeroBubble"))}  # fmt: skip
     jobs |= {
-        f"tied:{what}": {"config": models.at_home("nvme", "host", swap), "fault": what == "fault"} for what in ("ten", "fault")
+        f"shapes:{schedule}": {"config": models.at_home(home, home, swap), "schedule": schedule}
+        for schedule, home in (("1F1B", "host"), ("auto", "nvme"))
+    }
+    jobs |= {
+        f"saved_whole:{name}-{schedule}": {
+            "name": name,
+            "folder": str(folder / f"{name}-{schedule}"),
+            "schedule": schedule,
+            "config": models.at_home("nvme", "host", swap),
+        }
+        for name, schedule in (
+            ("llama", "auto"),
+            ("qwen3", "auto"),
+            ("qwen3", "1F1B"),
+            ("gpt2", "ZBVZeroBubble"),
+        )
+    }
+    jobs |= {
+        f"tied:{what}": {"config": models.at_home("nvme", "host", swap), "fault": what == "fault"}
+        for what in ("ten", "fault")
     }
     jobs["memory"] = {"config": {"params": "host", "optimizer": "host"}}
     jobs["reviewed"] = {"config": models.at_home("host", "host", swap)}
@@ -70,13 +107,22 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), [(n, s) for n in FAMILIES for s in RUNS if n in ("llama", "qwen3") or s in ("auto", "ZBVZeroBubble")]
+    ("name", "schedule"),
+    [
+        (n, s)
+        for n in FAMILIES
+        for s in RUNS
+        if n in ("llama", "qwen3") or s in ("auto", "ZBVZeroBubble")
+    ],
 )
 def test_a_model_of_transformers_trains_as_in_one_process(two, name, schedule):
-    """The loss is that of the whole batch, on every rank; one norm; a table that is the head, too, stays one."""
+    """The loss is that of the whole batch, on every rank; one norm; a table that is the head, too,
+    stays one."""
     alone, ranks = two[f"alone:{name}"][0], two[f"piped:{name}-{schedule}"]
     assert ranks[0]["losses"] == ranks[1]["losses"] and ranks[0]["norms"] == ranks[1]["norms"]
-    assert near(ranks[0]["losses"][:1], alone["losses"][:1]) and near(ranks[0]["losses"], alone["losses"], 1e-5)
+    assert near(ranks[0]["losses"][:1], alone["losses"][:1]) and near(
+        ranks[0]["losses"], alone["losses"], 1e-5
+    )
     assert near(ranks[0]["norms"], alone["norms"], 1e-4)
     for rank in ranks:
         assert off(rank["weights"], alone["weights"]) < 1e-3
@@ -86,20 +132,25 @@ def test_a_model_of_transformers_trains_as_in_one_process(two, name, schedule):
 
 @pytest.mark.parametrize("other", ["auto-device", "auto-host", "one chunk"])
 def test_homes_and_cuts_change_no_bit(two, other):
-    """Of losses, norms and weights, with the schedule that is taken where nobody names one. The failing twin adds up in another order."""
+    """Of losses, norms and weights, with the schedule that is taken where nobody names one. The
+    failing twin adds up in another order."""
     merged = {}
     for way in ("auto", other, "InterleavedZeroBubble"):
         ranks = two[f"piped:llama-{way}"]
         weights = {name: value for rank in ranks for name, value in rank["weights"].items()}
         merged[way] = ranks[0]["losses"], ranks[0]["norms"], weights
-    assert merged[other][:2] == merged["auto"][:2] and not models.differing(merged[other][2], merged["auto"][2])
+    assert merged[other][:2] == merged["auto"][:2] and not models.differing(
+        merged[other][2], merged["auto"][2]
+    )
     assert models.differing(merged["InterleavedZeroBubble"][2], merged["auto"][2])
 
 
 @pytest.mark.parametrize("schedule", ["auto", "1F1B", "InterleavedZeroBubble"])
 def test_both_copies_of_a_tie_have_the_same_bits(two, schedule):
     first, last = two[f"piped:qwen3-{schedule}"]
-    assert torch.equal(first["weights"]["model.embed_tokens.weight"], last["weights"]["lm_head.weight"])
+    assert torch.equal(
+        first["weights"]["model.embed_tokens.weight"], last["weights"]["lm_head.weight"]
+    )
 
 
 TABLE = 98 * 64 * 4  # bytes of its gradient
@@ -116,7 +167,9 @@ def test_a_checkpoint_is_that_of_the_whole_model(two):
     """One process loads it: a tie is one entry."""
     saved = two["piped:qwen3-saved"]
     model = made_pipeline_jobs.causal("qwen3")
-    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), {"params": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), {"params": "host"}
+    )
     infinity.load_checkpoint(two["folder"] / "saved", model, optimizer)
     found = model.state_dict()
     for rank in saved:
@@ -144,14 +197,21 @@ def test_bad_input_is_refused_with_the_numbers(two, what):
 
 
 FROZEN = (
-    "a frozen first stage", "a frozen last stage", "a stage that begins frozen", "a frozen tie",
-    *(f"a frozen first stage of {schedule}" for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")),
-)  # fmt: skip
+    "a frozen first stage",
+    "a frozen last stage",
+    "a stage that begins frozen",
+    "a frozen tie",
+    *(
+        f"a frozen first stage of {schedule}"
+        for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    ),
+)
 
 
 @pytest.mark.parametrize("what", ["two steps of a tie", "positions in bf16", *FROZEN])
 def test_norms_are_those_of_one_process_also_when(two, what):
-    """Steps without an update between them, 16-bit tables of positions, stages and ties that are not trained."""
+    """Steps without an update between them, 16-bit tables of positions, stages and ties that are
+    not trained."""
     for rank in two["reviewed"]:
         ours, alone = rank[what]
         assert ours == pytest.approx(alone, rel=2e-2 if "bf16" in what else 1e-5)
@@ -160,7 +220,9 @@ def test_norms_are_those_of_one_process_also_when(two, what):
 def test_what_a_review_found(two):
     for rank in two["reviewed"]:
         assert len(set(rank["several schedules"])) == 1
-        assert rank["another tie"].startswith("ConfigError: 0.weight is one parameter in chunks 0, 1, on different ranks")
+        assert rank["another tie"].startswith(
+            "ConfigError: 0.weight is one parameter in chunks 0, 1, on different ranks"
+        )
         assert "adds a loss of its routers" in rank["routers"]
         assert rank["too small"].startswith("CapacityError") and rank["given back"] is True
         assert rank["its own parameter"] is True
@@ -177,7 +239,9 @@ def test_batches_may_have_other_lengths_in_every_step(two, schedule):
 def test_stages_with_other_batches_are_told_before_anything_runs(two, schedule):
     """Outputs of one batch would be compared with the labels of another, and nobody would see."""
     for rank in two[f"shapes:{schedule}"]:
-        assert rank["refused"].startswith("UsageError: ranks 0 and 1 have other batches (the inputs, the targets)")
+        assert rank["refused"].startswith(
+            "UsageError: ranks 0 and 1 have other batches (the inputs, the targets)"
+        )
         assert "a batch of 6 does not divide into 4 micro-batches" in rank["odd"]  # on both
         assert rank["goes on"] and rank["evaluated first"][0] == rank["evaluated first"][1]
 
@@ -196,13 +260,17 @@ def test_a_machine_is_divided_as_its_stages_need(two):
 
 
 def test_what_passes_between_stages_is_charged_and_the_window_gives_way(two):
-    """Four buffers of each of two shapes: 2 and 4 rows of 256 features in fp32. One that leaves no room for weights is refused."""
+    """Four buffers of each of two shapes: 2 and 4 rows of 256 features in fp32. One that leaves no
+    room for weights is refused."""
     between = 4 * (2 + 4) * 256 * 4
     for rank in two["memory"]:
         narrower, left = rank["window"]
         assert rank["between"] == between and narrower == max(0, between - left)
     assert narrower > 0  # of the seven layers
-    assert rank["too much"].startswith("CapacityError: the device window") and "Raise Config(device_memory=...)" in rank["too much"]
+    assert (
+        rank["too much"].startswith("CapacityError: the device window")
+        and "Raise Config(device_memory=...)" in rank["too much"]
+    )
 
 
 BOUNDARY = 2 * 12 * 64 * 4  # bytes of a micro-batch of two sequences of 12, 64 features in fp32
@@ -211,19 +279,38 @@ BOUNDARY = 2 * 12 * 64 * 4  # bytes of a micro-batch of two sequences of 12, 64 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "axes"),
-    [(4, {"tp": 2}), (4, {}), (8, {"tp": 2}), (4, {"ep": 2}), (8, {"replicas": 2}), (4, {"ep": 2, "exchange": "tokens"})],
+    [
+        (4, {"tp": 2}),
+        (4, {}),
+        (8, {"tp": 2}),
+        (4, {"ep": 2}),
+        (8, {"replicas": 2}),
+        (4, {"ep": 2, "exchange": "tokens"}),
+    ],
     ids=["pp2 x tp2", "pp2 x dp2", "2 x 2 x 2", "pp2 x ep2", "pp2 x hybrid", "pp2 x ep2 of tokens"],
 )
 def test_stages_data_ranks_and_parts_together(tmp_path, world, axes):
-    """Norms of one process that is given every data rank's batch, on every rank; a boundary carries b s h / t."""
+    """Norms of one process that is given every data rank's batch, on every rank; a boundary carries
+    b s h / t."""
     swap = tmp_path / "swap"
     swap.mkdir()
-    parts = 1 if "exchange" in axes else axes.get("tp", 1) * axes.get("ep", 1)  # that a batch is divided among
+    parts = (
+        1 if "exchange" in axes else axes.get("tp", 1) * axes.get("ep", 1)
+    )  # that a batch is divided among
     names = ("mixtral",) if "ep" in axes else ("llama", "qwen3")
-    jobs: dict[str, dict] = {f"alone:{name}": {"name": name, "data_ranks": world // 2 // parts} for name in names}
+    jobs: dict[str, dict] = {
+        f"alone:{name}": {"name": name, "data_ranks": world // 2 // parts} for name in names
+    }
     for name in names:
-        jobs |= {f"piped:{name}-{home}": {"name": name, "schedule": "auto", "axes": axes, "config": models.at_home(home, home, swap)}
-                 for home in ("host", "nvme")}  # fmt: skip
+        jobs |= {
+            f"piped:{name}-{home}": {
+                "name": name,
+                "schedule": "auto",
+                "axes": axes,
+                "config": models.at_home(home, home, swap),
+            }
+            for home in ("host", "nvme")
+        }
     found = run_all(tmp_path / "jobs", world, jobs, script="made_pipeline_jobs.py")
     for name in names:
         alone, ranks = found[f"alone:{name}"][0], found[f"piped:{name}-host"]
@@ -237,10 +324,13 @@ def test_stages_data_ranks_and_parts_together(tmp_path, world, axes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("axes", "largest"), [({"tp": 2}, TABLE // 2), ({}, 4096 * 4)], ids=["pp2 x tp2", "pp2 x dp2"])
+@pytest.mark.parametrize(
+    ("axes", "largest"), [({"tp": 2}, TABLE // 2), ({}, 4096 * 4)], ids=["pp2 x tp2", "pp2 x dp2"]
+)
 def test_a_tie_sends_each_rank_its_part_of_the_gradient(axes, largest, tmp_path):
-    """Of a table that t ranks have parts of, and d ranks slices of (in whole runs of 4,096 elements): each sends its own to the one at its place
-    in the other stage, so that a stage sends the table once, whatever t and d."""
+    """Of a table that t ranks have parts of, and d ranks slices of (in whole runs of 4,096
+    elements): each sends its own to the one at its place in the other stage, so that a stage sends
+    the table once, whatever t and d."""
     swap = tmp_path / "swap"
     swap.mkdir()
     jobs = {"tied:parts": {"config": models.at_home("nvme", "host", swap), "axes": axes}}
@@ -252,8 +342,8 @@ def test_a_tie_sends_each_rank_its_part_of_the_gradient(axes, largest, tmp_path)
 
 @pytest.mark.slow
 def test_data_ranks_may_have_batches_of_other_lengths(tmp_path):
-    """One has a new length while the other's is known, in each order, and evaluations between: stages of the one try it out, which gathers
-    weights from the other."""
+    """One has a new length while the other's is known, in each order, and evaluations between:
+    stages of the one try it out, which gathers weights from the other."""
     jobs: dict[str, dict] = {
         "lengths": {
             "steps": [(12, 12), (12, 7), (9, 12), (12, 9), (12, 12)],
@@ -267,22 +357,41 @@ def test_data_ranks_may_have_batches_of_other_lengths(tmp_path):
 
 @pytest.mark.slow
 def test_checkpoints_pass_between_3d_and_everything_else(tmp_path):
-    """From 2 x 2 x 2 to pp2, to pp2 x dp2, and to one process; weights and moments keep their bits on the way."""
+    """From 2 x 2 x 2 to pp2, to pp2 x dp2, and to one process; weights and moments keep their bits
+    on the way."""
     config = {"params": "host", "optimizer": "host"}
     first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
-    jobs = {"piped": {"name": "qwen3", "schedule": "auto", "axes": {"tp": 2}, "config": config, "path": first}}
+    jobs = {
+        "piped": {
+            "name": "qwen3",
+            "schedule": "auto",
+            "axes": {"tp": 2},
+            "config": config,
+            "path": first,
+        }
+    }
     saved = run_all(tmp_path / "eight", 8, jobs, script="made_pipeline_jobs.py")["piped"]
     weights = {name: value for rank in saved for name, value in rank["weights"].items()}
     for world, path, onto in ((2, first, second), (4, second, third)):
         jobs = {"reloaded": {"name": "qwen3", "path": path, "tp": 1, "onto": onto}}
-        for rank in run_all(tmp_path / f"of {world}", world, jobs, script="made_pipeline_jobs.py")["reloaded"]:
+        for rank in run_all(tmp_path / f"of {world}", world, jobs, script="made_pipeline_jobs.py")[
+            "reloaded"
+        ]:
             assert not models.differing(rank, {name: weights[name] for name in rank})
     states = []
     for path in (first, third):
         model = made_pipeline_jobs.causal("qwen3")
-        model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), config)
+        model, optimizer = infinity.wrap_model(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), config
+        )
         infinity.load_checkpoint(path, model, optimizer)
         assert not models.differing(model.state_dict(), weights)
         state = optimizer.state_dict()["state"]
-        states.append({f"{index} {name}": value for index, of_one in state.items() for name, value in of_one.items()})
+        states.append(
+            {
+                f"{index} {name}": value
+                for index, of_one in state.items()
+                for name, value in of_one.items()
+            }
+        )
     assert not models.differing(*states)

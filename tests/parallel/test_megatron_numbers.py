@@ -1,6 +1,7 @@
 """Megatron-LM's own numbers hold: parameter counts, and what passes between the ranks of a layer.
 
-Source: Shoeybi et al., Megatron-LM (2019), table 1 and section 3. The communication is counted by torch's CommDebugMode on two ranks.
+Source: Shoeybi et al., Megatron-LM (2019), table 1 and section 3. The communication is counted by
+torch's CommDebugMode on two ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class GPT(nn.Module):
 
 @pytest.mark.parametrize(("size", "count"), SIZES.items(), ids=str)
 def test_parameter_counts_of_the_paper(size, count):
-    """A vocabulary of 51,200 (padded to a multiple of 128 x 8) and 1,024 positions, input and output embedding tied."""
+    """A vocabulary of 51,200 (padded to a multiple of 128 x 8) and 1,024 positions, input and
+    output embedding tied."""
     with torch.device("meta"):
         model = GPT(*size)
     found = sum(param.numel() for param in model.parameters())
@@ -47,7 +49,10 @@ def test_parameter_counts_of_the_paper(size, count):
         for layer in model.layers
         for p in layer.get_submodule(name).parameters()
     )
-    assert {name for name, style in plan.items() if style == "rowwise"} == {"layers.*.o", "layers.*.down"}
+    assert {name for name, style in plan.items() if style == "rowwise"} == {
+        "layers.*.o",
+        "layers.*.down",
+    }
     assert plan["tokens"] == "embedding_rowwise" and "positions" not in plan
     assert (cut + model.tokens.weight.numel()) / found > 0.99
 
@@ -58,7 +63,8 @@ def counted(standing_ranks) -> dict:
 
 
 def test_two_all_reduces_forward_and_two_backward_in_a_layer(counted):
-    """Of b x s x h elements each, and none else, whether the weights are on the device or at home."""
+    """Of b x s x h elements each, and none else, whether the weights are on the device or at
+    home."""
     for where in ("torch", "ours"):
         forward, backward = counted[where]["forward"], counted[where]["backward"]
         assert forward == [counted["bsh"]] * (2 * 3 + 1), where  # and the vocabulary's
@@ -66,7 +72,8 @@ def test_two_all_reduces_forward_and_two_backward_in_a_layer(counted):
 
 
 def test_the_loss_moves_three_scalars_a_token_and_never_the_logits(counted):
-    """loss_parallel: the largest logit, the sum of exponentials, the target's logit; the gradient needs nothing more."""
+    """loss_parallel: the largest logit, the sum of exponentials, the target's logit; the gradient
+    needs nothing more."""
     for where in ("torch", "ours"):
         assert sorted(counted[where]["loss"]) == [counted["bs"]] * 3, where
         assert max(counted[where]["loss"]) < counted["bsv"]

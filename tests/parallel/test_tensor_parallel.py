@@ -1,6 +1,7 @@
 """Tensor parallelism over homes: two ranks over gloo, and four where it is marked slow.
 
-**twin**: the same training by torch's own tensor parallelism, and by one process with the whole model.
+**twin**: the same training by torch's own tensor parallelism, and by one process with the whole
+model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ REFUSED = {
     "name": "ConfigError: plan: blocks.*.upper is no module of Decoder",
     "two axes": "ConfigError: tensor_parallel takes the tp axis of a mesh",
     "values": "ConfigError: 26 of 40 parameters that are whole on every rank of the tp axis",
-    "degrees": "ConfigError: parameter embedding.weight is cut over 2 ranks, but the mesh that wrap_model was given has tp=1",
+    "degrees": (
+        "ConfigError: parameter embedding.weight is cut over 2 ranks, but the mesh that wrap_model"
+        " was given has tp=1"
+    ),
     "partial": "ConfigError: parameter norm.weight is a DTensor with placement Partial",
     "micro_batch": "ConfigError: micro_batch: not available with tensor parallelism (tp=2)",
     "speculate": "ConfigError: speculate: not available with tensor parallelism (tp=2)",
@@ -52,39 +56,77 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
         jobs[f"twins:{short}-clipped"] = {"kind": kind, "clip": True}
         for home in HOMES:
             jobs[f"trained:{short}-{home}"] = {"kind": kind, "config": config_of(home, swap)}
-            jobs[f"trained:{short}-{home}-clipped"] = {"kind": kind, "config": config_of(home, swap), "clip": "ours"}
-        jobs[f"trained:{short}-clipped by the config"] = {"kind": kind, "config": config_of("nvme", swap) | {"max_grad_norm": 0.5}}
-        jobs[f"trained:{short}-window"] = {"kind": kind, "config": config_of("nvme", swap) | {"device_memory": WINDOW}}
+            jobs[f"trained:{short}-{home}-clipped"] = {
+                "kind": kind,
+                "config": config_of(home, swap),
+                "clip": "ours",
+            }
+        jobs[f"trained:{short}-clipped by the config"] = {
+            "kind": kind,
+            "config": config_of("nvme", swap) | {"max_grad_norm": 0.5},
+        }
+        jobs[f"trained:{short}-window"] = {
+            "kind": kind,
+            "config": config_of("nvme", swap) | {"device_memory": WINDOW},
+        }
         jobs[f"twins:{short}-checkpointed"] = {"kind": kind, "checkpoints": True, "micro": 2}
         jobs[f"trained:{short}-checkpointed"] = {
-            "kind": kind, "config": config_of("nvme", swap) | {"activations": "host"}, "checkpoints": True, "micro": 2,
-        }  # fmt: skip
+            "kind": kind,
+            "config": config_of("nvme", swap) | {"activations": "host"},
+            "checkpoints": True,
+            "micro": 2,
+        }
         jobs[f"trained:{short}-int8"] = {
-            "kind": kind, "config": config_of("nvme", swap) | {"moments": "int8"}, "dtype": torch.bfloat16,
-        }  # fmt: skip
+            "kind": kind,
+            "config": config_of("nvme", swap) | {"moments": "int8"},
+            "dtype": torch.bfloat16,
+        }
         jobs[f"scaled:{short}"] = {"kind": kind, "config": config_of("nvme", swap)}
         jobs[f"round_trips:{short}"] = {"kind": kind, "config": config_of("nvme", swap)}
     jobs["norms_without:"] = {"left_out": 3, "config": config_of("host", swap)}
-    jobs["trained:sequences-torch's clip"] = {"kind": "sequences", "config": config_of("host", swap), "clip": "torch's"}
+    jobs["trained:sequences-torch's clip"] = {
+        "kind": "sequences",
+        "config": config_of("host", swap),
+        "clip": "torch's",
+    }
     jobs["scaled:one process"] = {"kind": "columns and rows", "config": None}
     jobs["frozen"] = {"config": config_of("nvme", swap)}
     weights = folder / "model.safetensors"
     save_file(parallel_jobs.decoder(3).state_dict(), weights)
     for source, home in itertools.product(("drawn", "file"), HOMES):
-        jobs[f"on_meta:{source}-{home}"] = {"config": config_of(home, swap), "weights": str(weights) if source == "file" else None}
+        jobs[f"on_meta:{source}-{home}"] = {
+            "config": config_of(home, swap),
+            "weights": str(weights) if source == "file" else None,
+        }
     jobs |= {f"untied:{again}": {"tie_again": again} for again in (False, True, "by the config")}
     jobs |= {f"refused:{what}": {"what": what} for what in REFUSED}
-    jobs |= {f"edited:{how}-{home}": {"how": how, "home": home} for how in parallel_jobs.EDITS for home in HOMES}
+    jobs |= {
+        f"edited:{how}-{home}": {"how": how, "home": home}
+        for how in parallel_jobs.EDITS
+        for home in HOMES
+    }
     jobs["small_things"] = {}
     jobs["without_mesh"] = {"config": config_of("host", swap)}
-    jobs |= {f"dropped:{checkpoints}": {"checkpoints": checkpoints} for checkpoints in (False, True)}
+    jobs |= {
+        f"dropped:{checkpoints}": {"checkpoints": checkpoints} for checkpoints in (False, True)
+    }
     host = {"params": "host", "optimizer": "host"}
     for name, dp in MESHES_OF_TWO.items():
-        jobs[f"saved:{name}"] = {"path": str(folder / name), "kind": "sequences", "config": config_of("nvme", swap), "dp": dp}
+        jobs[f"saved:{name}"] = {
+            "path": str(folder / name),
+            "kind": "sequences",
+            "config": config_of("nvme", swap),
+            "dp": dp,
+        }
         coded = {"kind": "sequences", "config": host | {"moments": "int8"}, "dp": dp}
         jobs[f"saved:{name}-int8"] = {"path": str(folder / f"{name}-int8"), **coded}
     for name, (onto, dp) in itertools.product(MESHES_OF_TWO, MESHES_OF_TWO.items()):
-        jobs[f"loaded:{name} onto {onto}"] = {"path": str(folder / name), "kind": "columns and rows", "config": host, "dp": dp}
+        jobs[f"loaded:{name} onto {onto}"] = {
+            "path": str(folder / name),
+            "kind": "columns and rows",
+            "config": host,
+            "dp": dp,
+        }
         coded = {"kind": "sequences", "config": host | {"moments": "int8"}, "dp": dp}
         jobs[f"loaded:{name} onto {onto}-int8"] = {"path": str(folder / f"{name}-int8"), **coded}
     return Jobs(standing_ranks(2), "parallel_jobs", jobs, needs=what_was_saved, folder=folder)
@@ -94,7 +136,10 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
 def test_losses_are_those_of_torchs_tensor_parallelism(two, kind):
     twin = two[f"twins:{kind}"][0]
     for rank in two[f"trained:{kind}-host"]:
-        assert near(rank["losses"], twin["torch"]["losses"]), (rank["losses"], twin["torch"]["losses"])
+        assert near(rank["losses"], twin["torch"]["losses"]), (
+            rank["losses"],
+            twin["torch"]["losses"],
+        )
         assert near(rank["losses"], twin["one process"]["losses"], 1e-4)
 
 
@@ -104,7 +149,11 @@ def test_homes_change_no_bit(two, kind, clipped):
     first = two[f"trained:{kind}-device{clipped}"]
     for home in HOMES:
         for mine, theirs in zip(two[f"trained:{kind}-{home}{clipped}"], first):
-            assert (mine["losses"], mine["norms"], mine["again"]) == (theirs["losses"], theirs["norms"], theirs["again"])
+            assert (mine["losses"], mine["norms"], mine["again"]) == (
+                theirs["losses"],
+                theirs["norms"],
+                theirs["again"],
+            )
             assert not models.differing(mine["weights"], theirs["weights"])
             assert not models.differing(mine["moments"], theirs["moments"])
             assert mine["unwrapped"]
@@ -113,7 +162,8 @@ def test_homes_change_no_bit(two, kind, clipped):
 @pytest.mark.parametrize("job", ["nvme", "host-clipped", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_ranks_hold_in_common_has_the_same_bits_on_all(two, kind, job):
-    """A vocabulary of 97 gives one rank a row more: that moves nothing that rounding at random could tell."""
+    """A vocabulary of 97 gives one rank a row more: that moves nothing that rounding at random
+    could tell."""
     assert all(rank["replicas are equal"] for rank in two[f"trained:{kind}-{job}"])
 
 
@@ -133,7 +183,8 @@ def test_checkpointing_accumulation_and_activations_at_home(two, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_at_home_follow_the_formula(two, kind):
-    """Each array has as many elements as this rank's parts, padded: half of what is cut, and all of the rest."""
+    """Each array has as many elements as this rank's parts, padded: half of what is cut, and all of
+    the rest."""
     whole = sum(param.numel() for param in parallel_jobs.decoder().parameters())
     for rank in two[f"trained:{kind}-nvme"]:
         assert set(rank["arrays"].values()) == {rank["padded"]}
@@ -158,7 +209,10 @@ def test_what_was_taken_out_of_the_groups_is_not_in_the_norm(two):
 
 
 def test_torchs_own_clipping_has_the_right_norm_of_stand_ins(two):
-    assert near(two["trained:sequences-torch's clip"][0]["norms"], two["twins:sequences-clipped"][0]["torch"]["norms"])
+    assert near(
+        two["trained:sequences-torch's clip"][0]["norms"],
+        two["twins:sequences-clipped"][0]["torch"]["norms"],
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,7 +236,10 @@ def test_loads_edits_and_reads(two, kind):
             "infers",
         ):
             assert rank[what] is True, what
-        assert rank["full_params gives"] == ("DTensor", (256, 64)) and rank["shape"] == ((256, 64), True)
+        assert rank["full_params gives"] == ("DTensor", (256, 64)) and rank["shape"] == (
+            (256, 64),
+            True,
+        )
         for what in ("to_local", "full_tensor"):
             assert "full_params(model, ['blocks.0.up.weight'])" in rank[what]
 
@@ -198,7 +255,10 @@ def test_adapters_beside_a_frozen_base(two):
 
 def test_two_weights_that_were_one_are_told(two):
     """The twin: tied again, by hand or by Config(tied=), nothing is said."""
-    assert any("embedding.weight and head.weight have the same values" in text for text in two["untied:False"][0])
+    assert any(
+        "embedding.weight and head.weight have the same values" in text
+        for text in two["untied:False"][0]
+    )
     for again in ("True", "by the config"):
         assert not any("same values" in text for text in two[f"untied:{again}"][0])
 
@@ -206,7 +266,11 @@ def test_two_weights_that_were_one_are_told(two):
 @pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("source", ["drawn", "file"])
 def test_a_model_on_meta_has_the_bits_of_one_process(two, source, home):
-    expected = two[f"on_meta:{source}-{home}"][0]["one process"] if source == "drawn" else parallel_jobs.decoder(3).state_dict()
+    expected = (
+        two[f"on_meta:{source}-{home}"][0]["one process"]
+        if source == "drawn"
+        else parallel_jobs.decoder(3).state_dict()
+    )
     for rank in two[f"on_meta:{source}-{home}"]:
         assert not models.differing(rank["weights"], expected)
         assert rank["same objects"]
@@ -226,8 +290,8 @@ def test_a_weight_that_a_forward_changes_reaches_its_home(two, how, home):
 
 
 def test_what_a_review_found(two):
-    """Norms of infinite and of empty parts, edits that part the ranks, an input changed between two layers, plans and meshes that do
-    not fit, and a generator after an exception."""
+    """Norms of infinite and of empty parts, edits that part the ranks, an input changed between two
+    layers, plans and meshes that do not fit, and a generator after an exception."""
     for found in two["small_things"]:
         assert found["largest"] is True
         assert found["infinite"] == (float("inf"), True)
@@ -253,9 +317,14 @@ def test_dropout_masks_differ_inside_a_region_only(two, checkpoints):
         assert [inside for inside, _ in first[2:]] == [first[1][0], first[0][0]]
 
 
-# What a fall says is promised for data ranks (distributed/test_rank_failures.py): here once, and of every kind where it may take long.
+# What a fall says is promised for data ranks (distributed/test_rank_failures.py): here once, and of
+# every kind where it may take long.
 @pytest.mark.parametrize(
-    "how", ["raises in a backward", *(pytest.param(how, marks=pytest.mark.slow) for how in ("killed", "raises in a forward"))]
+    "how",
+    [
+        "raises in a backward",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("killed", "raises in a forward")),
+    ],
 )
 def test_a_rank_that_falls_ends_the_others_which_name_it(tmp_path, how):
     """In a collective of torch's own, without a launcher that ends the others first."""
@@ -270,7 +339,8 @@ def test_a_rank_that_falls_ends_the_others_which_name_it(tmp_path, how):
 @pytest.mark.parametrize("onto", reversed(MESHES_OF_TWO))  # so that what is run first crosses over
 @pytest.mark.parametrize("name", MESHES_OF_TWO)
 def test_any_mesh_reads_any_other(two, name, onto):
-    """bf16 with split masters and fp32 moments: weights, masters and moments have their bits; on the same mesh the next step too."""
+    """bf16 with split masters and fp32 moments: weights, masters and moments have their bits; on
+    the same mesh the next step too."""
     saved = two[f"saved:{name}"][0]
     for rank in two[f"loaded:{name} onto {onto}"]:
         assert rank["extra"] == "two steps"
@@ -279,7 +349,11 @@ def test_any_mesh_reads_any_other(two, name, onto):
 
 @pytest.mark.parametrize(
     ("name", "onto"),
-    [("dp2", "tp2"), ("tp2", "tp2"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("dp2", "dp2"), ("tp2", "dp2")])],
+    [
+        ("dp2", "tp2"),
+        ("tp2", "tp2"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("dp2", "dp2"), ("tp2", "dp2")]),
+    ],
 )
 def test_8_bit_moments_are_exact_in_the_same_parts_and_near_in_others(two, name, onto):
     saved = two[f"saved:{name}-int8"][0]
@@ -299,7 +373,9 @@ def test_8_bit_moments_are_exact_in_the_same_parts_and_near_in_others(two, name,
 def test_one_process_reads_and_exports_what_ranks_wrote(two, tmp_path, name):
     saved = two[f"saved:{name}"][0]
     model = parallel_jobs.decoder(7, torch.bfloat16)
-    model, optimizer = infinity.wrap_model(model, parallel_jobs.adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, parallel_jobs.adamw(model), {"params": "host", "optimizer": "host"}
+    )
     infinity.load_checkpoint(two["folder"] / name, model, optimizer)
     assert not models.differing(parallel_jobs.values_of(model, optimizer), saved["values"])
     infinity.unwrap_model(model, optimizer)
@@ -333,27 +409,50 @@ def four(tmp_path_factory, standing_ranks) -> Mapping[str, Any]:
     for short, kind in KINDS.items():
         jobs[f"twins:{short}"] = {"kind": kind, "dp": 2, "clip": True}
         for home in HOMES:
-            jobs[f"trained:{short}-{home}"] = {"kind": kind, "config": config_of(home, swap), "dp": 2, "clip": "ours"}
+            jobs[f"trained:{short}-{home}"] = {
+                "kind": kind,
+                "config": config_of(home, swap),
+                "dp": 2,
+                "clip": "ours",
+            }
         for shard in ("optimizer", "gradients"):
             config = config_of("host", swap) | {"shard": shard}
-            jobs[f"trained:{short}-{shard}"] = {"kind": kind, "config": config, "dp": 2, "clip": "ours"}
+            jobs[f"trained:{short}-{shard}"] = {
+                "kind": kind,
+                "config": config,
+                "dp": 2,
+                "clip": "ours",
+            }
     host = {"params": "host", "optimizer": "host"}
     for name, dp in MESHES.items():
-        jobs[f"saved:{name}"] = {"path": str(folder / name), "kind": "sequences", "config": config_of("nvme", swap), "dp": dp}
+        jobs[f"saved:{name}"] = {
+            "path": str(folder / name),
+            "kind": "sequences",
+            "config": config_of("nvme", swap),
+            "dp": dp,
+        }
     for name in MESHES:
         for onto, dp in MESHES.items():
-            jobs[f"loaded:{name} onto {onto}"] = {"path": str(folder / name), "kind": "sequences", "config": host, "dp": dp}
+            jobs[f"loaded:{name} onto {onto}"] = {
+                "path": str(folder / name),
+                "kind": "sequences",
+                "config": host,
+                "dp": dp,
+            }
     return Jobs(standing_ranks(4), "parallel_jobs", jobs, needs=what_was_saved)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_and_tensor_parallel_together(four, kind):
-    """Norms of one process that is given both batches; the same bits from every home and for every way of sharding."""
+    """Norms of one process that is given both batches; the same bits from every home and for every
+    way of sharding."""
     twin = four[f"twins:{kind}"][0]["one process"]
     first = four[f"trained:{kind}-host"]
     assert len({tuple(rank["norms"]) for rank in first}) == 1
-    assert near(first[0]["norms"][:1], twin["norms"][:1]) and near(first[0]["norms"], twin["norms"], 1e-4)
+    assert near(first[0]["norms"][:1], twin["norms"][:1]) and near(
+        first[0]["norms"], twin["norms"], 1e-4
+    )
     for what in ("device", "nvme", "optimizer", "gradients"):
         for mine, theirs in zip(four[f"trained:{kind}-{what}"], first):
             assert (mine["losses"], mine["norms"]) == (theirs["losses"], theirs["norms"])

@@ -1,4 +1,5 @@
-"""Cluster: machine files, gathers in a window, and how a prediction grows with nodes. Bytes beside measured ones: `distributed/test_lockstep.py`."""
+"""Cluster: machine files, gathers in a window, and how a prediction grows with nodes. Bytes beside
+measured ones: `distributed/test_lockstep.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +15,14 @@ from infinity.planning.unit_sizes import ShardSize, UnitSize
 from infinity.state.shard_spec import ShardSpec
 
 SPEC = ShardSpec(
-    wrapped_dtype=float32, dtype=float32, master=native.Master.OWN, grad_dtype=float32, moment_dtype=float32, moment_count=2, stepped=True
-)  # fmt: skip
+    wrapped_dtype=float32,
+    dtype=float32,
+    master=native.Master.OWN,
+    grad_dtype=float32,
+    moment_dtype=float32,
+    moment_count=2,
+    stepped=True,
+)
 HOST = {name: Tier.HOST for name in ("weight", "master", "exp_avg", "exp_avg_sq", "grad")}
 
 
@@ -27,11 +34,18 @@ def plan_of(window: int, tiers: dict = HOST) -> MemoryPlan:
     return MemoryPlan(tiers, 1, 0, 0, 0, 1, 0, 0, window)
 
 
-@pytest.mark.parametrize(("window", "gathers"), [
-    (2, [1, 2, 2, 2, 2, 2, 1, 1]), (3, [1, 2, 2, 2, 2, 1, 1, 1]), (7, [1, 1, 1, 1, 1, 1, 1, 1]), (100, [1] * 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("window", "gathers"),
+    [
+        (2, [1, 2, 2, 2, 2, 2, 1, 1]),
+        (3, [1, 2, 2, 2, 2, 1, 1, 1]),
+        (7, [1, 1, 1, 1, 1, 1, 1, 1]),
+        (100, [1] * 8),
+    ],
+)
 def test_gathers_of_a_window(window, gathers):
-    """What is still there when the backward begins is not gathered again; the first unit's backward needs no weights."""
+    """What is still there when the backward begins is not gathered again; the first unit's backward
+    needs no weights."""
     units = units_of(8)
     assert gathers_of(units, window * units[0].weight_nbytes) == gathers
 
@@ -43,11 +57,17 @@ def test_machine_files_that_come_along_are_whole_and_name_sources():
     assert Machine.read("dgx-h100").devices == Machine.read("dgx-h100.toml").devices == 8
 
 
-@pytest.mark.parametrize(("harm", "said"), [
-    (lambda text: text.replace("flops = 989e12", ""), "needs flops"), (lambda text: text.replace("latency = 10e-6", "latency = -1"), "needs latency"),
-    (lambda text: text.replace("count = 8", "count = 2.5"), "not a whole number"), (lambda text: text + "[", "dgx.toml"),
-    (lambda text: text.replace('memory = "80GB"', 'memory = "many"'), "many"), (lambda text: text.replace("[links]", "[lines]"), "needs device"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda text: text.replace("flops = 989e12", ""), "needs flops"),
+        (lambda text: text.replace("latency = 10e-6", "latency = -1"), "needs latency"),
+        (lambda text: text.replace("count = 8", "count = 2.5"), "not a whole number"),
+        (lambda text: text + "[", "dgx.toml"),
+        (lambda text: text.replace('memory = "80GB"', 'memory = "many"'), "many"),
+        (lambda text: text.replace("[links]", "[lines]"), "needs device"),
+    ],
+)
 def test_machine_files_that_lack_something_are_refused(tmp_path, harm, said):
     path = tmp_path / "dgx.toml"
     path.write_text(harm((MACHINES / "dgx-h100.toml").read_text()))
@@ -61,13 +81,20 @@ def test_a_machine_that_is_not_there_is_told_with_those_that_are(tmp_path):
 
 
 def test_nodes_share_the_state_and_pass_more():
-    """Per rank: state and its traffic shrink with the ranks, what passes between them nears the whole weights, and one node needs no network."""
+    """Per rank: state and its traffic shrink with the ranks, what passes between them nears the
+    whole weights, and one node needs no network."""
     machine = Machine.read("dgx-h100")
     one, four = (
-        predict_cluster(plan_of(1 << 40), units_of(16, nodes * 8, 1 << 26), machine, nodes, flops=1e15) for nodes in (1, 4)
+        predict_cluster(
+            plan_of(1 << 40), units_of(16, nodes * 8, 1 << 26), machine, nodes, flops=1e15
+        )
+        for nodes in (1, 4)
     )
     assert four.ranks == 4 * one.ranks and four.edges["optimizer"] * 4 == one.edges["optimizer"]
-    assert one.edges["all-gather"] == 16 * (7 << 26) // 8 * 4 and four.edges["all-gather"] == 16 * (31 << 26) // 32 * 4
+    assert (
+        one.edges["all-gather"] == 16 * (7 << 26) // 8 * 4
+        and four.edges["all-gather"] == 16 * (31 << 26) // 32 * 4
+    )
     assert one.seconds["network"] == 0 < four.seconds["network"]
     assert one.step_seconds >= max(one.seconds.values()) and one.bottleneck == "compute"
 
@@ -84,35 +111,52 @@ def test_state_on_the_device_is_stepped_at_the_devices_rate(tmp_path):
         for unit in units
         for shard in unit.shards
     )
-    assert found.edges["optimizer"] == nbytes and found.seconds["optimizer on device"] == pytest.approx(
-        nbytes / machine.device_bandwidth
-    )
+    assert found.edges["optimizer"] == nbytes and found.seconds[
+        "optimizer on device"
+    ] == pytest.approx(nbytes / machine.device_bandwidth)
     assert (
         found.seconds["optimizer"] == found.seconds["host's links"] == 0
         and found.edges["host->device"] == found.edges["device->host"] == 0
     )
     busy = predict_cluster(plan_of(1 << 40, device), units, machine, 1, flops=1e15)
-    assert busy.step_seconds == pytest.approx(sum(busy.seconds[what] for what in ("compute", "optimizer on device", "meetings")))
-    there = predict_cluster(plan_of(1 << 40, HOST), units, machine, 1, flops=1.0)
-    assert there.seconds["optimizer on device"] == 0 and there.seconds["optimizer"] == pytest.approx(
-        8 * nbytes / machine.host_bandwidth
+    assert busy.step_seconds == pytest.approx(
+        sum(busy.seconds[what] for what in ("compute", "optimizer on device", "meetings"))
     )
-    mixed = predict_cluster(plan_of(1 << 40, HOST | {"exp_avg": Tier.DEVICE}), units, machine, 1, flops=1.0)
-    assert 0 < mixed.seconds["optimizer on device"] < found.seconds["optimizer on device"] and mixed.edges["optimizer"] == nbytes
+    there = predict_cluster(plan_of(1 << 40, HOST), units, machine, 1, flops=1.0)
+    assert there.seconds["optimizer on device"] == 0 and there.seconds[
+        "optimizer"
+    ] == pytest.approx(8 * nbytes / machine.host_bandwidth)
+    mixed = predict_cluster(
+        plan_of(1 << 40, HOST | {"exp_avg": Tier.DEVICE}), units, machine, 1, flops=1.0
+    )
+    assert (
+        0 < mixed.seconds["optimizer on device"] < found.seconds["optimizer on device"]
+        and mixed.edges["optimizer"] == nbytes
+    )
     path = tmp_path / "old.toml"
     path.write_text((MACHINES / "dgx-h100.toml").read_text().replace("bandwidth = 3.0e12", ""))
     old = predict_cluster(plan_of(1 << 40, device), units, Machine.read(str(path)), 1, flops=1.0)
-    assert old.seconds["optimizer on device"] == 0 and "no bandwidth in [devices]" in old.assumptions[-1]
+    assert (
+        old.seconds["optimizer on device"] == 0
+        and "no bandwidth in [devices]" in old.assumptions[-1]
+    )
     alone = predict_cluster(plan_of(1 << 40, device), units_of(4, 1), machine, 1, flops=1.0)
     assert min(alone.edges.values()) == 0
 
 
 def test_the_slowest_resource_decides():
-    """Method: state on disk, and hardly any compute. The disks' time is their bytes over their rates."""
+    """Method: state on disk, and hardly any compute. The disks' time is their bytes over their
+    rates."""
     machine = Machine.read("dgx-h100")
     tiers = HOST | {"exp_avg": Tier.NVME, "exp_avg_sq": Tier.NVME}
     units = units_of(4, 8, 1 << 26)
     found = predict_cluster(plan_of(1 << 40, tiers), units, machine, 1, flops=1.0)
     assert found.bottleneck == "disks"
-    nbytes = 2 * sum(shard.nbytes("exp_avg") for unit in units for shard in unit.shards) * machine.devices
-    assert found.seconds["disks"] == pytest.approx(nbytes / (8 * machine.disk_read) + nbytes / (8 * machine.disk_write))
+    nbytes = (
+        2
+        * sum(shard.nbytes("exp_avg") for unit in units for shard in unit.shards)
+        * machine.devices
+    )
+    assert found.seconds["disks"] == pytest.approx(
+        nbytes / (8 * machine.disk_read) + nbytes / (8 * machine.disk_write)
+    )

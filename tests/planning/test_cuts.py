@@ -1,6 +1,7 @@
 """Cuts of a chain into stages: the published answers, and every partition of small chains.
 
-**profile**: seconds and bytes of each layer, as PipeDream measured and published them (`pipedream.json`).
+**profile**: seconds and bytes of each layer, as PipeDream measured and published them
+(`pipedream.json`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ SEED = 20261123
 
 
 def profile(name: str) -> list[Layer]:
-    return [Layer(milliseconds / 1000, parameters, activations) for milliseconds, parameters, activations in PROFILES[name]]
+    return [
+        Layer(milliseconds / 1000, parameters, activations)
+        for milliseconds, parameters, activations in PROFILES[name]
+    ]
 
 
-@pytest.mark.parametrize(("name", "seconds"), [("vgg16", 0.672535), ("alexnet", 0.085321), ("gnmt", 0.089416)])
+@pytest.mark.parametrize(
+    ("name", "seconds"), [("vgg16", 0.672535), ("alexnet", 0.085321), ("gnmt", 0.089416)]
+)
 def test_one_machine_takes_the_sum(name, seconds):
     found = partition(profile(name), [Level(1, 16e9)])
     assert found.seconds == pytest.approx(seconds, abs=1e-9) and len(found.stages) == 1
@@ -39,7 +45,11 @@ def test_one_machine_takes_the_sum(name, seconds):
     ],
 )
 def test_published_partitions(name, levels, with_activations, seconds, replicas):
-    found = partition(profile(name), [Level(n, rate * 1e9) for n, rate in levels], with_activations=with_activations)
+    found = partition(
+        profile(name),
+        [Level(n, rate * 1e9) for n, rate in levels],
+        with_activations=with_activations,
+    )
     assert found.seconds == pytest.approx(seconds, rel=1e-10)
     assert [stage.replicas for stage in found.stages] == replicas
     assert [stage.begin for stage in found.stages[1:]] == [stage.end for stage in found.stages[:-1]]
@@ -58,7 +68,8 @@ def every_partition(count: int, machines: int):
 @pytest.mark.parametrize("machines", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 def test_nothing_is_better_than_the_answer(count, machines):
-    """Over random chains: the least of the slowest stages of all partitions that use all machines."""
+    """Over random chains: the least of the slowest stages of all partitions that use all
+    machines."""
     draw = random.Random(SEED + 10 * count + machines)
     for _ in range(5):
         layers = [Layer(draw.random(), draw.random() * 1e9) for _ in range(count)]
@@ -67,10 +78,14 @@ def test_nothing_is_better_than_the_answer(count, machines):
         def time(bounds, m, layers=layers, rate=rate):
             chosen = layers[slice(*bounds)]
             return (
-                sum(layer.seconds for layer in chosen) + 4 * (m - 1) * sum(layer.parameter_nbytes for layer in chosen) / (rate * m)
+                sum(layer.seconds for layer in chosen)
+                + 4 * (m - 1) * sum(layer.parameter_nbytes for layer in chosen) / (rate * m)
             ) / m
 
-        best = min(max(time(bounds, m) for bounds, m in stages) for stages in every_partition(count, machines))
+        best = min(
+            max(time(bounds, m) for bounds, m in stages)
+            for stages in every_partition(count, machines)
+        )
         assert partition(layers, [Level(machines, rate)]).seconds == pytest.approx(best)
 
 
@@ -82,8 +97,13 @@ def test_even_cuts_make_the_slowest_stage_as_fast_as_can_be():
         ends = list(itertools.accumulate(lengths))
         assert sum(lengths) == count and min(lengths) >= 1 and len(lengths) == stages
         slowest = max(sum(seconds[end - n : end]) for end, n in zip(ends, lengths))
-        options = (zip((0, *cut), (*cut, count)) for cut in itertools.combinations(range(1, count), stages - 1))
-        assert slowest == pytest.approx(min(max(sum(seconds[a:b]) for a, b in bounds) for bounds in options))
+        options = (
+            zip((0, *cut), (*cut, count))
+            for cut in itertools.combinations(range(1, count), stages - 1)
+        )
+        assert slowest == pytest.approx(
+            min(max(sum(seconds[a:b]) for a, b in bounds) for bounds in options)
+        )
 
 
 def test_more_stages_than_layers_are_refused_with_the_numbers():
@@ -102,7 +122,9 @@ def test_a_stage_takes_the_larger_of_computing_and_loading(count, stages):
 
         def slowest(lengths, seconds=seconds, loading=loading):
             ends = [0, *itertools.accumulate(lengths)]
-            return max(max(sum(seconds[a:b]), sum(loading[a:b])) for a, b in itertools.pairwise(ends))
+            return max(
+                max(sum(seconds[a:b]), sum(loading[a:b])) for a, b in itertools.pairwise(ends)
+            )
 
         every = [
             [b - a for a, b in itertools.pairwise((0, *ends, count))]

@@ -1,10 +1,11 @@
-"""The memory plan: sums of named terms within every budget, and where none fits, the least budget that does.
+"""The memory plan: sums of named terms within every budget, and where none fits, the least budget
+that does.
 
 Words used here:
 
-**homes**: what Config says of params and optimizer; fixed, or "auto".
-**least**: the bytes an error names as the least that works. A plan with exactly that budget succeeds; with one byte
-less it fails (the twin).
+**homes**: what Config says of params and optimizer; fixed, or "auto". **least**: the bytes an error
+names as the least that works. A plan with exactly that budget succeeds; with one byte less it fails
+(the twin).
 """
 
 from __future__ import annotations
@@ -54,11 +55,16 @@ def random_units(rng: random.Random) -> list[UnitSize]:
     def shard() -> tuple[str, int]:
         return rng.choice(list(SPECS)), 4096 * rng.choice([1, 2, 8, 9, 33, 100, 400])
 
-    return [unit(f"u{i}", *(shard() for _ in range(rng.choice([1, 1, 2])))) for i in range(rng.randint(1, 12))]
+    return [
+        unit(f"u{i}", *(shard() for _ in range(rng.choice([1, 1, 2]))))
+        for i in range(rng.randint(1, 12))
+    ]
 
 
 def config_of(folder, **values) -> Config:
-    ample = dict(device_memory=AMPLE, host_memory=AMPLE, nvme_capacity=AMPLE, nvme_paths=[str(folder)])
+    ample = dict(
+        device_memory=AMPLE, host_memory=AMPLE, nvme_capacity=AMPLE, nvme_paths=[str(folder)]
+    )
     return Config(**(ample | values))
 
 
@@ -70,24 +76,37 @@ def plan_of(units: list[UnitSize], config: Config, *, held: int | None = None) -
 def least_of(error: pytest.ExceptionInfo | Exception) -> tuple[str, int]:
     """The setting and the number of bytes that a CapacityError asks for."""
     message = str(getattr(error, "value", error))
-    return message.split(" ", 1)[0], int(re.search(r"the least that works here is .*? \((\d+) bytes\)", message)[1])
+    return message.split(" ", 1)[0], int(
+        re.search(r"the least that works here is .*? \((\d+) bytes\)", message)[1]
+    )
 
 
 # --- sums ---
 
 
-def terms_by_hand(units, plan: MemoryPlan, choice, held: int, device_memory: int) -> dict[Tier, dict[str, int]]:
+def terms_by_hand(
+    units, plan: MemoryPlan, choice, held: int, device_memory: int
+) -> dict[Tier, dict[str, int]]:
     """The plan's terms from the definitions in its comments, written a second time."""
     shards = [shard for each in units for shard in each.shards]
-    kinds = {"weight": "weights", "master": "optimizer state", "exp_avg": "optimizer state",
-             "exp_avg_sq": "optimizer state", "grad": "gradients", "exp_avg_scale": "optimizer state",
-             "exp_avg_sq_scale": "optimizer state"}  # fmt: skip
+    kinds = {
+        "weight": "weights",
+        "master": "optimizer state",
+        "exp_avg": "optimizer state",
+        "exp_avg_sq": "optimizer state",
+        "grad": "gradients",
+        "exp_avg_scale": "optimizer state",
+        "exp_avg_sq_scale": "optimizer state",
+    }
     terms: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
     for name in plan.tiers:
         for index, each in enumerate(units):
             tier = plan.tiers_of(index)[name]
             for shard in each.shards:
-                nbytes = -(-int(shard.numel * shard.spec.nbytes_per_element().get(name, 0)) // 4096) * 4096
+                nbytes = (
+                    -(-int(shard.numel * shard.spec.nbytes_per_element().get(name, 0)) // 4096)
+                    * 4096
+                )
                 places = [(tier, kinds[name])]
                 if index in plan.kept.get(name, ()):
                     places.append((Tier.HOST, kinds[name] + " kept from NVMe"))
@@ -104,29 +123,43 @@ def terms_by_hand(units, plan: MemoryPlan, choice, held: int, device_memory: int
     slot = 0
     for shard in shards:
         if shard.spec.stepped:
-            per = sum(size for name, size in shard.spec.nbytes_per_element().items() if plan.tiers[name] is Tier.NVME)
-            chunk = max(choice.chunk, 65536) if shard.spec.moment_dtype == torch.uint8 else choice.chunk
+            per = sum(
+                size
+                for name, size in shard.spec.nbytes_per_element().items()
+                if plan.tiers[name] is Tier.NVME
+            )
+            chunk = (
+                max(choice.chunk, 65536) if shard.spec.moment_dtype == torch.uint8 else choice.chunk
+            )
             slot = max(slot, int(per) * min(chunk, shard.numel))
     host["optimizer slots"] = choice.slot_count * slot
     host["service buffer"] = choice.service_nbytes if on_disk else native.BLOCK_NBYTES
     if terms[Tier.NVME] and sum(terms[Tier.NVME].values()):
-        host["checksums"] = 4 * (sum(terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES + 5 * len(shards))
+        host["checksums"] = 4 * (
+            sum(terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES + 5 * len(shards)
+        )
     if plan.tiers["weight"] is not Tier.DEVICE:
         needed = min(held + weights[0], sum(weights))
         spare = device_memory - sum(terms[Tier.DEVICE].values())
         terms[Tier.DEVICE]["gathered weights"] = min(sum(weights), max(needed, spare))
-    return {tier: {what: nbytes for what, nbytes in parts.items() if nbytes} for tier, parts in terms.items()}
+    return {
+        tier: {what: nbytes for what, nbytes in parts.items() if nbytes}
+        for tier, parts in terms.items()
+    }
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_plan_is_the_sum_of_its_terms(tmp_path, seed):
-    """Plans random models with random homes and budgets, and adds the terms up a second time from their definitions."""
+    """Plans random models with random homes and budgets, and adds the terms up a second time from
+    their definitions."""
     print(f"seed {seed}")
     rng = random.Random(seed)
     units = random_units(rng)
     held = rng.choice(units).weight_nbytes
     device = rng.choice([1, 4, 64]) * MIB + sum(u.weight_nbytes for u in units) * 10
-    config = config_of(tmp_path, params=rng.choice(HOMES), optimizer=rng.choice(HOMES), device_memory=device)
+    config = config_of(
+        tmp_path, params=rng.choice(HOMES), optimizer=rng.choice(HOMES), device_memory=device
+    )
     for choice in LADDER:
         # The budget that fits this choice and no more generous one, found by asking for it.
         try:
@@ -134,21 +167,29 @@ def test_a_plan_is_the_sum_of_its_terms(tmp_path, seed):
         except CapacityError as error:
             assert least_of(error)[0] == "host_memory"
             break
-        chosen = next(c for c in LADDER if plan.terms == terms_by_hand(units, plan, c, held, device))
+        chosen = next(
+            c for c in LADDER if plan.terms == terms_by_hand(units, plan, c, held, device)
+        )
         assert chosen.units_ahead == plan.units_ahead
         for tier in Tier:
             assert plan.planned_nbytes(tier) == sum(plan.terms[tier].values())
         assert plan.device_window_nbytes == plan.terms[Tier.DEVICE].get("gathered weights", 0)
         assert plan.staging_nbytes == plan.terms[Tier.HOST].get("staged weights", 0)
         assert plan.slot_count * plan.slot_nbytes == plan.terms[Tier.HOST].get("optimizer slots", 0)
-        config = config_of(tmp_path, params=config.params, optimizer=config.optimizer, device_memory=device,
-                           host_memory=plan.planned_nbytes(Tier.HOST) - 1)  # fmt: skip
+        config = config_of(
+            tmp_path,
+            params=config.params,
+            optimizer=config.optimizer,
+            device_memory=device,
+            host_memory=plan.planned_nbytes(Tier.HOST) - 1,
+        )
 
 
 @pytest.mark.parametrize("params", HOMES)
 @pytest.mark.parametrize("optimizer", HOMES)
 def test_homes_that_are_asked_for_are_taken(tmp_path, params, optimizer):
-    """Asks for every pair of homes and reads where the arrays went; gradients stay in memory while it lasts."""
+    """Asks for every pair of homes and reads where the arrays went; gradients stay in memory while
+    it lasts."""
     plan = plan_of(equal_units(6, 65536), config_of(tmp_path, params=params, optimizer=optimizer))
     assert plan.tiers["weight"] == params
     assert {plan.tiers[name] for name in ("master", "exp_avg", "exp_avg_sq")} == {optimizer}
@@ -161,7 +202,8 @@ def test_homes_that_are_asked_for_are_taken(tmp_path, params, optimizer):
 
 
 def test_the_ladder_descends():
-    """Every rung asks for no more than the one above it, and the last for the least the updater can use."""
+    """Every rung asks for no more than the one above it, and the last for the least the updater can
+    use."""
     for above, below in zip(LADDER, LADDER[1:]):
         assert above.units_ahead >= below.units_ahead
         assert above.chunk >= below.chunk
@@ -171,9 +213,12 @@ def test_the_ladder_descends():
     assert all(choice.service_nbytes % native.CHECKSUM_NBYTES == 0 for choice in LADDER)
 
 
-@pytest.mark.parametrize("params, optimizer", [("nvme", "nvme"), ("host", "nvme"), ("nvme", "host"), ("nvme", "device")])
+@pytest.mark.parametrize(
+    "params, optimizer", [("nvme", "nvme"), ("host", "nvme"), ("nvme", "host"), ("nvme", "device")]
+)
 def test_the_most_generous_plan_that_fits_is_taken(tmp_path, params, optimizer):
-    """Walks down: a budget of exactly the last plan's bytes gives that plan again, one byte less a smaller one."""
+    """Walks down: a budget of exactly the last plan's bytes gives that plan again, one byte less a
+    smaller one."""
     units = equal_units(8, 2 * MIB)
     homes = dict(params=params, optimizer=optimizer)
     plan, seen = plan_of(units, config_of(tmp_path, **homes)), []
@@ -192,7 +237,8 @@ def test_the_most_generous_plan_that_fits_is_taken(tmp_path, params, optimizer):
 
 
 def test_gradients_move_to_the_disk_when_the_host_is_too_small_for_them(tmp_path):
-    """Gives the host less than the gradients need: their home becomes NVMe, with staging; ample memory is the twin."""
+    """Gives the host less than the gradients need: their home becomes NVMe, with staging; ample
+    memory is the twin."""
     units = equal_units(16, 4 * MIB)
     homes = dict(params="nvme", optimizer="nvme")
     grads = sum(shard.nbytes("grad") for u in units for shard in u.shards)
@@ -201,13 +247,18 @@ def test_gradients_move_to_the_disk_when_the_host_is_too_small_for_them(tmp_path
     assert plan_of(units, config_of(tmp_path, **homes)).tiers["grad"] is Tier.HOST
 
 
-def check_least_is_enough(folder, units, values: dict, *, held: int | None = None, twin: bool = True) -> str | None:
-    """Plans with ``values``; where that fails, with exactly the named budget (which must succeed) and one byte less."""
+def check_least_is_enough(
+    folder, units, values: dict, *, held: int | None = None, twin: bool = True
+) -> str | None:
+    """Plans with ``values``; where that fails, with exactly the named budget (which must succeed)
+    and one byte less."""
     try:
         plan = plan_of(units, config_of(folder, **values), held=held)
     except CapacityError as error:
         setting, least = least_of(error)
-        tier = {"device_memory": Tier.DEVICE, "host_memory": Tier.HOST, "nvme_capacity": Tier.NVME}[setting]
+        tier = {"device_memory": Tier.DEVICE, "host_memory": Tier.HOST, "nvme_capacity": Tier.NVME}[
+            setting
+        ]
         assert least > values[setting]
         plan = plan_of(units, config_of(folder, **(values | {setting: least})), held=held)
         assert plan.planned_nbytes(tier) <= least
@@ -216,7 +267,11 @@ def check_least_is_enough(folder, units, values: dict, *, held: int | None = Non
                 plan_of(units, config_of(folder, **(values | {setting: least - 1})), held=held)
             assert least_of(again) == (setting, least)
         return setting
-    for tier, key in ((Tier.DEVICE, "device_memory"), (Tier.HOST, "host_memory"), (Tier.NVME, "nvme_capacity")):
+    for tier, key in (
+        (Tier.DEVICE, "device_memory"),
+        (Tier.HOST, "host_memory"),
+        (Tier.NVME, "nvme_capacity"),
+    ):
         if key in values:
             assert plan.planned_nbytes(tier) <= values[key]
     return None
@@ -226,10 +281,17 @@ def check_least_is_enough(folder, units, values: dict, *, held: int | None = Non
 @pytest.mark.parametrize("params", HOMES)
 @pytest.mark.parametrize("optimizer", HOMES)
 def test_the_least_budget_that_is_named_is_the_least_that_works(tmp_path, params, optimizer, short):
-    """Gives one tier next to nothing with every pair of homes: the named budget works, one byte less does not."""
+    """Gives one tier next to nothing with every pair of homes: the named budget works, one byte
+    less does not."""
     units = equal_units(5, 3 * 65536) + [unit("rest", ("fp32", 8192), ("frozen", 4096))]
-    failed = check_least_is_enough(tmp_path, units, {"params": params, "optimizer": optimizer, short: 100})
-    uses = {"device_memory": True, "host_memory": True, "nvme_capacity": "nvme" in (params, optimizer)}
+    failed = check_least_is_enough(
+        tmp_path, units, {"params": params, "optimizer": optimizer, short: 100}
+    )
+    uses = {
+        "device_memory": True,
+        "host_memory": True,
+        "nvme_capacity": "nvme" in (params, optimizer),
+    }
     assert failed == (short if uses[short] else None)
 
 
@@ -239,9 +301,15 @@ def test_a_plan_fits_its_budgets_or_names_the_least_for_fixed_homes(tmp_path, se
     print(f"seed {seed}")
     rng = random.Random(1000 + seed)
     units = random_units(rng)
-    values = {"params": rng.choice(HOMES), "optimizer": rng.choice(HOMES), "host_memory": rng.randrange(1, 40 * MIB)}
+    values = {
+        "params": rng.choice(HOMES),
+        "optimizer": rng.choice(HOMES),
+        "host_memory": rng.randrange(1, 40 * MIB),
+    }
     values[rng.choice(["device_memory", "nvme_capacity"])] = rng.randrange(1, 40 * MIB)
-    config = {key: value for key, value in values.items() if key not in ("device_memory", "nvme_capacity")}
+    config = {
+        key: value for key, value in values.items() if key not in ("device_memory", "nvme_capacity")
+    }
     check_least_is_enough(tmp_path, units, config)
     try:
         plan_of(units, config_of(tmp_path, **config))
@@ -252,11 +320,13 @@ def test_a_plan_fits_its_budgets_or_names_the_least_for_fixed_homes(tmp_path, se
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_plan_fits_its_budgets_or_names_the_least_for_automatic_homes(tmp_path, seed):
-    """Lets the homes be chosen: they depend on the budgets, and the named budget must work all the same. (A smaller
-    one may work too, with other homes.)"""
+    """Lets the homes be chosen: they depend on the budgets, and the named budget must work all the
+    same. (A smaller one may work too, with other homes.)"""
     print(f"seed {seed}")
     rng = random.Random(2000 + seed)
-    units = equal_units(rng.choice([1, 4, 10, 20]), 4096 * rng.choice([1, 8, 16, 64]), rng.choice(["split", "fp32"]))
+    units = equal_units(
+        rng.choice([1, 4, 10, 20]), 4096 * rng.choice([1, 8, 16, 64]), rng.choice(["split", "fp32"])
+    )
     total = sum(u.weight_nbytes for u in units)
     host, device = [1000, 64 * 1024, MIB, 2 * total], [total, 2 * total, 4 * total]
     values = {"host_memory": rng.choice(host), "device_memory": rng.choice(device)}
@@ -264,21 +334,25 @@ def test_a_plan_fits_its_budgets_or_names_the_least_for_automatic_homes(tmp_path
 
 
 def test_a_named_host_budget_works_where_it_changes_the_home_of_the_weights(tmp_path):
-    """Ten units of 64 KiB with 1 MiB of device: with the budget that the error names, "auto" may choose other homes
-    than it did before, which must not need more than was named."""
+    """Ten units of 64 KiB with 1 MiB of device: with the budget that the error names, "auto" may
+    choose other homes than it did before, which must not need more than was named."""
     values = {"host_memory": 1000, "device_memory": MIB}
     assert check_least_is_enough(tmp_path, equal_units(10, 32768), values, held=65536, twin=False)
 
 
 def test_automatic_homes_are_the_fastest_with_room(tmp_path):
-    """Shrinks device and host step by step: weights and state move from device to host to NVMe, never back."""
+    """Shrinks device and host step by step: weights and state move from device to host to NVMe,
+    never back."""
     units = equal_units(10, 65536)
     weights = sum(u.weight_nbytes for u in units)
     order = ["device", "host", "nvme"]
     for shrunk in ("device_memory", "host_memory"):
         places = []
         for budget in (200 * weights, 20 * weights, 8 * weights, 4 * weights):
-            values = {"device_memory": 2 * weights // 5 if shrunk == "host_memory" else AMPLE, shrunk: budget}
+            values = {
+                "device_memory": 2 * weights // 5 if shrunk == "host_memory" else AMPLE,
+                shrunk: budget,
+            }
             plan = plan_of(units, config_of(tmp_path, **values))
             places.append((order.index(plan.tiers["weight"]), order.index(plan.tiers["exp_avg"])))
         assert places == sorted(places), places
@@ -286,31 +360,45 @@ def test_automatic_homes_are_the_fastest_with_room(tmp_path):
 
 
 def test_without_a_folder_nothing_goes_to_the_disk(tmp_path):
-    """Plans a model that would need NVMe, without one: automatic homes stay above, and asking for it is refused."""
+    """Plans a model that would need NVMe, without one: automatic homes stay above, and asking for
+    it is refused."""
     units = equal_units(10, 65536)
     config = Config(device_memory=AMPLE, host_memory=AMPLE)
     plan = plan_of(units, config)
     assert plan.planned_nbytes(Tier.NVME) == 0
     with pytest.raises(CapacityError) as caught:
-        plan_of(units, Config(params="host", optimizer="host", device_memory=AMPLE, host_memory=MIB))
+        plan_of(
+            units, Config(params="host", optimizer="host", device_memory=AMPLE, host_memory=MIB)
+        )
     assert least_of(caught)[0] == "host_memory"
     with pytest.raises(ConfigError, match="nvme_paths"):
         Config(params="nvme")
 
 
 def test_a_capacity_error_shows_its_sum_and_a_way_out():
-    """Reads the message: the budget, every term of the sum, the missing bytes, and settings that exist."""
+    """Reads the message: the budget, every term of the sum, the missing bytes, and settings that
+    exist."""
     units = equal_units(4, MIB)
     with pytest.raises(CapacityError) as caught:
-        plan_of(units, Config(params="host", optimizer="host", device_memory=AMPLE, host_memory="1MiB"))
+        plan_of(
+            units, Config(params="host", optimizer="host", device_memory=AMPLE, host_memory="1MiB")
+        )
     message = str(caught.value)
-    for part in ("host_memory is 1.0 MiB", "weights 8.0 MiB", "optimizer state 40.0 MiB", "gradients 8.0 MiB",
-                 "Raise host_memory by 55.0 MiB", "Config(params='nvme'"):  # fmt: skip
+    for part in (
+        "host_memory is 1.0 MiB",
+        "weights 8.0 MiB",
+        "optimizer state 40.0 MiB",
+        "gradients 8.0 MiB",
+        "Raise host_memory by 55.0 MiB",
+        "Config(params='nvme'",
+    ):
         assert part in message, part
     Config(params="nvme", optimizer="nvme", nvme_paths=["/a"])  # the remedy is one
 
 
-@pytest.mark.parametrize("values", [{}, {"host_memory": 1}, {"params": "nvme", "host_memory": 1}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{}, {"host_memory": 1}, {"params": "nvme", "host_memory": 1}], ids=str
+)
 def test_a_model_without_parameters_is_planned_like_any_other(tmp_path, values):
     """Plans no units at all, with ample memory and with one byte: a plan or a CapacityError."""
     try:
@@ -322,8 +410,12 @@ def test_a_model_without_parameters_is_planned_like_any_other(tmp_path, values):
 
 def test_a_frozen_shard_needs_weights_only(tmp_path):
     """Plans the same model frozen and stepped."""
-    frozen = plan_of(equal_units(4, 65536, "frozen"), config_of(tmp_path, params="nvme", optimizer="nvme"))
-    stepped = plan_of(equal_units(4, 65536, "split"), config_of(tmp_path, params="nvme", optimizer="nvme"))
+    frozen = plan_of(
+        equal_units(4, 65536, "frozen"), config_of(tmp_path, params="nvme", optimizer="nvme")
+    )
+    stepped = plan_of(
+        equal_units(4, 65536, "split"), config_of(tmp_path, params="nvme", optimizer="nvme")
+    )
     assert frozen.planned_nbytes(Tier.NVME) == 4 * 2 * 65536
     assert stepped.planned_nbytes(Tier.NVME) == 4 * (2 + 2 + 8) * 65536
     assert frozen.slot_nbytes == 0 < stepped.slot_nbytes
@@ -347,12 +439,16 @@ def test_the_device_window_holds_what_is_held_and_one_unit_more(tmp_path):
 
 
 def test_what_fits_a_given_host_budget_stays_there(tmp_path):
-    """Plans eight units on disk under budgets from the least to ample: what is kept never exceeds the budget, grows
-    with it, weights first, and leaves one unit on disk; a budget that was not given keeps nothing."""
+    """Plans eight units on disk under budgets from the least to ample: what is kept never exceeds
+    the budget, grows with it, weights first, and leaves one unit on disk; a budget that was not
+    given keeps nothing.
+    """
     units = equal_units(8, 65536)
 
     def plan_with(host_memory):
-        return plan_of(units, config_of(tmp_path, params="nvme", optimizer="nvme", host_memory=host_memory))
+        return plan_of(
+            units, config_of(tmp_path, params="nvme", optimizer="nvme", host_memory=host_memory)
+        )
 
     assert plan_with(None).kept == {}
     try:
@@ -375,7 +471,8 @@ def test_what_fits_a_given_host_budget_stays_there(tmp_path):
 
 
 def test_what_is_kept_is_not_moved_and_changes_no_bit(tmp_path):
-    """Trains under the least and under an ample host budget: the same bits, and less traffic, but some."""
+    """Trains under the least and under an ample host budget: the same bits, and less traffic, but
+    some."""
 
     def run(host_memory):
         model = transformer(1, blocks=4, dropout=0.0)
@@ -399,11 +496,14 @@ def test_what_is_kept_is_not_moved_and_changes_no_bit(tmp_path):
 
 
 def test_updates_ahead_are_refused_where_they_cannot_be(tmp_path):
-    """Method: gradients that are averaged in the step itself, and weights that the device computes with at home: errors that
-    say so. Twins: each with the setting that the error names."""
+    """Method: gradients that are averaged in the step itself, and weights that the device computes
+    with at home: errors that say so. Twins: each with the setting that the error names."""
     ahead = dict(params="host", optimizer="host", speculate=True)
     units = equal_units(3, 4096 * 8)
-    whole = [UnitSize(u.name, tuple(ShardSize(s.spec, s.numel, 2, whole_grad=True) for s in u.shards)) for u in units]
+    whole = [
+        UnitSize(u.name, tuple(ShardSize(s.spec, s.numel, 2, whole_grad=True) for s in u.shards))
+        for u in units
+    ]
     with pytest.raises(ConfigError, match="shard='gradients'"):
         make_plan(whole, config_of(tmp_path, **ahead), held_nbytes=0)
     with pytest.raises(CapacityError, match="params='host'"):

@@ -1,4 +1,5 @@
-"""The schedule predicts what a repeated pass uses next, survives every change of order, and never makes units up."""
+"""The schedule predicts what a repeated pass uses next, survives every change of order, and never
+makes units up."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def each_once(trace: list[int], skip: int | None = None) -> list[int]:
 @settings(derandomize=True, deadline=None)
 @given(TRACES)
 def test_a_repeated_pass_is_predicted_at_every_place(trace):
-    """Runs any trace twice: at each use of the second pass, what comes next is the rest of it, each unit once."""
+    """Runs any trace twice: at each use of the second pass, what comes next is the rest of it, each
+    unit once."""
     schedule = Schedule()
     run(schedule, trace)
     schedule.begin("train")
@@ -51,7 +53,8 @@ def test_a_repeated_pass_is_predicted_at_every_place(trace):
 
 
 def test_a_unit_is_known_by_its_number():
-    """Large numbers, of which Python has an object for each time: used again in a row it is one use all the same."""
+    """Large numbers, of which Python has an object for each time: used again in a row it is one use
+    all the same."""
     schedule = Schedule()
     run(schedule, [int("1000"), int("1000"), 1001])
     schedule.begin("train")
@@ -67,7 +70,8 @@ def test_the_first_forward_predicts_nothing():
 
 
 def test_the_first_backward_is_the_forward_reversed():
-    """Asks in the middle of the first pass, as backward begins, and once more after its first unit."""
+    """Asks in the middle of the first pass, as backward begins, and once more after its first
+    unit."""
     schedule = Schedule()
     run(schedule, [0, 1, 2, 3])
     assert upcoming(schedule, backward=True) == [2, 1, 0]
@@ -95,7 +99,8 @@ def test_kinds_of_passes_have_traces_of_their_own():
 
 
 def test_a_step_knows_what_the_next_pass_begins_with():
-    """Asks for the first units at the end of a training pass, within an evaluation, and before anything ran."""
+    """Asks for the first units at the end of a training pass, within an evaluation, and before
+    anything ran."""
     schedule = Schedule()
     assert list(schedule.first()) == []
     run(schedule, [3, 1, 2, 1, 3])
@@ -152,8 +157,8 @@ def test_a_place_is_looked_for_within_its_distance(distance, found):
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(["train", "infer"]), TRACES), max_size=6))
 def test_any_sequence_of_passes_is_survived_and_re_recorded(passes):
-    """Runs anything after anything: predictions name units that were used, each once, never the one in use; then one
-    pass run twice is predicted in full, whatever came before."""
+    """Runs anything after anything: predictions name units that were used, each once, never the one
+    in use; then one pass run twice is predicted in full, whatever came before."""
     schedule, known = Schedule(), set()
     for kind, trace in passes:
         schedule.begin(kind)
@@ -175,7 +180,8 @@ def test_any_sequence_of_passes_is_survived_and_re_recorded(passes):
 @settings(derandomize=True, deadline=None)
 @given(TRACES, TRACES)
 def test_prediction_depends_on_the_last_pass_alone(old, last):
-    """Two schedules with different pasts and the same last pass say the same (when there was one)."""
+    """Two schedules with different pasts and the same last pass say the same (when there was
+    one)."""
     if not last:
         return
     fresh, used = Schedule(), Schedule()

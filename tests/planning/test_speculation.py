@@ -2,9 +2,10 @@
 
 Words used here:
 
-**shadow**: a unit's update that was made ahead. ``job.shadows``: of each step, how many there were before it, and how many it kept.
-**twins**: one script, played with ``speculate=True`` and without; losses, weights, state and all else seen have the same bits.
-**spoiler**: what a user does between the second backward and its step, and of how many shadows it leaves something.
+**shadow**: a unit's update that was made ahead. ``job.shadows``: of each step, how many there were
+before it, and how many it kept. **twins**: one script, played with ``speculate=True`` and without;
+losses, weights, state and all else seen have the same bits. **spoiler**: what a user does between
+the second backward and its step, and of how many shadows it leaves something.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from models import (
     seeded,
     tokens,
     transformer,
-)  # fmt: skip
+)
 from ranks import launch
 from torch import nn
 from torch.nn.utils import clip_grad_value_
@@ -72,11 +73,16 @@ class Part(nn.Module):
 
 
 class Odd(nn.Module):
-    """Four units: one is used twice, some may be skipped, and the backward may fail before it comes to the first two."""
+    """Four units: one is used twice, some may be skipped, and the backward may fail before it comes
+    to the first two."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.skipped, self.fails = nn.ModuleList(Part() for _ in range(4)), set(), False
+        self.blocks, self.skipped, self.fails = (
+            nn.ModuleList(Part() for _ in range(4)),
+            set(),
+            False,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in (0, 1, 2, 3, 2):
@@ -92,20 +98,36 @@ def loss_of_odd(model: nn.Module, seed: int) -> torch.Tensor:
 
 def tiny(blocks: int = 2) -> dict[str, Any]:
     """A transformer of one unit more, whose embedding and head are one weight."""
-    return {"build": lambda: transformer(SEED, width=32, blocks=blocks), "loss": lambda model, seed: loss_of(model, tokens(seed))}
+    return {
+        "build": lambda: transformer(SEED, width=32, blocks=blocks),
+        "loss": lambda model, seed: loss_of(model, tokens(seed)),
+    }
 
 
 class Job:
     """A wrapped model with its optimizer, and all that is seen of them."""
 
     def __init__(
-        self, folder: Path, speculate: bool, *, build: Any = None, make=adamw, home=("host", "host"), loss=loss_of_odd, **options
+        self,
+        folder: Path,
+        speculate: bool,
+        *,
+        build: Any = None,
+        make=adamw,
+        home=("host", "host"),
+        loss=loss_of_odd,
+        **options,
     ):
         (folder / "swap").mkdir(exist_ok=True)
         self.folder, self.loss_of = folder, loss
-        model, config = (build or (lambda: seeded(SEED, Odd)))(), at_home(*home, folder / "swap", speculate=speculate, **options)
+        model, config = (
+            (build or (lambda: seeded(SEED, Odd)))(),
+            at_home(*home, folder / "swap", speculate=speculate, **options),
+        )
         if config.get("host_memory") == "least":
-            config["host_memory"] = least_host_memory(model, make(model), config) + 4096  # checksums of shadows
+            config["host_memory"] = (
+                least_host_memory(model, make(model), config) + 4096
+            )  # checksums of shadows
         self.model, self.optimizer = infinity.wrap_model(model, make(model), config)
         self.engine = wrapped(self.model).engine
         self.shards = [shard for unit in self.engine.units for shard in unit.shards]
@@ -156,17 +178,28 @@ def twins(script: Callable[[Job], Any], folder: Path, **setup: Any) -> Job:
     script(plain)
     script(ahead)
     assert len(plain.seen) == len(ahead.seen)
-    assert differing(*({str(n): value for n, value in enumerate(job.seen)} for job in (plain, ahead))) == []
+    assert (
+        differing(*({str(n): value for n, value in enumerate(job.seen)} for job in (plain, ahead)))
+        == []
+    )
     assert differing(plain.state(), ahead.state()) == []
     assert sum(there for there, _ in plain.shadows) == 0
-    for name, tier in infinity.stats(ahead.model).tiers.items():  # what a user gathers is in nobody's plan
-        theirs = infinity.stats(plain.model).tiers[name]  # what a load keeps for a moment is in no plan
-        assert tier.peak_nbytes <= tier.planned_nbytes + max(0, theirs.peak_nbytes - theirs.planned_nbytes)
+    for name, tier in infinity.stats(
+        ahead.model
+    ).tiers.items():  # what a user gathers is in nobody's plan
+        theirs = infinity.stats(plain.model).tiers[
+            name
+        ]  # what a load keeps for a moment is in no plan
+        assert tier.peak_nbytes <= tier.planned_nbytes + max(
+            0, theirs.peak_nbytes - theirs.planned_nbytes
+        )
         assert tier.planned_nbytes <= (tier.budget_nbytes or tier.planned_nbytes)
     return ahead
 
 
-def steps(count: int, spoil: Callable[[Job], Any] = lambda job: None, at: tuple[int, ...] = (1,)) -> Callable[[Job], None]:
+def steps(
+    count: int, spoil: Callable[[Job], Any] = lambda job: None, at: tuple[int, ...] = (1,)
+) -> Callable[[Job], None]:
     """``count`` steps of one backward each; in those ``at``, ``spoil`` comes between."""
 
     def script(job: Job) -> None:
@@ -197,16 +230,25 @@ HOMES: dict[str, dict[str, Any]] = {
     "trace": {"trace": "trace.json", "home": ("nvme", "nvme")},
 }
 both_ends = pytest.mark.parametrize("home", ["host", "nvme"])
-CLIPS = {"never": ([1e9] * 4, None, "nnnn"), "once": ([1e9, 1e-4, 1e9, 1e9], None, "n00n"), "inside": ([None] * 4, 1e9, "nnnn"),
-         "always": ([None] * 4, 1e-4, "0000")}  # fmt: skip
+CLIPS = {
+    "never": ([1e9] * 4, None, "nnnn"),
+    "once": ([1e9, 1e-4, 1e9, 1e9], None, "n00n"),
+    "inside": ([None] * 4, 1e9, "nnnn"),
+    "always": ([None] * 4, 1e-4, "0000"),
+}
 
 
-CASES = [(home, clip) for home in HOMES for clip in (CLIPS if "on nvme" in home or home in ("host", "cached") else ["once"])]
+CASES = [
+    (home, clip)
+    for home in HOMES
+    for clip in (CLIPS if "on nvme" in home or home in ("host", "cached") else ["once"])
+]
 
 
 @pytest.mark.parametrize(("home", "clip"), CASES)
 def test_clipping_decides_which_shadows_are_kept_and_no_bit(home, clip, tmp_path, monkeypatch):
-    """Method: twins in which clipping, by the loop or inside the step, changes gradients never, once or always."""
+    """Method: twins in which clipping, by the loop or inside the step, changes gradients never,
+    once or always."""
     monkeypatch.chdir(tmp_path)
     norms, inside, kept = CLIPS[clip]
 
@@ -218,15 +260,23 @@ def test_clipping_decides_which_shadows_are_kept_and_no_bit(home, clip, tmp_path
 
     job = twins(script, tmp_path, max_grad_norm=inside, **HOMES[home])
     n, plan = len(job.engine.plan.shadowed), job.engine.plan
-    assert n and job.shadows[0][0] == n and job.kept == [n if letter == "n" else 0 for letter in kept]
-    assert bool(plan.kept) == (home == "cached") and (plan.tiers["grad"] is Tier.NVME) == (home == "gradients on nvme")
+    assert (
+        n and job.shadows[0][0] == n and job.kept == [n if letter == "n" else 0 for letter in kept]
+    )
+    assert bool(plan.kept) == (home == "cached") and (plan.tiers["grad"] is Tier.NVME) == (
+        home == "gradients on nvme"
+    )
 
 
 RULES = {
     "AdamW": adamw,
-    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1, maximize=True),
+    "Adam": lambda model: torch.optim.Adam(
+        model.parameters(), lr=1e-2, weight_decay=0.1, maximize=True
+    ),
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
-    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "momentum": lambda model: torch.optim.SGD(
+        model.parameters(), lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     "Lion": lambda model: Lion(model.parameters()),
 }
 FORMS: dict[str, dict[str, Any]] = {
@@ -238,24 +288,36 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"moments": "int8"},
     "bf16 moments": {"moments": "bf16", "param_dtype": "bf16"},
 }
-PAIRS = [(rule, "fp32") for rule in RULES] + [("AdamW", form) for form in FORMS if form != "fp32"] + [
-    ("momentum", "split"), ("Lion", "split"), ("Lion", "int8"), ("momentum", "int8")]  # fmt: skip
+PAIRS = (
+    [(rule, "fp32") for rule in RULES]
+    + [("AdamW", form) for form in FORMS if form != "fp32"]
+    + [("momentum", "split"), ("Lion", "split"), ("Lion", "int8"), ("momentum", "int8")]
+)
 
 
-@pytest.mark.parametrize(("home", "rule", "form"), [(["host", "nvme"][n % 2], *pair) for n, pair in enumerate(PAIRS)])
+@pytest.mark.parametrize(
+    ("home", "rule", "form"), [(["host", "nvme"][n % 2], *pair) for n, pair in enumerate(PAIRS)]
+)
 def test_every_rule_and_form(home, rule, form, tmp_path):
-    """Method: twins; in the second step some parameters have no gradient, so units are stepped in spans from then on."""
+    """Method: twins; in the second step some parameters have no gradient, so units are stepped in
+    spans from then on."""
 
     def lose(job: Job) -> None:
         for param in [param for param in job.params if param.ndim == 1]:
             param.grad = None
 
-    assert twins(steps(4, lose), tmp_path, make=RULES[rule], **HOMES[home], **FORMS[form]).shadows[::3] == [(4, 4), (4, 4)]
+    assert twins(steps(4, lose), tmp_path, make=RULES[rule], **HOMES[home], **FORMS[form]).shadows[
+        ::3
+    ] == [(4, 4), (4, 4)]
 
 
 def edit(job: Job, *, writeback: bool) -> None:
     with infinity.full_params(job.model, ["blocks.0.linear.weight"], writeback=writeback) as params:
-        params["blocks.0.linear.weight"].data.add_(0.5) if writeback else job.see(params["blocks.0.linear.weight"])
+        (
+            params["blocks.0.linear.weight"].data.add_(0.5)
+            if writeback
+            else job.see(params["blocks.0.linear.weight"])
+        )
 
 
 def evaluate(job: Job) -> None:
@@ -309,7 +371,10 @@ SPOILERS: dict[str, tuple[Callable[[Job], Any], set[int]]] = {
     "a slice is assigned": (lambda job: job.params[0].grad.__setitem__(slice(0, 1), 0.3), {3}),
     "one is None": (lambda job: setattr(job.params[0], "grad", None), {3}),
     "all are None": (lambda job: job.optimizer.zero_grad(), {0}),
-    "one is given": (lambda job: setattr(job.params[0], "grad", job.params[0].grad.clone().fill_(0.1)), {3}),
+    "one is given": (
+        lambda job: setattr(job.params[0], "grad", job.params[0].grad.clone().fill_(0.1)),
+        {3},
+    ),
     "zeros": (lambda job: job.optimizer.zero_grad(set_to_none=False), {0}),
     "another backward": (lambda job: job.backward(50), {0}),
     "a backward anew": (again_from_none, {0, 4}),
@@ -319,8 +384,16 @@ SPOILERS: dict[str, tuple[Callable[[Job], Any], set[int]]] = {
     "lr of one group": (lambda job: job.optimizer.param_groups[1].update(lr=0.5), {0}),
     "weight decay": (settings(weight_decay=0.3), {0}),
     "betas": (settings(betas=(0.5, 0.9)), {0}),
-    "weights loaded": (lambda job: job.model.load_state_dict({k: v + 1 for k, v in job.model.state_dict().items()}), {0}),
-    "state loaded": (lambda job: job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict())), {0}),
+    "weights loaded": (
+        lambda job: job.model.load_state_dict(
+            {k: v + 1 for k, v in job.model.state_dict().items()}
+        ),
+        {0},
+    ),
+    "state loaded": (
+        lambda job: job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict())),
+        {0},
+    ),
     "edited": (lambda job: edit(job, writeback=True), {3}),
     "looked at": (lambda job: edit(job, writeback=False), {4}),
     "overwritten": (overwrite, {3}),
@@ -328,14 +401,20 @@ SPOILERS: dict[str, tuple[Callable[[Job], Any], set[int]]] = {
     "loaded": (load, {0, 4}),
     "evaluated": (evaluate, {4}),
     "state read": (lambda job: job.seen.extend(job.state().values()), {4}),
-    "gradients read": (lambda job: [job.see(param.grad.clone().norm() + param.grad.norm()) for param in job.params], {4}),
+    "gradients read": (
+        lambda job: [
+            job.see(param.grad.clone().norm() + param.grad.norm()) for param in job.params
+        ],
+        {4},
+    ),
     "a forward": (lambda job: job.see(job.loss_of(job.model, 7)), {4}),
 }
 
 
 @pytest.mark.parametrize("spoiler", SPOILERS)
 def test_what_comes_before_the_step_changes_no_bit(spoiler, tmp_path):
-    """Method: twins; as many shadows are kept as the spoiler says, and all before it and soon after."""
+    """Method: twins; as many shadows are kept as the spoiler says, and all before it and soon
+    after."""
     spoil, kept = SPOILERS[spoiler]
     job = twins(steps(4, spoil), tmp_path)
     assert job.ready == 4 and job.kept[0] == job.kept[3] == 4 and job.kept[1] in kept
@@ -343,21 +422,32 @@ def test_what_comes_before_the_step_changes_no_bit(spoiler, tmp_path):
 
 @pytest.mark.parametrize("first", range(3))
 def test_nor_on_disk(first, tmp_path):
-    """Method: the same with all state on disk: a third of the spoilers in turn, each after a step whose shadows are kept."""
+    """Method: the same with all state on disk: a third of the spoilers in turn, each after a step
+    whose shadows are kept."""
     names = list(SPOILERS)[first::3]
     spoilers = [SPOILERS[name] for name in names]
-    script = steps(3 * len(names), lambda job: spoilers[len(job.shadows) // 3][0](job), at=tuple(range(1, 3 * len(names), 3)))
+    script = steps(
+        3 * len(names),
+        lambda job: spoilers[len(job.shadows) // 3][0](job),
+        at=tuple(range(1, 3 * len(names), 3)),
+    )
     job = twins(script, tmp_path, **HOMES["nvme"])
     assert job.kept[::3] == [4] * len(names)
-    assert [name for name, (_, kept), found in zip(names, spoilers, job.kept[1::3]) if found not in kept] == []
+    assert [
+        name for name, (_, kept), found in zip(names, spoilers, job.kept[1::3]) if found not in kept
+    ] == []
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_spoilers_in_any_order_on_a_late_disk(seed, tmp_path):
-    """Method: twins of random homes, forms, micro-batches and spoilers; transfers are late, in pieces and out of order."""
+    """Method: twins of random homes, forms, micro-batches and spoilers; transfers are late, in
+    pieces and out of order."""
     draw = random.Random(seed)
     setup = {"home": (draw.choice(["host", "nvme"]), "nvme"), **FORMS[draw.choice(list(FORMS))]}
-    plan = [(draw.choice([1, 1, 1, 2]), draw.sample(list(SPOILERS), draw.choice([0, 0, 1, 2]))) for _ in range(7)]
+    plan = [
+        (draw.choice([1, 1, 1, 2]), draw.sample(list(SPOILERS), draw.choice([0, 0, 1, 2])))
+        for _ in range(7)
+    ]
 
     def script(job: Job) -> None:
         for step, (micro, spoilers) in enumerate(plan):
@@ -413,7 +503,8 @@ def failing(then: Callable[[Job], Any]) -> Callable[[Job], None]:
 
 
 def refused(then: Callable[[Job], Any]) -> Callable[[Job], None]:
-    """What goes on without zero_grad cannot be stepped: part of a gradient is the failed backward's."""
+    """What goes on without zero_grad cannot be stepped: part of a gradient is the failed
+    backward's."""
 
     def script(job: Job) -> None:
         then(job)
@@ -444,7 +535,9 @@ def closures(job: Job) -> None:
         job.shadows.append((0, infinity.stats(job.model).shadows["kept"] - before))
 
 
-def hooked(register: Callable, change: Callable, which: slice = slice(None)) -> Callable[[Job], None]:
+def hooked(
+    register: Callable, change: Callable, which: slice = slice(None)
+) -> Callable[[Job], None]:
     def script(job: Job) -> None:
         for param in job.params[which]:
             register(param, lambda value: change(job, value))
@@ -458,7 +551,9 @@ def quietly(change: Callable[[torch.Tensor], Any]) -> Callable:
 
 
 after = nn.Parameter.register_post_accumulate_grad_hook
-SCRIPTS: dict[str, tuple[Callable[[Job], None], list[int | None]]] = {  # and the shadows each step keeps
+SCRIPTS: dict[
+    str, tuple[Callable[[Job], None], list[int | None]]
+] = {  # and the shadows each step keeps
     "two backwards": (backwards(2, 2, 2, 2), [0, None, None, 4]),
     "one or two": (backwards(1, 2, 1, 1, 1, 1), [4, 0, None, None, None, 4]),
     "over one graph": (over_one_graph, [0, None, None, 4]),
@@ -467,27 +562,43 @@ SCRIPTS: dict[str, tuple[Callable[[Job], None], list[int | None]]] = {  # and th
     "failed, stepped": (failing(refused(lambda job: None)), [4, None, None, 4]),
     "inside": (inside, [0, 0, 0, 4, 0, 0]),
     "closures": (closures, [4, 4]),
-    "gradients hooked": (hooked(nn.Parameter.register_hook, lambda job, grad: grad * 0.5), [4, 4, 4]),
+    "gradients hooked": (
+        hooked(nn.Parameter.register_hook, lambda job, grad: grad * 0.5),
+        [4, 4, 4],
+    ),
     "landed hooked": (hooked(after, quietly(lambda grad: grad.mul_(0.5))), [0, 0, 0]),
-    "landed bytes hooked": (hooked(after, quietly(lambda grad: grad.clamp_(-1e-6, 1e-6))), [0, 0, 0]),
+    "landed bytes hooked": (
+        hooked(after, quietly(lambda grad: grad.clamp_(-1e-6, 1e-6))),
+        [0, 0, 0],
+    ),
     "another's hooked": (
-        hooked(after, lambda job, _: quietly(torch.Tensor.neg_)(job, job.model.blocks[3].gain), slice(0, 1)), [3, None, 3]),
-}  # fmt: skip
+        hooked(
+            after,
+            lambda job, _: quietly(torch.Tensor.neg_)(job, job.model.blocks[3].gain),
+            slice(0, 1),
+        ),
+        [3, None, 3],
+    ),
+}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @both_ends
 def test_every_kind_of_backward(home, script, tmp_path):
-    """Method: twins of several backwards in a step, failed ones, steps inside, closures and hooks; as many shadows are kept."""
+    """Method: twins of several backwards in a step, failed ones, steps inside, closures and hooks;
+    as many shadows are kept."""
     play, kept = SCRIPTS[script]
     found = twins(play, tmp_path, **HOMES[home]).kept
-    assert len(found) == len(kept) and all(wanted in (None, number) for wanted, number in zip(kept, found)), found
+    assert len(found) == len(kept) and all(
+        wanted in (None, number) for wanted, number in zip(kept, found)
+    ), found
 
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["in the step", "unscaled first"])
 @both_ends
 def test_grad_scaler_in_fp16(home, unscale, tmp_path):
-    """Method: twins in fp16 whose scale overflows at first: skipped steps leave nothing, the others' gradients are unscaled."""
+    """Method: twins in fp16 whose scale overflows at first: skipped steps leave nothing, the
+    others' gradients are unscaled."""
 
     def script(job: Job) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=2)
@@ -503,21 +614,30 @@ def test_grad_scaler_in_fp16(home, unscale, tmp_path):
             job.scales.append(scaler.get_scale())
 
     job = twins(script, tmp_path, **HOMES[home], param_dtype="fp16", grad_dtype="fp32")
-    assert any(b < a for a, b in zip(job.scales, job.scales[1:])) and any(b > a for a, b in zip(job.scales, job.scales[1:]))
+    assert any(b < a for a, b in zip(job.scales, job.scales[1:])) and any(
+        b > a for a, b in zip(job.scales, job.scales[1:])
+    )
 
 
 FROZEN: dict[str, Callable[[nn.Module], list[nn.Parameter]]] = {
     "a unit": lambda model: list(model.blocks[0].parameters()),
     "one of a unit": lambda model: [model.blocks[0].norm1.weight],
-    "all but one": lambda model: [p for p in model.parameters() if p is not model.blocks[1].norm1.weight],
-    "of every unit": lambda model: [model.blocks[0].norm1.bias, model.blocks[1].norm1.bias, model.positions],
+    "all but one": lambda model: [
+        p for p in model.parameters() if p is not model.blocks[1].norm1.weight
+    ],
+    "of every unit": lambda model: [
+        model.blocks[0].norm1.bias,
+        model.blocks[1].norm1.bias,
+        model.positions,
+    ],
 }
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["unknown to the optimizer", "thawed later"])
 @pytest.mark.parametrize("which", FROZEN)
 def test_frozen_parameters(which, known, tmp_path):
-    """Method: twins with parameters that are not trained, which are thawed in the middle where the optimizer knows them."""
+    """Method: twins with parameters that are not trained, which are thawed in the middle where the
+    optimizer knows them."""
 
     def build() -> nn.Module:
         model = tiny()["build"]()
@@ -526,7 +646,9 @@ def test_frozen_parameters(which, known, tmp_path):
         return model
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([param for param in model.parameters() if known or param.requires_grad], lr=1e-2)
+        return torch.optim.AdamW(
+            [param for param in model.parameters() if known or param.requires_grad], lr=1e-2
+        )
 
     def thaw(job: Job) -> None:
         for param in job.params:
@@ -538,7 +660,8 @@ def test_frozen_parameters(which, known, tmp_path):
 
 @both_ends
 def test_parameters_with_step_counts_of_their_own(home, tmp_path):
-    """Method: twins in which units, and single parameters of others, get no gradient in some steps; the sixth is clipped."""
+    """Method: twins in which units, and single parameters of others, get no gradient in some steps;
+    the sixth is clipped."""
 
     def script(job: Job) -> None:
         for step in range(12):
@@ -555,7 +678,8 @@ def test_parameters_with_step_counts_of_their_own(home, tmp_path):
 
 
 def test_shadowing_comes_back_beside_a_unit_that_is_not_used_again(tmp_path):
-    """Method: twins; after a step whose shadows are dropped one block is skipped. The others' shadows are kept soon."""
+    """Method: twins; after a step whose shadows are dropped one block is skipped. The others'
+    shadows are kept soon."""
 
     def spoil(job: Job) -> None:
         job.clip(1e-4)
@@ -569,20 +693,25 @@ MISSED: dict[str, Callable[[Job], Any]] = {
     "clipped values": SPOILERS["clipped values"][0],
     "added to": SPOILERS["added to"][0],
     "viewed": every_grad(lambda grad: grad.view(-1)),
-    "one backward more each time": lambda job: [job.backward(50) for _ in range(1 + len(job.shadows) % 3)],
+    "one backward more each time": lambda job: [
+        job.backward(50) for _ in range(1 + len(job.shadows) % 3)
+    ],
     "thrown away": lambda job: job.optimizer.zero_grad(set_to_none=False),
 }
 
 
 @pytest.mark.parametrize("how", MISSED)
 def test_next_to_nothing_is_spent_on_shadows_that_always_miss(how, tmp_path):
-    """Method: 40 steps whose shadows are always spoiled update little more than they must; then nothing spoils them, and they
-    are kept again. Twin: 40 steps whose shadows are kept update just what they must."""
+    """Method: 40 steps whose shadows are always spoiled update little more than they must; then
+    nothing spoils them, and they are kept again. Twin: 40 steps whose shadows are kept update just
+    what they must."""
     for spoil, least in ((MISSED[how], 0), (lambda job: None, 40)):
         job = Job(tmp_path, True)
         steps(40, spoil, at=tuple(range(40)))(job)
         job.engine.wait_idle()
-        assert job.engine.updates.updater.elements <= 1.25 * 40 * sum(shard.slice_numel for shard in job.shards)
+        assert job.engine.updates.updater.elements <= 1.25 * 40 * sum(
+            shard.slice_numel for shard in job.shards
+        )
         assert sum(kept == 4 for kept in job.kept) >= least
         steps(40)(job)
         assert job.kept[-1] == 4
@@ -591,12 +720,17 @@ def test_next_to_nothing_is_spent_on_shadows_that_always_miss(how, tmp_path):
 @pytest.mark.parametrize("form", ["fp32", "int8"])
 @both_ends
 def test_no_room_is_said_before_anything_changed(home, form, tmp_path):
-    """Method: a budget that just holds the model; the error names speculate and how much is missing, which then is enough."""
+    """Method: a budget that just holds the model; the error names speculate and how much is
+    missing, which then is enough."""
     name, tier = {"host": ("host_memory", "host"), "nvme": ("nvme_capacity", "nvme")}[home]
     model, setup = seeded(SEED, Odd), HOMES[home] | FORMS[form]
     least = infinity.stats(Job(tmp_path, False, **setup).model).tiers[tier].planned_nbytes
     if home == "host":
-        least = infinity.stats(Job(tmp_path, False, host_memory="least", **setup).model).tiers[tier].planned_nbytes
+        least = (
+            infinity.stats(Job(tmp_path, False, host_memory="least", **setup).model)
+            .tiers[tier]
+            .planned_nbytes
+        )
     config = at_home(home, home, tmp_path / "swap", speculate=True, **{name: least}, **FORMS[form])
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(infinity.CapacityError, match="speculate=True") as told:
@@ -608,32 +742,58 @@ def test_no_room_is_said_before_anything_changed(home, form, tmp_path):
 
 @pytest.mark.parametrize("home", ["state on nvme", "weights on nvme", "cached"])
 def test_what_was_enough_stays_enough_with_more_memory(home, tmp_path):
-    """Method: host memory from the least in small steps; once there is room for shadows there always is."""
+    """Method: host memory from the least in small steps; once there is room for shadows there
+    always is."""
     setup = {key: value for key, value in HOMES[home].items() if key == "home"}
     model = tiny()["build"]()
     (tmp_path / "swap").mkdir()
-    least = least_host_memory(model, adamw(model), at_home(*setup["home"], tmp_path / "swap", speculate=True))
+    least = least_host_memory(
+        model, adamw(model), at_home(*setup["home"], tmp_path / "swap", speculate=True)
+    )
     rooms = []
     for more in range(0, 2 * 2**20, 2**17):
         try:
-            rooms.append(bool(Job(tmp_path, True, host_memory=least + more, **setup, **tiny()).engine.plan.shadowed))
+            rooms.append(
+                bool(
+                    Job(
+                        tmp_path, True, host_memory=least + more, **setup, **tiny()
+                    ).engine.plan.shadowed
+                )
+            )
         except infinity.CapacityError:
             rooms.append(False)
     assert rooms[-1] and rooms == sorted(rooms)
 
 
 def test_checksums_of_shadows_are_planned(tmp_path):
-    """Method: add up 4 bytes for each block on disk that has a checksum; the plan has at least as many."""
-    job = Job(tmp_path, True, home=("nvme", "nvme"), build=lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))))
-    arrays = [array for shard in job.shards for array in (*shard.arrays.values(), *shard.spare_arrays.values())]
-    needed = sum(4 * -(-array.nbytes // native.CHECKSUM_NBYTES) for array in arrays if array.tier is Tier.NVME)
-    assert len(job.engine.plan.shadowed) == 8 and needed <= job.engine.plan.terms[Tier.HOST]["checksums"]
+    """Method: add up 4 bytes for each block on disk that has a checksum; the plan has at least as
+    many."""
+    job = Job(
+        tmp_path,
+        True,
+        home=("nvme", "nvme"),
+        build=lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))),
+    )
+    arrays = [
+        array
+        for shard in job.shards
+        for array in (*shard.arrays.values(), *shard.spare_arrays.values())
+    ]
+    needed = sum(
+        4 * -(-array.nbytes // native.CHECKSUM_NBYTES)
+        for array in arrays
+        if array.tier is Tier.NVME
+    )
+    assert (
+        len(job.engine.plan.shadowed) == 8
+        and needed <= job.engine.plan.terms[Tier.HOST]["checksums"]
+    )
 
 
 @pytest.mark.parametrize("home", ["host", "nvme", "cached"])
 def test_nothing_is_left_of_shadows_under_way(home, tmp_path):
-    """Method: with shadows whose transfers are late, unwrap (the weights are the last step's, the gradients there) or drop the
-    model; folder, descriptors and threads are as before."""
+    """Method: with shadows whose transfers are late, unwrap (the weights are the last step's, the
+    gradients there) or drop the model; folder, descriptors and threads are as before."""
 
     def count() -> tuple[int, int]:
         gc.collect()
@@ -657,7 +817,8 @@ def test_nothing_is_left_of_shadows_under_way(home, tmp_path):
 
 
 def test_a_disk_error_in_a_shadow_ends_the_job(tmp_path, monkeypatch):
-    """Method: a shadow is refused by the disk; the error comes out of the backward, and nothing goes on from there."""
+    """Method: a shadow is refused by the disk; the error comes out of the backward, and nothing
+    goes on from there."""
     job, submit = Job(tmp_path, True, home=("nvme", "nvme")), Stepper._processor_update
 
     def refuse(self, *args, ahead=False, **more):
@@ -678,7 +839,11 @@ def test_two_ranks(tmp_path):
     (tmp_path / "swap").mkdir()
     cases = {"parameters": {"clip": 1e9, "micro": 2}, "gradients": {}}
     jobs = {
-        f"parity:{mode}-{ahead}": {"config": at_home("host", "host", tmp_path, shard=mode, speculate=ahead), "steps": 3, **how}
+        f"parity:{mode}-{ahead}": {
+            "config": at_home("host", "host", tmp_path, shard=mode, speculate=ahead),
+            "steps": 3,
+            **how,
+        }
         for mode, how in cases.items()
         for ahead in (False, True)
     }
@@ -688,9 +853,15 @@ def test_two_ranks(tmp_path):
     for mode in cases:
         for plain, ahead in zip(found[f"parity:{mode}-False"], found[f"parity:{mode}-True"]):
             assert (plain["losses"], plain["norms"]) == (ahead["losses"], ahead["norms"])
-            assert differing(plain["weights"], ahead["weights"]) == differing(plain["unwrapped"], ahead["unwrapped"]) == []
+            assert (
+                differing(plain["weights"], ahead["weights"])
+                == differing(plain["unwrapped"], ahead["unwrapped"])
+                == []
+            )
             for index, state in plain["optimizer"]["state"].items():
                 assert differing(state, ahead["optimizer"]["state"][index]) == []
             planned = [job["stats"]["tiers"]["host"]["planned_nbytes"] for job in (plain, ahead)]
-            taken.setdefault(mode, set()).add((planned[1] > planned[0], ahead["stats"]["shadows"]["kept"] > 0))
+            taken.setdefault(mode, set()).add(
+                (planned[1] > planned[0], ahead["stats"]["shadows"]["kept"] > 0)
+            )
     assert taken["parameters"] == taken["gradients"] == {(True, True)}

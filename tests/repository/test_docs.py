@@ -1,9 +1,10 @@
-"""The documents say what is so: their Python runs as printed, their commands run, their links lead somewhere, their fields exist.
+"""The documents say what is so: their Python runs as printed, their commands run, their links lead
+somewhere, their fields exist.
 
 Words used here:
 
-**script**: the Python blocks of one document, one after the other.
-**command**: a line of a document that calls `infinity`; what it leaves open (`<dir>`, `...`) is filled in here.
+**script**: the Python blocks of one document, one after the other. **command**: a line of a
+document that calls `infinity`; what it leaves open (`<dir>`, `...`) is filled in here.
 
 What runs is `slow`: `make docs` runs it, in CI too.
 """
@@ -31,12 +32,18 @@ DOCUMENTS = {
 }
 README = DOCUMENTS["README.md"]
 SCRIPTS = {
-    name: [block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if not block.startswith("# job.py")]
+    name: [
+        block
+        for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+        if not block.startswith("# job.py")
+    ]
     for name, text in DOCUMENTS.items()
 }
 JOBS = [
     block
-    for block in re.findall(r"```python\n(.*?)```", DOCUMENTS["docs/many-ranks.md"], flags=re.DOTALL)
+    for block in re.findall(
+        r"```python\n(.*?)```", DOCUMENTS["docs/many-ranks.md"], flags=re.DOTALL
+    )
     if block.startswith("# job.py")
 ]
 
@@ -45,31 +52,56 @@ FILLED = {  # what a document leaves open -> what is meant
     "<folder|config.json>": "model.json",
     "<file|folder>": "text.txt",
     "infinity train ...": f"infinity train --model model.json --data text.txt {TRAIN}",
-    "--nvme-path <dir> --host-memory 256MiB --checkpoint <dir> --out <dir>": f"--nvme-path . --host-memory 256MiB --checkpoint saved --out out {TRAIN}",
+    "--nvme-path <dir> --host-memory 256MiB --checkpoint <dir> --out <dir>": (
+        f"--nvme-path . --host-memory 256MiB --checkpoint saved --out out {TRAIN}"
+    ),
 }
-DEEPSPEED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}}
-MODEL = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+DEEPSPEED = {
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"},
+    }
+}
+MODEL = {
+    "model_type": "gpt2",
+    "vocab_size": 257,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+}
 
 
 def commands() -> list[str]:
-    """Every command of every document that calls ``infinity``, on one line; benchmarks and jobs on several hosts are elsewhere."""
+    """Every command of every document that calls ``infinity``, on one line; benchmarks and jobs on
+    several hosts are elsewhere."""
     found = []
     for text in DOCUMENTS.values():
         joined = re.sub(r"\\\n\s+", "", text)
-        found += [line.split("  #")[0].strip() for line in joined.splitlines() if line.startswith("    infinity ")]
+        found += [
+            line.split("  #")[0].strip()
+            for line in joined.splitlines()
+            if line.startswith("    infinity ")
+        ]
     return sorted({line for line in found if not line.startswith("infinity bench")})
 
 
-ELSEWHERE = "docs/integrations.md"  # tests/integrations/test_recipes.py runs it, where the libraries are
+ELSEWHERE = (  # tests/integrations/test_recipes.py runs it, where the libraries are
+    "docs/integrations.md"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, blocks in SCRIPTS.items() if blocks and name != ELSEWHERE])
+@pytest.mark.parametrize(
+    "name", [name for name, blocks in SCRIPTS.items() if blocks and name != ELSEWHERE]
+)
 def test_the_blocks_run_one_after_the_other_as_printed(name, tmp_path):
     """Method: a document's blocks form one script, run in an empty folder."""
     script = tmp_path / "blocks.py"
     script.write_text("\n".join(SCRIPTS[name]))
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.glob(".infinity-*")), "swap files were left behind"
 
@@ -77,7 +109,8 @@ def test_the_blocks_run_one_after_the_other_as_printed(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_the_commands_run(command, tmp_path):
-    """Method: each command in an empty folder with a small model and a text, with what it leaves open filled in."""
+    """Method: each command in an empty folder with a small model and a text, with what it leaves
+    open filled in."""
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
@@ -92,18 +125,24 @@ def test_the_commands_run(command, tmp_path):
 
 def test_there_are_commands():
     """The twin of the search: it finds what the README shows."""
-    assert any(command.startswith("infinity train") for command in commands()) and len(commands()) >= 4
+    assert (
+        any(command.startswith("infinity train") for command in commands()) and len(commands()) >= 4
+    )
 
 
 def test_every_field_has_its_row_and_default():
     """Reads the table of docs/configuration.md and compares it with Config's fields."""
     rows = dict(
         re.findall(
-            r"^\| `(\w+)` \| `([^`]+)` \|", DOCUMENTS["docs/configuration.md"].split("## The optimizer")[0], flags=re.MULTILINE
+            r"^\| `(\w+)` \| `([^`]+)` \|",
+            DOCUMENTS["docs/configuration.md"].split("## The optimizer")[0],
+            flags=re.MULTILINE,
         )
     )
     assert rows == {
-        field.name: json.dumps(field.default) if isinstance(field.default, str) else repr(field.default)
+        field.name: (
+            json.dumps(field.default) if isinstance(field.default, str) else repr(field.default)
+        )
         for field in dataclasses.fields(Config)
     }
 
@@ -124,8 +163,10 @@ def test_files_that_are_named_exist():
     for name, text in DOCUMENTS.items():
         for path in re.findall(r"`((?:csrc|infinity|tests|docs|bench|tools)/[\w/.]+\.\w+)`", text):
             missing += [f"{name}: {path}"] if not (ROOT / path).exists() else []
-    for path in re.findall(r"`((?:api|machine|config|storage|distributed|state|planning|gradients|forwards|optim|runtime|checkpoint|parallel)/\w+\.py)`",
-                           DOCUMENTS["docs/how-it-works.md"] + DOCUMENTS["docs/glossary.md"]):  # fmt: skip
+    for path in re.findall(
+        r"`((?:api|machine|config|storage|distributed|state|planning|gradients|forwards|optim|runtime|checkpoint|parallel)/\w+\.py)`",
+        DOCUMENTS["docs/how-it-works.md"] + DOCUMENTS["docs/glossary.md"],
+    ):
         missing += [path] if not (ROOT / "infinity" / path).exists() else []
     assert not missing
 

@@ -1,4 +1,5 @@
-"""The examples run as they stand, each in a child, with a small model of transformers' own and a tokenizer of bytes."""
+"""The examples run as they stand, each in a child, with a small model of transformers' own and a
+tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -29,12 +30,31 @@ def model(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("model")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={"<end>": 0} | {letter: at + 1 for at, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={"<end>": 0} | {letter: at + 1 for at, letter in enumerate(letters)}, merges=[]
+        )
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>"
+    ).save_pretrained(folder)
     torch.manual_seed(SEED)
-    config = transformers.GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-                                     embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    config = transformers.GPT2Config(
+        vocab_size=257,
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     (folder / "text.txt").write_text("To be, or not to be, that is the question. " * 100)
     return folder
@@ -42,7 +62,9 @@ def model(tmp_path_factory) -> Path:
 
 def run(name: str, *words: object, cwd: Path) -> str:
     variables = {"INFINITY_CACHE": str(cwd / "cache")}
-    done = prepared.run(EXAMPLES / name, *words, folder=cwd, variables=variables, imports=prepared.LANGUAGE_MODELS)
+    done = prepared.run(
+        EXAMPLES / name, *words, folder=cwd, variables=variables, imports=prepared.LANGUAGE_MODELS
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -53,9 +75,24 @@ def losses(said: str) -> list[float]:
 
 def test_full_finetune(model, tmp_path):
     """Its result is one that transformers loads, and its weights are others than the base's."""
-    found = losses(run("full_finetune.py", model, model / "text.txt", "out", "--steps", 4, "--length", 32, cwd=tmp_path))
+    found = losses(
+        run(
+            "full_finetune.py",
+            model,
+            model / "text.txt",
+            "out",
+            "--steps",
+            4,
+            "--length",
+            32,
+            cwd=tmp_path,
+        )
+    )
     assert len(found) == 4
-    base, tuned = (transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (model, tmp_path / "out"))
+    base, tuned = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+        for folder in (model, tmp_path / "out")
+    )
     assert not torch.equal(base.lm_head.weight, tuned.lm_head.weight)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("be").input_ids
 
@@ -64,27 +101,80 @@ def test_full_finetune(model, tmp_path):
 def test_lora(model, tmp_path):
     peft = pytest.importorskip("peft")
     run("lora.py", model, model / "text.txt", "out", "--steps", 2, "--length", 32, cwd=tmp_path)
-    peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(model), tmp_path / "out")
+    peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(model), tmp_path / "out"
+    )
 
 
 @pytest.mark.slow
 def test_continued_pretraining_goes_on_with_the_same_bits(model, tmp_path):
     """Method: six steps at once, and as three and three: the printed losses are equal."""
     numpy.tile(numpy.arange(1, 200, dtype=numpy.uint32), 20).tofile(tmp_path / "tokens.bin")
-    whole = losses(run("continued_pretraining.py", model, "tokens.bin", "whole", "--steps", 6, "--length", 32, cwd=tmp_path))
-    first = run("continued_pretraining.py", model, "tokens.bin", "parts", "--steps", 3, "--length", 32, cwd=tmp_path)
-    second = run("continued_pretraining.py", model, "tokens.bin", "parts", "--steps", 6, "--length", 32, cwd=tmp_path)
-    assert "continuing from step 3" in second and len(whole) == 6 and losses(first) + losses(second) == whole
+    whole = losses(
+        run(
+            "continued_pretraining.py",
+            model,
+            "tokens.bin",
+            "whole",
+            "--steps",
+            6,
+            "--length",
+            32,
+            cwd=tmp_path,
+        )
+    )
+    first = run(
+        "continued_pretraining.py",
+        model,
+        "tokens.bin",
+        "parts",
+        "--steps",
+        3,
+        "--length",
+        32,
+        cwd=tmp_path,
+    )
+    second = run(
+        "continued_pretraining.py",
+        model,
+        "tokens.bin",
+        "parts",
+        "--steps",
+        6,
+        "--length",
+        32,
+        cwd=tmp_path,
+    )
+    assert (
+        "continuing from step 3" in second
+        and len(whole) == 6
+        and losses(first) + losses(second) == whole
+    )
 
 
 @pytest.mark.slow
 def test_streaming_inference_writes_what_the_plain_model_writes(model, tmp_path):
-    """Method: two prompts of one length, so that nothing is padded, against `generate` of transformers alone."""
+    """Method: two prompts of one length, so that nothing is padded, against `generate` of
+    transformers alone."""
     prompts = ["To be, or", "the quest"]
     (tmp_path / "scratch").mkdir()
-    said = run("streaming_inference.py", model, *prompts, "--tokens", 5, "--scratch", "scratch", cwd=tmp_path)
-    tokenizer, plain = transformers.AutoTokenizer.from_pretrained(model), transformers.AutoModelForCausalLM.from_pretrained(model)
-    written = plain.generate(**tokenizer(prompts, return_tensors="pt"), max_new_tokens=5, do_sample=False, pad_token_id=0)
+    said = run(
+        "streaming_inference.py",
+        model,
+        *prompts,
+        "--tokens",
+        5,
+        "--scratch",
+        "scratch",
+        cwd=tmp_path,
+    )
+    tokenizer, plain = (
+        transformers.AutoTokenizer.from_pretrained(model),
+        transformers.AutoModelForCausalLM.from_pretrained(model),
+    )
+    written = plain.generate(
+        **tokenizer(prompts, return_tensors="pt"), max_new_tokens=5, do_sample=False, pad_token_id=0
+    )
     expected = "\n".join(tokenizer.batch_decode(written, skip_special_tokens=True))
     assert said.startswith(expected) and not list((tmp_path / "scratch").iterdir())
     assert int(re.search(r"(\d+) bytes read", said)[1]) > 0
@@ -96,13 +186,20 @@ def test_ranks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(EXAMPLES / "ranks.py", tmp_path / "job.py")
     done = run_torchrun(2, ["job.py", "saved", "--steps", "2"])
-    assert done.returncode == 0 and (tmp_path / "saved" / "manifest.json").exists(), done.stderr[-2000:]
+    assert done.returncode == 0 and (tmp_path / "saved" / "manifest.json").exists(), done.stderr[
+        -2000:
+    ]
 
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_its_pictures_are_drawn(tmp_path):
-    """Method: its cells one after the other, in one child; what a cell ends with is shown as a notebook would. No notebook is installed."""
-    cells = [cell for cell in json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
+    """Method: its cells one after the other, in one child; what a cell ends with is shown as a
+    notebook would. No notebook is installed."""
+    cells = [
+        cell
+        for cell in json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
+        if cell["cell_type"] == "code"
+    ]
     program = """
 import ast, json, sys
 names = {}
@@ -117,11 +214,14 @@ for source in json.load(open(sys.argv[1])):
     (tmp_path / "cells.json").write_text(json.dumps(["".join(cell["source"]) for cell in cells]))
     command = [sys.executable, "-c", program, "cells.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and done.stdout.count("</svg>") == 3 and "nvme->host" in done.stdout, done.stderr[-2000:]
+    assert (
+        done.returncode == 0 and done.stdout.count("</svg>") == 3 and "nvme->host" in done.stdout
+    ), done.stderr[-2000:]
 
 
 def test_the_slurm_script_starts_torchrun_on_every_machine(tmp_path):
-    """Method: bash runs it with stand-ins for Slurm's commands: the ranks of all machines meet at the first, and a signal is handed on."""
+    """Method: bash runs it with stand-ins for Slurm's commands: the ranks of all machines meet at
+    the first, and a signal is handed on."""
     for name, text in {
         "scontrol": "echo first; echo second",
         "srun": 'trap "kill \\$!; echo saved; exit 0" TERM; echo "$@"; sleep 30 > /dev/null & wait',
@@ -135,10 +235,19 @@ def test_the_slurm_script_starts_torchrun_on_every_machine(tmp_path):
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "x",
     }
-    job = subprocess.Popen(["bash", EXAMPLES / "slurm.sh", "train.py", "saved"], env=variables, stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        ["bash", EXAMPLES / "slurm.sh", "train.py", "saved"],
+        env=variables,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     while (line := job.stdout.readline()) and "torchrun" not in line:
         pass
-    assert "--nnodes 2 --nproc-per-node 8" in line and "first:29500" in line and line.split()[-2:] == ["train.py", "saved"]
+    assert (
+        "--nnodes 2 --nproc-per-node 8" in line
+        and "first:29500" in line
+        and line.split()[-2:] == ["train.py", "saved"]
+    )
     job.terminate()
     assert "saved" in job.communicate(timeout=20)[0]
 

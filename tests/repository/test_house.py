@@ -1,4 +1,5 @@
-"""The inside of the package keeps the form that docs/how-it-works.md draws: a job, a pass and one table.
+"""The inside of the package keeps the form that docs/how-it-works.md draws: a job, a pass and one
+table.
 
 Words used here:
 
@@ -32,11 +33,15 @@ STACKS = {
     "ShardStore",
 }
 HUB = re.compile(r"(?<![\w.])(?:self\.)?_?engine\.(?!py\b)\w+")
-BY_HAND = re.compile(r"\b(?:refuse_between|refuse_unflushed|refuse_averaged|refuse_another_step|check_alive|check_open)\b")
+BY_HAND = re.compile(
+    r"\b(?:refuse_between|refuse_unflushed|refuse_averaged|refuse_another_step|check_alive|check_open)\b"
+)
 
 
 def sources() -> dict[str, str]:
-    return {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
 def code_of(source: str) -> str:
@@ -50,14 +55,19 @@ def classes(texts: dict[str, str]) -> Iterator[ast.ClassDef]:
 
 
 def test_few_files_read_through_the_hub():
-    """Counts reads of the engine's attributes. Twin: a read is found, in an attribute and in a name."""
+    """Counts reads of the engine's attributes. Twin: a read is found, in an attribute and in a
+    name."""
     assert len(HUB.findall("self._engine.store; engine.units; my_engine.x; other.engine.y")) == 2
     assert sum(len(HUB.findall(text)) for text in sources().values()) <= HUB_READS
 
 
 def test_parts_are_concrete():
     """Counts protocols: what has one implementation is known by its class."""
-    found = [node.name for node in classes(sources()) if any(ast.unparse(base) == "Protocol" for base in node.bases)]
+    found = [
+        node.name
+        for node in classes(sources())
+        if any(ast.unparse(base) == "Protocol" for base in node.bases)
+    ]
     assert len(found) <= PROTOCOLS, found
 
 
@@ -76,7 +86,9 @@ def cycles(texts: dict[str, str]) -> list[tuple[str, str]]:
     reach: dict[str, set[str]] = {}
     for path, text in texts.items():
         name = ".".join(Path(path).with_suffix("").parts)
-        reach[name] = {target for _, target, _ in imports_of(text, path, modules) if target in modules} - {name}
+        reach[name] = {
+            target for _, target, _ in imports_of(text, path, modules) if target in modules
+        } - {name}
     changed = True
     while changed:
         changed = False
@@ -84,12 +96,16 @@ def cycles(texts: dict[str, str]) -> list[tuple[str, str]]:
             wider = found.union(*(reach[target] for target in found))
             changed |= wider != found
             found |= wider
-    return sorted((one, other) for one in reach for other in reach[one] if one < other and one in reach[other])
+    return sorted(
+        (one, other) for one in reach for other in reach[one] if one < other and one in reach[other]
+    )
 
 
 def test_no_file_leads_back_to_itself():
     """Twin: two files that import each other, one of them inside a function."""
-    assert cycles({"a.py": "from .b import c", "b.py": "def f():\n    from .a import d"}) == [("a", "b")]
+    assert cycles({"a.py": "from .b import c", "b.py": "def f():\n    from .a import d"}) == [
+        ("a", "b")
+    ]
     assert not cycles(sources())
 
 
@@ -99,7 +115,12 @@ def stacks(texts: dict[str, str]) -> dict[str, int]:
 
     def nlines(node: ast.ClassDef) -> int:
         bases = [ast.unparse(base).split(".")[-1].split("[")[0] for base in node.bases]
-        return node.end_lineno - node.lineno + 1 + sum(nlines(found[base]) for base in bases if base in found and base != node.name)
+        return (
+            node.end_lineno
+            - node.lineno
+            + 1
+            + sum(nlines(found[base]) for base in bases if base in found and base != node.name)
+        )
 
     return {name: nlines(node) for name, node in found.items() if node.bases}
 

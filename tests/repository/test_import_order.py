@@ -1,4 +1,5 @@
-"""Imports go to the left only: every folder of infinity/ uses what stands before it in one line of names, and csrc/ likewise.
+"""Imports go to the left only: every folder of infinity/ uses what stands before it in one line of
+names, and csrc/ likewise.
 
 Words used here:
 
@@ -22,14 +23,23 @@ BENCH = PACKAGE.parent / "bench"  # of a checkout, in no package
 CSRC = PACKAGE.parent / "csrc"
 
 ROOMS = (
-    "errors untrusted native machine config storage distributed state planning gradients forwards optim runtime checkpoint api parallel data integrations "
-    "__init__ bench cli __main__"
+    "errors untrusted native machine config storage distributed state planning gradients forwards"
+    " optim runtime checkpoint api parallel data integrations __init__ bench cli __main__"
 ).split()
-CSRC_ROOMS = [["base"], ["memory"], ["io", "optim"], ["update", "bench"], ["cuda", "python"], ["tests"]]
+CSRC_ROOMS = [
+    ["base"],
+    ["memory"],
+    ["io", "optim"],
+    ["update", "bench"],
+    ["cuda", "python"],
+    ["tests"],
+]
 
 CORES = ("_C", "_cuda")  # the compiled modules
 
-Import = tuple[str, str, int]  # the file that imports, the module that it imports from, and the line
+Import = tuple[
+    str, str, int
+]  # the file that imports, the module that it imports from, and the line
 
 
 parse = functools.cache(ast.parse)
@@ -39,9 +49,11 @@ def modules_of(sources: dict[str, str]) -> set[str]:
     return {".".join(Path(path).with_suffix("").parts) for path in sources}
 
 
-def imports_of(source: str, path: str, modules: set[str], *, at_once: bool = False) -> Iterator[Import]:
-    """The imports of infinity's own modules in ``source``, which lies at ``path`` below the package. ``at_once``: those that are run
-    when it is imported itself."""
+def imports_of(
+    source: str, path: str, modules: set[str], *, at_once: bool = False
+) -> Iterator[Import]:
+    """The imports of infinity's own modules in ``source``, which lies at ``path`` below the
+    package. ``at_once``: those that are run when it is imported itself."""
     package, tree = list(Path(path).parts[:-1]), parse(source)
     for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -58,7 +70,11 @@ def imports_of(source: str, path: str, modules: set[str], *, at_once: bool = Fal
                 continue
             for alias in node.names:
                 full = ".".join([*target, alias.name])
-                yield path, full if full in modules or full in CORES else ".".join(target) or "__init__", node.lineno
+                yield (
+                    path,
+                    full if full in modules or full in CORES else ".".join(target) or "__init__",
+                    node.lineno,
+                )
 
 
 def room_of(module: str) -> str:
@@ -83,7 +99,10 @@ def violations(sources: dict[str, str]) -> list[str]:
 def absent(sources: dict[str, str]) -> list[str]:
     """Lists names that a module imports from another one of ``sources``, which has none such."""
     modules, found, roots = modules_of(sources), [], {Path(path).parts[0] for path in sources}
-    names = {".".join(Path(path).with_suffix("").parts): names_of(source) for path, source in sources.items()}
+    names = {
+        ".".join(Path(path).with_suffix("").parts): names_of(source)
+        for path, source in sources.items()
+    }
     for path, source in sorted(sources.items()):
         for node in ast.walk(parse(source)):
             if not isinstance(node, ast.ImportFrom):
@@ -95,9 +114,14 @@ def absent(sources: dict[str, str]) -> list[str]:
             of_target = names.get(target, names.get(f"{target}.__init__".lstrip("."), set()))
             for alias in node.names:
                 full = f"{target}.{alias.name}".lstrip(".")
-                if alias.name not in (*of_target, *CORES) and full not in modules and f"{full}.__init__" not in modules:
+                if (
+                    alias.name not in (*of_target, *CORES)
+                    and full not in modules
+                    and f"{full}.__init__" not in modules
+                ):
                     found.append(
-                        f"{path}:{node.lineno} imports {alias.name} from {target or 'the package'}, which has no such name"
+                        f"{path}:{node.lineno} imports {alias.name} from {target or 'the package'},"
+                        " which has no such name"
                     )
     return found
 
@@ -120,7 +144,9 @@ def cycles(sources: dict[str, str]) -> list[str]:
     modules, graph = modules_of(sources), {}
     for path, source in sources.items():
         found_at_once = imports_of(source, path, modules, at_once=True)
-        graph[".".join(Path(path).with_suffix("").parts)] = {target for _, target, _ in found_at_once}
+        graph[".".join(Path(path).with_suffix("").parts)] = {
+            target for _, target, _ in found_at_once
+        }
     found, state = [], {}
 
     def visit(module: str, road: list[str]) -> None:
@@ -139,15 +165,19 @@ def cycles(sources: dict[str, str]) -> list[str]:
 
 
 def types_from_elsewhere(source: str, path: str, modules: set[str]) -> list[str]:
-    """Imports of infinity's own modules that ``source`` makes for type checking only. A package's `__init__` may, which hands names out
-    when they are first used."""
+    """Imports of infinity's own modules that ``source`` makes for type checking only. A package's
+    `__init__` may, which hands names out when they are first used."""
     if Path(path).name == "__init__.py":
         return []
     found = []
     for node in ast.walk(parse(source)):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for _, target, line in imports_of("\n".join(ast.unparse(each) for each in node.body), path, modules):
-                found.append(f"{path} imports {target} for its types only ({line} below line {node.lineno})")
+            for _, target, line in imports_of(
+                "\n".join(ast.unparse(each) for each in node.body), path, modules
+            ):
+                found.append(
+                    f"{path} imports {target} for its types only ({line} below line {node.lineno})"
+                )
     return found
 
 
@@ -157,7 +187,11 @@ def sources() -> dict[str, str]:
 
 def of_the_checkout() -> dict[str, str]:
     """The package and the benchmarks of a checkout: path below the root -> text."""
-    return {str(path.relative_to(PACKAGE.parent)): path.read_text() for folder in (PACKAGE, BENCH) for path in folder.rglob("*.py")}
+    return {
+        str(path.relative_to(PACKAGE.parent)): path.read_text()
+        for folder in (PACKAGE, BENCH)
+        for path in folder.rglob("*.py")
+    }
 
 
 def csrc_violations(sources: dict[str, str]) -> list[str]:
@@ -185,25 +219,41 @@ def test_imports_go_to_the_left_only():
 def test_no_modules_import_each_other():
     """Follows the imports at the top of every module."""
     assert not cycles(sources())
-    assert cycles({"a.py": "from .b import x", "b.py": "from .c import y", "c.py": "from . import a"}) == ["a -> b -> c -> a"]
+    assert cycles(
+        {"a.py": "from .b import x", "b.py": "from .c import y", "c.py": "from . import a"}
+    ) == ["a -> b -> c -> a"]
     assert not cycles({"a.py": "from .b import x", "b.py": "def f():\n    from .a import y"})
 
 
 def test_types_come_from_the_left_too():
-    """Looks for imports under TYPE_CHECKING: what stands to the right is known by a protocol. Other libraries may be imported so."""
+    """Looks for imports under TYPE_CHECKING: what stands to the right is known by a protocol. Other
+    libraries may be imported so."""
     package = sources()
     modules = modules_of(package)
-    assert not [each for path, source in package.items() for each in types_from_elsewhere(source, path, modules)]
-    hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n    from .engine import Engine\n"
+    assert not [
+        each
+        for path, source in package.items()
+        for each in types_from_elsewhere(source, path, modules)
+    ]
+    hidden = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n    from .engine"
+        " import Engine\n"
+    )
     assert len(types_from_elsewhere(hidden, "runtime/passes.py", modules)) == 1
     assert not types_from_elsewhere(hidden, "runtime/__init__.py", modules)
 
 
 def test_includes_go_to_the_left_only():
     """Reads every include of the native core."""
-    found = {str(path.relative_to(CSRC)): path.read_text() for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu")}
+    found = {
+        str(path.relative_to(CSRC)): path.read_text()
+        for path in CSRC.rglob("*")
+        if path.suffix in (".h", ".cpp", ".cu")
+    }
     assert not csrc_violations(found)
-    assert csrc_violations({"base/check.h": '#include "memory/pool.h"', "io/engine.h": '#include "optim/kernel.h"'})
+    assert csrc_violations(
+        {"base/check.h": '#include "memory/pool.h"', "io/engine.h": '#include "optim/kernel.h"'}
+    )
 
 
 def test_only_native_imports_the_core():
@@ -215,7 +265,8 @@ def test_only_native_imports_the_core():
 
 
 def test_a_violation_is_found():
-    """The twin: to the right, absolute, hidden, for type checking and native imports are all found; others are not."""
+    """The twin: to the right, absolute, hidden, for type checking and native imports are all found;
+    others are not."""
     wrong = {
         "errors.py": "from .machine import tiers",
         "machine/tiers.py": "from ..config.config import Config",
@@ -225,13 +276,18 @@ def test_a_violation_is_found():
         "planning/plan.py": "from infinity import _C",
         "gradients/bank.py": "from .. import _cuda",
         "api/wrap.py": "import infinity",
-        "forwards/tiles.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..runtime.engine import Engine",
+        "forwards/tiles.py": (
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..runtime.engine import"
+            " Engine"
+        ),
         "cli/env.py": "from ..__main__ import main",
     }
     found = violations(wrong)
     assert len(found) == len(wrong), found
     right = {
-        "machine/tiers.py": "from ..errors import ConfigError\nimport errors, torch\nfrom torch import nn",
+        "machine/tiers.py": (
+            "from ..errors import ConfigError\nimport errors, torch\nfrom torch import nn"
+        ),
         "state/parameter.py": "from .unit import ParamUnit",
         "native.py": "from . import _C",
         "api/wrap.py": "from ..runtime import hooks\nfrom .. import native",
@@ -241,7 +297,8 @@ def test_a_violation_is_found():
 
 
 def test_no_submodule_takes_the_place_of_a_public_name():
-    """A package that makes its names when they are asked for has the submodule in their place once anybody has imported that."""
+    """A package that makes its names when they are asked for has the submodule in their place once
+    anybody has imported that."""
     lazy = [path for path in PACKAGE.rglob("__init__.py") if "def __getattr__" in path.read_text()]
     assert len(lazy) >= 3
     for path in lazy:
@@ -257,18 +314,33 @@ def test_what_modules_import_from_each_other_is_there():
     found_here["bench/io.py"] += "\n\ndef later():\n    from infinity.bench.io import Rawest\n"
     found = "\n".join(absent(found_here))
     assert len(found.splitlines()) == 2, found
-    assert "imports launch_ranks from bench.launch" in found and "imports Rawest from infinity.bench.io" in found
+    assert (
+        "imports launch_ranks from bench.launch" in found
+        and "imports Rawest from infinity.bench.io" in found
+    )
 
 
 def uses_the_checkout(source: str) -> bool:
     """Whether ``source`` imports `bench`, which is in a checkout only."""
-    names = [alias.name for node in ast.walk(parse(source)) if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in ast.walk(parse(source)) if isinstance(node, ast.ImportFrom) and not node.level]
+    names = [
+        alias.name
+        for node in ast.walk(parse(source))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
+    names += [
+        node.module or ""
+        for node in ast.walk(parse(source))
+        if isinstance(node, ast.ImportFrom) and not node.level
+    ]
     return any(name.partition(".")[0] == "bench" for name in names)
 
 
 def test_the_package_imports_nothing_of_a_checkout():
-    """Looks for imports of `bench`, which no package has. The twins are such, and one that may be."""
+    """Looks for imports of `bench`, which no package has. The twins are such, and one that may
+    be."""
     assert not [path for path, source in sources().items() if uses_the_checkout(source)]
-    assert uses_the_checkout("def f():\n    from bench.io import measure") and uses_the_checkout("import bench.io")
+    assert uses_the_checkout("def f():\n    from bench.io import measure") and uses_the_checkout(
+        "import bench.io"
+    )
     assert not uses_the_checkout("from .bench import io\nfrom infinity.bench import io")

@@ -15,7 +15,8 @@ class Held:
 
 
 def collect_interrupted() -> weakref.ref[Held]:
-    """Returns what a frame held while an interrupt landed in a callback of the garbage collector."""
+    """Returns what a frame held while an interrupt landed in a callback of the garbage
+    collector."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,5 @@
-"""Names of torch that are not public, and that the engine uses for want of others: a release that takes one away fails here, by its name.
+"""Names of torch that are not public, and that the engine uses for want of others: a release that
+takes one away fails here, by its name.
 
 Each stands beside the file that uses it. What a name is used for is said there.
 """
@@ -17,21 +18,49 @@ PACKAGE = Path(infinity.__file__).parent
 NAMES = [
     ("torch.distributed.tensor._dtensor_spec", "DTensorSpec", "state/dtensors.py"),
     ("torch.distributed.tensor._dtensor_spec", "TensorMeta", "state/dtensors.py"),
-    ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "state/dtensors.py"),
+    (
+        "torch.distributed.tensor._utils",
+        "compute_local_shape_and_global_offset",
+        "state/dtensors.py",
+    ),
     ("torch.distributed.tensor", "DTensor._local_tensor", "state/dtensors.py"),
     ("torch.distributed.tensor", "DTensor._spec", "state/dtensors.py"),
     ("torch.distributed.tensor", "DTensor._op_dispatcher._custom_op_handlers", "state/dtensors.py"),
-    ("torch.distributed.tensor.parallel", "ColwiseParallel._prepare_input_fn", "parallel/tensors.py"),
-    ("torch.distributed.tensor.parallel", "ColwiseParallel._prepare_output_fn", "parallel/tensors.py"),
-    ("torch.distributed.tensor.parallel", "RowwiseParallel._prepare_input_fn", "parallel/tensors.py"),
+    (
+        "torch.distributed.tensor.parallel",
+        "ColwiseParallel._prepare_input_fn",
+        "parallel/tensors.py",
+    ),
+    (
+        "torch.distributed.tensor.parallel",
+        "ColwiseParallel._prepare_output_fn",
+        "parallel/tensors.py",
+    ),
+    (
+        "torch.distributed.tensor.parallel",
+        "RowwiseParallel._prepare_input_fn",
+        "parallel/tensors.py",
+    ),
     ("torch.distributed.distributed_c10d", "_process_group_name", "distributed/mesh.py"),
     ("torch.distributed.distributed_c10d", "_get_default_store", "distributed/mesh.py"),
     ("torch.distributed.distributed_c10d", "_get_default_group", "distributed/mesh.py"),
     ("torch.distributed.pipelining.schedules", "_batch_p2p", "parallel/continuous.py"),
     ("torch.distributed.pipelining.schedules", "_wait_batch_p2p", "parallel/continuous.py"),
-    ("torch.distributed.pipelining.schedules", "Schedule1F1B._initialize_stage", "parallel/continuous.py"),
-    ("torch.distributed.pipelining.schedules", "Schedule1F1B._split_inputs", "parallel/continuous.py"),
-    ("torch.distributed.pipelining.schedules", "Schedule1F1B._compute_loss", "parallel/continuous.py"),
+    (
+        "torch.distributed.pipelining.schedules",
+        "Schedule1F1B._initialize_stage",
+        "parallel/continuous.py",
+    ),
+    (
+        "torch.distributed.pipelining.schedules",
+        "Schedule1F1B._split_inputs",
+        "parallel/continuous.py",
+    ),
+    (
+        "torch.distributed.pipelining.schedules",
+        "Schedule1F1B._compute_loss",
+        "parallel/continuous.py",
+    ),
     ("torch", "_C._storage_Use_Count", "optim/lent_state.py"),
     ("torch", "_C._current_graph_task_id", "runtime/passes.py"),
     ("torch", "_C._current_graph_task_id", "runtime/tasks.py"),
@@ -56,14 +85,19 @@ def is_there(module: str, name: str) -> bool:
 @pytest.mark.parametrize(("module", "name", "file"), NAMES, ids=lambda value: value.split("/")[-1])
 def test_torch_has_the_name_and_the_file_uses_it(module, name, file):
     assert is_there(module, name), f"{module}.{name} is gone from torch: {file} needs another way"
-    assert name.split(".")[-1] in (PACKAGE / file).read_text(), f"{file} does not use {name} any more"
+    assert name.split(".")[-1] in (PACKAGE / file).read_text(), (
+        f"{file} does not use {name} any more"
+    )
 
 
 def test_the_scalers_operation_has_a_handler_to_stand_before():
     import torch
     from torch.distributed.tensor import DTensor
 
-    assert torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default in DTensor._op_dispatcher._custom_op_handlers
+    assert (
+        torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+        in DTensor._op_dispatcher._custom_op_handlers
+    )
 
 
 def test_a_name_that_is_gone_is_told():

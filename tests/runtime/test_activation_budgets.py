@@ -68,8 +68,9 @@ def moved_in_a_forward(model: nn.Module, *args: Any) -> int:
 
 @both_homes
 def test_saved_activations_leave_the_device(home, tmp_path):
-    """Method: weak references to the storages that layers return; after a forward all of more than 64 KiB are gone with
-    activations at home, though the graph lives, and some live on with activations on the device."""
+    """Method: weak references to the storages that layers return; after a forward all of more than
+    64 KiB are gone with activations at home, though the graph lives, and some live on with
+    activations on the device."""
 
     def alive(kind: str) -> int:
         model, _ = wrapped(a_transformer(), configuration(kind, a_transformer(), tmp_path))
@@ -107,8 +108,8 @@ def test_a_storage_goes_home_once_however_often_it_is_saved(home, tmp_path):
 
 @both_homes
 def test_buffers_and_foreign_parameters_stay(home, tmp_path):
-    """Method: a layer multiplies with a buffer and with a parameter of a class of its own, which are saved; as many
-    bytes move as when it multiplies with numbers."""
+    """Method: a layer multiplies with a buffer and with a parameter of a class of its own, which
+    are saved; as many bytes move as when it multiplies with numbers."""
 
     class Foreign(nn.Parameter):
         pass
@@ -136,7 +137,8 @@ def test_buffers_and_foreign_parameters_stay(home, tmp_path):
 
 
 def test_nothing_moves_without_gradients(tmp_path):
-    """Method: a forward in no_grad, inference_mode and with gradients, which alone moves something."""
+    """Method: a forward in no_grad, inference_mode and with gradients, which alone moves
+    something."""
     model, _ = wrapped(a_transformer(), configuration("host", a_transformer(), tmp_path))
     with torch.no_grad():
         assert moved_in_a_forward(model, language(0)) == 0
@@ -146,12 +148,16 @@ def test_nothing_moves_without_gradients(tmp_path):
 
 
 def kept_nbytes(model: nn.Module, graphs: int) -> int:
-    """Bytes of distinct storages of 64 KiB and more that stay on the device in as many forwards with living graphs."""
+    """Bytes of distinct storages of 64 KiB and more that stay on the device in as many forwards
+    with living graphs."""
     kept: dict[int, int] = {}
     alive = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().nbytes() >= activation_store.SMALLEST_NBYTES and tensor.is_floating_point():
+        if (
+            tensor.untyped_storage().nbytes() >= activation_store.SMALLEST_NBYTES
+            and tensor.is_floating_point()
+        ):
             kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
             alive.append(tensor)  # so that no storage has the address of another
         return tensor
@@ -165,8 +171,9 @@ def kept_nbytes(model: nn.Module, graphs: int) -> int:
 
 @pytest.mark.parametrize("graphs", [1, 2])
 def test_auto_keeps_on_the_device_what_its_budget_has_room_for_and_no_more(graphs, tmp_path):
-    """Method: count what stays under budgets from nothing to plenty, with one living graph and with two; it is never
-    more than the room, mostly more than half of it, and nothing moves where there is plenty."""
+    """Method: count what stays under budgets from nothing to plenty, with one living graph and with
+    two; it is never more than the room, mostly more than half of it, and nothing moves where there
+    is plenty."""
     config = {"params": "device", "optimizer": "device", "activations": "auto"}
     model, _ = wrapped(a_transformer(), config)
     planned = infinity.stats(model).tiers["device"].planned_nbytes
@@ -183,12 +190,17 @@ def test_auto_keeps_on_the_device_what_its_budget_has_room_for_and_no_more(graph
 
 
 def test_auto_without_room_on_the_host_keeps_what_does_not_fit(tmp_path):
-    """Method: "auto" with neither device nor host memory to spare: the optimizer's bits are right and no error is
-    raised, as activations on the device were nobody's demand to move."""
-    model, _ = wrapped(a_transformer(), {"params": "device", "optimizer": "device", "activations": "auto"})
+    """Method: "auto" with neither device nor host memory to spare: the optimizer's bits are right
+    and no error is raised, as activations on the device were nobody's demand to move."""
+    model, _ = wrapped(
+        a_transformer(), {"params": "device", "optimizer": "device", "activations": "auto"}
+    )
     tiers = infinity.stats(model).tiers
     config = {"params": "device", "optimizer": "device", "activations": "auto"}
-    config |= {"device_memory": tiers["device"].planned_nbytes, "host_memory": tiers["host"].planned_nbytes + 400 * KIB}
+    config |= {
+        "device_memory": tiers["device"].planned_nbytes,
+        "host_memory": tiers["host"].planned_nbytes + 400 * KIB,
+    }
     scenario = (a_transformer(), language_loop)
     right, least_moved = trained(scenario, configuration("device", scenario[0], tmp_path))
     found, has_moved = trained(scenario, config)
@@ -215,7 +227,8 @@ def needed(home: str, folder: Path, rows: int) -> int:
 
 
 def activation_nbytes(rows: int) -> int:
-    """What of a step's activations is moved, by the host's account: NVMe's is taken in larger portions."""
+    """What of a step's activations is moved, by the host's account: NVMe's is taken in larger
+    portions."""
     model, optimizer = wrapped(a_transformer(), generous("host", Path()))
     before = infinity.stats(model).tiers["host"].peak_nbytes
     stepped(optimizer, loss_of(model, language(0, rows)))
@@ -224,12 +237,14 @@ def activation_nbytes(rows: int) -> int:
 
 @both_homes
 def test_a_budget_too_small_is_an_error_with_numbers_and_the_model_trains_on(home, tmp_path):
-    """Method: a budget for 24 rows; 48 raise a CapacityError that says how much of what is needed, and what to do, and
-    24 train after that as if nothing had been."""
+    """Method: a budget for 24 rows; 48 raise a CapacityError that says how much of what is needed,
+    and what to do, and 24 train after that as if nothing had been."""
     budget = needed(home, tmp_path, rows=24)
 
     def run(with_failure: bool) -> dict[str, torch.Tensor]:
-        model, optimizer = wrapped(a_transformer(), generous(home, tmp_path) | {BUDGET_OF[home]: budget})
+        model, optimizer = wrapped(
+            a_transformer(), generous(home, tmp_path) | {BUDGET_OF[home]: budget}
+        )
         found = {}
         for step in range(3):
             if with_failure and step != 1:
@@ -241,7 +256,9 @@ def test_a_budget_too_small_is_an_error_with_numbers_and_the_model_trains_on(hom
                 assert len(re.findall(r"\d [KM]iB", text)) >= 3, text
                 optimizer.zero_grad()
             torch.manual_seed(step)
-            found[f"loss {step}"] = stepped(optimizer, loss_of(model, language(step, rows=24))).detach()
+            found[f"loss {step}"] = stepped(
+                optimizer, loss_of(model, language(step, rows=24))
+            ).detach()
         account = infinity.stats(model).tiers[home]
         assert account.peak_nbytes <= account.budget_nbytes
         return found | model.state_dict()
@@ -250,10 +267,13 @@ def test_a_budget_too_small_is_an_error_with_numbers_and_the_model_trains_on(hom
 
 
 def test_a_refused_activation_raises_once_and_says_nothing_else(tmp_path, monkeypatch):
-    """Method: everything that Python reports as unraisable during a CapacityError, which users see as noise."""
+    """Method: everything that Python reports as unraisable during a CapacityError, which users see
+    as noise."""
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", lambda report: seen.append(repr(report.exc_value)))
-    model, optimizer = wrapped(a_transformer(), generous("host", tmp_path) | {"host_memory": 300 * KIB})
+    model, optimizer = wrapped(
+        a_transformer(), generous("host", tmp_path) | {"host_memory": 300 * KIB}
+    )
     with pytest.raises(infinity.CapacityError):
         loss_of(model, language(0))
     gc.collect()
@@ -262,36 +282,45 @@ def test_a_refused_activation_raises_once_and_says_nothing_else(tmp_path, monkey
 
 @both_homes
 def test_batches_of_many_lengths_need_no_more_than_the_longest(home, tmp_path):
-    """Method: a budget of one and a quarter times what the longest batch takes; batches of all lengths train in it, in
-    any order, as data that is not padded comes."""
+    """Method: a budget of one and a quarter times what the longest batch takes; batches of all
+    lengths train in it, in any order, as data that is not padded comes."""
     budget = needed(home, tmp_path, rows=40) * 5 // 4
-    model, optimizer = wrapped(a_transformer(), generous(home, tmp_path) | {BUDGET_OF[home]: budget})
+    model, optimizer = wrapped(
+        a_transformer(), generous(home, tmp_path) | {BUDGET_OF[home]: budget}
+    )
     for step, rows in enumerate((40, 24, 31, 36, 22, 27, 40, 33, 38, 40)):
         stepped(optimizer, loss_of(model, language(step, rows)))
 
 
 @both_homes
 def test_the_budget_that_one_step_takes_is_enough_and_less_is_not(home, tmp_path):
-    """Method: exactly what a step was charged works, in every step; three quarters of that raises a CapacityError."""
+    """Method: exactly what a step was charged works, in every step; three quarters of that raises a
+    CapacityError."""
     budget = needed(home, tmp_path, rows=32)
-    model, optimizer = wrapped(a_transformer(), generous(home, tmp_path) | {BUDGET_OF[home]: budget})
+    model, optimizer = wrapped(
+        a_transformer(), generous(home, tmp_path) | {BUDGET_OF[home]: budget}
+    )
     for step in range(3):
         stepped(optimizer, loss_of(model, language(step)))
     account = infinity.stats(model).tiers[home]
     assert account.peak_nbytes <= budget == account.budget_nbytes
-    model, optimizer = wrapped(a_transformer(), generous(home, tmp_path) | {BUDGET_OF[home]: budget * 3 // 4})
+    model, optimizer = wrapped(
+        a_transformer(), generous(home, tmp_path) | {BUDGET_OF[home]: budget * 3 // 4}
+    )
     with pytest.raises(infinity.CapacityError):
         stepped(optimizer, loss_of(model, language(0)))
 
 
 def test_a_disk_that_is_nearly_full_holds_what_fits(tmp_path, monkeypatch):
-    """Method: shutil.disk_usage tells of 32 MiB that are free, ten times as much as the activations need; a step goes
-    through. The twin: with 32 KiB there is a CapacityError."""
+    """Method: shutil.disk_usage tells of 32 MiB that are free, ten times as much as the activations
+    need; a step goes through. The twin: with 32 KiB there is a CapacityError."""
     import shutil
     from types import SimpleNamespace
 
     def run(free: int) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=free, used=0, free=free))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda path: SimpleNamespace(total=free, used=0, free=free)
+        )
         model, optimizer = wrapped(a_transformer(), generous("nvme", tmp_path))
         stepped(optimizer, loss_of(model, language(0)))
 
@@ -301,11 +330,13 @@ def test_a_disk_that_is_nearly_full_holds_what_fits(tmp_path, monkeypatch):
     run(32 * MIB)
 
 
-@pytest.mark.parametrize("loop", [two_live_graphs, a_graph_that_is_dropped, a_backward_in_parts, language_loop])
+@pytest.mark.parametrize(
+    "loop", [two_live_graphs, a_graph_that_is_dropped, a_backward_in_parts, language_loop]
+)
 @both_homes
 def test_from_the_third_step_on_nothing_grows(home, loop, tmp_path):
-    """Method: the loop three times over, then three times more; no tier is charged more, and as many descriptors are
-    open. The twin: a graph that is kept does take more."""
+    """Method: the loop three times over, then three times more; no tier is charged more, and as
+    many descriptors are open. The twin: a graph that is kept does take more."""
     model, optimizer = wrapped(a_transformer(), generous(home, tmp_path))
     seen = []
     for _ in range(6):
@@ -333,8 +364,9 @@ def test_forwards_without_a_backward_leave_nothing(home, tmp_path):
 
 @pytest.mark.parametrize("home", [None, "device", "auto", "host"])
 def test_a_graph_that_nobody_holds_is_freed(home, tmp_path):
-    """Method: weak references to what the layers return in a forward (with gradients, as evaluations often are) whose
-    loss is dropped; none is alive afterwards. Plain torch is one of the cases."""
+    """Method: weak references to what the layers return in a forward (with gradients, as
+    evaluations often are) whose loss is dropped; none is alive afterwards. Plain torch is one of
+    the cases."""
     model = seeded(SEED, a_transformer())
     if home is not None:
         config = configuration(home, a_transformer(), tmp_path)
@@ -343,7 +375,11 @@ def test_a_graph_that_nobody_holds_is_freed(home, tmp_path):
         model, _ = infinity.wrap_model(model, adamw(model, LR), config)
     refs: dict[str, StorageWeakRef] = {}
     for name, module in model.named_modules():
-        module.register_forward_hook(lambda m, args, out, name=name: refs.update({name: StorageWeakRef(out.untyped_storage())}))
+        module.register_forward_hook(
+            lambda m, args, out, name=name: refs.update(
+                {name: StorageWeakRef(out.untyped_storage())}
+            )
+        )
     loss = loss_of(model, language(0))
     assert home == "host" or any(not ref.expired() for ref in refs.values())
     del loss
@@ -354,8 +390,8 @@ def test_a_graph_that_nobody_holds_is_freed(home, tmp_path):
 @pytest.mark.parametrize("holding", ["nothing", "a graph", "a tensor"])
 @both_homes
 def test_everything_is_given_back_with_the_model(home, holding, tmp_path):
-    """Method: in a child, 48 MiB of activations; when model and optimizer (and what is held of the graph) are dropped,
-    descriptors, files and all but a few MiB of memory are gone."""
+    """Method: in a child, 48 MiB of activations; when model and optimizer (and what is held of the
+    graph) are dropped, descriptors, files and all but a few MiB of memory are gone."""
 
     def resident() -> int:
         ctypes.CDLL(None).malloc_trim(0)
@@ -392,7 +428,8 @@ def test_everything_is_given_back_with_the_model(home, holding, tmp_path):
 
 @both_homes
 def test_a_backward_after_unwrapping_is_right_or_refused(home, tmp_path):
-    """Method: unwrap between forward and backward. Plain torch's gradients, or an error that names what to do."""
+    """Method: unwrap between forward and backward. Plain torch's gradients, or an error that names
+    what to do."""
 
     def gradient(kind: str | None):
         model = seeded(SEED, a_transformer())
@@ -416,22 +453,32 @@ def test_a_backward_after_unwrapping_is_right_or_refused(home, tmp_path):
 
 def on_disk_only(folder: Path) -> dict[str, Any]:
     """Activations on disk through the smallest staging memory there is."""
-    config = {"params": "host", "optimizer": "host", "activations": "nvme", "nvme_paths": [str(folder)]}
+    config = {
+        "params": "host",
+        "optimizer": "host",
+        "activations": "nvme",
+        "nvme_paths": [str(folder)],
+    }
     model = transformer(SEED, blocks=2)
     return {"host_memory": least_host_memory(model, adamw(model, LR), config), **config}
 
 
 refused_uring = native.uring_refusal()
 ENGINES = [
-    pytest.param("uring", marks=pytest.mark.skipif(bool(refused_uring), reason=f"io_uring: {refused_uring}")),
+    pytest.param(
+        "uring", marks=pytest.mark.skipif(bool(refused_uring), reason=f"io_uring: {refused_uring}")
+    ),
     "threads",
 ]
 
 
-@pytest.mark.parametrize("faults", ["", "seed=3,short_transfer=0.3,delay=0.1,reorder=0.3", "seed=4,short_transfer=0.9"])
+@pytest.mark.parametrize(
+    "faults", ["", "seed=3,short_transfer=0.3,delay=0.1,reorder=0.3", "seed=4,short_transfer=0.9"]
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_io_engines_and_faults_that_heal_change_no_bit(engine, faults, right, tmp_path):
-    """Method: each engine, with transfers shortened, delayed and reordered by seed, under the least host memory."""
+    """Method: each engine, with transfers shortened, delayed and reordered by seed, under the least
+    host memory."""
     with environment(INFINITY_IO=engine, INFINITY_FAULTS=faults):
         found, _ = trained((a_transformer(), language_loop), on_disk_only(tmp_path))
     assert differing(found, right) == []
@@ -440,8 +487,8 @@ def test_io_engines_and_faults_that_heal_change_no_bit(engine, faults, right, tm
 
 @pytest.mark.parametrize("numel", [16_384, 16_385, 131_072, 131_073, 700_001])
 def test_tensors_of_every_size_pass_through_the_smallest_staging(numel, tmp_path):
-    """Method: tensors of 64 KiB to 2.7 MiB, of whole blocks and of one element more, through staging memory for half a
-    MiB; several of them at once, so that reads ahead have to give way."""
+    """Method: tensors of 64 KiB to 2.7 MiB, of whole blocks and of one element more, through
+    staging memory for half a MiB; several of them at once, so that reads ahead have to give way."""
 
     class Large(nn.Module):
         def __init__(self) -> None:
@@ -457,7 +504,12 @@ def test_tensors_of_every_size_pass_through_the_smallest_staging(numel, tmp_path
         for step in range(2):
             yield stepped(optimizer, model(rows_of(step, numel)).square().mean())
 
-    config = {"params": "host", "optimizer": "host", "activations": "nvme", "nvme_paths": [str(tmp_path)]}
+    config = {
+        "params": "host",
+        "optimizer": "host",
+        "activations": "nvme",
+        "nvme_paths": [str(tmp_path)],
+    }
     model = Large()
     config["host_memory"] = least_host_memory(model, adamw(model, LR), config)
     right, _ = trained((Large, loop), configuration("device", Large, tmp_path))
@@ -467,7 +519,9 @@ def test_tensors_of_every_size_pass_through_the_smallest_staging(numel, tmp_path
     assert config["host_memory"] < 2 * MIB
 
 
-def until_an_error(faults: str, folder: Path) -> tuple[list[torch.Tensor], dict[str, torch.Tensor] | None, Exception | None]:
+def until_an_error(
+    faults: str, folder: Path
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor] | None, Exception | None]:
     """Losses of completed steps under faults, the weights where they can be had, and the error."""
     with environment(INFINITY_FAULTS=faults):
         model, optimizer = wrapped(a_transformer(), on_disk_only(folder))
@@ -498,7 +552,8 @@ LASTING |= {"bit_flip": infinity.CorruptionError, "lost_write": infinity.Corrupt
 @pytest.mark.parametrize("first", [0, 60])
 @pytest.mark.parametrize("fault", LASTING)
 def test_a_lasting_fault_ends_in_a_typed_error(fault, first, right, tmp_path):
-    """Method: from one transfer on all fail; there is the error of its type, and what completed before is right."""
+    """Method: from one transfer on all fail; there is the error of its type, and what completed
+    before is right."""
     losses, _, error = until_an_error(f"seed=1,{fault}=1.0,first_piece={first}", tmp_path)
     assert isinstance(error, LASTING[fault]), error
     assert str(error)
@@ -510,15 +565,25 @@ def test_a_lasting_fault_ends_in_a_typed_error(fault, first, right, tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("fault", LASTING)
 def test_a_passing_fault_never_gives_a_wrong_number(fault, seed, right, tmp_path):
-    """Method: two in a hundred transfers fail; every completed step is right, and so are the weights after three."""
-    losses, state, error = until_an_error(f"seed={seed},{fault}=0.02,first_piece={10 * seed}", tmp_path)
+    """Method: two in a hundred transfers fail; every completed step is right, and so are the
+    weights after three."""
+    losses, state, error = until_an_error(
+        f"seed={seed},{fault}=0.02,first_piece={10 * seed}", tmp_path
+    )
     assert all(torch.equal(loss, right[f"yield {i}"]) for i, loss in enumerate(losses))
     if error is None:
-        assert differing(state, {name: value for name, value in right.items() if not name.startswith("yield")}) == []
+        assert (
+            differing(
+                state,
+                {name: value for name, value in right.items() if not name.startswith("yield")},
+            )
+            == []
+        )
 
 
 def test_a_device_that_hangs_is_an_error(tmp_path):
-    """Method: in a child, no transfer is ever answered; the step ends in a StorageError, not in a hang."""
+    """Method: in a child, no transfer is ever answered; the step ends in a StorageError, not in a
+    hang."""
 
     def work():
         with environment(INFINITY_IO_TIMEOUT="1"):
@@ -532,8 +597,13 @@ def test_several_folders_hold_activations(tmp_path):
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    config = on_disk_only(folders[0]) | {"nvme_paths": [str(folder) for folder in folders], "host_memory": None}
-    right, _ = trained((a_transformer(), language_loop), configuration("device", a_transformer(), tmp_path))
+    config = on_disk_only(folders[0]) | {
+        "nvme_paths": [str(folder) for folder in folders],
+        "host_memory": None,
+    }
+    right, _ = trained(
+        (a_transformer(), language_loop), configuration("device", a_transformer(), tmp_path)
+    )
     found, _ = trained((a_transformer(), language_loop), config)
     assert differing(found, right) == []
     assert [leftovers(folder) for folder in folders] == [[], []]
@@ -542,6 +612,11 @@ def test_several_folders_hold_activations(tmp_path):
 @pytest.mark.parametrize("checksums", [True, False])
 def test_losses_are_finite_and_equal_without_checksums(checksums, right, tmp_path):
     """Method: checksums on and off; the bits are those of the device."""
-    found, _ = trained((a_transformer(), language_loop), on_disk_only(tmp_path) | {"checksums": checksums, "host_memory": None})
+    found, _ = trained(
+        (a_transformer(), language_loop),
+        on_disk_only(tmp_path) | {"checksums": checksums, "host_memory": None},
+    )
     assert differing(found, right) == []
-    assert all(math.isfinite(value.item()) for name, value in found.items() if name.startswith("yield"))
+    assert all(
+        math.isfinite(value.item()) for name, value in found.items() if name.startswith("yield")
+    )

@@ -59,10 +59,13 @@ def small_ones_too(monkeypatch) -> None:
 
 
 def assert_same_bits(scenario: Scenario, home: str, folder: Path, **more: Any) -> None:
-    """The scenario with activations at home has the bits of the same on the device, and moved more to get there."""
+    """The scenario with activations at home has the bits of the same on the device, and moved more
+    to get there."""
     right, least_moved = trained(scenario, configuration("device", scenario[0], folder))
     found, has_moved = trained(scenario, configuration(home, scenario[0], folder, **more))
-    assert all(value.isfinite().all() for value in right.values()), "NaN and infinity hide what is different"
+    assert all(value.isfinite().all() for value in right.values()), (
+        "NaN and infinity hide what is different"
+    )
     assert differing(found, right) == []
     assert has_moved > least_moved, "no activation left the device: this test says nothing"
     assert leftovers(folder) == []
@@ -84,15 +87,19 @@ KINDS = {"saved": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}
 RECOMPUTE = {"plain": {}} | {
     f"{kind} {where}": {name: settings for name in places}
     for kind, settings in KINDS.items()
-    for where, places in {"around": ["around"], "inside": ["inside"], "both": ["around", "inside"]}.items()
+    for where, places in {
+        "around": ["around"],
+        "inside": ["inside"],
+        "both": ["around", "inside"],
+    }.items()
 }
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE.values(), ids=RECOMPUTE)
 @every_home
 def test_a_transformer_with_dropout_and_recomputation(home, recompute, tmp_path):
-    """Method: three steps with dropout and with torch.utils.checkpoint of either kind, each block, inside it, and both;
-    what is smaller than 64 KiB stays, as for users."""
+    """Method: three steps with dropout and with torch.utils.checkpoint of either kind, each block,
+    inside it, and both; what is smaller than 64 KiB stays, as for users."""
     assert_same_bits((a_transformer(**recompute), language_loop), home, tmp_path)
 
 
@@ -103,13 +110,20 @@ def test_other_noise_is_seen(tmp_path):
         for step in (0, 1, 3):
             yield stepped(optimizer, loss_of(model, language(step)))
 
-    right, _ = trained((a_transformer(), language_loop), configuration("device", a_transformer(), tmp_path))
-    found, _ = trained((a_transformer(), other_loop), configuration("host", a_transformer(), tmp_path))
+    right, _ = trained(
+        (a_transformer(), language_loop), configuration("device", a_transformer(), tmp_path)
+    )
+    found, _ = trained(
+        (a_transformer(), other_loop), configuration("host", a_transformer(), tmp_path)
+    )
     assert "yield 2" in differing(found, right)
 
 
 def attention(h: torch.Tensor) -> torch.Tensor:
-    q, k, v = (t.unflatten(-1, (2, -1)).transpose(0, 1) for t in torch.cat([h, h.sin(), h.cos()], -1).chunk(3, -1))
+    q, k, v = (
+        t.unflatten(-1, (2, -1)).transpose(0, 1)
+        for t in torch.cat([h, h.sin(), h.cos()], -1).chunk(3, -1)
+    )
     return (torch.softmax(q @ k.transpose(-1, -2), -1) @ v).transpose(0, 1).flatten(1)
 
 
@@ -130,9 +144,15 @@ def overlapping(h: torch.Tensor) -> torch.Tensor:
 
 
 def corners(h: torch.Tensor) -> torch.Tensor:
-    """Views that begin and end inside the storage, with strides of their own, of a size below a quarter of it."""
+    """Views that begin and end inside the storage, with strides of their own, of a size below a
+    quarter of it."""
     y = h.exp()
-    return h * y[1:2, 3:4].sin() + y[::3, ::5].square().sum() + y.t()[5:, 1:].cos().mean() + y[-1].prod()
+    return (
+        h * y[1:2, 3:4].sin()
+        + y[::3, ::5].square().sum()
+        + y.t()[5:, 1:].cos().mean()
+        + y[-1].prod()
+    )
 
 
 def saved_twice(h: torch.Tensor) -> torch.Tensor:
@@ -162,7 +182,8 @@ def negated(h: torch.Tensor) -> torch.Tensor:
 
 
 def changed_then_saved(h: torch.Tensor) -> torch.Tensor:
-    """One storage saved twice with other values between; what was saved first is never asked for."""
+    """One storage saved twice with other values between; what was saved first is never asked
+    for."""
     y = h * 1
     y.sin()
     y.mul_(2)
@@ -217,7 +238,9 @@ def custom_functions(h: torch.Tensor) -> torch.Tensor:
 
 
 def hooks_inside(h: torch.Tensor) -> torch.Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t * 1).numpy(), lambda a: torch.from_numpy(a)):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (t * 1).numpy(), lambda a: torch.from_numpy(a)
+    ):
         y = h.tanh() * h.sin()
     with torch.autograd.graph.save_on_cpu():
         return y * h.exp()
@@ -230,42 +253,63 @@ def recomputed_by_hand(h: torch.Tensor) -> torch.Tensor:
 MIDDLES = {
     middle.__name__: middle
     for middle in (
-        attention, expanded, without_elements, overlapping, corners, saved_twice, other_dtypes, complex_numbers,
-        conjugated, negated, changed_then_saved, changed_in_place, custom_functions, hooks_inside, recomputed_by_hand,
+        attention,
+        expanded,
+        without_elements,
+        overlapping,
+        corners,
+        saved_twice,
+        other_dtypes,
+        complex_numbers,
+        conjugated,
+        negated,
+        changed_then_saved,
+        changed_in_place,
+        custom_functions,
+        hooks_inside,
+        recomputed_by_hand,
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("middle", MIDDLES.values(), ids=MIDDLES)
 @every_home
 def test_every_kind_of_saved_tensor_comes_back(home, middle, small_ones_too, tmp_path):
-    """Method: small ones too. Functions that save views of every kind, one storage several times, before and after a
-    change, and by autograd functions and hooks of the user's own, between two layers that train."""
+    """Method: small ones too. Functions that save views of every kind, one storage several times,
+    before and after a change, and by autograd functions and hooks of the user's own, between two
+    layers that train."""
     assert_same_bits(between(middle), home, tmp_path)
 
 
 def test_a_wrong_stride_is_seen(small_ones_too, tmp_path, monkeypatch):
-    """Method: the twin; square activations that come back transposed give other bits in the same comparison."""
+    """Method: the twin; square activations that come back transposed give other bits in the same
+    comparison."""
 
     class Transposed(saved_tensor.View):
         def __init__(self, saved, dtype, size, stride, *rest) -> None:
-            super().__init__(saved, dtype, size, stride[::-1] if size == (WIDTH, WIDTH) else stride, *rest)
+            super().__init__(
+                saved, dtype, size, stride[::-1] if size == (WIDTH, WIDTH) else stride, *rest
+            )
 
     monkeypatch.setattr(activation_store, "View", Transposed)
     with pytest.raises(AssertionError, match="blocks"):
-        assert_same_bits(between(lambda h: (h.t() @ h.cos() * 0.1).sin().sum(0) + h), "host", tmp_path)
+        assert_same_bits(
+            between(lambda h: (h.t() @ h.cos() * 0.1).sin().sum(0) + h), "host", tmp_path
+        )
 
 
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_a_conjugated_weight_comes_back(home, tmp_path):
-    """Method: a frozen complex weight is conjugated in the forward, which is a view with a flag of its own; the gradient
-    is plain torch's."""
+    """Method: a frozen complex weight is conjugated in the forward, which is a view with a flag of
+    its own; the gradient is plain torch's."""
 
     class Filter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(WIDTH, WIDTH)
-            self.filter = nn.Parameter(torch.randn(ROWS, WIDTH, dtype=torch.complex64), requires_grad=False)
+            self.filter = nn.Parameter(
+                torch.randn(ROWS, WIDTH, dtype=torch.complex64), requires_grad=False
+            )
 
         def forward(self, x):
             return (torch.fft.fft(self.first(x)) * self.filter.conj()).real
@@ -283,7 +327,8 @@ def test_a_conjugated_weight_comes_back(home, tmp_path):
 
 
 def test_nested_tensors_come_back(tmp_path):
-    """Method: a strided nested tensor of more than 64 KiB between two layers; torch trains through it."""
+    """Method: a strided nested tensor of more than 64 KiB between two layers; torch trains through
+    it."""
 
     def middle(h):
         with warnings.catch_warnings():
@@ -297,7 +342,12 @@ def test_nested_tensors_come_back(tmp_path):
 
 def convolutions(memory_format: torch.memory_format) -> Scenario:
     def build():
-        parts = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+        parts = [
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+        ]
         parts += [nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.BatchNorm2d(8), nn.SiLU(inplace=True)]
         return nn.Sequential(*parts, nn.Conv2d(8, 4, 1)).to(memory_format=memory_format)
 
@@ -343,8 +393,8 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("make", ARCHITECTURES.values(), ids=ARCHITECTURES)
 @every_home
 def test_architectures(home, make, small_ones_too, tmp_path):
-    """Method: small ones too. Convolutions of both memory formats with batch norm (whose statistics are part of what is
-    compared), in training and eval mode; embeddings, an LSTM and attention."""
+    """Method: small ones too. Convolutions of both memory formats with batch norm (whose statistics
+    are part of what is compared), in training and eval mode; embeddings, an LSTM and attention."""
     assert_same_bits(make(), home, tmp_path)
 
 
@@ -385,7 +435,9 @@ def on_the_cpu_by_the_user(model, optimizer):
         with torch.autograd.graph.save_on_cpu():
             loss = loss_of(model, language(step))
         yield stepped(optimizer, loss)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.clone(), 1), lambda packed: packed[0]):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (t.clone(), 1), lambda packed: packed[0]
+        ):
             loss = loss_of(model, language(step + 10))
         yield stepped(optimizer, loss)
 
@@ -405,10 +457,17 @@ def batches_of_all_sizes(model, optimizer):
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        two_backwards, two_live_graphs, a_graph_that_is_dropped, gradients_asked_for, forwards_without_gradients_between,
-        on_the_cpu_by_the_user, under_autocast, batches_of_all_sizes, a_backward_in_parts,
+        two_backwards,
+        two_live_graphs,
+        a_graph_that_is_dropped,
+        gradients_asked_for,
+        forwards_without_gradients_between,
+        on_the_cpu_by_the_user,
+        under_autocast,
+        batches_of_all_sizes,
+        a_backward_in_parts,
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
@@ -420,7 +479,8 @@ def test_loops(home, loop, tmp_path):
 
 @both_homes
 def test_gradient_penalty_of_second_order(home, tmp_path):
-    """Method: the norm of a gradient is part of the loss; the weights stay on the device, as they must for this."""
+    """Method: the norm of a gradient is part of the loss; the weights stay on the device, as they
+    must for this."""
     build = lambda: Between(torch.tanh)
 
     def loop(model, optimizer):
@@ -431,7 +491,12 @@ def test_gradient_penalty_of_second_order(home, tmp_path):
             yield stepped(optimizer, loss + 10 * grad.square().sum())
 
     right, least_moved = trained((build, loop), configuration("device", build, tmp_path))
-    config = {"params": "device", "optimizer": "device", "activations": home, "nvme_paths": [str(tmp_path)]}
+    config = {
+        "params": "device",
+        "optimizer": "device",
+        "activations": home,
+        "nvme_paths": [str(tmp_path)],
+    }
     found, has_moved = trained((build, loop), config)
     assert differing(found, right) == []
     assert has_moved > least_moved
@@ -440,8 +505,10 @@ def test_gradient_penalty_of_second_order(home, tmp_path):
 @pytest.mark.parametrize("where", ["forward", "backward", "in the loss", "in recomputation"])
 @both_homes
 def test_a_failed_pass_leaves_no_trace(home, where, tmp_path):
-    """Method: the second of three steps is first tried with an exception in its middle, twice; then losses and weights
-    have the bits of a run without the failure, and no more space is taken than three steps in a row take."""
+    """Method: the second of three steps is first tried with an exception in its middle, twice; then
+    losses and weights have the bits of a run without the failure, and no more space is taken than
+    three steps in a row take.
+    """
 
     class Fault(Exception):
         pass
@@ -463,7 +530,9 @@ def test_a_failed_pass_leaves_no_trace(home, where, tmp_path):
         block = model.blocks[1]
         handle = {
             "forward": lambda: block.feed[1].register_forward_pre_hook(fault),
-            "backward": lambda: block.feed[1].register_forward_hook(lambda m, args, out: Failing.apply(out)),
+            "backward": (
+                lambda: block.feed[1].register_forward_hook(lambda m, args, out: Failing.apply(out))
+            ),
             "in the loss": lambda: block.register_forward_hook(lambda m, args, out: None),
             "in recomputation": lambda: block.register_forward_pre_hook(fault),
         }[where]()
@@ -477,7 +546,9 @@ def test_a_failed_pass_leaves_no_trace(home, where, tmp_path):
     def run(kind: str, with_failure: bool):
         build = a_transformer(around=KINDS["saved"] if where == "in recomputation" else None)
         model = build()
-        model, optimizer = infinity.wrap_model(model, adamw(model, LR), configuration(kind, build, tmp_path))
+        model, optimizer = infinity.wrap_model(
+            model, adamw(model, LR), configuration(kind, build, tmp_path)
+        )
         found = {}
         for step in range(3):
             if with_failure and step == 1:
@@ -499,8 +570,9 @@ def test_a_failed_pass_leaves_no_trace(home, where, tmp_path):
 
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_an_interrupt_in_a_forward_leaves_no_trace(home, tmp_path):
-    """Method: KeyboardInterrupt in the middle of a forward, as Ctrl-C in a notebook, and the next forwards: torch's stack of hooks is
-    as it was, no unit is held, and the next steps have the bits of a run without."""
+    """Method: KeyboardInterrupt in the middle of a forward, as Ctrl-C in a notebook, and the next
+    forwards: torch's stack of hooks is as it was, no unit is held, and the next steps have the bits
+    of a run without."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -515,7 +587,9 @@ def test_an_interrupt_in_a_forward_leaves_no_trace(home, tmp_path):
             handle.remove()
             gc.collect()
         torch.manual_seed(0)
-        found = {f"loss {i}": loss.detach() for i, loss in enumerate(language_loop(model, optimizer))}
+        found = {
+            f"loss {i}": loss.detach() for i, loss in enumerate(language_loop(model, optimizer))
+        }
         peaks = {tier: account.peak_nbytes for tier, account in infinity.stats(model).tiers.items()}
         left = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return found | model.state_dict(), peaks | {"hooks left": left}
@@ -527,8 +601,10 @@ def test_an_interrupt_in_a_forward_leaves_no_trace(home, tmp_path):
 
 
 def test_a_change_in_place_of_a_saved_tensor_gives_no_wrong_gradient(tmp_path):
-    """Method: what autograd saved is changed in place before the backward, which torch refuses. The engine refuses it
-    too, or computes with the values as they were, whichever their size and home: never with the changed ones."""
+    """Method: what autograd saved is changed in place before the backward, which torch refuses. The
+    engine refuses it too, or computes with the values as they were, whichever their size and home:
+    never with the changed ones.
+    """
 
     def gradient(rows: int, config: dict[str, Any] | None, change: bool) -> torch.Tensor | str:
         def middle(h):
@@ -553,15 +629,18 @@ def test_a_change_in_place_of_a_saved_tensor_gives_no_wrong_gradient(tmp_path):
         right = gradient(rows, None, False)
         for home in ("device", "host"):
             found = gradient(rows, configuration(home, lambda: Between(torch.tanh), tmp_path), True)
-            if not isinstance(found, str) and not torch.allclose(found, right, rtol=1e-4, atol=1e-6):
+            if not isinstance(found, str) and not torch.allclose(
+                found, right, rtol=1e-4, atol=1e-6
+            ):
                 wrong.append((home, rows))
     assert not wrong, f"silently wrong gradients with activations on {wrong}"
 
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_a_change_that_torch_does_not_count_is_saved_as_it_is_then(home, small_ones_too, tmp_path):
-    """Method: small ones too. A storage is saved, changed through .data (or NumPy), and saved again: what was saved
-    second is the changed value, as on the device; what was saved first is not asked for."""
+    """Method: small ones too. A storage is saved, changed through .data (or NumPy), and saved
+    again: what was saved second is the changed value, as on the device; what was saved first is not
+    asked for."""
 
     def middle(h):
         y = h * 1

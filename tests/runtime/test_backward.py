@@ -12,7 +12,11 @@ import infinity
 from infinity.runtime.backward import Backward
 from infinity.runtime.registry import wrapped
 
-CONFIG = {"params": "host", "optimizer": "host", "device_memory": "1MiB"}  # a window for all units: none has to make room
+CONFIG = {
+    "params": "host",
+    "optimizer": "host",
+    "device_memory": "1MiB",
+}  # a window for all units: none has to make room
 
 
 class Block(nn.Module):
@@ -21,7 +25,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.spare = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
-        self.look: Callable[[], object] = lambda: None  # called when the backward is behind the output, and not yet at the layer
+        self.look: Callable[[], object] = lambda: (
+            None
+        )  # called when the backward is behind the output, and not yet at the layer
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x = self.linear(x).tanh()
@@ -54,7 +60,9 @@ def held_at_the_input(*, frozen: tuple[int, ...] = (), steps: int) -> list[list[
     engine, seen = wrapped(model).engine, []
     for _ in range(steps):
         x = torch.ones(2, 8, requires_grad=True)
-        x.register_hook(lambda _: seen.append([engine.prefetcher.is_held(unit) for unit in engine.units[1:]]))
+        x.register_hook(
+            lambda _: seen.append([engine.prefetcher.is_held(unit) for unit in engine.units[1:]])
+        )
         model(x).sum().backward()
         assert not any(map(engine.prefetcher.is_held, engine.units))
         optimizer.step()
@@ -63,25 +71,27 @@ def held_at_the_input(*, frozen: tuple[int, ...] = (), steps: int) -> list[list[
 
 
 def test_a_unit_is_held_until_what_gets_gradients_has_landed():
-    """Once it has been seen that a parameter gets no gradient nothing waits for it. Twin: the first backward waits for all."""
+    """Once it has been seen that a parameter gets no gradient nothing waits for it. Twin: the first
+    backward waits for all."""
     assert held_at_the_input(steps=2) == [[True] * 3, [False] * 3]
 
 
 def test_in_lockstep_a_unit_is_held_until_the_backward_has_come_two_further(monkeypatch):
-    """As if other ranks gathered too, which may get other gradients: whether a parameter gets one changes nothing. Twin: above."""
+    """As if other ranks gathered too, which may get other gradients: whether a parameter gets one
+    changes nothing. Twin: above."""
     monkeypatch.setattr(Backward, "in_lockstep", True)
     assert held_at_the_input(steps=2) == [[True, False, False]] * 2
 
 
 def test_a_frozen_unit_is_held_until_the_backward_leaves_it():
-    """It has no gradient that could land: those of its inputs tell, but for the ones that need none. Twin: the units beside it, which
-    wait for theirs."""
+    """It has no gradient that could land: those of its inputs tell, but for the ones that need
+    none. Twin: the units beside it, which wait for theirs."""
     assert held_at_the_input(frozen=(2,), steps=1) == [[True, False, True]]
 
 
 def test_a_unit_is_held_from_the_gradient_of_its_output_on():
-    """A checkpoint inside its owner could ask for weights that autograd did not save in our sight. Twin: the unit before it, to which no
-    gradient has come yet."""
+    """A checkpoint inside its owner could ask for weights that autograd did not save in our sight.
+    Twin: the unit before it, to which no gradient has come yet."""
     model, _ = made()
     prefetcher, units, seen = wrapped(model).engine.prefetcher, wrapped(model).engine.units, []
     model.blocks[2].look = lambda: seen.append([prefetcher.is_held(unit) for unit in units])
@@ -90,7 +100,8 @@ def test_a_unit_is_held_from_the_gradient_of_its_output_on():
 
 
 def test_the_end_of_a_joined_pass_tells_which_units_got_gradients():
-    """Two backwards in one pass; the third unit is frozen. Twin: outside of a pass each backward tells."""
+    """Two backwards in one pass; the third unit is frozen. Twin: outside of a pass each backward
+    tells."""
     model, _ = made(frozen=(2,))
     told: list[int] = []
     forget = wrapped(model).engine.listen_to_landed(lambda unit: told.append(unit.index))
@@ -105,13 +116,16 @@ def test_the_end_of_a_joined_pass_tells_which_units_got_gradients():
 
 
 def test_a_frozen_models_input_gets_its_gradient_by_autograd_grad():
-    """A leaf, as a saliency map or an attack takes it, and what was computed from one, twice through the same tensors; torch's bits.
-    No hook stays on the user's leaf. Twin: a non-leaf input has the hook that lets units go."""
+    """A leaf, as a saliency map or an attack takes it, and what was computed from one, twice
+    through the same tensors; torch's bits. No hook stays on the user's leaf. Twin: a non-leaf input
+    has the hook that lets units go."""
     plain, model = (seeded(3, Stack).requires_grad_(False) for _ in range(2))
     infinity.wrap_model(model, None, CONFIG)
     leaf = torch.randn(2, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
     for x in (leaf, leaf * 2, leaf):
-        found, expected = (torch.autograd.grad(each(x).square().sum(), x)[0] for each in (model, plain))
+        found, expected = (
+            torch.autograd.grad(each(x).square().sum(), x)[0] for each in (model, plain)
+        )
         assert torch.equal(found, expected)
         assert bool(x._backward_hooks) == (not x.is_leaf)
     assert not any(map(wrapped(model).engine.prefetcher.is_held, wrapped(model).engine.units))

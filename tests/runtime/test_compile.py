@@ -1,4 +1,5 @@
-"""torch.compile around and inside a wrapped model: it works, with graph breaks where weights move."""
+"""torch.compile around and inside a wrapped model: it works, with graph breaks where weights
+move."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks, self.head = nn.Embedding(17, 32), nn.ModuleList(Block() for _ in range(3)), nn.Linear(32, 17)
+        self.embed, self.blocks, self.head = (
+            nn.Embedding(17, 32),
+            nn.ModuleList(Block() for _ in range(3)),
+            nn.Linear(32, 17),
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -35,7 +40,8 @@ class Model(nn.Module):
 
 
 def compiled(how: str, model: nn.Module) -> nn.Module:
-    """``model``, or what stands for it, compiled in one of the ways people do it. Without code generation: quick."""
+    """``model``, or what stands for it, compiled in one of the ways people do it. Without code
+    generation: quick."""
     for block in model.blocks:
         if how == "forward":
             block.forward = torch.compile(block.forward, backend="aot_eager")
@@ -44,13 +50,17 @@ def compiled(how: str, model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="aot_eager") if how == "whole" else model
 
 
-def trained(how: str, home: str, folder, *, first: str = "wrap") -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def trained(
+    how: str, home: str, folder, *, first: str = "wrap"
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     torch._dynamo.reset()
     torch.manual_seed(1)
     model = Model()
     used = compiled(how, model) if first == "compile" else model
     config = {"params": home, "optimizer": home, "nvme_paths": [str(folder)]}
-    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), config
+    )
     used = compiled(how, model) if first == "wrap" else used
     losses = []
     for step in range(STEPS):
@@ -67,12 +77,15 @@ def trained(how: str, home: str, folder, *, first: str = "wrap") -> tuple[list[t
 @pytest.mark.parametrize("how", ["forward", "block", "whole"])
 @pytest.mark.parametrize("home", few(["nvme", "host", "device"], 1))
 def test_a_compiled_model_trains_as_it_does_uncompiled(home, how, first, tmp_path):
-    """Method: compile each block's forward, each block, or the whole model, before or after the wrap; losses and weights
-    are those of the wrapped model without compiling (the graphs call the same kernels)."""
+    """Method: compile each block's forward, each block, or the whole model, before or after the
+    wrap; losses and weights are those of the wrapped model without compiling (the graphs call the
+    same kernels)."""
     losses, state = trained(how, home, tmp_path, first=first)
     expected_losses, expected = trained("not", home, tmp_path)
     assert torch.allclose(torch.stack(losses), torch.stack(expected_losses), rtol=1e-6, atol=0)
-    assert all(torch.allclose(state[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+    assert all(
+        torch.allclose(state[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected
+    )
 
 
 def test_where_state_lives_changes_no_bit_of_a_compiled_model(tmp_path):
@@ -90,13 +103,16 @@ def small() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_a_compiled_step_is_the_step():
-    """Method: torch.compile around optimizer.step and zero_grad, which guard nothing of the engine. Twin: plain torch's, uncompiled."""
+    """Method: torch.compile around optimizer.step and zero_grad, which guard nothing of the engine.
+    Twin: plain torch's, uncompiled."""
     torch._dynamo.reset()
     found = []
     for wrapped in (True, False):
         model, optimizer = small()
         if wrapped:
-            model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"})
+            model, optimizer = infinity.wrap_model(
+                model, optimizer, {"params": "host", "optimizer": "host"}
+            )
 
         def update(optimizer=optimizer) -> None:
             optimizer.step()
@@ -111,12 +127,16 @@ def test_a_compiled_step_is_the_step():
 
 
 def test_a_whole_graph_and_compiled_autograd_are_refused_with_the_way_that_works():
-    """fullgraph=True is torch's own error, with our reason in it. Twin: without either the same model trains."""
+    """fullgraph=True is torch's own error, with our reason in it. Twin: without either the same
+    model trains."""
     torch._dynamo.reset()
     model, optimizer = infinity.wrap_model(*small(), {"params": "host", "optimizer": "host"})
     with pytest.raises(Exception, match="Leave out fullgraph=True"):
         torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 8))
-    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(infinity.UsageError, match="compiled_autograd = False"):
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(infinity.UsageError, match="compiled_autograd = False"),
+    ):
         model(torch.ones(2, 8))
     torch.compile(model, backend="eager")(torch.ones(2, 8)).sum().backward()
     optimizer.step()

@@ -54,10 +54,14 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "prune at random": lambda m: prune.random_unstructured(m.head, "weight", 0.5),
     "prune nothing": lambda m: prune.identity(m.head, "weight"),
     "prune by a mask": lambda m: prune.custom_from_mask(m.head, "weight", torch.ones(4, 8)),
-    "prune globally": lambda m: prune.global_unstructured([(m.head, "weight")], prune.L1Unstructured, amount=0.5),
+    "prune globally": lambda m: prune.global_unstructured(
+        [(m.head, "weight")], prune.L1Unstructured, amount=0.5
+    ),
     "weight_norm": lambda m: utils.weight_norm(m.head),
     "spectral_norm": lambda m: utils.spectral_norm(m.head),
-    "parametrize unseen": lambda m: parametrize.register_parametrization(m.head, "weight", nn.Identity(), unsafe=True),
+    "parametrize unseen": lambda m: parametrize.register_parametrization(
+        m.head, "weight", nn.Identity(), unsafe=True
+    ),
     "del": lambda m: delattr(m.head, "weight"),
     "another name": lambda m: m.head.register_parameter("other", m.head.weight),
 }
@@ -71,7 +75,9 @@ def test_a_change_of_form_is_refused_before_anything_changed(home, tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     names = [name for name, _ in model.named_parameters()]
     for what, change in CHANGES.items():
-        with pytest.raises(infinity.UsageError, match="before wrap_model|unwrap_model|Choose them before"):
+        with pytest.raises(
+            infinity.UsageError, match="before wrap_model|unwrap_model|Choose them before"
+        ):
             change(model)
             print(what)  # pytest shows it where nothing was raised
         assert differing(dict(model.state_dict()), before) == [], what
@@ -82,7 +88,10 @@ def test_a_change_of_form_is_refused_before_anything_changed(home, tmp_path):
     model, _ = infinity.unwrap_model(model, optimizer)
     prune.l1_unstructured(model.head, "weight", 0.5)
     assert model.half().scale.dtype == torch.float16
-    assert all(type(module._parameters) is dict and "_apply" not in module.__dict__ for module in model.modules())
+    assert all(
+        type(module._parameters) is dict and "_apply" not in module.__dict__
+        for module in model.modules()
+    )
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -112,7 +121,9 @@ def test_what_asks_for_a_shape_only_works_at_rest(home, tmp_path):
     parameter's do."""
     plain = nn.ParameterList([torch.ones(3, 5), torch.ones(5, 4).t()])
     model, _ = infinity.wrap_model(
-        nn.ParameterList([p.detach().clone() for p in plain]), None, {"params": home, "nvme_paths": [str(tmp_path)]}
+        nn.ParameterList([p.detach().clone() for p in plain]),
+        None,
+        {"params": home, "nvme_paths": [str(tmp_path)]},
     )
     for mine, theirs in zip(model, plain):
         for what, ask in ASKS.items():

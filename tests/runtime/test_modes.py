@@ -18,7 +18,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import infinity
@@ -113,7 +117,10 @@ def test_a_pass_without_bytes_is_refused_and_changes_nothing(home, tmp_path):
     assert differing(dict(model.state_dict()), dict(plain.state_dict())) == []
 
 
-@pytest.mark.parametrize("what", sorted(set(WITHOUT_BYTES) - {"gradients of fake tensors", "state_dict under FakeTensorMode"}))
+@pytest.mark.parametrize(
+    "what",
+    sorted(set(WITHOUT_BYTES) - {"gradients of fake tensors", "state_dict under FakeTensorMode"}),
+)
 def test_a_plain_model_is_asked_the_same(what, tmp_path):
     """Method: the twin; what is refused above is nothing that torch refuses."""
     WITHOUT_BYTES[what](*made(None, tmp_path))
@@ -123,7 +130,11 @@ class Doubling(TorchDispatchMode):
     """Doubles what copies and sums return: nothing that a Linear computes, and much of what an
     engine does."""
 
-    CHANGED = {torch.ops.aten.sum.default, torch.ops.aten.copy_.default, torch.ops.aten.clone.default}
+    CHANGED = {
+        torch.ops.aten.sum.default,
+        torch.ops.aten.copy_.default,
+        torch.ops.aten.clone.default,
+    }
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -138,7 +149,11 @@ def doubling(model: nn.Module) -> torch.Tensor:
 
 def selective(model: nn.Module, saved: set | None) -> torch.Tensor:
     def policy(context, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if saved is None or op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if saved is None or op in saved
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
     return checkpoint(model, X, use_reentrant=False, context_fn=contexts).square().sum()
@@ -170,7 +185,10 @@ def test_modes_see_nothing_of_the_engine(what, home, tmp_path):
     model, optimizer = made(home, tmp_path)
     for each in (plain, model):
         WITH_BYTES[what](each).backward()
-    assert all(torch.equal(mine.grad.clone(), theirs.grad) for mine, theirs in zip(model.parameters(), plain.parameters()))
+    assert all(
+        torch.equal(mine.grad.clone(), theirs.grad)
+        for mine, theirs in zip(model.parameters(), plain.parameters())
+    )
     assert trained(model, optimizer) == trained(plain, plain_optimizer)
     assert differing(dict(model.state_dict()), dict(plain.state_dict())) == []
 

@@ -1,4 +1,5 @@
-"""Two versions of the weights in one process: what is under way goes on with those that it began with."""
+"""Two versions of the weights in one process: what is under way goes on with those that it began
+with."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class Looking(nn.Linear):
 
 def model_of(kind: type = nn.Linear) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Sequential(kind(32, 32), nn.ReLU()), nn.Linear(32, 8))
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Sequential(kind(32, 32), nn.ReLU()), nn.Linear(32, 8)
+    )
 
 
 def batch(number: int) -> torch.Tensor:
@@ -86,8 +89,10 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_graph_goes_on_with_the_weights_that_it_began_with(home, tmp_path):
-    """Two forwards, the first one's backward, an update, the other's backward and a forward of the third: gradients of the first weights. The
-    failing twins: after the update the newest weights give others, and an ordinary step refuses the second backward."""
+    """Two forwards, the first one's backward, an update, the other's backward and a forward of the
+    third: gradients of the first weights. The failing twins: after the update the newest weights
+    give others, and an ordinary step refuses the second backward.
+    """
     model, optimizer, engine = wrap(home, tmp_path)
     plain = model_of()
     with engine.older.running():
@@ -118,12 +123,17 @@ def test_a_graph_goes_on_with_the_weights_that_it_began_with(home, tmp_path):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_an_update_that_fails_leaves_one_version(home, tmp_path):
-    """Before it has begun: the weights of before, and the same gradient is applied by a step. Between two of its shards: it is carried to its
-    end, by which the weights are those of an undisturbed one."""
+    """Before it has begun: the weights of before, and the same gradient is applied by a step.
+    Between two of its shards: it is carried to its end, by which the weights are those of an
+    undisturbed one."""
     expected: dict[str, torch.Tensor] = {}
     for fails in ("never", "before", "between"):
         model, optimizer, engine = wrap(home, tmp_path)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt), engine.older.running():
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(KeyboardInterrupt),
+            engine.older.running(),
+        ):
             with engine.joined.opened():
                 model(batch(0)).square().mean().backward()
             calls: list[int] = []
@@ -159,19 +169,25 @@ def test_an_update_that_fails_leaves_one_version(home, tmp_path):
 
 @pytest.mark.parametrize("home", ["host", "device"])
 def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_path):
-    """In the exchange of a unit's versions, in the choice of one and at the end: afterwards a forward computes with the newest weights."""
+    """In the exchange of a unit's versions, in the choice of one and at the end: afterwards a
+    forward computes with the newest weights."""
     model, optimizer, engine = wrap(home, tmp_path)
     watched = {
         function.__code__
         for function in (
-            UnitVersions.begin_update, UnitVersions.compute_with, UnitVersions._swap, UnitVersions._show,
-            ParamUnit.change_places, OlderWeights.running.__wrapped__,
+            UnitVersions.begin_update,
+            UnitVersions.compute_with,
+            UnitVersions._swap,
+            UnitVersions._show,
+            ParamUnit.change_places,
+            OlderWeights.running.__wrapped__,
         )
-    }  # fmt: skip
+    }
     plain, struck = model_of(), 0
 
     def leaves(frame: Any) -> bool:
-        """Whether the block without torch functions is about to be left: no signal comes between it and what ends it."""
+        """Whether the block without torch functions is about to be left: no signal comes between it
+        and what ends it."""
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         return "with DisableTorchFunction()" in line and not torch._C._is_torch_function_enabled()
 
@@ -211,7 +227,8 @@ def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_p
 
 
 def test_casts_by_autocast_are_of_the_weights_that_are_computed_with(tmp_path):
-    """Autocast keeps its casts by parameter. The failing twin: plain torch goes on with those of before a step."""
+    """Autocast keeps its casts by parameter. The failing twin: plain torch goes on with those of
+    before a step."""
     outputs = {}
     model, optimizer, engine = wrap("host", tmp_path)
     with torch.autocast("cpu", dtype=torch.bfloat16), engine.older.running():
@@ -226,11 +243,15 @@ def test_casts_by_autocast_are_of_the_weights_that_are_computed_with(tmp_path):
             outputs["older"] = model(batch(0))
     plain = model_of()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(outputs["before"], plain(batch(0))) and torch.equal(outputs["older"], outputs["before"])
+        assert torch.equal(outputs["before"], plain(batch(0))) and torch.equal(
+            outputs["older"], outputs["before"]
+        )
         plain.load_state_dict(values(model))
         assert torch.equal(plain(batch(0)), outputs["before"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(plain(batch(0)), outputs["newest"]) and not torch.equal(outputs["newest"], outputs["before"])
+        assert torch.equal(plain(batch(0)), outputs["newest"]) and not torch.equal(
+            outputs["newest"], outputs["before"]
+        )
     optimizer.zero_grad()
     infinity.unwrap_model(model, optimizer)
 
@@ -238,7 +259,9 @@ def test_casts_by_autocast_are_of_the_weights_that_are_computed_with(tmp_path):
 def test_a_group_that_has_no_older_weights_is_refused(tmp_path):
     model = model_of()
     model[0].weight.requires_grad_(False)
-    optimizer: Any = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    optimizer: Any = torch.optim.SGD(
+        [param for param in model.parameters() if param.requires_grad], lr=0.1
+    )
     model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", tmp_path))
     engine = wrapped(model).engine
     with engine.uses.begin():
@@ -253,7 +276,10 @@ def test_a_group_that_has_no_older_weights_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", [Clamping, Shrinking])
 def test_a_forward_that_changes_its_weights_is_refused_with_older_ones(home, kind, tmp_path):
     model, optimizer, engine = wrap(home, tmp_path, kind)
-    with pytest.raises(infinity.UsageError, match="changed parameters of unit .* in place"), engine.older.running():
+    with (
+        pytest.raises(infinity.UsageError, match="changed parameters of unit .* in place"),
+        engine.older.running(),
+    ):
         with engine.joined.opened():
             model(batch(0)).square().mean().backward()
         engine.older.update(optimizer.step)

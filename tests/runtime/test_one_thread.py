@@ -1,4 +1,5 @@
-"""One thread uses an engine at a time: another one waits at its forward, where nothing has changed yet."""
+"""One thread uses an engine at a time: another one waits at its forward, where nothing has changed
+yet."""
 
 from __future__ import annotations
 
@@ -59,18 +60,24 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
     infinity.save_checkpoint(folder / "saved", model, optimizer)
 
 
-@pytest.mark.parametrize(("use", "home"), [*((evaluate, home) for home in TIERS), (read, "host"), (save, "host")])
+@pytest.mark.parametrize(
+    ("use", "home"), [*((evaluate, home) for home in TIERS), (read, "host"), (save, "host")]
+)
 def test_a_use_in_a_thread_beside_training_changes_no_bit(use, home, tmp_path):
-    """Twin: the same training alone. The thread goes on from before the first step until behind the last one; all that it is told is
-    typed, a save between a backward and its step, say."""
+    """Twin: the same training alone. The thread goes on from before the first step until behind the
+    last one; all that it is told is typed, a save between a backward and its step, say."""
     found = []
     for beside in (True, False):
         model = seeded(SEED, Stack)
-        model, optimizer = infinity.wrap_model(model, adamw(model, 1e-2), at_home(home, home, tmp_path))
+        model, optimizer = infinity.wrap_model(
+            model, adamw(model, 1e-2), at_home(home, home, tmp_path)
+        )
         begun, over = threading.Event(), threading.Event()
         foreign: list[BaseException] = []
 
-        def go_on(model=model, optimizer=optimizer, begun=begun, over=over, foreign=foreign) -> None:
+        def go_on(
+            model=model, optimizer=optimizer, begun=begun, over=over, foreign=foreign
+        ) -> None:
             while not over.wait(0.02):
                 try:
                     use(model, optimizer, tmp_path)
@@ -94,8 +101,8 @@ def test_a_use_in_a_thread_beside_training_changes_no_bit(use, home, tmp_path):
 
 
 def test_threads_that_would_wait_for_each_other_get_an_error(monkeypatch):
-    """Method: a forward waits for a thread that calls the same model; that one is refused, the forward goes on. Twin: the same call when the
-    forward has returned."""
+    """Method: a forward waits for a thread that calls the same model; that one is refused, the
+    forward goes on. Twin: the same call when the forward has returned."""
     monkeypatch.setattr(one_thread, "PATIENCE", 0.1)
     # A worker of pytest's may run tests outside of the main thread; a child's is this one.
     in_child(_threads_that_would_wait)
@@ -103,7 +110,9 @@ def test_threads_that_would_wait_for_each_other_get_an_error(monkeypatch):
 
 def _threads_that_would_wait() -> None:
     model, plain = seeded(SEED, Stack), seeded(SEED, Stack)
-    model, optimizer = infinity.wrap_model(model, adamw(model, 1e-2), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model, 1e-2), {"params": "host", "optimizer": "host"}
+    )
     errors: list[Exception] = []
 
     def call() -> None:
@@ -171,7 +180,8 @@ threading.Thread(target=train).start()
 
 
 def test_a_thread_that_evaluates_as_the_process_ends_does_not_abort_it(tmp_path: Path):
-    """In a child. The thread's next forward is refused, by name, and nothing is left in the folder."""
+    """In a child. The thread's next forward is refused, by name, and nothing is left in the
+    folder."""
     done = prepared.run("-c", AT_THE_END, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Fatal" not in done.stderr and "terminate" not in done.stderr

@@ -1,6 +1,7 @@
 """What a job may be asked for in each of its states: every cell of the table, tried.
 
-Words used here: a **call** is an operation as a user makes it; a **state** is entered by what a user does.
+Words used here: a **call** is an operation as a user makes it; a **state** is entered by what a
+user does.
 """
 
 from __future__ import annotations
@@ -29,11 +30,20 @@ class Job:
     def __init__(self, folder: Path):
         folder.mkdir()
         torch.manual_seed(3)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
+        model = nn.Sequential(
+            *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+        )
         model.extra = nn.Parameter(torch.zeros(4))
-        optimizer = torch.optim.AdamW([*model[0].parameters(), *model[1].parameters(), *model[2].parameters()], lr=1e-2)
-        self.folder, self.plain_state = folder, {name: value.clone() for name, value in model.state_dict().items()}
-        self.model, self.optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"})
+        optimizer = torch.optim.AdamW(
+            [*model[0].parameters(), *model[1].parameters(), *model[2].parameters()], lr=1e-2
+        )
+        self.folder, self.plain_state = (
+            folder,
+            {name: value.clone() for name, value in model.state_dict().items()},
+        )
+        self.model, self.optimizer = infinity.wrap_model(
+            model, optimizer, {"params": "host", "optimizer": "host"}
+        )
         self.engine, self.average = wrapped(self.model).engine, infinity.ema(self.model, 0.9)
         self.loss().backward()
         self.optimizer.step()
@@ -66,7 +76,9 @@ CALLS: dict[Operation, Callable[[Job], Any]] = {
     Operation.USE_GRAD: lambda job: job.weight.grad,
     Operation.SET_GRAD: lambda job: setattr(job.weight, "grad", None),
     Operation.WRITE_VALUE: lambda job: write(job.weight),
-    Operation.ADD_PARAM_GROUP: lambda job: job.optimizer.add_param_group({"params": [job.model.extra]}),
+    Operation.ADD_PARAM_GROUP: lambda job: job.optimizer.add_param_group(
+        {"params": [job.model.extra]}
+    ),
     Operation.USE_OPTIMIZER_STATE: lambda job: job.entry["exp_avg"].sum(),
     Operation.OPTIMIZER_STATE_DICT: lambda job: job.optimizer.state_dict(),
     Operation.LOAD_OPTIMIZER_STATE_DICT: lambda job: job.optimizer.load_state_dict(job.saved),
@@ -74,9 +86,15 @@ CALLS: dict[Operation, Callable[[Job], Any]] = {
     Operation.LOAD_STATE_DICT: lambda job: job.model.load_state_dict(job.plain_state),
     Operation.FULL_PARAMS: lambda job: enter(infinity.full_params(job.model)),
     Operation.WRITE_FULL_PARAMS: lambda job: enter(infinity.full_params(job.model, writeback=True)),
-    Operation.SAVE_CHECKPOINT: lambda job: infinity.save_checkpoint(job.folder / "new", job.model, job.optimizer, overwrite=True),
-    Operation.LOAD_CHECKPOINT: lambda job: infinity.load_checkpoint(job.folder / "good", job.model, job.optimizer),
-    Operation.SAVE_PRETRAINED: lambda job: infinity.save_pretrained(job.model, job.folder / "folder"),
+    Operation.SAVE_CHECKPOINT: lambda job: infinity.save_checkpoint(
+        job.folder / "new", job.model, job.optimizer, overwrite=True
+    ),
+    Operation.LOAD_CHECKPOINT: lambda job: infinity.load_checkpoint(
+        job.folder / "good", job.model, job.optimizer
+    ),
+    Operation.SAVE_PRETRAINED: lambda job: infinity.save_pretrained(
+        job.model, job.folder / "folder"
+    ),
     Operation.UPDATE_AVERAGE: lambda job: job.average.update(),
     Operation.APPLY_AVERAGE: lambda job: enter(job.average.applied()),
     Operation.AVERAGE_STATE_DICT: lambda job: job.average.state_dict(),
@@ -85,13 +103,21 @@ CALLS: dict[Operation, Callable[[Job], Any]] = {
     Operation.PARK: lambda job: infinity.park(job.model, job.folder),
     Operation.UNWRAP: lambda job: infinity.unwrap_model(job.model, job.optimizer),
 }
-# Of these no call stands alone: they are begun inside of others, or need a pipeline of several ranks,
-# which `parallel/test_without_flush.py` has. Here the door is asked.
+# Of these no call stands alone: they are begun inside of others, or need a pipeline of several
+# ranks, which `parallel/test_without_flush.py` has. Here the door is asked.
 ASKED = [operation for operation in Operation if operation not in CALLS]
-CALLS |= {operation: lambda job, operation=operation: job.engine.uses.check(operation) for operation in ASKED}
+CALLS |= {
+    operation: lambda job, operation=operation: job.engine.uses.check(operation)
+    for operation in ASKED
+}
 
 # Of an unwrapped model torch's own, which are not asked for here any more.
-PLAIN = (Operation.LONE_FORWARD, Operation.STATE_DICT, Operation.LOAD_STATE_DICT, Operation.WRITE_VALUE)
+PLAIN = (
+    Operation.LONE_FORWARD,
+    Operation.STATE_DICT,
+    Operation.LOAD_STATE_DICT,
+    Operation.WRITE_VALUE,
+)
 # What is refused for what is given, and not for the state: gradients that wait for their step, an
 # optimizer that was stepped, a model without a folder of its own.
 OWN_REASONS = (
@@ -110,7 +136,11 @@ def hooked(job: Job, attempt: Callable[[], None], *, backward: bool) -> Iterator
     """Makes the attempt in a hook of the next forward, or of its backward."""
     left = [attempt]
     hook = lambda *_: left.pop()() if left else None
-    handle = job.model[1].register_full_backward_hook(hook) if backward else job.model[1].register_forward_hook(hook)
+    handle = (
+        job.model[1].register_full_backward_hook(hook)
+        if backward
+        else job.model[1].register_forward_hook(hook)
+    )
     yield
     handle.remove()
     assert not left
@@ -147,8 +177,11 @@ def train_in(state: State, job: Job, attempt: Callable[[], None]) -> None:
         job.optimizer.step()
 
 
-def told(state: State, operation: Operation, folder: Path) -> tuple[str | None, dict[str, torch.Tensor] | None]:
-    """What the call raises in ``state``, and the weights after the step, None where the call has unwrapped the model."""
+def told(
+    state: State, operation: Operation, folder: Path
+) -> tuple[str | None, dict[str, torch.Tensor] | None]:
+    """What the call raises in ``state``, and the weights after the step, None where the call has
+    unwrapped the model."""
     job, said = Job(folder), []
     if operation is Operation.LOAD_CHECKPOINT:
         infinity.save_checkpoint(folder / "good", job.model, job.optimizer)
@@ -168,7 +201,9 @@ def told(state: State, operation: Operation, folder: Path) -> tuple[str | None, 
         train_in(state, job, attempt)
         weights = job.model.state_dict()
     except (infinity.UsageError, AttributeError):
-        assert said == [None], said  # what was allowed may have ended the job, or have made the step
+        assert said == [None], (
+            said
+        )  # what was allowed may have ended the job, or have made the step
         weights = None
     return said[0], weights
 
@@ -180,8 +215,14 @@ def is_of_table(said: str, state: State) -> bool:
 
 
 def cells(state: State, *, refused: bool) -> list[Operation]:
-    held = {State.STALE, State.BETWEEN} if state in (State.STALE, State.BETWEEN) else {state}  # which come together
-    return [operation for operation in Operation if any(each in REFUSED[operation] for each in held) == refused]
+    held = (
+        {State.STALE, State.BETWEEN} if state in (State.STALE, State.BETWEEN) else {state}
+    )  # which come together
+    return [
+        operation
+        for operation in Operation
+        if any(each in REFUSED[operation] for each in held) == refused
+    ]
 
 
 def test_every_operation_has_a_row_and_every_state_a_remedy():
@@ -192,8 +233,9 @@ def test_every_operation_has_a_row_and_every_state_a_remedy():
 
 @pytest.mark.parametrize("state", State, ids=lambda state: state.name)
 def test_what_the_table_refuses_is_refused_and_changes_nothing(state, tmp_path):
-    """Method: each refused cell of the state; the error is typed, names what was asked and the way that works, and what goes on ends with
-    the bits of a run in which nobody asked. Twin: the next test, of the empty cells."""
+    """Method: each refused cell of the state; the error is typed, names what was asked and the way
+    that works, and what goes on ends with the bits of a run in which nobody asked. Twin: the next
+    test, of the empty cells."""
     twin = None
     if state is not State.UNWRAPPED:
         job = Job(tmp_path / "twin")
@@ -204,15 +246,29 @@ def test_what_the_table_refuses_is_refused_and_changes_nothing(state, tmp_path):
         if state is State.UNWRAPPED and operation in PLAIN:
             continue
         said, weights = told(state, operation, tmp_path / operation.name)
-        if said is None or not (is_of_table(said, state) or (state is State.UNWRAPPED and "wrapped" in said)):
+        if said is None or not (
+            is_of_table(said, state) or (state is State.UNWRAPPED and "wrapped" in said)
+        ):
             wrong[operation] = said
         elif twin is not None and differing(weights, twin):
             wrong[operation] = "other weights"
     assert not wrong
 
 
-@pytest.mark.parametrize("state", [state for state in State if state is not State.UNWRAPPED], ids=lambda state: state.name)
+@pytest.mark.parametrize(
+    "state",
+    [state for state in State if state is not State.UNWRAPPED],
+    ids=lambda state: state.name,
+)
 def test_what_the_table_allows_is_done(state, tmp_path):
-    """Method: each empty cell of the state: the call is made, or refused for another reason than the state."""
-    told_of = {operation: told(state, operation, tmp_path / operation.name)[0] for operation in cells(state, refused=False)}
-    assert not {o: said for o, said in told_of.items() if said and not any(reason in said for reason in OWN_REASONS)}
+    """Method: each empty cell of the state: the call is made, or refused for another reason than
+    the state."""
+    told_of = {
+        operation: told(state, operation, tmp_path / operation.name)[0]
+        for operation in cells(state, refused=False)
+    }
+    assert not {
+        o: said
+        for o, said in told_of.items()
+        if said and not any(reason in said for reason in OWN_REASONS)
+    }

@@ -30,7 +30,9 @@ ASKING: dict[str, Use] = {
     "an array of NumPy": lambda x, w: x @ torch.from_numpy(w.detach().numpy()),
     "DLPack": lambda x, w: x @ torch.from_dlpack(w.detach()),
     "set_ of the detached": lambda x, w: x @ torch.empty(0).set_(w.detach()),
-    "functional_call": lambda x, w: torch.func.functional_call(nn.Linear(8, 8, bias=False), {"weight": w}, (x,)),
+    "functional_call": lambda x, w: torch.func.functional_call(
+        nn.Linear(8, 8, bias=False), {"weight": w}, (x,)
+    ),
     "vmap": lambda x, w: torch.func.vmap(lambda row: row @ w)(x),
     "a clone to one that does not ask": lambda x, w: scripted(x, w.clone()),
 }
@@ -38,7 +40,9 @@ NOT_ASKING: dict[str, Use] = {
     "tensor": lambda x, w: x @ torch.tensor(w),
     "new_tensor": lambda x, w: x @ x.new_tensor(w),
     "as_tensor of another dtype": lambda x, w: x @ torch.as_tensor(w, dtype=torch.float64).float(),
-    "a sparse tensor": lambda x, w: x * torch.sparse_coo_tensor(torch.arange(8)[None], w, (8, 8)).to_dense().sum(),
+    "a sparse tensor": lambda x, w: (
+        x * torch.sparse_coo_tensor(torch.arange(8)[None], w, (8, 8)).to_dense().sum()
+    ),
     "a scripted function": lambda x, w: scripted(x, w),
     "a subclass": lambda x, w: x @ w.as_subclass(torch.Tensor),
     "a storage": lambda x, w: x @ torch.empty(0).set_(w.untyped_storage(), 0, (8, 8), (8, 1)),
@@ -63,7 +67,12 @@ def made(use: Use, home: str | None, folder) -> tuple[nn.Module, torch.optim.Opt
     model = Using(use)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if home is not None:
-        config = {"params": home, "optimizer": home, "units": ["Linear"], "nvme_paths": [os.fspath(folder)]}
+        config = {
+            "params": home,
+            "optimizer": home,
+            "units": ["Linear"],
+            "nvme_paths": [os.fspath(folder)],
+        }
         model, optimizer = infinity.wrap_model(model, optimizer, config)
     return model, optimizer
 

@@ -17,7 +17,9 @@ from infinity.runtime.registry import wrapped
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(2)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
-    return infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"})
+    return infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+    )
 
 
 def content(running: Pass) -> dict:
@@ -25,7 +27,8 @@ def content(running: Pass) -> dict:
 
 
 def test_what_is_dropped_is_as_at_the_beginning():
-    """Method: every field is set; after the drop all have their defaults. Twin: before it none has."""
+    """Method: every field is set; after the drop all have their defaults. Twin: before it none
+    has."""
     running, owner = Pass(), nn.Linear(1, 1)
     for name, value in content(running).items():
         if isinstance(value, bool):
@@ -57,8 +60,10 @@ def test_a_joined_pass_begins_with_its_first_root_forward():
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_nothing_of_a_pass_is_left_when_the_next_use_begins(where):
-    """Method: an error in the middle block's forward, or in its backward; the next use finds an empty pass, and so does the end of an
-    ordinary step. Twin: right after the error it is not empty in a backward, whose end nobody told."""
+    """Method: an error in the middle block's forward, or in its backward; the next use finds an
+    empty pass, and so does the end of an ordinary step. Twin: right after the error it is not empty
+    in a backward, whose end nobody told.
+    """
     model, optimizer = made()
     running, seen = wrapped(model).engine.job.running, []
 
@@ -66,7 +71,11 @@ def test_nothing_of_a_pass_is_left_when_the_next_use_begins(where):
         seen.append(len(running.holds))
         raise ValueError("in the middle")
 
-    handle = model[1][0].register_forward_hook(fail) if where == "forward" else model[1][1].register_full_backward_hook(fail)
+    handle = (
+        model[1][0].register_forward_hook(fail)
+        if where == "forward"
+        else model[1][1].register_full_backward_hook(fail)
+    )
     with pytest.raises(ValueError, match="in the middle"):
         model(torch.ones(2, 8)).sum().backward()
     handle.remove()
@@ -76,4 +85,9 @@ def test_nothing_of_a_pass_is_left_when_the_next_use_begins(where):
     assert content(running) == content(Pass())
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    assert not running.is_cut_short and not running.holds and not running.awaited and not running.reached
+    assert (
+        not running.is_cut_short
+        and not running.holds
+        and not running.awaited
+        and not running.reached
+    )

@@ -13,10 +13,12 @@ from infinity.runtime.registry import wrapped
 
 
 def test_a_forward_that_finds_no_room_for_its_second_unit_lets_the_first_go(monkeypatch):
-    """Method: an owner of two units, of which the second cannot be held. Nothing but the error is left of it, since the model may catch
-    that and go on. Twin: with room both are held."""
+    """Method: an owner of two units, of which the second cannot be held. Nothing but the error is
+    left of it, since the model may catch that and go on. Twin: with room both are held."""
     model = seeded(1, lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))))
-    model, _ = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"})
+    model, _ = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+    )
     engine = wrapped(model).engine
     prefetcher, passes, units = engine.prefetcher, engine.passes, engine.units[:2]
 
@@ -52,7 +54,8 @@ class Masked(nn.Module):
 
 
 def test_a_buffer_is_no_activation():
-    """It stays on the device anyway: sending it home would free nothing. Twin: the same tensor, of which nobody knows that it stays."""
+    """It stays on the device anyway: sending it home would free nothing. Twin: the same tensor, of
+    which nobody knows that it stays."""
 
     def moved(is_buffer: bool) -> int:
         model = Masked(is_buffer=is_buffer)

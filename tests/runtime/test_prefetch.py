@@ -19,8 +19,13 @@ from infinity.runtime.prefetch import Prefetcher
 from infinity.state.journal import Journal
 from infinity.state.residency import Residency
 
-FLEETING = {Residency.FETCHING: ["drop"], Residency.STAGED: ["drop"], Residency.GATHERING: ["finish_gather", "release"],
-            Residency.RESIDENT: ["release"], Residency.STORED: []}  # fmt: skip
+FLEETING = {
+    Residency.FETCHING: ["drop"],
+    Residency.STAGED: ["drop"],
+    Residency.GATHERING: ["finish_gather", "release"],
+    Residency.RESIDENT: ["release"],
+    Residency.STORED: [],
+}
 
 
 class Unit:
@@ -49,19 +54,31 @@ class Unit:
 
 @pytest.mark.parametrize("residency", Residency, ids=lambda residency: residency.name)
 def test_a_unit_goes_home_from_every_stage(residency):
-    """What is under way is finished, or dropped, before its memory goes; of weights before the last update, too."""
+    """What is under way is finished, or dropped, before its memory goes; of weights before the last
+    update, too."""
     unit, device = Unit(residency), Device(torch.device("cpu"), Traffic())
     unit.older = Unit(residency)
     prefetcher = Prefetcher(
-        [unit], SimpleNamespace(), Ledger(), Schedule(), window_nbytes=8, units_ahead=1, give_way=lambda: False, before_gather=lambda: None,
-        collectives=Collectives(), device=device, journal=Journal(), running=Pass(),
-    )  # fmt: skip
+        [unit],
+        SimpleNamespace(),
+        Ledger(),
+        Schedule(),
+        window_nbytes=8,
+        units_ahead=1,
+        give_way=lambda: False,
+        before_gather=lambda: None,
+        collectives=Collectives(),
+        device=device,
+        journal=Journal(),
+        running=Pass(),
+    )
     prefetcher.release_all([unit])
     assert unit.asked == unit.older.asked == FLEETING[residency]
 
 
 class Gathered(Unit):
-    """One of several, whose weights other ranks have parts of; what it is asked is noted by all in one list."""
+    """One of several, whose weights other ranks have parts of; what it is asked is noted by all in
+    one list."""
 
     weight_nbytes, is_ready, is_sliced = 8, True, True
 
@@ -100,23 +117,48 @@ class Gathered(Unit):
         self.residency = Residency.STORED
 
 
-def of_two_ranks(units: list[Gathered], schedule: Schedule, *, agree: bool, window_nbytes: int) -> Prefetcher:
+def of_two_ranks(
+    units: list[Gathered], schedule: Schedule, *, agree: bool, window_nbytes: int
+) -> Prefetcher:
     ranks = SimpleNamespace(size=2, keeps_weights=False)
-    collectives = SimpleNamespace(ranks=ranks, traces_agree=agree, begin_pass=lambda *given, **more: None)
+    collectives = SimpleNamespace(
+        ranks=ranks, traces_agree=agree, begin_pass=lambda *given, **more: None
+    )
     return Prefetcher(
-        units, SimpleNamespace(), Ledger(), schedule, window_nbytes=window_nbytes, units_ahead=1, give_way=lambda: False,
-        before_gather=lambda: None, collectives=collectives, device=Device(torch.device("cpu"), Traffic()), journal=Journal(), running=Pass(),
-    )  # fmt: skip
+        units,
+        SimpleNamespace(),
+        Ledger(),
+        schedule,
+        window_nbytes=window_nbytes,
+        units_ahead=1,
+        give_way=lambda: False,
+        before_gather=lambda: None,
+        collectives=collectives,
+        device=Device(torch.device("cpu"), Traffic()),
+        journal=Journal(),
+        running=Pass(),
+    )
 
 
-@pytest.mark.parametrize(("backward", "agree", "on_disk", "window", "expected"), [
-    (True, True, False, 40, [3, 2, 1]), (False, True, False, 40, [3, 4]), (True, False, False, 40, [3]), (True, True, True, 40, [3, 2]),
-    (True, True, False, 16, [3, 2]), (True, True, False, 12, [3]),
-], ids=["backward", "forward", "traces that differ", "disk", "window", "window of one and a half"])  # fmt: skip
-def test_ranks_gather_two_units_ahead_where_nothing_holds_that_up(backward, agree, on_disk, window, expected):
-    """Claim: with several ranks the next two units are on their way in a backward; one in a forward, whose units may still be stepped, and
-    of units that come from a disk; none where the ranks expect different ones, and no more than the window holds. Method: unit 3 of a
-    trace of five, with a ring of two ranks that is made up."""
+@pytest.mark.parametrize(
+    ("backward", "agree", "on_disk", "window", "expected"),
+    [
+        (True, True, False, 40, [3, 2, 1]),
+        (False, True, False, 40, [3, 4]),
+        (True, False, False, 40, [3]),
+        (True, True, True, 40, [3, 2]),
+        (True, True, False, 16, [3, 2]),
+        (True, True, False, 12, [3]),
+    ],
+    ids=["backward", "forward", "traces that differ", "disk", "window", "window of one and a half"],
+)
+def test_ranks_gather_two_units_ahead_where_nothing_holds_that_up(
+    backward, agree, on_disk, window, expected
+):
+    """Claim: with several ranks the next two units are on their way in a backward; one in a
+    forward, whose units may still be stepped, and of units that come from a disk; none where the
+    ranks expect different ones, and no more than the window holds. Method: unit 3 of a trace of
+    five, with a ring of two ranks that is made up."""
     asked: list[tuple[str, int]] = []
     units, schedule = [Gathered(index, asked, on_disk=on_disk) for index in range(5)], Schedule()
     prefetcher = of_two_ranks(units, schedule, agree=agree, window_nbytes=window)
@@ -126,7 +168,8 @@ def test_ranks_gather_two_units_ahead_where_nothing_holds_that_up(backward, agre
 
 
 def test_idle_units_make_room_before_another_comes():
-    """Method: three units of 8 bytes, one after the other, in a window of 20; the one that was used first goes. Twin: in one of 24 it stays."""
+    """Method: three units of 8 bytes, one after the other, in a window of 20; the one that was used
+    first goes. Twin: in one of 24 it stays."""
     for window, evicted in ((20, [("evict", 0)]), (24, [])):
         asked: list[tuple[str, int]] = []
         units = [Gathered(index, asked) for index in range(3)]
@@ -139,8 +182,8 @@ def test_idle_units_make_room_before_another_comes():
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_unit_that_was_not_exposed_has_no_edits(fails):
-    """Method: unit 0 has come, and the fetch of unit 1 behind it fails: its error is raised, unit 0 is not held, and not asked for edits.
-    Twin: without the failure it is, once it is let go."""
+    """Method: unit 0 has come, and the fetch of unit 1 behind it fails: its error is raised, unit 0
+    is not held, and not asked for edits. Twin: without the failure it is, once it is let go."""
     asked: list[tuple[str, int]] = []
     units, schedule = [Gathered(index, asked) for index in range(2)], Schedule()
     prefetcher = of_two_ranks(units, schedule, agree=True, window_nbytes=16)
@@ -148,7 +191,9 @@ def test_a_unit_that_was_not_exposed_has_no_edits(fails):
     edits: list[int] = []
     units[0].write_edits = lambda store, journal: edits.append(0)
     if fails:
-        units[1].start_gather = lambda *args, **kwargs: (_ for _ in ()).throw(infinity.CorruptionError("unit 1"))
+        units[1].start_gather = lambda *args, **kwargs: (_ for _ in ()).throw(
+            infinity.CorruptionError("unit 1")
+        )
         with pytest.raises(infinity.CorruptionError, match="unit 1"):
             prefetcher.hold(units[0])
     else:
@@ -171,14 +216,17 @@ class ReturnsViews(nn.Module):
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_views_of_weights_in_an_output_outlive_the_unit(home, swap):
-    """Method: a forward gives views of its weight; they have its values after another unit took the memory, and after a step."""
+    """Method: a forward gives views of its weight; they have its values after another unit took the
+    memory, and after a step."""
     model = nn.ModuleList([ReturnsViews(), nn.Linear(64, 64)])
     root = nn.Module()
     root.blocks = model
     root.forward = lambda x: (model[0](x), model[1](x))
     expected = model[0].weight.detach().clone()
     config = {"params": home, "optimizer": home, "nvme_paths": [str(swap)]}
-    root, optimizer = infinity.wrap_model(root, torch.optim.AdamW(root.parameters(), lr=0.1), config)
+    root, optimizer = infinity.wrap_model(
+        root, torch.optim.AdamW(root.parameters(), lr=0.1), config
+    )
     first, second = root(torch.ones(2, 64))
     (first["y"].sum() + second.sum()).backward()
     optimizer.step()

@@ -1,6 +1,8 @@
-"""After an exception, wherever it struck, going on gives the bits of a run in which the failed pass never was, or a typed error.
+"""After an exception, wherever it struck, going on gives the bits of a run in which the failed pass
+never was, or a typed error.
 
-The campaign itself is :mod:`campaign`; here it is played, its judgement is checked, and the parts of recovery one by one.
+The campaign itself is :mod:`campaign`; here it is played, its judgement is checked, and the parts
+of recovery one by one.
 """
 
 from __future__ import annotations
@@ -39,36 +41,50 @@ def small(folder: Path, **config) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def backward(model: nn.Module, seed: int = 0) -> None:
-    model(torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+    model(
+        torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
+    ).square().mean().backward()
 
 
 # --- the campaign ---
 
 
-@pytest.mark.parametrize("operation, exception, events", [
-    ("forward", "KeyboardInterrupt", "signal"),
-    ("backward", "KeyboardInterrupt", "line"),
-    ("step_again", "MemoryError", "line"),
-    pytest.param("backward", "user", "user", marks=pytest.mark.slow),
-    pytest.param("load_after_forward", "KeyboardInterrupt", "signal", marks=pytest.mark.slow),
-    pytest.param("unwrap", "KeyboardInterrupt", "line", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "operation, exception, events",
+    [
+        ("forward", "KeyboardInterrupt", "signal"),
+        ("backward", "KeyboardInterrupt", "line"),
+        ("step_again", "MemoryError", "line"),
+        pytest.param("backward", "user", "user", marks=pytest.mark.slow),
+        pytest.param("load_after_forward", "KeyboardInterrupt", "signal", marks=pytest.mark.slow),
+        pytest.param("unwrap", "KeyboardInterrupt", "line", marks=pytest.mark.slow),
+    ],
+)
 def test_a_short_campaign(operation, exception, events):
     """Method: a few points of the operations that people interrupt most, from disk."""
     found = campaign.play_apart(operation, "nvme", exception, events, SHORT, seed=1)
-    assert found["bad"] == [] and sum(found["outcomes"].values()) == min(SHORT, found["points"]) > 0, found
+    assert (
+        found["bad"] == [] and sum(found["outcomes"].values()) == min(SHORT, found["points"]) > 0
+    ), found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 def test_a_long_campaign(tmp_path):
-    """Method: every operation at every home with every exception, 20,000 points in all (``INFINITY_CAMPAIGN_POINTS``)."""
+    """Method: every operation at every home with every exception, 20,000 points in all
+    (``INFINITY_CAMPAIGN_POINTS``)."""
     chosen = campaign.selection([*campaign.OPERATIONS], [*campaign.HOMES], [*campaign.EXCEPTIONS])
     points = -(-LONG // len(chosen)) + 4  # some operations have fewer
-    done = subprocess.run([sys.executable, CAMPAIGN, "--points", str(points), "--json", tmp_path / "found.json"])
+    done = subprocess.run(
+        [sys.executable, CAMPAIGN, "--points", str(points), "--json", tmp_path / "found.json"]
+    )
     outcomes = json.loads((tmp_path / "found.json").read_text())["outcomes"]
     print(outcomes)
-    assert done.returncode == 0 and set(outcomes) <= {"same", "typed"} and sum(outcomes.values()) >= LONG
+    assert (
+        done.returncode == 0
+        and set(outcomes) <= {"same", "typed"}
+        and sum(outcomes.values()) >= LONG
+    )
 
 
 def forgets_its_hooks(user, known):
@@ -90,7 +106,9 @@ def test_the_campaign_tells_hooks_that_are_left(tmp_path):
     known = campaign.Known(user)
     user = campaign.User("host", tmp_path, None).wrap()
     try:
-        outcome, said = campaign.play(forgets_its_hooks, user, known, campaign.Striker(KeyboardInterrupt, "line"), 100)
+        outcome, said = campaign.play(
+            forgets_its_hooks, user, known, campaign.Striker(KeyboardInterrupt, "line"), 100
+        )
     finally:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     assert outcome == "leak" and "hooks" in said
@@ -98,7 +116,8 @@ def test_the_campaign_tells_hooks_that_are_left(tmp_path):
 
 @pytest.mark.parametrize("what", ["steps are not carried on", "nothing is rebuilt"])
 def test_the_campaign_tells_what_is_wrong(what, tmp_path, monkeypatch):
-    """The twin: engines that forget a part of their recovery are found out by at least one of many points."""
+    """The twin: engines that forget a part of their recovery are found out by at least one of many
+    points."""
     known = campaign.Known(campaign.User("host", tmp_path, None).wrap())
     operation = campaign.load_after_forward
     if what == "steps are not carried on":
@@ -109,7 +128,9 @@ def test_the_campaign_tells_what_is_wrong(what, tmp_path, monkeypatch):
     outcomes = set()
     for n in range(20, 1300, 70):
         user = campaign.User("host", tmp_path, None).wrap()
-        outcomes.add(campaign.play(operation, user, known, campaign.Striker(KeyboardInterrupt, "line"), n)[0])
+        outcomes.add(
+            campaign.play(operation, user, known, campaign.Striker(KeyboardInterrupt, "line"), n)[0]
+        )
     assert outcomes & {"wrong", "leak", "untyped"}, outcomes
 
 
@@ -118,8 +139,8 @@ def test_the_campaign_tells_what_is_wrong(what, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_ctrl_c_in_real_backwards_changes_no_bit(home, tmp_path):
-    """Method: sixty real signals at random moments of forward and backward, each followed by the step that was meant; losses and
-    weights are those of a run that was not disturbed."""
+    """Method: sixty real signals at random moments of forward and backward, each followed by the
+    step that was meant; losses and weights are those of a run that was not disturbed."""
     torch.manual_seed(0)
     moments = torch.rand(60, generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -165,8 +186,10 @@ class Failing(torch.autograd.Function):
 
 
 def test_gradients_of_a_failed_backward_are_refused_until_they_are_zeroed(tmp_path):
-    """Method: a backward fails after two of three layers; every use of what it began is a UsageError that names zero_grad, other
-    gradients are as they were, and after zero_grad the step is that of a run without the failure."""
+    """Method: a backward fails after two of three layers; every use of what it began is a
+    UsageError that names zero_grad, other gradients are as they were, and after zero_grad the step
+    is that of a run without the failure.
+    """
     model, optimizer = small(tmp_path)
     expected, plain = small(tmp_path)
     backward(model)
@@ -195,7 +218,8 @@ def test_gradients_of_a_failed_backward_are_refused_until_they_are_zeroed(tmp_pa
 
 
 def test_zeros_in_place_clear_a_torn_gradient_too(tmp_path):
-    """Method: the same failure, then ``zero_grad(set_to_none=False)``; the next gradient is the plain one."""
+    """Method: the same failure, then ``zero_grad(set_to_none=False)``; the next gradient is the
+    plain one."""
     model, optimizer = small(tmp_path)
     handle = model[1].register_forward_pre_hook(lambda module, args: (Failing.apply(args[0]),))
     with pytest.raises(ValueError):
@@ -211,7 +235,8 @@ def test_zeros_in_place_clear_a_torn_gradient_too(tmp_path):
 
 
 def test_accumulated_gradients_outlive_a_failed_forward(tmp_path):
-    """Method: a backward, a forward that fails, another backward, a step; the failed forward leaves nothing and takes nothing."""
+    """Method: a backward, a forward that fails, another backward, a step; the failed forward leaves
+    nothing and takes nothing."""
     states = []
     for fails in (False, True):
         model, optimizer = small(tmp_path)
@@ -232,7 +257,8 @@ def test_accumulated_gradients_outlive_a_failed_forward(tmp_path):
 
 
 def test_a_step_that_is_called_again_is_made_once(tmp_path, monkeypatch):
-    """Method: an exception as the books are set; ``step()`` again. Twin: a third ``step()`` is one without a gradient."""
+    """Method: an exception as the books are set; ``step()`` again. Twin: a third ``step()`` is one
+    without a gradient."""
     model, optimizer = small(tmp_path)
     expected, plain = small(tmp_path)
     for each in (model, expected):
@@ -257,7 +283,8 @@ def test_a_step_that_is_called_again_is_made_once(tmp_path, monkeypatch):
 
 
 def test_a_load_that_is_cut_short_stops_everything_until_it_is_done(tmp_path, monkeypatch):
-    """Method: a checkpoint's loading is struck; training, reading and saving say so, loading again makes it good."""
+    """Method: a checkpoint's loading is struck; training, reading and saving say so, loading again
+    makes it good."""
     model, optimizer = small(tmp_path)
     backward(model)
     optimizer.step()
@@ -271,8 +298,13 @@ def test_a_load_that_is_cut_short_stops_everything_until_it_is_done(tmp_path, mo
         patch.setattr("infinity.checkpoint.load._restore_step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer)
-    for use in (lambda: backward(model), model.state_dict, optimizer.step, optimizer.zero_grad,
-                lambda: infinity.save_checkpoint(tmp_path / "other", model, optimizer)):  # fmt: skip
+    for use in (
+        lambda: backward(model),
+        model.state_dict,
+        optimizer.step,
+        optimizer.zero_grad,
+        lambda: infinity.save_checkpoint(tmp_path / "other", model, optimizer),
+    ):
         with pytest.raises(infinity.UsageError, match="Load a checkpoint"):
             use()
     infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer)
@@ -283,8 +315,8 @@ def test_a_load_that_is_cut_short_stops_everything_until_it_is_done(tmp_path, mo
 
 @pytest.mark.parametrize("at", ["running", "gradients", "store"])
 def test_a_recovery_that_is_cut_short_is_done_again(at, tmp_path, monkeypatch):
-    """Method: an error of the user's ends a second backward half-way; the recovery that follows is struck in one of its parts. The
-    gradients are half done still, and a step says so."""
+    """Method: an error of the user's ends a second backward half-way; the recovery that follows is
+    struck in one of its parts. The gradients are half done still, and a step says so."""
     model, optimizer = small(tmp_path)
     backward(model)
     engine = model._infinity.engine
@@ -308,11 +340,14 @@ def test_a_recovery_that_is_cut_short_is_done_again(at, tmp_path, monkeypatch):
 
 
 def test_a_step_in_the_backward_that_is_cut_short_asks_for_a_checkpoint(tmp_path, monkeypatch):
-    """Method: struck while a unit's update enters the books; every use says what to do, and that is enough."""
+    """Method: struck while a unit's update enters the books; every use says what to do, and that is
+    enough."""
     model, optimizer = small(tmp_path)
     infinity.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.gradients.record.GradRecord.move", struck_when_consumed(GradRecord.move))
+        patch.setattr(
+            "infinity.gradients.record.GradRecord.move", struck_when_consumed(GradRecord.move)
+        )
         with pytest.raises(KeyboardInterrupt):
             with optimizer.step_in_backward():
                 backward(model)
@@ -344,8 +379,8 @@ def cut_after_submit(optimizer, monkeypatch) -> None:
 @pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("then", ["a load that is refused", "a load"])
 def test_a_load_after_a_step_that_was_cut_short(then, home, tmp_path, monkeypatch):
-    """Method: a load is refused, so the step that was cut short is carried to its end all the same; or it is done, and what was under
-    way does not come through."""
+    """Method: a load is refused, so the step that was cut short is carried to its end all the same;
+    or it is done, and what was under way does not come through."""
     model, optimizer = small(tmp_path, params=home, optimizer=home)
     backward(model)
     optimizer.step()
@@ -393,16 +428,24 @@ def test_edits_that_were_cut_short_are_whole_in_what_is_saved(tmp_path, monkeypa
             for value in params.values():
                 value.fill_(3.0)
     infinity.save_pretrained(model, tmp_path / "saved")
-    assert all(bool((value == 3).all()) for value in load_file(tmp_path / "saved" / "model.safetensors").values())
+    assert all(
+        bool((value == 3).all())
+        for value in load_file(tmp_path / "saved" / "model.safetensors").values()
+    )
 
 
 def test_an_unwrap_that_is_cut_short_is_carried_on(tmp_path, monkeypatch):
-    """Method: an exception strikes four times while the parameters are given back; every use says what to call, which then works."""
+    """Method: an exception strikes four times while the parameters are given back; every use says
+    what to call, which then works."""
     model, optimizer = small(tmp_path)
     backward(model)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.api.unwrap.InfinityOptimizer.wrapped", property(lambda self: 1 / 0), raising=False)
+        patch.setattr(
+            "infinity.api.unwrap.InfinityOptimizer.wrapped",
+            property(lambda self: 1 / 0),
+            raising=False,
+        )
         with pytest.raises(ZeroDivisionError):
             infinity.unwrap_model(model, optimizer)
     plain_model, plain = infinity.unwrap_model(model, optimizer)
@@ -411,7 +454,8 @@ def test_an_unwrap_that_is_cut_short_is_carried_on(tmp_path, monkeypatch):
 
 
 class Aside(nn.Module):
-    """A part of the model that fails, which the whole knows how to do without; and a parameter that is only summed up."""
+    """A part of the model that fails, which the whole knows how to do without; and a parameter that
+    is only summed up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +473,8 @@ class Aside(nn.Module):
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_errors_that_the_model_itself_catches_are_no_interruption(home, tmp_path):
-    """Method: two steps of a model that lives with a failing part; gradients are those of plain torch."""
+    """Method: two steps of a model that lives with a failing part; gradients are those of plain
+    torch."""
     torch.manual_seed(1)
     plain = Aside()
     model = Aside()
@@ -452,7 +497,8 @@ def test_errors_that_the_model_itself_catches_are_no_interruption(home, tmp_path
 
 
 def test_a_failure_that_is_caught_inside_step_in_backward_stops_the_job(tmp_path):
-    """Method: the backward fails half-way, which the user catches inside the block; part of a step is made, and everything says so."""
+    """Method: the backward fails half-way, which the user catches inside the block; part of a step
+    is made, and everything says so."""
     model, optimizer = small(tmp_path)
     backward(model)
     optimizer.zero_grad()
@@ -476,7 +522,8 @@ def test_a_model_that_was_compiled_while_it_was_wrapped_runs_after_the_unwrap(tm
 
 
 def test_using_a_wrapped_model_in_a_forked_child_is_a_typed_error(tmp_path):
-    """Method: a child reads gradients, zeroes them in place and steps; each is a UsageError, and none a crash."""
+    """Method: a child reads gradients, zeroes them in place and steps; each is a UsageError, and
+    none a crash."""
     model, optimizer = small(tmp_path, params="host", optimizer="host")
     backward(model)
     grad = model[0].weight.grad
@@ -504,7 +551,8 @@ def test_using_a_wrapped_model_in_a_forked_child_is_a_typed_error(tmp_path):
 
 
 def test_the_journal_makes_every_change_to_its_end():
-    """Method: changes that are struck at every one of their parts; each is whole after the next finish."""
+    """Method: changes that are struck at every one of their parts; each is whole after the next
+    finish."""
     for strike in range(4):
         journal, done, struck = Journal(), [], []
 

@@ -1,4 +1,5 @@
-"""AutogradTasks: whoever joins a run of autograd hears of the outermost one, once, whatever becomes of those inside it."""
+"""AutogradTasks: whoever joins a run of autograd hears of the outermost one, once, whatever becomes
+of those inside it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def backward(what: Callable[[], object]) -> None:
 
 
 def test_outside_of_tasks_nothing_is_joined():
-    """Method: a join before any backward, and one between two; the backwards are told of all the same."""
+    """Method: a join before any backward, and one between two; the backwards are told of all the
+    same."""
     tasks, heard = made()
     for _ in range(2):
         tasks.join(heard)
@@ -66,7 +68,8 @@ def test_only_the_outermost_task_is_told():
 
 
 def test_a_task_that_failed_inside_another_holds_nothing_up():
-    """Method: the outer one catches the error, joins and goes on to its end. Twin: one that fails itself is not told to have ended."""
+    """Method: the outer one catches the error, joins and goes on to its end. Twin: one that fails
+    itself is not told to have ended."""
     tasks, heard = made()
 
     def fails() -> None:

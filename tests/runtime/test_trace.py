@@ -1,7 +1,8 @@
 """The timeline of a run, whatever becomes of the run, and what `infinity trace` says of it.
 
-Words used here: **timeline**: the file that `Config(trace=...)` names. **events**: its pieces of work. **killed**: ended in
-a child (`models.py`) without a chance to close anything. **naive**: computed second by second over whole numbers.
+Words used here: **timeline**: the file that `Config(trace=...)` names. **events**: its pieces of
+work. **killed**: ended in a child (`models.py`) without a chance to close anything. **naive**:
+computed second by second over whole numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import at_home, differing, in_child, leftovers, loss_of, seeded, start_child, tokens, transformer
+from models import (
+    at_home,
+    differing,
+    in_child,
+    leftovers,
+    loss_of,
+    seeded,
+    start_child,
+    tokens,
+    transformer,
+)
 from runs import adamw
 from torch import nn
 
@@ -39,7 +50,9 @@ STEPS = 3
 pytestmark = pytest.mark.timeout(120)
 
 
-def trained(folder: Path, trace: Any, *, steps: int = STEPS, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer, dict]:
+def trained(
+    folder: Path, trace: Any, *, steps: int = STEPS, **more: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, dict]:
     """A model at home on disk after some steps, with its losses."""
     model = transformer(SEED, blocks=2)
     config = at_home("nvme", "nvme", folder, trace=trace, **more)
@@ -84,17 +97,25 @@ def units_of(folder: Path) -> set[str]:
     return {unit.name for unit in infinity.runtime.registry.wrapped(model).engine.units}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The file
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_timeline_is_json_with_every_lane_and_every_unit(ended, swap):
-    """Method: three steps from disk, unwrapped; the file is one JSON array in Chrome's format, with all lanes by name, and
-    in every step each unit's forward, backward and update."""
+    """Method: three steps from disk, unwrapped; the file is one JSON array in Chrome's format, with
+    all lanes by name, and in every step each unit's forward, backward and update."""
     events = json.loads(ended.read_text())
-    names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-    assert set(names.values()) >= set(LANES) - {"stalled", PAST_HOST, *COLLECTIVES}  # alone, nothing passes between ranks
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in events
+        if event.get("name") == "thread_name"
+    }
+    assert set(names.values()) >= set(LANES) - {
+        "stalled",
+        PAST_HOST,
+        *COLLECTIVES,
+    }  # alone, nothing passes between ranks
     assert all(names[event["tid"]] == event["cat"] for event in work_of(ended))
     for event in work_of(ended):
         assert event.keys() >= {"pid", "tid", "ts", "dur", "name", "cat"}
@@ -106,11 +127,14 @@ def test_the_timeline_is_json_with_every_lane_and_every_unit(ended, swap):
         assert all(found.count(unit) >= STEPS for unit in units), (lane, found)
     for lane in ("nvme->host", "host->device"):
         assert {event["name"] for event in work_of(ended) if event["cat"] == lane} >= units, lane
-    assert [event["name"] for event in work_of(ended) if event["cat"] == "step"] == [f"step {i + 1}" for i in range(STEPS)]
+    assert [event["name"] for event in work_of(ended) if event["cat"] == "step"] == [
+        f"step {i + 1}" for i in range(STEPS)
+    ]
 
 
 def test_a_row_never_holds_two_things_at_once(ended):
-    """Method: events of one row in the order of their begin; each ends before the next begins, but for rounding."""
+    """Method: events of one row in the order of their begin; each ends before the next begins, but
+    for rounding."""
     rows: dict[int, list[tuple[float, float]]] = {}
     for event in work_of(ended):
         rows.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
@@ -121,7 +145,8 @@ def test_a_row_never_holds_two_things_at_once(ended):
 
 @pytest.mark.parametrize("how", ["unwrapped", "dropped", "dropped after an exception"])
 def test_the_timeline_is_whole_however_the_run_ends(how, swap, path):
-    """Method: unwrap, drop, and drop after a failed forward; the file is JSON, and has every step's updates."""
+    """Method: unwrap, drop, and drop after a failed forward; the file is JSON, and has every step's
+    updates."""
     model, optimizer, _ = trained(swap, path)
     units = {unit.name for unit in infinity.runtime.registry.wrapped(model).engine.units}
     if how == "unwrapped":
@@ -163,8 +188,8 @@ def test_the_timeline_of_a_killed_job_can_be_read(how, swap, path, capsys):
 
 
 def test_a_timeline_cut_anywhere_gives_what_was_whole(ended, tmp_path):
-    """Method: the file cut at every byte of its first 3000 and last 300; what is read is the beginning of all events, or a
-    ConfigError where there is none yet."""
+    """Method: the file cut at every byte of its first 3000 and last 300; what is read is the
+    beginning of all events, or a ConfigError where there is none yet."""
     text, cut = ended.read_text(), tmp_path / "cut"
     whole = summarise.read(ended)
     for length in [*range(3000), *range(len(text) - 300, len(text))]:
@@ -178,11 +203,14 @@ def test_a_timeline_cut_anywhere_gives_what_was_whole(ended, tmp_path):
 
 
 def test_tracing_changes_no_bit(swap, path, caplog):
-    """Method: losses, weights and moments with a timeline, without one, and with one on a full disk."""
+    """Method: losses, weights and moments with a timeline, without one, and with one on a full
+    disk."""
 
     def run(trace: Any) -> dict[str, torch.Tensor]:
         model, optimizer, found = trained(swap, trace)
-        moments = {f"{i} {k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+        moments = {
+            f"{i} {k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()
+        }
         return found | moments | model.state_dict()
 
     right = run(None)
@@ -195,12 +223,15 @@ def test_tracing_changes_no_bit(swap, path, caplog):
 
 
 def test_a_disk_that_fills_up_ends_the_timeline_not_the_training(swap, path, capsys):
-    """Method: in a child, files may have 12 KiB; training goes on, and what was written can be read."""
+    """Method: in a child, files may have 12 KiB; training goes on, and what was written can be
+    read."""
 
     def work() -> bool:
         def run(trace: Path | None) -> dict[str, torch.Tensor]:
             model = transformer(SEED, blocks=2)
-            model, optimizer = infinity.wrap_model(model, adamw(model, LR), at_home("host", "host", swap, trace=trace))
+            model, optimizer = infinity.wrap_model(
+                model, adamw(model, LR), at_home("host", "host", swap, trace=trace)
+            )
             torch.manual_seed(SEED)
             for step in range(8):
                 loss_of(model, tokens(step)).backward()
@@ -219,7 +250,9 @@ def test_a_disk_that_fills_up_ends_the_timeline_not_the_training(swap, path, cap
 
 def test_a_run_without_steps_has_a_timeline(path, capsys):
     """Method: inference from the host; the summary says no steps and draws."""
-    model, _ = infinity.wrap_model(transformer(SEED, blocks=2), None, {"params": "host", "trace": path})
+    model, _ = infinity.wrap_model(
+        transformer(SEED, blocks=2), None, {"params": "host", "trace": path}
+    )
     with torch.no_grad():
         model(tokens(0))
     infinity.unwrap_model(model)
@@ -237,7 +270,8 @@ def test_a_second_run_on_the_same_path_replaces_the_first(swap, path):
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_activations_have_their_place_in_the_timeline(micro_batch, swap, path):
-    """Method: activations at home on disk, with chunks and without; their moves are events by that name."""
+    """Method: activations at home on disk, with chunks and without; their moves are events by that
+    name."""
     model = transformer(SEED, blocks=2)
     config = at_home("nvme", "nvme", swap, trace=path, activations="nvme", micro_batch=micro_batch)
     model, optimizer = infinity.wrap_model(model, adamw(model, LR), config)
@@ -266,8 +300,8 @@ UNWRITABLE = {
 
 @pytest.mark.parametrize("make", UNWRITABLE.values(), ids=UNWRITABLE)
 def test_a_path_that_cannot_be_written_is_refused_before_anything_changed(make, swap):
-    """Method: a ConfigError that names the key; model and optimizer are plain, no descriptor or file is left, and the same
-    pair wraps with a path that can be written."""
+    """Method: a ConfigError that names the key; model and optimizer are plain, no descriptor or
+    file is left, and the same pair wraps with a path that can be written."""
     model = transformer(SEED, blocks=2)
     optimizer = adamw(model, LR)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -280,12 +314,17 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_changed(make, 
     assert differing(dict(model.state_dict()), before) == []
     assert leftovers(swap) == []
     assert sorted(os.listdir("/proc/self/fd")) == descriptors
-    infinity.unwrap_model(*infinity.wrap_model(model, optimizer, at_home("nvme", "nvme", swap, trace=swap / "timeline")))
+    infinity.unwrap_model(
+        *infinity.wrap_model(
+            model, optimizer, at_home("nvme", "nvme", swap, trace=swap / "timeline")
+        )
+    )
     assert work_of(swap / "timeline") == []
 
 
 def test_a_failed_wrap_closes_its_timeline(swap, path):
-    """Method: a wrap that fails after the timeline was opened (the disk refuses); as many descriptors are open."""
+    """Method: a wrap that fails after the timeline was opened (the disk refuses); as many
+    descriptors are open."""
     model = transformer(SEED, blocks=2)
     optimizer = adamw(model, LR)
     missing = swap / "file"
@@ -317,9 +356,10 @@ def waited_for(child: int, seconds: float = 5) -> int | None:
 
 @pytest.mark.parametrize("end", ["os._exit", "exit handlers", "collection", "use", "step"])
 def test_a_forked_child_does_not_write(end, swap, path):
-    """Method: with events waiting in the buffer, fork a child that ends at once, runs its exit handlers, collects the
-    model, or tries to use model or optimizer, which is refused; the child ends, the file has the bytes it had, and the
-    parent trains on and its file is whole in the end."""
+    """Method: with events waiting in the buffer, fork a child that ends at once, runs its exit
+    handlers, collects the model, or tries to use model or optimizer, which is refused; the child
+    ends, the file has the bytes it had, and the parent trains on and its file is whole in the
+    end."""
 
     def work() -> None:
         model, optimizer, _ = trained(swap, path, steps=1)
@@ -336,7 +376,11 @@ def test_a_forked_child_does_not_write(end, swap, path):
                     gc.collect()
                 elif end == "use":
                     for _ in range(200):
-                        for attempt in (lambda: model(tokens(0)), model.state_dict, optimizer.state_dict):
+                        for attempt in (
+                            lambda: model(tokens(0)),
+                            model.state_dict,
+                            optimizer.state_dict,
+                        ):
                             with contextlib.suppress(infinity.UsageError):
                                 attempt()
                                 os._exit(1)
@@ -353,7 +397,9 @@ def test_a_forked_child_does_not_write(end, swap, path):
         assert path.read_bytes() == before
         loss_of(model, tokens(8)).backward()
         infinity.unwrap_model(model, optimizer)
-        assert status == 0, f"the child ended with status {status}: 1 says that it was let, None that it hung"
+        assert status == 0, (
+            f"the child ended with status {status}: 1 says that it was let, None that it hung"
+        )
 
     in_child(work, seconds=30)
     assert json.loads(path.read_text())[-1]["args"] == {"labels": "ended"}
@@ -362,7 +408,8 @@ def test_a_forked_child_does_not_write(end, swap, path):
 
 
 def test_a_forked_childs_events_do_not_reach_the_file(path):
-    """Method: a child adds a thousand events to its copy of the timeline, flushes and closes it; the file stays."""
+    """Method: a child adds a thousand events to its copy of the timeline, flushes and closes it;
+    the file stays."""
     timeline = Timeline(path)
     timeline.add("forward", "the parent's", 0.0, 1.0)
     child = os.fork()
@@ -387,7 +434,8 @@ NAMES = ["plain", "<&'\">", "ünïcödé", "\u2028 new\nline", 'quote" \\ backsl
 
 
 def test_any_name_comes_through(path, tmp_path, capsys):
-    """Method: names with quotes, markup, line ends and brackets; they are read as they were, before and after the end."""
+    """Method: names with quotes, markup, line ends and brackets; they are read as they were, before
+    and after the end."""
     timeline = Timeline(path)
     for i, name in enumerate(NAMES):
         timeline.add("forward", name, i, i + 0.5, detail=name)
@@ -407,9 +455,12 @@ def test_any_name_comes_through(path, tmp_path, capsys):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(LANES), st.integers(0, 50), st.integers(0, 20)), max_size=40))
+@given(
+    st.lists(st.tuples(st.sampled_from(LANES), st.integers(0, 50), st.integers(0, 20)), max_size=40)
+)
 def test_rows_are_of_one_lane_and_never_hold_two_things_at_once(tmp_path_factory, works):
-    """Method: random work in random lanes, not in order; every row has one lane's name and nothing overlaps in it."""
+    """Method: random work in random lanes, not in order; every row has one lane's name and nothing
+    overlaps in it."""
     path = tmp_path_factory.mktemp("timeline") / "timeline"
     timeline = Timeline(path)
     for lane, start, duration in works:
@@ -417,7 +468,11 @@ def test_rows_are_of_one_lane_and_never_hold_two_things_at_once(tmp_path_factory
     timeline.close()
     events = json.loads(path.read_text())
     path.unlink()
-    names = [(event["tid"], event["args"]["name"]) for event in events if event.get("name") == "thread_name"]
+    names = [
+        (event["tid"], event["args"]["name"])
+        for event in events
+        if event.get("name") == "thread_name"
+    ]
     assert len(dict(names)) == len(names)
     taken: dict[int, set[int]] = {}
     for event, (lane, start, duration) in zip([e for e in events if e["ph"] == "X"], works):
@@ -427,9 +482,9 @@ def test_rows_are_of_one_lane_and_never_hold_two_things_at_once(tmp_path_factory
         taken[event["tid"]] |= seconds
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # infinity trace
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def x(**changes: Any) -> str:
@@ -455,15 +510,17 @@ GARBAGE: dict[str, str | bytes] = {
     "text as time": f"[\n{x()},\n{x(ts='soon')},\n{x()}\n]",
     "no number as time": f"[\n{x()},\n{x(ts=math.nan)},\n{x()}\n]",
     "infinity as duration": f"[\n{x()},\n{x(dur=math.inf)},\n{x()}\n]",
-    "an immense number": f"[\n{x()},\n{x(ts=1).replace('1.0', '1' + '0' * 400).replace(': 1,', ': 1' + '0' * 400 + ',')},\n{x()}\n]",
+    "an immense number": (
+        f"[\n{x()},\n{x(ts=1).replace('1.0', '1' + '0' * 400).replace(': 1,', ': 1' + '0' * 400 + ',')},\n{x()}\n]"  # noqa: E501
+    ),
     "deep brackets": "[\n" + "[" * 100_000 + "\n" + x() + "\n]",
 }
 
 
 @pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_is_one_message_and_status_two(content, path, capsys):
-    """Method: files that are no timelines, and timelines with one bad line between good ones; status 2, nothing on stdout,
-    one line that names the file."""
+    """Method: files that are no timelines, and timelines with one bad line between good ones;
+    status 2, nothing on stdout, one line that names the file."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     status, out, err = run_trace(capsys, path, "--json", "--svg", path.with_suffix(".svg"))
     assert (status, out) == (2, "")
@@ -500,7 +557,10 @@ def test_the_summary_adds_up(ended, capsys):
     found = json.loads(out)
     assert (status, err, found["steps"]) == (0, "", STEPS)
     events = work_of(ended)
-    first, last = min(event["ts"] for event in events), max(event["ts"] + event["dur"] for event in events)
+    first, last = (
+        min(event["ts"] for event in events),
+        max(event["ts"] + event["dur"] for event in events),
+    )
     assert found["seconds"] == pytest.approx((last - first) / 1e6, abs=1e-5)
     assert set(found["lanes"]) == {event["cat"] for event in events}
     for lane, of_lane in found["lanes"].items():
@@ -511,7 +571,9 @@ def test_the_summary_adds_up(ended, capsys):
     assert found["lanes"]["forward"]["under_compute"] == pytest.approx(1)
     waits = list(found["waited_for"].values())
     assert waits == sorted(waits, reverse=True) and len(waits) <= 5
-    assert set(found["waited_for"]) <= {event["name"] for event in events if event["cat"] == "stalled"}
+    assert set(found["waited_for"]) <= {
+        event["name"] for event in events if event["cat"] == "stalled"
+    }
     status, out, _ = run_trace(capsys, ended)
     assert status == 0 and f"{STEPS} steps" in out
     assert all(f"\n{lane} " in out for lane in found["lanes"])
@@ -525,7 +587,11 @@ def test_the_last_steps_alone(count, ended, capsys):
     wanted = min(count, STEPS) or STEPS
     assert found["steps"] == wanted
     if count in (1, 2):
-        steps = sorted((event["ts"], event["ts"] + event["dur"]) for event in work_of(ended) if event["cat"] == "step")
+        steps = sorted(
+            (event["ts"], event["ts"] + event["dur"])
+            for event in work_of(ended)
+            if event["cat"] == "step"
+        )
         assert found["seconds"] >= (steps[-1][1] - steps[-count][0]) / 1e6 - 1e-5
         assert found["seconds"] < whole["seconds"]
         assert found["lanes"]["forward"]["events"] < whole["lanes"]["forward"]["events"]
@@ -534,7 +600,8 @@ def test_the_last_steps_alone(count, ended, capsys):
 
 
 def test_the_picture_is_well_formed(ended, tmp_path, capsys):
-    """Method: parse it; a rectangle with a title for every event and the name of every lane, all inside the picture."""
+    """Method: parse it; a rectangle with a title for every event and the name of every lane, all
+    inside the picture."""
     picture = tmp_path / "picture.svg"
     assert run_trace(capsys, ended, "--svg", picture)[0] == 0
     root = ET.parse(picture).getroot()
@@ -550,7 +617,8 @@ def test_the_picture_is_well_formed(ended, tmp_path, capsys):
 
 
 def test_a_control_character_in_a_name_does_not_spoil_the_picture(path, tmp_path, capsys):
-    """Method: a module may be called anything without a dot; XML has no way to write some characters."""
+    """Method: a module may be called anything without a dot; XML has no way to write some
+    characters."""
 
     class Parts(nn.Module):
         def __init__(self) -> None:
@@ -576,7 +644,10 @@ def test_a_control_character_in_a_name_does_not_spoil_the_picture(path, tmp_path
 # --- intervals ---
 
 
-intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda drawn: (drawn[0], sum(drawn))), max_size=12)
+intervals = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda drawn: (drawn[0], sum(drawn))),
+    max_size=12,
+)
 
 
 def seconds_of(given: list[tuple[float, float]]) -> set[int]:
@@ -584,13 +655,16 @@ def seconds_of(given: list[tuple[float, float]]) -> set[int]:
 
 
 def is_disjoint(given: list[tuple[float, float]]) -> bool:
-    return all(begin <= end for begin, end in given) and all(one[1] < other[0] for one, other in zip(given, given[1:]))
+    return all(begin <= end for begin, end in given) and all(
+        one[1] < other[0] for one, other in zip(given, given[1:])
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(intervals, intervals)
 def test_union_common_and_length_equal_the_naive(one, other):
-    """Method: random intervals over whole seconds, empty ones and neighbours among them, against sets of seconds."""
+    """Method: random intervals over whole seconds, empty ones and neighbours among them, against
+    sets of seconds."""
     first, second = summarise.union(one), summarise.union(iter(other))
     assert seconds_of(first) == seconds_of(one) and is_disjoint(first)
     assert summarise.length(first) == len(seconds_of(one))
@@ -602,16 +676,21 @@ def test_union_common_and_length_equal_the_naive(one, other):
 
 
 lanes_of_work = st.lists(
-    st.tuples(st.sampled_from([*LANES, "another"]), st.integers(0, 40), st.integers(0, 12)), min_size=1, max_size=30
+    st.tuples(st.sampled_from([*LANES, "another"]), st.integers(0, 40), st.integers(0, 12)),
+    min_size=1,
+    max_size=30,
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(lanes_of_work, st.integers(0, 5))
 def test_summary_and_picture_of_any_events(works, count):
-    """Method: random events; busy time, shares and time under compute against sets of seconds, for all steps and for the
-    last; and a picture that parses."""
-    events = [{"lane": lane, "name": "unit", "start": begin, "end": begin + more} for lane, begin, more in works]
+    """Method: random events; busy time, shares and time under compute against sets of seconds, for
+    all steps and for the last; and a picture that parses."""
+    events = [
+        {"lane": lane, "name": "unit", "start": begin, "end": begin + more}
+        for lane, begin, more in works
+    ]
     chosen = summarise.last_steps(events, count)
     steps = sorted(event["start"] for event in events if event["lane"] == "step")
     if count and steps:
@@ -619,11 +698,17 @@ def test_summary_and_picture_of_any_events(works, count):
         assert all(event["start"] >= since and event["end"] >= event["start"] for event in chosen)
         assert sum(event["lane"] == "step" for event in chosen) >= min(count, len(steps))
     found = summarise.summary(chosen)
-    compute = seconds_of([(e["start"], e["end"]) for e in chosen if e["lane"] in ("forward", "backward")])
+    compute = seconds_of(
+        [(e["start"], e["end"]) for e in chosen if e["lane"] in ("forward", "backward")]
+    )
     for lane, of_lane in found["lanes"].items():
-        busy = seconds_of([(event["start"], event["end"]) for event in chosen if event["lane"] == lane])
+        busy = seconds_of(
+            [(event["start"], event["end"]) for event in chosen if event["lane"] == lane]
+        )
         assert of_lane["busy_seconds"] == len(busy)
-        assert of_lane["under_compute"] == pytest.approx(len(busy & compute) / len(busy) if busy else 0)
+        assert of_lane["under_compute"] == pytest.approx(
+            len(busy & compute) / len(busy) if busy else 0
+        )
         assert 0 <= of_lane["share"] <= 1
     ET.fromstring(summarise.draw(chosen))
 

@@ -32,11 +32,13 @@ EXPORTS: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor | None]] = {
     "a buffer, kept": lambda layer, out: KEPT.append(memoryview(layer.weight.detach().numpy())),
     "dlpack, kept": lambda layer, out: KEPT.append(torch.from_dlpack(layer.weight.detach())),
     "dlpack to numpy, kept": lambda layer, out: KEPT.append(np.from_dlpack(layer.weight.detach())),
-    "dlpack, written and kept": lambda layer, out: KEPT.append(torch.from_dlpack(layer.weight.detach()).fill_(0.25)),
+    "dlpack, written and kept": lambda layer, out: KEPT.append(
+        torch.from_dlpack(layer.weight.detach()).fill_(0.25)
+    ),
     "dlpack, computed with": product_with_export,
     "a view, kept": lambda layer, out: KEPT.append(layer.weight.t()),
     "is_shared": lambda layer, out: print(layer.weight.is_shared()),
-}  # fmt: skip
+}
 
 
 class Exporting(nn.Linear):
@@ -50,7 +52,9 @@ class Exporting(nn.Linear):
         return out if changed is None else changed
 
 
-def made(export: Callable | None, home: str | None, folder) -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(
+    export: Callable | None, home: str | None, folder
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(Exporting(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), Exporting(8, 8))
     model[0].export = model[4].export = export
@@ -108,7 +112,9 @@ def test_an_export_keeps_its_values_until_the_next_forward(export, home, tmp_pat
     KEPT.clear()
     model[0].export = model[4].export = None
     model(torch.ones(1, 8)).sum().backward()
-    assert model[0].weight.untyped_storage().nbytes() == 0, "memory that nobody holds any more goes home"
+    assert model[0].weight.untyped_storage().nbytes() == 0, (
+        "memory that nobody holds any more goes home"
+    )
 
 
 def test_memory_that_nobody_holds_goes_home(tmp_path):
@@ -139,7 +145,9 @@ def test_a_write_to_an_export_outside_of_a_forward_is_told(tmp_path):
 def test_sharing_the_memory_of_a_weight_is_refused(home, tmp_path):
     """Method: share_memory_() inside a forward, whose weight goes on as it was; and then without
     it."""
-    model, optimizer = made(lambda layer, out: print(layer.weight.detach().share_memory_()), home, tmp_path)
+    model, optimizer = made(
+        lambda layer, out: print(layer.weight.detach().share_memory_()), home, tmp_path
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(infinity.UsageError, match="Share a copy"):
         model(torch.ones(1, 8))
@@ -186,7 +194,9 @@ HOOKS: dict[str, Callable[[nn.Module, Callable[[], None]], object]] = {
     "behind the engine's hook": lambda layer, look: layer.register_forward_hook(lambda *_: look()),
     "before the forward": lambda layer, look: layer.register_forward_pre_hook(lambda *_: look()),
     "in the backward": lambda layer, look: layer.register_full_backward_hook(lambda *_: look()),
-    "before the backward": lambda layer, look: layer.register_full_backward_pre_hook(lambda *_: look()),
+    "before the backward": lambda layer, look: layer.register_full_backward_pre_hook(
+        lambda *_: look()
+    ),
 }
 
 

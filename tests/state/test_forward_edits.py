@@ -1,4 +1,5 @@
-"""ForwardEdits: what a forward changes in its own parameters is kept or refused, and what it did not change is neither."""
+"""ForwardEdits: what a forward changes in its own parameters is kept or refused, and what it did
+not change is neither."""
 
 from __future__ import annotations
 
@@ -18,9 +19,8 @@ class Edited(nn.Module):
         super().__init__()
         self.linear, self.edit = nn.Linear(8, 8), edit
         with torch.no_grad():
-            for _ in range(
-                300
-            ):  # as plain steps do: torch's counts are past the small numbers, of which Python has one object each
+            # As plain steps do: 300 is past the small numbers, of which Python has one object each.
+            for _ in range(300):
                 self.linear.weight.mul_(1)
         self.linear.register_forward_hook(lambda module, *_: self.edit(module))
 
@@ -35,8 +35,8 @@ def made(edit, dtype: torch.dtype) -> nn.Module:
 
 
 def test_beside_a_change_through_data_the_others_are_let_be():
-    """Method: a home that is the device, with masters; of a change in place nobody has the value before, so that an unchanged weight
-    which was taken for changed would be refused."""
+    """Method: a home that is the device, with masters; of a change in place nobody has the value
+    before, so that an unchanged weight which was taken for changed would be refused."""
     model = made(lambda module: module.bias.data.fill_(2), torch.bfloat16)
     before = model.state_dict()["linear.weight"].clone()
     model(torch.ones(1, 8, dtype=torch.bfloat16))
@@ -50,7 +50,8 @@ def fill(module: nn.Module) -> None:
 
 
 def test_a_change_in_place_is_kept_where_the_device_has_the_master():
-    """Method: fp32, whose weights are their own masters. Twin: bf16 with low bits beside it, which could not follow, is refused."""
+    """Method: fp32, whose weights are their own masters. Twin: bf16 with low bits beside it, which
+    could not follow, is refused."""
     model = made(fill, torch.float32)
     model(torch.ones(1, 8))
     assert bool((model.state_dict()["linear.weight"] == 2).all())

@@ -1,4 +1,5 @@
-"""What people do by mistake with a wrapped model is named, with what to do instead, and leaves the model as it was."""
+"""What people do by mistake with a wrapped model is named, with what to do instead, and leaves the
+model as it was."""
 
 from __future__ import annotations
 
@@ -65,13 +66,31 @@ MISTAKES = {
     "to another dtype": (lambda model, *_: model.to(torch.bfloat16), "param_dtype"),
     "share_memory": (lambda model, *_: model.share_memory(), "fixed while it is wrapped"),
     "deepcopy": (lambda model, *_: copy.deepcopy(model), "unwrap_model"),
-    "an average by torch": (lambda model, *_: torch.optim.swa_utils.AveragedModel(model), "infinity.ema"),
-    "an average by hand": (lambda model, *_: [param.detach().clone() for param in model.parameters()], "full_params"),
+    "an average by torch": (
+        lambda model, *_: torch.optim.swa_utils.AveragedModel(model),
+        "infinity.ema",
+    ),
+    "an average by hand": (
+        lambda model, *_: [param.detach().clone() for param in model.parameters()],
+        "full_params",
+    ),
     "torch.save": (lambda model, *_: torch.save(model, io.BytesIO()), "save_checkpoint"),
-    "torch.save of a part": (lambda model, *_: torch.save(model[0], io.BytesIO()), "save_checkpoint"),
-    "export": (lambda model, *_: torch.export.export(model, (torch.ones(2, 8),)), "cannot be exported"),
-    "parametrise": (lambda model, *_: torch.nn.utils.parametrizations.weight_norm(model[0]), "Parametrise before wrap_model"),
-    "initialise": (lambda model, *_: nn.init.normal_(model[0].weight), "Initialise before wrap_model"),
+    "torch.save of a part": (
+        lambda model, *_: torch.save(model[0], io.BytesIO()),
+        "save_checkpoint",
+    ),
+    "export": (
+        lambda model, *_: torch.export.export(model, (torch.ones(2, 8),)),
+        "cannot be exported",
+    ),
+    "parametrise": (
+        lambda model, *_: torch.nn.utils.parametrizations.weight_norm(model[0]),
+        "Parametrise before wrap_model",
+    ),
+    "initialise": (
+        lambda model, *_: nn.init.normal_(model[0].weight),
+        "Initialise before wrap_model",
+    ),
     "a norm": (lambda model, *_: model[0].weight.norm(), "full_params(model, ['0.weight'])"),
 }
 
@@ -109,7 +128,8 @@ def test_sizes_and_adapters_are_changed_on_a_plain_model():
     with pytest.raises(infinity.UsageError, match="embeddings' size is fixed"):
         model.resize_token_embeddings(70)
     adapted = peft.get_peft_model(
-        transformers.GPT2LMHeadModel(config), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+        transformers.GPT2LMHeadModel(config),
+        peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True),
     )
     adapted, _ = infinity.wrap_model(adapted, None, {"params": "host"})
     with pytest.raises(infinity.UsageError, match="merge_adapters"):
@@ -140,7 +160,8 @@ def test_an_unwrapped_model_is_copied_and_saved_again():
 
 
 def test_autograd_grad_recomputes_checkpoints_with_weights_used_outside_their_module(tmp_path):
-    """Method: a checkpointed function multiplies by a parameter of the model; its recomputation runs inside autograd.grad."""
+    """Method: a checkpointed function multiplies by a parameter of the model; its recomputation
+    runs inside autograd.grad."""
     from torch.utils.checkpoint import checkpoint
 
     class Odd(nn.Module):
@@ -149,7 +170,11 @@ def test_autograd_grad_recomputes_checkpoints_with_weights_used_outside_their_mo
             self.first, self.extra = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x):
-            return checkpoint(lambda x: nn.functional.linear(self.first(x), self.extra.weight * 2), x, use_reentrant=False)
+            return checkpoint(
+                lambda x: nn.functional.linear(self.first(x), self.extra.weight * 2),
+                x,
+                use_reentrant=False,
+            )
 
     def grads(wrapped: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -161,6 +186,9 @@ def test_autograd_grad_recomputes_checkpoints_with_weights_used_outside_their_mo
                 {"params": "nvme", "optimizer": "nvme", "nvme_paths": [os.fspath(tmp_path)]},
             )
         loss = model(torch.ones(2, 8)).square().sum()
-        return [grad.clone() for grad in torch.autograd.grad(loss, [model.first.weight, model.extra.weight])]
+        return [
+            grad.clone()
+            for grad in torch.autograd.grad(loss, [model.first.weight, model.extra.weight])
+        ]
 
     assert all(map(torch.equal, grads(True), grads(False)))

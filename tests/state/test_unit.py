@@ -1,4 +1,5 @@
-"""ParamUnit: every move between states is in the table or refused, and a refused or failed one costs nothing.
+"""ParamUnit: every move between states is in the table or refused, and a refused or failed one
+costs nothing.
 
 Words used here:
 
@@ -51,7 +52,10 @@ class Home:
         paths = [str(folder)] if tier is Tier.NVME else []
         self.store = ShardStore(paths, self.ledger, self.traffic, service_nbytes=MIB)
         self.values = [torch.randn(3, 5000, generator=generator).to(dtype) for dtype in dtypes]
-        shards = [ParamShard(spec(value.dtype), [torch.nn.Parameter(value.clone())]) for value in self.values]
+        shards = [
+            ParamShard(spec(value.dtype), [torch.nn.Parameter(value.clone())])
+            for value in self.values
+        ]
         self.unit = ParamUnit(0, "block", shards)
         for shard in shards:
             shard.allocate(self.store, {"weight": tier}, "unit block")
@@ -68,14 +72,21 @@ class Home:
         return [self.store.staging.try_lease(shard.weight_nbytes) for shard in self.unit.shards]
 
     def do(self, verb: str) -> None:
-        arguments = {"fetch": lambda: (self.store, self.slots()), "drop": lambda: (self.store,),
-                     "gather": lambda: (self.store, self.ledger)}  # fmt: skip
+        arguments = {
+            "fetch": lambda: (self.store, self.slots()),
+            "drop": lambda: (self.store,),
+            "gather": lambda: (self.store, self.ledger),
+        }
         getattr(self.unit, verb)(*arguments.get(verb, tuple)())
 
     def go(self, state: Residency) -> None:
         """Moves the unit from STORED to ``state`` the regular way."""
-        way = {Residency.STORED: [], Residency.FETCHING: ["fetch"], Residency.STAGED: ["fetch", "stage"],
-               Residency.RESIDENT: ["fetch", "stage", "gather"]}  # fmt: skip
+        way = {
+            Residency.STORED: [],
+            Residency.FETCHING: ["fetch"],
+            Residency.STAGED: ["fetch", "stage"],
+            Residency.RESIDENT: ["fetch", "stage", "gather"],
+        }
         for verb in way[state]:
             self.do(verb)
         assert self.unit.residency is state
@@ -109,7 +120,8 @@ def kind(request, monkeypatch) -> str:
 
 
 def test_a_unit_goes_round_and_brings_its_bits(tmp_path, kind):
-    """Takes the regular way three times; in every state exactly what it costs is charged, leased and held."""
+    """Takes the regular way three times; in every state exactly what it costs is charged, leased
+    and held."""
     home = Home(tmp_path)
     storages = [flat.untyped_storage()._cdata for flat in home.unit.flats]
     home.check_settled()
@@ -121,10 +133,14 @@ def test_a_unit_goes_round_and_brings_its_bits(tmp_path, kind):
         home.do("release")
         assert home.unit.residency is Residency.STORED
         home.check_settled()
-    assert storages == [flat.untyped_storage()._cdata for flat in home.unit.flats], "a storage was replaced"
+    assert storages == [flat.untyped_storage()._cdata for flat in home.unit.flats], (
+        "a storage was replaced"
+    )
 
 
-@pytest.mark.parametrize("state", [Residency.FETCHING, Residency.STAGED], ids=lambda state: state.name)
+@pytest.mark.parametrize(
+    "state", [Residency.FETCHING, Residency.STAGED], ids=lambda state: state.name
+)
 def test_a_unit_on_its_way_can_be_dropped_and_fetched_again(tmp_path, state):
     """Drops the bytes unused, as a full staging pool asks for, and comes back."""
     home = Home(tmp_path)
@@ -158,7 +174,8 @@ def test_a_unit_at_home_on_the_device_is_resident_always(tmp_path):
 
 
 def test_parameters_keep_identity_and_change_class_with_exposure(tmp_path):
-    """Exposes and conceals a resident unit: the objects stay, their class says who may touch them."""
+    """Exposes and conceals a resident unit: the objects stay, their class says who may touch
+    them."""
     home = Home(tmp_path)
     params = [param for shard in home.unit.shards for param in shard.params]
     assert all(type(param) is StoredParameter for param in params)
@@ -185,16 +202,22 @@ def test_the_table_names_every_state_and_the_verbs_follow_it():
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("state", OF_STATE, ids=lambda state: state.name)
 def test_a_move_outside_the_table_raises_with_the_history_and_costs_nothing(tmp_path, state, verb):
-    """Tries every verb in every state: one that belongs there works, any other raises UsageError and the unit is as
-    it was, with nothing charged, leased, emptied or lost."""
+    """Tries every verb in every state: one that belongs there works, any other raises UsageError
+    and the unit is as it was, with nothing charged, leased, emptied or lost."""
     home = Home(tmp_path)
     home.go(state)
     if verb in OF_STATE[state]:
         home.do(verb)
         home.check_settled()
         return
-    slots = home.slots() if verb == "fetch" else []  # held here, so that the unit's own leases can be counted
-    arguments = {"fetch": (home.store, slots), "drop": (home.store,), "gather": (home.store, home.ledger)}.get(verb, ())
+    slots = (
+        home.slots() if verb == "fetch" else []
+    )  # held here, so that the unit's own leases can be counted
+    arguments = {
+        "fetch": (home.store, slots),
+        "drop": (home.store,),
+        "gather": (home.store, home.ledger),
+    }.get(verb, ())
     with pytest.raises(UsageError) as caught:
         getattr(home.unit, verb)(*arguments)
     for slot in slots:
@@ -205,8 +228,12 @@ def test_a_move_outside_the_table_raises_with_the_history_and_costs_nothing(tmp_
         assert "STORED->FETCHING" in message, "the history is missing"
     assert home.unit.residency is state
     home.check_settled()
-    way_on = {Residency.STORED: ["fetch", "stage", "gather"], Residency.FETCHING: ["stage", "gather"],
-              Residency.STAGED: ["gather"], Residency.RESIDENT: []}  # fmt: skip
+    way_on = {
+        Residency.STORED: ["fetch", "stage", "gather"],
+        Residency.FETCHING: ["stage", "gather"],
+        Residency.STAGED: ["gather"],
+        Residency.RESIDENT: [],
+    }
     for each in way_on[state]:
         home.do(each)
     home.check_values()
@@ -229,7 +256,8 @@ def test_the_history_is_the_last_few_moves(tmp_path):
 
 
 def test_a_refused_read_leaves_the_unit_at_home(tmp_path, kind):
-    """Makes the reads fail with EIO: `stage` raises it, the slots come back, the unit is STORED and may try again."""
+    """Makes the reads fail with EIO: `stage` raises it, the slots come back, the unit is STORED and
+    may try again."""
     home = Home(tmp_path)
     # An engine's faults are fixed when it is made, so for the fetch the store's is another one.
     broken = native.IoEngine(kind=kind, layer=doubles.layer(fault_plan(eio=1.0)))
@@ -246,8 +274,8 @@ def test_a_refused_read_leaves_the_unit_at_home(tmp_path, kind):
 
 
 def test_a_changed_block_is_found_before_it_is_used(tmp_path, kind):
-    """Flips a bit of the swap file: staging raises, nothing is charged, the parameters stay without storage. A read that is dropped says
-    nothing; flipped back, the unit is gathered."""
+    """Flips a bit of the swap file: staging raises, nothing is charged, the parameters stay without
+    storage. A read that is dropped says nothing; flipped back, the unit is gathered."""
     home = Home(tmp_path)
     extent = home.unit.shards[1].weight.extent
     swap = swap_files(tmp_path)[0]
@@ -287,7 +315,8 @@ def test_a_device_budget_that_is_full_refuses_the_gather_and_keeps_the_bytes_sta
 
 
 class Late:
-    """A read that is under way until it is waited for; the first wait may fail with it, or be interrupted before."""
+    """A read that is under way until it is waited for; the first wait may fail with it, or be
+    interrupted before."""
 
     def __init__(self, error: BaseException | None = None):
         self.error, self.over = error, False
@@ -299,10 +328,14 @@ class Late:
             raise error
 
 
-@pytest.mark.parametrize("kind, said", [(StorageError, (5, "read", "/swap")), (KeyboardInterrupt, ())], ids=["EIO", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "kind, said",
+    [(StorageError, (5, "read", "/swap")), (KeyboardInterrupt, ())],
+    ids=["EIO", "Ctrl-C"],
+)
 def test_slots_are_given_back_only_when_no_read_is_under_way_into_them(tmp_path, kind, said):
-    """Fails or interrupts the first of two reads: the second may still be writing into its slot, and after Ctrl-C the
-    first too. Nobody else may get such memory."""
+    """Fails or interrupts the first of two reads: the second may still be writing into its slot,
+    and after Ctrl-C the first too. Nobody else may get such memory."""
     home = Home(tmp_path)
     home.do("fetch")
     for piece in home.unit._pieces:

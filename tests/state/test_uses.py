@@ -27,13 +27,16 @@ class Door:
 
 @pytest.mark.parametrize("state", State, ids=lambda state: state.name)
 def test_an_operation_is_refused_in_the_states_of_its_row_alone(state):
-    """Method: each operation in the state, and again when that is over. Twin: the operations whose cell is empty."""
+    """Method: each operation in the state, and again when that is over. Twin: the operations whose
+    cell is empty."""
     door, lasts = Door(), [True]
     door.uses.define(state, lambda: lasts[0])
     for operation in Operation:
         lasts[0] = True
         if state in REFUSED[operation]:
-            with pytest.raises(infinity.UsageError, match="unwrap|forward|backward|step|average|accumulate|flush"):
+            with pytest.raises(
+                infinity.UsageError, match="unwrap|forward|backward|step|average|accumulate|flush"
+            ):
                 door.uses.check(operation)
         else:
             door.uses.check(operation)
@@ -42,7 +45,8 @@ def test_an_operation_is_refused_in_the_states_of_its_row_alone(state):
 
 
 def test_what_is_not_asked_in_every_pass_puts_things_right_first():
-    """Twins: a quick operation looks at the states as they are; a load takes nothing that users wrote."""
+    """Twins: a quick operation looks at the states as they are; a load takes nothing that users
+    wrote."""
     door = Door()
     for operation in Operation:
         door.called.clear()
@@ -90,7 +94,9 @@ def test_a_halted_job_says_why_until_it_goes_on():
     assert not door.uses.is_halted and door.uses.halted_error() is None
     assert "a step was cut short" in str(door.uses.halt("a step was cut short"))
     assert door.uses.is_halted and "Load a checkpoint" in str(door.uses.halted_error())
-    assert door.uses.halted_error() is not door.uses.halted_error()  # each use raises an error of its own
+    assert (
+        door.uses.halted_error() is not door.uses.halted_error()
+    )  # each use raises an error of its own
     door.uses.go_on()
     assert not door.uses.is_halted
 
@@ -98,12 +104,15 @@ def test_a_halted_job_says_why_until_it_goes_on():
 def test_the_message_has_the_name_that_the_caller_gives():
     door = Door()
     door.uses.define(State.ACCUMULATING, lambda: True)
-    with pytest.raises(infinity.UsageError, match=r"^blocks\.0\.weight\.grad is not available here"):
+    with pytest.raises(
+        infinity.UsageError, match=r"^blocks\.0\.weight\.grad is not available here"
+    ):
         door.uses.check(Operation.USE_GRAD, "blocks.0.weight.grad")
 
 
 def test_what_begins_while_a_use_waits_refuses_it():
-    """Method: the job is another thread's until this one may begin, and in a state that refuses then. Twin: asked before, it was allowed."""
+    """Method: the job is another thread's until this one may begin, and in a state that refuses
+    then. Twin: asked before, it was allowed."""
     door, begun = Door(), []
     door.uses.define(State.STEPPED, lambda: bool(begun))
     door.uses.check(Operation.ZERO_GRAD)

@@ -1,9 +1,10 @@
-"""When the disk fails: a typed error at once, never a wrong number, never a hang, nothing left behind.
+"""When the disk fails: a typed error at once, never a wrong number, never a hang, nothing left
+behind.
 
-Words used here: **home**, **child** as in `models.py`. **fault**: what INFINITY_FAULTS makes the I/O engine meet, by seed;
-``first_piece`` leaves the transfers before it alone. **lasting**: every transfer from then on fails. **passing**: some do.
-**completed**: a step whose forward, backward, step() and zero_grad() raised nothing. **right**: the bits of a run
-without faults.
+Words used here: **home**, **child** as in `models.py`. **fault**: what INFINITY_FAULTS makes the
+I/O engine meet, by seed; ``first_piece`` leaves the transfers before it alone. **lasting**: every
+transfer from then on fails. **passing**: some do. **completed**: a step whose forward, backward,
+step() and zero_grad() raised nothing. **right**: the bits of a run without faults.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def build(homes: tuple[str, str], folder: Path, **more: Any) -> tuple[Any, Any]:
     model = transformer(SEED, blocks=4)
     optimizer = adamw(model, LR)
     config = at_home(*homes, folder, **{"param_dtype": "bf16", **more})
-    return infinity.wrap_model(model, optimizer, with_least(model, optimizer, config) if "nvme" in homes else config)
+    return infinity.wrap_model(
+        model, optimizer, with_least(model, optimizer, config) if "nvme" in homes else config
+    )
 
 
 def one_step(model: Any, optimizer: Any, at: int) -> float:
@@ -88,12 +91,15 @@ def right(tmp_path_factory) -> dict[str, Any]:
 
 
 def check_state(model: Any, optimizer: Any, right: dict[str, Any], completed: int) -> None:
-    """The state after so many completed steps is right, or cannot be had: a half-applied step must not get out."""
+    """The state after so many completed steps is right, or cannot be had: a half-applied step must
+    not get out."""
     try:
         state = state_of(model, optimizer)
     except infinity.InfinityError:
         return
-    assert differing(state, right["states"][completed]) == [], f"the state after {completed} completed steps is wrong"
+    assert differing(state, right["states"][completed]) == [], (
+        f"the state after {completed} completed steps is wrong"
+    )
 
 
 def check_resumes(right: dict[str, Any], swap: Path) -> None:
@@ -142,11 +148,14 @@ def pieces(tmp_path_factory) -> dict[tuple[str, str], tuple[int, int]]:
 )
 @pytest.mark.parametrize("homes", HOMES, ids="-".join)
 def test_a_lasting_fault_ends_in_a_typed_error(fault, where, homes, pieces, right, swap):
-    """Method: from a moment in the middle of training on, every transfer fails, flips a bit, or (writes) is lost; what
-    completed before is right, then forward, backward or step() raises a typed error, every further step raises too, and
-    the last checkpoint goes on in a fresh wrap with the right bits."""
+    """Method: from a moment in the middle of training on, every transfer fails, flips a bit, or
+    (writes) is lost; what completed before is right, then forward, backward or step() raises a
+    typed error, every further step raises too, and the last checkpoint goes on in a fresh wrap with
+    the right bits."""
     wrap, step = pieces[homes]
-    with environment(INFINITY_FAULTS=f"seed={SEED},{fault}=1.0,first_piece={wrap + int(where * step)}"):
+    with environment(
+        INFINITY_FAULTS=f"seed={SEED},{fault}=1.0,first_piece={wrap + int(where * step)}"
+    ):
         model, optimizer = build(homes, swap)
         losses: list[float] = []
         with pytest.raises(TYPED) as raised:
@@ -154,7 +163,9 @@ def test_a_lasting_fault_ends_in_a_typed_error(fault, where, homes, pieces, righ
                 losses.append(one_step(model, optimizer, at % STEPS))
         assert losses == right["losses"][: len(losses)], "wrong numbers before the error"
         if fault == "eio":
-            assert isinstance(raised.value, infinity.StorageError) and raised.value.errno == errno.EIO
+            assert (
+                isinstance(raised.value, infinity.StorageError) and raised.value.errno == errno.EIO
+            )
             assert str(swap) in str(raised.value.filename), raised.value.filename
         else:
             assert isinstance(raised.value, infinity.CorruptionError)
@@ -167,12 +178,19 @@ def test_a_lasting_fault_ends_in_a_typed_error(fault, where, homes, pieces, righ
     check_resumes(right, swap)
 
 
-@pytest.mark.parametrize("fault", ["eio=0.02", "bit_flip=0.02", "lost_write=0.02", "enospc=0.02", "eio=0.003,bit_flip=0.003"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+@pytest.mark.parametrize(
+    "fault",
+    ["eio=0.02", "bit_flip=0.02", "lost_write=0.02", "enospc=0.02", "eio=0.003,bit_flip=0.003"],
+)
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+)
 @pytest.mark.parametrize("homes", HOMES, ids="-".join)
 def test_a_passing_fault_never_gives_a_wrong_number(fault, seed, homes, pieces, right, swap):
-    """Method: one transfer in fifty fails, at seeded places; whoever catches the error and tries the step again either
-    gets another error or right numbers: a step that was applied to half of the model must not be repeated."""
+    """Method: one transfer in fifty fails, at seeded places; whoever catches the error and tries
+    the step again either gets another error or right numbers: a step that was applied to half of
+    the model must not be repeated.
+    """
     wrap, _ = pieces[homes]
     with environment(INFINITY_FAULTS=f"seed={SEED + seed},{fault},first_piece={wrap + 40}"):
         model, optimizer = build(homes, swap)
@@ -197,7 +215,8 @@ def test_a_passing_fault_never_gives_a_wrong_number(fault, seed, homes, pieces, 
 
 
 def test_the_same_run_without_faults_is_right(right, swap):
-    """Method: the twin; the loop of the tests above completes without an error, and with the right bits."""
+    """Method: the twin; the loop of the tests above completes without an error, and with the right
+    bits."""
     model, optimizer = build(("nvme", "nvme"), swap)
     assert [one_step(model, optimizer, at) for at in range(STEPS)] == right["losses"]
     assert differing(state_of(model, optimizer), right["states"][STEPS]) == []
@@ -210,17 +229,22 @@ def test_both_engines_report_faults(engine, fault, pieces, right, swap):
     if engine == "uring" and native.uring_refusal():
         pytest.skip(native.uring_refusal())
     wrap, step = pieces[HOMES[0]]
-    with environment(INFINITY_FAULTS=f"seed=2,{fault},first_piece={wrap + step}", INFINITY_IO=engine):
+    with environment(
+        INFINITY_FAULTS=f"seed=2,{fault},first_piece={wrap + step}", INFINITY_IO=engine
+    ):
         model, optimizer = build(HOMES[0], swap)
         with pytest.raises(TYPED):
             for at in range(STEPS):
                 assert one_step(model, optimizer, at) == right["losses"][at]
 
 
-@pytest.mark.parametrize("call", ["save_checkpoint", "save_pretrained", "state_dict", "unwrap_model", "full_params", "eval"])
+@pytest.mark.parametrize(
+    "call",
+    ["save_checkpoint", "save_pretrained", "state_dict", "unwrap_model", "full_params", "eval"],
+)
 def test_a_fault_outside_the_loop_is_typed(call, pieces, right, swap, tmp_path):
-    """Method: the disk fails after two steps; saving, reading and unwrapping raise a typed error; nothing half-written
-    stays in place, and the model can be dropped."""
+    """Method: the disk fails after two steps; saving, reading and unwrapping raise a typed error;
+    nothing half-written stays in place, and the model can be dropped."""
     wrap, step = pieces[HOMES[0]]
     with environment(INFINITY_FAULTS=f"seed=2,eio=1.0,first_piece={wrap + 2 * step}"):
         model, optimizer = build(HOMES[0], swap)
@@ -252,7 +276,8 @@ def test_a_fault_outside_the_loop_is_typed(call, pieces, right, swap, tmp_path):
 
 
 def test_a_failed_save_leaves_the_last_checkpoint(pieces, right, swap, tmp_path):
-    """Method: save to a path that has a checkpoint while reading the homes fails; the old one still loads."""
+    """Method: save to a path that has a checkpoint while reading the homes fails; the old one still
+    loads."""
     import shutil
 
     shutil.copytree(right["path"], tmp_path / "saved")
@@ -271,28 +296,39 @@ def test_a_failed_save_leaves_the_last_checkpoint(pieces, right, swap, tmp_path)
     assert len(list((tmp_path / "saved").glob("infinity-*"))) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The disk itself
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_swap_files_are_private_reserved_and_without_a_name(right, swap):
-    """Method: look at what a running job has on disk: files of mode 0600 that no folder names, every byte reserved."""
+    """Method: look at what a running job has on disk: files of mode 0600 that no folder names,
+    every byte reserved."""
     model, optimizer = build(HOMES[0], swap)
     one_step(model, optimizer, 0)
     files = swap_files(swap)
     assert files and os.listdir(swap) == []
     for file in files:
         info = file.stat()
-        assert stat.S_IMODE(info.st_mode) == 0o600 and info.st_uid == os.getuid() and info.st_nlink == 0
-        assert info.st_blocks * 512 >= info.st_size, f"{file}: {info.st_blocks * 512} of {info.st_size} bytes are reserved"
-    assert sum(file.stat().st_size for file in files) >= infinity.stats(model).tiers["nvme"].planned_nbytes
+        assert (
+            stat.S_IMODE(info.st_mode) == 0o600
+            and info.st_uid == os.getuid()
+            and info.st_nlink == 0
+        )
+        assert info.st_blocks * 512 >= info.st_size, (
+            f"{file}: {info.st_blocks * 512} of {info.st_size} bytes are reserved"
+        )
+    assert (
+        sum(file.stat().st_size for file in files)
+        >= infinity.stats(model).tiers["nvme"].planned_nbytes
+    )
 
 
 @pytest.mark.parametrize("harm", ["flip", "zero", "truncate", "old bytes"])
 def test_bytes_changed_on_disk_are_found(harm, right, swap):
-    """Method: change the swap file behind the engine's back: a flipped bit in every block, zeros, an end cut off, the
-    bytes of an earlier step; a typed error, or right numbers where nothing that is read was hit."""
+    """Method: change the swap file behind the engine's back: a flipped bit in every block, zeros,
+    an end cut off, the bytes of an earlier step; a typed error, or right numbers where nothing that
+    is read was hit."""
     model, optimizer = build(HOMES[0], swap)
     one_step(model, optimizer, 0)
     model.state_dict()  # waits until all is at home
@@ -323,7 +359,8 @@ def test_bytes_changed_on_disk_are_found(harm, right, swap):
 
 
 def test_a_removed_swap_folder_does_not_hurt(right, swap):
-    """Method: someone deletes the job's folder while it trains; the descriptors are open, so it trains on."""
+    """Method: someone deletes the job's folder while it trains; the descriptors are open, so it
+    trains on."""
     import shutil
 
     model, optimizer = build(HOMES[0], swap)
@@ -337,8 +374,8 @@ def test_a_removed_swap_folder_does_not_hurt(right, swap):
 
 
 def test_a_real_full_disk_is_met_at_the_wrap(swap):
-    """Method: a tmpfs of 1 MiB as the folder, where one can be mounted; CapacityError at the wrap with the numbers, the
-    model untouched, and nothing left there."""
+    """Method: a tmpfs of 1 MiB as the folder, where one can be mounted; CapacityError at the wrap
+    with the numbers, the model untouched, and nothing left there."""
     if os.system(f"mount -t tmpfs -o size=1m none {swap} 2>/dev/null") != 0:
         pytest.skip("needs the right to mount")
     try:
@@ -365,11 +402,12 @@ def test_a_file_system_without_direct_io_gives_the_same_bits(right, swap):
         os.system(f"umount -l {swap}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # How a job ends
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
-# One process forks a child for every end; the child runs its lines at the top of the main module and then ends as any interpreter does.
+# One process forks a child for every end; the child runs its lines at the top of the main module
+# and then ends as any interpreter does.
 SCRIPT = """
 import gc, os, signal, sys, threading, time
 sys.path[:0] = {paths!r}
@@ -404,42 +442,78 @@ model, optimizer = infinity.wrap_model(model, optimizer, with_least(model, optim
 loss = loss_of(model, tokens(1))
 assert swap_files(swap) and os.listdir(swap) == []
 exec(compile(lines, "script", "exec"))
-"""
+"""  # noqa: E501
 
 ENDS = {
     "returns": ("loss.backward(); optimizer.step()", 0, ""),
     "returns with a graph": ("pass", 0, ""),
-    "returns in a function": ("def run(model):\n    loss_of(model, tokens(2)).backward()\nrun(model)", 0, ""),
+    "returns in a function": (
+        "def run(model):\n    loss_of(model, tokens(2)).backward()\nrun(model)",
+        0,
+        "",
+    ),
     "sys.exit": ("loss.backward(); optimizer.step(); sys.exit(3)", 3, ""),
-    "exception": ("loss.backward(); optimizer.step(); raise ValueError('mine')", 1, "ValueError: mine"),
+    "exception": (
+        "loss.backward(); optimizer.step(); raise ValueError('mine')",
+        1,
+        "ValueError: mine",
+    ),
     "exception in a hook": (
-        "model.blocks[1].norm1.weight.register_hook(lambda g: 1 / 0); loss_of(model, tokens(2)).backward()", 1,
+        (
+            "model.blocks[1].norm1.weight.register_hook(lambda g: 1 / 0); loss_of(model,"
+            " tokens(2)).backward()"
+        ),
+        1,
         "ZeroDivisionError",
     ),
     "exception in forward": ("model('nonsense')", 1, "TypeError"),
     "interrupt": (
         # A job that was started in the background ignores the signal, and its children with it.
-        "signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "loss.backward(); optimizer.step(); os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", -signal.SIGINT,
+        (
+            "signal.signal(signal.SIGINT, signal.default_int_handler); loss.backward();"
+            " optimizer.step(); os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
+        ),
+        -signal.SIGINT,
         "KeyboardInterrupt",
     ),
-    "cycle": ("model.me = [model]; optimizer.model = model; loss.backward(); optimizer.step()", 0, ""),
+    "cycle": (
+        "model.me = [model]; optimizer.model = model; loss.backward(); optimizer.step()",
+        0,
+        "",
+    ),
     "other thread": (
-        "t = threading.Thread(target=lambda: loss.backward()); t.start(); t.join(); optimizer.step()", 0, "",
+        (
+            "t = threading.Thread(target=lambda: loss.backward()); t.start(); t.join();"
+            " optimizer.step()"
+        ),
+        0,
+        "",
     ),
     "two jobs": (
-        "other = transformer(2, blocks=3); o = adamw(other, 1e-2); other, o = infinity.wrap_model(other, o, config); "
-        "loss_of(other, tokens(1)).backward(); o.step(); loss.backward(); optimizer.step()", 0, "",
+        (
+            "other = transformer(2, blocks=3); o = adamw(other, 1e-2); other, o ="
+            " infinity.wrap_model(other, o, config); loss_of(other, tokens(1)).backward();"
+            " o.step(); loss.backward(); optimizer.step()"
+        ),
+        0,
+        "",
     ),
     "inside full_params": ("block = infinity.full_params(model); block.__enter__()", 0, ""),
-    "inside a forward": ("model.norm.register_forward_hook(lambda *a: sys.exit(4)); model(tokens(1))", 4, ""),
-}  # fmt: skip
+    "inside a forward": (
+        "model.norm.register_forward_hook(lambda *a: sys.exit(4)); model(tokens(1))",
+        4,
+        "",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> Path:
     """A folder with exit status, stderr and swap folder of a script with each of the ends."""
-    paths = [str(Path(infinity.__file__).parents[1]), *map(str, Path(__file__).parents[1].glob("support/*/"))]
+    paths = [
+        str(Path(infinity.__file__).parents[1]),
+        *map(str, Path(__file__).parents[1].glob("support/*/")),
+    ]
     folder = tmp_path_factory.mktemp("ends")
     ends = {name: lines for name, (lines, _, _) in ENDS.items()}
     script = SCRIPT.format(paths=paths, folder=str(folder), ends=ends)
@@ -450,8 +524,10 @@ def ended(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("end", ENDS)
 def test_swap_files_are_gone_however_a_script_ends(end, ended):
-    """Method: scripts that return, exit, raise (in the script, a forward, a hook), are interrupted, or end with work
-    under way; exit status and message are the script's own, nothing else is on stderr, and nothing on disk."""
+    """Method: scripts that return, exit, raise (in the script, a forward, a hook), are interrupted,
+    or end with work under way; exit status and message are the script's own, nothing else is on
+    stderr, and nothing on disk.
+    """
     _, status, message = ENDS[end]
     stderr = (ended / end / "stderr").read_text()
     assert leftovers(ended / end / "swap") == [], stderr
@@ -464,11 +540,16 @@ def test_swap_files_are_gone_however_a_script_ends(end, ended):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_killed_job_leaves_nothing_and_its_space_is_free(number, swap):
-    """Method: kill a child in the middle of training. It had bytes on the disk, no name for them in the folder, and nothing of
-    them is left; what looks like a job's folder but is the user's stays through it and through the next wrap."""
+    """Method: kill a child in the middle of training. It had bytes on the disk, no name for them in
+    the folder, and nothing of them is left; what looks like a job's folder but is the user's stays
+    through it and through the next wrap.
+    """
     (swap / "mine.txt").write_text("mine")
     (swap / ".infinity-notes").write_text("a file of the user's")
-    theirs = [swap / ".infinity-experiments" / "run.csv", swap / f".infinity-{os.getpid()}-0123abcd" / "swap"]
+    theirs = [
+        swap / ".infinity-experiments" / "run.csv",
+        swap / f".infinity-{os.getpid()}-0123abcd" / "swap",
+    ]
     for path in theirs:
         path.parent.mkdir()
         path.write_text("results")
@@ -483,7 +564,9 @@ def test_a_killed_job_leaves_nothing_and_its_space_is_free(number, swap):
     child, reader = start_child(train)
     try:
         deadline = time.monotonic() + 60
-        while not sum(path.stat().st_blocks for path in swap_files(swap, child)):  # one is made, then its space is reserved
+        while not sum(
+            path.stat().st_blocks for path in swap_files(swap, child)
+        ):  # one is made, then its space is reserved
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert sorted(os.listdir(swap)) == names
@@ -500,7 +583,8 @@ def test_a_killed_job_leaves_nothing_and_its_space_is_free(number, swap):
 
 
 def test_a_lock_on_the_folder_stops_nobody(swap):
-    """Method: somebody holds an exclusive flock of the folder, as backup tools do; the wrap does not ask."""
+    """Method: somebody holds an exclusive flock of the folder, as backup tools do; the wrap does
+    not ask."""
     holder = os.open(swap, os.O_RDONLY)
     try:
         fcntl.flock(holder, fcntl.LOCK_EX)
@@ -510,7 +594,8 @@ def test_a_lock_on_the_folder_stops_nobody(swap):
 
 
 def test_relative_folders_are_those_of_where_they_were_given(tmp_path, monkeypatch):
-    """Method: a relative folder and a relative trace; the process changes its own folder before the wrap, and again after it."""
+    """Method: a relative folder and a relative trace; the process changes its own folder before the
+    wrap, and again after it."""
     (tmp_path / "here" / "swap").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -528,7 +613,8 @@ def test_relative_folders_are_those_of_where_they_were_given(tmp_path, monkeypat
 
 
 def test_two_jobs_on_one_folder_do_not_disturb_each_other(right, swap):
-    """Method: two children train on the same folder at the same time, again and again; both have the right losses."""
+    """Method: two children train on the same folder at the same time, again and again; both have
+    the right losses."""
 
     def train():
         for _ in range(3):
@@ -547,7 +633,8 @@ def test_two_jobs_on_one_folder_do_not_disturb_each_other(right, swap):
 
 
 def test_a_wrap_that_dies_half_way_leaves_nothing(swap):
-    """Method: kill a child while it wraps, at several moments; nothing is left, and the next wrap works."""
+    """Method: kill a child while it wraps, at several moments; nothing is left, and the next wrap
+    works."""
     for delay in (0.0, 0.005, 0.01, 0.02, 0.03):
         child, reader = start_child(lambda: [build(HOMES[0], swap) for _ in range(100)])
         time.sleep(0.05 + delay)
@@ -563,9 +650,13 @@ def test_a_wrap_that_dies_half_way_leaves_nothing(swap):
 
 @pytest.mark.parametrize("text", ["eio", "eio=", "eio=yes", "nonsense=1", "eio=1,,seed=2"])
 def test_nonsense_in_the_environment_is_a_typed_error(text, swap):
-    """Method: wrong INFINITY_FAULTS; an InfinityError names the variable, and the model is untouched."""
+    """Method: wrong INFINITY_FAULTS; an InfinityError names the variable, and the model is
+    untouched."""
     model = transformer(SEED, blocks=1)
-    with environment(INFINITY_FAULTS=text), pytest.raises(infinity.InfinityError, match="INFINITY_FAULTS"):
+    with (
+        environment(INFINITY_FAULTS=text),
+        pytest.raises(infinity.InfinityError, match="INFINITY_FAULTS"),
+    ):
         infinity.wrap_model(model, adamw(model, LR), at_home("nvme", "nvme", swap))
     assert leftovers(swap) == []
 
@@ -574,8 +665,13 @@ def test_nonsense_in_the_environment_is_a_typed_error(text, swap):
 def test_unknown_engines_are_a_typed_error(variable, value, swap):
     """Method: wrong INFINITY_IO and INFINITY_SIMD; an InfinityError names variable and value."""
     model = transformer(SEED, blocks=1)
-    with environment(**{variable: value}), pytest.raises(infinity.InfinityError, match=f"{variable}.*{value}"):
-        model, optimizer = infinity.wrap_model(model, adamw(model, LR), at_home("nvme", "nvme", swap))
+    with (
+        environment(**{variable: value}),
+        pytest.raises(infinity.InfinityError, match=f"{variable}.*{value}"),
+    ):
+        model, optimizer = infinity.wrap_model(
+            model, adamw(model, LR), at_home("nvme", "nvme", swap)
+        )
         one_step(model, optimizer, 0)
     assert all(type(param) is torch.nn.Parameter for param in model.parameters())
     assert leftovers(swap) == []

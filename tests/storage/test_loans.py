@@ -1,6 +1,7 @@
 """Memory that is lent: written to disk from where it is, and kept until the disk has read it.
 
-Words used here: **home**, **block**, **slow disk** as in `behind_cases.py`. **twin**: the same check on something that is wrong.
+Words used here: **home**, **block**, **slow disk** as in `behind_cases.py`. **twin**: the same
+check on something that is wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.timeout(120)  # a hang is a failure, too
 
 
 def lent_to(home: Home, count: int) -> tuple[weakref.ref, torch.Tensor]:
-    """Writes the first ``count`` bytes of array 4 from memory that nobody else keeps: a reference to it, and its bytes."""
+    """Writes the first ``count`` bytes of array 4 from memory that nobody else keeps: a reference
+    to it, and its bytes."""
     region = native.Region(count, False, 0)
     memory = native.tensor_at(region, region.address, count, torch.uint8)
     memory.random_(256)
@@ -45,7 +47,8 @@ def lent_to(home: Home, count: int) -> tuple[weakref.ref, torch.Tensor]:
 
 
 def test_memory_that_is_lent_is_kept_until_the_disk_has_read_it(kind, folder):
-    """Method: writes that take their time, from memory that the caller lets go at once. Behind them it is gone, and nobody copied a byte."""
+    """Method: writes that take their time, from memory that the caller lets go at once. Behind them
+    it is gone, and nobody copied a byte."""
     with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.02)) as home:
         kept, _ = lent_to(home, 6 * BLOCK)
         gc.collect()
@@ -69,11 +72,16 @@ def test_no_more_is_lent_at_a_time_than_is_allowed(folder, monkeypatch):
         home.check_all()
 
 
-@pytest.mark.parametrize("fault, name", [("eio", "StorageError"), ("lost_write", "CorruptionError")])
+@pytest.mark.parametrize(
+    "fault, name", [("eio", "StorageError"), ("lost_write", "CorruptionError")]
+)
 def test_what_is_lent_to_a_disk_that_fails_is_a_typed_error(fault, name, kind, folder, monkeypatch):
-    """Method: half of the writes are refused, or lost, and the others are late. Nothing is lent any more behind the error, and nothing under way."""
+    """Method: half of the writes are refused, or lost, and the others are late. Nothing is lent any
+    more behind the error, and nothing under way."""
     monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
-    with home_in(folder, faults=fault_plan(3, delay=1.0, delay_seconds=0.02, **{fault: 0.5})) as home:
+    with home_in(
+        folder, faults=fault_plan(3, delay=1.0, delay_seconds=0.02, **{fault: 0.5})
+    ) as home:
         with pytest.raises(TYPED) as raised:
             with home.store.writing_behind() as writer:
                 home.write(writer, 4, 0, home.arrays[4].numel, 1, lent=True)
@@ -84,12 +92,17 @@ def test_what_is_lent_to_a_disk_that_fails_is_a_typed_error(fault, name, kind, f
 
 
 def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeypatch):
-    """Method: writes that never end. Behind the error, and the end of the store, the memory is there, and a file may be dropped."""
+    """Method: writes that never end. Behind the error, and the end of the store, the memory is
+    there, and a file may be dropped."""
     kept: list[torch.Tensor] = []
     monkeypatch.setattr(loans, "_never_freed", kept)
     with environment(INFINITY_IO_TIMEOUT="0.5"):
         store = ShardStore(
-            [str(tmp_path)], Ledger(), Traffic(), service_nbytes=5 * BLOCK, layer=doubles.layer(fault_plan(hang=1.0))
+            [str(tmp_path)],
+            Ledger(),
+            Traffic(),
+            service_nbytes=5 * BLOCK,
+            layer=doubles.layer(fault_plan(hang=1.0)),
         )
     array = store.allocate(Tier.NVME, torch.uint8, 4 * BLOCK, "array")
     store.open([])
@@ -98,8 +111,12 @@ def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeyp
     store.lend(array, 0, memory[: 2 * BLOCK])
     with pytest.raises(StorageError) as raised:
         store.finish_lent()
-    assert raised.value.errno == errno.ETIMEDOUT and [each.data_ptr() for each in kept] == [memory.data_ptr()]
-    store._loans._hidden.append(SimpleNamespace(memory=memory[2 * BLOCK :]))  # one that an exception hid
+    assert raised.value.errno == errno.ETIMEDOUT and [each.data_ptr() for each in kept] == [
+        memory.data_ptr()
+    ]
+    store._loans._hidden.append(
+        SimpleNamespace(memory=memory[2 * BLOCK :])
+    )  # one that an exception hid
     engine = store.io
     store.close()
     engine.drop_file(0)  # behind an end that gave the disk up: nothing
@@ -107,13 +124,16 @@ def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeyp
 
 
 class Refusing(Noted):
-    """An engine that cannot read the memory of its first write. Ctrl-C comes as write number ``interrupted`` has been submitted."""
+    """An engine that cannot read the memory of its first write. Ctrl-C comes as write number
+    ``interrupted`` has been submitted."""
 
     def __init__(self, engine: native.IoEngine, interrupted: int | None = None):
         super().__init__(engine)
         self.interrupted = interrupted
 
-    def write(self, extent: native.Extent, offset: int, address: int, nbytes: int, **more: Any) -> Any:
+    def write(
+        self, extent: native.Extent, offset: int, address: int, nbytes: int, **more: Any
+    ) -> Any:
         if self.tickets:
             super().write(extent, offset, address, nbytes, **more)
         else:
@@ -129,7 +149,8 @@ class Refusing(Noted):
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_memory_that_the_disk_cannot_read_is_copied(wrong, folder, monkeypatch):
-    """Method: a disk that refuses what lies in the memory that was lent with EFAULT. The twin: where the error counts as any other it is raised."""
+    """Method: a disk that refuses what lies in the memory that was lent with EFAULT. The twin:
+    where the error counts as any other it is raised."""
     if wrong:
         monkeypatch.setattr(loans, "errno", SimpleNamespace(EFAULT=None, ETIMEDOUT=errno.ETIMEDOUT))
 
@@ -146,8 +167,11 @@ def test_memory_that_the_disk_cannot_read_is_copied(wrong, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("interrupted", [1, 2, 3])
-def test_a_transfer_that_ctrl_c_hid_keeps_its_memory_until_it_is_over(interrupted, kind, folder, monkeypatch):
-    """Method: the disk is slow, and Ctrl-C comes when a write has been submitted and nobody has its ticket; one of them is of a copy."""
+def test_a_transfer_that_ctrl_c_hid_keeps_its_memory_until_it_is_over(
+    interrupted, kind, folder, monkeypatch
+):
+    """Method: the disk is slow, and Ctrl-C comes when a write has been submitted and nobody has its
+    ticket; one of them is of a copy."""
     monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
     with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.05)) as home:
         home.store.io = disk = Refusing(home.engine._engine, interrupted)
@@ -157,7 +181,9 @@ def test_a_transfer_that_ctrl_c_hid_keeps_its_memory_until_it_is_over(interrupte
         kept = [*home.store._loans._loans, *home.store._loans._hidden]
         assert any(loan.ticket is None for loan in kept) and disk.under_way() <= len(kept)
         home.store.rebuild()
-        assert disk.under_way() == 0 and not home.store._loans._loans and not home.store._loans._hidden
+        assert (
+            disk.under_way() == 0 and not home.store._loans._loans and not home.store._loans._hidden
+        )
         home.store.io = disk._engine
         home.write_all_anew()
         home.check_all()
@@ -165,7 +191,8 @@ def test_a_transfer_that_ctrl_c_hid_keeps_its_memory_until_it_is_over(interrupte
 
 @pytest.mark.parametrize("line", range(12))
 def test_ctrl_c_while_memory_is_lent_leaves_nothing_under_way_that_nobody_keeps(line, folder):
-    """Method: Ctrl-C at the n-th line of what lends it, on a slow disk; all that was begun is over when the store is put right, or kept."""
+    """Method: Ctrl-C at the n-th line of what lends it, on a slow disk; all that was begun is over
+    when the store is put right, or kept."""
     with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.02)) as home:
         counted = itertools.count()
 
@@ -185,7 +212,10 @@ def test_ctrl_c_while_memory_is_lent_leaves_nothing_under_way_that_nobody_keeps(
             pass
         finally:
             sys.settrace(before)
-        assert len(home.store._loans._loans) + len(home.store._loans._hidden) >= home.engine.under_way()
+        assert (
+            len(home.store._loans._loans) + len(home.store._loans._hidden)
+            >= home.engine.under_way()
+        )
         home.store.rebuild()
         assert not home.store._loans._loans and not home.engine.under_way()
         home.write_all_anew()

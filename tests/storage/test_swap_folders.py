@@ -1,8 +1,10 @@
-"""Arrays lie in stripes over all folders, by rate and by room, and what one folder lacks or loses is said by its name.
+"""Arrays lie in stripes over all folders, by rate and by room, and what one folder lacks or loses
+is said by its name.
 
 Words used here:
 
-**disk**: a folder of its own that the engine takes for a disk, by the model that ``INFINITY_MODEL_DISKS`` names.
+**disk**: a folder of its own that the engine takes for a disk, by the model that
+``INFINITY_MODEL_DISKS`` names.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ Usage = namedtuple("Usage", "total used free")
 
 
 class Disks:
-    """Folders that are taken for disks of given rates, with stripes small enough for small arrays."""
+    """Folders that are taken for disks of given rates, with stripes small enough for small
+    arrays."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rates: list[float]):
         self.folders = [str(tmp_path / f"disk{index}") for index in range(len(rates))]
@@ -56,10 +59,18 @@ class Disks:
         model = tmp_path / "model.json"
         model.write_text(json.dumps(dict.fromkeys(self.folders, 1e12)))
         monkeypatch.setenv("INFINITY_MODEL_DISKS", str(model))
-        monkeypatch.setattr(disk_profile, "disk_profile", lambda folder: disk_profile.DiskProfile(*[self.rate[folder]] * 3))
+        monkeypatch.setattr(
+            disk_profile,
+            "disk_profile",
+            lambda folder: disk_profile.DiskProfile(*[self.rate[folder]] * 3),
+        )
         monkeypatch.setattr(swap_folders, "MAX_STRIPE_NBYTES", STRIPE)
         usage = shutil.disk_usage
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(0, 0, self.room.get(folder, usage(folder).free)))
+        monkeypatch.setattr(
+            shutil,
+            "disk_usage",
+            lambda folder: Usage(0, 0, self.room.get(folder, usage(folder).free)),
+        )
 
     def store(self, **options) -> ShardStore:
         return ShardStore(self.folders, Ledger(), Traffic(), service_nbytes=MIB, **options)
@@ -81,7 +92,8 @@ def make_disks(tmp_path, monkeypatch):
 
 
 def held(store: ShardStore, offset: int, nbytes: int, *, added: bool = False) -> Counter:
-    """Counts the bytes of each file in a range of the store's first volume, or of the one that was ``added`` first."""
+    """Counts the bytes of each file in a range of the store's first volume, or of the one that was
+    ``added`` first."""
     volume = store._added[0].volume if added else store._first
     found, at = Counter(), offset
     while at < offset + nbytes:
@@ -92,7 +104,8 @@ def held(store: ShardStore, offset: int, nbytes: int, *, added: bool = False) ->
 
 
 def number_of_swap_files(disks: Disks, expected: int) -> list[int]:
-    """Counts the swap files of each folder, once they are as ``expected``, or after ten seconds: those that are dropped are closed by a thread."""
+    """Counts the swap files of each folder, once they are as ``expected``, or after ten seconds:
+    those that are dropped are closed by a thread."""
     for _ in range(1000):
         found = [len(swap_files(Path(folder))) for folder in disks.folders]
         if found == [expected] * len(found):
@@ -103,16 +116,21 @@ def number_of_swap_files(disks: Disks, expected: int) -> list[int]:
 
 # --- how many bytes each folder takes ---
 
-DISKS = st.lists(st.tuples(st.integers(0, 3), st.floats(1, 100), st.integers(0, 1000)), min_size=1, max_size=6)
+DISKS = st.lists(
+    st.tuples(st.integers(0, 3), st.floats(1, 100), st.integers(0, 1000)), min_size=1, max_size=6
+)
 
 
 @settings(max_examples=300, deadline=None)
 @given(disks=DISKS, nbytes=st.integers(0, 4000))
 def test_bytes_are_split_by_rate_as_far_as_there_is_room(disks, nbytes):
-    """Method: any places of any devices; all that fits is split, nobody over its room, and no device that has room left is behind one
-    that got more for its rate."""
+    """Method: any places of any devices; all that fits is split, nobody over its room, and no
+    device that has room left is behind one that got more for its rate."""
     rates: dict[int, float] = {}
-    places = [Place(str(i), str(device), rates.setdefault(device, rate)) for i, (device, rate, _) in enumerate(disks)]
+    places = [
+        Place(str(i), str(device), rates.setdefault(device, rate))
+        for i, (device, rate, _) in enumerate(disks)
+    ]
     rooms = [room for _, _, room in disks]
     parts = split(nbytes, places, rooms)
     assert all(0 <= part <= room for part, room in zip(parts, rooms))
@@ -121,14 +139,16 @@ def test_bytes_are_split_by_rate_as_far_as_there_is_room(disks, nbytes):
     for device in {place.device for place in places}:
         mine = [index for index, place in enumerate(places) if place.device == device]
         level[device] = sum(parts[index] for index in mine) / rates[int(device)]
-        full[device] = sum(parts[index] for index in mine) >= sum(rooms[index] for index in mine) - 1
+        full[device] = (
+            sum(parts[index] for index in mine) >= sum(rooms[index] for index in mine) - 1
+        )
     for one, other in itertools.permutations(level, 2):
         assert full[one] or level[one] >= level[other] - 2
 
 
 def test_every_array_lies_on_all_disks_by_their_rates(make_disks):
-    """Method: three disks, one three times as fast; each of some arrays has three fifths there, within a stripe or two, and comes back as it
-    was written."""
+    """Method: three disks, one three times as fast; each of some arrays has three fifths there,
+    within a stripe or two, and comes back as it was written."""
     disks = make_disks([1e9, 3e9, 1e9])
     store = disks.store()
     arrays = [store.allocate(Tier.NVME, torch.float32, 2 * MIB // 4, "an array") for _ in range(5)]
@@ -144,8 +164,8 @@ def test_every_array_lies_on_all_disks_by_their_rates(make_disks):
 
 
 def test_disks_of_unlike_size_are_used_in_full(make_disks):
-    """Method: equal rates, one disk with room for an eighth; what it cannot take is the others', and what all of them cannot take is
-    refused with the numbers."""
+    """Method: equal rates, one disk with room for an eighth; what it cannot take is the others',
+    and what all of them cannot take is refused with the numbers."""
     disks = make_disks([1e9, 1e9, 1e9])
     disks.room = dict(zip(disks.folders, (MIB, 8 * MIB, 8 * MIB)))
     store = disks.store()
@@ -155,13 +175,17 @@ def test_disks_of_unlike_size_are_used_in_full(make_disks):
     assert parts == {0: MIB, 1: 7 * MIB, 2: 7 * MIB}
     too_much = disks.store()
     too_much.allocate(Tier.NVME, torch.uint8, 18 * MIB, "an array")
-    with pytest.raises(infinity.CapacityError, match="needs 18.0 MiB at .*disk0, .*disk2 but 17.0 MiB is free. Free 1.0 MiB"):
+    with pytest.raises(
+        infinity.CapacityError,
+        match="needs 18.0 MiB at .*disk0, .*disk2 but 17.0 MiB is free. Free 1.0 MiB",
+    ):
         too_much.open([])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_disk_that_is_filled_takes_no_stripe_that_it_has_no_room_for(ranks, make_disks):
-    """Method: a fast disk whose room ends within a stripe, near its end, and a slow one with room for the rest; for two ranks, too."""
+    """Method: a fast disk whose room ends within a stripe, near its end, and a slow one with room
+    for the rest; for two ranks, too."""
     disks = make_disks([9e9, 1e9])
     disks.room = dict(zip(disks.folders, (11 * STRIPE - 4096, 60 * STRIPE)))
     sizes = Counter()
@@ -170,12 +194,15 @@ def test_a_disk_that_is_filled_takes_no_stripe_that_it_has_no_room_for(ranks, ma
         store.allocate(Tier.NVME, torch.uint8, 30 * STRIPE // ranks, "an array")
         store.open([])
         sizes.update(held(store, 0, 30 * STRIPE // ranks))
-    assert sizes[0] <= disks.room[disks.folders[0]] and sizes[0] >= (10 if ranks == 1 else 8) * STRIPE
+    assert (
+        sizes[0] <= disks.room[disks.folders[0]] and sizes[0] >= (10 if ranks == 1 else 8) * STRIPE
+    )
     assert sum(sizes.values()) == 30 * STRIPE
 
 
 def test_folders_on_one_file_system_are_one(tmp_path, monkeypatch):
-    """Method: two folders of this test's disk, without a model; one file, in the first of them. What is free there counts once."""
+    """Method: two folders of this test's disk, without a model; one file, in the first of them.
+    What is free there counts once."""
     folders = [str(tmp_path / name) for name in ("one", "two")]
     for folder in folders:
         os.mkdir(folder)
@@ -190,7 +217,8 @@ def test_folders_on_one_file_system_are_one(tmp_path, monkeypatch):
 
 
 def test_ranks_of_one_machine_start_at_different_disks(make_disks):
-    """Method: four ranks with four disks; the same array of each begins on another one, and each takes its part of what is free."""
+    """Method: four ranks with four disks; the same array of each begins on another one, and each
+    takes its part of what is free."""
     disks = make_disks([1e9] * 4)
     disks.room = dict.fromkeys(disks.folders, 64 * MIB)
     first = set()
@@ -203,8 +231,8 @@ def test_ranks_of_one_machine_start_at_different_disks(make_disks):
 
 
 def test_a_swap_file_ends_where_the_file_system_would_not_have_it_longer(make_disks):
-    """Method: the process may write files of 1 MiB; 6 MiB over two disks become files of less, and every byte comes back. With room for none
-    at all the error names the folder."""
+    """Method: the process may write files of 1 MiB; 6 MiB over two disks become files of less, and
+    every byte comes back. With room for none at all the error names the folder."""
     disks = make_disks([1e9, 1e9])
     store = disks.store()
     array = store.allocate(Tier.NVME, torch.uint8, 6 * MIB, "an array")
@@ -230,7 +258,8 @@ def test_a_swap_file_ends_where_the_file_system_would_not_have_it_longer(make_di
 
 
 def test_what_is_added_later_lies_on_all_disks_too(make_disks):
-    """Method: arrays taken after the store was opened, given back and taken anew; each is striped, none overlaps another."""
+    """Method: arrays taken after the store was opened, given back and taken anew; each is striped,
+    none overlaps another."""
     disks = make_disks([1e9, 1e9])
     store = disks.store()
     store.open([])
@@ -242,7 +271,9 @@ def test_what_is_added_later_lies_on_all_disks_too(make_disks):
     store.write(arrays[-1], 0, torch.full((MIB,), 9, dtype=torch.uint8), version=1)
     for number, array in zip((0, 2, 3, 9), arrays):
         assert store.read(array, 0, array.numel).unique().tolist() == [number]
-        assert min(held(store, array.extent.offset, array.nbytes, added=True).values()) >= 3 * STRIPE
+        assert (
+            min(held(store, array.extent.offset, array.nbytes, added=True).values()) >= 3 * STRIPE
+        )
     store.rebuild()
     assert sum(size for _, _, size in store._spaces) == store._added[0].nbytes - 4 * MIB
 
@@ -252,8 +283,9 @@ SIZES = [1, 63, 64, 4095, 4096, 4097, 65535, 65537, 2 * MIB + 1]
 
 @pytest.mark.parametrize("when", ["before", "later"])
 def test_an_array_of_any_size_lies_on_disk(when, make_disks):
-    """Method: arrays of sizes that are no whole blocks, allocated before the store is opened or later, filled, changed in part, given back and taken
-    anew; each reads as it was written, and all spaces begin and end with a block."""
+    """Method: arrays of sizes that are no whole blocks, allocated before the store is opened or
+    later, filled, changed in part, given back and taken anew; each reads as it was written, and all
+    spaces begin and end with a block."""
     store = make_disks([1e9, 1e9]).store()
     if when == "before":
         arrays = [store.allocate(Tier.NVME, torch.uint8, size, "state") for size in SIZES]
@@ -267,7 +299,10 @@ def test_an_array_of_any_size_lies_on_disk(when, make_disks):
     for array, value in zip(arrays, values):
         value[value.numel() // 2 :] = 7
         store.write(array, value.numel() // 2, value[value.numel() // 2 :], version=2)
-    assert all(torch.equal(store.read(array, 0, array.numel), value) for array, value in zip(arrays, values))
+    assert all(
+        torch.equal(store.read(array, 0, array.numel), value)
+        for array, value in zip(arrays, values)
+    )
     if when == "later":
         for array in arrays[::2]:
             store.free_more(array)
@@ -275,7 +310,10 @@ def test_an_array_of_any_size_lies_on_disk(when, make_disks):
         for array in anew:
             store.write(array, 0, torch.full((array.numel,), 9, dtype=torch.uint8), version=3)
         assert all(store.read(array, 0, array.numel).unique().tolist() == [9] for array in anew)
-        assert all(torch.equal(store.read(array, 0, array.numel), value) for array, value in list(zip(arrays, values))[1::2])
+        assert all(
+            torch.equal(store.read(array, 0, array.numel), value)
+            for array, value in list(zip(arrays, values))[1::2]
+        )
         assert all(at % native.BLOCK_NBYTES == 0 for space in store._spaces for at in space[1:])
 
 
@@ -289,7 +327,8 @@ def test_a_space_that_is_no_whole_blocks_is_refused(make_disks, monkeypatch):
 
 
 def test_space_that_not_all_disks_have_is_given_back(make_disks, monkeypatch):
-    """Method: the second of two disks refuses a further file, three times; the first has what it had, and gives more once both do."""
+    """Method: the second of two disks refuses a further file, three times; the first has what it
+    had, and gives more once both do."""
     disks = make_disks([1e9, 1e9])
     store = disks.store()
     store.allocate(Tier.NVME, torch.uint8, MIB, "an array")
@@ -315,13 +354,17 @@ def test_space_that_not_all_disks_have_is_given_back(make_disks, monkeypatch):
 
 
 def test_a_volume_whose_making_is_interrupted_takes_no_space(make_disks):
-    """Method: Ctrl-C at every line in turn of what makes a further volume. The next use closes its files and gives its charge back, and takes what it needs."""
+    """Method: Ctrl-C at every line in turn of what makes a further volume. The next use closes its
+    files and gives its charge back, and takes what it needs."""
     disks = make_disks([1e9, 1e9])
     store = disks.store()
     kept = store.allocate(Tier.NVME, torch.uint8, MIB, "an array")
     store.open([])
     account, found = store.ledger.accounts[Tier.NVME], set[tuple[str, int]]()
-    codes = {each.__code__ for each in (ShardStore.allocate_more, ShardStore._grow, swap_folders.SwapFolders.lay_out)}
+    codes = {
+        each.__code__
+        for each in (ShardStore.allocate_more, ShardStore._grow, swap_folders.SwapFolders.lay_out)
+    }
     while True:
         struck, charged, volumes = [], account.charged_nbytes, len(store._added)
 
@@ -346,12 +389,18 @@ def test_a_volume_whose_making_is_interrupted_takes_no_space(make_disks):
         found.update(struck)
         store.rebuild()
         whole = len(store._added) - volumes  # it was there before the interrupt came
-        assert account.charged_nbytes == charged + sum(added.nbytes for added in store._added[volumes:])
+        assert account.charged_nbytes == charged + sum(
+            added.nbytes for added in store._added[volumes:]
+        )
         assert number_of_swap_files(disks, 1 + len(store._added)) == [1 + len(store._added)] * 2
         if whole:
             store._added[volumes:], store._spaces = [], []  # as if it had not been
             store.drop_unused()
-    assert {name for name, _ in found} == {"ArrayAllocator.allocate_more", "ArrayAllocator._grow", "SwapFolders.lay_out"}
+    assert {name for name, _ in found} == {
+        "ArrayAllocator.allocate_more",
+        "ArrayAllocator._grow",
+        "SwapFolders.lay_out",
+    }
     value = torch.randint(0, 255, (MIB,), dtype=torch.uint8)
     for each in (kept, array):
         store.write(each, 0, value, version=1)
@@ -359,8 +408,8 @@ def test_a_volume_whose_making_is_interrupted_takes_no_space(make_disks):
 
 
 def test_a_folder_that_vanishes_in_mid_run_takes_nothing_with_it(make_disks):
-    """Method: the second of two folders is removed under an open store; what is home stays whole, and more space is refused with its
-    name."""
+    """Method: the second of two folders is removed under an open store; what is home stays whole,
+    and more space is refused with its name."""
     disks = make_disks([1e9, 1e9])
     store = disks.store()
     array = store.allocate(Tier.NVME, torch.uint8, 2 * MIB, "an array")
@@ -376,9 +425,12 @@ def test_a_folder_that_vanishes_in_mid_run_takes_nothing_with_it(make_disks):
 
 
 @pytest.mark.parametrize("fault", ["eio", "enospc", "read_only", "hang"])
-def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_have(make_disks, monkeypatch, fault):
-    """Method: of three disks the last one's writes and reads fail, or never end, from the third piece on; the error names the folder, every
-    use of the store afterwards says the same, and the stripes of the other two are as they were."""
+def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_have(
+    make_disks, monkeypatch, fault
+):
+    """Method: of three disks the last one's writes and reads fail, or never end, from the third
+    piece on; the error names the folder, every use of the store afterwards says the same, and the
+    stripes of the other two are as they were."""
     disks = make_disks([1e9] * 3)
     monkeypatch.setenv("INFINITY_IO_TIMEOUT", "0.5")
     faults = doubles.FaultPlan()
@@ -391,7 +443,12 @@ def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_hav
     with pytest.raises(infinity.StorageError, match=disks.folders[2]) as raised:
         for _ in range(9):
             store.write(array, 0, torch.ones(3 * MIB, dtype=torch.uint8), version=1)
-    expected = {"eio": errno.EIO, "enospc": errno.ENOSPC, "read_only": errno.EROFS, "hang": errno.ETIMEDOUT}
+    expected = {
+        "eio": errno.EIO,
+        "enospc": errno.ENOSPC,
+        "read_only": errno.EROFS,
+        "hang": errno.ETIMEDOUT,
+    }
     assert raised.value.errno == expected[fault]
     with pytest.raises(infinity.StorageError, match=disks.folders[2]):
         store.read(array, 0, 1)
@@ -399,8 +456,16 @@ def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_hav
     for at in range(0, 3 * MIB, STRIPE):
         file, offset, _ = store._first.place(at, STRIPE)
         if file != 2:
-            store.io.read(native.Extent.in_file(file, offset, STRIPE), 0, memory.address, STRIPE, checksum=False).wait()
-            assert native.tensor_at(memory, memory.address, STRIPE, torch.uint8).unique().tolist() == [1]
+            store.io.read(
+                native.Extent.in_file(file, offset, STRIPE),
+                0,
+                memory.address,
+                STRIPE,
+                checksum=False,
+            ).wait()
+            assert native.tensor_at(
+                memory, memory.address, STRIPE, torch.uint8
+            ).unique().tolist() == [1]
 
 
 # --- a whole job ---
@@ -408,13 +473,18 @@ def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_hav
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_several_disks_change_no_bit(make_disks, monkeypatch, tmp_path, kind):
-    """Method: a model trained from three disks of unlike speed, with short, late and reordered transfers and a state dict on the way; its
-    losses and final weights are those of the same run from host memory, and bytes lay on all three."""
+    """Method: a model trained from three disks of unlike speed, with short, late and reordered
+    transfers and a state dict on the way; its losses and final weights are those of the same run
+    from host memory, and bytes lay on all three.
+    """
     disks = make_disks([3e9, 1e9, 2e9])
     monkeypatch.setenv("INFINITY_IO", kind)
     results = []
     for home in ("host", "nvme"):
-        monkeypatch.setenv("INFINITY_FAULTS", "seed=3,short_transfer=0.2,reorder=0.2,delay=0.02" if home == "nvme" else "")
+        monkeypatch.setenv(
+            "INFINITY_FAULTS",
+            "seed=3,short_transfer=0.2,reorder=0.2,delay=0.02" if home == "nvme" else "",
+        )
         model = transformer(11, blocks=3, dropout=0.0)
         config = {
             "params": home,
@@ -435,15 +505,18 @@ def test_several_disks_change_no_bit(make_disks, monkeypatch, tmp_path, kind):
         store = wrapped(model).engine.store
         if home == "nvme":
             assert len(held(store, 0, store._nbytes)) == 3
-        results.append((losses, middle, {name: value.clone() for name, value in model.state_dict().items()}))
+        results.append(
+            (losses, middle, {name: value.clone() for name, value in model.state_dict().items()})
+        )
         infinity.unwrap_model(model, optimizer)
     assert results[0][0] == results[1][0]
     assert all(differing(results[0][index], results[1][index]) == [] for index in (1, 2))
 
 
 def test_a_job_whose_disk_fails_goes_on_from_its_checkpoint(make_disks, monkeypatch, tmp_path):
-    """Method: one of three disks becomes read-only in a job's second step; the error names it, the checkpoint of the first step is whole, and
-    a job on the other two goes on from it with the bits of one that never met the fault."""
+    """Method: one of three disks becomes read-only in a job's second step; the error names it, the
+    checkpoint of the first step is whole, and a job on the other two goes on from it with the bits
+    of one that never met the fault."""
     disks = make_disks([1e9] * 3)
 
     def job(folders: list[str]):
@@ -466,7 +539,9 @@ def test_a_job_whose_disk_fails_goes_on_from_its_checkpoint(make_disks, monkeypa
     model, optimizer = job(disks.folders)
     step(model, optimizer, 0)
     infinity.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
-    moved = wrapped(model).engine.store.io.nbytes(native.Op.READ) + wrapped(model).engine.store.io.nbytes(native.Op.WRITE)
+    moved = wrapped(model).engine.store.io.nbytes(native.Op.READ) + wrapped(
+        model
+    ).engine.store.io.nbytes(native.Op.WRITE)
     assert moved > 0
     infinity.unwrap_model(model, optimizer)
     monkeypatch.setenv("INFINITY_FAULTS", "read_only=1,file=1,first_piece=60")

@@ -1,12 +1,13 @@
-"""Values on their way home: writes that are joined and not waited for, pages that come meanwhile, zeros nobody writes.
+"""Values on their way home: writes that are joined and not waited for, pages that come meanwhile,
+zeros nobody writes.
 
 Words used here:
 
-**home**, **leftovers** as in `models.py`. **block**: `native.CHECKSUM_NBYTES` bytes of an array on disk, with one checksum.
-**plain model**: name -> the bytes that the writes so far give, kept in memory.
-**slow disk**: an engine that moves bytes only when somebody waits for them, and of several transfers in any order it likes.
-**under way**: submitted, and neither over nor failed.
-**twin**: the same check on something that is wrong, or on something that is known to be right.
+**home**, **leftovers** as in `models.py`. **block**: `native.CHECKSUM_NBYTES` bytes of an array on
+disk, with one checksum. **plain model**: name -> the bytes that the writes so far give, kept in
+memory. **slow disk**: an engine that moves bytes only when somebody waits for them, and of several
+transfers in any order it likes. **under way**: submitted, and neither over nor failed. **twin**:
+the same check on something that is wrong, or on something that is known to be right.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from typing import Any
 
 import pytest
 import torch
-from behind_cases import ARRAYS, BLOCK, LR, PAGE, SEED, SlowDisk, folder, home_in, kind, threads  # noqa: F401
+from behind_cases import (
+    ARRAYS,
+    BLOCK,
+    LR,
+    PAGE,
+    SEED,
+    SlowDisk,
+    home_in,
+    threads,
+)
 from doubles import fault_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +49,7 @@ from models import (
     seeded,
     tokens,
     transformer,
-)  # fmt: skip
+)
 from native_arrays import MIB, same_bits
 from runs import adamw
 from torch import nn
@@ -57,7 +67,8 @@ pytestmark = pytest.mark.timeout(120)  # a hang is a failure, too
 
 
 def random_moves(rng: random.Random, count: int = 25) -> list[tuple]:
-    """Mostly one array after the other and onwards, as a file's tensors come; also back, over, and ragged."""
+    """Mostly one array after the other and onwards, as a file's tensors come; also back, over, and
+    ragged."""
     moves, index = [], 0
     for _ in range(count):
         index = index if rng.random() < 0.6 else rng.randrange(len(ARRAYS) + 1)
@@ -70,12 +81,16 @@ def random_moves(rng: random.Random, count: int = 25) -> list[tuple]:
 
 MOVES = st.lists(
     st.tuples(
-        st.integers(0, len(ARRAYS)), st.sampled_from(["on", "at", "lend on", "lend at", "read"]), st.sampled_from([0.0, 0.3, 0.5, 6 / 7, 0.9999]),
-        st.sampled_from([1, 63, 64, 1024, BLOCK // 8, BLOCK // 4, BLOCK // 2, BLOCK, 3 * BLOCK + 1, 8 * BLOCK]),
+        st.integers(0, len(ARRAYS)),
+        st.sampled_from(["on", "at", "lend on", "lend at", "read"]),
+        st.sampled_from([0.0, 0.3, 0.5, 6 / 7, 0.9999]),
+        st.sampled_from(
+            [1, 63, 64, 1024, BLOCK // 8, BLOCK // 4, BLOCK // 2, BLOCK, 3 * BLOCK + 1, 8 * BLOCK]
+        ),
         st.integers(0, 9),
     ),
     max_size=30,
-)  # fmt: skip
+)
 
 
 # --- the bytes ---
@@ -84,7 +99,8 @@ MOVES = st.lists(
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(moves=MOVES, blocks=st.sampled_from([1, 2, 3, 4, 5, 9, 64]))
 def test_every_read_gives_what_was_written(moves, blocks, folder):
-    """Method: writes and reads of seven arrays, against a plain model; again by the store at the end."""
+    """Method: writes and reads of seven arrays, against a plain model; again by the store at the
+    end."""
     with home_in(folder, service_nbytes=blocks * BLOCK) as home:
         with home.store.writing_behind() as writer:
             home.do(writer, moves)
@@ -93,7 +109,8 @@ def test_every_read_gives_what_was_written(moves, blocks, folder):
 
 
 def wrong_on_a_slow_disk(folder: Path, *, blocks: int = 5, seeds: int = 15) -> list[int]:
-    """Seeds whose random moves end in other bytes, or in a checksum that says so, on a slow disk."""
+    """Seeds whose random moves end in other bytes, or in a checksum that says so, on a slow
+    disk."""
     wrong = []
     for seed in range(seeds):
         with home_in(folder, service_nbytes=blocks * BLOCK) as home:
@@ -111,7 +128,8 @@ def wrong_on_a_slow_disk(folder: Path, *, blocks: int = 5, seeds: int = 15) -> l
 
 @pytest.mark.parametrize("blocks", [1, 4, 9])
 def test_a_slow_disk_gives_the_same_bytes(blocks, folder):
-    """Method: random moves on a disk that takes what is in a part when it is waited for, in any order."""
+    """Method: random moves on a disk that takes what is in a part when it is waited for, in any
+    order."""
     assert wrong_on_a_slow_disk(folder, blocks=blocks) == []
 
 
@@ -134,18 +152,29 @@ def lends_at_once(self: WriteBehind, array: StateArray, start: int, raw: torch.T
     self._store.lend(array, start, raw)
 
 
-@pytest.mark.parametrize("name, wrong", [("_take", takes_one_under_way), ("_finish_those_with", forgets_places),
-                                         ("_fill", zeros_around), ("_lend", lends_at_once)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("_take", takes_one_under_way),
+        ("_finish_those_with", forgets_places),
+        ("_fill", zeros_around),
+        ("_lend", lends_at_once),
+    ],
+)
 def test_the_slow_disk_sees_what_is_wrong(name, wrong, folder, monkeypatch):
-    """Method: the twin: a part that is filled while it is written, overlapping writes in any order, zeros around a write, memory that is lent where a
-    part is open."""
+    """Method: the twin: a part that is filled while it is written, overlapping writes in any order,
+    zeros around a write, memory that is lent where a part is open."""
     monkeypatch.setattr(WriteBehind, name, wrong)
     assert wrong_on_a_slow_disk(folder) != []
 
 
 def test_writes_that_follow_each_other_become_large_ones(folder):
-    """Counts the writes of 7 blocks that come 64 elements at a time: as many as there are parts to fill."""
-    with home_in(folder, service_nbytes=(2 * PARTS + 1) * BLOCK) as home, home.store.writing_behind() as writer:
+    """Counts the writes of 7 blocks that come 64 elements at a time: as many as there are parts to
+    fill."""
+    with (
+        home_in(folder, service_nbytes=(2 * PARTS + 1) * BLOCK) as home,
+        home.store.writing_behind() as writer,
+    ):
         for begin in range(0, home.arrays[4].numel, 64):
             home.write(writer, 4, begin, 64, begin)
         writer.flush()
@@ -155,8 +184,10 @@ def test_writes_that_follow_each_other_become_large_ones(folder):
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_parts_that_stay_open_leave_room_for_those_under_way(wrong, folder, monkeypatch):
-    """Method: the ends of seven arrays, which nothing follows, and then a long one, with six parts and a disk that moves bytes only when it is
-    waited for: two transfers are under way. The twin: where any part may stay open, there come to be fewer."""
+    """Method: the ends of seven arrays, which nothing follows, and then a long one, with six parts
+    and a disk that moves bytes only when it is waited for: two transfers are under way. The twin:
+    where any part may stay open, there come to be fewer.
+    """
     made = WriteBehind.__init__
 
     def any_may_stay_open(self: WriteBehind, *args: Any) -> None:
@@ -181,8 +212,8 @@ def test_parts_that_stay_open_leave_room_for_those_under_way(wrong, folder, monk
 
 @pytest.mark.parametrize("blocks", [PARTS + 1, 17, 33, 65])
 def test_four_arrays_in_turns_are_joined_whatever_the_buffer(blocks, folder):
-    """Counts the transfers of small values to four arrays in turns, as a model's parameters come: as many as there are parts to fill, and none
-    that reads."""
+    """Counts the transfers of small values to four arrays in turns, as a model's parameters come:
+    as many as there are parts to fill, and none that reads."""
     with home_in(folder, service_nbytes=blocks * BLOCK) as home:
         home.engine.tickets.clear()
         with home.store.writing_behind() as writer:
@@ -193,8 +224,8 @@ def test_four_arrays_in_turns_are_joined_whatever_the_buffer(blocks, folder):
 
 
 def test_two_arrays_in_turns_and_padding_between_values_are_joined_too(folder):
-    """Counts transfers: values with a rest that is padding, to two arrays in turns, are written once per part; what lies in
-    the padding is read, once for each, and kept."""
+    """Counts transfers: values with a rest that is padding, to two arrays in turns, are written
+    once per part; what lies in the padding is read, once for each, and kept."""
     with home_in(folder, service_nbytes=(4 * PARTS + 1) * BLOCK) as home:
         for index in (1, 4):
             home.plain[index].fill_(5.0)
@@ -204,23 +235,33 @@ def test_two_arrays_in_turns_and_padding_between_values_are_joined_too(folder):
             for begin in range(0, 1000, 100):
                 for index in (1, 4):
                     home.write(writer, index, begin, 93, begin)
-        assert len(home.engine.tickets) == 2 * 10 + 2  # nine gaps and the rest behind the last value, each, and two writes
+        assert (
+            len(home.engine.tickets) == 2 * 10 + 2
+        )  # nine gaps and the rest behind the last value, each, and two writes
         home.check_all()
 
 
 @pytest.mark.parametrize("past", [1, PAGE, BLOCK])
 def test_a_write_past_the_end_is_refused(past, folder):
-    """Writes elements behind the end of an array: an error, as by the store itself, and not a part of them."""
+    """Writes elements behind the end of an array: an error, as by the store itself, and not a part
+    of them."""
     with home_in(folder, service_nbytes=16 * BLOCK) as home:
         array = home.arrays[2]
-        with pytest.raises((InfinityError, ValueError, RuntimeError)), home.store.writing_behind() as writer:
-            writer.write(array, array.numel - 10, torch.ones(10 + past, dtype=array.dtype), version=1)
+        with (
+            pytest.raises((InfinityError, ValueError, RuntimeError)),
+            home.store.writing_behind() as writer,
+        ):
+            writer.write(
+                array, array.numel - 10, torch.ones(10 + past, dtype=array.dtype), version=1
+            )
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_the_store_itself_may_be_used_meanwhile(verb, folder):
-    """Method: a value waits in a part of the service buffer; the store, asked directly, uses the same buffer for another
-    array. The value is right in the end, or the store refuses: other bytes would get a checksum of their own."""
+    """Method: a value waits in a part of the service buffer; the store, asked directly, uses the
+    same buffer for another array. The value is right in the end, or the store refuses: other bytes
+    would get a checksum of their own.
+    """
     with home_in(folder) as home:
         with home.store.writing_behind() as writer:
             home.write(writer, 4, 0, 100, 1)
@@ -262,13 +303,18 @@ def test_harmless_faults_change_no_byte(seed, kind, folder):
 
 
 def outcome(folder: Path, seed: int, **faults: float) -> str:
-    """Of random moves and a read of everything: "right", or the error's type. Raises where bytes are wrong."""
+    """Of random moves and a read of everything: "right", or the error's type. Raises where bytes
+    are wrong."""
     with home_in(folder, faults=fault_plan(seed, **faults)) as home:
         try:
             with home.store.writing_behind() as writer:
                 home.do(writer, random_moves(random.Random(seed)))
         except TYPED as error:
-            for action in (writer.flush, lambda: home.check_read(home.store, 0, 0, 1), lambda: home.write(writer, 0, 0, 1, 0)):
+            for action in (
+                writer.flush,
+                lambda: home.check_read(home.store, 0, 0, 1),
+                lambda: home.write(writer, 0, 0, 1, 0),
+            ):
                 with pytest.raises(type(error)):  # nothing goes on behind it
                     action()
             return type(error).__name__
@@ -281,16 +327,24 @@ def outcome(folder: Path, seed: int, **faults: float) -> str:
         return "right"
 
 
-@pytest.mark.parametrize("fault, name", [("eio", "StorageError"), ("enospc", "StorageError"), ("lost_write", "CorruptionError"),
-                                         ("bit_flip", "CorruptionError")])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault, name",
+    [
+        ("eio", "StorageError"),
+        ("enospc", "StorageError"),
+        ("lost_write", "CorruptionError"),
+        ("bit_flip", "CorruptionError"),
+    ],
+)
 def test_a_fault_is_a_typed_error_or_does_no_harm(fault, name, kind, folder):
-    """Method: one transfer in 30 fails, at seeded places, in 20 runs of random moves; what is read is right until then, and
-    nothing is under way behind the block. Both outcomes are met."""
+    """Method: one transfer in 30 fails, at seeded places, in 20 runs of random moves; what is read
+    is right until then, and nothing is under way behind the block. Both outcomes are met."""
     assert {outcome(folder, seed, **{fault: 1 / 30}) for seed in range(20)} == {"right", name}
 
 
 def test_a_read_that_fails_leaves_no_read_ahead_under_way(kind, folder):
-    """Method: every transfer brings wrong bytes, late; what was read ahead of the first is over when its error comes."""
+    """Method: every transfer brings wrong bytes, late; what was read ahead of the first is over
+    when its error comes."""
     with home_in(folder, faults=fault_plan(bit_flip=1.0, delay=1.0, delay_seconds=0.05)) as home:
         with pytest.raises(CorruptionError):
             home.store.read(home.arrays[4], 0, home.arrays[4].numel)
@@ -299,8 +353,8 @@ def test_a_read_that_fails_leaves_no_read_ahead_under_way(kind, folder):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=["ValueError", "Ctrl-C"])
 def test_an_exception_inside_leaves_nothing_under_way(error, kind, folder):
-    """Method: writes that take their time, then an exception in the caller; it comes out as it is, and the arrays can be
-    written anew."""
+    """Method: writes that take their time, then an exception in the caller; it comes out as it is,
+    and the arrays can be written anew."""
     with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.02)) as home:
         with pytest.raises(error), home.store.writing_behind() as writer:
             home.write(writer, 4, 0, home.arrays[4].numel, 1)
@@ -315,8 +369,9 @@ def test_an_exception_inside_leaves_nothing_under_way(error, kind, folder):
 
 @pytest.mark.parametrize("transfer", range(8))
 def test_ctrl_c_in_a_wait_leaves_nothing_under_way(transfer, folder):
-    """Method: a slow disk; the wait for a part's turn, for all parts, or for a block that is changed in part is interrupted.
-    The service buffer goes with the store: nothing may still be read from it or into it then."""
+    """Method: a slow disk; the wait for a part's turn, for all parts, or for a block that is
+    changed in part is interrupted. The service buffer goes with the store: nothing may still be
+    read from it or into it then."""
     with home_in(folder) as home:
         home.store.io = disk = SlowDisk(home.engine._engine, 0, transfer)
         with pytest.raises(KeyboardInterrupt), home.store.writing_behind() as writer:
@@ -337,14 +392,18 @@ class Tied(nn.Module):
 
 
 def test_a_tied_weight_under_two_names_in_one_file(tmp_path):
-    """Method: the file has the weight twice, between others, so that it is written again over parts under way. Twin: two
-    values are refused."""
+    """Method: the file has the weight twice, between others, so that it is written again over parts
+    under way. Twin: two values are refused."""
     values = {name: value.clone() for name, value in seeded(SEED, Tied).state_dict().items()}
     path = awkward_file(tmp_path / "m.safetensors", values)
-    model, _ = infinity.wrap_model(on_meta(Tied), None, at_home("nvme", "auto", tmp_path, weights=path))
+    model, _ = infinity.wrap_model(
+        on_meta(Tied), None, at_home("nvme", "auto", tmp_path, weights=path)
+    )
     assert differing(model.state_dict(), values) == []
     assert model.one.weight is model.other.weight
-    path = awkward_file(tmp_path / "n.safetensors", values | {"other.weight": values["one.weight"] + 1})
+    path = awkward_file(
+        tmp_path / "n.safetensors", values | {"other.weight": values["one.weight"] + 1}
+    )
     with pytest.raises(infinity.ConfigError, match="untie them"):
         infinity.wrap_model(on_meta(Tied), None, at_home("nvme", "auto", tmp_path, weights=path))
 
@@ -363,25 +422,40 @@ def some_state(optimizer: torch.optim.Optimizer, seed: int) -> None:
     for param in optimizer.param_groups[0]["params"]:
         first, second = (torch.randn(param.shape, generator=generator) for _ in range(2))
         state = {"step": torch.tensor(7.0), "exp_avg": first, "exp_avg_sq": second.square()}
-        optimizer.state[param] = {name: value.to(param.dtype) if value.dim() else value for name, value in state.items()}
+        optimizer.state[param] = {
+            name: value.to(param.dtype) if value.dim() else value for name, value in state.items()
+        }
 
 
 FORMS = [
     (own, {"param_dtype": param_dtype, "master": master})
-    for own, param_dtype in [(torch.float32, None), (torch.float32, "bf16"), (torch.bfloat16, None), (torch.float16, None)]
+    for own, param_dtype in [
+        (torch.float32, None),
+        (torch.float32, "bf16"),
+        (torch.bfloat16, None),
+        (torch.float16, None),
+    ]
     for master in ("split", "fp32", "none")
 ]
 
 
 @pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped before"])
-@pytest.mark.parametrize("own, more", FORMS,
-                         ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else str(v))  # fmt: skip
-@pytest.mark.parametrize("homes", few([("nvme", "nvme"), ("host", "nvme"), ("host", "host")], 1), ids="-".join)
+@pytest.mark.parametrize(
+    "own, more",
+    FORMS,
+    ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else str(v),
+)
+@pytest.mark.parametrize(
+    "homes", few([("nvme", "nvme"), ("host", "nvme"), ("host", "host")], 1), ids="-".join
+)
 def test_a_model_from_a_file_is_the_model_wrapped_from_memory(homes, own, more, stepped, tmp_path):
-    """Method: on meta with weights=, in memory at these homes, and in memory at home in memory; state dicts and optimizer
-    states have the same bits before and after three steps. Twin: the steps change them."""
+    """Method: on meta with weights=, in memory at these homes, and in memory at home in memory;
+    state dicts and optimizer states have the same bits before and after three steps. Twin: the
+    steps change them."""
     plain = transformer(SEED, blocks=2).to(own)
-    path = awkward_file(tmp_path / "m.safetensors", {name: p.clone() for name, p in plain.named_parameters()})
+    path = awkward_file(
+        tmp_path / "m.safetensors", {name: p.clone() for name, p in plain.named_parameters()}
+    )
     there = transformer(SEED, blocks=2).to(own)
     empty = on_meta(lambda: transformer(SEED, blocks=2).to(own))
     pairs = []
@@ -390,12 +464,18 @@ def test_a_model_from_a_file_is_the_model_wrapped_from_memory(homes, own, more, 
         if stepped:
             some_state(optimizer, SEED)
         weights = {"weights": path} if model is empty else {}
-        pairs.append(infinity.wrap_model(model, optimizer, at_home(*place, tmp_path, **more, **weights)))
+        pairs.append(
+            infinity.wrap_model(model, optimizer, at_home(*place, tmp_path, **more, **weights))
+        )
     first = dict(pairs[0][0].state_dict())
     for done in (0, 3):
         for model, optimizer in pairs[1:]:
-            assert differing(model.state_dict(), pairs[0][0].state_dict()) == [], f"after {done} steps"
-            assert differing(optimizer_state(optimizer), optimizer_state(pairs[0][1])) == [], f"after {done} steps"
+            assert differing(model.state_dict(), pairs[0][0].state_dict()) == [], (
+                f"after {done} steps"
+            )
+            assert differing(optimizer_state(optimizer), optimizer_state(pairs[0][1])) == [], (
+                f"after {done} steps"
+            )
         for model, optimizer in pairs if not done else ():
             steps(model, optimizer)
     assert differing(first, pairs[0][0].state_dict()) != []
@@ -403,17 +483,25 @@ def test_a_model_from_a_file_is_the_model_wrapped_from_memory(homes, own, more, 
 
 @pytest.mark.parametrize("source", ["file", "drawn"])
 def test_values_in_another_order_of_elements_and_pieces(source, tmp_path, monkeypatch):
-    """Method: transposed and channels-last bf16 parameters, which are read back and written again piece by piece while other
-    parts are under way, on disk with a split master, against the host; also after a step that the low bits show in."""
+    """Method: transposed and channels-last bf16 parameters, which are read back and written again
+    piece by piece while other parts are under way, on disk with a split master, against the host;
+    also after a step that the low bits show in.
+    """
     monkeypatch.setattr(infinity.checkpoint.weight_files, "READ_NBYTES", BLOCK)
     plain = prescribed(SEED).bfloat16()
     path = awkward_file(tmp_path / "m.safetensors", dict(plain.state_dict()))
     states = []
     for home in ("nvme", "host"):
         torch.manual_seed(SEED)
-        model = on_meta(lambda: prescribed(SEED).bfloat16()) if source == "file" else prescribed(SEED).bfloat16()
+        model = (
+            on_meta(lambda: prescribed(SEED).bfloat16())
+            if source == "file"
+            else prescribed(SEED).bfloat16()
+        )
         weights = {"weights": path} if source == "file" else {}
-        model, optimizer = infinity.wrap_model(model, adamw(model, LR), at_home(home, home, tmp_path, master="split", **weights))
+        model, optimizer = infinity.wrap_model(
+            model, adamw(model, LR), at_home(home, home, tmp_path, master="split", **weights)
+        )
         states.append([dict(model.state_dict())])
         for at in range(2):
             model({name: grad.bfloat16() for name, grad in gradients(plain, at).items()}).backward()
@@ -426,11 +514,14 @@ def test_values_in_another_order_of_elements_and_pieces(source, tmp_path, monkey
 
 
 def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
-    """Method: the master of bf16 values, split, that a wrap does not write is zero on disk and in memory. Twin: over
-    bytes that are not zero the same wrap is a checksum's error or another master."""
+    """Method: the master of bf16 values, split, that a wrap does not write is zero on disk and in
+    memory. Twin: over bytes that are not zero the same wrap is a checksum's error or another
+    master."""
     for home in ("nvme", "host"):
         model = transformer(SEED, blocks=1).bfloat16()
-        model, _ = infinity.wrap_model(model, adamw(model, LR), at_home(home, home, tmp_path, master="split"))
+        model, _ = infinity.wrap_model(
+            model, adamw(model, LR), at_home(home, home, tmp_path, master="split")
+        )
         engine = infinity.runtime.registry.wrapped(model).engine
         masters = [shard.arrays["master"] for unit in engine.units for shard in unit.shards]
         assert all(not engine.store.read(array, 0, array.numel).any() for array in masters)
@@ -444,7 +535,9 @@ def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ShardStore, "allocate", dirty)
     model = transformer(SEED, blocks=1).bfloat16()
-    model, _ = infinity.wrap_model(model, adamw(model, LR), at_home("host", "host", tmp_path, master="split"))
+    model, _ = infinity.wrap_model(
+        model, adamw(model, LR), at_home("host", "host", tmp_path, master="split")
+    )
     engine = infinity.runtime.registry.wrapped(model).engine
     assert all(shard.arrays["master"].flat.any() for unit in engine.units for shard in unit.shards)
 
@@ -454,7 +547,12 @@ def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
 
 def absent_pages(region: native.Region) -> int:
     present = (ctypes.c_ubyte * (region.nbytes // PAGE))()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(region.address), ctypes.c_size_t(region.nbytes), present) == 0
+    assert (
+        ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(region.address), ctypes.c_size_t(region.nbytes), present
+        )
+        == 0
+    )
     return sum(not byte & 1 for byte in present)
 
 
@@ -471,9 +569,14 @@ def made(monkeypatch) -> list[native.Region]:
     return regions
 
 
-@pytest.mark.parametrize("homes", [("host", "host"), ("device", "host"), ("nvme", "nvme"), ("host", "nvme")], ids="-".join)
+@pytest.mark.parametrize(
+    "homes",
+    [("host", "host"), ("device", "host"), ("nvme", "nvme"), ("host", "nvme")],
+    ids="-".join,
+)
 def test_every_page_is_present_after_a_wrap(homes, made, tmp_path, monkeypatch):
-    """Asks the kernel (mincore) about every region of the store. Twin: without the thread some pages are absent."""
+    """Asks the kernel (mincore) about every region of the store. Twin: without the thread some
+    pages are absent."""
 
     def wrap() -> int:
         made.clear()
@@ -483,7 +586,11 @@ def test_every_page_is_present_after_a_wrap(homes, made, tmp_path, monkeypatch):
         return sum(map(absent_pages, made))
 
     assert wrap() == 0
-    monkeypatch.setattr(native, "Pages", lambda regions, threads: SimpleNamespace(wait=lambda: None, stop=lambda: None))
+    monkeypatch.setattr(
+        native,
+        "Pages",
+        lambda regions, threads: SimpleNamespace(wait=lambda: None, stop=lambda: None),
+    )
     assert wrap() > 0
 
 
@@ -492,7 +599,10 @@ def write_while_populating() -> str:
         for seed in range(12):
             region = native.Region(16 * MIB, huge_pages=huge_pages, touch_threads=0)
             bytes_ = native.tensor_at(region, region.address, region.nbytes, torch.uint8)
-            places = torch.randperm(region.nbytes // PAGE, generator=torch.Generator().manual_seed(seed)) * PAGE
+            places = (
+                torch.randperm(region.nbytes // PAGE, generator=torch.Generator().manual_seed(seed))
+                * PAGE
+            )
             populating = threading.Thread(target=region.populate, args=(2,))
             populating.start()
             for part in places.split(64):  # the first byte of each page: the one that faults it in
@@ -508,13 +618,23 @@ def write_while_populating() -> str:
 
 
 def forbid_populating() -> None:
-    """Makes this process's kernel one before 5.14: madvise(..., 23) is EINVAL, by a seccomp filter."""
-    program = b"".join(struct.pack("HBBI", *line) for line in [
-        (0x20, 0, 0, 0), (0x15, 0, 3, 28), (0x20, 0, 0, 32), (0x15, 0, 1, 23),  # number, madvise?, third argument, 23?
-        (0x06, 0, 0, 0x00050000 | 22), (0x06, 0, 0, 0x7FFF0000),
-    ])  # fmt: skip
+    """Makes this process's kernel one before 5.14: madvise(..., 23) is EINVAL, by a seccomp
+    filter."""
+    program = b"".join(
+        struct.pack("HBBI", *line)
+        for line in [
+            (0x20, 0, 0, 0),
+            (0x15, 0, 3, 28),
+            (0x20, 0, 0, 32),
+            (0x15, 0, 1, 23),  # number, madvise?, third argument, 23?
+            (0x06, 0, 0, 0x00050000 | 22),
+            (0x06, 0, 0, 0x7FFF0000),
+        ]
+    )
     lines = ctypes.create_string_buffer(program)
-    filter_ = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(lines)))
+    filter_ = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(lines))
+    )
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter_) == 0, ctypes.get_errno()
     assert libc.madvise(None, ctypes.c_size_t(0), 23) == -1 and ctypes.get_errno() == 22
@@ -522,8 +642,8 @@ def forbid_populating() -> None:
 
 @pytest.mark.parametrize("kernel", ["this one", "before 5.14"])
 def test_populating_loses_no_byte_that_is_written_meanwhile(kernel):
-    """Method: one thread populates a region while another sets a byte of every page; where the kernel has no call for it,
-    too."""
+    """Method: one thread populates a region while another sets a byte of every page; where the
+    kernel has no call for it, too."""
 
     def work() -> str:
         if kernel != "this one":
@@ -553,12 +673,15 @@ FAILURES = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("what", FAILURES)
 def test_a_wrap_that_fails_leaves_nothing(what, swap, monkeypatch):
-    """Method: something fails on the way home; its error comes out, no thread and no file stays, the model has its bits.
-    Twin: the same model is then wrapped."""
+    """Method: something fails on the way home; its error comes out, no thread and no file stays,
+    the model has its bits. Twin: the same model is then wrapped."""
     error, faults, patched = FAILURES[what]
     model = transformer(SEED, blocks=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with monkeypatch.context() as patch, environment(**({"INFINITY_FAULTS": faults} if faults else {})):
+    with (
+        monkeypatch.context() as patch,
+        environment(**({"INFINITY_FAULTS": faults} if faults else {})),
+    ):
         if patched:
             patch.setattr(*patched)
         with pytest.raises(error) as raised:
@@ -575,18 +698,26 @@ def test_a_wrap_that_fails_leaves_nothing(what, swap, monkeypatch):
 
 @pytest.mark.parametrize("count", [0, 1, 7, 100_001])
 def test_a_flat_copy_has_every_bit_and_touches_nothing_else(count):
-    """Method: random bytes as floats, NaN among them, into the middle of a tensor, also from one that overlaps it."""
+    """Method: random bytes as floats, NaN among them, into the middle of a tensor, also from one
+    that overlaps it."""
     target = torch.zeros(count + 8)
     source = torch.randint(256, (4 * count,), dtype=torch.uint8).view(torch.float32)
     native.copy_flat(target[4 : 4 + count], source)
-    assert same_bits(target[4 : 4 + count], source) and not target[:4].any() and not target[4 + count :].any()
+    assert (
+        same_bits(target[4 : 4 + count], source)
+        and not target[:4].any()
+        and not target[4 + count :].any()
+    )
     kept = target.clone()
     native.copy_flat(target[3 : 3 + count], target[4 : 4 + count])
     assert same_bits(target[3 : 3 + count], kept[4 : 4 + count])
 
 
-@pytest.mark.parametrize("source", [torch.ones(3), torch.ones(4).half(), torch.ones(8)[::2], torch.ones(4, device="meta")],
-                         ids=["shorter", "fp16", "strided", "meta"])  # fmt: skip
+@pytest.mark.parametrize(
+    "source",
+    [torch.ones(3), torch.ones(4).half(), torch.ones(8)[::2], torch.ones(4, device="meta")],
+    ids=["shorter", "fp16", "strided", "meta"],
+)
 def test_a_flat_copy_of_what_is_not_flat_memory_is_refused(source):
     """Nothing is copied."""
     target = torch.zeros(4)

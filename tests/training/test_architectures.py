@@ -1,10 +1,13 @@
-"""Any `transformers` model trains wrapped as it trains by torch alone, and where its state lives changes no bit.
+"""Any `transformers` model trains wrapped as it trains by torch alone, and where its state lives
+changes no bit.
 
-Words used here: **architecture**, **batch**, **quirk** as in `zoo.py`; **run**, **plain**, **wrapped**, **same bits**,
-**yardstick** as in `runs.py`. **home**: the tier where parameters or optimizer state rest between uses.
+Words used here: **architecture**, **batch**, **quirk** as in `zoo.py`; **run**, **plain**,
+**wrapped**, **same bits**, **yardstick** as in `runs.py`. **home**: the tier where parameters or
+optimizer state rest between uses.
 
-The models are tiny, so a budget of 64 MiB holds several of them: what these tests watch is the order of things (which
-module runs when, what it touches, what is shared, what gets no gradient), not the pressure on memory.
+The models are tiny, so a budget of 64 MiB holds several of them: what these tests watch is the
+order of things (which module runs when, what it touches, what is shared, what gets no gradient),
+not the pressure on memory.
 """
 
 from __future__ import annotations
@@ -42,12 +45,17 @@ SEED = 7
 LR = 1e-3
 STEPS = (0, 1, 0)  # the batch of each step, so that the third sees what the first saw
 CLIP_STEPS = (0, 2)
-# Quantised: an ulp of a weight can become a whole step of an integer, so most of its gradients are noise.
-LEAST_SHARE = {"ibert": 0.25, "wav2vec2": 0.7}  # the rest is where a processor's own rounding decides
+# Quantised: an ulp of a weight can become a whole step of an integer, so most of its gradients are
+# noise.
+LEAST_SHARE = {
+    "ibert": 0.25,
+    "wav2vec2": 0.7,
+}  # the rest is where a processor's own rounding decides
 MIXED_HOMES = [("host", "host"), ("device", "nvme"), ("nvme", "host"), ("auto", "auto")]
 
 every_architecture = pytest.mark.parametrize("name", every(ZOO, 4))
-# A tied decoder, one block used three times, encoder and decoder with one embedding, experts, batch norm.
+# A tied decoder, one block used three times, encoder and decoder with one embedding, experts, batch
+# norm.
 some_architectures = pytest.mark.parametrize("name", ["gpt2", "albert", "t5", "mixtral", "resnet"])
 
 
@@ -77,7 +85,8 @@ def loop() -> dict[str, Any]:
 
 
 def seed_noise(step: int) -> None:
-    """Pin the noise that an architecture cannot do without: a batch meets the same noise each time."""
+    """Pin the noise that an architecture cannot do without: a batch meets the same noise each
+    time."""
     seed_everything(STEPS[step % len(STEPS)])
 
 
@@ -87,22 +96,28 @@ def yardstick_for(model: nn.Module, batches: list[dict[str, Any]]) -> Yardstick:
     return Yardstick.measure(plain, nudged, lr=LR)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The promises
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @every_architecture
 def test_trains_equal_to_plain_torch(name: str, tmp_path: Path) -> None:
-    """Method: train one copy by torch's AdamW and one wrapped with all state at home on NVMe, three steps, two of them
-    clipped; hold losses to 1e-5 and each weight to the distance that 4 ulps of rounding a step explain."""
+    """Method: train one copy by torch's AdamW and one wrapped with all state at home on NVMe, three
+    steps, two of them clipped; hold losses to 1e-5 and each weight to the distance that 4 ulps of
+    rounding a step explain.
+    """
     print(f"seed {SEED}")
     model, batches = fresh(architecture(name))
     yardstick = yardstick_for(model, batches)
     share = yardstick.share_within(1e-2 * LR)
-    assert share >= LEAST_SHARE.get(name, 0.8), f"only {share:.0%} of the elements are held to 1e-2 lr or less"
+    assert share >= LEAST_SHARE.get(name, 0.8), (
+        f"only {share:.0%} of the elements are held to 1e-2 lr or less"
+    )
 
-    wrapped = wrapped_run(copy.deepcopy(model), batches, config=at_home("nvme", "nvme", tmp_path), **loop())
+    wrapped = wrapped_run(
+        copy.deepcopy(model), batches, config=at_home("nvme", "nvme", tmp_path), **loop()
+    )
 
     assert all(torch.isfinite(loss) for loss in wrapped.losses)
     assert wrapped.losses[2] < wrapped.losses[0], "the loss of the same batch did not fall"
@@ -112,8 +127,8 @@ def test_trains_equal_to_plain_torch(name: str, tmp_path: Path) -> None:
 
 @every_architecture
 def test_where_state_lives_changes_no_bit(name: str, tmp_path: Path) -> None:
-    """Method: train two copies wrapped, one with all state at home on NVMe and one with all on the device; losses,
-    norms, weights, buffers and moments have the same bits."""
+    """Method: train two copies wrapped, one with all state at home on NVMe and one with all on the
+    device; losses, norms, weights, buffers and moments have the same bits."""
     print(f"seed {SEED}")
     model, batches = fresh(architecture(name))
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -132,8 +147,12 @@ def test_where_state_lives_changes_no_bit(name: str, tmp_path: Path) -> None:
     check_same_bits(on_device, on_nvme)
     # The twin: two runs that both stayed on the device would have the same bits too.
     (_, device_peak), (nvme_resting, nvme_peak) = seen
-    assert device_peak == 0 and nvme_peak >= nbytes, f"not at home where asked: {device_peak}, {nvme_peak} of {nbytes}"
-    assert nvme_resting == 0, f"{nvme_resting} of {nbytes} bytes of weights are in memory between steps"
+    assert device_peak == 0 and nvme_peak >= nbytes, (
+        f"not at home where asked: {device_peak}, {nvme_peak} of {nbytes}"
+    )
+    assert nvme_resting == 0, (
+        f"{nvme_resting} of {nbytes} bytes of weights are in memory between steps"
+    )
 
 
 @some_architectures
@@ -144,7 +163,9 @@ def test_mixed_homes_change_no_bit(name: str, homes: tuple[str, str], tmp_path: 
     model, batches = fresh(architecture(name))
     config = {**at_home(*homes, tmp_path), "nvme_paths": [str(tmp_path)]}
 
-    on_device = wrapped_run(copy.deepcopy(model), batches, config=at_home("device", "device", tmp_path), **loop())
+    on_device = wrapped_run(
+        copy.deepcopy(model), batches, config=at_home("device", "device", tmp_path), **loop()
+    )
     elsewhere = wrapped_run(copy.deepcopy(model), batches, config=config, **loop())
 
     check_same_bits(on_device, elsewhere)
@@ -152,8 +173,8 @@ def test_mixed_homes_change_no_bit(name: str, homes: tuple[str, str], tmp_path: 
 
 @some_architectures
 def test_unwrapped_model_is_plain_torch_and_trains_on(name: str, tmp_path: Path) -> None:
-    """Method: train three steps wrapped, unwrap, look at every object, and take a fourth step by torch alone; hold the
-    result against four plain steps."""
+    """Method: train three steps wrapped, unwrap, look at every object, and take a fourth step by
+    torch alone; hold the result against four plain steps."""
     import infinity
 
     print(f"seed {SEED}")
@@ -162,7 +183,9 @@ def test_unwrapped_model_is_plain_torch_and_trains_on(name: str, tmp_path: Path)
     yardstick = yardstick_for(model, longer)
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases = [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    aliases = [
+        (name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)
+    ]
     run = Run(before=copied(model.named_parameters()))
     ours = adamw(model, LR)
     wrapped, optimizer = infinity.wrap_model(model, ours, at_home("nvme", "nvme", tmp_path))
@@ -171,7 +194,9 @@ def test_unwrapped_model_is_plain_torch_and_trains_on(name: str, tmp_path: Path)
 
     assert plain is model
     assert type(optimizer) is torch.optim.AdamW
-    assert [(name, id(parameter)) for name, parameter in plain.named_parameters(remove_duplicate=False)] == aliases
+    assert [
+        (name, id(parameter)) for name, parameter in plain.named_parameters(remove_duplicate=False)
+    ] == aliases
     for parameter in plain.parameters():
         assert type(parameter) is nn.Parameter, names[id(parameter)]
         assert parameter.untyped_storage().nbytes() >= parameter.nbytes, names[id(parameter)]
@@ -179,9 +204,9 @@ def test_unwrapped_model_is_plain_torch_and_trains_on(name: str, tmp_path: Path)
     yardstick.check(collect(run, plain, optimizer))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Their failing twins: what the comparisons must see
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def plain_pair(name: str) -> tuple[Run, Run]:
@@ -191,14 +216,16 @@ def plain_pair(name: str) -> tuple[Run, Run]:
 
 @some_architectures
 def test_two_plain_runs_have_the_same_bits(name: str) -> None:
-    """Method: train two copies by torch alone; if they differed, no test here could say anything."""
+    """Method: train two copies by torch alone; if they differed, no test here could say
+    anything."""
     check_same_bits(*plain_pair(name))
 
 
 @some_architectures
 @pytest.mark.parametrize("kind", ["parameters", "moments"])
 def test_one_ulp_is_seen(name: str, kind: str) -> None:
-    """Method: of two equal runs move one element of one tensor by one ulp; the comparison of bits raises."""
+    """Method: of two equal runs move one element of one tensor by one ulp; the comparison of bits
+    raises."""
     one, other = plain_pair(name)
     state = getattr(other, kind)
     victim = max(state, key=lambda key: state[key].numel())
@@ -209,7 +236,8 @@ def test_one_ulp_is_seen(name: str, kind: str) -> None:
 
 
 def test_one_ulp_of_a_loss_and_the_sign_of_zero_are_seen() -> None:
-    """Method: of two equal runs change one loss by an ulp, one buffer from 0.0 to -0.0; each raises."""
+    """Method: of two equal runs change one loss by an ulp, one buffer from 0.0 to -0.0; each
+    raises."""
     one, other = plain_pair("resnet")
     other.losses[1] = other.losses[1] + ulp(other.losses[1])
     with pytest.raises(AssertionError, match=r"losses\[1\]"):
@@ -222,9 +250,18 @@ class Broken(torch.optim.AdamW):
     """AdamW with one fault, for the yardstick to find."""
 
     def __init__(self, model: nn.Module, fault: str) -> None:
-        super().__init__(adamw(model, LR, weight_decay=0.0 if fault == "no weight decay" else 0.01).param_groups)
-        largest = max(model.parameters(), key=lambda parameter: parameter.numel() * parameter.requires_grad)
-        self.fault, self.victim, self.steps, self.stale = fault, largest, 0, largest.detach().clone()
+        super().__init__(
+            adamw(model, LR, weight_decay=0.0 if fault == "no weight decay" else 0.01).param_groups
+        )
+        largest = max(
+            model.parameters(), key=lambda parameter: parameter.numel() * parameter.requires_grad
+        )
+        self.fault, self.victim, self.steps, self.stale = (
+            fault,
+            largest,
+            0,
+            largest.detach().clone(),
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -256,7 +293,8 @@ FAULTS = [
 @some_architectures
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_optimizer_is_seen(name: str, fault: str) -> None:
-    """Method: train a copy with one fault in its optimizer; the yardstick raises, by a wide margin."""
+    """Method: train a copy with one fault in its optimizer; the yardstick raises, by a wide
+    margin."""
     model, batches = fresh(architecture(name))
     yardstick = yardstick_for(model, batches)
     run = Run(before=copied(model.named_parameters()))
@@ -272,8 +310,8 @@ def test_a_faulty_optimizer_is_seen(name: str, fault: str) -> None:
 
 @some_architectures
 def test_a_forgotten_clip_is_seen(name: str) -> None:
-    """Method: train a copy whose gradients are never clipped; the yardstick raises, because Adam's memory of the first
-    step then has another weight against the second's."""
+    """Method: train a copy whose gradients are never clipped; the yardstick raises, because Adam's
+    memory of the first step then has another weight against the second's."""
     model, batches = fresh(architecture(name))
     yardstick = yardstick_for(model, batches)
     assert max(yardstick.plain.norms) > 1.0, "clipping had nothing to do"
@@ -298,8 +336,8 @@ def test_a_parameter_that_stays_is_seen(name: str) -> None:
 
 @some_architectures
 def test_another_adamw_of_torch_passes(name: str) -> None:
-    """Method: train a copy by torch's fused AdamW, which rounds differently; the yardstick accepts it, so it asks of an
-    engine no more than torch asks of itself."""
+    """Method: train a copy by torch's fused AdamW, which rounds differently; the yardstick accepts
+    it, so it asks of an engine no more than torch asks of itself."""
     model, batches = fresh(architecture(name))
     yardstick = yardstick_for(model, batches)
     run = Run(before=copied(model.named_parameters()))

@@ -25,10 +25,15 @@ import infinity
 
 
 def test_fp32_equals_plain_adamw_over_several_steps(tmp_path):
-    """Method: train plain, plain with 4 ulps of disturbance, and wrapped from NVMe under the least budget; every
-    weight is as near to plain torch as rounding explains."""
+    """Method: train plain, plain with 4 ulps of disturbance, and wrapped from NVMe under the least
+    budget; every weight is as near to plain torch as rounding explains."""
     batches = [tokens(SEED + step) for step in range(6)]
-    loop = {"lr": LR, "clip_steps": CLIP_STEPS, "loss_of": loss_of, "before_forward": torch.manual_seed}
+    loop = {
+        "lr": LR,
+        "clip_steps": CLIP_STEPS,
+        "loss_of": loss_of,
+        "before_forward": torch.manual_seed,
+    }
     model = transformer(SEED)
     plain = plain_run(copy.deepcopy(model), batches, **loop)
     nudged = plain_run(copy.deepcopy(model), batches, nudged=True, **loop)
@@ -40,7 +45,9 @@ def test_fp32_equals_plain_adamw_over_several_steps(tmp_path):
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=LR),
-    "AdamW-settings": lambda p: torch.optim.AdamW(p, lr=LR, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3),
+    "AdamW-settings": lambda p: torch.optim.AdamW(
+        p, lr=LR, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3
+    ),
     "AdamW-low-beta1": lambda p: torch.optim.AdamW(p, lr=LR, betas=(0.3, 0.9)),
     "AdamW-maximize": lambda p: torch.optim.AdamW(p, lr=LR, maximize=True),
     "AdamW-foreach": lambda p: torch.optim.AdamW(p, lr=LR, foreach=True),
@@ -64,12 +71,16 @@ every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIM
 @every_optimizer
 @both_ends
 def test_prescribed_gradients_step_as_in_torch(make, home, tmp_path):
-    """Method: give the same gradients to a plain and a wrapped optimizer; after one step every weight is within 4 ulps
-    of torch's, after five within 4 ulps a step, and so are moments, step counts and what torch keeps beside them."""
+    """Method: give the same gradients to a plain and a wrapped optimizer; after one step every
+    weight is within 4 ulps of torch's, after five within 4 ulps a step, and so are moments, step
+    counts and what torch keeps beside them.
+    """
     plain = prescribed(SEED)
     model = copy.deepcopy(plain)
     plain_optimizer, optimizer = make(plain.parameters()), make(model.parameters())
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest(home, model, optimizer, tmp_path)
+    )
     largest = sizes_of(plain)
     for step in range(5):
         for one, its in ((plain, plain_optimizer), (model, optimizer)):
@@ -82,12 +93,15 @@ def test_prescribed_gradients_step_as_in_torch(make, home, tmp_path):
         for key, value in expected.items():
             found = ours["state"][index][key]
             assert (found.dtype, found.shape) == (value.dtype, value.shape), key
-            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-7, msg=lambda m: f"{index} {key}: {m}")
+            torch.testing.assert_close(
+                found, value, rtol=1e-5, atol=1e-7, msg=lambda m: f"{index} {key}: {m}"
+            )
 
 
 @every_optimizer
 def test_optimizer_state_has_the_keys_that_torch_keeps(make, tmp_path):
-    """Method: after a step, compare the keys of state_dict() with the plain optimizer's: no more, no fewer."""
+    """Method: after a step, compare the keys of state_dict() with the plain optimizer's: no more,
+    no fewer."""
     plain, model = prescribed(SEED), prescribed(SEED)
     plain_optimizer, optimizer = make(plain.parameters()), make(model.parameters())
     model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", tmp_path))
@@ -95,13 +109,20 @@ def test_optimizer_state_has_the_keys_that_torch_keeps(make, tmp_path):
         one(gradients(plain, SEED)).backward()
         its.step()
     ours, theirs = optimizer.state_dict(), plain_optimizer.state_dict()
-    assert {i: set(s) for i, s in ours["state"].items()} == {i: set(s) for i, s in theirs["state"].items()}
-    assert [set(group) for group in ours["param_groups"]] == [set(group) for group in theirs["param_groups"]]
+    assert {i: set(s) for i, s in ours["state"].items()} == {
+        i: set(s) for i, s in theirs["state"].items()
+    }
+    assert [set(group) for group in ours["param_groups"]] == [
+        set(group) for group in theirs["param_groups"]
+    ]
 
 
-@pytest.mark.parametrize("change", [{"lr": 1.001 * LR}, {"weight_decay": 0.0101}, {"betas": (0.9, 0.9991)}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"lr": 1.001 * LR}, {"weight_decay": 0.0101}, {"betas": (0.9, 0.9991)}], ids=str
+)
 def test_slightly_wrong_hyperparameters_are_seen(change):
-    """Method: the twin; with one hyperparameter a little off, plain torch itself is further than 4 ulps away."""
+    """Method: the twin; with one hyperparameter a little off, plain torch itself is further than 4
+    ulps away."""
     one, other = prescribed(SEED), prescribed(SEED)
     largest = sizes_of(one)
     for model, settings in ((one, {}), (other, change)):

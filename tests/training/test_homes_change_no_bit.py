@@ -32,8 +32,14 @@ every_home = pytest.mark.parametrize("homes", HOMES, ids="-".join)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def train_at(config: dict[str, Any], *, look: Callable[[nn.Module], None] = lambda model: None, noise: int = 0) -> Run:
-    """The run that all tests of this section share: dropout on, every step's noise seeded, two steps clipped."""
+def train_at(
+    config: dict[str, Any],
+    *,
+    look: Callable[[nn.Module], None] = lambda model: None,
+    noise: int = 0,
+) -> Run:
+    """The run that all tests of this section share: dropout on, every step's noise seeded, two
+    steps clipped."""
     return wrapped_run(
         transformer(SEED),
         [tokens(SEED + step) for step in range(STEPS)],
@@ -50,7 +56,10 @@ def train_at(config: dict[str, Any], *, look: Callable[[nn.Module], None] = lamb
 def on_device() -> dict[str, Run]:
     """The runs with everything on the device: what all others are held against."""
     torch.set_num_threads(1)
-    return {name: train_at({"params": "device", "optimizer": "device", "param_dtype": d}) for name, d in DTYPES.items()}
+    return {
+        name: train_at({"params": "device", "optimizer": "device", "param_dtype": d})
+        for name, d in DTYPES.items()
+    }
 
 
 def planned(config: dict[str, Any], tier: str) -> int:
@@ -59,16 +68,22 @@ def planned(config: dict[str, Any], tier: str) -> int:
 
 
 @every_dtype
-@pytest.mark.parametrize("budget", ["least", *(pytest.param(b, marks=pytest.mark.slow) for b in ("middle", "ample"))])
+@pytest.mark.parametrize(
+    "budget", ["least", *(pytest.param(b, marks=pytest.mark.slow) for b in ("middle", "ample"))]
+)
 @every_home
 def test_homes_and_budgets_change_no_bit(homes, budget, dtype, on_device, tmp_path):
-    """Method: train with every pair of homes under three host budgets; losses, norms, weights (the masters, in bf16)
-    and moments have the bits of the run on the device, and what was charged stayed within plan and budget."""
+    """Method: train with every pair of homes under three host budgets; losses, norms, weights (the
+    masters, in bf16) and moments have the bits of the run on the device, and what was charged
+    stayed within plan and budget.
+    """
     config = at_home(*homes, tmp_path, param_dtype=DTYPES[dtype])
     least = least_host_memory(*a_model(), config)
     ample = planned({**config, "host_memory": "1GiB"}, "host")
     assert least <= ample
-    config["host_memory"] = {"least": least, "middle": (least + ample) // 2, "ample": "1GiB"}[budget]
+    config["host_memory"] = {"least": least, "middle": (least + ample) // 2, "ample": "1GiB"}[
+        budget
+    ]
     charged = {}
 
     run = train_at(config, look=lambda model: charged.update(infinity.stats(model).tiers))
@@ -76,7 +91,9 @@ def test_homes_and_budgets_change_no_bit(homes, budget, dtype, on_device, tmp_pa
     check_same_bits(run, on_device[dtype])
     for tier, account in charged.items():
         assert account.peak_nbytes <= account.planned_nbytes, f"{tier}: {account}"
-        assert account.budget_nbytes is None or account.peak_nbytes <= account.budget_nbytes, f"{tier}: {account}"
+        assert account.budget_nbytes is None or account.peak_nbytes <= account.budget_nbytes, (
+            f"{tier}: {account}"
+        )
     assert (charged["nvme"].peak_nbytes > 0) == ("nvme" in homes)
     assert leftovers(tmp_path) == []
 
@@ -95,7 +112,8 @@ def test_the_number_of_update_threads_changes_no_bit(threads, on_device, tmp_pat
 
 
 def test_one_byte_less_than_the_least_budget_is_refused(tmp_path):
-    """Method: the twin of the above; the budget that the CapacityError names works, and one byte less raises."""
+    """Method: the twin of the above; the budget that the CapacityError names works, and one byte
+    less raises."""
     config = at_home("nvme", "nvme", tmp_path)
     least = least_host_memory(*a_model(), config)
     infinity.wrap_model(*a_model(), {**config, "host_memory": least})
@@ -105,11 +123,13 @@ def test_one_byte_less_than_the_least_budget_is_refused(tmp_path):
 
 
 def test_least_budget_sends_gradients_to_disk(tmp_path):
-    """Method: compare what is planned for the disk under the least and an ample host budget; so that the tests above
-    are known to have had gradients at home on NVMe."""
+    """Method: compare what is planned for the disk under the least and an ample host budget; so
+    that the tests above are known to have had gradients at home on NVMe."""
     config = at_home("nvme", "nvme", tmp_path)
     gradient_nbytes = sum(p.nbytes for p in transformer(SEED).parameters())
-    assert planned(with_least(*a_model(), config), "nvme") >= planned(config, "nvme") + gradient_nbytes
+    assert (
+        planned(with_least(*a_model(), config), "nvme") >= planned(config, "nvme") + gradient_nbytes
+    )
 
 
 @pytest.mark.parametrize("noise", [1])
@@ -121,38 +141,54 @@ def test_other_noise_is_seen(noise, on_device, tmp_path):
 
 def io_engines() -> list[Any]:
     refused = native.uring_refusal()
-    return [pytest.param("uring", marks=pytest.mark.skipif(bool(refused), reason=f"io_uring: {refused}")), "threads"]
+    return [
+        pytest.param(
+            "uring", marks=pytest.mark.skipif(bool(refused), reason=f"io_uring: {refused}")
+        ),
+        "threads",
+    ]
 
 
 @every_dtype
 @pytest.mark.parametrize("engine", io_engines())
 def test_io_engine_changes_no_bit(engine, dtype, on_device, tmp_path):
-    """Method: train from NVMe under the least budget with each I/O engine; the bits are those of the device."""
+    """Method: train from NVMe under the least budget with each I/O engine; the bits are those of
+    the device."""
     with environment(INFINITY_IO=engine):
-        config = with_least(*a_model(), at_home("nvme", "nvme", tmp_path, param_dtype=DTYPES[dtype]))
+        config = with_least(
+            *a_model(), at_home("nvme", "nvme", tmp_path, param_dtype=DTYPES[dtype])
+        )
         check_same_bits(train_at(config), on_device[dtype])
 
 
 @every_dtype
 @pytest.mark.parametrize("unit", native.simd_units())
 def test_simd_unit_changes_no_bit(unit, dtype, on_device, tmp_path):
-    """Method: train with each SIMD unit of this processor; the bits are those of the default one."""
+    """Method: train with each SIMD unit of this processor; the bits are those of the default
+    one."""
     with environment(INFINITY_SIMD=unit):
         assert native.simd_unit() == unit
-        config = with_least(*a_model(), at_home("nvme", "nvme", tmp_path, param_dtype=DTYPES[dtype]))
+        config = with_least(
+            *a_model(), at_home("nvme", "nvme", tmp_path, param_dtype=DTYPES[dtype])
+        )
         check_same_bits(train_at(config), on_device[dtype])
 
 
 @pytest.mark.parametrize("engine", io_engines())
-@pytest.mark.parametrize("faults", ["seed=3,short_transfer=0.3,delay=0.1,reorder=0.3", "seed=4,short_transfer=0.9"])
+@pytest.mark.parametrize(
+    "faults", ["seed=3,short_transfer=0.3,delay=0.1,reorder=0.3", "seed=4,short_transfer=0.9"]
+)
 def test_faults_that_heal_change_no_bit(faults, engine, on_device, tmp_path):
-    """Method: shorten, delay and reorder transfers by seed; the bits are those of the run without."""
+    """Method: shorten, delay and reorder transfers by seed; the bits are those of the run
+    without."""
     with environment(INFINITY_FAULTS=faults, INFINITY_IO=engine):
         config = with_least(*a_model(), at_home("nvme", "nvme", tmp_path, param_dtype="bf16"))
         check_same_bits(train_at(config), on_device["bf16"])
 
 
-@pytest.mark.parametrize("units", [("Block",), ("Attention", "Linear"), ("TinyTransformer",)], ids="-".join)
+@pytest.mark.parametrize(
+    "units", [("Block",), ("Attention", "Linear"), ("TinyTransformer",)], ids="-".join
+)
 def test_choice_of_units_changes_no_bit(units, on_device, tmp_path):
     """Method: move modules of other classes as one; the bits stay."""
     config = with_least(*a_model(), at_home("nvme", "nvme", tmp_path, units=units))
@@ -172,7 +208,8 @@ def test_several_disks_change_no_bit(paths, on_device, tmp_path):
 
 @every_home
 def test_device_budget_changes_no_bit(homes, on_device, tmp_path):
-    """Method: give the device the least that its CapacityError names; the bits stay and the peak is within it."""
+    """Method: give the device the least that its CapacityError names; the bits stay and the peak is
+    within it."""
     config = at_home(*homes, tmp_path)
     with pytest.raises(infinity.CapacityError) as refused:
         infinity.wrap_model(*a_model(), {**config, "device_memory": 1})
@@ -185,7 +222,8 @@ def test_device_budget_changes_no_bit(homes, on_device, tmp_path):
 
 
 class HalfUsed(nn.Module):
-    """Blocks of which each has a parameter that no loss depends on, or a trainable part beside a large frozen one."""
+    """Blocks of which each has a parameter that no loss depends on, or a trainable part beside a
+    large frozen one."""
 
     class Part(nn.Module):
         def __init__(self, kind: str) -> None:
@@ -213,13 +251,15 @@ class HalfUsed(nn.Module):
 @pytest.mark.parametrize("kind", ["unused", "adapters"])
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_parameters_without_gradients_do_not_break_the_plan(kind, home, tmp_path):
-    """Method: train eight blocks of which each has a parameter that gets no gradient; the device's peak stays within
-    its plan from the first step on."""
+    """Method: train eight blocks of which each has a parameter that gets no gradient; the device's
+    peak stays within its plan from the first step on."""
     model = seeded(SEED, lambda: HalfUsed(kind))
     optimizer = adamw(model, LR)
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, tmp_path))
     for step in range(3):
-        model(torch.randn(2, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        model(
+            torch.randn(2, 64, generator=torch.Generator().manual_seed(step))
+        ).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         device = infinity.stats(model).tiers["device"]

@@ -23,15 +23,24 @@ import infinity
 
 def gpt2(**changes: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 67, "n_positions": 32, "bos_token_id": 0,
-             "eos_token_id": 1, "pad_token_id": 2}  # fmt: skip
+    sizes = {
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 2,
+        "vocab_size": 67,
+        "n_positions": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
     config = transformers.GPT2Config(**{**sizes, **changes})
     return seeded(SEED, lambda: transformers.GPT2LMHeadModel(config))
 
 
 @both_ends
 def test_generate_between_steps(home, tmp_path):
-    """Method: greedy and sampled generation between steps gives the tokens that plain torch's does."""
+    """Method: greedy and sampled generation between steps gives the tokens that plain torch's
+    does."""
 
     def loop(model, optimizer):
         seen = []
@@ -41,7 +50,10 @@ def test_generate_between_steps(home, tmp_path):
             optimizer.step()
             optimizer.zero_grad()
             model.eval()
-            prompt = {"input_ids": tokens(SEED)[:, :4], "attention_mask": torch.ones(3, 4, dtype=torch.long)}
+            prompt = {
+                "input_ids": tokens(SEED)[:, :4],
+                "attention_mask": torch.ones(3, 4, dtype=torch.long),
+            }
             seen.append(model.generate(**prompt, max_new_tokens=5, do_sample=False))
             seen.append(model.generate(**prompt, max_new_tokens=5, num_beams=2, do_sample=False))
             model.train()
@@ -54,36 +66,58 @@ def rows(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": tokens(i, 1)[0], "labels": tokens(i, 1)[0]} for i in range(count)]
 
 
-def trainer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **changes: Any) -> Any:
+def trainer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **changes: Any
+) -> Any:
     import transformers
 
     arguments = {
-        "output_dir": str(folder), "max_steps": 5, "per_device_train_batch_size": 2, "report_to": [],
-        "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1, "seed": SEED,
-        "max_grad_norm": 0.5, "gradient_accumulation_steps": 2,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "max_steps": 5,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "seed": SEED,
+        "max_grad_norm": 0.5,
+        "gradient_accumulation_steps": 2,
+    }
     arguments = transformers.TrainingArguments(**{**arguments, **changes})
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     return transformers.Trainer(
-        model=model, args=arguments, train_dataset=rows(40), eval_dataset=rows(4), optimizers=(optimizer, scheduler)
+        model=model,
+        args=arguments,
+        train_dataset=rows(40),
+        eval_dataset=rows(4),
+        optimizers=(optimizer, scheduler),
     )
 
 
 @pytest.mark.filterwarnings("ignore")
 @both_ends
 def test_trainer_of_transformers(home, tmp_path):
-    """Method: Trainer for five steps with accumulation, clipping and a schedule, once with the plain pair and once with
-    the wrapped one; the logged losses and norms and the weights agree, and evaluation runs."""
+    """Method: Trainer for five steps with accumulation, clipping and a schedule, once with the
+    plain pair and once with the wrapped one; the logged losses and norms and the weights agree, and
+    evaluation runs."""
     pytest.importorskip("accelerate")
     plain, model = gpt2(), gpt2()
     optimizer = well_conditioned(model)
     (tmp_path / "swap").mkdir()
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path / "swap"))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest(home, model, optimizer, tmp_path / "swap")
+    )
     logs = []
     for one, its in ((plain, well_conditioned(plain)), (model, optimizer)):
         job = trainer(one, its, tmp_path / "out")
         job.train()
-        logs.append([{k: entry[k] for k in ("loss", "grad_norm", "learning_rate")} for entry in job.state.log_history[:5]])
+        logs.append(
+            [
+                {k: entry[k] for k in ("loss", "grad_norm", "learning_rate")}
+                for entry in job.state.log_history[:5]
+            ]
+        )
         logs[-1].append({"eval_loss": job.evaluate()["eval_loss"]})
     for ours, theirs in zip(*logs, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
@@ -97,7 +131,9 @@ def test_trainer_saves_a_wrapped_model_that_transformers_loads(tmp_path):
     pytest.importorskip("accelerate")
     model = gpt2()
     (tmp_path / "swap").mkdir()
-    model, optimizer = infinity.wrap_model(model, well_conditioned(model), at_home("nvme", "nvme", tmp_path / "swap"))
+    model, optimizer = infinity.wrap_model(
+        model, well_conditioned(model), at_home("nvme", "nvme", tmp_path / "swap")
+    )
     job = trainer(model, optimizer, tmp_path / "out", max_steps=2)
     job.train()
     job.save_model(str(tmp_path / "saved"))
@@ -107,8 +143,8 @@ def test_trainer_saves_a_wrapped_model_that_transformers_loads(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_trainer_resumes_from_its_own_checkpoint(tmp_path):
-    """Method: Trainer with save_steps=2 over a wrapped pair; another Trainer over a fresh pair resumes from it and ends
-    as the one that was not interrupted."""
+    """Method: Trainer with save_steps=2 over a wrapped pair; another Trainer over a fresh pair
+    resumes from it and ends as the one that was not interrupted."""
     pytest.importorskip("accelerate")
     ends = []
     for resume in (False, True):
@@ -116,8 +152,12 @@ def test_trainer_resumes_from_its_own_checkpoint(tmp_path):
         swap.mkdir()
         model = gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         optimizer = well_conditioned(model)
-        model, optimizer = infinity.wrap_model(model, optimizer, hardest("nvme", model, optimizer, swap))
-        job = trainer(model, optimizer, tmp_path / "out", save_strategy="steps", save_steps=2, max_steps=4)
+        model, optimizer = infinity.wrap_model(
+            model, optimizer, hardest("nvme", model, optimizer, swap)
+        )
+        job = trainer(
+            model, optimizer, tmp_path / "out", save_strategy="steps", save_steps=2, max_steps=4
+        )
         job.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2") if resume else None)
         ends.append(model.state_dict())
         del model, optimizer, job
@@ -127,14 +167,17 @@ def test_trainer_resumes_from_its_own_checkpoint(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @both_ends
 def test_prepare_of_accelerate(home, tmp_path):
-    """Method: Accelerator.prepare on the wrapped pair, a loader and a scheduler; its loop equals the plain one."""
+    """Method: Accelerator.prepare on the wrapped pair, a loader and a scheduler; its loop equals
+    the plain one."""
     accelerate = pytest.importorskip("accelerate")
 
     def run(model, optimizer):
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
         loader = torch.utils.data.DataLoader([tokens(i, 1)[0] for i in range(12)], batch_size=2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
         seen = []
         for ids in loader:
             with accelerator.accumulate(model):
@@ -150,7 +193,9 @@ def test_prepare_of_accelerate(home, tmp_path):
 
     plain, model = transformer(SEED), transformer(SEED)
     optimizer = well_conditioned(model)
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest(home, model, optimizer, tmp_path)
+    )
     torch.manual_seed(SEED)
     expected, _ = run(plain, well_conditioned(plain))
     torch.manual_seed(SEED)
@@ -163,13 +208,17 @@ def test_prepare_of_accelerate(home, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @both_ends
 def test_adapters_of_peft(home, tmp_path):
-    """Method: LoRA over a wrapped GPT-2; adapters train as in plain torch, merging and disabling them works or says
-    why not, and the peak stays within the plan."""
+    """Method: LoRA over a wrapped GPT-2; adapters train as in plain torch, merging and disabling
+    them works or says why not, and the peak stays within the plan."""
     peft = pytest.importorskip("peft")
 
     def build():
-        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.0)
-        return peft.get_peft_model(gpt2(n_layer=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), settings)
+        settings = peft.LoraConfig(
+            r=4, lora_alpha=8, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.0
+        )
+        return peft.get_peft_model(
+            gpt2(n_layer=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), settings
+        )
 
     def loop(model, optimizer):
         losses = []
@@ -188,19 +237,27 @@ def test_adapters_of_peft(home, tmp_path):
 
     expected = loop(plain, make(plain))
     optimizer = make(model)
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest(home, model, optimizer, tmp_path)
+    )
     torch.testing.assert_close(loop(model, optimizer), expected, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=2e-6)
     device = infinity.stats(model).tiers["device"]
     assert device.peak_nbytes <= device.planned_nbytes
     adapters = peft.get_peft_model_state_dict(model)
-    assert differing(adapters, {name: value for name, value in peft.get_peft_model_state_dict(model).items()}) == []
+    assert (
+        differing(
+            adapters, {name: value for name, value in peft.get_peft_model_state_dict(model).items()}
+        )
+        == []
+    )
     with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
         assert torch.equal(model(input_ids=tokens(1)).logits, plain(input_ids=tokens(1)).logits)
 
 
 class Rescaled(nn.Module):
-    """Halves its blocks' weights in the first forward of an evaluation, from outside the blocks (as RWKV does)."""
+    """Halves its blocks' weights in the first forward of an evaluation, from outside the blocks (as
+    RWKV does)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,9 +276,12 @@ class Rescaled(nn.Module):
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 def test_weights_changed_in_place_from_outside_their_block(home, tmp_path):
-    """Method: a model that rescales its blocks inside its own forward; outputs and the state dict are plain torch's."""
+    """Method: a model that rescales its blocks inside its own forward; outputs and the state dict
+    are plain torch's."""
     plain = seeded(SEED, Rescaled).eval()
-    model, _ = infinity.wrap_model(seeded(SEED, Rescaled).eval(), None, at_home(home, "auto", tmp_path))
+    model, _ = infinity.wrap_model(
+        seeded(SEED, Rescaled).eval(), None, at_home(home, "auto", tmp_path)
+    )
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(model(torch.ones(2, 16)), plain(torch.ones(2, 16)))

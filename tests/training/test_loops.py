@@ -23,8 +23,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @both_ends
 def test_gradual_unfreezing_is_the_same(home, tmp_path):
-    """Method: the optimizer has every parameter; the head's block trains first, then one more block with each step, then the first are
-    frozen again. Losses, weights and the optimizer's states are plain torch's, where a group is added for each block instead."""
+    """Method: the optimizer has every parameter; the head's block trains first, then one more block
+    with each step, then the first are frozen again. Losses, weights and the optimizer's states are
+    plain torch's, where a group is added for each block instead.
+    """
 
     def thaw(model: nn.Module, step: int) -> list[nn.Parameter]:
         changed = []
@@ -58,8 +60,8 @@ def test_gradual_unfreezing_is_the_same(home, tmp_path):
 
 
 def test_embeddings_grow_before_wrapping_and_not_after(tmp_path):
-    """Method: transformers' resize_token_embeddings; before, training is plain torch's, with the new rows; after, the error names the way,
-    which works."""
+    """Method: transformers' resize_token_embeddings; before, training is plain torch's, with the
+    new rows; after, the error names the way, which works."""
     batch = {"input_ids": torch.tensor([[3, 70, 5, 71]]), "labels": torch.tensor([[3, 70, 5, 71]])}
     torch.manual_seed(SEED)
     plain = llama(attention_dropout=0.0)
@@ -67,7 +69,10 @@ def test_embeddings_grow_before_wrapping_and_not_after(tmp_path):
     torch.manual_seed(SEED)
     model = llama(attention_dropout=0.0)
     model.resize_token_embeddings(72, mean_resizing=False)
-    plain_optimizer, (model, optimizer) = adamw(plain), infinity.wrap_model(model, adamw(model), on_disk(tmp_path))
+    plain_optimizer, (model, optimizer) = (
+        adamw(plain),
+        infinity.wrap_model(model, adamw(model), on_disk(tmp_path)),
+    )
     for one, its in ((model, optimizer), (plain, plain_optimizer)):
         one(**batch).loss.backward()
         its.step()
@@ -85,30 +90,50 @@ def test_embeddings_grow_before_wrapping_and_not_after(tmp_path):
 
 @pytest.mark.parametrize("home", ["device", "nvme"])
 def test_named_weights_yields_each_weight_once(home, tmp_path):
-    """Method: names and values are those of named_parameters and the state dict, tied ones once; histograms of them are plain torch's."""
+    """Method: names and values are those of named_parameters and the state dict, tied ones once;
+    histograms of them are plain torch's."""
     model, plain = (transformer(SEED, width=32, blocks=2).to(torch.bfloat16) for _ in range(2))
     model, optimizer = infinity.wrap_model(model, adamw(model), at_home(home, home, tmp_path))
     found = dict(infinity.named_weights(model))
     assert sorted(found) == sorted(name for name, _ in plain.named_parameters())
-    assert differing(found, {name: value for name, value in plain.state_dict().items() if name in found}) == []
+    assert (
+        differing(
+            found, {name: value for name, value in plain.state_dict().items() if name in found}
+        )
+        == []
+    )
     for name, value in infinity.named_weights(model):
-        assert torch.equal(torch.histc(value.float(), 8), torch.histc(plain.state_dict()[name].float(), 8))
+        assert torch.equal(
+            torch.histc(value.float(), 8), torch.histc(plain.state_dict()[name].float(), 8)
+        )
     with pytest.raises(infinity.UsageError, match="not wrapped"):
         next(infinity.named_weights(plain))
 
 
 def test_weights_come_from_the_disk_once_a_pass_whatever_the_prompts(tmp_path):
-    """Method: everything on disk with the least of windows; a batch of eight prompts generates with as many bytes read as one does, and
-    each with the tokens that it gets alone in plain torch."""
+    """Method: everything on disk with the least of windows; a batch of eight prompts generates with
+    as many bytes read as one does, and each with the tokens that it gets alone in plain torch."""
     model, plain = llama().eval(), llama().eval()
     infinity.wrap_model(model, None, on_disk(tmp_path, host_memory="16MiB"))
     prompts = torch.randint(3, 67, (8, 5), generator=torch.Generator().manual_seed(SEED))
     read = []
     for batch in (prompts[:1], prompts):
         before = infinity.stats(model).edges["nvme->host"].nbytes
-        found = model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        found = model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=4,
+            min_new_tokens=4,
+            do_sample=False,
+        )
         read.append(infinity.stats(model).edges["nvme->host"].nbytes - before)
     assert read[0] == read[1] > 0
     for row, prompt in zip(found, prompts):
-        alone = plain.generate(prompt[None], attention_mask=torch.ones(1, 5), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        alone = plain.generate(
+            prompt[None],
+            attention_mask=torch.ones(1, 5),
+            max_new_tokens=4,
+            min_new_tokens=4,
+            do_sample=False,
+        )
         assert torch.equal(row, alone[0])

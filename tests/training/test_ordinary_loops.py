@@ -1,4 +1,5 @@
-"""Forwards and backwards as ordinary loops run them: modes, checkpoints, accumulation, hooks, closures."""
+"""Forwards and backwards as ordinary loops run them: modes, checkpoints, accumulation, hooks,
+closures."""
 
 from __future__ import annotations
 
@@ -21,7 +22,17 @@ from models import (
 from runs import adamw, same_bits
 from torch import nn
 from torch.nn import functional as F
-from training_cases import DTYPES, LR, SEED, a_model, assert_trains_alike, both_ends, hardest, simple_step, well_conditioned
+from training_cases import (
+    DTYPES,
+    LR,
+    SEED,
+    a_model,
+    assert_trains_alike,
+    both_ends,
+    hardest,
+    simple_step,
+    well_conditioned,
+)
 
 import infinity
 
@@ -52,7 +63,8 @@ def image(step: int) -> torch.Tensor:
 
 @both_ends
 def test_buffers_shared_modules_and_modules_called_twice(home, tmp_path):
-    """Method: batch norm's running statistics, a counter, a module under two names, a module used twice a forward."""
+    """Method: batch norm's running statistics, a counter, a module under two names, a module used
+    twice a forward."""
 
     def loop(model, optimizer):
         seen = []
@@ -100,8 +112,8 @@ def test_eval_between_steps_and_between_forward_and_backward(home, mode, tmp_pat
 
 
 def test_first_forward_in_inference_mode_does_not_spoil_training(tmp_path):
-    """Method: the very first forward is under inference_mode; what the engine allocates then must still be good for
-    autograd."""
+    """Method: the very first forward is under inference_mode; what the engine allocates then must
+    still be good for autograd."""
 
     def loop(model, optimizer):
         with torch.inference_mode():
@@ -119,8 +131,8 @@ RECOMPUTE = {"reentrant": {"use_reentrant": True}, "saved": {"use_reentrant": Fa
 @pytest.mark.parametrize("where", ["around", "inside", "both"])
 @both_ends
 def test_recomputed_activations(home, where, kind, tmp_path):
-    """Method: torch.utils.checkpoint of either kind around every block, inside every block, and nested; with dropout,
-    whose noise the recomputation must meet again."""
+    """Method: torch.utils.checkpoint of either kind around every block, inside every block, and
+    nested; with dropout, whose noise the recomputation must meet again."""
     model = transformer(SEED)
     if where in ("around", "both"):
         model.around = kind
@@ -156,7 +168,9 @@ def test_several_blocks_in_one_checkpoint(kind, tmp_path):
 
     def loop(model, optimizer):
         for step in range(2):
-            x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(step), requires_grad=True)
+            x = torch.randn(
+                2, 5, 64, generator=torch.Generator().manual_seed(step), requires_grad=True
+            )
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -166,7 +180,8 @@ def test_several_blocks_in_one_checkpoint(kind, tmp_path):
 
 @both_ends
 def test_hooks_of_the_user_on_saved_tensors(home, tmp_path):
-    """Method: save_on_cpu and a pair of counting hooks around the forward; no weight at home reaches them empty."""
+    """Method: save_on_cpu and a pair of counting hooks around the forward; no weight at home
+    reaches them empty."""
     sizes = []
 
     def pack(tensor):
@@ -191,7 +206,8 @@ def test_hooks_of_the_user_on_saved_tensors(home, tmp_path):
 
 @both_ends
 def test_gradient_accumulation(home, tmp_path):
-    """Method: three micro-batches a step, the last through a graph that is kept and run backward twice."""
+    """Method: three micro-batches a step, the last through a graph that is kept and run backward
+    twice."""
 
     def loop(model, optimizer):
         norms = []
@@ -210,7 +226,8 @@ def test_gradient_accumulation(home, tmp_path):
 
 @both_ends
 def test_several_losses_and_several_forwards_before_one_backward(home, tmp_path):
-    """Method: two losses of one forward, and two forwards, each backward on its own and as a sum, in either order."""
+    """Method: two losses of one forward, and two forwards, each backward on its own and as a sum,
+    in either order."""
 
     def loop(model, optimizer):
         a, b = loss_of(model, tokens(SEED)), loss_of(model, tokens(SEED + 1))
@@ -238,13 +255,15 @@ def test_several_losses_and_several_forwards_before_one_backward(home, tmp_path)
 
 @both_ends
 def test_gradient_penalty_of_second_order(home, tmp_path):
-    """Method: a penalty on the gradient with respect to the input (twice differentiable), as in WGAN-GP; equal to
-    plain torch, or a typed error."""
+    """Method: a penalty on the gradient with respect to the input (twice differentiable), as in
+    WGAN-GP; equal to plain torch, or a typed error."""
 
     class Critic(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+            self.layers = nn.Sequential(
+                nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+            )
 
         def forward(self, x):
             return self.layers(x)
@@ -271,8 +290,8 @@ def test_gradient_penalty_of_second_order(home, tmp_path):
 
 @both_ends
 def test_gradients_of_parameters_by_autograd_grad(home, tmp_path):
-    """Method: torch.autograd.grad with respect to parameters, and backward(inputs=...); plain torch's, or a typed
-    error; other gradients are not disturbed."""
+    """Method: torch.autograd.grad with respect to parameters, and backward(inputs=...); plain
+    torch's, or a typed error; other gradients are not disturbed."""
 
     def loop(model, optimizer):
         loss = loss_of(model, tokens(SEED))
@@ -297,13 +316,15 @@ def test_gradients_of_parameters_by_autograd_grad(home, tmp_path):
 
 @both_ends
 def test_backward_through_a_graph_from_before_the_step(home, tmp_path):
-    """Method: run backward through a graph whose weights a step has changed since; torch refuses, because the gradient
-    would be of other weights than the loss, and so must the engine."""
+    """Method: run backward through a graph whose weights a step has changed since; torch refuses,
+    because the gradient would be of other weights than the loss, and so must the engine."""
     plain = transformer(SEED)
     plain_optimizer = well_conditioned(plain)
     model = transformer(SEED)
     optimizer = well_conditioned(model)
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest(home, model, optimizer, tmp_path)
+    )
 
     def stale(model, optimizer):
         one, other = loss_of(model, tokens(SEED)), loss_of(model, tokens(SEED + 1))
@@ -320,7 +341,8 @@ def test_backward_through_a_graph_from_before_the_step(home, tmp_path):
 
 @both_ends
 def test_closure(home, tmp_path):
-    """Method: step(closure) runs it with gradients on and returns what it returned, also under no_grad."""
+    """Method: step(closure) runs it with gradients on and returns what it returned, also under
+    no_grad."""
 
     def loop(model, optimizer):
         seen = []
@@ -340,7 +362,8 @@ def test_closure(home, tmp_path):
 
 
 def test_step_hooks_of_the_optimizer_run(tmp_path):
-    """Method: hooks before and after the step, registered on what wrap_model returned, and on the plain optimizer."""
+    """Method: hooks before and after the step, registered on what wrap_model returned, and on the
+    plain optimizer."""
     model, optimizer = a_model()
     calls = []
     optimizer.register_step_pre_hook(lambda *args: calls.append("plain before"))
@@ -350,13 +373,15 @@ def test_step_hooks_of_the_optimizer_run(tmp_path):
     optimizer.register_step_post_hook(lambda *args: calls.append("after"))
     simple_step(model, optimizer, 0)
     assert {"before", "after"} <= set(calls)
-    assert {"plain before", "plain after"} <= set(calls), "hooks of the optimizer that was wrapped are lost"
+    assert {"plain before", "plain after"} <= set(calls), (
+        "hooks of the optimizer that was wrapped are lost"
+    )
 
 
 @both_ends
 def test_hooks_on_parameters_and_modules(home, tmp_path):
-    """Method: tensor hooks on parameters that change the gradient, full backward hooks, forward hooks that read the
-    weight, registered before and after the wrap."""
+    """Method: tensor hooks on parameters that change the gradient, full backward hooks, forward
+    hooks that read the weight, registered before and after the wrap."""
     seen = []
 
     def dress(model):
@@ -373,7 +398,9 @@ def test_hooks_on_parameters_and_modules(home, tmp_path):
 
     plain, model = dress(transformer(SEED)), dress(transformer(SEED))
     plain_optimizer, optimizer = well_conditioned(plain), well_conditioned(model)
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest(home, model, optimizer, tmp_path)
+    )
     losses = []
     for one, its in ((plain, plain_optimizer), (model, optimizer)):
         torch.manual_seed(SEED)
@@ -386,8 +413,8 @@ def test_hooks_on_parameters_and_modules(home, tmp_path):
 @pytest.mark.parametrize("where", ["forward", "backward", "in the loss", "in recomputation"])
 @both_ends
 def test_a_failed_pass_leaves_no_trace(home, where, tmp_path):
-    """Method: one of three steps is first tried with an exception in its middle, then again; losses, weights and
-    moments have the bits of a run without the failure."""
+    """Method: one of three steps is first tried with an exception in its middle, then again;
+    losses, weights and moments have the bits of a run without the failure."""
 
     class Fault(Exception):
         pass
@@ -406,7 +433,11 @@ def test_a_failed_pass_leaves_no_trace(home, where, tmp_path):
         if where == "forward":
             handle = model.blocks[1].feed[1].register_forward_pre_hook(lambda *args: raise_fault())
         elif where == "backward":
-            handle = model.blocks[1].feed[1].register_forward_hook(lambda m, args, out: Failing.apply(out))
+            handle = (
+                model.blocks[1]
+                .feed[1]
+                .register_forward_hook(lambda m, args, out: Failing.apply(out))
+            )
         elif where == "in recomputation":
             handle = model.blocks[1].register_forward_pre_hook(
                 lambda *args: raise_fault() if torch._C._current_graph_task_id() != -1 else None
@@ -429,7 +460,9 @@ def test_a_failed_pass_leaves_no_trace(home, where, tmp_path):
         if where == "in recomputation":
             model.around = {"use_reentrant": False}
         optimizer = adamw(model, LR)
-        model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path))
+        model, optimizer = infinity.wrap_model(
+            model, optimizer, hardest(home, model, optimizer, tmp_path)
+        )
         losses = []
         for step in range(3):
             if with_failure and step == 1:
@@ -437,7 +470,9 @@ def test_a_failed_pass_leaves_no_trace(home, where, tmp_path):
                 optimizer.zero_grad()
             torch.manual_seed(step)
             losses.append(simple_step(model, optimizer, step))
-        moments = {f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+        moments = {
+            f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()
+        }
         return {str(i): loss for i, loss in enumerate(losses)}, model.state_dict(), moments
 
     for ours, theirs in zip(run(True), run(False)):
@@ -447,8 +482,8 @@ def test_a_failed_pass_leaves_no_trace(home, where, tmp_path):
 @pytest.mark.parametrize("home", TIERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_inference_without_optimizer(home, dtype, tmp_path):
-    """Method: wrap without an optimizer; None comes back for it, outputs have the bits of the plain model's, weights
-    stream from their home, and the device never holds them all."""
+    """Method: wrap without an optimizer; None comes back for it, outputs have the bits of the plain
+    model's, weights stream from their home, and the device never holds them all."""
     plain = transformer(SEED, blocks=6).eval()
     model = copy.deepcopy(plain)
     config = at_home(home, "auto", tmp_path, param_dtype=DTYPES[dtype])
@@ -473,8 +508,14 @@ def test_inference_without_optimizer(home, dtype, tmp_path):
 
 @both_ends
 def test_backward_without_optimizer_gives_gradients_of_inputs(home, tmp_path):
-    """Method: a frozen wrapped model passes gradients to its input, as a perceptual loss or a teacher does."""
-    plain = seeded(SEED, lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2)))
+    """Method: a frozen wrapped model passes gradients to its input, as a perceptual loss or a
+    teacher does."""
+    plain = seeded(
+        SEED,
+        lambda: nn.Sequential(
+            nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2)
+        ),
+    )
     plain.requires_grad_(False)
     model, _ = infinity.wrap_model(copy.deepcopy(plain), None, at_home(home, "auto", tmp_path))
     grads = []
@@ -487,13 +528,16 @@ def test_backward_without_optimizer_gives_gradients_of_inputs(home, tmp_path):
 
 @both_ends
 def test_two_wrapped_models_in_one_graph(home, tmp_path):
-    """Method: a student learns from a wrapped teacher, both streaming; then two trained models in one loss."""
+    """Method: a student learns from a wrapped teacher, both streaming; then two trained models in
+    one loss."""
     plain_teacher, plain = transformer(SEED + 1), transformer(SEED)
     teacher, model = copy.deepcopy(plain_teacher), copy.deepcopy(plain)
     plain_pair = [well_conditioned(plain), well_conditioned(plain_teacher)]
     pair = [well_conditioned(model), well_conditioned(teacher)]
     model, pair[0] = infinity.wrap_model(model, pair[0], hardest(home, model, pair[0], tmp_path))
-    teacher, pair[1] = infinity.wrap_model(teacher, pair[1], hardest(home, teacher, pair[1], tmp_path))
+    teacher, pair[1] = infinity.wrap_model(
+        teacher, pair[1], hardest(home, teacher, pair[1], tmp_path)
+    )
 
     def loop(student, teacher, optimizers):
         losses = []
@@ -518,12 +562,15 @@ def test_two_wrapped_models_in_one_graph(home, tmp_path):
     found = loop(model, teacher, pair)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=2e-6)
-    torch.testing.assert_close(teacher.state_dict(), plain_teacher.state_dict(), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(
+        teacher.state_dict(), plain_teacher.state_dict(), rtol=1e-5, atol=2e-6
+    )
 
 
 @both_ends
 def test_autocast(home, tmp_path):
-    """Method: fp32 weights under torch.autocast to bf16; its cache of cast weights must not outlive a step."""
+    """Method: fp32 weights under torch.autocast to bf16; its cache of cast weights must not outlive
+    a step."""
 
     def loop(model, optimizer):
         losses = []

@@ -1,12 +1,16 @@
-"""Soak: random models, homes, budgets, options and faults, one after the other in one process, against device homes.
+"""Soak: random models, homes, budgets, options and faults, one after the other in one process,
+against device homes.
 
-Every round is decided by its seed. ``INFINITY_SOAK_STEPS`` sets how many optimizer steps the long test takes (2,000).
+Every round is decided by its seed. ``INFINITY_SOAK_STEPS`` sets how many optimizer steps the long
+test takes (2,000).
 
-**round**: one model trained twice by the same script, with everything on the device, and by a random configuration.
-**script**: what happens in each step: micro-batches, clipping, an evaluation, a checkpoint taken and loaded, ...
-**mild fault**: one that a transfer survives; **hard fault**: one that must end in a typed error, never in other numbers.
-**strike**: a real signal whose handler raises KeyboardInterrupt at a random moment of a forward or backward, after which the script
-goes on with zero_grad; **fork**: a child like a data loader's worker, which drops what it has and ends. Neither changes a bit.
+**round**: one model trained twice by the same script, with everything on the device, and by a
+random configuration. **script**: what happens in each step: micro-batches, clipping, an evaluation,
+a checkpoint taken and loaded, ... **mild fault**: one that a transfer survives; **hard fault**: one
+that must end in a typed error, never in other numbers. **strike**: a real signal whose handler
+raises KeyboardInterrupt at a random moment of a forward or backward, after which the script goes on
+with zero_grad; **fork**: a child like a data loader's worker, which drops what it has and ends.
+Neither changes a bit.
 """
 
 from __future__ import annotations
@@ -34,13 +38,24 @@ from infinity.runtime.registry import engine_of
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 
 HOMES = ("auto", "device", "host", "nvme")
-MILD_FAULTS = ("", "", "short_transfer=0.3", "delay=0.3,delay_seconds=0.0005", "reorder=0.4", "short_transfer=0.2,reorder=0.2")
+MILD_FAULTS = (
+    "",
+    "",
+    "short_transfer=0.3",
+    "delay=0.3,delay_seconds=0.0005",
+    "reorder=0.4",
+    "short_transfer=0.2,reorder=0.2",
+)
 HARD_FAULTS = ("eio=0.05", "bit_flip=0.05", "lost_write=0.05", "enospc=0.05")
 LEAK_NBYTES = 16 * 1024 * 1024  # what the allocator may still move about
 
 
 def random_config(rng: random.Random, folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = {"params": rng.choice(HOMES), "optimizer": rng.choice(HOMES), "nvme_paths": [str(folder)]}
+    config: dict[str, Any] = {
+        "params": rng.choice(HOMES),
+        "optimizer": rng.choice(HOMES),
+        "nvme_paths": [str(folder)],
+    }
     config["activations"] = rng.choice(["auto", "device", "host", "nvme"])
     config["checksums"] = rng.random() < 0.8
     if rng.random() < 0.5:
@@ -56,14 +71,27 @@ def random_config(rng: random.Random, folder: Path) -> dict[str, Any]:
 
 def random_script(rng: random.Random) -> list[dict[str, Any]]:
     return [
-        {"seed": rng.randrange(4), "micro": rng.choice([1, 1, 2]), "clip": rng.choice([None, 0.5, 1e6]),
-         "eval": rng.random() < 0.2, "reload": rng.random() < 0.15, "keep": rng.random() < 0.2, "look": rng.random() < 0.2,
-         "strike": rng.uniform(1e-4, 0.08) if rng.random() < 0.3 else None, "fork": rng.random() < 0.1}
+        {
+            "seed": rng.randrange(4),
+            "micro": rng.choice([1, 1, 2]),
+            "clip": rng.choice([None, 0.5, 1e6]),
+            "eval": rng.random() < 0.2,
+            "reload": rng.random() < 0.15,
+            "keep": rng.random() < 0.2,
+            "look": rng.random() < 0.2,
+            "strike": rng.uniform(1e-4, 0.08) if rng.random() < 0.3 else None,
+            "fork": rng.random() < 0.1,
+        }
         for _ in range(rng.randrange(2, 7))
-    ]  # fmt: skip
+    ]
 
 
-def strike(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seconds: float, work: Callable[[], None]) -> None:
+def strike(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    seconds: float,
+    work: Callable[[], None],
+) -> None:
     """Has a signal end ``work`` after so many seconds, or at its end; then goes on as people do."""
 
     def interrupt(*_: Any) -> None:
@@ -96,12 +124,20 @@ def fork() -> None:
 
 
 def play(
-    name: str, script: list[dict[str, Any]], config: dict[str, Any], folder: Path, *, disturbed: bool = False
+    name: str,
+    script: list[dict[str, Any]],
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    disturbed: bool = False,
 ) -> tuple[list, dict, dict]:
-    """Trains one model by the script, ``disturbed`` by strikes and forks. Returns losses and norms, the state dict, the moments."""
+    """Trains one model by the script, ``disturbed`` by strikes and forks. Returns losses and norms,
+    the state dict, the moments."""
     entry = ZOO[name]
     model = make_model(entry, 5).train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1
+    )
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     seen: list[torch.Tensor] = []
     for number, step in enumerate(script):
@@ -111,7 +147,12 @@ def play(
                 seen.append(model.eval()(**make_batch(entry, 9)).loss.clone())
             model.train()
         if disturbed and step["strike"] and not (number and script[number - 1]["keep"]):
-            strike(model, optimizer, step["strike"], lambda: model(**make_batch(entry, 3)).loss.backward())
+            strike(
+                model,
+                optimizer,
+                step["strike"],
+                lambda: model(**make_batch(entry, 3)).loss.backward(),
+            )
         if disturbed and step["fork"]:
             fork()
         for micro in range(step["micro"]):
@@ -129,13 +170,28 @@ def play(
                 seen.append(params[first].detach().clone())
         if step["reload"]:
             optimizer.zero_grad()
-            infinity.save_checkpoint(folder / "checkpoint", model, optimizer, extra={"number": number}, overwrite=True)
-            assert infinity.load_checkpoint(folder / "checkpoint", model, optimizer) == {"number": number}
+            infinity.save_checkpoint(
+                folder / "checkpoint", model, optimizer, extra={"number": number}, overwrite=True
+            )
+            assert infinity.load_checkpoint(folder / "checkpoint", model, optimizer) == {
+                "number": number
+            }
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    moments = {f"{i}.{key}": value.clone() for i, of_one in optimizer.state_dict()["state"].items()
-               for key, value in of_one.items() if isinstance(value, torch.Tensor)}  # fmt: skip
-    looked = any(step["look"] for step in script)  # what a user gathers is charged, but in nobody's plan
-    at_home = sum(array.nbytes for unit in engine_of(model).units for shard in unit.shards for array in shard.arrays.values())
+    moments = {
+        f"{i}.{key}": value.clone()
+        for i, of_one in optimizer.state_dict()["state"].items()
+        for key, value in of_one.items()
+        if isinstance(value, torch.Tensor)
+    }
+    looked = any(
+        step["look"] for step in script
+    )  # what a user gathers is charged, but in nobody's plan
+    at_home = sum(
+        array.nbytes
+        for unit in engine_of(model).units
+        for shard in unit.shards
+        for array in shard.arrays.values()
+    )
     for tier_name, tier in infinity.stats(model).tiers.items():
         kept = at_home if tier_name == "host" else 0  # at most, by a load, for a moment
         assert tier.peak_nbytes <= tier.planned_nbytes + kept or (looked and tier_name == "device")
@@ -167,7 +223,9 @@ def soak(steps: int, folder: Path, *, replayed: int = 10) -> None:
             outcomes["typed error"] += 1
         else:
             assert all(torch.equal(a, b) for a, b in zip(expected[0], found[0], strict=True)), what
-            assert differing(found[1], expected[1]) == [] and differing(found[2], expected[2]) == [], what
+            assert (
+                differing(found[1], expected[1]) == [] and differing(found[2], expected[2]) == []
+            ), what
             outcomes["same bits"] += 1
         taken += len(script)
         seed += 1
@@ -183,14 +241,20 @@ def soak(steps: int, folder: Path, *, replayed: int = 10) -> None:
     for _ in range(3):  # models that were all seen before: nothing is imported or cached any more
         for seed in range(replayed):
             rng = random.Random(seed)
-            play(rng.choice(names), random_script(rng), {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(swap)]}, folder)
+            play(
+                rng.choice(names),
+                random_script(rng),
+                {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(swap)]},
+                folder,
+            )
         gc.collect()
         held.append(process.memory_info().rss)
     assert held[2] - held[1] < LEAK_NBYTES, held
 
 
 def test_short_soak(tmp_path):
-    """Method: 30 steps of random rounds; same bits or the right error each time, and nothing is left behind."""
+    """Method: 30 steps of random rounds; same bits or the right error each time, and nothing is
+    left behind."""
     soak(30, tmp_path / "soak", replayed=4)
 
 

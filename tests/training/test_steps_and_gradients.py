@@ -1,4 +1,5 @@
-"""Groups, schedulers, clipping, freezing, and gradients that are missing: the ordinary loop's steps."""
+"""Groups, schedulers, clipping, freezing, and gradients that are missing: the ordinary loop's
+steps."""
 
 from __future__ import annotations
 
@@ -18,21 +19,34 @@ from models import (
     transformer,
 )
 from torch import nn
-from training_cases import CLIPS, LR, SEED, a_model, assert_trains_alike, both_ends, clipped, hardest, simple_step, well_conditioned  # noqa: F401
+from training_cases import (
+    CLIPS,
+    LR,
+    SEED,
+    a_model,
+    assert_trains_alike,
+    both_ends,
+    hardest,
+    simple_step,
+    well_conditioned,
+)
 
 import infinity
 
 
 @pytest.mark.parametrize("fault", ["no weight decay", "a lost step", "a stale unit"])
 def test_a_wrong_optimizer_is_seen(fault, tmp_path):
-    """Method: the twin of everything below; a wrapped loop with one fault is told from the plain one."""
+    """Method: the twin of everything below; a wrapped loop with one fault is told from the plain
+    one."""
 
     def loop(model, optimizer):
         if isinstance(optimizer, torch.optim.AdamW):
             return [simple_step(model, optimizer, step) for step in range(3)]
         if fault == "no weight decay":
             optimizer.param_groups[0]["weight_decay"] = 0.0
-        losses = [simple_step(model, optimizer, step) for step in range(3 - (fault == "a lost step"))]
+        losses = [
+            simple_step(model, optimizer, step) for step in range(3 - (fault == "a lost step"))
+        ]
         if fault == "a stale unit":
             with infinity.full_params(model, ["blocks.1"], writeback=True) as params:
                 params["blocks.1.norm2.bias"].add_(1e-4)
@@ -43,7 +57,8 @@ def test_a_wrong_optimizer_is_seen(fault, tmp_path):
 
 
 def decay_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """Matrices and vectors apart, as most training scripts have it, and the embedding with its own rate."""
+    """Matrices and vectors apart, as most training scripts have it, and the embedding with its own
+    rate."""
     matrices = [p for n, p in model.named_parameters() if p.dim() > 1 and "tokens" not in n]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     return torch.optim.AdamW(
@@ -59,8 +74,15 @@ def decay_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 @both_ends
 def test_param_groups(home, tmp_path):
-    """Method: three groups with other rates, decays and betas, which divide every block; equal to plain torch."""
-    assert_trains_alike(lambda m, o: [simple_step(m, o, s) for s in range(3)], transformer(SEED), home, tmp_path, make=decay_groups)
+    """Method: three groups with other rates, decays and betas, which divide every block; equal to
+    plain torch."""
+    assert_trains_alike(
+        lambda m, o: [simple_step(m, o, s) for s in range(3)],
+        transformer(SEED),
+        home,
+        tmp_path,
+        make=decay_groups,
+    )
 
 
 SCHEDULERS = {
@@ -69,7 +91,10 @@ SCHEDULERS = {
     "OneCycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=LR, total_steps=8),
     "Sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
         milestones=[2],
     ),
 }
@@ -78,7 +103,8 @@ SCHEDULERS = {
 @pytest.mark.parametrize("make_scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
 @both_ends
 def test_scheduler_created_after_the_wrap(make_scheduler, home, tmp_path):
-    """Method: a scheduler over what wrap_model returned steers it as it does plain torch, betas included."""
+    """Method: a scheduler over what wrap_model returned steers it as it does plain torch, betas
+    included."""
 
     def loop(model, optimizer):
         scheduler = make_scheduler(optimizer)
@@ -95,11 +121,14 @@ def test_scheduler_created_after_the_wrap(make_scheduler, home, tmp_path):
 @pytest.mark.parametrize("make_scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize("warning", ["ignore", "error"])
 def test_scheduler_created_before_the_wrap(make_scheduler, warning, tmp_path):
-    """Method: a scheduler over the plain optimizer steers the wrapped one after it, and without a warning."""
+    """Method: a scheduler over the plain optimizer steers the wrapped one after it, and without a
+    warning."""
     plain, model = transformer(SEED), transformer(SEED)
     plain_optimizer, optimizer = well_conditioned(plain), well_conditioned(model)
     plain_scheduler, scheduler = make_scheduler(plain_optimizer), make_scheduler(optimizer)
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest("nvme", model, optimizer, tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest("nvme", model, optimizer, tmp_path)
+    )
     torch.manual_seed(SEED)
     expected = []
     for step in range(5):
@@ -132,15 +161,17 @@ def test_learning_rate_as_tensor(home, tmp_path):
         return seen
 
     def make(model):
-        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(LR), eps=1e-3, weight_decay=0.1)
+        return torch.optim.AdamW(
+            model.parameters(), lr=torch.tensor(LR), eps=1e-3, weight_decay=0.1
+        )
 
     assert_trains_alike(loop, transformer(SEED), home, tmp_path, make=make)
 
 
 @both_ends
 def test_momentum_switched_on_later(home, tmp_path):
-    """Method: SGD without momentum gets some from its group (as OneCycleLR does it) after the wrap; equal to plain
-    torch, or a typed error, and never a crash."""
+    """Method: SGD without momentum gets some from its group (as OneCycleLR does it) after the wrap;
+    equal to plain torch, or a typed error, and never a crash."""
 
     def loop(model, optimizer):
         for step in range(4):
@@ -149,7 +180,13 @@ def test_momentum_switched_on_later(home, tmp_path):
 
     def work():
         try:
-            assert_trains_alike(loop, transformer(SEED), home, tmp_path, make=lambda m: torch.optim.SGD(m.parameters(), lr=LR))
+            assert_trains_alike(
+                loop,
+                transformer(SEED),
+                home,
+                tmp_path,
+                make=lambda m: torch.optim.SGD(m.parameters(), lr=LR),
+            )
         except infinity.InfinityError as error:
             assert "momentum" in str(error)
 
@@ -160,8 +197,10 @@ def test_momentum_switched_on_later(home, tmp_path):
 @pytest.mark.parametrize("set_to_none", [True, False])
 @both_ends
 def test_zero_grad_in_both_forms(home, set_to_none, how, tmp_path):
-    """Method: zero by the optimizer, by the model and by hand; zeros are applied by the next step where a parameter
-    got nothing else (moments decay, weight decay acts, the count goes up), and None is not, as in torch."""
+    """Method: zero by the optimizer, by the model and by hand; zeros are applied by the next step
+    where a parameter got nothing else (moments decay, weight decay acts, the count goes up), and
+    None is not, as in torch.
+    """
     skipped = ("pairs.1.matrix", "pairs.5.vector", "scalar")
 
     def zero(model, optimizer):
@@ -190,11 +229,14 @@ def test_zero_grad_in_both_forms(home, set_to_none, how, tmp_path):
 
 @both_ends
 def test_step_without_any_gradient_changes_nothing(home, tmp_path):
-    """Method: call step() before any backward, and twice after one; torch applies a gradient as often as it is asked
-    to, the engine once: the second step must apply it again or raise, never do nothing."""
+    """Method: call step() before any backward, and twice after one; torch applies a gradient as
+    often as it is asked to, the engine once: the second step must apply it again or raise, never do
+    nothing."""
     model = prescribed(SEED)
     optimizer = well_conditioned(model)
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest(home, model, optimizer, tmp_path)
+    )
     before = model.state_dict()
     optimizer.step()
     assert differing(model.state_dict(), before) == []
@@ -215,18 +257,31 @@ def test_step_without_any_gradient_changes_nothing(home, tmp_path):
 @pytest.mark.parametrize("clip", CLIPS)
 @both_ends
 def test_changing_gradients_between_backward_and_step(clip, home, clipped):
-    """Method: clip, scale and edit gradients in the ways that training code has; what it sees and what the step does
-    are plain torch's, or a UsageError says that this way is not open."""
+    """Method: clip, scale and edit gradients in the ways that training code has; what it sees and
+    what the step does are plain torch's, or a UsageError says that this way is not open."""
     complaint = clipped(home).get(clip)
     assert complaint is None, complaint
 
 
 @pytest.mark.parametrize(
-    "clip", ["norm", "norm-foreach", "norm-single", "norm-inf", "total-norm", "value", "value-foreach", "by-hand", "data", "finite"]
+    "clip",
+    [
+        "norm",
+        "norm-foreach",
+        "norm-single",
+        "norm-inf",
+        "total-norm",
+        "value",
+        "value-foreach",
+        "by-hand",
+        "data",
+        "finite",
+    ],
 )
 @both_ends
 def test_common_ways_to_change_gradients_are_open(clip, home, tmp_path):
-    """Method: what the contract names (norms, scaling, clipping by norm or value) works, and no UsageError is raised."""
+    """Method: what the contract names (norms, scaling, clipping by norm or value) works, and no
+    UsageError is raised."""
 
     def loop(model, optimizer):
         loss_of(model, tokens(SEED)).backward()
@@ -241,7 +296,9 @@ def test_max_grad_norm_clips_as_the_call_does(tmp_path):
     states = []
     for settings, clip in (({"max_grad_norm": 0.3}, False), ({}, True)):
         model, optimizer = a_model()
-        model, optimizer = infinity.wrap_model(model, optimizer, at_home("nvme", "nvme", tmp_path, **settings))
+        model, optimizer = infinity.wrap_model(
+            model, optimizer, at_home("nvme", "nvme", tmp_path, **settings)
+        )
         for step in range(3):
             torch.manual_seed(step)
             loss_of(model, tokens(SEED + step)).backward()
@@ -257,7 +314,9 @@ def test_error_if_nonfinite_raises_as_torch_does(tmp_path):
     """Method: clip gradients that are not finite with error_if_nonfinite=True."""
     model = prescribed(SEED)
     optimizer = well_conditioned(model)
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest("nvme", model, optimizer, tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest("nvme", model, optimizer, tmp_path)
+    )
     given = gradients(prescribed(SEED), SEED)
     given["scalar"].fill_(float("inf"))
     model(given).backward()
@@ -267,9 +326,14 @@ def test_error_if_nonfinite_raises_as_torch_does(tmp_path):
 
 @both_ends
 def test_parameters_without_a_gradient_keep_their_count(home, tmp_path):
-    """Method: leave different parameters out of every step; counts, moments and weights are torch's, which counts
-    for each parameter alone."""
-    without = [(), ("pairs.0.vector",), ("pairs.0.vector", "pairs.1.matrix", "scalar"), ("transposed",)]
+    """Method: leave different parameters out of every step; counts, moments and weights are
+    torch's, which counts for each parameter alone."""
+    without = [
+        (),
+        ("pairs.0.vector",),
+        ("pairs.0.vector", "pairs.1.matrix", "scalar"),
+        ("transposed",),
+    ]
 
     def loop(model, optimizer):
         shapes = prescribed(SEED)
@@ -287,24 +351,30 @@ def test_parameters_without_a_gradient_keep_their_count(home, tmp_path):
 
 @both_ends
 def test_frozen_parameters_stay(home, tmp_path):
-    """Method: freeze a block, the embedding and half of another block; only the rest is in the optimizer."""
+    """Method: freeze a block, the embedding and half of another block; only the rest is in the
+    optimizer."""
     model = transformer(SEED)
     model.blocks[0].requires_grad_(False)
     model.blocks[1].attention.requires_grad_(False)
     model.positions.requires_grad_(False)
 
     def make(model):
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, eps=1e-3)
+        return torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=LR, eps=1e-3
+        )
 
     frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-    model, _ = assert_trains_alike(lambda m, o: [simple_step(m, o, s) for s in range(3)], model, home, tmp_path, make=make)
+    model, _ = assert_trains_alike(
+        lambda m, o: [simple_step(m, o, s) for s in range(3)], model, home, tmp_path, make=make
+    )
     state = model.state_dict()
     assert differing({name: state[name] for name in frozen}, frozen) == []
 
 
 @both_ends
 def test_freezing_and_unfreezing_parameters_of_the_optimizer(home, tmp_path):
-    """Method: the optimizer has all parameters; some are frozen at the wrap and thawed later, others frozen later."""
+    """Method: the optimizer has all parameters; some are frozen at the wrap and thawed later,
+    others frozen later."""
     model = transformer(SEED)
     model.blocks[0].requires_grad_(False)
     model.positions.requires_grad_(False)
@@ -327,7 +397,8 @@ def test_freezing_and_unfreezing_parameters_of_the_optimizer(home, tmp_path):
 
 @both_ends
 def test_parameters_outside_the_optimizer_gather_gradients_as_in_torch(home, tmp_path):
-    """Method: the optimizer has only the head; the rest still gets gradients, which nobody zeroes."""
+    """Method: the optimizer has only the head; the rest still gets gradients, which nobody
+    zeroes."""
 
     def loop(model, optimizer):
         seen = []
@@ -359,7 +430,9 @@ def test_state_and_gradients_from_before_the_wrap_are_honoured(home, tmp_path):
     plain, plain_optimizer = copy.deepcopy((model, optimizer))
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         one.grad = other.grad.clone()  # deepcopy leaves it out
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest(home, model, optimizer, tmp_path)
+    )
     for one, its in ((plain, plain_optimizer), (model, optimizer)):
         torch.manual_seed(1)
         loss_of(one, tokens(SEED + 3)).backward()

@@ -21,19 +21,31 @@ from models import (
 from runs import adamw
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from training_cases import LR, SEED, a_model, assert_trains_alike, both_ends, hardest, simple_step, well_conditioned
+from training_cases import (
+    LR,
+    SEED,
+    a_model,
+    assert_trains_alike,
+    both_ends,
+    hardest,
+    simple_step,
+    well_conditioned,
+)
 
 import infinity
 
 
 class Recurrent(nn.Module):
-    """Modules that use their children's weights themselves: an LSTM, multi-head attention, parametrized weights."""
+    """Modules that use their children's weights themselves: an LSTM, multi-head attention,
+    parametrized weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(16, 16, num_layers=2, batch_first=True)
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2
+        )
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
         self.orthogonal = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 4))
 
@@ -45,7 +57,8 @@ class Recurrent(nn.Module):
 
 @both_ends
 def test_modules_that_use_their_childrens_weights(home, tmp_path):
-    """Method: torch's own modules that bypass their children's forward, in training and in their fast path."""
+    """Method: torch's own modules that bypass their children's forward, in training and in their
+    fast path."""
 
     def loop(model, optimizer):
         seen = []
@@ -80,9 +93,11 @@ class Padded(nn.Module):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @both_ends
 def test_an_encoder_of_torch_takes_its_fast_path(home, tmp_path):
-    """Claim: in evaluation torch's encoder takes nested tensors, with zeros where the input was padding. It does so
-    only where its first layer's weights are plain tensors, before it has called that layer. Method: between steps, under
-    the least budgets; then with a forward that an exception ends, and frozen, where gradients are on. Twin: the steps."""
+    """Claim: in evaluation torch's encoder takes nested tensors, with zeros where the input was
+    padding. It does so only where its first layer's weights are plain tensors, before it has called
+    that layer. Method: between steps, under the least budgets; then with a forward that an
+    exception ends, and frozen, where gradients are on. Twin: the steps.
+    """
 
     def loop(model, optimizer):
         seen = []
@@ -114,8 +129,8 @@ def test_an_encoder_of_torch_takes_its_fast_path(home, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_parameters_that_share_storage_without_being_one(tmp_path):
-    """Method: tie two parameters by their data, not by identity: torch updates the shared bytes twice. The engine must
-    do the same or refuse; training them apart would be another model."""
+    """Method: tie two parameters by their data, not by identity: torch updates the shared bytes
+    twice. The engine must do the same or refuse; training them apart would be another model."""
 
     def build():
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
@@ -124,7 +139,9 @@ def test_parameters_that_share_storage_without_being_one(tmp_path):
 
     def loop(model, optimizer):
         for step in range(2):
-            model(torch.randn(3, 8, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            model(
+                torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
+            ).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -132,7 +149,9 @@ def test_parameters_that_share_storage_without_being_one(tmp_path):
     plain_optimizer = well_conditioned(plain)
     loop(plain, plain_optimizer)
     try:
-        model, optimizer = infinity.wrap_model(model, well_conditioned(model), at_home("host", "host", tmp_path))
+        model, optimizer = infinity.wrap_model(
+            model, well_conditioned(model), at_home("host", "host", tmp_path)
+        )
     except infinity.ConfigError:
         return
     loop(model, optimizer)
@@ -141,16 +160,21 @@ def test_parameters_that_share_storage_without_being_one(tmp_path):
 
 @both_ends
 def test_a_worker_process_that_ends_leaves_the_job_alone(home, tmp_path):
-    """Method: a data loader with forked workers, and a forked child that exits by itself (so that its exit handlers
-    run), while a wrapped model trains; it trains on, with its swap file in place."""
+    """Method: a data loader with forked workers, and a forked child that exits by itself (so
+    that its exit handlers run), while a wrapped model trains; it trains on, with its swap file
+    in place."""
     import os
 
     def work():
         model, optimizer = a_model()
-        model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path))
+        model, optimizer = infinity.wrap_model(
+            model, optimizer, hardest(home, model, optimizer, tmp_path)
+        )
         simple_step(model, optimizer, 0)
         before = sorted(os.listdir(tmp_path))
-        loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2, num_workers=2, multiprocessing_context="fork")
+        loader = torch.utils.data.DataLoader(
+            torch.arange(8), batch_size=2, num_workers=2, multiprocessing_context="fork"
+        )
         for step, _ in enumerate(loader):
             simple_step(model, optimizer, step)
         child = os.fork()
@@ -176,21 +200,27 @@ class Output:
     state: list
 
 
-@pytest.mark.parametrize("kind", ["tuple", "list", "dict", "namedtuple", "dataclass", "odict", "object"])
+@pytest.mark.parametrize(
+    "kind", ["tuple", "list", "dict", "namedtuple", "dataclass", "odict", "object"]
+)
 @both_ends
 def test_what_a_forward_returns_is_handed_on_as_it_is(kind, home, tmp_path):
-    """Method: modules that return containers, with a list in them that the module and its caller both keep and change,
-    as caches are; types and identities are those that the module returned."""
+    """Method: modules that return containers, with a list in them that the module and its caller
+    both keep and change, as caches are; types and identities are those that the module returned."""
 
     class Thing:
         def __init__(self, x, state):
             self.x, self.state = x, state
 
     make = {
-        "tuple": lambda x, s: (x, s), "list": lambda x, s: [x, s], "dict": lambda x, s: {"x": x, "state": s},
-        "namedtuple": Pair, "dataclass": Output, "odict": lambda x, s: collections.OrderedDict(x=x, state=s),
+        "tuple": lambda x, s: (x, s),
+        "list": lambda x, s: [x, s],
+        "dict": lambda x, s: {"x": x, "state": s},
+        "namedtuple": Pair,
+        "dataclass": Output,
+        "odict": lambda x, s: collections.OrderedDict(x=x, state=s),
         "object": Thing,
-    }[kind]  # fmt: skip
+    }[kind]
 
     class Layer(nn.Linear):
         def forward(self, x, state):
@@ -252,8 +282,12 @@ class Wandering(nn.Module):
 
 @both_ends
 def test_another_way_through_the_model_every_time(home, tmp_path):
-    """Method: a seeded path through eight blocks, another one each step, with repeats, skips and recursion."""
-    paths = [torch.randint(8, (6,), generator=torch.Generator().manual_seed(SEED + i)).tolist() for i in range(8)]
+    """Method: a seeded path through eight blocks, another one each step, with repeats, skips and
+    recursion."""
+    paths = [
+        torch.randint(8, (6,), generator=torch.Generator().manual_seed(SEED + i)).tolist()
+        for i in range(8)
+    ]
 
     def loop(model, optimizer):
         seen = []
@@ -274,12 +308,14 @@ def test_another_way_through_the_model_every_time(home, tmp_path):
 
 @both_ends
 def test_a_wrapped_part_of_a_larger_model(home, tmp_path):
-    """Method: wrap the backbone only; a plain head and a plain input layer around it train with an optimizer of their
-    own, in the same backward."""
+    """Method: wrap the backbone only; a plain head and a plain input layer around it train with an
+    optimizer of their own, in the same backward."""
     plain, model = transformer(SEED), transformer(SEED)
     heads = [seeded(1, lambda: nn.Linear(67, 3)) for _ in range(2)]
     plain_optimizer, optimizer = well_conditioned(plain), well_conditioned(model)
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest(home, model, optimizer, tmp_path)
+    )
     losses = []
     for one, its, head in ((plain, plain_optimizer, heads[0]), (model, optimizer, heads[1])):
         whole = nn.Sequential(one, head)
@@ -331,7 +367,8 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @both_ends
 def test_modes_of_torch_change_nothing(mode, home, tmp_path):
-    """Method: wrap and train inside a mode of torch that has nothing to do with it; the bits of a run outside."""
+    """Method: wrap and train inside a mode of torch that has nothing to do with it; the bits of a
+    run outside."""
     states = []
     ids = [tokens(SEED + step) for step in range(2)]
     for inside in (False, True):
@@ -348,10 +385,15 @@ def test_modes_of_torch_change_nothing(mode, home, tmp_path):
                 optimizer.zero_grad()
             states.append(dict(model.state_dict()))
             state = optimizer.state_dict()["state"]
-            states[-1] |= {f"{i} {k}": v for i, entry in state.items() for k, v in entry.items() if k != "step"}
+            states[-1] |= {
+                f"{i} {k}": v for i, entry in state.items() for k, v in entry.items() if k != "step"
+            }
             # torch itself counts in fp64 where that is the default dtype.
             assert {float(entry["step"]) for entry in state.values()} == {2.0}
-            assert {entry["step"].dtype for entry in state.values()} <= {torch.float32, torch.float64}
+            assert {entry["step"].dtype for entry in state.values()} <= {
+                torch.float32,
+                torch.float64,
+            }
         del model, optimizer
     assert differing(*states) == []
 
@@ -359,8 +401,8 @@ def test_modes_of_torch_change_nothing(mode, home, tmp_path):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @both_ends
 def test_wrapping_inside_a_mode_without_gradients(home, mode, tmp_path):
-    """Method: call wrap_model under no_grad and inference_mode, train outside; the bits of a wrap outside, or a typed
-    error at the wrap."""
+    """Method: call wrap_model under no_grad and inference_mode, train outside; the bits of a wrap
+    outside, or a typed error at the wrap."""
     states = []
     for enter in (contextlib.nullcontext, mode):
         model = transformer(SEED, dropout=0.0)
@@ -382,7 +424,8 @@ def test_wrapping_inside_a_mode_without_gradients(home, mode, tmp_path):
 
 @both_ends
 def test_an_embedding_that_renormalises_itself(home, tmp_path):
-    """Method: nn.Embedding with max_norm and padding_idx changes its own weight in every forward."""
+    """Method: nn.Embedding with max_norm and padding_idx changes its own weight in every
+    forward."""
 
     class Bag(nn.Module):
         def __init__(self):
@@ -411,16 +454,20 @@ def test_an_embedding_that_renormalises_itself(home, tmp_path):
 
 @both_ends
 def test_functional_call_with_other_tensors(home, tmp_path):
-    """Method: torch.func.functional_call replaces the parameters for one call; output and gradients are those of the
-    tensors that were given, and the model is untouched."""
+    """Method: torch.func.functional_call replaces the parameters for one call; output and gradients
+    are those of the tensors that were given, and the model is untouched."""
     plain, model = transformer(SEED, dropout=0.0), transformer(SEED, dropout=0.0)
     model, optimizer = infinity.wrap_model(model, adamw(model, LR), at_home(home, home, tmp_path))
     before = dict(model.state_dict())
     found = []
     for one in (plain, model):
-        given = {name: (2 * value).detach().requires_grad_() for name, value in plain.named_parameters()}
+        given = {
+            name: (2 * value).detach().requires_grad_() for name, value in plain.named_parameters()
+        }
         out = torch.func.functional_call(one, given, (tokens(SEED),)).square().mean()
-        found.append([out.detach(), *torch.autograd.grad(out, list(given.values()), allow_unused=True)])
+        found.append(
+            [out.detach(), *torch.autograd.grad(out, list(given.values()), allow_unused=True)]
+        )
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
     assert differing(dict(model.state_dict()), before) == []
     simple_step(model, optimizer, 0)
@@ -433,9 +480,9 @@ TRANSFORMS: dict[str, Callable] = {
     "hessian": lambda model, x: torch.func.hessian(lambda x: model(x).sum())(x),
     "linearize": lambda model, x: torch.func.linearize(model, x),
     "functionalize": lambda model, x: torch.func.functionalize(model)(x),
-    "of parameters": lambda model, x: torch.func.grad(lambda given: torch.func.functional_call(model, given, (x,)).sum())(
-        {name: torch.zeros(param.shape) for name, param in model.named_parameters()}
-    ),
+    "of parameters": lambda model, x: torch.func.grad(
+        lambda given: torch.func.functional_call(model, given, (x,)).sum()
+    )({name: torch.zeros(param.shape) for name, param in model.named_parameters()}),
     "trace": lambda model, x: torch.jit.trace(model, x),
     "script": lambda model, x: torch.jit.script(model),
     "make_fx": lambda model, x: make_fx(model)(x),
@@ -445,11 +492,16 @@ TRANSFORMS: dict[str, Callable] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @both_ends
 def test_a_transform_of_torch_is_refused_before_anything_changed(transform, home, tmp_path):
-    """Method: torch.func, torch.jit and fx over a wrapped model that has landed gradients; the step behind applies them. Twin: the same
-    on the plain model runs."""
-    plain, model = (seeded(SEED, lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))) for _ in range(2))
+    """Method: torch.func, torch.jit and fx over a wrapped model that has landed gradients; the step
+    behind applies them. Twin: the same on the plain model runs."""
+    plain, model = (
+        seeded(SEED, lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+        for _ in range(2)
+    )
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), at_home(home, home, tmp_path))
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), at_home(home, home, tmp_path)
+    )
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(SEED))
     for each in (plain, model):
         each(x).square().sum().backward()
@@ -457,7 +509,10 @@ def test_a_transform_of_torch_is_refused_before_anything_changed(transform, home
     if transform == "functionalize":  # which has bytes, and works
         assert torch.equal(TRANSFORMS[transform](model, x), expected)
     else:
-        with pytest.raises(infinity.UsageError, match="transform of torch.func|cannot be traced|a tracer|torch.jit.trace"):
+        with pytest.raises(
+            infinity.UsageError,
+            match="transform of torch.func|cannot be traced|a tracer|torch.jit.trace",
+        ):
             TRANSFORMS[transform](model, x)
     for each in (plain_optimizer, optimizer):
         each.step()

@@ -31,8 +31,9 @@ PYBIND11_MODULE(_native, m) {
       .def_readwrite("first_piece", &FaultPlan::first_piece)
       .def_readwrite("file", &FaultPlan::file);
   py::class_<Doubles, BackendLayer, std::shared_ptr<Doubles>>(m, "Doubles")
-      .def(py::init([](const FaultPlan* faults, const std::vector<std::pair<std::string, double>>& models, std::string clocks,
-                       bool instant) {
+      .def(py::init([](const FaultPlan* faults,
+                       const std::vector<std::pair<std::string, double>>& models,
+                       std::string clocks, bool instant) {
              auto made = std::make_shared<Doubles>();
              if (faults) made->faults = *faults;
              for (const auto& [folder, rate] : models) made->models.push_back({folder, rate});
@@ -40,6 +41,7 @@ PYBIND11_MODULE(_native, m) {
              made->instant = instant;
              return made;
            }),
-           py::arg("faults") = nullptr, py::arg("models") = std::vector<std::pair<std::string, double>>{},
+           py::arg("faults") = nullptr,
+           py::arg("models") = std::vector<std::pair<std::string, double>>{},
            py::arg("clocks") = "", py::arg("instant") = false);
 }

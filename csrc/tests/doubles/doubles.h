@@ -23,17 +23,17 @@ namespace infinity::doubles {
 struct FaultPlan {
   std::uint64_t seed = 0;
   double short_transfer = 0;  // fewer bytes than asked for are moved
-  double delay = 0;           // the result comes `delay_seconds` late
+  double delay = 0;  // the result comes `delay_seconds` late
   double delay_seconds = 0.001;
-  double reorder = 0;            // the result is held back until a later one comes
+  double reorder = 0;  // the result is held back until a later one comes
   double eio = 0;
-  double enospc = 0;             // of writes
-  double read_only = 0;          // of writes: the file system was remounted after an error
-  double lost_write = 0;         // reported as done, never performed
-  double bit_flip = 0;           // one bit of what was read
-  double hang = 0;               // no result ever comes
+  double enospc = 0;  // of writes
+  double read_only = 0;  // of writes: the file system was remounted after an error
+  double lost_write = 0;  // reported as done, never performed
+  double bit_flip = 0;  // one bit of what was read
+  double hang = 0;  // no result ever comes
   std::int64_t first_piece = 0;  // pieces before this one have no fault
-  std::int64_t file = -1;        // only pieces of this file are counted and have faults; -1: all
+  std::int64_t file = -1;  // only pieces of this file are counted and have faults; -1: all
 };
 
 // A modelled disk: files under `folder` move at `rate` bytes per second.
@@ -49,7 +49,9 @@ std::unique_ptr<Backend> make_instant_backend();
 
 // `clocks` is a file that all processes with the same disks map: they share the rates. Throws
 // UsageError and StorageError.
-std::unique_ptr<Backend> make_modelled_backend(std::unique_ptr<Backend> inner, std::vector<DiskModel> models, const std::string& clocks);
+std::unique_ptr<Backend> make_modelled_backend(std::unique_ptr<Backend> inner,
+                                               std::vector<DiskModel> models,
+                                               const std::string& clocks);
 
 std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, FaultPlan plan);
 
@@ -61,13 +63,16 @@ struct Doubles : BackendLayer {
   std::string clocks;
   std::optional<FaultPlan> faults;
 
-  std::unique_ptr<Backend> make(const std::function<std::unique_ptr<Backend>()>& real) const override {
+  std::unique_ptr<Backend> make(
+      const std::function<std::unique_ptr<Backend>()>& real) const override {
     std::unique_ptr<Backend> backend = instant ? make_instant_backend() : real();
     if (!models.empty()) backend = make_modelled_backend(std::move(backend), models, clocks);
     if (faults) backend = make_faulty_backend(std::move(backend), *faults);
     return backend;
   }
-  std::string device_of(const std::string& path) const override { return modelled_device(models, path); }
+  std::string device_of(const std::string& path) const override {
+    return modelled_device(models, path);
+  }
 };
 
 }  // namespace infinity::doubles

@@ -20,7 +20,8 @@ std::uint64_t mix(std::uint64_t word) {
 
 class FaultyBackend final : public Backend {
  public:
-  FaultyBackend(std::unique_ptr<Backend> inner, FaultPlan plan) : inner_(std::move(inner)), plan_(plan) {}
+  FaultyBackend(std::unique_ptr<Backend> inner, FaultPlan plan)
+      : inner_(std::move(inner)), plan_(plan) {}
 
   const char* name() const override { return inner_->name(); }
 
@@ -51,7 +52,8 @@ class FaultyBackend final : public Backend {
       started.piece = sent;
       started.delayed = on && chance(number, 6, plan_.delay);
       started.held_back = on && chance(number, 7, plan_.reorder);
-      if (on && !write && chance(number, 8, plan_.bit_flip)) started.flip = 1 + draw(number, 9) % (sent.nbytes * 8);
+      if (on && !write && chance(number, 8, plan_.bit_flip))
+        started.flip = 1 + draw(number, 9) % (sent.nbytes * 8);
       ++inside_;
     }
     inner_->start(id, sent, descriptor);
@@ -74,15 +76,18 @@ class FaultyBackend final : public Backend {
       Started& started = started_[result.id];
       --inside_;
       if (started.flip && result.result > 0) {
-        const std::uint64_t bit = (started.flip - 1) % (static_cast<std::uint64_t>(result.result) * 8);
+        const std::uint64_t bit =
+            (started.flip - 1) % (static_cast<std::uint64_t>(result.result) * 8);
         started.piece.data[bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
       }
-      if (started.delayed) std::this_thread::sleep_for(std::chrono::duration<double>(plan_.delay_seconds));
+      if (started.delayed)
+        std::this_thread::sleep_for(std::chrono::duration<double>(plan_.delay_seconds));
       (started.held_back ? held_ : results).push_back(result);
     }
     results.insert(results.end(), answered_.begin(), answered_.end());
     answered_.clear();
-    // What is held back goes out behind a later result; with nothing left inside there is none to wait for.
+    // What is held back goes out behind a later result; with nothing left inside there is none to
+    // wait for.
     if (!results.empty() || inside_ == 0) {
       results.insert(results.end(), held_.begin(), held_.end());
       held_.clear();
@@ -104,8 +109,12 @@ class FaultyBackend final : public Backend {
     if (inside) inner_->give_up(id);
   }
   void abandon() override { inner_->abandon(); }
-  std::string register_files(const std::vector<int>& files) override { return inner_->register_files(files); }
-  std::string register_buffers(const std::vector<Span>& spans) override { return inner_->register_buffers(spans); }
+  std::string register_files(const std::vector<int>& files) override {
+    return inner_->register_files(files);
+  }
+  std::string register_buffers(const std::vector<Span>& spans) override {
+    return inner_->register_buffers(spans);
+  }
   void forget_file(int file) override { inner_->forget_file(file); }
 
  private:
@@ -120,7 +129,8 @@ class FaultyBackend final : public Backend {
     return mix(plan_.seed ^ mix(number * 16 + fault));
   }
   bool chance(std::uint64_t number, std::uint64_t fault, double probability) const {
-    return probability > 0 && static_cast<double>(draw(number, fault) >> 11) * 0x1p-53 < probability;
+    return probability > 0 &&
+           static_cast<double>(draw(number, fault) >> 11) * 0x1p-53 < probability;
   }
   void answer(std::uint32_t id, std::int64_t result) {
     {

@@ -24,7 +24,8 @@ class InstantBackend final : public Backend {
 
   void wait(std::vector<PieceResult>& results, double seconds) override {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return woken_ || !moved_.empty(); });
+    changed_.wait_for(lock, std::chrono::duration<double>(seconds),
+                      [this] { return woken_ || !moved_.empty(); });
     woken_ = false;
     results.insert(results.end(), moved_.begin(), moved_.end());
     moved_.clear();

@@ -42,21 +42,33 @@ class Compute:
     how: str  # measured or estimated
 
 
-def compute_time(model: nn.Module, config: Any, *, batch: int, length: int, dtype: torch.dtype, checkpointing: bool) -> Compute:
+def compute_time(
+    model: nn.Module,
+    config: Any,
+    *,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+) -> Compute:
     """Measures or estimates the seconds of forward and backward of one batch. ``model`` may be on
     meta; ``config`` is its transformers configuration. Runs small models on the CPU."""
     layers = _layer_count(config)
     flops = step_flops(model, config, batch=batch, length=length, checkpointing=checkpointing)
     try:
         if layers and _is_small(_with_layers(config, 3), batch * length, length, dtype):
-            one, three = (_measure(config, count, batch, length, dtype, checkpointing) for count in (1, 3))
+            one, three = (
+                _measure(config, count, batch, length, dtype, checkpointing) for count in (1, 3)
+            )
             return Compute(max(one, one + (layers - 1) * (three - one) / 2), "measured")
     except Exception:  # noqa: BLE001 - an architecture that cannot be had smaller: it is estimated
         pass
     return Compute(flops / _product_rate(dtype), "estimated")
 
 
-def step_flops(model: nn.Module, config: Any, *, batch: int, length: int, checkpointing: bool) -> float:
+def step_flops(
+    model: nn.Module, config: Any, *, batch: int, length: int, checkpointing: bool
+) -> float:
     """Counts the multiplications and additions of a forward and backward; with ``checkpointing``,
     of a second forward too."""
     params = sum(param.numel() for param in model.parameters())
@@ -85,7 +97,10 @@ def _is_small(config: Any, tokens: int, length: int, dtype: torch.dtype) -> bool
     params = sum(param.numel() for param in model.parameters())
     logits = 4 * tokens * (getattr(config.get_text_config(), "vocab_size", 0) or 0)
     nbytes = (2 * params + logits) * dtype.itemsize
-    return nbytes < LARGEST_PROBE_NBYTES and _flops(config, params, tokens, length) < LARGEST_PROBE_FLOPS
+    return (
+        nbytes < LARGEST_PROBE_NBYTES
+        and _flops(config, params, tokens, length) < LARGEST_PROBE_FLOPS
+    )
 
 
 def _layer_count(config: Any) -> int | None:
@@ -100,7 +115,9 @@ def _flops(config: Any, params: int, tokens: int, length: int) -> float:
     return 6.0 * params * tokens + 12.0 * (_layer_count(config) or 0) * width * length * tokens / 2
 
 
-def _measure(config: Any, layers: int, batch: int, length: int, dtype: torch.dtype, checkpointing: bool) -> float:
+def _measure(
+    config: Any, layers: int, batch: int, length: int, dtype: torch.dtype, checkpointing: bool
+) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 

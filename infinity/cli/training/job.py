@@ -67,7 +67,12 @@ class Job:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.batches.batch_size * self.batches.sequence_length * self.accumulate * self.ranks.count
+        return (
+            self.batches.batch_size
+            * self.batches.sequence_length
+            * self.accumulate
+            * self.ranks.count
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,7 +80,13 @@ class Job:
         return len(self.step_seconds) * self.tokens_per_step / seconds if seconds else 0.0
 
 
-def make_job(args: argparse.Namespace, model: nn.Module, batches: Batches, config: infinity.Config, ranks: Ranks) -> Job:
+def make_job(
+    args: argparse.Namespace,
+    model: nn.Module,
+    batches: Batches,
+    config: infinity.Config,
+    ranks: Ranks,
+) -> Job:
     import torch
 
     if args.lora_rank is None:
@@ -125,10 +136,15 @@ def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {
+            "params": [parameter for parameter in trained if parameter.ndim >= 2],
+            "weight_decay": weight_decay,
+        },
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.95))
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.95)
+    )
 
 
 def lr_share(step: int, *, steps: int, warmup_steps: int) -> float:
@@ -180,7 +196,9 @@ def train_step(job: Job, step: int) -> float:
         loss = job.model(input_ids=tokens, labels=tokens).loss / job.accumulate
         loss_sum += loss.item()
         if not math.isfinite(loss_sum):  # the other ranks' next collective raises too
-            raise InfinityError(f"The loss is {loss_sum} at step {step}. Lower --lr, or lengthen --warmup-steps.")
+            raise InfinityError(
+                f"The loss is {loss_sum} at step {step}. Lower --lr, or lengthen --warmup-steps."
+            )
         loss.backward()
     if job.max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.max_grad_norm)
@@ -200,7 +218,9 @@ def held_out_loss(model: nn.Module, batches: list[torch.Tensor]) -> float:
     loss_sum, windows_count = 0.0, 0
     with torch.no_grad():
         for tokens in batches:
-            loss_sum += model(input_ids=tokens.to(device), labels=tokens.to(device)).loss.item() * len(tokens)
+            loss_sum += model(
+                input_ids=tokens.to(device), labels=tokens.to(device)
+            ).loss.item() * len(tokens)
             windows_count += len(tokens)
     model.train(was_training)
     return loss_sum / windows_count
@@ -216,19 +236,25 @@ class EdgeCounts:
     @classmethod
     def of(cls, model: nn.Module) -> EdgeCounts:
         stats = infinity.stats(model)
-        edges = {edge: dataclasses.asdict(moved) for edge, moved in (stats.edges | stats.collectives).items()}
+        edges = {
+            edge: dataclasses.asdict(moved)
+            for edge, moved in (stats.edges | stats.collectives).items()
+        }
         return cls(at_seconds=time.perf_counter(), edges=edges)
 
     def since(self, start: EdgeCounts) -> EdgeCounts:
         edges = {
-            edge: {name: value - start.edges[edge][name] for name, value in moved.items()} for edge, moved in self.edges.items()
+            edge: {name: value - start.edges[edge][name] for name, value in moved.items()}
+            for edge, moved in self.edges.items()
         }
         return EdgeCounts(at_seconds=self.at_seconds - start.at_seconds, edges=edges)
 
     @property
     def stall_share(self) -> float:
         """The share of the time since the start in which the loop waited for transfers."""
-        return sum(moved["stall_seconds"] for moved in self.edges.values()) / max(self.at_seconds, 1e-9)
+        return sum(moved["stall_seconds"] for moved in self.edges.values()) / max(
+            self.at_seconds, 1e-9
+        )
 
     @property
     def slowest_edge(self) -> str | None:
@@ -257,13 +283,16 @@ def resume(job: Job) -> None:
     _check_fixed_values(job, extra.get("fixed_values") or {})
     if extra["step"] > job.steps:
         raise UsageError(
-            f"The checkpoint {job.checkpoint} is at step {extra['step']}, past --steps {job.steps}.\n"
-            f"Give --steps {extra['step']} or more, or leave out --resume to start fresh."
+            f"The checkpoint {job.checkpoint} is at step {extra['step']}, past --steps"
+            f" {job.steps}.\nGive --steps {extra['step']} or more, or leave out --resume to start"
+            " fresh."
         )
     job.scheduler.load_state_dict(extra["scheduler"])
     # Computed from the step, not read from the checkpoint: if --steps has changed, so has the
     # curve. Otherwise the bits are the same.
-    for group, base_lr, share in zip(job.optimizer.param_groups, job.scheduler.base_lrs, job.scheduler.lr_lambdas, strict=True):
+    for group, base_lr, share in zip(
+        job.optimizer.param_groups, job.scheduler.base_lrs, job.scheduler.lr_lambdas, strict=True
+    ):
         group["lr"] = base_lr * share(extra["step"])
     job.first_step = job.next_step = extra["step"]
     job.loss_before = extra["loss_before"]
@@ -272,7 +301,9 @@ def resume(job: Job) -> None:
 def _check_fixed_values(job: Job, saved: dict[str, Any]) -> None:
     different = [name for name, value in job.fixed_values.items() if saved.get(name) != value]
     if different:
-        pairs = ", ".join(f"{name} {saved.get(name)} (now {job.fixed_values[name]})" for name in different)
+        pairs = ", ".join(
+            f"{name} {saved.get(name)} (now {job.fixed_values[name]})" for name in different
+        )
         raise UsageError(
             f"The checkpoint {job.checkpoint} was made with {pairs}.\n"
             "Give the same options and data to continue it, or leave out --resume to start fresh."

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
 
 
 def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
@@ -34,10 +40,14 @@ def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
     if path is None:
         return built_in_model_config()
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
+        config = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust
+        )
     except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
         if not trust and "trust_remote_code" in str(error):
-            raise ConfigError(f"{path} brings code of its own to run. If you trust it: --trust-remote-code") from None
+            raise ConfigError(
+                f"{path} brings code of its own to run. If you trust it: --trust-remote-code"
+            ) from None
         raise ConfigError(f"transformers cannot read {path}: {_first_line(error)}") from None
     check_sizes(path, config)
     return config
@@ -79,7 +89,10 @@ def choose_sequence_length(wanted: int | None, model_config: Any) -> int:
     if wanted is None:
         return min(DEFAULT_SEQUENCE_LENGTH, limit)
     if wanted > limit:
-        raise ConfigError(f"--sequence-length {wanted} exceeds the model's {limit} positions. Give {limit} or less.")
+        raise ConfigError(
+            f"--sequence-length {wanted} exceeds the model's {limit} positions. Give {limit} or"
+            " less."
+        )
     return wanted
 
 
@@ -91,9 +104,13 @@ def read_tokenizer(path: Path | None, *, trust: bool = False) -> Any:
     if path is None or not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
+        return transformers.AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust
+        )
     except (ValueError, KeyError, OSError, ImportError) as error:
-        raise ConfigError(f"transformers cannot read the tokenizer in {path}: {_first_line(error)}") from None
+        raise ConfigError(
+            f"transformers cannot read the tokenizer in {path}: {_first_line(error)}"
+        ) from None
 
 
 def check_vocabulary(model_config: Any, tokenizer: Any) -> None:
@@ -101,9 +118,15 @@ def check_vocabulary(model_config: Any, tokenizer: Any) -> None:
     what = "byte-level text" if tokenizer is None else "its tokenizer"
     size = getattr(model_config.get_text_config(), "vocab_size", None)
     if size is None:
-        raise ConfigError("The model's configuration has no vocab_size: it is not of a language model. Give another --model.")
+        raise ConfigError(
+            "The model's configuration has no vocab_size: it is not of a language model. Give"
+            " another --model."
+        )
     if size < needed:
-        raise ConfigError(f"The model's vocabulary has {size} entries but {what} needs {needed}. Give another --model.")
+        raise ConfigError(
+            f"The model's vocabulary has {size} entries but {what} needs {needed}. Give another"
+            " --model."
+        )
 
 
 def build_model(
@@ -130,21 +153,35 @@ def build_model(
     torch.manual_seed(seed)
     try:
         if path is None or path.is_file():
-            return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust)
+            return AutoModelForCausalLM.from_config(
+                model_config, dtype=dtype, trust_remote_code=trust
+            )
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust)
+            model = AutoModelForCausalLM.from_config(
+                model_config, dtype=dtype, trust_remote_code=trust
+            )
         keep_in_fp32(model, dtype)
         if not whole and is_streamed(model, path):
             if (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path)
             return model
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, config=model_config, dtype=dtype, local_files_only=True, output_loading_info=True, trust_remote_code=trust
+            path,
+            config=model_config,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=trust,
         )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
-        raise ConfigError(f"transformers cannot build a causal LM from {path}: {_first_line(error)}") from None
+        raise ConfigError(
+            f"transformers cannot build a causal LM from {path}: {_first_line(error)}"
+        ) from None
     if missing := sorted(found["missing_keys"]):
-        say(f"{len(missing)} weights are not in {path} and start from the seed: {', '.join(missing[:4])}")
+        say(
+            f"{len(missing)} weights are not in {path} and start from the seed:"
+            f" {', '.join(missing[:4])}"
+        )
     return model
 
 
@@ -160,8 +197,11 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
     kept = model.state_dict(keep_vars=True)  # persistent buffers too
     found = Incoming(model, WeightFiles(path).sources(), kept).sources
     there = {id(kept[name]) for name in found}
-    return all(id(tensor) in there or may_lack(model, name) for name, tensor in kept.items()) and all(
-        source.shape == kept[name].shape and source.dtype.is_floating_point == kept[name].dtype.is_floating_point
+    return all(
+        id(tensor) in there or may_lack(model, name) for name, tensor in kept.items()
+    ) and all(
+        source.shape == kept[name].shape
+        and source.dtype.is_floating_point == kept[name].dtype.is_floating_point
         for name, source in found.items()
     )
 
@@ -186,14 +226,23 @@ def add_adapters(model: nn.Module, rank: int) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ConfigError("--lora-rank needs peft: pip install peft") from None
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model,
+        LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
 
 
 def checkpoint_activations(model: nn.Module) -> None:
     if not model.supports_gradient_checkpointing:
-        raise ConfigError(f"{type(model).__name__} has no gradient checkpointing. Leave out --gradient-checkpointing.")
+        raise ConfigError(
+            f"{type(model).__name__} has no gradient checkpointing. Leave out"
+            " --gradient-checkpointing."
+        )
     # transformers renames it for version 6.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
 
 

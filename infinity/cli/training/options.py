@@ -34,18 +34,39 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
         metavar="PATH",
         help="folder with config.json and safetensors, or a config.json alone for fresh weights",
     )
-    add("--trust-remote-code", action="store_true", help="run Python code that lies in the folder of --model")
-    add("--data", type=Path, metavar="PATH", help="a text file, or a folder: all text files in it, sorted")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that lies in the folder of --model",
+    )
+    add(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="a text file, or a folder: all text files in it, sorted",
+    )
     add("--data-limit", default="64MiB", metavar="BYTES", help="read no more (default 64MiB)")
     add(
         "--dtype",
         choices=("auto", "bf16", "fp32"),
         default="bf16",
-        help="of the model's weights (default bf16); auto: fp32 on a processor that has no fast bf16 products",
+        help=(
+            "of the model's weights (default bf16); auto: fp32 on a processor that has no fast bf16"
+            " products"
+        ),
     )
     add("--preset", choices=tuple(PRESETS), help="options under one name, which others go over")
-    add("--lora-rank", type=_positive, metavar="N", help="train adapters of this rank (needs peft) and save them, not the model")
-    add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward")
+    add(
+        "--lora-rank",
+        type=_positive,
+        metavar="N",
+        help="train adapters of this rank (needs peft) and save them, not the model",
+    )
+    add(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="recompute activations in the backward",
+    )
 
 
 def _add_memory_options(group: argparse._ArgumentGroup) -> None:
@@ -57,8 +78,17 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
         choices=("optimizer", "gradients", "parameters"),
         help="under torchrun, what each rank has only its part of (default parameters)",
     )
-    add("--activations", choices=HOMES, help="home of what the forward saves for the backward (default auto)")
-    add("--micro-batch", type=_positive, metavar="N", help="samples that a unit runs at once (default all)")
+    add(
+        "--activations",
+        choices=HOMES,
+        help="home of what the forward saves for the backward (default auto)",
+    )
+    add(
+        "--micro-batch",
+        type=_positive,
+        metavar="N",
+        help="samples that a unit runs at once (default all)",
+    )
     add(
         "--nvme-path",
         action="append",
@@ -66,57 +96,155 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
         metavar="FOLDER",
         help="swap files go here; repeat it to stripe over several disks",
     )
-    add("--host-memory", metavar="BYTES", help='budget, as "256MiB", or "25%%": that share of the training state')
+    add(
+        "--host-memory",
+        metavar="BYTES",
+        help='budget, as "256MiB", or "25%%": that share of the training state',
+    )
     add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
-    add("--master", choices=("split", "fp32", "none"), help="master weights of bf16 parameters (default split)")
-    add("--moments", choices=("fp32", "bf16", "int8"), help="the optimizer's moments (default fp32)")
+    add(
+        "--master",
+        choices=("split", "fp32", "none"),
+        help="master weights of bf16 parameters (default split)",
+    )
+    add(
+        "--moments", choices=("fp32", "bf16", "int8"), help="the optimizer's moments (default fp32)"
+    )
     add(
         "--config",
         type=Path,
         metavar="FILE",
-        help="TOML or JSON: the engine's fields, options in a table [train]; options here go over it",
+        help=(
+            "TOML or JSON: the engine's fields, options in a table [train]; options here go over it"
+        ),
     )
 
 
 def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--steps", type=_positive, default=80, metavar="N", help="optimizer steps (default 80)")
-    add("--batch-size", type=_positive, default=4, metavar="N", help="samples in a micro-batch (default 4)")
+    add(
+        "--batch-size",
+        type=_positive,
+        default=4,
+        metavar="N",
+        help="samples in a micro-batch (default 4)",
+    )
     add(
         "--sequence-length",
         type=_at_least_two,
         metavar="N",
-        help=f"tokens in a sample (default {DEFAULT_SEQUENCE_LENGTH}, or what the model takes if less)",
+        help=(
+            f"tokens in a sample (default {DEFAULT_SEQUENCE_LENGTH}, or what the model takes if"
+            " less)"
+        ),
     )
-    add("--accumulate", type=_positive, default=1, metavar="N", help="micro-batches in a step (default 1)")
+    add(
+        "--accumulate",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="micro-batches in a step (default 1)",
+    )
     add("--lr", type=_positive_float, default=2e-4, help="peak learning rate (default 0.0002)")
     add("--weight-decay", type=_zero_or_more, default=0.1, help="of weight matrices (default 0.1)")
-    add("--warmup-steps", type=_count, default=10, metavar="N", help="linear warm-up, then cosine (default 10)")
-    add("--max-grad-norm", type=_positive_float, metavar="NORM", help=f"clip to it (default {DEFAULT_MAX_GRAD_NORM})")
-    add("--device", metavar="DEVICE", help='what computes: "cuda", "cuda:1" or "cpu" (default: cuda where there is one)')
+    add(
+        "--warmup-steps",
+        type=_count,
+        default=10,
+        metavar="N",
+        help="linear warm-up, then cosine (default 10)",
+    )
+    add(
+        "--max-grad-norm",
+        type=_positive_float,
+        metavar="NORM",
+        help=f"clip to it (default {DEFAULT_MAX_GRAD_NORM})",
+    )
+    add(
+        "--device",
+        metavar="DEVICE",
+        help='what computes: "cuda", "cuda:1" or "cpu" (default: cuda where there is one)',
+    )
     add(
         "--timeout",
         type=_positive_float,
         metavar="SECONDS",
         help="under torchrun, how long a rank waits for the others (default: torch's)",
     )
-    add("--seed", type=_count, default=0, help="of fresh weights, batches, dropout and the sample (default 0)")
-    add("--threads", type=_positive, metavar="N", help="torch's compute threads (default: torch's choice)")
+    add(
+        "--seed",
+        type=_count,
+        default=0,
+        help="of fresh weights, batches, dropout and the sample (default 0)",
+    )
+    add(
+        "--threads",
+        type=_positive,
+        metavar="N",
+        help="torch's compute threads (default: torch's choice)",
+    )
 
 
 def _add_result_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--out", type=Path, metavar="FOLDER", help="save the trained model here, reload it and print a sample")
-    add("--checkpoint", type=Path, metavar="FOLDER", help="keep the last resumable checkpoint here, the final one too")
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="save the trained model here, reload it and print a sample",
+    )
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the last resumable checkpoint here, the final one too",
+    )
     add("--checkpoint-every", type=_positive, default=50, metavar="N", help="steps (default 50)")
-    add("--resume", action="store_true", help="continue from --checkpoint bit for bit; without one start fresh")
-    add("--overwrite", action="store_true", help="replace what --checkpoint, --out and --trace hold")
-    add("--eval-batches", type=_positive, default=4, metavar="N", help="held-out batches (default 4)")
-    add("--prompt", metavar="TEXT", help="start of the sample (default: the start of the held-out text)")
-    add("--sample-bytes", type=_count, default=200, metavar="N", help="bytes or tokens to sample (default 200)")
-    add("--trace", type=Path, metavar="FILE", help="write a timeline here, for `infinity trace` or Perfetto")
-    add("--tensorboard", type=Path, metavar="FOLDER", help="write loss, speed and traffic here as TensorBoard scalars")
-    add("--json", action="store_true", help="the report as one JSON object on stdout, all else on stderr")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue from --checkpoint bit for bit; without one start fresh",
+    )
+    add(
+        "--overwrite", action="store_true", help="replace what --checkpoint, --out and --trace hold"
+    )
+    add(
+        "--eval-batches",
+        type=_positive,
+        default=4,
+        metavar="N",
+        help="held-out batches (default 4)",
+    )
+    add(
+        "--prompt",
+        metavar="TEXT",
+        help="start of the sample (default: the start of the held-out text)",
+    )
+    add(
+        "--sample-bytes",
+        type=_count,
+        default=200,
+        metavar="N",
+        help="bytes or tokens to sample (default 200)",
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a timeline here, for `infinity trace` or Perfetto",
+    )
+    add(
+        "--tensorboard",
+        type=Path,
+        metavar="FOLDER",
+        help="write loss, speed and traffic here as TensorBoard scalars",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="the report as one JSON object on stdout, all else on stderr",
+    )
 
 
 def _bounded(text: str, kind: type, low: float, low_text: str) -> Any:
@@ -155,11 +283,15 @@ def check_options(args: argparse.Namespace) -> None:
     if args.model is not None:
         _check_model_path(args.model)
     if args.lora_rank is not None and (args.model is None or args.model.is_file()):
-        raise ConfigError("--lora-rank trains adapters of a model that has weights: give --model a folder.")
+        raise ConfigError(
+            "--lora-rank trains adapters of a model that has weights: give --model a folder."
+        )
     if args.resume and args.checkpoint is None:
         raise ConfigError("--resume has nowhere to look. Add --checkpoint FOLDER.")
     if args.resume and args.overwrite:
-        raise ConfigError("--resume continues a checkpoint and --overwrite replaces it: give one of them.")
+        raise ConfigError(
+            "--resume continues a checkpoint and --overwrite replaces it: give one of them."
+        )
     if args.seed >= 2**63:
         raise ConfigError(f"--seed {args.seed} does not fit 63 bits.")
 
@@ -167,7 +299,9 @@ def check_options(args: argparse.Namespace) -> None:
 def _check_model_path(path: Path) -> None:
     if path.is_file():
         if path.suffix != ".json":
-            raise ConfigError(f"{path} is not a model. Give --model a folder, or a config.json for fresh weights.")
+            raise ConfigError(
+                f"{path} is not a model. Give --model a folder, or a config.json for fresh weights."
+            )
         return
     if not path.is_dir():
         wanted = "a folder with config.json and safetensors, or a config.json"
@@ -175,4 +309,6 @@ def _check_model_path(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise ConfigError(f"No config.json in {path}: not a folder that transformers saved.")
     if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"No safetensors in {path}. For fresh weights give --model {path / 'config.json'}.")
+        raise ConfigError(
+            f"No safetensors in {path}. For fresh weights give --model {path / 'config.json'}."
+        )

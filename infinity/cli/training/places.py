@@ -27,7 +27,9 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     replaced; StorageError if it cannot be written."""
     outputs = {
         "out": args.out and Output("--out", args.out, replaces=MODEL_NAMES),
-        "checkpoint": args.checkpoint and Output("--checkpoint", args.checkpoint, replaces=CHECKPOINT_NAMES),
+        "checkpoint": (
+            args.checkpoint and Output("--checkpoint", args.checkpoint, replaces=CHECKPOINT_NAMES)
+        ),
         "trace": args.trace and Output("--trace", args.trace, made=BEGIN),
         "tensorboard": args.tensorboard and Output("--tensorboard", args.tensorboard),
     }
@@ -39,20 +41,26 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
         return
     if has_checkpoint(args.checkpoint) and not args.resume:
         raise ConfigError(
-            f"{args.checkpoint} holds a checkpoint already. Continue it with --resume, replace it with --overwrite, or give "
-            "--checkpoint another folder."
+            f"{args.checkpoint} holds a checkpoint already. Continue it with --resume, replace it"
+            " with --overwrite, or give --checkpoint another folder."
         )
     for output in given:
         if output is outputs["checkpoint"] and args.resume:
             continue
-        if output is outputs["out"] and args.resume and _out_of(args.checkpoint) == os.path.realpath(output.path):
+        if (
+            output is outputs["out"]
+            and args.resume
+            and _out_of(args.checkpoint) == os.path.realpath(output.path)
+        ):
             continue  # written by this job, which ended and was restarted
         check_free(output)
 
 
 def make_way(args: argparse.Namespace) -> None:
     """Removes the file at --trace if --overwrite is given; only timelines are replaced without."""
-    for path in Output("--trace", args.trace, made=BEGIN).taken() if args.overwrite and args.trace else ():
+    for path in (
+        Output("--trace", args.trace, made=BEGIN).taken() if args.overwrite and args.trace else ()
+    ):
         path.unlink()
 
 
@@ -74,6 +82,6 @@ def check_room(option: str, folder: Path, nbytes: int, what: str) -> None:
     free = shutil.disk_usage(existing(folder)).free
     if nbytes > free:
         raise CapacityError(
-            f"{option} {folder}: {what} needs {format_nbytes(nbytes)}, and {format_nbytes(free)} is free there. Free "
-            f"{format_nbytes(nbytes - free)}, or give a folder on another disk."
+            f"{option} {folder}: {what} needs {format_nbytes(nbytes)}, and {format_nbytes(free)} is"
+            f" free there. Free {format_nbytes(nbytes - free)}, or give a folder on another disk."
         )

@@ -22,12 +22,22 @@ class ProgressBar:
     """One line on a terminal, redrawn after every step."""
 
     def __init__(self, console: Console, job: Job):
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         # 20 wide, so that the whole line fits 80 columns.
         bar, text = BarColumn(bar_width=20), TextColumn("{task.fields[text]}")
-        self._progress = Progress(bar, MofNCompleteColumn(), text, TimeRemainingColumn(), console=console)
-        self._task = self._progress.add_task("train", total=job.steps, completed=job.first_step, text="")
+        self._progress = Progress(
+            bar, MofNCompleteColumn(), text, TimeRemainingColumn(), console=console
+        )
+        self._task = self._progress.add_task(
+            "train", total=job.steps, completed=job.first_step, text=""
+        )
 
     def __enter__(self):
         self._progress.start()
@@ -72,7 +82,9 @@ class Scalars:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(f"--tensorboard needs the package tensorboard: pip install tensorboard ({error})") from None
+            raise ConfigError(
+                f"--tensorboard needs the package tensorboard: pip install tensorboard ({error})"
+            ) from None
         try:
             self._writer = SummaryWriter(str(folder))
         except OSError as error:

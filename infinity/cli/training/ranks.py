@@ -27,10 +27,14 @@ class Ranks:
             import torch.distributed as dist
 
             try:
-                timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
+                timeout = (
+                    None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
+                )
                 dist.init_process_group("gloo", timeout=timeout)
             except (RuntimeError, ValueError) as error:
-                raise ConfigError(f"the {self.count} ranks that torchrun announced do not come together: {error}") from error
+                raise ConfigError(
+                    f"the {self.count} ranks that torchrun announced do not come together: {error}"
+                ) from error
 
     @property
     def is_first(self) -> bool:

@@ -42,8 +42,13 @@ def predict_step(job: Job, compute_seconds: float) -> float:
     from ...runtime.registry import wrapped
 
     engine = wrapped(job.model).engine
-    rates = Rates.measure(engine.config.nvme_paths if engine.plan.planned_nbytes(Tier.NVME) else (), engine.config.device)
-    prediction = predict(engine.plan, engine.sizes, rates, compute_seconds=compute_seconds, passes=job.accumulate)
+    rates = Rates.measure(
+        engine.config.nvme_paths if engine.plan.planned_nbytes(Tier.NVME) else (),
+        engine.config.device,
+    )
+    prediction = predict(
+        engine.plan, engine.sizes, rates, compute_seconds=compute_seconds, passes=job.accumulate
+    )
     return prediction.step_seconds
 
 
@@ -121,29 +126,56 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         summary.add_row(name, value)
     console.print(summary)
     steps_count = max(1, report["steps"] - report["first_step"])
-    edges = Table("edge", "moved", "per step", "rate while busy", "loop stood still", box=None, pad_edge=False)
+    edges = Table(
+        "edge", "moved", "per step", "rate while busy", "loop stood still", box=None, pad_edge=False
+    )
     for edge, counts in report["edges"].items():
         rate = counts["nbytes"] / counts["busy_seconds"] if counts["busy_seconds"] else 0.0
-        moved = [_size(counts["nbytes"]), _size(counts["nbytes"] / steps_count), f"{rate / 1e9:.2f} GB/s"]
+        moved = [
+            _size(counts["nbytes"]),
+            _size(counts["nbytes"] / steps_count),
+            f"{rate / 1e9:.2f} GB/s",
+        ]
         edges.add_row(edge, *moved, f"{counts['stall_seconds']:.1f} s")
     console.print(edges)
     tiers = Table("tier", "peak", "planned", "budget", box=None, pad_edge=False)
     for tier, counts in report["tiers"].items():
-        tiers.add_row(tier, *(_size(counts[name]) for name in ("peak_nbytes", "planned_nbytes", "budget_nbytes")))
+        tiers.add_row(
+            tier,
+            *(_size(counts[name]) for name in ("peak_nbytes", "planned_nbytes", "budget_nbytes")),
+        )
     console.print(tiers)
 
 
 def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "held-out loss", f"{report['held_out_loss_before']:.4f} -> {report['held_out_loss_after']:.4f} nats per token"
+    yield (
+        "held-out loss",
+        (
+            f"{report['held_out_loss_before']:.4f} -> {report['held_out_loss_after']:.4f} nats per"
+            " token"
+        ),
+    )
     if report["bits_per_byte_after"] is not None:
-        yield "", f"{report['bits_per_byte_before']:.3f} -> {report['bits_per_byte_after']:.3f} bits per byte"
+        yield (
+            "",
+            (
+                f"{report['bits_per_byte_before']:.3f} -> {report['bits_per_byte_after']:.3f} bits"
+                " per byte"
+            ),
+        )
     if report["step_seconds"] is not None:
-        speed = f"{report['tokens_per_second']:,.0f} tokens/s, {format_seconds(report['step_seconds'])} per step"
+        speed = (
+            f"{report['tokens_per_second']:,.0f} tokens/s, {format_seconds(report['step_seconds'])}"
+            " per step"
+        )
         yield "speed", f"{speed}, stalled {report['stall_share']:.0%}"
         measured, predicted = report["median_step_seconds"], report["predicted_step_seconds"]
         yield (
             "prediction",
-            f"{format_seconds(predicted)} per step, {predicted / measured - 1:+.0%} of the median {format_seconds(measured)}",
+            (
+                f"{format_seconds(predicted)} per step, {predicted / measured - 1:+.0%} of the"
+                f" median {format_seconds(measured)}"
+            ),
         )
     if report["bound_seconds"]:
         yield "bound", report["bottleneck"]

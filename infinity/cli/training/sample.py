@@ -20,14 +20,23 @@ TEMPERATURE = 0.8
 
 
 def sample(
-    folder: Path, *, prompt: str | None, ntokens: int, seed: int, tokenizer: Any, batches: Batches, trust: bool = False
+    folder: Path,
+    *,
+    prompt: str | None,
+    ntokens: int,
+    seed: int,
+    tokenizer: Any,
+    batches: Batches,
+    trust: bool = False,
 ) -> tuple[str, str]:
     """Loads the folder with transformers alone and continues a prompt. Returns (prompt,
     continuation)."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True, trust_remote_code=trust).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", local_files_only=True, trust_remote_code=trust
+    ).eval()
     limit = max_positions(model.config)
     count = min(ntokens, limit // 2)  # leaves at least half of the positions to the prompt
     tokens = _prompt_tokens(prompt, tokenizer, batches)[:, -(limit - count) :]
@@ -57,4 +66,7 @@ def _decode(tokens: torch.Tensor, tokenizer: Any) -> str:
 
 def printable(text: str) -> str:
     """Replaces control characters, which a terminal would interpret, in generated text."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for char in text
+    )

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 AUTO = "auto"  # copied from the config room, whose import would load torch
-PLACES = ("params", "optimizer", "activations", "nvme_paths", "device_memory", "host_memory", "nvme_capacity")
+PLACES = (
+    "params",
+    "optimizer",
+    "activations",
+    "nvme_paths",
+    "device_memory",
+    "host_memory",
+    "nvme_capacity",
+)
 MOMENTS_NBYTES = {"fp32": 8, "bf16": 4, "int8": 2}  # both moments of one parameter
 MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # in addition to a 16-bit weight
 
@@ -64,20 +72,34 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     for key in settings:
         if key not in names:
             near = difflib.get_close_matches(key, [*names, TABLE], n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(names)}, and the table {TABLE}"
-            raise ConfigError(f"{path}: unknown config key {key!r}: {hint} Options of `infinity train` go into the table {TABLE}.")
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"the keys are {', '.join(names)}, and the table {TABLE}"
+            )
+            raise ConfigError(
+                f"{path}: unknown config key {key!r}: {hint} Options of `infinity train` go into"
+                f" the table {TABLE}."
+            )
     return settings
 
 
 def _check_nvme_paths(settings: dict[str, Any]) -> None:
-    homes = [name for name in ("params", "optimizer", "activations") if settings.get(name) == "nvme"]
+    homes = [
+        name for name in ("params", "optimizer", "activations") if settings.get(name) == "nvme"
+    ]
     paths = settings.get("nvme_paths") or []
     paths = ([] if paths == AUTO else [paths]) if isinstance(paths, str) else paths
     if homes and not paths:
-        raise ConfigError(f"The home of {' and '.join(homes)} is nvme but no folder is given. Add --nvme-path FOLDER.")
+        raise ConfigError(
+            f"The home of {' and '.join(homes)} is nvme but no folder is given. Add --nvme-path"
+            " FOLDER."
+        )
     for path in paths:
         if not Path(path).is_dir():
-            raise ConfigError(f"No such folder for --nvme-path: {path}. Create it first: mkdir -p {path}")
+            raise ConfigError(
+                f"No such folder for --nvme-path: {path}. Create it first: mkdir -p {path}"
+            )
 
 
 def _memory_share(settings: dict[str, Any]) -> float | None:
@@ -91,7 +113,10 @@ def _memory_share(settings: dict[str, Any]) -> float | None:
     except ValueError:
         percent = math.nan
     if not 0 < percent < math.inf:
-        raise ConfigError(f'--host-memory {budget} is not a share. Give more than 0, as "25%", or bytes, as "256MiB".')
+        raise ConfigError(
+            f'--host-memory {budget} is not a share. Give more than 0, as "25%", or bytes, as'
+            ' "256MiB".'
+        )
     return percent / 100
 
 

@@ -1,14 +1,18 @@
-"""A campaign: an exception at every point of every public operation, and what a user who goes on then finds.
+"""A campaign: an exception at every point of every public operation, and what a user who goes on
+then finds.
 
     python tests/support/campaigns/campaign.py [--operations step,backward] [--homes nvme] [--exceptions KeyboardInterrupt] [--points 400] [--json out.json]
 
-**point**: a place inside the package where an exception can strike: before any line (``line``), or only where CPython runs signal
-handlers, so where a real Ctrl-C strikes (``signal``). For ``user``: each time that one of the user's own hooks or modules runs.
-**case**: one operation of a user with an exception at one point, and how he goes on: zero_grad, forward, backward, step.
-**outcome**: ``same`` bits as in a run that was not disturbed; ``typed``: an InfinityError said what is lost; anything else is bad.
+**point**: a place inside the package where an exception can strike: before any line (``line``), or
+only where CPython runs signal handlers, so where a real Ctrl-C strikes (``signal``). For ``user``:
+each time that one of the user's own hooks or modules runs. **case**: one operation of a user with
+an exception at one point, and how he goes on: zero_grad, forward, backward, step. **outcome**:
+``same`` bits as in a run that was not disturbed; ``typed``: an InfinityError said what is lost;
+anything else is bad.
 
-Every (operation, home, exception) is a process of its own, so that a crash or a hang is an outcome like others.
-"""
+Every (operation, home, exception) is a process of its own, so that a crash or a hang is an outcome
+like others.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -43,7 +47,11 @@ import infinity
 PACKAGE = str(Path(infinity.__file__).parent) + os.sep
 MARK = "struck by the campaign"
 STEPS_OF_ONE_MODEL = 12  # cases on one wrapped model, then another
-EXCEPTIONS = {"KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError, "user": ValueError}
+EXCEPTIONS = {
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "MemoryError": MemoryError,
+    "user": ValueError,
+}
 HOMES: dict[str, dict[str, Any]] = {
     "device": {"params": "device", "optimizer": "device"},
     "host": {"params": "host", "optimizer": "host"},
@@ -52,7 +60,12 @@ HOMES: dict[str, dict[str, Any]] = {
     "state on nvme": {"params": "host", "optimizer": "nvme"},
     "activations on host": {"params": "nvme", "optimizer": "nvme", "activations": "host"},
     "activations on nvme": {"params": "host", "optimizer": "host", "activations": "nvme"},
-    "recomputed": {"params": "host", "optimizer": "host", "device_memory": "600KiB", "recompute": True},
+    "recomputed": {
+        "params": "host",
+        "optimizer": "host",
+        "device_memory": "600KiB",
+        "recompute": True,
+    },
     "micro-batches": {"params": "nvme", "optimizer": "nvme", "micro_batch": 1},
     "ahead": {"params": "nvme", "optimizer": "nvme", "speculate": True},
     "bf16": {"params": "nvme", "optimizer": "nvme", "param_dtype": "bf16"},
@@ -65,7 +78,8 @@ HOMES: dict[str, dict[str, Any]] = {
 
 
 class _Points(dict):
-    """Of each code object: offsets after which a signal handler may run, and those where a ``with`` is being left."""
+    """Of each code object: offsets after which a signal handler may run, and those where a ``with``
+    is being left."""
 
     def __missing__(self, code: Any) -> tuple[set[int], set[int]]:
         instructions = list(dis.get_instructions(code))
@@ -79,11 +93,20 @@ class _Points(dict):
             following = instructions[number + 1] if number + 1 < len(instructions) else None
             if each.opname.startswith("JUMP_BACKWARD"):
                 handled.add(each.offset)
-            # It runs inside the call: what comes behind the end of a ``try`` is not struck outside of it.
-            if each.opname.startswith("CALL") and following is not None and handler(each.offset) == handler(following.offset):
+            # It runs inside the call: what comes behind the end of a ``try`` is not struck outside
+            # of it.
+            if (
+                each.opname.startswith("CALL")
+                and following is not None
+                and handler(each.offset) == handler(following.offset)
+            ):
                 handled.add(following.offset)
-            after = instructions[number + (each.opname == "SWAP") :][:3]  # with what is returned out of the block beneath
-            if len(after) == 3 and all(i.opname == "LOAD_CONST" and i.argval is None for i in after):
+            after = instructions[number + (each.opname == "SWAP") :][
+                :3
+            ]  # with what is returned out of the block beneath
+            if len(after) == 3 and all(
+                i.opname == "LOAD_CONST" and i.argval is None for i in after
+            ):
                 leaving.add(each.offset)  # the call of __exit__, without an exception
         self[code] = handled, leaving
         return self[code]
@@ -129,7 +152,11 @@ class Striker:
             self.count(place)
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
-        if not self._armed or threading.get_ident() != self._thread or not frame.f_code.co_filename.startswith(PACKAGE):
+        if (
+            not self._armed
+            or threading.get_ident() != self._thread
+            or not frame.f_code.co_filename.startswith(PACKAGE)
+        ):
             return None
         if self._events == "signal":
             frame.f_trace_opcodes = True
@@ -146,7 +173,9 @@ class Striker:
 
 
 def _place(frame: Any) -> str:
-    return f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
+    return (
+        f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
+    )
 
 
 # --- the user ---
@@ -188,11 +217,15 @@ class User:
                 module.register_forward_hook(lambda *_, name=name: users(f"after {name}"))
             for name, param in self.model.named_parameters():
                 param.register_hook(lambda _, name=name: users(f"gradient of {name}"))
-                param.register_post_accumulate_grad_hook(lambda _, name=name: users(f"landed {name}"))
+                param.register_post_accumulate_grad_hook(
+                    lambda _, name=name: users(f"landed {name}")
+                )
         return self
 
     def loss(self, rows: slice = slice(None)) -> torch.Tensor:
-        x = self.x[rows].to(next(self.model.parameters()).dtype)  # an unwrapped model has the dtype it was wrapped with
+        x = self.x[rows].to(
+            next(self.model.parameters()).dtype
+        )  # an unwrapped model has the dtype it was wrapped with
         return self.model(x).float().square().mean()
 
     def backward(self) -> None:
@@ -216,7 +249,11 @@ class User:
 
 def digest_of(model: dict, optimizer: dict) -> str:
     told = hashlib.blake2b(digest_size=12)
-    moments = [(f"{i} {key}", value) for i, state in sorted(optimizer["state"].items()) for key, value in sorted(state.items())]
+    moments = [
+        (f"{i} {key}", value)
+        for i, state in sorted(optimizer["state"].items())
+        for key, value in sorted(state.items())
+    ]
     for name, value in [*model.items(), *moments]:
         told.update(name.encode())
         told.update(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
@@ -225,12 +262,18 @@ def digest_of(model: dict, optimizer: dict) -> str:
 
 def copied(state: tuple[dict, dict]) -> tuple[dict, dict]:
     model, optimizer = state
-    moments = {i: {key: value.clone() for key, value in each.items()} for i, each in optimizer["state"].items()}
-    return {name: value.clone() for name, value in model.items()}, {"state": moments, "param_groups": optimizer["param_groups"]}
+    moments = {
+        i: {key: value.clone() for key, value in each.items()}
+        for i, each in optimizer["state"].items()
+    }
+    return {name: value.clone() for name, value in model.items()}, {
+        "state": moments,
+        "param_groups": optimizer["param_groups"],
+    }
 
 
-# --- operations: what is struck; then the user goes on. Each yields what is struck, is sent whether it failed, and yields how
-# many steps the state may be after then.
+# --- operations: what is struck; then the user goes on. Each yields what is struck, is sent whether
+# it failed, and yields how many steps the state may be after then.
 
 Operation = Callable[[User, "Known"], Iterator[Any]]
 
@@ -411,7 +454,10 @@ def write_params(user, known):
 
     failed = yield write
     state = user.model.state_dict()
-    done = [torch.equal(value.to(user.dtype), before[name].to(user.dtype) * 2) for name, value in state.items()]
+    done = [
+        torch.equal(value.to(user.dtype), before[name].to(user.dtype) * 2)
+        for name, value in state.items()
+    ]
     assert all(done) or (failed and not any(done)), "edits are there by half"
     user.load(known.states[1])
     user.step()
@@ -491,10 +537,26 @@ def picture(user: User) -> list:
     """What of a plain model and its optimizer can be told."""
     told: list = [sorted(vars(user.optimizer)), len(user.optimizer.state)]
     for module in user.model.modules():
-        told.append((type(module).__name__, sorted(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks)))
+        told.append(
+            (
+                type(module).__name__,
+                sorted(vars(module)),
+                len(module._forward_hooks),
+                len(module._forward_pre_hooks),
+            )
+        )
     for param in user.model.parameters():
-        told.append((type(param).__name__, sorted(vars(param)), param.requires_grad, param.grad is None,
-                     len(param._post_accumulate_grad_hooks or ()), param.data_ptr(), param.detach().sum().item()))  # fmt: skip
+        told.append(
+            (
+                type(param).__name__,
+                sorted(vars(param)),
+                param.requires_grad,
+                param.grad is None,
+                len(param._post_accumulate_grad_hooks or ()),
+                param.data_ptr(),
+                param.detach().sum().item(),
+            )
+        )
     return told
 
 
@@ -503,9 +565,17 @@ def unwrap(user, known):
     failed = yield lambda: infinity.unwrap_model(user.model, user.optimizer)
     plain = user.optimizer if not failed else infinity.unwrap_model(user.model, user.optimizer)[1]
     assert type(next(user.model.parameters())) is torch.nn.Parameter
-    values = {name: value.to(known.states[1][0][name].dtype) for name, value in user.model.state_dict().items()}
+    values = {
+        name: value.to(known.states[1][0][name].dtype)
+        for name, value in user.model.state_dict().items()
+    }
     assert all(torch.equal(value, known.states[1][0][name]) for name, value in values.items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in user.model.modules()) or user.striker
+    assert (
+        not any(
+            module._forward_hooks or module._forward_pre_hooks for module in user.model.modules()
+        )
+        or user.striker
+    )
     del plain
     yield None
 
@@ -543,14 +613,47 @@ def drop_after_backward(user, known):
 OPERATIONS: dict[str, Operation] = {
     operation.__name__: operation
     for operation in (
-        forward, backward, accumulated, joined, step, step_again, closure, step_in_backward, zero_grad, clip, read_gradients, evaluation,
-        state_dict, load_state_dict, read_params, write_params, save_checkpoint, load_checkpoint, save_pretrained,
-        load_after_forward, load_after_backward, wrap, unwrap, unwrap_and_go_on, drop, drop_after_backward,
+        forward,
+        backward,
+        accumulated,
+        joined,
+        step,
+        step_again,
+        closure,
+        step_in_backward,
+        zero_grad,
+        clip,
+        read_gradients,
+        evaluation,
+        state_dict,
+        load_state_dict,
+        read_params,
+        write_params,
+        save_checkpoint,
+        load_checkpoint,
+        save_pretrained,
+        load_after_forward,
+        load_after_backward,
+        wrap,
+        unwrap,
+        unwrap_and_go_on,
+        drop,
+        drop_after_backward,
     )
-}  # fmt: skip
+}
 ENDS_THE_MODEL = {"unwrap", "unwrap_and_go_on", "drop", "drop_after_backward"}
-OF_THE_USERS = ("forward", "backward", "accumulated", "joined", "closure", "step_in_backward", "evaluation", "load_after_forward", "load_after_backward",
-                "drop_after_backward")  # fmt: skip  # in which any of the user's code runs
+OF_THE_USERS = (
+    "forward",
+    "backward",
+    "accumulated",
+    "joined",
+    "closure",
+    "step_in_backward",
+    "evaluation",
+    "load_after_forward",
+    "load_after_backward",
+    "drop_after_backward",
+)  # in which any of the user's code runs
 
 
 # --- cases ---
@@ -579,14 +682,18 @@ def left_behind(user: User, known: Known) -> list[str]:
                 gc.collect()
         told += [f"{name} on the disk" for name in os.listdir(user.folder / "swap")]
     else:
-        told += [f"{n} bytes of {tier}" for tier, n in charged(user).items() if n > known.charged[tier]]
+        told += [
+            f"{n} bytes of {tier}" for tier, n in charged(user).items() if n > known.charged[tier]
+        ]
         for name, tier in infinity.stats(user.model).tiers.items():
             if tier.budget_nbytes is not None and tier.peak_nbytes > tier.budget_nbytes:
                 told.append(f"{tier.peak_nbytes} bytes of {name} charged, over its budget")
     return told
 
 
-def play(operation: Operation, user: User, known: Known, striker: Striker, n: int) -> tuple[str, str]:
+def play(
+    operation: Operation, user: User, known: Known, striker: Striker, n: int
+) -> tuple[str, str]:
     """One case: its outcome, and what there is to say."""
     running = operation(user, known)
     error = None
@@ -596,7 +703,9 @@ def play(operation: Operation, user: User, known: Known, striker: Striker, n: in
         del work, result
         if not striker.place:
             return "end", ""
-        typed = isinstance(error, infinity.InfinityError) and not isinstance(error, infinity.InternalError)  # ours is no answer
+        typed = isinstance(error, infinity.InfinityError) and not isinstance(
+            error, infinity.InternalError
+        )  # ours is no answer
         failed = error is not None
         if failed:  # a user does not keep tracebacks; what they hold would be held as long
             traceback.clear_frames(error.__traceback__)
@@ -624,7 +733,9 @@ def play(operation: Operation, user: User, known: Known, striker: Striker, n: in
         error = None
 
 
-def run_cases(operation: str, home: str, exception: str, events: str, points: int, folder: Path, seed: int) -> None:
+def run_cases(
+    operation: str, home: str, exception: str, events: str, points: int, folder: Path, seed: int
+) -> None:
     """Plays up to ``points`` cases and prints each as a line of JSON."""
     torch.set_num_threads(1)
     gc.collect()
@@ -651,7 +762,9 @@ def run_cases(operation: str, home: str, exception: str, events: str, points: in
         if "thread" in said:
             break  # the user's thread is not as it was: what comes after shows nothing more
         outcome, said = play(OPERATIONS[operation], user, known, striker, n)
-        while outcome == "end" and n > 1:  # fewer points than when they were counted: the disk was faster
+        while (
+            outcome == "end" and n > 1
+        ):  # fewer points than when they were counted: the disk was faster
             n, user = n - 1 - n // 50, fresh()
             outcome, said = play(OPERATIONS[operation], user, known, striker, n)
         place = striker.place
@@ -662,21 +775,35 @@ def run_cases(operation: str, home: str, exception: str, events: str, points: in
             if outcome == "same" and (left := left_behind(user, known)):
                 outcome, said = "leak", ", ".join(left)
             user = fresh()
-        print(json.dumps({"n": n, "outcome": outcome, "place": place, "said": said[-600:]}), flush=True)
+        print(
+            json.dumps({"n": n, "outcome": outcome, "place": place, "said": said[-600:]}),
+            flush=True,
+        )
 
 
 # --- the campaign ---
 
 
 def play_apart(
-    operation: str, home: str, exception: str, events: str, points: int, seed: int, *, forks: bool = False
+    operation: str,
+    home: str,
+    exception: str,
+    events: str,
+    points: int,
+    seed: int,
+    *,
+    forks: bool = False,
 ) -> dict[str, Any]:
-    """The same in a process of its own: outcomes, and what was bad. ``forks``: a child of this one, not of the prepared process."""
+    """The same in a process of its own: outcomes, and what was bad. ``forks``: a child of this one,
+    not of the prepared process."""
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         given = (operation, home, exception, events)
         if forks:
             out, err = Path(folder, "out"), Path(folder, "err")
-            status = _status(_forked(lambda: run_cases(*given, points, Path(folder), seed), out, err), 120 + points)
+            status = _status(
+                _forked(lambda: run_cases(*given, points, Path(folder), seed), out, err),
+                120 + points,
+            )
             told, error = out.read_text(), err.read_text()
         else:
             child = prepared.start(__file__, "--case", *given, points, seed, folder)
@@ -696,8 +823,15 @@ def play_apart(
         outcomes[status] += 1
         bad.append({"outcome": status, "place": "?", "said": error[-2000:]})
     total = next((each["total"] for each in told if "total" in each), 0)
-    return {"operation": operation, "home": home, "exception": exception, "events": events, "points": total,
-            "outcomes": dict(outcomes), "bad": bad}  # fmt: skip
+    return {
+        "operation": operation,
+        "home": home,
+        "exception": exception,
+        "events": events,
+        "points": total,
+        "outcomes": dict(outcomes),
+        "bad": bad,
+    }
 
 
 def _forked(work: Callable[[], None], out: Path, err: Path) -> int:
@@ -731,20 +865,32 @@ def _status(pid: int, seconds: float) -> str:
     return "hang"
 
 
-def selection(operations: list[str], homes: list[str], exceptions: list[str]) -> list[tuple[str, str, str]]:
+def selection(
+    operations: list[str], homes: list[str], exceptions: list[str]
+) -> list[tuple[str, str, str]]:
     """What is played: of the user's own errors only operations in which his code runs."""
     chosen = itertools.product(operations, homes, exceptions)
     return [each for each in chosen if each[2] != "user" or each[0] in OF_THE_USERS]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for name, among in (("operations", OPERATIONS), ("homes", HOMES), ("exceptions", EXCEPTIONS)):
         parser.add_argument(f"--{name}", default=",".join(among))
     parser.add_argument("--events", default="line,signal", help="line, signal, or both in turns")
-    parser.add_argument("--points", type=int, default=40, help="of each operation, home and exception")
+    parser.add_argument(
+        "--points", type=int, default=40, help="of each operation, home and exception"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--part", default="0/1", help="i/n: every n-th combination, so that several processes share a campaign")
+    parser.add_argument(
+        "--part",
+        default="0/1",
+        help="i/n: every n-th combination, so that several processes share a campaign",
+    )
     parser.add_argument("--json")
     parser.add_argument("--case", nargs=7, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -752,12 +898,15 @@ def main() -> int:
         operation, home, exception, events, points, seed, folder = args.case
         run_cases(operation, home, exception, events, int(points), Path(folder), int(seed))
         return 0
-    User.build()  # torch imports half of itself when the first optimizer is made: once, and not in every child
+    # torch imports half of itself when the first optimizer is made: once, and not in every child
+    User.build()
     for name in infinity.__all__:
         getattr(infinity, name)
     part, parts = map(int, args.part.split("/"))
     found = []
-    chosen_ones = selection(args.operations.split(","), args.homes.split(","), args.exceptions.split(","))
+    chosen_ones = selection(
+        args.operations.split(","), args.homes.split(","), args.exceptions.split(",")
+    )
     for chosen in chosen_ones[part::parts]:
         events = random.Random(f"{chosen} {args.seed}").choice(args.events.split(","))
         found.append(play_apart(*chosen, events, args.points, args.seed, forks=True))

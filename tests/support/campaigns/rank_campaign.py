@@ -3,17 +3,18 @@ together, and what they find who go on.
 
     python tests/support/campaigns/rank_campaign.py [--setups dp2,tp2] [--operations step,save] [--hows line,signal] [--strikes 5000] [--json out.json]
 
-**setup**: how many ranks there are, and what they share a model for.
-**operation**: what all ranks do together when one of them is struck.
-**how**: ``line``: an exception before any line inside the package; ``signal``: SIGINT at a random moment; ``all``: SIGINT on every rank, as a
-terminal sends it.
-**strike**: one operation in which that happened, and how all go on: zero_grad, forward, backward, step.
-**outcome**: ``same`` bits as in a run that was not disturbed; ``typed``: an InfinityError on every rank, within the timeout; ``silent``: other
-bits, and nobody was told; ``torch``: torch's own error of a collective inside the model (tensor parallelism), within the timeout;
-``untyped``; ``crash``; ``hang``.
+**setup**: how many ranks there are, and what they share a model for. **operation**: what all ranks
+do together when one of them is struck. **how**: ``line``: an exception before any line inside the
+package; ``signal``: SIGINT at a random moment; ``all``: SIGINT on every rank, as a terminal sends
+it. **strike**: one operation in which that happened, and how all go on: zero_grad, forward,
+backward, step. **outcome**: ``same`` bits as in a run that was not disturbed; ``typed``: an
+InfinityError on every rank, within the timeout; ``silent``: other bits, and nobody was told;
+``torch``: torch's own error of a collective inside the model (tensor parallelism), within the
+timeout; ``untyped``; ``crash``; ``hang``.
 
-The ranks of a setup play one strike after the other. Those that cannot go on end, and others take their place.
-"""
+The ranks of a setup play one strike after the other. Those that cannot go on end, and others take
+their place.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -57,12 +58,18 @@ STEPS = 2  # that all make behind a strike
 TRIES = 6  # of such a step, before a rank gives up
 FLAT = {"params": "host", "optimizer": "host"}
 DATA = {"units": ["Linear"], **FLAT}
-SETUPS: dict[str, tuple[int, str, dict[str, Any]]] = {  # ranks, what they share a model for, the configuration
+SETUPS: dict[
+    str, tuple[int, str, dict[str, Any]]
+] = {  # ranks, what they share a model for, the configuration
     "dp2": (2, "blocks", {"shard": "parameters"}),
     "dp2 whole": (2, "blocks", {"shard": "gradients"}),
     "dp2 fast": (2, "blocks", {"shard": "gradients", "reduction": "fast"}),
     "dp2 late": (2, "blocks", {"shard": "optimizer"}),
-    "dp2 ahead": (2, "blocks", {"shard": "parameters", "speculate": True, "max_grad_norm": 1e6}),
+    "dp2 ahead": (
+        2,
+        "blocks",
+        {"shard": "parameters", "speculate": True, "max_grad_norm": 1e6},
+    ),
     "dp2 nvme": (2, "blocks", {"shard": "parameters", "params": "nvme", "optimizer": "nvme"}),
     "tp2": (2, "tensors", FLAT),
     "pp2": (2, "stages", FLAT),
@@ -91,10 +98,16 @@ class User:
         rank = dist.get_rank()
         self.data_rank, self.pipe = rank, None
         if self.kind in ("blocks", "replicas"):
-            shape, names = ((2, world // 2), ("dp_replicate", "dp_shard")) if self.kind == "replicas" else ((world,), ("dp",))
+            shape, names = (
+                ((2, world // 2), ("dp_replicate", "dp_shard"))
+                if self.kind == "replicas"
+                else ((world,), ("dp",))
+            )
             mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
             own = {key: value for key, value in config.items() if key != "shard"}
-            self.model, self.optimizer = wrap_blocks(config["shard"], config["shard"] == "parameters", mesh, **own)
+            self.model, self.optimizer = wrap_blocks(
+                config["shard"], config["shard"] == "parameters", mesh, **own
+            )
             self.parts = [self.model]
             return
         axis = {"tensors": "tp", "stages": "pp"}[self.kind]
@@ -104,7 +117,9 @@ class User:
         torch.manual_seed(0)
         if self.kind == "tensors":
             model = _Columns()
-            parallelize_module(model, mesh["tp"], {"up.*": ColwiseParallel(), "down.*": RowwiseParallel()})
+            parallelize_module(
+                model, mesh["tp"], {"up.*": ColwiseParallel(), "down.*": RowwiseParallel()}
+            )
             self.model, self.optimizer = infinity.wrap_model(
                 model, torch.optim.AdamW(model.parameters(), lr=1e-2), config, mesh=mesh
             )
@@ -113,7 +128,14 @@ class User:
             model = nn.Sequential(*(_Tanh() for _ in range(4)))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             self.pipe, self.optimizer = infinity.parallel.pipeline(
-                model, mesh, optimizer, config, schedule="1F1B", micro_batches=2, loss_fn=_loss, quiet=True
+                model,
+                mesh,
+                optimizer,
+                config,
+                schedule="1F1B",
+                micro_batches=2,
+                loss_fn=_loss,
+                quiet=True,
             )
             self.model, self.parts = self.pipe.chunks, self.pipe.chunks
 
@@ -125,7 +147,9 @@ class User:
             return engine.step_index
 
     def data(self, number: int) -> torch.Tensor:
-        return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * number + self.data_rank))
+        return torch.randn(
+            4, 64, generator=torch.Generator().manual_seed(100 * number + self.data_rank)
+        )
 
     def backward(self, number: int) -> None:
         x = self.data(number)
@@ -156,7 +180,9 @@ class User:
             for name, value in sorted(values.items()):
                 value = value.to_local() if hasattr(value, "to_local") else value
                 told.update(name.encode())
-                told.update(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+                told.update(
+                    value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+                )
         return told.hexdigest()
 
 
@@ -251,11 +277,26 @@ def write(user: User) -> None:
 
 
 OPERATIONS: dict[str, Operation] = {
-    each.__name__: each for each in (forward, evaluate, backward, step, clip, state, load_state, save, load, read, write)
+    each.__name__: each
+    for each in (
+        forward,
+        evaluate,
+        backward,
+        step,
+        clip,
+        state,
+        load_state,
+        save,
+        load,
+        read,
+        write,
+    )
 }
 STEPPING = {"step", "clip"}  # make a step themselves
 CHANGING = {"load", "write"}  # leave other values, or the old ones
-REPEATED = {"load_state"}  # cut short, it is to be called again: torch's own sets parameter after parameter
+REPEATED = {
+    "load_state"
+}  # cut short, it is to be called again: torch's own sets parameter after parameter
 
 
 def plays(setup: str, operation: str) -> bool:
@@ -279,7 +320,11 @@ class Signals:
             self._armed = False
             while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
                 frame = frame.f_back
-            self.place = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}" if frame is not None else "outside"
+            self.place = (
+                f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
+                if frame is not None
+                else "outside"
+            )
             raise KeyboardInterrupt(MARK)
 
     def run(self, seconds: float, work: Callable[[], Any]) -> BaseException | None:
@@ -314,7 +359,9 @@ def is_typed(error: BaseException) -> bool:
         return not isinstance(error, infinity.InternalError)
     text = str(error)
     return (
-        isinstance(error, RuntimeError) and text.startswith("Error(s) in loading state_dict") and ("rank" in text or MARK in text)
+        isinstance(error, RuntimeError)
+        and text.startswith("Error(s) in loading state_dict")
+        and ("rank" in text or MARK in text)
     )
 
 
@@ -333,7 +380,11 @@ def is_torchs(error: BaseException) -> bool:
     can catch: a lost connection, or the timeout."""
     frames = [each.filename for each in traceback.extract_tb(error.__traceback__)]
     ours = any(name.startswith(os.path.join(PACKAGE, "distributed")) for name in frames)
-    return isinstance(error, RuntimeError) and farewell.LOST.search(str(error)) is not None and not ours
+    return (
+        isinstance(error, RuntimeError)
+        and farewell.LOST.search(str(error)) is not None
+        and not ours
+    )
 
 
 class Player:
@@ -408,8 +459,12 @@ class Player:
                     raise
                 said.append(f"{type(error).__name__}: {error}")
                 forget(error)
-                is_done = is_done and not (name == "load" and "load a checkpoint" in said[-1].lower())  # as it says
-                if len(said) == TRIES or any(channel.has_ended for channel in engine_of(self.user.parts).ranks.places):
+                is_done = is_done and not (
+                    name == "load" and "load a checkpoint" in said[-1].lower()
+                )  # as it says
+                if len(said) == TRIES or any(
+                    channel.has_ended for channel in engine_of(self.user.parts).ranks.places
+                ):
                     raise
 
     def play(self, name: str, how: str, seed: int) -> dict[str, Any]:
@@ -442,7 +497,9 @@ class Player:
                     raise error
                 found["said"].append(f"{type(error).__name__}: {error}")
                 forget(error)
-            found["said"] += self._go_on(name, start, again=name in REPEATED or (name == "load" and chance.random() < 0.5))
+            found["said"] += self._go_on(
+                name, start, again=name in REPEATED or (name == "load" and chance.random() < 0.5)
+            )
             digest = self.user.digest()
             if digest in self._accepted[name]:
                 found["end"] = self._accepted[name].index(digest)
@@ -451,10 +508,15 @@ class Player:
         except infinity.InternalError as error:
             found |= {"outcome": "untyped", "said": [*found["said"], str(error)]}
         except infinity.InfinityError as error:
-            found |= {"outcome": "typed", "said": [*found["said"], f"{type(error).__name__}: {error}"]}
+            found |= {
+                "outcome": "typed",
+                "said": [*found["said"], f"{type(error).__name__}: {error}"],
+            }
         except BaseException as error:  # noqa: BLE001 - an outcome
             found |= {
-                "outcome": "typed" if is_typed(error) else "torch" if is_torchs(error) else "untyped",
+                "outcome": (
+                    "typed" if is_typed(error) else "torch" if is_torchs(error) else "untyped"
+                ),
                 "said": [*found["said"], "".join(traceback.format_exception(error)[-6:])],
             }
         found["seconds"] = round(time.monotonic() - began, 2)
@@ -463,8 +525,13 @@ class Player:
 
 def _copied(state: tuple[list[dict], dict]) -> tuple[list[dict], dict]:
     parts, optimizer = state
-    moments = {i: {key: value.clone() for key, value in each.items()} for i, each in optimizer["state"].items()}
-    return [{name: value.clone() for name, value in part.items()} for part in parts], optimizer | {"state": moments}
+    moments = {
+        i: {key: value.clone() for key, value in each.items()}
+        for i, each in optimizer["state"].items()
+    }
+    return [{name: value.clone() for name, value in part.items()} for part in parts], optimizer | {
+        "state": moments
+    }
 
 
 def rank_main(folder: Path) -> None:
@@ -487,7 +554,9 @@ def rank_main(folder: Path) -> None:
 # --- the campaign ---
 
 
-def launch(setup: str, strikes: list[tuple[str, str, int]], folder: Path, patience: float) -> list[dict[str, Any]]:
+def launch(
+    setup: str, strikes: list[tuple[str, str, int]], folder: Path, patience: float
+) -> list[dict[str, Any]]:
     """Plays ``strikes`` on the ranks of a setup until they are through, or cannot go on. What came
     of each that was begun."""
     world = SETUPS[setup][0]
@@ -499,7 +568,9 @@ def launch(setup: str, strikes: list[tuple[str, str, int]], folder: Path, patien
     hang = ""
     try:
         for rank in range(world):
-            variables = rank_variables(rank, world, f"127.0.0.1:{port}") | {"RANK_TIMEOUT": f"{patience:g}"}
+            variables = rank_variables(rank, world, f"127.0.0.1:{port}") | {
+                "RANK_TIMEOUT": f"{patience:g}"
+            }
             ranks.append(prepared.start(__file__, "--rank", folder, variables=variables))
         size, quiet = -1, time.monotonic()
         while any(rank.returncode is None for rank in ranks):
@@ -532,35 +603,70 @@ def judge(setup: str, strikes: list, folder: Path, ranks: list, hang: str) -> li
     of_ranks = []
     for rank in range(len(ranks)):
         path = folder / f"told.{rank}"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        )
         of_ranks.append(lines)
-    begun = max((line["begun"] for lines in of_ranks for line in lines if "begun" in line), default=-1)
+    begun = max(
+        (line["begun"] for lines in of_ranks for line in lines if "begun" in line), default=-1
+    )
     judged = []
     for number in range(begun + 1):
-        theirs = [next((line for line in lines if line.get("number") == number), None) for lines in of_ranks]
+        theirs = [
+            next((line for line in lines if line.get("number") == number), None)
+            for lines in of_ranks
+        ]
         name, how, seed = strikes[number]
         outcomes = {line["outcome"] for line in theirs if line is not None}
         if any(line is None for line in theirs):
             crashed = any(rank.returncode not in (0, -signal.SIGKILL) for rank in ranks)
-            outcome = "hang" if hang else "crash" if crashed or not outcomes <= {"typed", "torch"} else "typed"
+            outcome = (
+                "hang"
+                if hang
+                else "crash"
+                if crashed or not outcomes <= {"typed", "torch"}
+                else "typed"
+            )
         else:
-            outcome = next(kind for kind in ("silent", "untyped", "torch", "typed", "same") if kind in outcomes)
+            outcome = next(
+                kind for kind in ("silent", "untyped", "torch", "typed", "same") if kind in outcomes
+            )
             # Each stage has parameters of its own, and only the one that was struck knows that it
             # did not change them.
-            if outcome == "same" and SETUPS[setup][1] != "stages" and len({line["end"] for line in theirs}) > 1:
+            if (
+                outcome == "same"
+                and SETUPS[setup][1] != "stages"
+                and len({line["end"] for line in theirs}) > 1
+            ):
                 outcome = "silent"  # some have the old values, and some the new ones
         places = [line["place"] for line in theirs if line is not None and line["place"]]
-        judged.append({
-            "operation": name, "how": how, "seed": seed, "outcome": outcome, "places": places,
-            "told": sum(bool(line and line["said"]) for line in theirs),
-            "said": [line["said"][-2:] if line else None for line in theirs] if outcome != "same" else [],
-            "errors": (hang or "\n".join(rank.stderr[-1500:] for rank in ranks)) if outcome in ("hang", "crash") else "",
-            "seconds": max((line["seconds"] for line in theirs if line), default=0.0),
-        })  # fmt: skip
+        judged.append(
+            {
+                "operation": name,
+                "how": how,
+                "seed": seed,
+                "outcome": outcome,
+                "places": places,
+                "told": sum(bool(line and line["said"]) for line in theirs),
+                "said": (
+                    [line["said"][-2:] if line else None for line in theirs]
+                    if outcome != "same"
+                    else []
+                ),
+                "errors": (
+                    (hang or "\n".join(rank.stderr[-1500:] for rank in ranks))
+                    if outcome in ("hang", "crash")
+                    else ""
+                ),
+                "seconds": max((line["seconds"] for line in theirs if line), default=0.0),
+            }
+        )
     return judged
 
 
-def play(setup: str, strikes: list[tuple[str, str, int]], patience: float = 10) -> list[dict[str, Any]]:
+def play(
+    setup: str, strikes: list[tuple[str, str, int]], patience: float = 10
+) -> list[dict[str, Any]]:
     """Plays all of ``strikes``, on as many launches as that takes."""
     found: list[dict[str, Any]] = []
     while len(found) < len(strikes):
@@ -571,27 +677,40 @@ def play(setup: str, strikes: list[tuple[str, str, int]], patience: float = 10) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for name, among in (("setups", SETUPS), ("operations", OPERATIONS), ("hows", HOWS)):
         parser.add_argument(f"--{name}", default=",".join(among))
     parser.add_argument("--strikes", type=int, default=5000, help="that hit, in all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--patience", type=float, default=10, help="the process group's timeout, in seconds")
-    parser.add_argument("--batch", type=int, default=40, help="strikes of one setup before the next one's turn")
+    parser.add_argument(
+        "--patience", type=float, default=10, help="the process group's timeout, in seconds"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=40, help="strikes of one setup before the next one's turn"
+    )
     parser.add_argument("--json")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         rank_main(Path(args.rank))
     chance, turn = random.Random(args.seed), 0
-    setups, operations, hows = (getattr(args, name).split(",") for name in ("setups", "operations", "hows"))
+    setups, operations, hows = (
+        getattr(args, name).split(",") for name in ("setups", "operations", "hows")
+    )
     of: dict[str, list[dict[str, Any]]] = {setup: [] for setup in setups}
     hits = 0
     while hits < args.strikes:
         setup = setups[turn % len(setups)]
         turn += 1
         possible = [name for name in operations if plays(setup, name)]
-        strikes = [(chance.choice(possible), chance.choice(hows), chance.randrange(1 << 30)) for _ in range(args.batch)]
+        strikes = [
+            (chance.choice(possible), chance.choice(hows), chance.randrange(1 << 30))
+            for _ in range(args.batch)
+        ]
         found = play(setup, strikes, args.patience)
         of[setup] += found
         hits += sum(bool(each["places"]) for each in found)
@@ -601,14 +720,27 @@ def main() -> int:
                 print("   ", json.dumps(each)[:3000], flush=True)
         if args.json:
             everything = {setup: summary(each) for setup, each in of.items()}
-            told = [{"setup": setup, **each} for setup, theirs in of.items() for each in theirs if each["outcome"] != "same"]
-            Path(args.json).write_text(json.dumps({"strikes": hits, "outcomes": everything, "told": told}, indent=1))
+            told = [
+                {"setup": setup, **each}
+                for setup, theirs in of.items()
+                for each in theirs
+                if each["outcome"] != "same"
+            ]
+            Path(args.json).write_text(
+                json.dumps({"strikes": hits, "outcomes": everything, "told": told}, indent=1)
+            )
     return int(any(each["outcome"] not in FINE for theirs in of.values() for each in theirs))
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, int]:
     """Counts outcomes of the strikes that hit."""
-    return dict(collections.Counter(each["outcome"] for each in found if each["places"] or each["outcome"] in ("hang", "crash")))
+    return dict(
+        collections.Counter(
+            each["outcome"]
+            for each in found
+            if each["places"] or each["outcome"] in ("hang", "crash")
+        )
+    )
 
 
 if __name__ == "__main__":

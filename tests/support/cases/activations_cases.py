@@ -1,9 +1,10 @@
 """What the tests of activations share.
 
-Words used here: **home**, **least**, **child** as in `models.py`. **at home**: with `Config(activations=...)` as "host" or
-"nvme", or as "auto" with so little device memory that most leave it. **scenario**: a model and a loop over it; what it
-yields are the losses (or whatever else has to be the same). **moved**: bytes over the edge "device->host".
-**small ones too**: with the size below which activations stay set to one byte, so that awkward tensors can be small.
+Words used here: **home**, **least**, **child** as in `models.py`. **at home**: with
+`Config(activations=...)` as "host" or "nvme", or as "auto" with so little device memory that most
+leave it. **scenario**: a model and a loop over it; what it yields are the losses (or whatever else
+has to be the same). **moved**: bytes over the edge "device->host". **small ones too**: with the
+size below which activations stay set to one byte, so that awkward tensors can be small.
 """
 
 from __future__ import annotations
@@ -40,14 +41,18 @@ Scenario = tuple[Callable[[], nn.Module], Loop]
 
 @pytest.fixture(autouse=True)
 def no_hooks_left() -> Iterator[None]:
-    """Whatever happened, torch's stack of saved-tensor hooks is as it was. What a failure left is collected here."""
+    """Whatever happened, torch's stack of saved-tensor hooks is as it was. What a failure left is
+    collected here."""
     yield
     gc.collect()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def configuration(home: str, build: Callable[[], nn.Module], folder: Path, **more: Any) -> dict[str, Any]:
-    """Everything at the tier that ``home`` names, under the least host memory; "auto" spills from the device."""
+def configuration(
+    home: str, build: Callable[[], nn.Module], folder: Path, **more: Any
+) -> dict[str, Any]:
+    """Everything at the tier that ``home`` names, under the least host memory; "auto" spills from
+    the device."""
 
     def a_pair():
         model = build()
@@ -60,7 +65,10 @@ def configuration(home: str, build: Callable[[], nn.Module], folder: Path, **mor
     if home == "auto":
         config = {"params": "device", "optimizer": "device", "activations": "auto", **more}
         model, _ = infinity.wrap_model(*a_pair(), config)
-        return {"device_memory": infinity.stats(model).tiers["device"].planned_nbytes + spare(), **config}
+        return {
+            "device_memory": infinity.stats(model).tiers["device"].planned_nbytes + spare(),
+            **config,
+        }
     config = at_home("nvme", "nvme", folder, activations="nvme", **more)
     return {"host_memory": least_host_memory(*a_pair(), config), **config}
 
@@ -75,7 +83,8 @@ def moved(model: nn.Module) -> int:
 
 
 def trained(scenario: Scenario, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
-    """What a scenario yields and leaves, with how much it moved. Peaks are held to the plan on the way."""
+    """What a scenario yields and leaves, with how much it moved. Peaks are held to the plan on the
+    way."""
     build, loop = scenario
     model = seeded(SEED, build)
     model, optimizer = infinity.wrap_model(model, adamw(model, LR), config)
@@ -83,7 +92,9 @@ def trained(scenario: Scenario, config: dict[str, Any]) -> tuple[dict[str, torch
     found = {f"yield {i}": value.detach().clone() for i, value in enumerate(loop(model, optimizer))}
     for tier, account in infinity.stats(model).tiers.items():
         assert account.peak_nbytes <= account.planned_nbytes, f"{tier}: {account}"
-        assert account.budget_nbytes is None or account.peak_nbytes <= account.budget_nbytes, f"{tier}: {account}"
+        assert account.budget_nbytes is None or account.peak_nbytes <= account.budget_nbytes, (
+            f"{tier}: {account}"
+        )
     found |= {name: value.clone() for name, value in model.state_dict().items()}
     return found, moved(model)
 
@@ -108,7 +119,11 @@ class Between(nn.Module):
     class Block(nn.Module):
         def __init__(self, middle: Callable[[torch.Tensor], torch.Tensor]) -> None:
             super().__init__()
-            self.first, self.second, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), middle
+            self.first, self.second, self.middle = (
+                nn.Linear(WIDTH, WIDTH),
+                nn.Linear(WIDTH, WIDTH),
+                middle,
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.second(self.middle(self.first(x)))
@@ -176,7 +191,9 @@ def a_backward_in_parts(model, optimizer):
         yield stepped(optimizer, loss)
 
 
-def wrapped(build: Callable[[], nn.Module], config: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def wrapped(
+    build: Callable[[], nn.Module], config: dict[str, Any]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = seeded(SEED, build)
     return infinity.wrap_model(model, adamw(model, LR), config)
 
@@ -184,4 +201,6 @@ def wrapped(build: Callable[[], nn.Module], config: dict[str, Any]) -> tuple[nn.
 @pytest.fixture(scope="module")
 def right() -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
-    return trained((a_transformer(), language_loop), configuration("device", a_transformer(), Path()))[0]
+    return trained(
+        (a_transformer(), language_loop), configuration("device", a_transformer(), Path())
+    )[0]

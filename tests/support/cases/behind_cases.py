@@ -1,7 +1,8 @@
 """What the tests of values on their way home share.
 
-Words used here: **block**: `native.CHECKSUM_NBYTES` bytes of an array on disk, with one checksum. **plain model**: name -> the bytes that the writes
-so far give, kept in memory. **slow disk**: an engine that moves bytes only when somebody waits for them, and of several transfers in any order.
+Words used here: **block**: `native.CHECKSUM_NBYTES` bytes of an array on disk, with one checksum.
+**plain model**: name -> the bytes that the writes so far give, kept in memory. **slow disk**: an
+engine that moves bytes only when somebody waits for them, and of several transfers in any order.
 """
 
 from __future__ import annotations
@@ -31,8 +32,14 @@ SEED = 77
 LR = 1e-2
 BLOCK, PAGE = native.CHECKSUM_NBYTES, native.BLOCK_NBYTES
 # Smaller than a block, whole blocks, blocks and a rest; the lengths in elements differ by dtype.
-ARRAYS = [(PAGE, torch.uint8), (3 * BLOCK + 5 * PAGE, torch.float32), (BLOCK, torch.bfloat16), (2 * BLOCK - PAGE, torch.int16),
-          (7 * BLOCK, torch.float16), (BLOCK + PAGE, torch.float64)]  # fmt: skip
+ARRAYS = [
+    (PAGE, torch.uint8),
+    (3 * BLOCK + 5 * PAGE, torch.float32),
+    (BLOCK, torch.bfloat16),
+    (2 * BLOCK - PAGE, torch.int16),
+    (7 * BLOCK, torch.float16),
+    (BLOCK + PAGE, torch.float64),
+]
 
 
 @pytest.fixture(params=ENGINES)
@@ -79,7 +86,9 @@ class SlowDisk(Noted):
                 self.disk.interrupted = None
                 raise KeyboardInterrupt
             while not self.done:
-                held = self.disk.rng.choice([ticket for ticket in self.disk.tickets if not ticket.done])
+                held = self.disk.rng.choice(
+                    [ticket for ticket in self.disk.tickets if not ticket.done]
+                )
                 held.transfer(*held.place).wait()
                 held.done, held.transfer = True, None  # and with it the memory
 
@@ -99,32 +108,68 @@ class SlowDisk(Noted):
 class Home:
     """A store with arrays on disk and one in memory, their plain model, and moves of both."""
 
-    def __init__(self, folder: Path, *, service_nbytes: int = 5 * BLOCK, faults: doubles.FaultPlan | None = None, **options: Any):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        service_nbytes: int = 5 * BLOCK,
+        faults: doubles.FaultPlan | None = None,
+        **options: Any,
+    ):
         layer = doubles.layer(faults)
-        self.store = ShardStore([str(folder)], Ledger(), Traffic(), service_nbytes=service_nbytes, layer=layer, **options)
+        self.store = ShardStore(
+            [str(folder)],
+            Ledger(),
+            Traffic(),
+            service_nbytes=service_nbytes,
+            layer=layer,
+            **options,
+        )
         places = [*((Tier.NVME, *array) for array in ARRAYS), (Tier.HOST, 3 * PAGE, torch.float32)]
-        self.arrays = [self.store.allocate(tier, dtype, n // dtype.itemsize, "array") for tier, n, dtype in places]
+        self.arrays = [
+            self.store.allocate(tier, dtype, n // dtype.itemsize, "array")
+            for tier, n, dtype in places
+        ]
         self.store.open([])
         self.store.io = self.engine = Noted(self.store.io)
         self.plain = [torch.zeros(array.numel, dtype=array.dtype) for array in self.arrays]
 
-    def write(self, writer: WriteBehind, index: int, begin: int, count: int, seed: int, *, lent: bool = False) -> None:
+    def write(
+        self,
+        writer: WriteBehind,
+        index: int,
+        begin: int,
+        count: int,
+        seed: int,
+        *,
+        lent: bool = False,
+    ) -> None:
         size = self.arrays[index].dtype.itemsize
-        raw = torch.randint(256, (count * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        raw = torch.randint(
+            256, (count * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
         values = raw.view(self.arrays[index].dtype)
         self.plain[index][begin : begin + count] = values
         if lent and count:  # where its blocks lie as the disk's do
             region = native.Region(count * size + PAGE, False, 0)
-            memory = native.tensor_at(region, region.address + begin * size % PAGE, count * size, torch.uint8)
+            memory = native.tensor_at(
+                region, region.address + begin * size % PAGE, count * size, torch.uint8
+            )
             memory.copy_(raw)
-            writer.write(self.arrays[index], begin, memory.view(values.dtype), version=1, stays=True)
+            writer.write(
+                self.arrays[index], begin, memory.view(values.dtype), version=1, stays=True
+            )
             return
         writer.write(self.arrays[index], begin, values, version=1)
         raw.fill_(0xEE)  # it is the caller's again
 
-    def check_read(self, reader: ShardStore | WriteBehind, index: int, begin: int, count: int) -> None:
+    def check_read(
+        self, reader: ShardStore | WriteBehind, index: int, begin: int, count: int
+    ) -> None:
         found = reader.read(self.arrays[index], begin, begin + count)
-        assert torch.equal(as_bytes(found), as_bytes(self.plain[index][begin : begin + count])), f"array {index} at {begin}"
+        assert torch.equal(as_bytes(found), as_bytes(self.plain[index][begin : begin + count])), (
+            f"array {index} at {begin}"
+        )
 
     def check_all(self) -> None:
         """All bytes are those of the plain model, by the store, which verifies every checksum."""
@@ -137,7 +182,8 @@ class Home:
                 self.write(writer, index, 0, array.numel, index)
 
     def do(self, writer: WriteBehind, moves: list[tuple]) -> None:
-        """Moves are (array, verb, where as a share, elements, seed); "on" goes on where the last move ended, "lend" writes from memory that stays."""
+        """Moves are (array, verb, where as a share, elements, seed); "on" goes on where the last
+        move ended, "lend" writes from memory that stays."""
         reached = [0] * len(self.arrays)
         for index, verb, share, count, seed in moves:
             numel = self.arrays[index].numel
@@ -166,5 +212,6 @@ def home_in(folder: Path, **options: Any) -> Iterator[Home]:
 
 
 def threads() -> list[str]:
-    """Threads of ours that Python knows of: there are none, the core's own do what is done behind."""
+    """Threads of ours that Python knows of: there are none, the core's own do what is done
+    behind."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]

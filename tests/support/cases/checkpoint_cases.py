@@ -1,8 +1,9 @@
 """What the tests of checkpoint share.
 
-Words used here: **home**, **child** as in `models.py`. **the job**: seven blocks with dropout, computing in bf16, AdamW
-with a schedule, no seeding inside the loop: only saved random state can make a resumed run meet the same noise.
-**uninterrupted**: the job's weights, moments and losses after every step, in one go.
+Words used here: **home**, **child** as in `models.py`. **the job**: seven blocks with dropout,
+computing in bf16, AdamW with a schedule, no seeding inside the loop: only saved random state can
+make a resumed run meet the same noise. **uninterrupted**: the job's weights, moments and losses
+after every step, in one go.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ LR = 1e-2
 class Job:
     """A wrapped model, its optimizer and its scheduler, and the loop around them."""
 
-    def __init__(self, homes: tuple[str, str], folder: Path, *, seed: int = SEED, **more: Any) -> None:
+    def __init__(
+        self, homes: tuple[str, str], folder: Path, *, seed: int = SEED, **more: Any
+    ) -> None:
         model = transformer(seed, blocks=more.pop("blocks", 3))
         optimizer = adamw(model, LR)
         config = {"param_dtype": "bf16", **at_home(*homes, folder), **more}
         config = with_least(model, optimizer, config) if "nvme" in homes else config
         self.model, self.optimizer = infinity.wrap_model(model, optimizer, config)
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=LR, total_steps=64)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, max_lr=LR, total_steps=64
+        )
         self.losses: dict[int, float] = {}
         self.step = 0
 
@@ -91,7 +96,9 @@ def uninterrupted(tmp_path_factory) -> dict[int, tuple[dict[str, torch.Tensor], 
 
 def check_like(job: Job, uninterrupted: dict, first: int) -> None:
     state, losses = uninterrupted[job.step]
-    assert {at: loss for at, loss in losses.items() if at >= first} == {a: x for a, x in job.losses.items() if a >= first}
+    assert {at: loss for at, loss in losses.items() if at >= first} == {
+        a: x for a, x in job.losses.items() if a >= first
+    }
     assert differing(job.state(), state) == []
 
 

@@ -1,8 +1,8 @@
 """What the tests of contract share.
 
-Words used here: **home**, **least**, **child** as in `models.py`. **at rest**: outside a forward or backward, when a
-parameter's bytes are at home and it holds none. **touch**: anything that would need those bytes.
-What may crash is done in a child: a crash is then one failed test.
+Words used here: **home**, **least**, **child** as in `models.py`. **at rest**: outside a forward or
+backward, when a parameter's bytes are at home and it holds none. **touch**: anything that would
+need those bytes. What may crash is done in a child: a crash is then one failed test.
 """
 
 from __future__ import annotations
@@ -35,15 +35,22 @@ every_home = pytest.mark.parametrize("home", TIERS)
 both_ends = pytest.mark.parametrize("home", ["nvme", "device"])
 
 
-def wrapped(home: str, folder: Path, model: nn.Module | None = None, **more: Any) -> tuple[Any, Any]:
-    """A wrapped transformer (or ``model``); on disk with the least host memory, so with gradients on disk too."""
+def wrapped(
+    home: str, folder: Path, model: nn.Module | None = None, **more: Any
+) -> tuple[Any, Any]:
+    """A wrapped transformer (or ``model``); on disk with the least host memory, so with gradients
+    on disk too."""
     model = transformer(SEED) if model is None else model
     optimizer = adamw(model, LR)
     config = at_home(home, home, folder, **more)
-    return infinity.wrap_model(model, optimizer, with_least(model, optimizer, config) if home == "nvme" else config)
+    return infinity.wrap_model(
+        model, optimizer, with_least(model, optimizer, config) if home == "nvme" else config
+    )
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, at: int = 0) -> torch.Tensor:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, at: int = 0
+) -> torch.Tensor:
     """Forward and backward of one batch, and a step where there is an optimizer."""
     torch.manual_seed(at)
     loss = loss_of(model, tokens(SEED + at))
@@ -61,7 +68,9 @@ def save(value: Any) -> bytes:
 
 
 def hooks_of(module: nn.Module) -> dict[str, int]:
-    names = [name for name in vars(module) if "hook" in name and isinstance(vars(module)[name], dict)]
+    names = [
+        name for name in vars(module) if "hook" in name and isinstance(vars(module)[name], dict)
+    ]
     return {name: len(vars(module)[name]) for name in names}
 
 

@@ -16,7 +16,9 @@ class Module(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2))
+        )
         self.bias = nn.Parameter(torch.zeros(32))
         self.seen: list[tuple[str, float]] = []
 
@@ -35,7 +37,10 @@ class Module(lightning.LightningModule):
         return self.blocks(batch) + self.bias
 
     def configure_optimizers(self) -> Any:
-        made = [torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True) for _ in range(self.optimizers_count)]
+        made = [
+            torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+            for _ in range(self.optimizers_count)
+        ]
         return made, [torch.optim.lr_scheduler.StepLR(made[0], 1, gamma=0.5)]
 
 
@@ -54,4 +59,6 @@ class Finetuned(lightning.LightningModule):
         return ((self.head(self.backbone(batch)) * self.scale - batch.flip(1)) ** 2).mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2, fused=True)
+        return torch.optim.AdamW(
+            [param for param in self.parameters() if param.requires_grad], lr=1e-2, fused=True
+        )

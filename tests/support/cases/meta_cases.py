@@ -1,9 +1,10 @@
 """What the tests of meta share.
 
-Words used here: **home**, **child** as in `models.py`. **piece**, **block** as in `infinity/checkpoint/weight_files.py`.
-**small blocks**: blocks of 64 KiB, the least that can be asked for, instead of 4 MiB, so that small files have several.
-**awkward file**: one whose tensors start at odd offsets, behind a header and one-byte tensors of odd length.
-**twin**: the same check on something that is wrong, or on something that is known to be right.
+Words used here: **home**, **child** as in `models.py`. **piece**, **block** as in
+`infinity/checkpoint/weight_files.py`. **small blocks**: blocks of 64 KiB, the least that can be
+asked for, instead of 4 MiB, so that small files have several. **awkward file**: one whose tensors
+start at odd offsets, behind a header and one-byte tensors of odd length. **twin**: the same check
+on something that is wrong, or on something that is known to be right.
 """
 
 from __future__ import annotations
@@ -33,10 +34,19 @@ LR = 1e-2
 MIB = 2**20
 SMALL = native.CHECKSUM_NBYTES
 CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 
 every_home = pytest.mark.parametrize("home", TIERS)
 State = dict[str, torch.Tensor]
@@ -47,10 +57,15 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def write_file(path: Path, tensors: State, *, start: int | None = None) -> Path:
-    """A safetensors file with the tensors in this order; the first one's bytes begin at ``start``."""
+    """A safetensors file with the tensors in this order; the first one's bytes begin at
+    ``start``."""
     header, at = {}, 0
     for name, tensor in tensors.items():
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [at, at + tensor.nbytes]}
+        header[name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [at, at + tensor.nbytes],
+        }
         at += tensor.nbytes
     text = json.dumps(header).encode()
     if start is not None:
@@ -72,7 +87,8 @@ def awkward_file(path: Path, tensors: State) -> Path:
 
 @pytest.fixture
 def small_blocks(monkeypatch) -> Callable[..., None]:
-    """Sets how much of a file is read, and how much of an initialised parameter is sent, at once."""
+    """Sets how much of a file is read, and how much of an initialised parameter is sent, at
+    once."""
 
     def set_to(nbytes: int = SMALL) -> None:
         monkeypatch.setattr(weight_files, "READ_NBYTES", nbytes)
@@ -135,4 +151,8 @@ def stepped_on_meta() -> tuple[nn.Module, Any]:
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
     state = optimizer.state_dict()["state"]
-    return {f"{i}.{key}": torch.as_tensor(value) for i, of_one in state.items() for key, value in of_one.items()}
+    return {
+        f"{i}.{key}": torch.as_tensor(value)
+        for i, of_one in state.items()
+        for key, value in of_one.items()
+    }

@@ -1,9 +1,10 @@
 """What the tests of microbatch share.
 
-Words used here: **whole**: the same model run by plain torch on the whole batch. **by hand**: by plain torch, with every
-block called on chunk after chunk and the results put together. **close**: rtol 1e-4, atol 1e-6 in fp32, for sums over
-samples are added in another order; a sample left out, counted twice or given another's mask is off by 1e-2 and more.
-**refused**: an InfinityError, at the wrap or in the forward.
+Words used here: **whole**: the same model run by plain torch on the whole batch. **by hand**: by
+plain torch, with every block called on chunk after chunk and the results put together. **close**:
+rtol 1e-4, atol 1e-6 in fp32, for sums over samples are added in another order; a sample left out,
+counted twice or given another's mask is off by 1e-2 and more. **refused**: an InfinityError, at the
+wrap or in the forward.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def rows_of(rows: int, *shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, *(shape or (LENGTH, WIDTH)), generator=torch.Generator().manual_seed(SEED + seed))
+    return torch.randn(
+        rows, *(shape or (LENGTH, WIDTH)), generator=torch.Generator().manual_seed(SEED + seed)
+    )
 
 
 class Wrapped:
@@ -65,16 +68,22 @@ def differentiated(model: nn.Module, compute: Callable[[nn.Module], torch.Tensor
     return {"loss": loss.detach().clone()} | gradients_of(model)
 
 
-def assert_like_whole(build: Callable[[], nn.Module], compute: Callable[[nn.Module], torch.Tensor], **config: Any) -> None:
+def assert_like_whole(
+    build: Callable[[], nn.Module], compute: Callable[[nn.Module], torch.Tensor], **config: Any
+) -> None:
     """Loss and gradients are close to those of the whole batch in plain torch."""
     whole = differentiated(seeded(SEED, build), compute)
     found = differentiated(Wrapped(build, **{"micro_batch": 2, **DEVICE, **config}).model, compute)
     assert found.keys() == whole.keys()
     for name, value in whole.items():
-        torch.testing.assert_close(found[name], value, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, **CLOSE, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-def assert_right_or_refused(build: Callable[[], nn.Module], compute: Callable[[nn.Module], torch.Tensor], **config) -> None:
+def assert_right_or_refused(
+    build: Callable[[], nn.Module], compute: Callable[[nn.Module], torch.Tensor], **config
+) -> None:
     try:
         assert_like_whole(build, compute, **config)
     except infinity.InfinityError as refused:
@@ -86,9 +95,14 @@ def quiet() -> TinyTransformer:
 
 
 class Stack(nn.Module):
-    """Blocks of a class between a layer and a mean; ``call`` says how a block is called with the step's input."""
+    """Blocks of a class between a layer and a mean; ``call`` says how a block is called with the
+    step's input."""
 
-    def __init__(self, make: Callable[[], nn.Module], call: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None):
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        call: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,
+    ):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(make() for _ in range(3))
@@ -117,14 +131,20 @@ def stack(function: Callable[..., Any], call: Callable | None = None) -> Callabl
 
 
 def mean_square(rows: int = 7, *shape: int) -> Callable[[nn.Module], torch.Tensor]:
-    weights = rows_of(rows, seed=5)[:, :1, :1] ** 2 if not shape else 1.0  # samples count differently
+    weights = (
+        rows_of(rows, seed=5)[:, :1, :1] ** 2 if not shape else 1.0
+    )  # samples count differently
     return lambda model: (model(rows_of(rows, *shape)).square() * weights).mean()
 
 
-MASK = (rows_of(7, 1, LENGTH, LENGTH, seed=9) > -0.5).logical_or(torch.eye(LENGTH, dtype=torch.bool))
+MASK = (rows_of(7, 1, LENGTH, LENGTH, seed=9) > -0.5).logical_or(
+    torch.eye(LENGTH, dtype=torch.bool)
+)
 
 
-def attend(h: torch.Tensor, mask: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> torch.Tensor:
+def attend(
+    h: torch.Tensor, mask: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     heads = h.unflatten(-1, (2, -1)).transpose(1, 2)
     scores = heads @ heads.transpose(-1, -2)
     scores = scores if bias is None else scores + bias

@@ -15,7 +15,9 @@ def tokenizer() -> Any:
     words = ["<s>", "</s>", "<pad>", *(f"w{i}" for i in range(64))]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
 
 
 def texts(**lengths: int) -> Any:
@@ -24,5 +26,11 @@ def texts(**lengths: int) -> Any:
 
     drawn = random.Random(SEED)
     return datasets.Dataset.from_list(
-        [{name: "".join(f" w{drawn.randrange(64)}" for _ in range(n)) for name, n in lengths.items()} for _ in range(12)]
+        [
+            {
+                name: "".join(f" w{drawn.randrange(64)}" for _ in range(n))
+                for name, n in lengths.items()
+            }
+            for _ in range(12)
+        ]
     )

@@ -2,9 +2,10 @@
 
 Words used here:
 
-**pair**: two equal models, one wrapped within `DEVICE` bytes so that its large layer runs in tiles, one plain.
-**close**: within 1e-5 of the largest element, relative; sums over tiles are added in another order than one product.
-**twin**: the same model with a budget that holds it, which must not be tiled.
+**pair**: two equal models, one wrapped within `DEVICE` bytes so that its large layer runs in tiles,
+one plain. **close**: within 1e-5 of the largest element, relative; sums over tiles are added in
+another order than one product. **twin**: the same model with a budget that holds it, which must not
+be tiled.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ BUILDERS = {
     "linear down": lambda: nn.Sequential(nn.Linear(WIDTH, ROWS), nn.GELU(), nn.Linear(ROWS, WIDTH)),
     "conv1d": lambda: Wide(),
     "embedding": lambda: Holder(nn.Embedding(ROWS, WIDTH), WIDTH, embeds=True),
-    "embedding with padding": lambda: Holder(nn.Embedding(ROWS, WIDTH, padding_idx=-3), WIDTH, embeds=True),
+    "embedding with padding": lambda: Holder(
+        nn.Embedding(ROWS, WIDTH, padding_idx=-3), WIDTH, embeds=True
+    ),
 }
 
 
@@ -74,7 +77,9 @@ def batch_for(model: nn.Module, seed: int, shape: tuple[int, ...] = (3, 5)) -> t
     if isinstance(getattr(model, "layer", None), nn.Embedding):
         ids = torch.randint(ROWS, shape, generator=generator)
         if ids.numel() > 1:
-            ids.view(-1)[0] = ids.view(-1)[-1] = ROWS - 3  # repeated, and the padding where there is one
+            ids.view(-1)[0] = ids.view(-1)[-1] = (
+                ROWS - 3
+            )  # repeated, and the padding where there is one
         return ids
     return torch.randn(*shape, WIDTH, generator=generator)
 
@@ -96,10 +101,14 @@ def device(model: nn.Module):
     return wrapped(model).engine.ledger.accounts[Tier.DEVICE]
 
 
-def check_close(ours: torch.Tensor, theirs: torch.Tensor, what: str = "", *, tolerance: float = 1e-5) -> None:
+def check_close(
+    ours: torch.Tensor, theirs: torch.Tensor, what: str = "", *, tolerance: float = 1e-5
+) -> None:
     assert ours.shape == theirs.shape, f"{what}: {tuple(ours.shape)} and {tuple(theirs.shape)}"
     scale = theirs.detach().abs().max().item() if theirs.numel() else 0.0
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * max(scale, 1e-30), msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        ours, theirs, rtol=0, atol=tolerance * max(scale, 1e-30), msg=lambda m: f"{what}: {m}"
+    )
 
 
 def check_grads(model: nn.Module, plain: nn.Module, *, tolerance: float = 1e-5) -> None:
@@ -114,7 +123,9 @@ def check_peak(model: nn.Module) -> None:
     assert account.peak_nbytes <= account.planned_nbytes <= account.budget_nbytes
 
 
-def steps(model, optimizer, count: int, *, seed: int, backward=lambda out: out.square().mean().backward()):
+def steps(
+    model, optimizer, count: int, *, seed: int, backward=lambda out: out.square().mean().backward()
+):
     for step in range(count):
         backward(model(batch_for(model, seed + step)))
         optimizer.step()

@@ -1,6 +1,8 @@
-"""What the tests of the integrations share: a model of two layers and width 32, rows of tokens, and one run of a Trainer.
+"""What the tests of the integrations share: a model of two layers and width 32, rows of tokens, and
+one run of a Trainer.
 
-Words used here: **ours** is a run with the integration, **theirs** the same run of the library alone.
+Words used here: **ours** is a run with the integration, **theirs** the same run of the library
+alone.
 """
 
 from __future__ import annotations
@@ -21,8 +23,18 @@ pytestmark_quiet = pytest.mark.filterwarnings("ignore")
 
 
 def sizes(**changes: Any) -> dict[str, Any]:
-    named = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-             "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # fmt: skip
+    named = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
     return {**named, **changes}
 
 
@@ -43,10 +55,22 @@ def arguments(folder: Path, kind: type | None = None, **changes: Any) -> Any:
     import transformers
 
     given = {
-        "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 2, "report_to": [], "save_strategy": "no",
-        "use_cpu": True, "disable_tqdm": True, "logging_steps": 1, "seed": SEED, "max_grad_norm": 0.5, "learning_rate": 1e-2,
-        "gradient_accumulation_steps": 2, "warmup_steps": 2, "weight_decay": 0.1, "lr_scheduler_type": "cosine",
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "seed": SEED,
+        "max_grad_norm": 0.5,
+        "learning_rate": 1e-2,
+        "gradient_accumulation_steps": 2,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+    }
     return (kind or transformers.TrainingArguments)(**{**given, **changes})
 
 

@@ -1,9 +1,10 @@
 """What the tests of training share.
 
-Words used here: **home**, **least** as in `models.py`; **run**, **plain**, **wrapped**, **same bits**, **yardstick** as
-in `runs.py`. **prescribed**: with gradients that the test gives, so that two optimizers see the same ones.
-**well-conditioned**: AdamW with eps=1e-3; the rounding of a gradient then moves an update by rounding only, so that
-plain and wrapped can be held to rtol 1e-5, atol 2e-6, a hundredth of what a forgotten weight decay does in a step.
+Words used here: **home**, **least** as in `models.py`; **run**, **plain**, **wrapped**, **same
+bits**, **yardstick** as in `runs.py`. **prescribed**: with gradients that the test gives, so that
+two optimizers see the same ones. **well-conditioned**: AdamW with eps=1e-3; the rounding of a
+gradient then moves an update by rounding only, so that plain and wrapped can be held to rtol 1e-5,
+atol 2e-6, a hundredth of what a forgotten weight decay does in a step.
 """
 
 from __future__ import annotations
@@ -47,22 +48,29 @@ def a_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 both_ends = pytest.mark.parametrize("home", ["nvme", "device"])
 
 
-def hardest(home: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **more: Any) -> dict[str, Any]:
-    """Everything at home on ``home``; on disk with the least host memory, so with gradients on disk too."""
+def hardest(
+    home: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **more: Any
+) -> dict[str, Any]:
+    """Everything at home on ``home``; on disk with the least host memory, so with gradients on disk
+    too."""
     config = at_home(home, home, folder, **more)
     return with_least(model, optimizer, config) if home == "nvme" else config
 
 
 def within_ulps(ours: dict, theirs: dict, largest: dict, count: int) -> None:
-    """Raises unless every element is within ``count`` ulps; the ulp is that of the largest value the element has had,
-    which ``largest`` keeps: an element that passes zero keeps the rounding of where it came from."""
+    """Raises unless every element is within ``count`` ulps; the ulp is that of the largest value
+    the element has had, which ``largest`` keeps: an element that passes zero keeps the rounding of
+    where it came from.
+    """
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         largest[name] = torch.maximum(expected.abs(), largest[name])
         size = ulp(largest[name])
         outside = ~((ours[name] - expected).abs() <= count * size)  # so that a NaN fails
         worst = ((ours[name] - expected).abs() / size).max().item() if outside.any() else 0
-        assert not bool(outside.any()), f"{name}: {int(outside.sum())} elements are up to {worst:.1f} ulps off, not {count}"
+        assert not bool(outside.any()), (
+            f"{name}: {int(outside.sum())} elements are up to {worst:.1f} ulps off, not {count}"
+        )
 
 
 def sizes_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -76,10 +84,11 @@ def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tens
 
 
 class ReferenceAdamW:
-    """AdamW over fp32 masters that the test keeps; ``round`` makes the weights of a plain model of them.
+    """AdamW over fp32 masters that the test keeps; ``round`` makes the weights of a plain model of
+    them.
 
-    The order of operations is torch's (`torch/optim/adam.py`, single tensor); each lerp and addcmul rounds as one
-    fused multiply-add, and the square root is the nearest one.
+    The order of operations is torch's (`torch/optim/adam.py`, single tensor); each lerp and addcmul
+    rounds as one fused multiply-add, and the square root is the nearest one.
     """
 
     def __init__(
@@ -149,19 +158,23 @@ def assert_trains_alike(
     atol: float = 2e-6,
     **more: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Runs ``loop`` on a plain copy and on the wrapped model; what it returns, weights, buffers and optimizer state
-    agree. Returns the wrapped pair."""
+    """Runs ``loop`` on a plain copy and on the wrapped model; what it returns, weights, buffers and
+    optimizer state agree. Returns the wrapped pair."""
     plain = copy.deepcopy(model)
     plain_optimizer = make(plain)
     optimizer = make(model)
     torch.manual_seed(SEED)
     expected = loop(plain, plain_optimizer)
-    model, optimizer = infinity.wrap_model(model, optimizer, hardest(home, model, optimizer, folder, **more))
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, hardest(home, model, optimizer, folder, **more)
+    )
     torch.manual_seed(SEED)
     found = loop(model, optimizer)
 
     def close(ours: Any, theirs: Any, what: str) -> None:
-        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{what}: {m}")
+        torch.testing.assert_close(
+            ours, theirs, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{what}: {m}"
+        )
 
     close(found, expected, "what the loop saw")
     close(model.state_dict(), plain.state_dict(), "state_dict")
@@ -169,7 +182,11 @@ def assert_trains_alike(
     assert ours["state"].keys() == theirs["state"].keys(), "not the same parameters have state"
     for index, state in theirs["state"].items():
         mine = ours["state"][index]
-        close(mine, {key: value for key, value in state.items() if key in mine}, f"state of parameter {index}")
+        close(
+            mine,
+            {key: value for key, value in state.items() if key in mine},
+            f"state of parameter {index}",
+        )
     for mine, group in zip(ours["param_groups"], theirs["param_groups"], strict=True):
         assert mine.keys() == group.keys()
         for key in ("lr", "weight_decay", "params", "betas", "initial_lr"):
@@ -191,37 +208,62 @@ CLIPS: dict[str, Callable[[list], Any]] = {
     "norm-single": lambda p: torch.nn.utils.clip_grad_norm_(p, 0.1, foreach=False),
     "norm-inf": lambda p: torch.nn.utils.clip_grad_norm_(p, 1e-3, norm_type=float("inf")),
     "norm-1-foreach": lambda p: torch.nn.utils.clip_grad_norm_(p, 0.5, norm_type=1.0, foreach=True),
-    "total-norm": lambda p: torch.nn.utils.get_total_norm([q.grad for q in p if q.grad is not None]),
-    "total-norm-foreach": lambda p: torch.nn.utils.get_total_norm([q.grad for q in p if q.grad is not None], foreach=True),
+    "total-norm": lambda p: torch.nn.utils.get_total_norm(
+        [q.grad for q in p if q.grad is not None]
+    ),
+    "total-norm-foreach": lambda p: torch.nn.utils.get_total_norm(
+        [q.grad for q in p if q.grad is not None], foreach=True
+    ),
     "clip-with-norm": lambda p: torch.nn.utils.clip_grads_with_norm_(p, 0.1, torch.tensor(3.0)),
-    "clip-with-norm-foreach": lambda p: torch.nn.utils.clip_grads_with_norm_(p, 0.1, torch.tensor(3.0), foreach=True),
+    "clip-with-norm-foreach": lambda p: torch.nn.utils.clip_grads_with_norm_(
+        p, 0.1, torch.tensor(3.0), foreach=True
+    ),
     "value": lambda p: torch.nn.utils.clip_grad_value_(p, 1e-3),
     "value-foreach": lambda p: torch.nn.utils.clip_grad_value_(p, 1e-3, foreach=True),
-    "twice": lambda p: [torch.nn.utils.clip_grad_norm_(p, 0.1), torch.nn.utils.clip_grad_norm_(p, 0.05)],
+    "twice": lambda p: [
+        torch.nn.utils.clip_grad_norm_(p, 0.1),
+        torch.nn.utils.clip_grad_norm_(p, 0.05),
+    ],
     "seven-times": lambda p: [torch.nn.utils.clip_grad_norm_(p, 0.1 * 0.8**i) for i in range(7)],
-    "value-then-norm": lambda p: [torch.nn.utils.clip_grad_value_(p, 1e-3), torch.nn.utils.clip_grad_norm_(p, 0.01)],
+    "value-then-norm": lambda p: [
+        torch.nn.utils.clip_grad_value_(p, 1e-3),
+        torch.nn.utils.clip_grad_norm_(p, 0.01),
+    ],
     "by-hand": lambda p: [q.grad.mul_(0.1) for q in p if q.grad is not None][:0],
-    "by-hand-foreach": lambda p: torch._foreach_mul_([q.grad for q in p if q.grad is not None], 0.1),
+    "by-hand-foreach": lambda p: torch._foreach_mul_(
+        [q.grad for q in p if q.grad is not None], 0.1
+    ),
     "stacked": lambda p: torch.stack([q.grad.norm() for q in p if q.grad is not None]),
     "flattened": lambda p: torch.cat([q.grad.flatten() for q in p if q.grad is not None]).norm(),
     "cat": lambda p: torch.cat([q.grad for q in p if q.grad is not None and q.dim() == 1]).norm(),
     "row": lambda p: [q.grad[0].zero_() for q in p if q.grad is not None and q.dim() == 2][:0],
-    "row-set": lambda p: [q.grad.__setitem__(0, 0.5) for q in p if q.grad is not None and q.dim() == 2][:0],
+    "row-set": lambda p: [
+        q.grad.__setitem__(0, 0.5) for q in p if q.grad is not None and q.dim() == 2
+    ][:0],
     "view": lambda p: [q.grad.view(-1)[:3].mul_(5.0) for q in p if q.grad is not None][:0],
     "data": lambda p: [q.grad.data.mul_(0.3) for q in p if q.grad is not None][:0],
-    "copy": lambda p: [q.grad.copy_(torch.full_like(q.grad, 0.01)) for q in p if q.grad is not None][:0],
+    "copy": lambda p: [
+        q.grad.copy_(torch.full_like(q.grad, 0.01)) for q in p if q.grad is not None
+    ][:0],
     "assigned": lambda p: [setattr(q, "grad", q.grad * 0.5) for q in p if q.grad is not None][:0],
-    "in-place-assigned": lambda p: [setattr(q, "grad", q.grad.__imul__(0.5)) for q in p if q.grad is not None][:0],
-    "noise": lambda p: [q.grad.add_(torch.ones_like(q.grad), alpha=1e-3) for q in p if q.grad is not None][:0],
+    "in-place-assigned": lambda p: [
+        setattr(q, "grad", q.grad.__imul__(0.5)) for q in p if q.grad is not None
+    ][:0],
+    "noise": lambda p: [
+        q.grad.add_(torch.ones_like(q.grad), alpha=1e-3) for q in p if q.grad is not None
+    ][:0],
     "masked": lambda p: [q.grad.__setitem__(q.grad > 0, 0.0) for q in p if q.grad is not None][:0],
     "nan-to-num": lambda p: [torch.nan_to_num_(q.grad, 0.0) for q in p if q.grad is not None][:0],
-    "finite": lambda p: torch.stack([torch.isfinite(q.grad).all() for q in p if q.grad is not None]),
+    "finite": lambda p: torch.stack(
+        [torch.isfinite(q.grad).all() for q in p if q.grad is not None]
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def clipped(tmp_path_factory, chosen) -> Callable[[str], dict[str, str]]:
-    """What went wrong with each way to change gradients, by home: tried in children, for some may crash."""
+    """What went wrong with each way to change gradients, by home: tried in children, for some may
+    crash."""
 
     @functools.cache
     def tried(home: str) -> dict[str, str]:
@@ -237,6 +279,8 @@ def clipped(tmp_path_factory, chosen) -> Callable[[str], dict[str, str]]:
             with contextlib.suppress(infinity.UsageError):
                 assert_trains_alike(loop, transformer(SEED, dropout=0.0), home, folder)
 
-        return survey([name for name, where in sorted(chosen("clip", "home")) if where == home], check)
+        return survey(
+            [name for name, where in sorted(chosen("clip", "home")) if where == home], check
+        )
 
     return tried

@@ -1,4 +1,5 @@
-"""A cuFile of our own (`fake_cufile.c`), loaded under the real one's name: what the core looks up is then this."""
+"""A cuFile of our own (`fake_cufile.c`), loaded under the real one's name: what the core looks up
+is then this."""
 
 from __future__ import annotations
 
@@ -23,17 +24,20 @@ class FakeCuFile:
         self._library.fake_count.restype = ctypes.c_long
         self._library.fake_calls.restype = self._library.fake_driver_calls.restype = ctypes.c_void_p
         self.calls = self._library.fake_calls()  # the address of what the GPU's module gives
-        self.driver_calls = self._library.fake_driver_calls()  # of what its driver does without that
+        self.driver_calls = (
+            self._library.fake_driver_calls()
+        )  # of what its driver does without that
 
     def set(self, **settings: int) -> None:
-        """Has the next so many reads fail ("short", "refused", "misaligned", "late", "changed", "half"), or ("driver", "buffer", "device", "enter": an
-        error, "limit": of files) what is opened or asked. Late reads go on with ``late=-1``."""
+        """Has the next so many reads fail ("short", "refused", "misaligned", "late", "changed",
+        "half"), or ("driver", "buffer", "device", "enter": an error, "limit": of files) what is
+        opened or asked. Late reads go on with ``late=-1``."""
         for name, value in settings.items():
             self._library.fake_set(name.encode(), ctypes.c_long(value))
 
     def count(self, what: str) -> int:
-        """Counts "drivers", "files", "buffers" that are open, "reads", reads that are "held" as late, bytes "copied" out of the device, "misuses"
-        of the library."""
+        """Counts "drivers", "files", "buffers" that are open, "reads", reads that are "held" as
+        late, bytes "copied" out of the device, "misuses" of the library."""
         return self._library.fake_count(what.encode())
 
     def reset(self) -> None:
@@ -48,7 +52,16 @@ def build_cufile(tmp_path_factory) -> Path:
     with open(folder / "cufile.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            command = ["cc", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcufile.so.0", "-o", str(target), str(SOURCE)]
+            command = [
+                "cc",
+                "-shared",
+                "-fPIC",
+                "-pthread",
+                "-Wl,-soname,libcufile.so.0",
+                "-o",
+                str(target),
+                str(SOURCE),
+            ]
             subprocess.run(command, check=True)
     return target
 

@@ -2,14 +2,15 @@
 
 Words used here:
 
-**line**: what happens in one order: ``compute``, a queue, the ``host`` (the training thread itself) or its ``updater``.
-**clock**: how far a line is, and how far every other line certainly was by then (a vector clock).
-**access**: a read or write of a storage on a line, seen by a dispatch mode around everything that runs.
-**race**: two accesses of one storage, one of them a write, on lines that nothing puts in order; or memory that is freed
-while a line may still use it.
+**line**: what happens in one order: ``compute``, a queue, the ``host`` (the training thread itself)
+or its ``updater``. **clock**: how far a line is, and how far every other line certainly was by then
+(a vector clock). **access**: a read or write of a storage on a line, seen by a dispatch mode around
+everything that runs. **race**: two accesses of one storage, one of them a write, on lines that
+nothing puts in order; or memory that is freed while a line may still use it.
 
-Everything runs at once on the processor, so the numbers are right whatever is forgotten: what a GPU would do to them is
-told by the clocks alone. Host memory is what the engine registers (`pin`), device memory is all else.
+Everything runs at once on the processor, so the numbers are right whatever is forgotten: what a GPU
+would do to them is told by the clocks alone. Host memory is what the engine registers (`pin`),
+device memory is all else.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ class RaceDetector(device.Device):
         return DetectedMoment(self, dict(self.clocks["compute"]))
 
     def ticket(self, moments):
-        waiting = [moment for moment in moments if isinstance(moment, DetectedMoment) and not moment.done]
+        waiting = [
+            moment for moment in moments if isinstance(moment, DetectedMoment) and not moment.done
+        ]
         if not waiting:
             return None
         ticket = native.Ticket(1)
@@ -165,7 +168,10 @@ class RaceDetector(device.Device):
         others = [*record.writes.items(), *(record.reads.items() if write else ())]
         for other, (tick, where) in others:
             if other != line and clock[other] < tick:
-                self.found(f"{what} on {line} {'writes' if write else 'reads'} what {where} on {other} may still use")
+                self.found(
+                    f"{what} on {line} {'writes' if write else 'reads'} what {where} on {other} may"
+                    " still use"
+                )
         (record.writes if write else record.reads)[line] = (clock[line], what)
 
     def free(self, key: object, line: str | None = None) -> None:
@@ -187,7 +193,11 @@ class RaceDetector(device.Device):
 
     def sweep(self) -> None:
         """Looks for memory that was freed since."""
-        for key in [key for key, record in self.records.items() if record.alive is not None and record.alive.expired()]:
+        for key in [
+            key
+            for key, record in self.records.items()
+            if record.alive is not None and record.alive.expired()
+        ]:
             self.free(key)
 
 
@@ -207,15 +217,23 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
         if name in ALLOCATIONS:
-            detector.records[result.untyped_storage()._cdata] = Record(detector.line, StorageWeakRef(result.untyped_storage()))
+            detector.records[result.untyped_storage()._cdata] = Record(
+                detector.line, StorageWeakRef(result.untyped_storage())
+            )
         if func.is_view or name in SILENT or name in ALLOCATIONS:
             return result
         written = set()
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
-                written |= {id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
-        tensors = [(leaf, id(leaf) in written) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                written |= {
+                    id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)
+                }
+        tensors = [
+            (leaf, id(leaf) in written)
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        ]
         tensors += [(leaf, True) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.account(name, tensors)
         return result
@@ -233,12 +251,16 @@ class Watch(TorchDispatchMode):
         for tensor, storage, write, on_host in places:
             detector.tick(line)
             if on_host:
-                who = "host" if line == "compute" else line  # outside the queues the training thread does it itself
+                who = (
+                    "host" if line == "compute" else line
+                )  # outside the queues the training thread does it itself
                 detector.tick(who)
                 detector.use_host(tensor.data_ptr(), tensor.nbytes, who, write=write, what=name)
             else:
                 detector.use(storage, line, write=write, what=name)
-        if line == "compute" and any(on_host for *_, on_host in places):  # such a copy is waited for
+        if line == "compute" and any(
+            on_host for *_, on_host in places
+        ):  # such a copy is waited for
             detector.join("host", detector.clocks["compute"])
             detector.join("compute", detector.clocks["host"])
 
@@ -284,12 +306,20 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         if told["after"] is not None:
             detector.join("updater", detector.tickets[told["after"]])
         first, last = spans[0][0], spans[-1][1]
-        written = (shard.spare_arrays if how.get("ahead") else shard.arrays) | {"grad": shard.arrays["grad"]}
+        written = (shard.spare_arrays if how.get("ahead") else shard.arrays) | {
+            "grad": shard.arrays["grad"]
+        }
         for name, array in written.items():
             if not array.extent.is_file:
                 each = native.MOMENT_BLOCK if name.endswith("_scale") else 1
                 begin, end = (at // each * array.dtype.itemsize for at in (first, last))
-                detector.use_host(array.extent.address + begin, max(1, end - begin), "updater", write=name != "grad", what="a step")
+                detector.use_host(
+                    array.extent.address + begin,
+                    max(1, end - begin),
+                    "updater",
+                    write=name != "grad",
+                    what="a step",
+                )
         planned.append((planned_update, dict(detector.clocks["updater"])))
         return planned_update
 

@@ -1,4 +1,5 @@
-"""ThreadedDevice: a processor that runs each queue in a thread, to test the order that a GPU's streams keep."""
+"""ThreadedDevice: a processor that runs each queue in a thread, to test the order that a GPU's
+streams keep."""
 
 from __future__ import annotations
 
@@ -59,12 +60,21 @@ class ThreadedDevice(Device):
     def __init__(self, where: torch.device, traffic: Traffic):
         super().__init__(where, traffic)
         self._queues = {name: SimpleQueue() for name in QUEUES}
-        self._threads = [threading.Thread(target=_serve, args=(queue,), daemon=True, name=f"infinity-{name}")
-                         for name, queue in self._queues.items()]  # fmt: skip
+        self._threads = [
+            threading.Thread(target=_serve, args=(queue,), daemon=True, name=f"infinity-{name}")
+            for name, queue in self._queues.items()
+        ]
         for thread in self._threads:
             thread.start()
 
-    def put(self, queue: str, work: Callable[[], None], *, behind: Iterable[Event] = (), transfer: Copy | None = None) -> Event:
+    def put(
+        self,
+        queue: str,
+        work: Callable[[], None],
+        *,
+        behind: Iterable[Event] = (),
+        transfer: Copy | None = None,
+    ) -> Event:
         event, behind = _ThreadEvent(), list(behind)
 
         def run() -> None:
@@ -74,7 +84,9 @@ class ThreadedDevice(Device):
                 start = time.perf_counter()
                 work()
                 if transfer is not None:
-                    self.traffic.copied(transfer.edge, transfer.nbytes, transfer.what, start, time.perf_counter())
+                    self.traffic.copied(
+                        transfer.edge, transfer.nbytes, transfer.what, start, time.perf_counter()
+                    )
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 event.end(error)
             else:

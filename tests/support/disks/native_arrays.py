@@ -1,4 +1,5 @@
-"""The native core, arranged for tests: engines, swap files, arrays at their homes, single optimizer steps.
+"""The native core, arranged for tests: engines, swap files, arrays at their homes, single optimizer
+steps.
 
 Words used here:
 
@@ -27,7 +28,9 @@ from infinity import native
 MIB = 1024 * 1024
 CHUNK_GRAIN = native.CHECKSUM_NBYTES // 2  # elements: the updater cuts at multiples of it
 
-needs_uring = pytest.mark.skipif(bool(native.uring_refusal()), reason=f"io_uring: {native.uring_refusal()}")
+needs_uring = pytest.mark.skipif(
+    bool(native.uring_refusal()), reason=f"io_uring: {native.uring_refusal()}"
+)
 ENGINES = [pytest.param("uring", marks=needs_uring), "threads"]
 
 Arrays = dict[str, torch.Tensor]
@@ -39,9 +42,9 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Bytes
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +65,9 @@ def from_bits(words: Sequence[int] | torch.Tensor, dtype: torch.dtype) -> torch.
     """Unsigned integers -> the floats that they are the representation of."""
     words = torch.as_tensor(words, dtype=torch.int64)
     if dtype.itemsize == 2:
-        return words.sub(1 << 16, alpha=1).where(words >= 1 << 15, words).to(torch.int16).view(dtype)
+        return (
+            words.sub(1 << 16, alpha=1).where(words >= 1 << 15, words).to(torch.int16).view(dtype)
+        )
     return words.sub(1 << 32, alpha=1).where(words >= 1 << 31, words).to(torch.int32).view(dtype)
 
 
@@ -70,9 +75,9 @@ def random_bytes(nbytes: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Memory and disk
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Staging:
@@ -80,7 +85,9 @@ class Staging:
 
     def __init__(self, nbytes: int):
         self.region = native.Region(nbytes, huge_pages=False, touch_threads=0)
-        self.bytes = native.tensor_at(self.region, self.region.address, self.region.nbytes, torch.uint8)
+        self.bytes = native.tensor_at(
+            self.region, self.region.address, self.region.nbytes, torch.uint8
+        )
 
     @property
     def address(self) -> int:
@@ -95,7 +102,13 @@ class Disk:
     """An engine with one swap file, and moves of whole tensors that wait and verify."""
 
     def __init__(
-        self, folder: Path, kind: str = "threads", *, nbytes: int = 4 * MIB, faults: doubles.FaultPlan | None = None, **options
+        self,
+        folder: Path,
+        kind: str = "threads",
+        *,
+        nbytes: int = 4 * MIB,
+        faults: doubles.FaultPlan | None = None,
+        **options,
     ):
         self.path = folder / f"swap{len(list(folder.iterdir()))}"
         self.engine = native.IoEngine(kind=kind, layer=doubles.layer(faults), **options)
@@ -114,7 +127,9 @@ class Disk:
         staging.bytes[: data.numel()] = data
         self.engine.write(extent, offset, staging.address, data.numel()).wait()
 
-    def read(self, extent: native.Extent, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+    def read(
+        self, extent: native.Extent, offset: int = 0, nbytes: int | None = None
+    ) -> torch.Tensor:
         """Verified bytes, as uint8."""
         nbytes = extent.nbytes - offset if nbytes is None else nbytes
         staging = Staging(nbytes)
@@ -123,7 +138,8 @@ class Disk:
         return staging.bytes[:nbytes].clone()
 
     def raw(self, extent: native.Extent) -> torch.Tensor:
-        """What the file holds, read by the operating system: neither checksums nor injected faults."""
+        """What the file holds, read by the operating system: neither checksums nor injected
+        faults."""
         with open(self.path, "rb") as file:
             file.seek(extent.offset)
             return torch.frombuffer(bytearray(file.read(extent.nbytes)), dtype=torch.uint8)
@@ -138,9 +154,9 @@ class Disk:
             os.close(descriptor)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Optimizer steps
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.float32}
 
@@ -191,7 +207,12 @@ def every_form() -> list[Form]:
     weights += [(bf16, master, grad) for master in (own, split, whole) for grad in (bf16, fp32)]
     weights += [(fp16, master, grad) for master in (own, whole) for grad in (fp16, fp32)]
     rules = (native.Rule.ADAMW, native.Rule.ADAM, native.Rule.SGD, native.Rule.LION)
-    return [Form(rule, *weight, moments) for rule in rules for weight in weights for moments in (fp32, bf16)]
+    return [
+        Form(rule, *weight, moments)
+        for rule in rules
+        for weight in weights
+        for moments in (fp32, bf16)
+    ]
 
 
 def encode(form: Form, master: torch.Tensor) -> Arrays:
@@ -200,7 +221,10 @@ def encode(form: Form, master: torch.Tensor) -> Arrays:
         return {"weight": master.to(form.weight)}
     if form.master == native.Master.FLOAT32:
         return {"weight": master.to(form.weight), "master": master.clone()}
-    weight, low = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    weight, low = (
+        torch.empty_like(master, dtype=torch.bfloat16),
+        torch.empty_like(master, dtype=torch.int16),
+    )
     native.split_master(master, weight, low)
     return {"weight": weight, "master": low}
 
@@ -239,7 +263,9 @@ Runs = Sequence[tuple[int, int, native.Hyperparameters]]
 class Unit:
     """One unit's arrays at their homes; memory homes live as long as this does."""
 
-    def __init__(self, form: Form, arrays: Arrays, *, disk: Disk | None = None, in_file: Sequence[str] = ()):
+    def __init__(
+        self, form: Form, arrays: Arrays, *, disk: Disk | None = None, in_file: Sequence[str] = ()
+    ):
         self.form, self.disk = form, disk
         self.count = arrays["weight"].numel()
         self.extents: dict[str, native.Extent] = {}
@@ -256,13 +282,22 @@ class Unit:
                 self._tensors[name] = staging.bytes.view(dtype)
                 self.extents[name] = native.Extent.in_memory(staging.address, nbytes)
 
-    def update(self, runs: Runs, *, version: int = 1, after: native.Ticket | None = None) -> native.UnitUpdate:
+    def update(
+        self, runs: Runs, *, version: int = 1, after: native.Ticket | None = None
+    ) -> native.UnitUpdate:
         get = self.extents.get
         return native.UnitUpdate(
-            layout=self.form.layout, count=self.count, weight=get("weight"), master=get("master"),
-            exp_avg=get("exp_avg"), exp_avg_sq=get("exp_avg_sq"), grad=get("grad"),
-            runs=[native.Run(*run) for run in runs], version=version, after=after,
-        )  # fmt: skip
+            layout=self.form.layout,
+            count=self.count,
+            weight=get("weight"),
+            master=get("master"),
+            exp_avg=get("exp_avg"),
+            exp_avg_sq=get("exp_avg_sq"),
+            grad=get("grad"),
+            runs=[native.Run(*run) for run in runs],
+            version=version,
+            after=after,
+        )
 
     def whole(self, made: native.Hyperparameters, **options) -> native.UnitUpdate:
         """An update of every element with one set of hyperparameters."""
@@ -281,7 +316,8 @@ class Unit:
 
 
 class MemorySteps:
-    """Steps arrays at home in memory: no slots, no disk. One updater per thread count, kept for the next call."""
+    """Steps arrays at home in memory: no slots, no disk. One updater per thread count, kept for the
+    next call."""
 
     def __init__(self) -> None:
         self._engine = native.IoEngine(kind="threads", threads=1)
@@ -295,25 +331,32 @@ class MemorySteps:
         self._updaters[threads].submit(unit.update(runs)).wait()
         return unit.arrays()
 
-    def whole(self, form: Form, arrays: Arrays, made: native.Hyperparameters, *, threads: int = 1) -> Arrays:
+    def whole(
+        self, form: Form, arrays: Arrays, made: native.Hyperparameters, *, threads: int = 1
+    ) -> Arrays:
         return self(form, arrays, [(0, arrays["weight"].numel(), made)], threads=threads)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Calls that may kill the process
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def outcome_in_child(action: Callable[[], object], *, seconds: float = 60) -> str:
-    """Runs ``action`` in a forked child: its result as text, ``"<error's type>: <message>"``, or how it died."""
+    """Runs ``action`` in a forked child: its result as text, ``"<error's type>: <message>"``, or
+    how it died."""
     reading, writing = os.pipe()
     gc.collect()
     pid = os.fork()
     if pid == 0:
         gc.disable()  # the parent's engines have no threads here: they must not be collected
-        torch.set_num_threads(1)  # torch's own threads are the parent's too: work for them would never be done
+        torch.set_num_threads(
+            1
+        )  # torch's own threads are the parent's too: work for them would never be done
         os.close(reading)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # "terminate called after ..." is what we report, not stderr
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 2
+        )  # "terminate called after ..." is what we report, not stderr
         try:
             text = str(action())
         except BaseException as error:  # noqa: BLE001 - the outcome is the error
@@ -329,4 +372,6 @@ def outcome_in_child(action: Callable[[], object], *, seconds: float = 60) -> st
     finally:
         os.close(reading)
         _, status = os.waitpid(pid, 0)
-    return f"killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else text
+    return (
+        f"killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else text
+    )

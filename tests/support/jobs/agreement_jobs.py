@@ -1,4 +1,5 @@
-"""Jobs in which ranks differ in what they must have in common, which every rank of a launch runs (see `ranks`).
+"""Jobs in which ranks differ in what they must have in common, which every rank of a launch runs
+(see `ranks`).
 
 **taken**: what a job says where nobody was refused.
 """
@@ -48,7 +49,8 @@ def without_comparing(fault: bool) -> Iterator[None]:
 
 
 def build_cut(what: str) -> tuple[nn.Module, Any]:
-    """A decoder cut by tp or, where ``what`` is of experts, a mixture with whole experts on each rank; with dropout where something is drawn."""
+    """A decoder cut by tp or, where ``what`` is of experts, a mixture with whole experts on each
+    rank; with dropout where something is drawn."""
     mesh = parallel_jobs.mesh_of()
     if "experts" in what:
         model = infinity.parallel.expert_parallel(mixture("mixtral"), mesh["tp"], quiet=True)
@@ -62,7 +64,8 @@ def build_cut(what: str) -> tuple[nn.Module, Any]:
 
 
 def differs(what: str, *, fault: bool = False) -> dict[str, Any]:
-    """Two steps in which rank 1 differs in ``what``: what was said, whether weights changed, and whether a right step follows."""
+    """Two steps in which rank 1 differs in ``what``: what was said, whether weights changed, and
+    whether a right step follows."""
     rank, (model, optimizer) = dist.get_rank(), build_cut(what)
     before = whole(model.state_dict())
 
@@ -70,12 +73,18 @@ def differs(what: str, *, fault: bool = False) -> dict[str, Any]:
         torch.manual_seed(3 + apart * ("seeds" in what))
         model.train(not (apart and "mode" in what))
         for number in range(2):
-            inputs = tokens(number, apart * ("batch" in what))[:, : 16 - 4 * apart * ("length" in what)]
-            labels = tokens(number, apart * ("labels" in what or "batch" in what))[:, : inputs.size(1)]
+            inputs = tokens(number, apart * ("batch" in what))[
+                :, : 16 - 4 * apart * ("length" in what)
+            ]
+            labels = tokens(number, apart * ("labels" in what or "batch" in what))[
+                :, : inputs.size(1)
+            ]
             with torch.set_grad_enabled("evaluation" not in what):
                 logits = model(inputs)
             logits = getattr(logits, "logits", logits)
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * (1 + apart * ("scale" in what))
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * (
+                1 + apart * ("scale" in what)
+            )
             if loss.requires_grad:
                 loss.backward()
                 optimizer.step()
@@ -83,7 +92,9 @@ def differs(what: str, *, fault: bool = False) -> dict[str, Any]:
 
     with without_comparing(fault):
         said = told(lambda: train(apart=rank))
-    kept = all(torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items())
+    kept = all(
+        torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items()
+    )
     optimizer.zero_grad()
     goes_on = told(lambda: train(apart=0)) if not fault else ""
     infinity.unwrap_model(model, optimizer)
@@ -91,15 +102,23 @@ def differs(what: str, *, fault: bool = False) -> dict[str, Any]:
 
 
 def plainly_right() -> list[str]:
-    """What ranks may differ in: seeds of which nothing is drawn; inputs of a model that takes parts of a sequence."""
+    """What ranks may differ in: seeds of which nothing is drawn; inputs of a model that takes parts
+    of a sequence."""
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     rank, mesh = dist.get_rank(), parallel_jobs.mesh_of()
     found = [differs("seeds that nobody draws by")["said"]]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Dropout(0.1))
-    plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+    plan = {
+        "0": ColwiseParallel(input_layouts=Shard(0)),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+    }
     model = parallelize_module(model, mesh["tp"], plan)
     model, optimizer = infinity.wrap_model(model, adamw(model), HOST, mesh=mesh)
     torch.manual_seed(rank)
@@ -117,13 +136,17 @@ def plainly_right() -> list[str]:
 # --- a model that is cut together ---
 
 
-def pipe_of(layers: int = 4, name: str = "llama", *, micro_batches: int = 4, **options: Any) -> tuple:
+def pipe_of(
+    layers: int = 4, name: str = "llama", *, micro_batches: int = 4, **options: Any
+) -> tuple:
     model = causal(name, layers)
     if options.pop("untied", False):
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     config, mesh = HOST | options.pop("config", {}), mesh_of_stages(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return infinity.parallel.pipeline(model, mesh, optimizer, config, micro_batches=micro_batches, quiet=True, **options)
+    return infinity.parallel.pipeline(
+        model, mesh, optimizer, config, micro_batches=micro_batches, quiet=True, **options
+    )
 
 
 CUTS: dict[str, Callable[[int], Any]] = {  # given the rank
@@ -134,18 +157,26 @@ CUTS: dict[str, Callable[[int], Any]] = {  # given the rank
     "ties": lambda rank: pipe_of(name="qwen3", untied=bool(rank)),
     "a configuration": lambda rank: pipe_of(config={"max_grad_norm": 1.0 + rank}),
     "one that does not fit": lambda rank: pipe_of(schedule="2F2B" if rank else "auto"),
-    "a plan": lambda rank: tensors_of({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} if rank else None),
-    "a plan that does not fit": lambda rank: tensors_of({"blocks.*.upper": "colwise"} if rank else None),
+    "a plan": lambda rank: tensors_of(
+        {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} if rank else None
+    ),
+    "a plan that does not fit": lambda rank: tensors_of(
+        {"blocks.*.upper": "colwise"} if rank else None
+    ),
     "an exchange": lambda rank: experts_of(exchange=("outputs", "tokens")[rank]),
 }
 
 
 def tensors_of(plan: dict[str, str] | None) -> Any:
-    return infinity.parallel.tensor_parallel(decoder(), parallel_jobs.mesh_of()["tp"], plan, quiet=True)
+    return infinity.parallel.tensor_parallel(
+        decoder(), parallel_jobs.mesh_of()["tp"], plan, quiet=True
+    )
 
 
 def experts_of(**options: Any) -> Any:
-    return infinity.parallel.expert_parallel(mixture("mixtral"), parallel_jobs.mesh_of()["tp"], quiet=True, **options)
+    return infinity.parallel.expert_parallel(
+        mixture("mixtral"), parallel_jobs.mesh_of()["tp"], quiet=True, **options
+    )
 
 
 def cuts(what: str) -> str:
@@ -164,8 +195,13 @@ def calls(what: str) -> dict[str, str]:
     chunks, numbers, count = build("1F1B", mesh)
     optimizer = torch.optim.AdamW([param for chunk in chunks for param in chunk.parameters()])
     chunks, optimizer = infinity.wrap_model(chunks, optimizer, HOST, mesh=mesh)
-    kind, micro = ("GPipe" if what == "schedule" and rank else "1F1B"), (4 if what == "micro-batches" and rank else 8)
-    schedule = infinity.parallel.attach(schedule_of(kind, chunks, numbers, count, mesh, micro=micro))
+    kind, micro = (
+        ("GPipe" if what == "schedule" and rank else "1F1B"),
+        (4 if what == "micro-batches" and rank else 8),
+    )
+    schedule = infinity.parallel.attach(
+        schedule_of(kind, chunks, numbers, count, mesh, micro=micro)
+    )
 
     def evaluate() -> None:
         target = {"target": batch(0), "losses": []} if count - 1 in numbers else {}
@@ -183,17 +219,32 @@ def calls(what: str) -> dict[str, str]:
 
 
 def cut_rest(what: str) -> Any:
-    """A mixture whose rest is cut, where it is tied, has one key head, or drops; and mixtures that tensor_parallel cannot cut."""
+    """A mixture whose rest is cut, where it is tied, has one key head, or drops; and mixtures that
+    tensor_parallel cannot cut."""
     import transformers as hf
 
     mesh, options = parallel_jobs.mesh_of(), {}
-    small = {"vocab_size": 98, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 96}
+    small = {
+        "vocab_size": 98,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+    }
     options = {
         "tied": {"tie_word_embeddings": True},
         "one key head": {"num_key_value_heads": 1},
         "drops": {"attention_dropout": 0.5},
     }.get(what, {})
-    config = hf.MixtralConfig(**{**small, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, **options})
+    config = hf.MixtralConfig(
+        **{
+            **small,
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            **options,
+        }
+    )
 
     def make() -> nn.Module:
         torch.manual_seed(3)
@@ -208,12 +259,16 @@ def cut_rest(what: str) -> Any:
         said = told(lambda: infinity.parallel.tensor_parallel(model, mesh["tp"], quiet=True))
         return said, any(isinstance(param, DTensor) for param in model.parameters())
     if what == "one key head":
-        return told(lambda: infinity.parallel.expert_parallel(make(), mesh["tp"], cut_rest=True, quiet=True))
+        return told(
+            lambda: infinity.parallel.expert_parallel(make(), mesh["tp"], cut_rest=True, quiet=True)
+        )
     model = infinity.parallel.expert_parallel(make(), mesh["tp"], cut_rest=True, quiet=True)
     if what == "drops":
         masks, dropout = [], F.dropout
 
-        def noting(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        def noting(
+            x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        ) -> torch.Tensor:
             found = dropout(x, p, training)
             if p and training:
                 masks.append((found != 0).flatten()[:64].tolist())

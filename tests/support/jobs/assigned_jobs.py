@@ -14,7 +14,8 @@ import infinity
 
 
 def assigned(shard: str) -> dict[str, Any]:
-    """Tensors that are assigned to ``p.grad`` and changed later: by a flat buffer, and after the gradient has parted from one."""
+    """Tensors that are assigned to ``p.grad`` and changed later: by a flat buffer, and after the
+    gradient has parted from one."""
     config = {"params": "host", "optimizer": "host", "shard": shard}
     weights, said = [], []
     for flat_buffer in (True, False):
@@ -53,7 +54,8 @@ def assigned(shard: str) -> dict[str, Any]:
 
 
 def _changed_after(parts: str, model: nn.Module, optimizer: Any) -> str:
-    """What the engine says to an assigned tensor that is changed after the gradient has parted from it."""
+    """What the engine says to an assigned tensor that is changed after the gradient has parted from
+    it."""
     param = model.norm.weight
     param.grad = tensor = torch.ones(param.shape)
     try:
@@ -76,7 +78,8 @@ def _changed_after(parts: str, model: nn.Module, optimizer: Any) -> str:
 
 
 def _given_to_two(model: nn.Module, optimizer: Any) -> list[str]:
-    """What the engine says to a tensor, and to a gradient, that becomes two parameters' gradient. Copies are taken."""
+    """What the engine says to a tensor, and to a gradient, that becomes two parameters' gradient.
+    Copies are taken."""
     first, second = model.blocks[0].norm1.weight, model.blocks[1].norm1.weight
     said = []
     first.grad = tensor = torch.ones(first.shape)
@@ -86,7 +89,9 @@ def _given_to_two(model: nn.Module, optimizer: Any) -> list[str]:
             second.grad = given
             said.append("nothing")
         except infinity.UsageError as error:
-            said.append(f"assigned twice: {error}" if "gradient.clone()" in str(error) else str(error))
+            said.append(
+                f"assigned twice: {error}" if "gradient.clone()" in str(error) else str(error)
+            )
     first.grad.mul_(2)
     if not torch.equal(second.grad.clone(), tensor):
         said.append("a copy followed")

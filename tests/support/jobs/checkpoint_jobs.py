@@ -17,9 +17,12 @@ from infinity.checkpoint import manifest
 
 
 def checked_together(path: str) -> dict[str, Any]:
-    """Loads a checkpoint: which of its files this rank summed; and what it is told of one with a bit of another."""
+    """Loads a checkpoint: which of its files this rank summed; and what it is told of one with a
+    bit of another."""
     model = build()
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}
+    )
     infinity.save_checkpoint(path, model, optimizer)
     summed, sum_of_stretch = set(), manifest._sum_of_stretch
 
@@ -39,22 +42,32 @@ def checked_together(path: str) -> dict[str, Any]:
     said = told(lambda: infinity.load_checkpoint(path, model, optimizer))
     same = not models.differing(before, cloned(model.state_dict()))
     infinity.unwrap_model(model, optimizer)
-    return {"summed": summed, "all": {file.name for file in damaged.parent.glob("*.safetensors")}, "told": said, "same": same}
+    return {
+        "summed": summed,
+        "all": {file.name for file in damaged.parent.glob("*.safetensors")},
+        "told": said,
+        "same": same,
+    }
 
 
 def struck_before_it_begins(path: str, again: bool) -> dict[str, Any]:
-    """Loads a checkpoint as far into training as this job is, of other values: Ctrl-C comes on the first rank when all have agreed to and before it
-    begins. What each rank is told, by that load, by a forward behind it, and by a second load; and whether the values are then the saved ones.
+    """Loads a checkpoint as far into training as this job is, of other values: Ctrl-C comes on the
+    first rank when all have agreed to and before it begins. What each rank is told, by that load,
+    by a forward behind it, and by a second load; and whether the values are then the saved ones.
     ``again``: it was loaded before, and its values were changed."""
     model = build()
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}
+    )
     train(model, optimizer, steps=1)
     infinity.save_checkpoint(path, model, optimizer)
     saved = cloned(model.state_dict())
     infinity.unwrap_model(model, optimizer)
 
     model = build()
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}
+    )
     train(model, optimizer, steps=1, first=1)
     if again:
         infinity.load_checkpoint(path, model, optimizer)

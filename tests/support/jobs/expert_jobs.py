@@ -1,4 +1,5 @@
-"""Jobs of experts that are divided among data ranks, which every rank of a launch runs (see `ranks`).
+"""Jobs of experts that are divided among data ranks, which every rank of a launch runs (see
+`ranks`).
 
 **alone**: the whole model in one process, given the batch of every data rank in turn.
 """
@@ -34,7 +35,12 @@ STEPS, CLIP = 4, 0.5
 
 def batch(step: int, data_rank: int) -> torch.Tensor:
     """Ranks have batches of other lengths, and so other numbers of tokens for each expert."""
-    return torch.randint(0, 98, (2, 12 + 4 * (data_rank % 2)), generator=torch.Generator().manual_seed(100 * step + data_rank))
+    return torch.randint(
+        0,
+        98,
+        (2, 12 + 4 * (data_rank % 2)),
+        generator=torch.Generator().manual_seed(100 * step + data_rank),
+    )
 
 
 def alone(name: str, data_ranks: int) -> dict[str, Any]:
@@ -42,7 +48,10 @@ def alone(name: str, data_ranks: int) -> dict[str, Any]:
     model, losses, norms, grads = mixture(name), [], [], {}
     optimizer = adamw(model)
     for step in range(STEPS):
-        of_ranks = [model(input_ids=batch(step, rank), labels=batch(step, rank)).loss for rank in range(data_ranks)]
+        of_ranks = [
+            model(input_ids=batch(step, rank), labels=batch(step, rank)).loss
+            for rank in range(data_ranks)
+        ]
         (sum(of_ranks) / data_ranks).backward()
         grads = grads or {key: param.grad.clone() for key, param in model.named_parameters()}
         losses.append([loss.item() for loss in of_ranks])
@@ -84,7 +93,8 @@ def divided(
     checkpoints: bool = False,
     meta: bool = False,
 ) -> dict[str, Any]:
-    """Some steps, each data rank with a batch of its own. ``fault``: "divisor" averages experts over the ranks that have them."""
+    """Some steps, each data rank with a batch of its own. ``fault``: "divisor" averages experts
+    over the ranks that have them."""
     before = DataRanks.data_size
     if fault == "divisor":
         DataRanks.data_size = property(lambda ranks: before.fget(ranks) // ranks.divided)
@@ -101,7 +111,11 @@ def divided(
 
     Channel.announce = counting
     engine = wrapped(model).engine
-    sliced = sum(u.weight_nbytes for u in engine.units if not any(".experts." in handle.name for handle in u.handles))
+    sliced = sum(
+        u.weight_nbytes
+        for u in engine.units
+        if not any(".experts." in handle.name for handle in u.handles)
+    )
     for step in range(STEPS):
         meetings.clear()
         passed = {edge: counted.nbytes for edge, counted in engine.traffic.collectives.items()}
@@ -113,20 +127,45 @@ def divided(
         if clip == "ours":
             norms.append(infinity.clip_grad_norm_(optimizer, CLIP).item())
         else:
-            norms.append(float(plainly(nn.utils.get_total_norm([p.grad for p in model.parameters() if isinstance(p, DTensor)]))))
+            norms.append(
+                float(
+                    plainly(
+                        nn.utils.get_total_norm(
+                            [p.grad for p in model.parameters() if isinstance(p, DTensor)]
+                        )
+                    )
+                )
+            )
         optimizer.step()
         optimizer.zero_grad()
     Channel.announce = announce
-    found: dict[str, Any] = {"losses": losses, "norms": norms, "own": own, "meetings": meetings}  # the last step's
+    found: dict[str, Any] = {
+        "losses": losses,
+        "norms": norms,
+        "own": own,
+        "meetings": meetings,
+    }  # the last step's
     found["weights"] = whole(model.state_dict())
-    found["passed"] = {edge: (counted.nbytes - passed[edge]) / (sliced / 2) for edge, counted in engine.traffic.collectives.items()}
-    of_experts = torch.stack([grad.norm() for key, grad in twin["grads"].items() if ".experts." in key]).norm()
+    found["passed"] = {
+        edge: (counted.nbytes - passed[edge]) / (sliced / 2)
+        for edge, counted in engine.traffic.collectives.items()
+    }
+    of_experts = torch.stack(
+        [grad.norm() for key, grad in twin["grads"].items() if ".experts." in key]
+    ).norm()
     found["expected norm of experts"] = of_experts.item()
     found["expected losses"] = [of_ranks[rank] for of_ranks in twin["losses"]]
     found["expected norms"] = twin["norms"]
-    found["grads off"], found["weights off"] = off(twin["grads"], grads), off(twin["weights"], found["weights"])
+    found["grads off"], found["weights off"] = (
+        off(twin["grads"], grads),
+        off(twin["weights"], found["weights"]),
+    )
     found["elements"] = {
-        kind: sum(p.numel() for key, p in mixture(name).named_parameters() if (".experts." in key) == (kind == "experts"))
+        kind: sum(
+            p.numel()
+            for key, p in mixture(name).named_parameters()
+            if (".experts." in key) == (kind == "experts")
+        )
         for kind in ("experts", "rest")
     }
     infinity.unwrap_model(model, optimizer)
@@ -135,7 +174,8 @@ def divided(
 
 
 def moved(name: str, axes: dict[str, int], config: dict, folder: str) -> dict[str, Any]:
-    """A checkpoint and a folder of weights; what a load of the checkpoint, a state dict and an edit leave."""
+    """A checkpoint and a folder of weights; what a load of the checkpoint, a state dict and an edit
+    leave."""
     model, optimizer = build(name, axes, config)
     rank, found = dist.get_rank(), {}
 
@@ -157,9 +197,13 @@ def moved(name: str, axes: dict[str, int], config: dict, folder: str) -> dict[st
     expert = next(key for key, _ in model.named_parameters() if key.endswith("experts.down_proj"))
     with torch.no_grad(), infinity.full_params(model, [expert], writeback=True) as params:
         params[expert].mul_(2.0)
-    found["edited"] = torch.equal(whole(model.state_dict())[expert], 2.0 * found["after"][f"weight/{expert}"])
+    found["edited"] = torch.equal(
+        whole(model.state_dict())[expert], 2.0 * found["after"][f"weight/{expert}"]
+    )
     model.load_state_dict(model.state_dict() | {expert: found["after"][f"weight/{expert}"]})
-    found["put back"] = torch.equal(whole(model.state_dict())[expert], found["after"][f"weight/{expert}"])
+    found["put back"] = torch.equal(
+        whole(model.state_dict())[expert], found["after"][f"weight/{expert}"]
+    )
     infinity.unwrap_model(model, optimizer)
     return found
 
@@ -174,24 +218,41 @@ def loaded(name: str, axes: dict[str, int], config: dict, folder: str) -> dict[s
 
 
 def given_back(name: str, axes: dict[str, int], config: dict) -> dict[str, Any]:
-    """A step with gradients and state that were read and given back, beside one without; and what is said of values that differ."""
-    rank, (model, optimizer), (other, its_optimizer) = dist.get_rank(), build(name, axes, config), build(name, axes, config)
+    """A step with gradients and state that were read and given back, beside one without; and what
+    is said of values that differ."""
+    rank, (model, optimizer), (other, its_optimizer) = (
+        dist.get_rank(),
+        build(name, axes, config),
+        build(name, axes, config),
+    )
     expert = next(key for key, _ in model.named_parameters() if key.endswith("experts.down_proj"))
     for number in range(2):
         for each in (model, other):
             each(input_ids=batch(number, rank), labels=batch(number, rank)).loss.backward()
         for param in other.parameters():
-            param.grad = plainly(param.grad).clone() if not isinstance(param.grad, DTensor) else param.grad.clone()
+            param.grad = (
+                plainly(param.grad).clone()
+                if not isinstance(param.grad, DTensor)
+                else param.grad.clone()
+            )
         optimizer.step()
         its_optimizer.step()
         its_optimizer.load_state_dict(its_optimizer.state_dict())
         optimizer.zero_grad()
         its_optimizer.zero_grad()
-    found: dict[str, Any] = {"same": not models.differing(values_of(model, optimizer), values_of(other, its_optimizer))}
+    found: dict[str, Any] = {
+        "same": not models.differing(values_of(model, optimizer), values_of(other, its_optimizer))
+    }
     router = next(param for key, param in other.named_parameters() if key.endswith("gate.weight"))
     state = its_optimizer.state_dict()
-    shared = next(index for index, key in enumerate(dict(other.named_parameters())) if key.endswith("gate.weight"))
-    found["a gradient that all have"] = told(lambda: setattr(router, "grad", torch.full(router.shape, float(rank))))
+    shared = next(
+        index
+        for index, key in enumerate(dict(other.named_parameters()))
+        if key.endswith("gate.weight")
+    )
+    found["a gradient that all have"] = told(
+        lambda: setattr(router, "grad", torch.full(router.shape, float(rank)))
+    )
     state["state"][shared]["exp_avg"] = state["state"][shared]["exp_avg"] + rank
     found["state that all have"] = told(lambda: its_optimizer.load_state_dict(state))
     own = other.get_parameter(expert)
@@ -212,17 +273,31 @@ def refused(config: dict) -> dict[str, str]:
     mesh = mesh_of({"dp": 1, "ep": world})
 
     def taken(**options: Any) -> nn.Module:
-        return infinity.parallel.expert_parallel(mixture("mixtral"), mesh["ep"], quiet=True, **options)
+        return infinity.parallel.expert_parallel(
+            mixture("mixtral"), mesh["ep"], quiet=True, **options
+        )
 
     other = mesh_of({"dp": world})
     beside = mesh_of({"tp": world, "ep": 1})
     found = {
         "exchange": told(lambda: taken(exchange="both")),
         "cut_rest": told(lambda: taken(exchange="tokens", cut_rest=True)),
-        "no mixture": told(lambda: infinity.parallel.expert_parallel(family("llama"), mesh["ep"], exchange="tokens")),
-        "another mesh": told(lambda: infinity.wrap_model(taken(exchange="tokens"), None, config, mesh=other)),
-        "micro_batch": told(lambda: infinity.wrap_model(taken(exchange="tokens"), None, config | {"micro_batch": 1}, mesh=mesh)),
-        "axis": told(lambda: infinity.wrap_model(taken(exchange="tokens"), None, config, mesh=beside)),
+        "no mixture": told(
+            lambda: infinity.parallel.expert_parallel(
+                family("llama"), mesh["ep"], exchange="tokens"
+            )
+        ),
+        "another mesh": told(
+            lambda: infinity.wrap_model(taken(exchange="tokens"), None, config, mesh=other)
+        ),
+        "micro_batch": told(
+            lambda: infinity.wrap_model(
+                taken(exchange="tokens"), None, config | {"micro_batch": 1}, mesh=mesh
+            )
+        ),
+        "axis": told(
+            lambda: infinity.wrap_model(taken(exchange="tokens"), None, config, mesh=beside)
+        ),
     }
     model, optimizer = infinity.wrap_model(taken(exchange="tokens"), None, config, mesh=mesh)
     infinity.unwrap_model(model, optimizer)

@@ -1,4 +1,5 @@
-"""Jobs of pipelines that `infinity.parallel.pipeline` makes, which every rank of a launch runs (see `ranks`, and `pipeline_jobs` for the words)."""
+"""Jobs of pipelines that `infinity.parallel.pipeline` makes, which every rank of a launch runs (see
+`ranks`, and `pipeline_jobs` for the words)."""
 
 from __future__ import annotations
 
@@ -35,11 +36,18 @@ from infinity.runtime.registry import engine_of
 
 
 def causal(name: str, layers: int = 4) -> nn.Module:
-    """A small causal model of transformers, the same on every rank. qwen3 and gpt2 have a table that is their head, too."""
+    """A small causal model of transformers, the same on every rank. qwen3 and gpt2 have a table
+    that is their head, too."""
     import transformers as hf
 
     torch.manual_seed(11)
-    small = {"vocab_size": 98, "num_hidden_layers": layers, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    small = {
+        "vocab_size": 98,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+    }
     grouped = {**small, "num_key_value_heads": 2}
     if name == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**grouped))
@@ -47,16 +55,24 @@ def causal(name: str, layers: int = 4) -> nn.Module:
         return hf.Qwen3ForCausalLM(hf.Qwen3Config(**grouped, head_dim=16, tie_word_embeddings=True))
     if name == "gemma3":
         types = ["sliding_attention", "full_attention"] * (layers // 2)
-        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**grouped, head_dim=16, sliding_window=4, layer_types=types))
+        return hf.Gemma3ForCausalLM(
+            hf.Gemma3TextConfig(**grouped, head_dim=16, sliding_window=4, layer_types=types)
+        )
     if name == "mixtral":
-        return hf.MixtralForCausalLM(hf.MixtralConfig(**grouped, num_local_experts=4, num_experts_per_tok=2))
+        return hf.MixtralForCausalLM(
+            hf.MixtralConfig(**grouped, num_local_experts=4, num_experts_per_tok=2)
+        )
     rates = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=layers, n_head=4, vocab_size=98, n_positions=32, **rates))
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_embd=64, n_layer=layers, n_head=4, vocab_size=98, n_positions=32, **rates)
+    )
 
 
 def labelled(number: int, data_rank: int = 0) -> dict[str, torch.Tensor]:
     """A batch in which micro-batches have other numbers of labels."""
-    tokens = torch.randint(0, 98, (8, 12), generator=torch.Generator().manual_seed(100 * number + data_rank))
+    tokens = torch.randint(
+        0, 98, (8, 12), generator=torch.Generator().manual_seed(100 * number + data_rank)
+    )
     labels = tokens.clone()
     labels[0, 5:] = labels[3, 2:9] = -100
     return {"input_ids": tokens, "labels": labels}
@@ -79,10 +95,13 @@ def alone(name: str, data_ranks: int = 1) -> dict[str, Any]:
 
 
 def mesh_with(tp: int = 1, ep: int = 1, replicas: int = 0, exchange: str = "outputs") -> Any:
-    """Two stages; the axes that are named, and data ranks for what is left. ``replicas``: hybrid sharding inside of a stage. ``exchange``: what
-    :func:`cut` has ranks of ep exchange."""
+    """Two stages; the axes that are named, and data ranks for what is left. ``replicas``: hybrid
+    sharding inside of a stage. ``exchange``: what :func:`cut` has ranks of ep exchange."""
     rest = dist.get_world_size() // 2 // tp // ep
-    sizes = {"pp": 2, **({"dp_replicate": replicas, "dp_shard": rest // replicas} if replicas else {"dp": rest})}
+    sizes = {
+        "pp": 2,
+        **({"dp_replicate": replicas, "dp_shard": rest // replicas} if replicas else {"dp": rest}),
+    }
     sizes |= {"tp": tp} if ep == 1 else {"ep": ep}
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
@@ -92,13 +111,19 @@ def data_rank_of(mesh: Any, exchange: str = "outputs") -> int:
         return mesh.get_local_rank("ep") + mesh["ep"].size() * mesh.get_local_rank("dp")
     if "dp" in mesh.mesh_dim_names:
         return mesh.get_local_rank("dp")
-    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank(
+        "dp_shard"
+    )
 
 
 def cut(model: nn.Module, mesh: Any, exchange: str = "outputs") -> nn.Module:
     if "ep" in mesh.mesh_dim_names:
         return infinity.parallel.expert_parallel(model, mesh["ep"], exchange=exchange, quiet=True)
-    return infinity.parallel.tensor_parallel(model, mesh["tp"], quiet=True) if mesh["tp"].size() > 1 else model
+    return (
+        infinity.parallel.tensor_parallel(model, mesh["tp"], quiet=True)
+        if mesh["tp"].size() > 1
+        else model
+    )
 
 
 def piped(
@@ -111,7 +136,8 @@ def piped(
     weights: str | None = None,
     chunks: int | None = None,
 ) -> dict[str, Any]:
-    """The same by parallel.pipeline over two stages; ``axes``: of :func:`mesh_with`. ``weights``: on meta, from this file."""
+    """The same by parallel.pipeline over two stages; ``axes``: of :func:`mesh_with`. ``weights``:
+    on meta, from this file."""
     mesh, exchange = mesh_with(**(axes or {})), (axes or {}).get("exchange", "outputs")
     if weights is None:
         model = causal(name)
@@ -122,17 +148,28 @@ def piped(
     model = cut(model, mesh, exchange)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=not axes)
     pipe, optimizer = infinity.parallel.pipeline(
-        model, mesh, optimizer, config, schedule=schedule, micro_batches=4, chunks=chunks, quiet=True
+        model,
+        mesh,
+        optimizer,
+        config,
+        schedule=schedule,
+        micro_batches=4,
+        chunks=chunks,
+        quiet=True,
     )
     del model
     told: dict[str, Any] = {"losses": [], "norms": [], "sent": set()}
     with sending(told["sent"]):
         for number in range(3):
-            told["losses"].append(pipe.step(**labelled(number, data_rank_of(mesh, exchange))).item())
+            told["losses"].append(
+                pipe.step(**labelled(number, data_rank_of(mesh, exchange))).item()
+            )
             told["norms"].append(infinity.clip_grad_norm_(optimizer, 0.5).item())
             optimizer.step()
             optimizer.zero_grad()
-    told["weights"] = {key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()}
+    told["weights"] = {
+        key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()
+    }
     if schedule != "ZBVZeroBubble":  # torch's eval of schedules in a V fails
         told["evaluated"] = pipe.eval(**labelled(9)).item()
     if path is not None:
@@ -141,9 +178,11 @@ def piped(
     return told
 
 
-def tied(config: dict, *, axes: dict[str, int] | None = None, fault: bool = False) -> dict[str, Any]:
-    """Ten steps of a model whose table is its head, too: this rank's copy, and the bytes that a step sends for them. ``fault``: each stage steps
-    by its own gradient."""
+def tied(
+    config: dict, *, axes: dict[str, int] | None = None, fault: bool = False
+) -> dict[str, Any]:
+    """Ten steps of a model whose table is its head, too: this rank's copy, and the bytes that a
+    step sends for them. ``fault``: each stage steps by its own gradient."""
     mesh, sent, steps = mesh_with(**(axes or {})), [], 10
 
     def counting(raw: torch.Tensor, *where: Any, **more: Any) -> Any:
@@ -152,7 +191,9 @@ def tied(config: dict, *, axes: dict[str, int] | None = None, fault: bool = Fals
 
     model = cut(causal("qwen3"), mesh)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    pipe, optimizer = infinity.parallel.pipeline(model, mesh, optimizer, config, micro_batches=4, quiet=True)
+    pipe, optimizer = infinity.parallel.pipeline(
+        model, mesh, optimizer, config, micro_batches=4, quiet=True
+    )
     del model
     adding, ties.dist = ties.Ties.adding_up, types.SimpleNamespace(isend=counting, irecv=dist.irecv)
     if fault:
@@ -163,8 +204,14 @@ def tied(config: dict, *, axes: dict[str, int] | None = None, fault: bool = Fals
         optimizer.step()
         optimizer.zero_grad()
     ties.Ties.adding_up, ties.dist = adding, dist
-    weights = {key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()}
-    copy = next(value for key, value in weights.items() if key in ("model.embed_tokens.weight", "lm_head.weight"))
+    weights = {
+        key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()
+    }
+    copy = next(
+        value
+        for key, value in weights.items()
+        if key in ("model.embed_tokens.weight", "lm_head.weight")
+    )
     infinity.unwrap_model(pipe.chunks, optimizer)
     return {"copy": copy, "sent": sum(sent)}
 
@@ -192,7 +239,8 @@ def sending(nbytes: set[int]) -> Iterator[None]:
 
 
 def shapes(config: dict, schedule: str) -> dict[str, Any]:
-    """Batches of other lengths and sizes, beside one process; then one that differs between the stages, and a step after it."""
+    """Batches of other lengths and sizes, beside one process; then one that differs between the
+    stages, and a step after it."""
     mesh, losses = mesh_of(2), []
     for pipelined in (False, True):
         model: nn.Module = causal("llama")
@@ -203,7 +251,9 @@ def shapes(config: dict, schedule: str) -> dict[str, Any]:
             )
         told_losses = []
         for number, (rows, length) in enumerate([(8, 12), (8, 7), (12, 20), (8, 12)]):
-            tokens = torch.randint(0, 98, (rows, length), generator=torch.Generator().manual_seed(number))
+            tokens = torch.randint(
+                0, 98, (rows, length), generator=torch.Generator().manual_seed(number)
+            )
             if pipelined:
                 told_losses.append(pipe.step(input_ids=tokens, labels=tokens).item())
             else:
@@ -216,20 +266,34 @@ def shapes(config: dict, schedule: str) -> dict[str, Any]:
     tokens = torch.randint(0, 98, (8, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
     refused = told(lambda: pipe.step(input_ids=tokens, labels=tokens))
     rows = 6 if dist.get_rank() else 8  # which does not divide on one of them
-    odd = told(lambda: pipe.step(input_ids=tokens[:1].repeat(rows, 1), labels=tokens[:1].repeat(rows, 1)))
+    odd = told(
+        lambda: pipe.step(input_ids=tokens[:1].repeat(rows, 1), labels=tokens[:1].repeat(rows, 1))
+    )
     goes_on = pipe.step(**labelled(0)).item()
     infinity.unwrap_model(pipe.chunks, optimizer)
     pipe, optimizer = infinity.parallel.pipeline(
-        causal("llama"), mesh, None, {"params": "host"}, schedule=schedule, micro_batches=4, quiet=True
+        causal("llama"),
+        mesh,
+        None,
+        {"params": "host"},
+        schedule=schedule,
+        micro_batches=4,
+        quiet=True,
     )
     first = pipe.eval(**labelled(0)).item(), pipe.step(**labelled(0)).item()
     infinity.unwrap_model(pipe.chunks)
-    return {"losses": losses, "refused": refused, "odd": odd, "goes on": goes_on > 0, "evaluated first": first}
+    return {
+        "losses": losses,
+        "refused": refused,
+        "odd": odd,
+        "goes on": goes_on > 0,
+        "evaluated first": first,
+    }
 
 
 def lengths(steps: list[tuple[int, int]], config: dict) -> dict[str, Any]:
-    """Steps in which two data ranks' batches have such lengths, beside one process that is given both in turn. After each, batches
-    of the first step's lengths are evaluated."""
+    """Steps in which two data ranks' batches have such lengths, beside one process that is given
+    both in turn. After each, batches of the first step's lengths are evaluated."""
     mesh, losses, optimizer = mesh_with(), [], None
 
     def tokens_of(number: int, data_rank: int) -> torch.Tensor:
@@ -245,7 +309,10 @@ def lengths(steps: list[tuple[int, int]], config: dict) -> dict[str, Any]:
             )
         of_steps = []
         for number in range(len(steps)):
-            mine, of_ranks = data_rank_of(mesh), [tokens_of(number, data_rank) for data_rank in range(2)]
+            mine, of_ranks = (
+                data_rank_of(mesh),
+                [tokens_of(number, data_rank) for data_rank in range(2)],
+            )
             if pipelined:
                 of_steps.append(model.step(input_ids=of_ranks[mine], labels=of_ranks[mine]).item())
             else:
@@ -264,7 +331,9 @@ def lengths(steps: list[tuple[int, int]], config: dict) -> dict[str, Any]:
 
 def saved_whole(name: str, folder: str, config: dict, schedule: str) -> bool:
     """Whether transformers loads what save_pretrained writes of a pipeline's chunks."""
-    pipe, _ = infinity.parallel.pipeline(causal(name), mesh_of(2), None, config, schedule=schedule, micro_batches=4, quiet=True)
+    pipe, _ = infinity.parallel.pipeline(
+        causal(name), mesh_of(2), None, config, schedule=schedule, micro_batches=4, quiet=True
+    )
     infinity.save_pretrained(pipe.chunks, folder)
     dist.barrier()
     found = type(causal(name)).from_pretrained(folder).state_dict()
@@ -273,14 +342,23 @@ def saved_whole(name: str, folder: str, config: dict, schedule: str) -> bool:
 
 
 def memory(config: dict) -> dict[str, Any]:
-    """What ranks of one machine are given of it, where one stage is seven times the other; and what passes between stages."""
+    """What ranks of one machine are given of it, where one stage is seven times the other; and what
+    passes between stages."""
     mesh = mesh_of(2)
 
     def make(**changes: Any) -> tuple:
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-        options = {"schedule": "1F1B", "micro_batches": 4, "loss_fn": F.mse_loss, "costs": [7.0] + [1.0] * 7, "quiet": True}
-        return infinity.parallel.pipeline(model, mesh, torch.optim.AdamW(model.parameters()), config | changes, **options)
+        options = {
+            "schedule": "1F1B",
+            "micro_batches": 4,
+            "loss_fn": F.mse_loss,
+            "costs": [7.0] + [1.0] * 7,
+            "quiet": True,
+        }
+        return infinity.parallel.pipeline(
+            model, mesh, torch.optim.AdamW(model.parameters()), config | changes, **options
+        )
 
     def planned() -> int:
         return engine_of(pipe.chunks).plan.planned_nbytes(Tier.HOST)
@@ -301,7 +379,9 @@ def memory(config: dict) -> dict[str, Any]:
         pipe.step(torch.ones(rows, 256), torch.ones(rows, 256))
         optimizer.zero_grad()
     found["between"] = engine.ledger.accounts[Tier.DEVICE].charged_nbytes - before
-    left = engine.ledger.accounts[Tier.DEVICE].budget_nbytes - engine.plan.planned_nbytes(Tier.DEVICE)
+    left = engine.ledger.accounts[Tier.DEVICE].budget_nbytes - engine.plan.planned_nbytes(
+        Tier.DEVICE
+    )
     window = engine.prefetcher._window
     found["window"] = window.planned_nbytes - window.nbytes, left
     found["too much"] = told(lambda: pipe.step(torch.ones(4096, 256), torch.ones(4096, 256)))
@@ -315,16 +395,21 @@ def keep(made: tuple) -> tuple:
 
 
 def reloaded(name: str, path: str, tp: int, onto: str | None = None) -> dict[str, torch.Tensor]:
-    """Weights of a checkpoint that another mesh has written, loaded onto two stages; saved again as ``onto``."""
+    """Weights of a checkpoint that another mesh has written, loaded onto two stages; saved again as
+    ``onto``."""
     mesh = mesh_with(tp)
     model = cut(causal(name), mesh)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=tp == 1)
     host = {"params": "host", "optimizer": "host"}
-    pipe, optimizer = infinity.parallel.pipeline(model, mesh, optimizer, host, schedule="1F1B", micro_batches=4, quiet=True)
+    pipe, optimizer = infinity.parallel.pipeline(
+        model, mesh, optimizer, host, schedule="1F1B", micro_batches=4, quiet=True
+    )
     infinity.load_checkpoint(path, pipe.chunks, optimizer)
     if onto is not None:
         infinity.save_checkpoint(onto, pipe.chunks, optimizer)
-    found = {key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()}
+    found = {
+        key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()
+    }
     infinity.unwrap_model(pipe.chunks, optimizer)
     return found
 
@@ -336,7 +421,9 @@ def piped_chains() -> dict[str, Any]:
         def __init__(self) -> None:
             super().__init__()
             self.tok_embeddings = nn.Embedding(VOCABULARY, 32)
-            self.layers = nn.ModuleDict({str(n): nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for n in range(4)})
+            self.layers = nn.ModuleDict(
+                {str(n): nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for n in range(4)}
+            )
             self.norm, self.output = nn.LayerNorm(32), nn.Linear(32, VOCABULARY)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -349,7 +436,9 @@ def piped_chains() -> dict[str, Any]:
     kinds = {
         "titan": Titan,
         "sequential": lambda: nn.Sequential(
-            nn.Embedding(VOCABULARY, 32), *(nn.Linear(32, 32) for _ in range(5)), nn.Linear(32, VOCABULARY)
+            nn.Embedding(VOCABULARY, 32),
+            *(nn.Linear(32, 32) for _ in range(5)),
+            nn.Linear(32, VOCABULARY),
         ),
     }
     found = {}
@@ -362,7 +451,13 @@ def piped_chains() -> dict[str, Any]:
             if pipelined:
                 mesh = mesh_of(2)
                 pipe, optimizer = infinity.parallel.pipeline(
-                    model, mesh, optimizer, {"params": "host", "optimizer": "host"}, micro_batches=4, loss_fn=loss_of, quiet=True
+                    model,
+                    mesh,
+                    optimizer,
+                    {"params": "host", "optimizer": "host"},
+                    micro_batches=4,
+                    loss_fn=loss_of,
+                    quiet=True,
                 )
             losses = []
             for number in range(3):
@@ -386,21 +481,39 @@ def refused_pipelines() -> dict[str, str]:
 
     def make(name: str = "llama", layers: int = 4, **options: Any) -> Callable[[], Any]:
         arguments = {"micro_batches": 4, "quiet": True, **options}
-        return lambda: infinity.parallel.pipeline(causal(name, layers), options.pop("mesh", mesh), None, host, **arguments)
+        return lambda: infinity.parallel.pipeline(
+            causal(name, layers), options.pop("mesh", mesh), None, host, **arguments
+        )
 
     import transformers as hf
 
-    t5 = hf.T5ForConditionalGeneration(hf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=98))
+    t5 = hf.T5ForConditionalGeneration(
+        hf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=98)
+    )
     found = {
-        "layers": told(make(layers=3, chunks=2)), "schedule": told(make(schedule="2F2B")), "chunks": told(make(schedule="1F1B", chunks=2)),
-        "micro": told(make(schedule="DualPipeV", micro_batches=2)), "costs": told(make(costs=[1.0, 2.0])),
+        "layers": told(make(layers=3, chunks=2)),
+        "schedule": told(make(schedule="2F2B")),
+        "chunks": told(make(schedule="1F1B", chunks=2)),
+        "micro": told(make(schedule="DualPipeV", micro_batches=2)),
+        "costs": told(make(costs=[1.0, 2.0])),
         "chain": told(lambda: infinity.parallel.pipeline(t5, mesh, None, host, micro_batches=4)),
-        "no loss": told(lambda: infinity.parallel.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, None, host, micro_batches=4)),
-        "mesh": told(lambda: infinity.parallel.pipeline(t5, parallel_jobs.mesh_of()["tp"], None, host, micro_batches=4)),
-    }  # fmt: skip
+        "no loss": told(
+            lambda: infinity.parallel.pipeline(
+                nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, None, host, micro_batches=4
+            )
+        ),
+        "mesh": told(
+            lambda: infinity.parallel.pipeline(
+                t5, parallel_jobs.mesh_of()["tp"], None, host, micro_batches=4
+            )
+        ),
+    }
     pipe, _ = make()()
     found["batch"] = told(
-        lambda: pipe.step(input_ids=torch.zeros(6, 4, dtype=torch.long), labels=torch.zeros(6, 4, dtype=torch.long))
+        lambda: pipe.step(
+            input_ids=torch.zeros(6, 4, dtype=torch.long),
+            labels=torch.zeros(6, 4, dtype=torch.long),
+        )
     )
     found["no labels"] = told(lambda: pipe.step(input_ids=torch.zeros(8, 4, dtype=torch.long)))
     infinity.unwrap_model(pipe.chunks)
@@ -412,15 +525,22 @@ def reviewed(config: dict) -> dict[str, Any]:
     mesh, found = mesh_of(2), {}
 
     def norms(
-        name: str, steps: int, schedule: str = "auto", dtype: torch.dtype = torch.float32, trained: str = ""
+        name: str,
+        steps: int,
+        schedule: str = "auto",
+        dtype: torch.dtype = torch.float32,
+        trained: str = "",
     ) -> tuple[float, float]:
-        """The norm after so many steps of the pipeline without an update between them, and one process's."""
+        """The norm after so many steps of the pipeline without an update between them, and one
+        process's."""
         told = []
         for pipelined in (True, False):
             model: nn.Module = causal(name).to(dtype)
             for key, param in model.named_parameters():
                 param.requires_grad_(re.search(trained, key) is not None)
-            optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+            optimizer: Any = torch.optim.AdamW(
+                [p for p in model.parameters() if p.requires_grad], lr=1e-2
+            )
             if pipelined:
                 pipe, optimizer = infinity.parallel.pipeline(
                     model, mesh, optimizer, config, schedule=schedule, micro_batches=4, quiet=True
@@ -442,8 +562,14 @@ def reviewed(config: dict) -> dict[str, Any]:
     found["a frozen first stage"] = norms("llama", 1, "1F1B", trained="layers.3")
     found["a frozen last stage"] = norms("llama", 1, "1F1B", trained="layers.[01]")
     found["a stage that begins frozen"] = norms("llama", 1, "1F1B", trained="layers.[013]")
-    for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):  # torch finds no weight where no input has a gradient
-        found[f"a frozen first stage of {schedule}"] = norms("llama", 1, schedule, trained="layers.[123]|norm|head")
+    for schedule in (
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ):  # torch finds no weight where no input has a gradient
+        found[f"a frozen first stage of {schedule}"] = norms(
+            "llama", 1, schedule, trained="layers.[123]|norm|head"
+        )
     found["a frozen tie"] = norms("qwen3", 1, trained="self_attn")
 
     chunks, numbers, count = build("1F1B", mesh)
@@ -460,19 +586,34 @@ def reviewed(config: dict) -> dict[str, Any]:
     found["several schedules"] = told_norms
     infinity.unwrap_model(chunks, optimizer)
 
-    tied = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, VOCABULARY, bias=False))
+    tied = nn.Sequential(
+        nn.Embedding(VOCABULARY, 16),
+        nn.Linear(16, 16),
+        nn.Linear(16, 16),
+        nn.Linear(16, VOCABULARY, bias=False),
+    )
     tied[3].weight = tied[0].weight
     found["another tie"] = told(
-        lambda: infinity.parallel.pipeline(tied, mesh, None, config, micro_batches=4, loss_fn=loss_of, chunks=1)
+        lambda: infinity.parallel.pipeline(
+            tied, mesh, None, config, micro_batches=4, loss_fn=loss_of, chunks=1
+        )
     )
     routed = causal("mixtral")
     routed.config.output_router_logits = True
-    found["routers"] = told(lambda: infinity.parallel.pipeline(routed, mesh, None, config, micro_batches=4, quiet=True))
+    found["routers"] = told(
+        lambda: infinity.parallel.pipeline(routed, mesh, None, config, micro_batches=4, quiet=True)
+    )
     model = causal("llama")
     optimizer = torch.optim.AdamW(model.parameters())
     small = config | {"host_memory": 1000}
-    found["too small"] = told(lambda: infinity.parallel.pipeline(model, mesh, optimizer, small, micro_batches=4, quiet=True))
-    found["given back"] = sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    found["too small"] = told(
+        lambda: infinity.parallel.pipeline(
+            model, mesh, optimizer, small, micro_batches=4, quiet=True
+        )
+    )
+    found["given back"] = sum(len(group["params"]) for group in optimizer.param_groups) == len(
+        list(model.parameters())
+    )
 
     class Shifted(nn.Module):
         """A chunk with a parameter of its own."""
@@ -483,21 +624,27 @@ def reviewed(config: dict) -> dict[str, Any]:
             self.layers = nn.ModuleDict({str(dist.get_rank()): nn.Linear(4, 4)})
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return next(iter(self.layers.values()))(x) + next(p for p in self.parameters(recurse=False))
+            return next(iter(self.layers.values()))(x) + next(
+                p for p in self.parameters(recurse=False)
+            )
 
     chunk = Shifted()
     before = {name: value.clone() for name, value in chunk.state_dict().items()}
-    chunks, optimizer = infinity.wrap_model([chunk], torch.optim.AdamW(chunk.parameters()), config, mesh=mesh)
+    chunks, optimizer = infinity.wrap_model(
+        [chunk], torch.optim.AdamW(chunk.parameters()), config, mesh=mesh
+    )
     after = chunk.state_dict()
     found["its own parameter"] = all(
-        type(after[name]) is torch.Tensor and torch.equal(after[name], value) for name, value in before.items()
+        type(after[name]) is torch.Tensor and torch.equal(after[name], value)
+        for name, value in before.items()
     )
     infinity.unwrap_model(chunks, optimizer)
     return found
 
 
 def restarted(folder: str) -> dict[str, Any]:
-    """A job as torchrun restarts it: goes on from the checkpoint if there is one; the second stage is killed the first time."""
+    """A job as torchrun restarts it: goes on from the checkpoint if there is one; the second stage
+    is killed the first time."""
     mesh, path = mesh_of(2), Path(folder) / "checkpoint"
     model = causal("qwen3")
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -518,9 +665,16 @@ def restarted(folder: str) -> dict[str, Any]:
             and "NOBODY_FALLS" not in os.environ
         ):
             os.kill(os.getpid(), signal.SIGKILL)
-    weights = {key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()}
+    weights = {
+        key: value for chunk in pipe.chunks for key, value in whole(chunk.state_dict()).items()
+    }
     infinity.unwrap_model(pipe.chunks, optimizer)
-    return {"first": first, "losses": losses, "weights": weights, "restarts": os.environ["TORCHELASTIC_RESTART_COUNT"]}
+    return {
+        "first": first,
+        "losses": losses,
+        "weights": weights,
+        "restarts": os.environ["TORCHELASTIC_RESTART_COUNT"],
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Jobs that train models of other libraries, cut over ranks (see `ranks`): of transformers, with peft's adapters, of torchtitan."""
+"""Jobs that train models of other libraries, cut over ranks (see `ranks`): of transformers, with
+peft's adapters, of torchtitan."""
 
 from __future__ import annotations
 
@@ -27,14 +28,30 @@ def family(name: str, dropout: float = 0.0) -> nn.Module:
     import transformers as hf
 
     torch.manual_seed(11)
-    small = {"vocab_size": 98, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    small = {
+        "vocab_size": 98,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+    }
     if name == "llama":
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_key_value_heads=2))
     elif name == "qwen3":
-        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**small, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))
+        model = hf.Qwen3ForCausalLM(
+            hf.Qwen3Config(**small, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)
+        )
     elif name == "t5":
-        rest = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 98,
-                "decoder_start_token_id": 0, "pad_token_id": 0}  # fmt: skip
+        rest = {
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 128,
+            "num_layers": 2,
+            "num_heads": 4,
+            "vocab_size": 98,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+        }
         model = hf.T5ForConditionalGeneration(hf.T5Config(**rest, dropout_rate=dropout))
     elif name == "bert":
         rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
@@ -46,14 +63,20 @@ def family(name: str, dropout: float = 0.0) -> nn.Module:
     return model.train()
 
 
-def family_losses(model: nn.Module, optimizer, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+def family_losses(
+    model: nn.Module, optimizer, steps: int = 3
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     losses, grads = [], {}
     for step in range(steps):
         batch = torch.randint(0, 98, (2, 12), generator=torch.Generator().manual_seed(step))
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         if step == 0:
-            grads = {name: plainly(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+            grads = {
+                name: plainly(p.grad).clone()
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
@@ -61,7 +84,8 @@ def family_losses(model: nn.Module, optimizer, steps: int = 3) -> tuple[list[flo
 
 
 def families(name: str, configs: list[dict]) -> dict[str, Any]:
-    """One process, then tensor_parallel with the engine at every home: the model's own plan, or one that was found."""
+    """One process, then tensor_parallel with the engine at every home: the model's own plan, or one
+    that was found."""
     model = family(name)
     losses, grads = family_losses(model, adamw(model))
     mesh = mesh_of()["tp"]
@@ -71,11 +95,19 @@ def families(name: str, configs: list[dict]) -> dict[str, Any]:
         names = len(model.state_dict())
         model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
         mine, theirs = family_losses(model, optimizer)
-        found["homes"].append({
-            "losses": mine, "grads off": off(grads, theirs), "q_norm off": off_of(grads, theirs, "q_norm"), "weights": whole(model.state_dict()),
-        })  # fmt: skip
+        found["homes"].append(
+            {
+                "losses": mine,
+                "grads off": off(grads, theirs),
+                "q_norm off": off_of(grads, theirs, "q_norm"),
+                "weights": whole(model.state_dict()),
+            }
+        )
         found["names"] = names == len(family(name).state_dict())
-        found["cut"] = sum(p._local_tensor.numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
+        found["cut"] = sum(
+            p._local_tensor.numel() if isinstance(p, DTensor) else p.numel()
+            for p in model.parameters()
+        )
         found["whole"] = sum(p.numel() for p in model.parameters())
         infinity.unwrap_model(model, optimizer)
     return found
@@ -86,17 +118,40 @@ def mixture(name: str) -> nn.Module:
     import transformers as hf
 
     torch.manual_seed(3)
-    small = {"vocab_size": 98, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
-             "intermediate_size": 96, "num_experts_per_tok": 2}  # fmt: skip
+    small = {
+        "vocab_size": 98,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_experts_per_tok": 2,
+    }
     if name == "mixtral":
         return hf.MixtralForCausalLM(hf.MixtralConfig(**small, num_local_experts=4))
     if name == "qwen3_moe":
-        return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**small, num_experts=4, moe_intermediate_size=48, head_dim=16))
+        return hf.Qwen3MoeForCausalLM(
+            hf.Qwen3MoeConfig(**small, num_experts=4, moe_intermediate_size=48, head_dim=16)
+        )
     if name == "gpt_oss":
         return hf.GptOssForCausalLM(hf.GptOssConfig(**small, num_local_experts=4, head_dim=16))
-    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-    routed = {"n_routed_experts": 4, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**small, **latent, **routed, n_shared_experts=1))
+    latent = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    routed = {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 48,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    return hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(**small, **latent, **routed, n_shared_experts=1)
+    )
 
 
 def experts(name: str, configs: list[dict]) -> dict[str, Any]:
@@ -105,15 +160,25 @@ def experts(name: str, configs: list[dict]) -> dict[str, Any]:
     losses, grads = family_losses(model, adamw(model))
     found: dict[str, Any] = {"one process": losses, "whole": {}, "cut": {}}
     for rest in ("whole", "cut"):
-        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep" if rest == "whole" else "tp"))
+        mesh = init_device_mesh(
+            "cpu",
+            (1, dist.get_world_size()),
+            mesh_dim_names=("dp", "ep" if rest == "whole" else "tp"),
+        )
         for config in configs:
             model = mixture(name)
             everything = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-            model = infinity.parallel.expert_parallel(model, mesh[mesh.mesh_dim_names[1]], cut_rest=rest == "cut", quiet=True)
-            here = sum(p._local_tensor.numel() for n, p in model.named_parameters() if ".experts." in n)
+            model = infinity.parallel.expert_parallel(
+                model, mesh[mesh.mesh_dim_names[1]], cut_rest=rest == "cut", quiet=True
+            )
+            here = sum(
+                p._local_tensor.numel() for n, p in model.named_parameters() if ".experts." in n
+            )
             model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
             mine, theirs = family_losses(model, optimizer)
-            found[rest].setdefault("homes", []).append({"losses": mine, "weights": whole(model.state_dict())})
+            found[rest].setdefault("homes", []).append(
+                {"losses": mine, "weights": whole(model.state_dict())}
+            )
             found[rest] |= {"grads off": off(grads, theirs), "share": here / everything}
             infinity.unwrap_model(model, optimizer)
     return found
@@ -124,8 +189,16 @@ def experts_refused() -> dict[str, str]:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
     import transformers as hf
 
-    small = {"vocab_size": 98, "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 96}
-    odd = hf.MixtralForCausalLM(hf.MixtralConfig(**small, num_local_experts=3, num_key_value_heads=2))
+    small = {
+        "vocab_size": 98,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+    }
+    odd = hf.MixtralForCausalLM(
+        hf.MixtralConfig(**small, num_local_experts=3, num_key_value_heads=2)
+    )
     both = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("tp", "ep"))
     cut = infinity.parallel.expert_parallel(mixture("mixtral"), mesh["ep"], quiet=True)
     found = {
@@ -133,13 +206,18 @@ def experts_refused() -> dict[str, str]:
         "experts": told(lambda: infinity.parallel.expert_parallel(odd, mesh["ep"])),
         "mesh": told(lambda: infinity.parallel.expert_parallel(mixture("mixtral"), mesh)),
         "cut": told(lambda: infinity.parallel.expert_parallel(cut, mesh["ep"])),
-        "one axis of size 1": told(lambda: infinity.unwrap_model(*infinity.wrap_model(cut, None, {"params": "host"}, mesh=both))),
+        "one axis of size 1": told(
+            lambda: infinity.unwrap_model(
+                *infinity.wrap_model(cut, None, {"params": "host"}, mesh=both)
+            )
+        ),
     }
     return found | {"untouched": str(all(type(p) is nn.Parameter for p in odd.parameters()))}
 
 
 def generates(name: str, config: dict, folder: str) -> dict[str, Any]:
-    """Greedy tokens of one process and of the wrapped model; and its folders as each save_pretrained writes them."""
+    """Greedy tokens of one process and of the wrapped model; and its folders as each
+    save_pretrained writes them."""
     model, prompt = family(name).eval(), torch.arange(8)[None]
     alone = model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()
     mesh = mesh_of()["tp"]
@@ -170,12 +248,21 @@ ADAPTED = ["q_proj", "v_proj", "o_proj", "down_proj"]  # layers cut by columns, 
 def adapted(rank: int = 4, dropout: float = 0.0) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=rank, lora_alpha=8, lora_dropout=dropout, target_modules=ADAPTED, init_lora_weights=False)
+    return LoraConfig(
+        r=rank, lora_alpha=8, lora_dropout=dropout, target_modules=ADAPTED, init_lora_weights=False
+    )
 
 
 def adapters(config: dict, folder: str) -> dict[str, Any]:
-    """LoRA around layers that are cut, beside one process: losses, adapters, what peft saves; and what is refused."""
-    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    """LoRA around layers that are cut, beside one process: losses, adapters, what peft saves; and
+    what is refused."""
+    from peft import (
+        LoraConfig,
+        PeftModel,
+        get_peft_model,
+        get_peft_model_state_dict,
+        set_peft_model_state_dict,
+    )
 
     mesh, found = mesh_of()["tp"], {}
 
@@ -206,15 +293,27 @@ def adapters(config: dict, folder: str) -> dict[str, Any]:
             found["saved"] = not models.differing(whole(get_peft_model_state_dict(again)), weights)
             infinity.unwrap_model(model, optimizer)
     ours, alone = found["ours"], found["one process"]
-    found["grads off"], found["weights off"] = off(ours["grads"], alone["grads"]), off(ours["weights"], alone["weights"])
+    found["grads off"], found["weights off"] = (
+        off(ours["grads"], alone["grads"]),
+        off(ours["weights"], alone["weights"]),
+    )
 
     found["adapted before"] = told(
-        lambda: infinity.parallel.tensor_parallel(get_peft_model(family("llama"), adapted()), mesh, quiet=True)
+        lambda: infinity.parallel.tensor_parallel(
+            get_peft_model(family("llama"), adapted()), mesh, quiet=True
+        )
     )
-    plan = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}  # not linear layers of torch
+    plan = {
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+    }  # not linear layers of torch
     cut = infinity.parallel.tensor_parallel(family("gpt2"), mesh, plan, quiet=True)
-    whole_adapters = get_peft_model(cut, LoraConfig(r=4, target_modules=["c_fc"], fan_in_fan_out=True))
-    found["whole adapters"] = told(lambda: infinity.wrap_model(whole_adapters, trainable(whole_adapters), config, mesh=mesh))
+    whole_adapters = get_peft_model(
+        cut, LoraConfig(r=4, target_modules=["c_fc"], fan_in_fan_out=True)
+    )
+    found["whole adapters"] = told(
+        lambda: infinity.wrap_model(whole_adapters, trainable(whole_adapters), config, mesh=mesh)
+    )
     return found
 
 
@@ -226,7 +325,9 @@ def axes(names: list[str]) -> dict[str, list[str]]:
     for name in names:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
         model = decoder()
-        model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"}, mesh=mesh)
+        model, optimizer = infinity.wrap_model(
+            model, adamw(model), {"params": "host", "optimizer": "host"}, mesh=mesh
+        )
         losses = train(model, optimizer, "plain", data_rank=mesh.get_local_rank(name))["losses"]
         found[name] = {"losses": losses, "weights": whole(model.state_dict())}
         infinity.unwrap_model(model, optimizer)
@@ -241,7 +342,15 @@ def titan(config: dict, loss_parallel: bool) -> dict[str, Any]:
 
     mesh, found = mesh_of()["tp"], {}
     for where in ("torchtitan", "ours"):
-        arguments = TransformerModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=98, max_seq_len=32, multiple_of=16)
+        arguments = TransformerModelArgs(
+            dim=64,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            vocab_size=98,
+            max_seq_len=32,
+            multiple_of=16,
+        )
         torch.manual_seed(3)
         model = Transformer(arguments)
         model.init_weights()
@@ -254,7 +363,11 @@ def titan(config: dict, loss_parallel: bool) -> dict[str, Any]:
             with in_parts() if loss_parallel else torch.enable_grad():
                 loss = loss_of(model, tokens(step) % 98, "sequences")
                 loss.backward()
-            norms.append(plainly(infinity.clip_grad_norm_(optimizer, 1.0)).item() if where == "ours" else clipped(model))
+            norms.append(
+                plainly(infinity.clip_grad_norm_(optimizer, 1.0)).item()
+                if where == "ours"
+                else clipped(model)
+            )
             optimizer.step()
             optimizer.zero_grad()
             losses.append(plainly(loss).item())

@@ -1,6 +1,7 @@
 """Jobs of tensor parallelism that every rank of a launch runs (see `ranks`).
 
-**twin**: the same training without the engine: torch's own tensor parallelism, or one process with the whole model.
+**twin**: the same training without the engine: torch's own tensor parallelism, or one process with
+the whole model.
 """
 
 from __future__ import annotations
@@ -49,14 +50,23 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        return self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.attention, self.second = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.first, self.attention, self.second = (
+            nn.LayerNorm(WIDTH),
+            Attention(),
+            nn.LayerNorm(WIDTH),
+        )
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,16 +97,21 @@ def decoder(seed: int = 5, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def parallel(model: Decoder, mesh: Any, kind: str) -> Decoder:
-    """``model`` cut over ``mesh``, by torch. ``kind``: "columns and rows", or "sequences" (with loss_parallel's logits)."""
+    """``model`` cut over ``mesh``, by torch. ``kind``: "columns and rows", or "sequences" (with
+    loss_parallel's logits)."""
     if kind == "sequences":
         whole = {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+            "head": ColwiseParallel(
+                input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+            ),
         }
         block = {
             "first": SequenceParallel(),
-            "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "attention": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
             **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
             "attention.o": RowwiseParallel(output_layouts=Shard(1)),
             "second": SequenceParallel(),
@@ -109,7 +124,11 @@ def parallel(model: Decoder, mesh: Any, kind: str) -> Decoder:
             "head": ColwiseParallel(output_layouts=Replicate()),
         }
         block = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
-        block |= {"attention.o": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        block |= {
+            "attention.o": RowwiseParallel(),
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
+        }
     parallelize_module(model, mesh, whole)
     for each in model.blocks:
         parallelize_module(each, mesh, block)
@@ -117,7 +136,9 @@ def parallel(model: Decoder, mesh: Any, kind: str) -> Decoder:
 
 
 def tokens(step: int, data_rank: int = 0) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(100 * step + data_rank))
+    return torch.randint(
+        0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(100 * step + data_rank)
+    )
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor, kind: str) -> torch.Tensor:
@@ -127,8 +148,18 @@ def loss_of(model: nn.Module, batch: torch.Tensor, kind: str) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch.flatten())
 
 
-def train(model: nn.Module, optimizer, kind: str, *, steps: int = 3, micro: int = 1, clip=None, data_rank: int = 0) -> dict:
-    """Losses and norms of some steps. ``clip``: takes the optimizer and the model; returns the norm."""
+def train(
+    model: nn.Module,
+    optimizer,
+    kind: str,
+    *,
+    steps: int = 3,
+    micro: int = 1,
+    clip=None,
+    data_rank: int = 0,
+) -> dict:
+    """Losses and norms of some steps. ``clip``: takes the optimizer and the model; returns the
+    norm."""
     losses, norms = [], []
     for step in range(steps):
         for part in range(micro):
@@ -146,7 +177,10 @@ def train(model: nn.Module, optimizer, kind: str, *, steps: int = 3, micro: int 
 
 def whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A state dict of global tensors."""
-    return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in state.items()}
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in state.items()
+    }
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -163,7 +197,9 @@ CLIPS = {
 }
 
 
-def twins(kind: str, dp: int = 1, *, clip: bool = False, micro: int = 1, checkpoints: bool = False) -> dict[str, Any]:
+def twins(
+    kind: str, dp: int = 1, *, clip: bool = False, micro: int = 1, checkpoints: bool = False
+) -> dict[str, Any]:
     """Torch's own tensor parallelism, where every rank has the whole batch, and one process."""
     found = {}
     for name in ("torch", "one process"):
@@ -174,9 +210,14 @@ def twins(kind: str, dp: int = 1, *, clip: bool = False, micro: int = 1, checkpo
             continue
         model.checkpoints = checkpoints
         # Torch's own refuses gradients of which some are DTensors, and some not.
-        optimizer, torch_clip = adamw(model), CLIPS["torch's"] if clip and (kind == "sequences" or name != "torch") else None
+        optimizer, torch_clip = (
+            adamw(model),
+            CLIPS["torch's"] if clip and (kind == "sequences" or name != "torch") else None,
+        )
         if dp == 1:
-            told = train(model, optimizer, kind if name == "torch" else "plain", micro=micro, clip=torch_clip)
+            told = train(
+                model, optimizer, kind if name == "torch" else "plain", micro=micro, clip=torch_clip
+            )
         else:
             told = {"losses": [], "norms": []}
             for step in range(3):
@@ -191,37 +232,74 @@ def twins(kind: str, dp: int = 1, *, clip: bool = False, micro: int = 1, checkpo
 
 
 def trained(
-    kind: str, config: dict, dp: int = 1, *, clip: str | None = None, micro: int = 1, checkpoints: bool = False, dtype=torch.float32
+    kind: str,
+    config: dict,
+    dp: int = 1,
+    *,
+    clip: str | None = None,
+    micro: int = 1,
+    checkpoints: bool = False,
+    dtype=torch.float32,
 ) -> dict[str, Any]:
     """The same with the engine: losses, norms, weights, moments, and what lies where."""
     mesh = mesh_of(dp)
     model = parallel(decoder(dtype=dtype), mesh["tp"], kind)
     model.checkpoints = checkpoints
     model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
-    told = train(model, optimizer, kind, micro=micro, clip=CLIPS[clip] if clip else None, data_rank=mesh.get_local_rank("dp"))
+    told = train(
+        model,
+        optimizer,
+        kind,
+        micro=micro,
+        clip=CLIPS[clip] if clip else None,
+        data_rank=mesh.get_local_rank("dp"),
+    )
     engine = wrapped(model).engine
     engine.wait_idle()
-    at_rest = [p._local_tensor.untyped_storage().nbytes() for p in model.parameters() if isinstance(p, DTensor)]
+    at_rest = [
+        p._local_tensor.untyped_storage().nbytes()
+        for p in model.parameters()
+        if isinstance(p, DTensor)
+    ]
     arrays: dict[str, int] = {}
     for unit in engine.units:
         for shard in unit.shards:
             for name, array in shard.arrays.items():
                 arrays[name] = arrays.get(name, 0) + array.numel
     padded = sum(shard.layout.numel for unit in engine.units for shard in unit.shards)
-    local = sum((p._local_tensor if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    local = sum(
+        (p._local_tensor if isinstance(p, DTensor) else p).numel() for p in model.parameters()
+    )
     weights = whole(model.state_dict())
     states = optimizer.state_dict()["state"]
-    moments = {f"{index} {name}": value for index, state in states.items() for name, value in whole(state).items()}
-    common = [p._local_tensor if isinstance(p, DTensor) else p for p in model.state_dict().values()
-              if not isinstance(p, DTensor) or all(isinstance(each, Replicate) for each in p.placements)]  # fmt: skip
+    moments = {
+        f"{index} {name}": value
+        for index, state in states.items()
+        for name, value in whole(state).items()
+    }
+    common = [
+        p._local_tensor if isinstance(p, DTensor) else p
+        for p in model.state_dict().values()
+        if not isinstance(p, DTensor) or all(isinstance(each, Replicate) for each in p.placements)
+    ]
     digests: list = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, [hashlib.sha1(p.float().numpy().tobytes()).hexdigest() for p in common])
+    dist.all_gather_object(
+        digests, [hashlib.sha1(p.float().numpy().tobytes()).hexdigest() for p in common]
+    )
     told["replicas are equal"] = len(set(map(tuple, digests))) == 1 and len(common) > 0
     plain, plain_optimizer = infinity.unwrap_model(model, optimizer)
     after = whole(plain.state_dict())
     again = train(plain, plain_optimizer, kind, steps=1, data_rank=mesh.get_local_rank("dp"))
-    return told | {"weights": weights, "moments": moments, "at_rest": at_rest, "arrays": arrays, "padded": padded, "local": local,
-                   "unwrapped": not models.differing(weights, after), "again": again["losses"]}  # fmt: skip
+    return told | {
+        "weights": weights,
+        "moments": moments,
+        "at_rest": at_rest,
+        "arrays": arrays,
+        "padded": padded,
+        "local": local,
+        "unwrapped": not models.differing(weights, after),
+        "again": again["losses"],
+    }
 
 
 def norms_without(left_out: int, config: dict) -> dict[str, float]:
@@ -234,7 +312,9 @@ def norms_without(left_out: int, config: dict) -> dict[str, float]:
     loss_of(model, tokens(0), kind).backward()
     del optimizer.param_groups[0]["params"][:left_out]
     norms = {"ours": optimizer.total_norm(), "plain": nn.utils.get_total_norm(gradients[left_out:])}
-    return {name: norm.item() for name, norm in norms.items()} | {"of all": nn.utils.get_total_norm(gradients).item()}
+    return {name: norm.item() for name, norm in norms.items()} | {
+        "of all": nn.utils.get_total_norm(gradients).item()
+    }
 
 
 def round_trips(kind: str, config: dict) -> dict[str, Any]:
@@ -246,14 +326,17 @@ def round_trips(kind: str, config: dict) -> dict[str, Any]:
     train(model, optimizer, kind, steps=2)
     weights, states = whole(model.state_dict()), optimizer.state_dict()
     found["state is of DTensors"] = all(
-        isinstance(states["state"][i]["exp_avg"], DTensor) == isinstance(p, DTensor) for i, p in enumerate(model.parameters())
+        isinstance(states["state"][i]["exp_avg"], DTensor) == isinstance(p, DTensor)
+        for i, p in enumerate(model.parameters())
     )
     train(model, optimizer, kind, steps=1)
     after = whole(model.state_dict())
     other = parallel(decoder(seed=9), mesh, kind)
     other, other_optimizer = infinity.wrap_model(other, adamw(other), config, mesh=mesh)
     like = other.state_dict()
-    other.load_state_dict({n: distributed(v, like[n]) for n, v in weights.items()})  # DTensors, as torch gives them
+    other.load_state_dict(
+        {n: distributed(v, like[n]) for n, v in weights.items()}
+    )  # DTensors, as torch gives them
     other_optimizer.load_state_dict(states)
     found["loaded"] = not models.differing(weights, whole(other.state_dict()))
     train(other, other_optimizer, kind, steps=1)
@@ -263,7 +346,9 @@ def round_trips(kind: str, config: dict) -> dict[str, Any]:
     with infinity.full_params(other, "blocks.0.up.weight", writeback=True) as params:
         value = params["blocks.0.up.weight"]
         found["full_params gives"] = type(value).__name__, tuple(value.shape)
-        found["full_params is right"] = torch.equal(value.full_tensor(), weights["blocks.0.up.weight"])
+        found["full_params is right"] = torch.equal(
+            value.full_tensor(), weights["blocks.0.up.weight"]
+        )
         with torch.no_grad():
             value.mul_(2)
     edited = whole(other.state_dict())
@@ -289,11 +374,16 @@ def plainly(tensor: torch.Tensor) -> torch.Tensor:
 
 def distributed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """``value``, global, cut as ``like`` is."""
-    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
+    return (
+        distribute_tensor(value, like.device_mesh, like.placements)
+        if isinstance(like, DTensor)
+        else value
+    )
 
 
 def scaled(kind: str, config: dict | None) -> dict[str, Any]:
-    """A GradScaler, with an infinite gradient on rank 1's part in the second step. ``config`` None: one process."""
+    """A GradScaler, with an infinite gradient on rank 1's part in the second step. ``config`` None:
+    one process."""
     mesh = mesh_of()["tp"]
     model = decoder() if config is None else parallel(decoder(), mesh, kind)
     optimizer = adamw(model)
@@ -302,7 +392,11 @@ def scaled(kind: str, config: dict | None) -> dict[str, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scales, losses = [], []
     for step in range(3):
-        with loss_parallel() if kind == "sequences" and config is not None else contextlib.nullcontext():
+        with (
+            loss_parallel()
+            if kind == "sequences" and config is not None
+            else contextlib.nullcontext()
+        ):
             loss = loss_of(model, tokens(10 * step), kind)
             scaler.scale(loss).backward()
         if step == 1 and (config is None or dist.get_rank() == 1):
@@ -337,7 +431,10 @@ def frozen(config: dict) -> dict[str, Any]:
         runs.append(told | {"weights": whole(model.state_dict())})
         if engine:
             infinity.unwrap_model(model, optimizer)
-    return {"losses": [run["losses"] for run in runs], "off": off(runs[0]["weights"], runs[1]["weights"])}
+    return {
+        "losses": [run["losses"] for run in runs],
+        "off": off(runs[0]["weights"], runs[1]["weights"]),
+    }
 
 
 def off(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -396,9 +493,16 @@ def on_meta(config: dict, weights: str | None, dp: int = 1) -> dict[str, Any]:
     before = {name: param for name, param in model.named_parameters()}
     optimizer = adamw(model)
     torch.manual_seed(dist.get_rank())  # the first rank's draw counts
-    model, optimizer = infinity.wrap_model(model, optimizer, config | {"weights": weights}, mesh=mesh)
-    found = {"weights": whole(model.state_dict()), "same objects": all(before[n] is p for n, p in model.named_parameters())}
-    found["losses"] = train(model, optimizer, "plain", steps=2, data_rank=mesh.get_local_rank("dp"))["losses"]
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, config | {"weights": weights}, mesh=mesh
+    )
+    found = {
+        "weights": whole(model.state_dict()),
+        "same objects": all(before[n] is p for n, p in model.named_parameters()),
+    }
+    found["losses"] = train(
+        model, optimizer, "plain", steps=2, data_rank=mesh.get_local_rank("dp")
+    )["losses"]
     infinity.unwrap_model(model, optimizer)
     if dist.get_rank() == 0 and weights is None:
         torch.manual_seed(0)
@@ -461,7 +565,8 @@ def plan_types(kinds: list[type]) -> list[str]:
 
 
 def without_mesh(config: dict) -> bool:
-    """wrap_model finds the mesh in the model's DTensors. One rank has a group more than the other."""
+    """wrap_model finds the mesh in the model's DTensors. One rank has a group more than the
+    other."""
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)
     model = parallel(decoder(), mesh_of()["tp"], "columns and rows")
@@ -479,7 +584,10 @@ def untied(tie_again: bool | str) -> list[str]:
     parallel(model, mesh_of()["tp"], "columns and rows")
     if tie_again is True:
         model.head.weight = model.embedding.weight
-    config = {"params": "host", "tied": [("embedding.weight", "head.weight")] if tie_again == "by the config" else []}
+    config = {
+        "params": "host",
+        "tied": [("embedding.weight", "head.weight")] if tie_again == "by the config" else [],
+    }
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -491,7 +599,8 @@ def untied(tie_again: bool | str) -> list[str]:
 
 
 def dropped(checkpoints: bool) -> dict[str, Any]:
-    """Masks of dropout: inside a region, and outside; and the gradients of a block that is recomputed."""
+    """Masks of dropout: inside a region, and outside; and the gradients of a block that is
+    recomputed."""
     mesh = mesh_of()["tp"]
 
     class Dropping(Block):
@@ -509,7 +618,9 @@ def dropped(checkpoints: bool) -> dict[str, Any]:
     masks: list = []
     torch.manual_seed(2)
     model = nn.ModuleDict({"blocks": nn.ModuleList([Dropping(), Dropping()])})
-    infinity.parallel.tensor_parallel(model, mesh, {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, quiet=True)
+    infinity.parallel.tensor_parallel(
+        model, mesh, {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, quiet=True
+    )
     torch.manual_seed(3)
     x = torch.ones(2, 4, WIDTH, requires_grad=True)
     for block in model["blocks"]:
@@ -521,7 +632,8 @@ def dropped(checkpoints: bool) -> dict[str, Any]:
 
 
 def communication(layers: int) -> dict[str, Any]:
-    """Elements of every collective of a forward, of its loss and of its backward, by torch's own count."""
+    """Elements of every collective of a forward, of its loss and of its backward, by torch's own
+    count."""
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -547,15 +659,23 @@ def communication(layers: int) -> dict[str, Any]:
 
     sizes: list[int] = []
     mesh, batch = mesh_of()["tp"], tokens(0)
-    found: dict[str, Any] = {"bs": batch.numel(), "bsh": batch.numel() * WIDTH, "bsv": batch.numel() * VOCABULARY}
+    found: dict[str, Any] = {
+        "bs": batch.numel(),
+        "bsh": batch.numel() * WIDTH,
+        "bsv": batch.numel() * VOCABULARY,
+    }
     for where in ("torch", "ours"):
         model = decoder()
         plan = infinity.parallel.find_plan(model) | {"head": "replicate"}
         infinity.parallel.tensor_parallel(model, mesh, plan, quiet=True)
-        parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+        parallelize_module(
+            model, mesh, {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+        )
         optimizer = adamw(model)
         if where == "ours":
-            model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"}, mesh=mesh)
+            model, optimizer = infinity.wrap_model(
+                model, optimizer, {"params": "host", "optimizer": "host"}, mesh=mesh
+            )
         told: dict[str, list[int]] = {}
         with loss_parallel():
             logits = counting(lambda: model(batch))
@@ -571,14 +691,17 @@ def communication(layers: int) -> dict[str, Any]:
 
 
 EDITS = {
-    "data": lambda weight: weight.data.clamp_(-0.05, 0.05), "in place": lambda weight: weight.clamp_(-0.05, 0.05),
-    "detached": lambda weight: weight.detach().clamp_(-0.05, 0.05), "to_local": lambda weight: weight.to_local().clamp_(-0.05, 0.05),
+    "data": lambda weight: weight.data.clamp_(-0.05, 0.05),
+    "in place": lambda weight: weight.clamp_(-0.05, 0.05),
+    "detached": lambda weight: weight.detach().clamp_(-0.05, 0.05),
+    "to_local": lambda weight: weight.to_local().clamp_(-0.05, 0.05),
     "data of the local part": lambda weight: weight._local_tensor.data.clamp_(-0.05, 0.05),
-}  # fmt: skip
+}
 
 
 def edited(how: str, home: str) -> list[float]:
-    """A forward that clamps its own weight: the largest element afterwards, by torch and with the engine."""
+    """A forward that clamps its own weight: the largest element afterwards, by torch and with the
+    engine."""
     mesh, found = mesh_of()["tp"], []
     for engine in (False, True):
         model, optimizer = parallel(decoder(), mesh, "columns and rows"), None
@@ -631,7 +754,9 @@ def small_things() -> dict[str, Any]:
     grads = []
     for cut in (False, True):
         torch.manual_seed(4)
-        block = nn.ModuleDict({"up": nn.Linear(8, 16), "gate": nn.Linear(8, 16), "down": nn.Linear(16, 8)}).requires_grad_(False)
+        block = nn.ModuleDict(
+            {"up": nn.Linear(8, 16), "gate": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+        ).requires_grad_(False)
         if cut:
             plan = {"up": "colwise", "gate": "colwise", "down": "rowwise"}
             infinity.parallel.tensor_parallel(block, mesh, plan, quiet=True)
@@ -645,7 +770,9 @@ def small_things() -> dict[str, Any]:
     model.blocks[0].down = nn.Linear(WIDTH, 4 * WIDTH)
     model.blocks[0].down.weight = model.blocks[0].up.weight
     try:
-        infinity.parallel.tensor_parallel(model, mesh, {"blocks.0.up": "colwise", "blocks.0.down": "rowwise"}, quiet=True)
+        infinity.parallel.tensor_parallel(
+            model, mesh, {"blocks.0.up": "colwise", "blocks.0.down": "rowwise"}, quiet=True
+        )
         found["ties"] = "was taken"
     except infinity.ConfigError as error:
         found["ties"] = str(error), any(isinstance(p, DTensor) for p in model.parameters())
@@ -662,7 +789,9 @@ def small_things() -> dict[str, Any]:
             return self.down(x)
 
     blocks = nn.ModuleDict({"block": Failing()})
-    infinity.parallel.tensor_parallel(blocks, mesh, {"block.up": "colwise", "block.down": "rowwise"}, quiet=True)
+    infinity.parallel.tensor_parallel(
+        blocks, mesh, {"block.up": "colwise", "block.down": "rowwise"}, quiet=True
+    )
     torch.manual_seed(7)
     first = blocks["block"](torch.ones(2, 8), False)
     with contextlib.suppress(ValueError):
@@ -686,7 +815,9 @@ def small_things() -> dict[str, Any]:
 def falls(how: str) -> None:
     """Rank 1 falls in the middle of its second forward, or of its backward."""
     model = parallel(decoder(), mesh_of()["tp"], "columns and rows")
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"}, mesh=mesh_of()["tp"])
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}, mesh=mesh_of()["tp"]
+    )
     train(model, optimizer, "plain", steps=1)
 
     def fall(*_: Any) -> None:

@@ -1,4 +1,5 @@
-"""Jobs in which ranks part in the middle of an agreed pass (see `ranks`). Started by torchrun with the folder of the launch."""
+"""Jobs in which ranks part in the middle of an agreed pass (see `ranks`). Started by torchrun with
+the folder of the launch."""
 
 from __future__ import annotations
 
@@ -40,14 +41,17 @@ AGREED = 4  # steps after which passes are agreed
 
 
 class Blocks(nn.Module):
-    """Six blocks, each a unit, run in the order that is asked for, and a parameter that is used when it is asked for."""
+    """Six blocks, each a unit, run in the order that is asked for, and a parameter that is used
+    when it is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
         self.scale = nn.Parameter(torch.ones(64))
 
-    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5), scaled: bool = False) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5), scaled: bool = False
+    ) -> torch.Tensor:
         for index in order:
             x = torch.tanh(self.blocks[index](x))
         return (x * self.scale if scaled else x).square().mean()
@@ -67,23 +71,35 @@ def data(step: int, of_rank: int) -> torch.Tensor:
 
 
 def wrap(shard: str, tight: bool, mesh: Any = None, **options: Any) -> tuple[Any, Any]:
-    """Wraps the blocks. ``tight``: in the least device memory that works, so that the backward gathers, too."""
+    """Wraps the blocks. ``tight``: in the least device memory that works, so that the backward
+    gathers, too."""
     config = {"params": "host", "optimizer": "host", "shard": shard, "units": ["Linear"]} | options
     if tight:
         try:
             model = build()
             infinity.wrap_model(model, adamw(model), config | {"device_memory": 1}, mesh=mesh)
         except infinity.CapacityError as error:
-            config["device_memory"] = int(re.search(r"works here is [^()]*\((\d+) bytes", str(error))[1])
+            config["device_memory"] = int(
+                re.search(r"works here is [^()]*\((\d+) bytes", str(error))[1]
+            )
     model = build()
     return infinity.wrap_model(model, adamw(model), config, mesh=mesh)
 
 
-def in_turn(model: nn.Module, optimizer: torch.optim.Optimizer, world: int, steps: int, **how: Any) -> None:
-    """What one process does to be equal to ``world`` ranks. ``how``: of a step and a rank, what the forward is given."""
+def in_turn(
+    model: nn.Module, optimizer: torch.optim.Optimizer, world: int, steps: int, **how: Any
+) -> None:
+    """What one process does to be equal to ``world`` ranks. ``how``: of a step and a rank, what the
+    forward is given."""
     for step in range(steps):
         for rank in range(world):
-            (model(data(step, rank), **{key: choose(step, rank, world) for key, choose in how.items()}) / world).backward()
+            (
+                model(
+                    data(step, rank),
+                    **{key: choose(step, rank, world) for key, choose in how.items()},
+                )
+                / world
+            ).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -97,15 +113,25 @@ class Own(Exception):
 
 
 def parts(
-    how: str, shard: str = "parameters", children: int = 32, deaf: bool = False, replicas: bool = False, **options: Any
+    how: str,
+    shard: str = "parameters",
+    children: int = 32,
+    deaf: bool = False,
+    replicas: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Trains until passes are agreed; then the last rank does something else, once. Every rank tries its step again until it succeeds."""
+    """Trains until passes are agreed; then the last rank does something else, once. Every rank
+    tries its step again until it succeeds."""
     tree.CHILDREN = children
     if deaf:
         Channel.hears_alarm = lambda self: False
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = (
-        dist.device_mesh.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard")) if replicas else None
+        dist.device_mesh.init_device_mesh(
+            "cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard")
+        )
+        if replicas
+        else None
     )
     model, optimizer = wrap(shard, tight=True, mesh=mesh, **options)
     lockstep = wrapped(model).engine.ranks.data.lockstep
@@ -114,7 +140,11 @@ def parts(
     def attempt(step: int) -> None:
         nonlocal todo
         doing, todo = (todo, "") if step == AGREED else ("", todo)
-        order = {"another order": (0, 1, 3, 2, 4, 5), "leaves out": (0, 1, 3, 4, 5), "fewer": (0, 1)}.get(doing, (0, 1, 2, 3, 4, 5))
+        order = {
+            "another order": (0, 1, 3, 2, 4, 5),
+            "leaves out": (0, 1, 3, 4, 5),
+            "fewer": (0, 1),
+        }.get(doing, (0, 1, 2, 3, 4, 5))
         if doing == "evaluates":
             with torch.no_grad():
                 model(data(step, rank))
@@ -125,7 +155,11 @@ def parts(
         if doing == "raises in a forward":
             hooks = [model.blocks[3].register_forward_pre_hook(fail)]
         if doing == "raises in a backward":
-            hooks = [model.blocks[3].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)]
+            hooks = [
+                model.blocks[3].register_forward_hook(
+                    lambda module, args, output: output.register_hook(fail) and None
+                )
+            ]
         try:
             loss = model(data(step, rank), order)
             agreed.append(lockstep.is_agreed)
@@ -167,9 +201,16 @@ def left_in_a_backward() -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
     if rank == world - 1:
-        model.blocks[3].register_forward_hook(lambda module, args, output: output.register_hook(lambda grad: os._exit(3)) and None)
+        model.blocks[3].register_forward_hook(
+            lambda module, args, output: output.register_hook(lambda grad: os._exit(3)) and None
+        )
     said = []
-    for use in (lambda: model(data(2, rank)).backward(), optimizer.zero_grad, lambda: model(data(2, rank)), optimizer.zero_grad):
+    for use in (
+        lambda: model(data(2, rank)).backward(),
+        optimizer.zero_grad,
+        lambda: model(data(2, rank)),
+        optimizer.zero_grad,
+    ):
         try:
             use()
             said.append("done")
@@ -182,7 +223,11 @@ def goes_back(how: str, zeros: bool = False, counts_on: bool = False) -> dict[st
     """With shard="optimizer", where a backward meets nobody: the last rank leaves out a backward
     that the others run. Everybody clears the gradients and makes the step again. ``counts_on``: the
     twin, which only a step sets back."""
-    with mock.patch.object(StepCounter, "forget_backwards", lambda self: None) if counts_on else nullcontext():
+    with (
+        mock.patch.object(StepCounter, "forget_backwards", lambda self: None)
+        if counts_on
+        else nullcontext()
+    ):
         rank, world = dist.get_rank(), dist.get_world_size()
         model, optimizer = wrap("optimizer", tight=False)
         said: list[str] = []
@@ -214,20 +259,38 @@ def goes_back(how: str, zeros: bool = False, counts_on: bool = False) -> dict[st
     single = build()
     in_turn(single, adamw(single), world, 5)
     plain = state_of(single)
-    return {"said": said, "off": max(float((weights[name] - plain[name]).abs().max()) for name in plain)}
+    return {
+        "said": said,
+        "off": max(float((weights[name] - plain[name]).abs().max()) for name in plain),
+    }
 
 
 STRUCK = {  # what lies between a meeting and the collectives that it is for
-    "collectives": {"_gather", "_meet_for", "_start", "_go_on_with", "offer", "reduce", "share_flags"},
-    "exchanges": {"_do"}, "kinds": {"begin", "count_begun", "describe", "bytes_of", "_group_of"}, "meeting": {"wait", "_flags_of"},
-    "lockstep": {"expect", "start", "_note"}, "reducer": {"_start_more", "_start", "_average", "_reduce"},
-}  # fmt: skip
-OF_EXCHANGES = {"_do", "bytes_of"}  # which values pass through, too, for which everybody waits without hearing of anything
+    "collectives": {
+        "_gather",
+        "_meet_for",
+        "_start",
+        "_go_on_with",
+        "offer",
+        "reduce",
+        "share_flags",
+    },
+    "exchanges": {"_do"},
+    "kinds": {"begin", "count_begun", "describe", "bytes_of", "_group_of"},
+    "meeting": {"wait", "_flags_of"},
+    "lockstep": {"expect", "start", "_note"},
+    "reducer": {"_start_more", "_start", "_average", "_reduce"},
+}
+OF_EXCHANGES = {
+    "_do",
+    "bytes_of",
+}  # which values pass through, too, for which everybody waits without hearing of anything
 ERRORS = (KeyboardInterrupt, MemoryError, Own)
 
 
 class Lines:
-    """Notes the lines of STRUCK that run, each with the collective that it is run for, or raises at one of them."""
+    """Notes the lines of STRUCK that run, each with the collective that it is run for, or raises at
+    one of them."""
 
     def __init__(self, target: tuple | None = None, error: type[BaseException] = Own):
         self.seen: dict[tuple, None] = {}
@@ -241,7 +304,11 @@ class Lines:
             sys.settrace(None)
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
-        return self._line if frame.f_code.co_name in STRUCK.get(Path(frame.f_code.co_filename).stem, ()) else None
+        return (
+            self._line
+            if frame.f_code.co_name in STRUCK.get(Path(frame.f_code.co_filename).stem, ())
+            else None
+        )
 
     def _line(self, frame: Any, event: str, _: Any) -> Any:
         if event == "line" and not (frame.f_code.co_name in OF_EXCHANGES and not _purpose(frame)):
@@ -254,19 +321,32 @@ class Lines:
 
 
 def _purpose(frame: Any) -> str:
-    while frame is not None and frame.f_code.co_name not in ("_gather", "reduce", "share_flags", "offer"):
+    while frame is not None and frame.f_code.co_name not in (
+        "_gather",
+        "reduce",
+        "share_flags",
+        "offer",
+    ):
         frame = frame.f_back
     return frame.f_code.co_name if frame is not None else ""
 
 
 def struck(shard: str, every: int = 1, numb: bool = False, **options: Any) -> dict[str, Any]:
-    """Steps of which none is agreed; in each an exception strikes the last rank at another line between a meeting and a collective, of
-    ``every`` so many at one. Every rank tries its step again until it succeeds. ``numb``: the twin, where that rank's next meeting does not say so."""
+    """Steps of which none is agreed; in each an exception strikes the last rank at another line
+    between a meeting and a collective, of ``every`` so many at one. Every rank tries its step again
+    until it succeeds. ``numb``: the twin, where that rank's next meeting does not say so.
+    """
     with ExitStack() as changed:
-        changed.enter_context(mock.patch.object(transfer, "HEARING_INTERVAL", timedelta(milliseconds=20)))
-        changed.enter_context(mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES)))
+        changed.enter_context(
+            mock.patch.object(transfer, "HEARING_INTERVAL", timedelta(milliseconds=20))
+        )
+        changed.enter_context(
+            mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES))
+        )
         if numb:
-            changed.enter_context(mock.patch.object(Lockstep, "has_diverged", property(lambda self: self.is_open)))
+            changed.enter_context(
+                mock.patch.object(Lockstep, "has_diverged", property(lambda self: self.is_open))
+            )
         return _struck(shard, every, options)
 
 
@@ -289,7 +369,11 @@ def _struck(shard: str, every: int, options: dict[str, Any]) -> dict[str, Any]:
         striker = Lines(place if rank == world - 1 else None, ERRORS[step % len(ERRORS)])
         for number in range(6):
             try:
-                striker.run(partial(attempt, step)) if number == 0 and rank == world - 1 else attempt(step)
+                (
+                    striker.run(partial(attempt, step))
+                    if number == 0 and rank == world - 1
+                    else attempt(step)
+                )
                 break
             except (*ERRORS, infinity.UsageError) as error:
                 said.append((step, place, type(error).__name__, str(error)))
@@ -320,12 +404,15 @@ def changing_use(step: int, rank: int, world: int) -> bool:
 
 
 def changes(shard: str) -> dict[str, Any]:
-    """Steps that change on all ranks together, and an evaluation between a backward and its step."""
+    """Steps that change on all ranks together, and an evaluation between a backward and its
+    step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, optimizer = wrap(shard, tight=True)
     grads = []
     for step in range(10):
-        model(data(step, rank), changing_order(step, rank, world), changing_use(step, rank, world)).backward()
+        model(
+            data(step, rank), changing_order(step, rank, world), changing_use(step, rank, world)
+        ).backward()
         grads.append(model.scale.grad is not None)
         if step == 6:
             with torch.no_grad():
@@ -338,7 +425,8 @@ def changes(shard: str) -> dict[str, Any]:
 
 
 def kept(count: list[int]) -> Callable[[WholeGradients, ParamUnit, ParamShard], torch.Tensor]:
-    """Counts how many shards have a whole gradient on the device at once: the most, in ``count``."""
+    """Counts how many shards have a whole gradient on the device at once: the most, in
+    ``count``."""
     take = WholeGradients.take
 
     def counting(self: WholeGradients, unit: ParamUnit, shard: ParamShard) -> torch.Tensor:
@@ -350,8 +438,8 @@ def kept(count: list[int]) -> Callable[[WholeGradients, ParamUnit, ParamShard], 
 
 
 def interrupted() -> dict[str, Any]:
-    """Steps, and before two of them all ranks read parameters: of each the most whole gradients at once, its meetings in forward and backward, and
-    whether it went as it was agreed."""
+    """Steps, and before two of them all ranks read parameters: of each the most whole gradients at
+    once, its meetings in forward and backward, and whether it went as it was agreed."""
     rank, most, met, found = dist.get_rank(), [0], [0], []
     take, begin = WholeGradients.take, Meeting.begin
     WholeGradients.take = kept(most)
@@ -380,7 +468,8 @@ def interrupted() -> dict[str, Any]:
 
 
 def unlike_the_last(parts: bool) -> dict[str, Any]:
-    """A pass that was agreed as one without a backward, and has one; ``parts``: of the last rank it reaches the last blocks only, at first."""
+    """A pass that was agreed as one without a backward, and has one; ``parts``: of the last rank it
+    reaches the last blocks only, at first."""
     rank, most, at_once, told, agreed = dist.get_rank(), [0], [], [], []
     take, WholeGradients.take = WholeGradients.take, kept(most)
     model, optimizer = wrap("parameters", tight=True)
@@ -388,7 +477,9 @@ def unlike_the_last(parts: bool) -> dict[str, Any]:
 
     def attempt(step: int, is_first: bool) -> None:
         cut = parts and is_first and step == 3 and rank == dist.get_world_size() - 1
-        hook = model.blocks[3].register_forward_hook(lambda module, args, output: output.detach() if cut else None)
+        hook = model.blocks[3].register_forward_hook(
+            lambda module, args, output: output.detach() if cut else None
+        )
         loss = model(data(step, rank))
         hook.remove()
         if is_first:
@@ -426,7 +517,9 @@ def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
 
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(blocks)))
     config = {"params": "host", "optimizer": "host", "units": ["Linear"]} | options
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config
+    )
     Meeting.begin, found = counting, []
     try:
         for _ in range(6):
@@ -443,7 +536,8 @@ def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
 
 
 def late_slots(config: dict, steps: int = 8) -> dict[str, Any]:
-    """A rank whose staging memory is in use, when it would read ahead, at other times than the other's."""
+    """A rank whose staging memory is in use, when it would read ahead, at other times than the
+    other's."""
     model = build()
     model, optimizer = infinity.wrap_model(model, adamw(model), config)
     chance, refused, real = random.Random(dist.get_rank()), 0, StagingSlots.try_take
@@ -470,8 +564,11 @@ def late_slots(config: dict, steps: int = 8) -> dict[str, Any]:
 
 
 def moved(config: dict, blocks: int = 8) -> dict[str, Any]:
-    """Bytes of a step in the steady state, over every edge and from other ranks, and what the plan of the same job predicts."""
-    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(blocks)))  # each rank has half of each
+    """Bytes of a step in the steady state, over every edge and from other ranks, and what the plan
+    of the same job predicts."""
+    model = nn.Sequential(
+        *(nn.Linear(128, 128, bias=False) for _ in range(blocks))
+    )  # each rank has half of each
     config = {"params": "host", "optimizer": "host", "units": ["Linear"]} | config
     model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), config)
     engine, counted = wrapped(model).engine, []
@@ -481,7 +578,13 @@ def moved(config: dict, blocks: int = 8) -> dict[str, Any]:
         optimizer.zero_grad()
         engine.wait_idle()
         stats = infinity.stats(model).as_dict()
-        counted.append({name: edge["nbytes"] for edges in (stats["edges"], stats["collectives"]) for name, edge in edges.items()})
+        counted.append(
+            {
+                name: edge["nbytes"]
+                for edges in (stats["edges"], stats["collectives"])
+                for name, edge in edges.items()
+            }
+        )
     found = {name: nbytes - counted[-2].get(name, 0) for name, nbytes in counted[-1].items()}
     gathers = gathers_of(engine.sizes, engine.plan.device_window_nbytes)
     predicted = edges_of(engine.plan, engine.sizes, gathers)

@@ -66,7 +66,9 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def batch(step: int, data_rank: int = 0) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (16, 8), generator=torch.Generator().manual_seed(100 * step + data_rank))
+    return torch.randint(
+        0, VOCABULARY, (16, 8), generator=torch.Generator().manual_seed(100 * step + data_rank)
+    )
 
 
 def chunks_of(kind: str, rank: int, ranks: int) -> tuple[list[int], int]:
@@ -78,7 +80,9 @@ def chunks_of(kind: str, rank: int, ranks: int) -> tuple[list[int], int]:
     return [rank, rank + ranks], 2 * ranks
 
 
-def build(kind: str, mesh: Any, *, layers: int = LAYERS, seed: int = 5) -> tuple[list[Chunk], list[int], int]:
+def build(
+    kind: str, mesh: Any, *, layers: int = LAYERS, seed: int = 5
+) -> tuple[list[Chunk], list[int], int]:
     model = parallel_jobs.Decoder(layers) if seed is None else seeded(layers, seed)
     numbers, count = chunks_of(kind, mesh.get_local_rank("pp"), mesh["pp"].size())
     each = layers // count
@@ -90,14 +94,21 @@ def seeded(layers: int, seed: int) -> Decoder:
     return Decoder(layers)
 
 
-def schedule_of(kind: str, chunks: list[Chunk], numbers: list[int], count: int, mesh: Any, micro: int = MICRO) -> Any:
+def schedule_of(
+    kind: str, chunks: list[Chunk], numbers: list[int], count: int, mesh: Any, micro: int = MICRO
+) -> Any:
     group = mesh["pp"].get_group()
-    stages = [PipelineStage(chunk, n, count, torch.device("cpu"), group=group) for chunk, n in zip(chunks, numbers)]
+    stages = [
+        PipelineStage(chunk, n, count, torch.device("cpu"), group=group)
+        for chunk, n in zip(chunks, numbers)
+    ]
     made = getattr(schedules, f"Schedule{kind}")
     return made(stages[0] if kind in SINGLE else stages, micro, loss_fn=loss_of)
 
 
-def step(schedule: Any, numbers: list[int], count: int, number: int, data_rank: int = 0) -> float | None:
+def step(
+    schedule: Any, numbers: list[int], count: int, number: int, data_rank: int = 0
+) -> float | None:
     """One step of the schedule; the mean loss where this rank has the last chunk."""
     tokens, losses = batch(number, data_rank), []
     arguments = {"target": tokens, "losses": losses} if count - 1 in numbers else {}
@@ -116,11 +127,16 @@ def forgotten(config: dict) -> int:
     return sum(isinstance(found, Engine) for found in gc.get_objects())
 
 
-def trained(kind: str, config: dict | None, *, pp: int = 2, steps: int = 3, by: str = "step") -> dict[str, Any]:
-    """Losses, norms and weights of some steps; ``config`` None: the twin. ``by``: "config" clips by Config(max_grad_norm)."""
+def trained(
+    kind: str, config: dict | None, *, pp: int = 2, steps: int = 3, by: str = "step"
+) -> dict[str, Any]:
+    """Losses, norms and weights of some steps; ``config`` None: the twin. ``by``: "config" clips by
+    Config(max_grad_norm)."""
     mesh = mesh_of(pp)
     chunks, numbers, count = build(kind, mesh)
-    optimizer: Any = torch.optim.AdamW([p for chunk in chunks for p in chunk.parameters()], lr=1e-2, fused=True)
+    optimizer: Any = torch.optim.AdamW(
+        [p for chunk in chunks for p in chunk.parameters()], lr=1e-2, fused=True
+    )
     if config is not None:
         chunks, optimizer = infinity.wrap_model(chunks, optimizer, config, mesh=mesh)
     schedule = schedule_of(kind, chunks, numbers, count, mesh)
@@ -135,12 +151,19 @@ def trained(kind: str, config: dict | None, *, pp: int = 2, steps: int = 3, by: 
             norms.append(infinity.clip_grad_norm_(optimizer, 0.5).item())
         optimizer.step()
         optimizer.zero_grad()
-    found = {"losses": losses, "norms": norms, "weights": {n: v for chunk in chunks for n, v in whole(chunk.state_dict()).items()}}
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "weights": {n: v for chunk in chunks for n, v in whole(chunk.state_dict()).items()},
+    }
     if config is not None:
-        # torch's own eval of schedules in a V fails: "can't steal_bwd_input if this stage doesn't have backward".
+        # torch's own eval of schedules in a V fails: "can't steal_bwd_input if this stage doesn't
+        # have backward".
         found["evaluates"] = kind in IN_A_V or evaluates(schedule, chunks, numbers, count)
         infinity.unwrap_model(chunks, optimizer)
-        found["unwrapped"] = all(type(p) is nn.Parameter for chunk in chunks for p in chunk.parameters())
+        found["unwrapped"] = all(
+            type(p) is nn.Parameter for chunk in chunks for p in chunk.parameters()
+        )
     return found
 
 
@@ -165,18 +188,24 @@ def evaluates(schedule: Any, chunks: list[Chunk], numbers: list[int], count: int
         losses: list = []
         with torch.no_grad():
             schedule.eval(
-                *((tokens,) if 0 in numbers else ()), **({"target": tokens, "losses": losses} if count - 1 in numbers else {})
+                *((tokens,) if 0 in numbers else ()),
+                **({"target": tokens, "losses": losses} if count - 1 in numbers else {}),
             )
         found.append([loss.item() for loss in losses])
     at_home = [unit for unit in wrapped(chunks).engine.units if not unit.stays]
-    return found[0] == found[1] and not any(flat.untyped_storage().nbytes() for unit in at_home for flat in unit.flats)
+    return found[0] == found[1] and not any(
+        flat.untyped_storage().nbytes() for unit in at_home for flat in unit.flats
+    )
 
 
 def counted(kind: str, config: dict) -> dict[str, Any]:
-    """Two chunks in one process, two data ranks: bytes and meetings of a step, in parts of the weights' bytes of the others."""
+    """Two chunks in one process, two data ranks: bytes and meetings of a step, in parts of the
+    weights' bytes of the others."""
     mesh = mesh_of(1)
     chunks, numbers, count = build(kind, mesh)
-    optimizer: Any = torch.optim.AdamW([p for chunk in chunks for p in chunk.parameters()], lr=1e-2, fused=True)
+    optimizer: Any = torch.optim.AdamW(
+        [p for chunk in chunks for p in chunk.parameters()], lr=1e-2, fused=True
+    )
     chunks, optimizer = infinity.wrap_model(chunks, optimizer, config, mesh=mesh)
     schedule = infinity.parallel.attach(schedule_of(kind, chunks, numbers, count, mesh))
     engine, meetings = wrapped(chunks).engine, []
@@ -189,12 +218,25 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
     Channel.announce = counting
     weights, found = sum(unit.weight_nbytes for unit in engine.units), []
     for number in range(4):
-        edges = {name: engine.traffic.collectives[name].nbytes for name in ("all-gather", "reduce-scatter")}
+        edges = {
+            name: engine.traffic.collectives[name].nbytes
+            for name in ("all-gather", "reduce-scatter")
+        }
         misses = engine.prefetcher.misses
         meetings.clear()
         step(schedule, numbers, count, number, mesh.get_local_rank("dp"))
-        told = {name: (engine.traffic.collectives[name].nbytes - before) / (weights / 2) for name, before in edges.items()}
-        found.append(told | {"meetings": len(meetings), "misses": engine.prefetcher.misses - misses, "units": len(engine.units)})
+        told = {
+            name: (engine.traffic.collectives[name].nbytes - before) / (weights / 2)
+            for name, before in edges.items()
+        }
+        found.append(
+            told
+            | {
+                "meetings": len(meetings),
+                "misses": engine.prefetcher.misses - misses,
+                "units": len(engine.units),
+            }
+        )
         optimizer.step()
         optimizer.zero_grad()
     Channel.announce = announce
@@ -203,24 +245,35 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
 
 
 def loads(window: int, chunks: int, config: dict) -> dict[str, Any]:
-    """LoopedBFS of one rank: how often a unit comes to the device in a step, in a window of so many chunks."""
+    """LoopedBFS of one rank: how often a unit comes to the device in a step, in a window of so many
+    chunks."""
 
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Linear(64, 1024, bias=False), nn.Linear(1024, 64, bias=False)
+            self.first, self.second = (
+                nn.Linear(64, 1024, bias=False),
+                nn.Linear(1024, 64, bias=False),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.second(self.first(x).relu())
 
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("pp", "tp"))  # every rank runs the same
+    mesh = init_device_mesh(
+        "cpu", (1, dist.get_world_size()), mesh_dim_names=("pp", "tp")
+    )  # every rank runs the same
     torch.manual_seed(0)
     parts = [nn.Sequential(Pair(), Pair()) for _ in range(chunks)]
     params = [p for part in parts for p in part.parameters()]
     each = sum(p.nbytes for p in parts[0].parameters()) // 2
     limit = {"device_memory": int(each * (2 * window + 0.5)), "units": ["Pair"]}
-    parts, optimizer = infinity.wrap_model(parts, torch.optim.AdamW(params, fused=True), config | limit, mesh=mesh)
-    stages = [PipelineStage(part, n, chunks, torch.device("cpu"), group=mesh["pp"].get_group()) for n, part in enumerate(parts)]
+    parts, optimizer = infinity.wrap_model(
+        parts, torch.optim.AdamW(params, fused=True), config | limit, mesh=mesh
+    )
+    stages = [
+        PipelineStage(part, n, chunks, torch.device("cpu"), group=mesh["pp"].get_group())
+        for n, part in enumerate(parts)
+    ]
     schedule = infinity.parallel.attach(schedules.ScheduleLoopedBFS(stages, 4, loss_fn=F.mse_loss))
     engine, gathered = wrapped(parts).engine, []
     start = ParamUnit.start_gather
@@ -249,27 +302,50 @@ class Unbuilt:
     has_backward, device, submod, group = True, "cpu", nn.Identity(), None
 
     def __init__(self, number: int, count: int, ranks: int) -> None:
-        self.stage_index, self.num_stages, self.group_size, self.group_rank = number, count, ranks, number % ranks
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = (
+            number,
+            count,
+            ranks,
+            number % ranks,
+        )
         self.is_first, self.is_last = number == 0, number == count - 1
 
 
 def ordered(kind: str, ranks: int) -> list[dict[str, Any]]:
-    """What each rank computes in the order that torch's schedule has for it, as :func:`executed` tells it; without any process."""
-    what = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "inputs", "BACKWARD_WEIGHT": "weights"}
+    """What each rank computes in the order that torch's schedule has for it, as :func:`executed`
+    tells it; without any process."""
+    what = {
+        "FORWARD": "forward",
+        "FULL_BACKWARD": "backward",
+        "BACKWARD_INPUT": "inputs",
+        "BACKWARD_WEIGHT": "weights",
+    }
     numbers, count = chunks_of(kind, 0, ranks)
-    order = getattr(schedules, f"Schedule{kind}")([Unbuilt(n, count, ranks) for n in numbers], MICRO).pipeline_order
+    order = getattr(schedules, f"Schedule{kind}")(
+        [Unbuilt(n, count, ranks) for n in numbers], MICRO
+    ).pipeline_order
     return [
-        {"chunks": count, "done": [(what[a.computation_type.name], a.stage_index, a.microbatch_index) for a in order[rank] if a]}
+        {
+            "chunks": count,
+            "done": [
+                (what[a.computation_type.name], a.stage_index, a.microbatch_index)
+                for a in order[rank]
+                if a
+            ],
+        }
         for rank in range(ranks)
     ]
 
 
 def executed(kind: str, ranks: int = 2) -> dict[str, Any]:
-    """What each rank computes in one step, in order: (what, chunk, micro-batch); and the bytes that it sends for a micro-batch."""
+    """What each rank computes in one step, in order: (what, chunk, micro-batch); and the bytes that
+    it sends for a micro-batch."""
     mesh = mesh_of(ranks)
     chunks, numbers, count = build(kind, mesh, layers=2 * ranks)
     params = [p for chunk in chunks for p in chunk.parameters()]
-    chunks, optimizer = infinity.wrap_model(chunks, torch.optim.AdamW(params), {"params": "host", "optimizer": "host"}, mesh=mesh)
+    chunks, optimizer = infinity.wrap_model(
+        chunks, torch.optim.AdamW(params), {"params": "host", "optimizer": "host"}, mesh=mesh
+    )
     schedule = infinity.parallel.attach(schedule_of(kind, chunks, numbers, count, mesh))
     step(schedule, numbers, count, 0)
     optimizer.zero_grad()
@@ -297,20 +373,30 @@ def executed(kind: str, ranks: int = 2) -> dict[str, Any]:
 
     for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
         noting(stage, "forward_one_chunk", lambda **_: "forward")
-        noting(stage, "backward_one_chunk", lambda full_backward=True, **_: "backward" if full_backward else "inputs")
+        noting(
+            stage,
+            "backward_one_chunk",
+            lambda full_backward=True, **_: "backward" if full_backward else "inputs",
+        )
         noting(stage, "backward_weight_one_chunk", lambda **_: "weights")
         counting(stage, "get_fwd_send_ops", "forward")
         counting(stage, "get_bwd_send_ops", "backward")
     step(schedule, numbers, count, 1)
     infinity.unwrap_model(chunks, optimizer)
-    return {"done": done, "sent": sent, "chunks": count, "boundary": 16 // MICRO * 8 * parallel_jobs.WIDTH * 4}
+    return {
+        "done": done,
+        "sent": sent,
+        "chunks": count,
+        "boundary": 16 // MICRO * 8 * parallel_jobs.WIDTH * 4,
+    }
 
 
 # --- checkpoints ---
 
 
 def wrapped_on(what: str, config: dict, seed: int) -> tuple:
-    """A Decoder on a mesh of two ranks: "pp2", "dp2" or "tp2"; how to train a step; and a list of its modules."""
+    """A Decoder on a mesh of two ranks: "pp2", "dp2" or "tp2"; how to train a step; and a list of
+    its modules."""
     if what != "pp2":
         mesh = parallel_jobs.mesh_of(2 if what == "dp2" else 1)
         model = seeded(LAYERS, seed)
@@ -328,7 +414,9 @@ def wrapped_on(what: str, config: dict, seed: int) -> tuple:
     chunks, numbers, count = build("Interleaved1F1B", mesh, seed=seed)
     optimizer = torch.optim.AdamW([p for chunk in chunks for p in chunk.parameters()], lr=1e-2)
     chunks, optimizer = infinity.wrap_model(chunks, optimizer, config, mesh=mesh)
-    schedule = infinity.parallel.attach(schedule_of("Interleaved1F1B", chunks, numbers, count, mesh))
+    schedule = infinity.parallel.attach(
+        schedule_of("Interleaved1F1B", chunks, numbers, count, mesh)
+    )
 
     def train_stages(number: int) -> None:
         step(schedule, numbers, count, number)
@@ -340,7 +428,11 @@ def wrapped_on(what: str, config: dict, seed: int) -> tuple:
 
 def values_of(models: list[nn.Module], optimizer: Any) -> dict[str, torch.Tensor]:
     """Weights and moments of all ranks, by name."""
-    found = {f"weight/{name}": value for model in models for name, value in whole(model.state_dict()).items()}
+    found = {
+        f"weight/{name}": value
+        for model in models
+        for name, value in whole(model.state_dict()).items()
+    }
     names = [name for model in models for name, _ in model.named_parameters()]
     for index, state in optimizer.state_dict()["state"].items():
         found |= {f"{key}/{names[index]}": value for key, value in whole(state).items()}
@@ -372,7 +464,8 @@ def loaded(path: str, what: str, config: dict) -> dict[str, Any]:
 
 
 class Layers(nn.Module):
-    """A stage whose layers are counted from 0, as those of every other stage, with a buffer of its own."""
+    """A stage whose layers are counted from 0, as those of every other stage, with a buffer of its
+    own."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -388,7 +481,8 @@ class Layers(nn.Module):
 
 
 def alike(path: str, config: dict, *, fault: bool = False) -> dict[str, Any]:
-    """Stages that call their parameters the same, beside torch's own, and what a checkpoint brings back. ``fault``: names stay as they are."""
+    """Stages that call their parameters the same, beside torch's own, and what a checkpoint brings
+    back. ``fault``: names stay as they are."""
     mesh, rank, found = mesh_of(2), dist.get_rank(), {}
     made = agreement.prefix_of_stage
     if fault:
@@ -417,10 +511,14 @@ def alike(path: str, config: dict, *, fault: bool = False) -> dict[str, Any]:
     found["folder"] = told(lambda: infinity.save_pretrained([stage], f"{path}-folder"))
     (other,), other_optimizer = wrapped_stage(rank + 10, config, mesh)
     found["load"] = told(lambda: infinity.load_checkpoint(path, [other], other_optimizer))
-    found["loaded"] = all(torch.equal(value, stage.state_dict()[name]) for name, value in other.state_dict().items())
+    found["loaded"] = all(
+        torch.equal(value, stage.state_dict()[name]) for name, value in other.state_dict().items()
+    )
     for each, its in ((stage, optimizer), (other, other_optimizer)):
         train(each, its, 2, attached=True)
-    found["goes on"] = all(torch.equal(value, stage.state_dict()[name]) for name, value in other.state_dict().items())
+    found["goes on"] = all(
+        torch.equal(value, stage.state_dict()[name]) for name, value in other.state_dict().items()
+    )
     infinity.unwrap_model([stage], optimizer)
     infinity.unwrap_model([other], other_optimizer)
     wrap.prefix_of_stage = made
@@ -429,7 +527,9 @@ def alike(path: str, config: dict, *, fault: bool = False) -> dict[str, Any]:
 
 def wrapped_stage(seed: int, config: dict, mesh: Any) -> tuple:
     stage = Layers(seed)
-    return infinity.wrap_model([stage], torch.optim.AdamW(stage.parameters(), lr=1e-2), config, mesh=mesh)
+    return infinity.wrap_model(
+        [stage], torch.optim.AdamW(stage.parameters(), lr=1e-2), config, mesh=mesh
+    )
 
 
 # --- refusals and failures ---
@@ -440,19 +540,39 @@ def refused() -> dict[str, str]:
     mesh, found, host = mesh_of(2), {}, {"params": "host", "optimizer": "host"}
     chunks, numbers, count = build("Interleaved1F1B", mesh)
     params = [p for chunk in chunks for p in chunk.parameters()]
-    found["not wrapped"] = told(lambda: infinity.parallel.attach(schedule_of("Interleaved1F1B", chunks, numbers, count, mesh)))
+    found["not wrapped"] = told(
+        lambda: infinity.parallel.attach(
+            schedule_of("Interleaved1F1B", chunks, numbers, count, mesh)
+        )
+    )
     found["no schedule"] = told(lambda: infinity.parallel.attach(chunks[0]))
     settings = host | {"max_grad_norm": 1.0 + dist.get_rank()}
-    found["settings"] = told(lambda: infinity.wrap_model(chunks, torch.optim.AdamW(params), settings, mesh=mesh))
+    found["settings"] = told(
+        lambda: infinity.wrap_model(chunks, torch.optim.AdamW(params), settings, mesh=mesh)
+    )
     for field in ("micro_batch", "speculate", "recompute"):
         wanted = host | {field: 1 if field == "micro_batch" else True}
-        found[field] = told(lambda wanted=wanted: infinity.wrap_model(chunks, torch.optim.AdamW(params), wanted, mesh=mesh))
-    apart = [infinity.wrap_model([chunk], None, {"params": "host"}, mesh=mesh)[0][0] for chunk in chunks]
-    found["apart"] = told(lambda: infinity.parallel.attach(schedule_of("Interleaved1F1B", apart, numbers, count, mesh)))
+        found[field] = told(
+            lambda wanted=wanted: infinity.wrap_model(
+                chunks, torch.optim.AdamW(params), wanted, mesh=mesh
+            )
+        )
+    apart = [
+        infinity.wrap_model([chunk], None, {"params": "host"}, mesh=mesh)[0][0] for chunk in chunks
+    ]
+    found["apart"] = told(
+        lambda: infinity.parallel.attach(
+            schedule_of("Interleaved1F1B", apart, numbers, count, mesh)
+        )
+    )
     for chunk in apart:
         infinity.unwrap_model(chunk)
-    chunks, optimizer = infinity.wrap_model(chunks, torch.optim.AdamW(params, fused=True), host, mesh=mesh)
-    schedule = infinity.parallel.attach(schedule_of("Interleaved1F1B", chunks, numbers, count, mesh))
+    chunks, optimizer = infinity.wrap_model(
+        chunks, torch.optim.AdamW(params, fused=True), host, mesh=mesh
+    )
+    schedule = infinity.parallel.attach(
+        schedule_of("Interleaved1F1B", chunks, numbers, count, mesh)
+    )
     step(schedule, numbers, count, 0)
     found["torch's clip"] = told(lambda: torch.nn.utils.clip_grad_norm_(params, 1.0))
     optimizer.step()
@@ -470,14 +590,21 @@ def falls(how: str, folder: str, steps: int = 60) -> None:
     """The second rank falls in a step after the first one, of which there is a checkpoint."""
     mesh, config = mesh_of(2), {"params": "host", "optimizer": "host"}
     if how in ("eio", "enospc"):
-        config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [folder], "host_memory": "64MB"}
+        config = {
+            "params": "nvme",
+            "optimizer": "nvme",
+            "nvme_paths": [folder],
+            "host_memory": "64MB",
+        }
         if dist.get_rank() == 1:
             doubles.install()
             os.environ["INFINITY_FAULTS"] = f"seed=1,{how}=1.0,first_piece={FIRST_PIECE}"
     chunks, numbers, count = build("Interleaved1F1B", mesh)
     params = [p for chunk in chunks for p in chunk.parameters()]
     chunks, optimizer = infinity.wrap_model(chunks, torch.optim.AdamW(params), config, mesh=mesh)
-    schedule = infinity.parallel.attach(schedule_of("Interleaved1F1B", chunks, numbers, count, mesh))
+    schedule = infinity.parallel.attach(
+        schedule_of("Interleaved1F1B", chunks, numbers, count, mesh)
+    )
 
     def train(number: int) -> None:
         step(schedule, numbers, count, number)

@@ -1,4 +1,5 @@
-"""Jobs that every rank of a launch runs (see `ranks`). Started by torchrun with the folder of the launch."""
+"""Jobs that every rank of a launch runs (see `ranks`). Started by torchrun with the folder of the
+launch."""
 
 from __future__ import annotations
 
@@ -44,8 +45,17 @@ def batch(step: int, micro: int, rank: int) -> torch.Tensor:
     return models.tokens(1000 * step + 100 * micro + rank)
 
 
-def in_turn(model: nn.Module, optimizer, world: int, *, steps: int, clip: float | None = None, first: int = 0) -> list[float]:
-    """What one process does to be equal to ``world`` ranks: everyone's batch, one after the other."""
+def in_turn(
+    model: nn.Module,
+    optimizer,
+    world: int,
+    *,
+    steps: int,
+    clip: float | None = None,
+    first: int = 0,
+) -> list[float]:
+    """What one process does to be equal to ``world`` ranks: everyone's batch, one after the
+    other."""
     norms = []
     for step in range(first, first + steps):
         for rank in range(world):
@@ -58,7 +68,13 @@ def in_turn(model: nn.Module, optimizer, world: int, *, steps: int, clip: float 
 
 
 def train(
-    model: nn.Module, optimizer, *, steps: int = 3, micro: int = 1, clip: float | None = None, first: int = 0
+    model: nn.Module,
+    optimizer,
+    *,
+    steps: int = 3,
+    micro: int = 1,
+    clip: float | None = None,
+    first: int = 0,
 ) -> tuple[list[float], list[float]]:
     """This rank's losses, and the norms."""
     losses, norms = [], []
@@ -78,7 +94,11 @@ def mesh_of(shape: tuple[int, ...] | list[int] | None, names: tuple[str, ...] | 
     """A mesh of a shape, or of ranks in an order of one's own."""
     if isinstance(shape, list):
         return dist.device_mesh.DeviceMesh("cpu", shape, mesh_dim_names=names)
-    return None if shape is None else dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return (
+        None
+        if shape is None
+        else dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    )
 
 
 def cloned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -88,7 +108,15 @@ def cloned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # --- jobs ---
 
 
-def parity(config: dict, dtype=torch.float32, micro: int = 1, clip=None, shape=None, names=None, steps: int = 3) -> dict[str, Any]:
+def parity(
+    config: dict,
+    dtype=torch.float32,
+    micro: int = 1,
+    clip=None,
+    shape=None,
+    names=None,
+    steps: int = 3,
+) -> dict[str, Any]:
     """Trains; every rank but the first starts from other weights, which must not matter."""
     model = build(3 if dist.get_rank() == 0 else 4, dtype)
     model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh_of(shape, names))
@@ -100,7 +128,12 @@ def parity(config: dict, dtype=torch.float32, micro: int = 1, clip=None, shape=N
         "weights": cloned(model.state_dict()),
         "optimizer": optimizer.state_dict(),
         "stats": stats.as_dict(),
-        "home": sum(a.nbytes for u in wrapped(model).engine.units for s in u.shards for a in s.arrays.values()),
+        "home": sum(
+            a.nbytes
+            for u in wrapped(model).engine.units
+            for s in u.shards
+            for a in s.arrays.values()
+        ),
         "swap": models.leftovers(Path(config["nvme_paths"][0])) if config.get("nvme_paths") else [],
     }
     plain, plain_optimizer = infinity.unwrap_model(model, optimizer)
@@ -109,10 +142,16 @@ def parity(config: dict, dtype=torch.float32, micro: int = 1, clip=None, shape=N
 
 
 def elsewhere(
-    nodes: bool = False, kernels: str | None = None, share: float = 0.0, cufile: str | None = None, **arguments
+    nodes: bool = False,
+    kernels: str | None = None,
+    share: float = 0.0,
+    cufile: str | None = None,
+    **arguments,
 ) -> dict[str, Any]:
-    """On a device whose memory the processor does not use, with late copies and groups of its own for bulk bytes; with
-    ``kernels`` (a file) and a share of the host's state to step; with a way past the host's memory (``cufile``: a file)."""
+    """On a device whose memory the processor does not use, with late copies and groups of its own
+    for bulk bytes; with ``kernels`` (a file) and a share of the host's state to step; with a way
+    past the host's memory (``cufile``: a file).
+    """
     if cufile is not None:
         library, direct_storage.missing = FakeCuFile(Path(cufile)), lambda folders: []
         library.reset()
@@ -179,13 +218,16 @@ def gradients(shard: str, home: str, folder: str) -> dict[str, Any]:
     params = dict(model.named_parameters())
     found["values"] = {name: p.grad.clone() for name, p in params.items()}
     found["norm"] = [
-        torch.nn.utils.get_total_norm([p.grad for p in params.values()], order).item() for order in (2.0, 1.0, float("inf"))
+        torch.nn.utils.get_total_norm([p.grad for p in params.values()], order).item()
+        for order in (2.0, 1.0, float("inf"))
     ]
     torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
     found["clipped"] = {name: p.grad.clone() for name, p in params.items()}
     params["blocks.0.norm1.weight"].grad.mul_(2.0).add_(1.0)
     found["changed"] = params["blocks.0.norm1.weight"].grad.clone()
-    params["blocks.1.norm1.weight"].grad = torch.full_like(found["values"]["blocks.1.norm1.weight"], 7.0)
+    params["blocks.1.norm1.weight"].grad = torch.full_like(
+        found["values"]["blocks.1.norm1.weight"], 7.0
+    )
     found["set"] = params["blocks.1.norm1.weight"].grad.clone()
     optimizer.zero_grad(set_to_none=False)
     found["zeros"] = sum(p.grad.abs().sum().item() for p in params.values())
@@ -201,7 +243,9 @@ def gradients(shard: str, home: str, folder: str) -> dict[str, Any]:
 def overflow() -> list[bool]:
     """GradScaler with an infinite gradient on one rank: every rank skips the step."""
     model = build()
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = cloned(model.state_dict())
     loss = models.loss_of(model, batch(0, 0, dist.get_rank()))
@@ -217,7 +261,8 @@ def overflow() -> list[bool]:
 
 
 class Branching(nn.Module):
-    """Ranks use parameters that others do not: ``extra`` after all blocks, so that units still come in one order."""
+    """Ranks use parameters that others do not: ``extra`` after all blocks, so that units still come
+    in one order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +279,9 @@ def unused(shard: str) -> dict[str, Any]:
     """A parameter with a gradient on the first rank only, and one with none on any."""
     torch.manual_seed(0)
     model = Branching()
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host", "shard": shard})
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host", "shard": shard}
+    )
     found = []
     for step in range(3):
         x = torch.randn(2, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
@@ -248,13 +295,18 @@ def unused(shard: str) -> dict[str, Any]:
 
 
 def diverging() -> str:
-    """Rank 0 runs a block that the others skip: an error that names both, on every rank, and the job can go on."""
+    """Rank 0 runs a block that the others skip: an error that names both, on every rank, and the
+    job can go on."""
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
     root = nn.Module()
     root.blocks = model
-    root.forward = lambda x, skipped: [x := block(x) for i, block in enumerate(model) if i != skipped][-1].sum()
-    root, optimizer = infinity.wrap_model(root, adamw(root), {"params": "host", "optimizer": "host"})
+    root.forward = lambda x, skipped: [
+        x := block(x) for i, block in enumerate(model) if i != skipped
+    ][-1].sum()
+    root, optimizer = infinity.wrap_model(
+        root, adamw(root), {"params": "host", "optimizer": "host"}
+    )
     try:
         root(torch.ones(2, 64), None if dist.get_rank() == 0 else 1)
     except infinity.InfinityError as error:
@@ -266,14 +318,19 @@ def diverging() -> str:
 
 
 def left_out(shard: str, at: int) -> dict[str, Any]:
-    """Rank 1 leaves a block out in step ``at``, whose every block is a unit; one process beside it, given both batches."""
+    """Rank 1 leaves a block out in step ``at``, whose every block is a unit; one process beside it,
+    given both batches."""
     world = dist.get_world_size()
 
     def make() -> nn.Module:
         torch.manual_seed(0)
         root = nn.Module()
         root.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        root.forward = lambda x, skipped: [x := block(x) for i, block in enumerate(root.blocks) if i != skipped][-1].square().sum()
+        root.forward = lambda x, skipped: (
+            [x := block(x) for i, block in enumerate(root.blocks) if i != skipped][-1]
+            .square()
+            .sum()
+        )
         return root
 
     def loss(model: nn.Module, step: int, of_rank: int) -> torch.Tensor:
@@ -282,7 +339,9 @@ def left_out(shard: str, at: int) -> dict[str, Any]:
 
     model = make()
     config = {"params": "host", "optimizer": "host", "shard": shard, "units": ["Linear"]}
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.01), config)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), config
+    )
     plain = make()
     single = torch.optim.SGD(plain.parameters(), lr=0.01)
     said = []
@@ -302,11 +361,15 @@ def left_out(shard: str, at: int) -> dict[str, Any]:
     weights = cloned(model.state_dict())
     infinity.unwrap_model(model, optimizer)
     expected = cloned(plain.state_dict())
-    return {"said": said, "off": max(float((weights[n] - expected[n]).abs().max()) for n in expected)}
+    return {
+        "said": said,
+        "off": max(float((weights[n] - expected[n]).abs().max()) for n in expected),
+    }
 
 
 class Restless(nn.Module):
-    """Blocks that change or look at their own weights in the forward, and a parameter that is used first and last."""
+    """Blocks that change or look at their own weights in the forward, and a parameter that is used
+    first and last."""
 
     class Block(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -328,16 +391,23 @@ class Restless(nn.Module):
 
 
 def restless(config: dict, path: str) -> dict[str, Any]:
-    """Two micro-batches, the second with its step inside; a checkpoint loaded over a forward; one process beside it."""
+    """Two micro-batches, the second with its step inside; a checkpoint loaded over a forward; one
+    process beside it."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def data(step: int, micro: int, of_rank: int) -> torch.Tensor:
-        return torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + 10 * micro + of_rank))
+        return torch.randn(
+            4, 64, generator=torch.Generator().manual_seed(100 * step + 10 * micro + of_rank)
+        )
 
     def run(model: nn.Module, optimizer, ranks: list[int], steps: range) -> None:
         for step in steps:
             for micro in range(2):
-                with optimizer.step_in_backward() if micro and len(ranks) == 1 else contextlib.nullcontext():
+                with (
+                    optimizer.step_in_backward()
+                    if micro and len(ranks) == 1
+                    else contextlib.nullcontext()
+                ):
                     for of_rank in ranks:
                         (model(data(step, micro, of_rank)) / len(ranks)).backward()
             optimizer.step()
@@ -358,7 +428,9 @@ def restless(config: dict, path: str) -> dict[str, Any]:
     counts = {state["step"].item() for state in optimizer.state_dict()["state"].values()}
     infinity.unwrap_model(model, optimizer)
     run(plain, adamw(plain), list(range(world)), range(4))
-    off = max((weights[name] - value).abs().max().item() for name, value in plain.state_dict().items())
+    off = max(
+        (weights[name] - value).abs().max().item() for name, value in plain.state_dict().items()
+    )
     return {"weights": weights, "off": off, "counts": counts}
 
 
@@ -386,9 +458,14 @@ class Uneven(nn.Module):
 
 
 def uneven(
-    shard: str, home: str, folder: str, shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None
+    shard: str,
+    home: str,
+    folder: str,
+    shape: tuple[int, ...] | None = None,
+    names: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
-    """Another part is skipped on every rank and step, in the least device memory that works; one process beside it."""
+    """Another part is skipped on every rank and step, in the least device memory that works; one
+    process beside it."""
     import re
 
     rank, world, mesh = dist.get_rank(), dist.get_world_size(), mesh_of(shape, names)
@@ -407,7 +484,9 @@ def uneven(
         infinity.wrap_model(model, adamw(model), config | {"device_memory": 1}, mesh=mesh)
     except infinity.CapacityError as error:
         least = int(re.search(r"works here is [^()]*\((\d+) bytes", str(error))[1])
-    model, optimizer = infinity.wrap_model(model, adamw(model), config | {"device_memory": least}, mesh=mesh)
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), config | {"device_memory": least}, mesh=mesh
+    )
     for step in range(6):
         model(*data(step, rank)).backward()
         optimizer.step()
@@ -422,21 +501,29 @@ def uneven(
             (plain(*data(step, of_rank)) / world).backward()
         single.step()
         single.zero_grad()
-    off = max((weights[name] - value).abs().max().item() for name, value in plain.state_dict().items())
+    off = max(
+        (weights[name] - value).abs().max().item() for name, value in plain.state_dict().items()
+    )
     return {"weights": weights, "off": off, "within": tier["peak_nbytes"] <= tier["planned_nbytes"]}
 
 
 def too_large_a_layer(shape: tuple[int, ...] | None, names: tuple[str, ...] | None) -> str:
-    """Wraps a model with a layer that alone would run in tiles, in half of the device memory that it needs. Returns what is raised."""
+    """Wraps a model with a layer that alone would run in tiles, in half of the device memory that
+    it needs. Returns what is raised."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096))
     config = {"params": "host", "optimizer": "host", "device_memory": "512KiB"}
-    return told(lambda: infinity.wrap_model(model, adamw(model), config, mesh=mesh_of(shape, names)))
+    return told(
+        lambda: infinity.wrap_model(model, adamw(model), config, mesh=mesh_of(shape, names))
+    )
 
 
 def apart(how: str) -> dict[str, str]:
-    """Ranks that do not do the same: what each is told. Nothing here may end in a hang, or in no word at all."""
+    """Ranks that do not do the same: what each is told. Nothing here may end in a hang, or in no
+    word at all."""
     model = build()
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}
+    )
     first = dist.get_rank() == 0
     train(model, optimizer, steps=1)
     said = "nothing"
@@ -469,7 +556,10 @@ def apart(how: str) -> dict[str, str]:
             if first:
                 infinity.save_checkpoint("/nowhere/at/all", model, optimizer)
             train(model, optimizer, steps=1)
-    except (infinity.InfinityError, RuntimeError) as error:  # load_state_dict puts what went wrong into one of torch's
+    except (
+        infinity.InfinityError,
+        RuntimeError,
+    ) as error:  # load_state_dict puts what went wrong into one of torch's
         said = f"{type(error).__name__}: {error}"
     return {"said": said}
 
@@ -479,7 +569,9 @@ def odd_buffers_and_empty_parameters(path: str) -> list[str]:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model.register_buffer("expanded", torch.ones(1).expand(4))
     model.empty = nn.Parameter(torch.empty(0, 3))
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}
+    )
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -492,18 +584,23 @@ def odd_buffers_and_empty_parameters(path: str) -> list[str]:
 
 
 def retried(shard: str) -> dict[str, Any]:
-    """A backward that raises half-way on all ranks, again and again, then a whole one: the same bits, and no charge left."""
+    """A backward that raises half-way on all ranks, again and again, then a whole one: the same
+    bits, and no charge left."""
     found = []
     for failures in (0, 4):
         model = build()
-        model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host", "shard": shard})
+        model, optimizer = infinity.wrap_model(
+            model, adamw(model), {"params": "host", "optimizer": "host", "shard": shard}
+        )
         fails = [False]
 
         def fail(grad: torch.Tensor, fails=fails) -> None:
             if fails[0]:
                 raise ValueError("the user's own")
 
-        model.blocks[2].register_forward_hook(lambda module, args, output, fail=fail: output.register_hook(fail) and None)
+        model.blocks[2].register_forward_hook(
+            lambda module, args, output, fail=fail: output.register_hook(fail) and None
+        )
         charges = []
         for step in range(3):
             for _ in range(failures):
@@ -517,7 +614,10 @@ def retried(shard: str) -> dict[str, Any]:
             charges.append(wrapped(model).engine.ledger.accounts["device"].charged_nbytes)
         found.append((cloned(model.state_dict()), charges))
         infinity.unwrap_model(model, optimizer)
-    return {"different": models.differing(found[0][0], found[1][0]), "charges": [charges for _, charges in found]}
+    return {
+        "different": models.differing(found[0][0], found[1][0]),
+        "charges": [charges for _, charges in found],
+    }
 
 
 def states(shard: str, folder: str) -> dict[str, Any]:
@@ -526,10 +626,15 @@ def states(shard: str, folder: str) -> dict[str, Any]:
     model = build()
     model, optimizer = infinity.wrap_model(model, adamw(model), config)
     train(model, optimizer, steps=2)
-    found: dict[str, Any] = {"weights": cloned(model.state_dict()), "optimizer": optimizer.state_dict()}
+    found: dict[str, Any] = {
+        "weights": cloned(model.state_dict()),
+        "optimizer": optimizer.state_dict(),
+    }
     with infinity.full_params(model, "blocks.0") as params:
         found["full"] = cloned(params)
-    with infinity.full_params(model, ["positions", "blocks.3.feed.0.weight"], writeback=True) as params:
+    with infinity.full_params(
+        model, ["positions", "blocks.3.feed.0.weight"], writeback=True
+    ) as params:
         params["positions"].fill_(0.25)
         params["blocks.3.feed.0.weight"][5, 7] = 9.0
     found["edited"] = cloned(model.state_dict())
@@ -553,7 +658,11 @@ def save(path: str, config: dict, steps: int = 2) -> dict[str, Any]:
     torch.manual_seed(100 + dist.get_rank())
     train(model, optimizer, steps=steps)
     infinity.save_checkpoint(path, model, optimizer, extra={"step": steps})
-    found = {"weights": cloned(model.state_dict()), "optimizer": optimizer.state_dict(), "random": torch.rand(4)}
+    found = {
+        "weights": cloned(model.state_dict()),
+        "optimizer": optimizer.state_dict(),
+        "random": torch.rand(4),
+    }
     train(model, optimizer, steps=2, first=steps)
     found["later"] = cloned(model.state_dict())
     infinity.unwrap_model(model, optimizer)
@@ -561,7 +670,8 @@ def save(path: str, config: dict, steps: int = 2) -> dict[str, Any]:
 
 
 def other_values(same: bool) -> list[str]:
-    """What the engine says of models that have the same values on all ranks, or values of each rank's own."""
+    """What the engine says of models that have the same values on all ranks, or values of each
+    rank's own."""
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -571,24 +681,31 @@ def other_values(same: bool) -> list[str]:
     listener = Listener()
     logging.getLogger("infinity").addHandler(listener)
     model = build(3 if same else 3 + dist.get_rank())
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}
+    )
     logging.getLogger("infinity").removeHandler(listener)
     infinity.unwrap_model(model, optimizer)
     return [text for text in said if "other values on other ranks" in text]
 
 
 def full_disk(path: str, full: int) -> dict[str, str]:
-    """Saves once, then again while the disk of rank ``full`` has no room; what that raised, and what is loaded then."""
+    """Saves once, then again while the disk of rank ``full`` has no room; what that raised, and
+    what is loaded then."""
     from infinity.checkpoint import save as saving
 
     model = build()
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}
+    )
     infinity.save_checkpoint(path, model, optimizer, extra="first")
     write, me = saving._write_units, dist.get_rank()
 
     def no_room(engine, data):
         if me == full:
-            raise OSError(errno.ENOSPC, "No space left on device", str(data / "unit-00000.safetensors"))
+            raise OSError(
+                errno.ENOSPC, "No space left on device", str(data / "unit-00000.safetensors")
+            )
         time.sleep(0.5)  # the others still write
         return write(engine, data)
 
@@ -608,16 +725,21 @@ def full_disk(path: str, full: int) -> dict[str, str]:
 
 
 def running_statistics(path: str) -> dict[str, Any]:
-    """Trains with BatchNorm on batches of each rank's own, saves, trains on; then the same from the checkpoint."""
+    """Trains with BatchNorm on batches of each rank's own, saves, trains on; then the same from the
+    checkpoint."""
 
     def run(first: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-        model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+        model, optimizer = infinity.wrap_model(
+            model, adamw(model), {"params": "host", "optimizer": "host"}
+        )
         if first:
             infinity.load_checkpoint(path, model, optimizer)
         for step in range(first, 4):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            x = torch.randn(
+                4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+            )
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -635,7 +757,12 @@ def load(path: str, config: dict, steps: int = 2) -> dict[str, Any]:
     model, optimizer = infinity.wrap_model(model, adamw(model), config)
     train(model, optimizer, steps=1)
     extra = infinity.load_checkpoint(path, model, optimizer)
-    found = {"extra": extra, "weights": cloned(model.state_dict()), "optimizer": optimizer.state_dict(), "random": torch.rand(4)}
+    found = {
+        "extra": extra,
+        "weights": cloned(model.state_dict()),
+        "optimizer": optimizer.state_dict(),
+        "random": torch.rand(4),
+    }
     train(model, optimizer, steps=2, first=steps)
     found["later"] = cloned(model.state_dict())
     infinity.unwrap_model(model, optimizer)
@@ -643,10 +770,15 @@ def load(path: str, config: dict, steps: int = 2) -> dict[str, Any]:
 
 
 def on_meta(weights: str | None) -> dict[str, Any]:
-    """A model on meta: from a file of which each rank reads its part, or drawn, by each rank from another seed."""
+    """A model on meta: from a file of which each rank reads its part, or drawn, by each rank from
+    another seed."""
     torch.manual_seed(50 + dist.get_rank())
     with torch.device("meta"):
-        model = models.TinyTransformer(dropout=0.0) if weights else nn.Sequential(*(nn.Linear(96, 96) for _ in range(3)))
+        model = (
+            models.TinyTransformer(dropout=0.0)
+            if weights
+            else nn.Sequential(*(nn.Linear(96, 96) for _ in range(3)))
+        )
     before = _read_nbytes()
     model, _ = infinity.wrap_model(model, None, {"params": "host", "weights": weights})
     read = _read_nbytes() - before
@@ -656,7 +788,11 @@ def on_meta(weights: str | None) -> dict[str, Any]:
 
 
 def _read_nbytes() -> int:
-    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
+    return int(
+        dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())[
+            "read_bytes"
+        ]
+    )
 
 
 def refused(what: str) -> dict[str, Any]:
@@ -680,15 +816,21 @@ def refused(what: str) -> dict[str, Any]:
     elif what == "bad model" and rank == 1:
         optimizer = torch.optim.AdamW(build().parameters())
     elif what == "axis":
-        arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "x"))
+        arguments["mesh"] = dist.device_mesh.init_device_mesh(
+            "cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "x")
+        )
     try:
         infinity.wrap_model(model, optimizer, config, **arguments)
         said = None
     except infinity.InfinityError as error:
         said = f"{type(error).__name__}: {error}"
-    untouched = all(type(p) is nn.Parameter for p in model.parameters()) and not model._forward_hooks
+    untouched = (
+        all(type(p) is nn.Parameter for p in model.parameters()) and not model._forward_hooks
+    )
     model = build()
-    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}
+    )
     losses, _ = train(model, optimizer, steps=1)
     infinity.unwrap_model(model, optimizer)
     return {"said": said, "untouched": untouched, "losses": losses}
@@ -699,9 +841,16 @@ def generate() -> dict[str, Any]:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
     ids = torch.arange(1, 9).unsqueeze(0)
@@ -709,7 +858,9 @@ def generate() -> dict[str, Any]:
     size = sum(p.nbytes for p in model.parameters())
     model, _ = infinity.wrap_model(model, None, {"params": "host"})
     ours = model.generate(ids, max_new_tokens=12, do_sample=False)
-    home = sum(a.nbytes for u in wrapped(model).engine.units for s in u.shards for a in s.arrays.values())
+    home = sum(
+        a.nbytes for u in wrapped(model).engine.units for s in u.shards for a in s.arrays.values()
+    )
     infinity.unwrap_model(model)
     return {"same": torch.equal(plain, ours), "share": home / size}
 
@@ -719,7 +870,9 @@ def stepped_in_backward(shard: str) -> dict[str, Any]:
     found = []
     for inside in (False, True):
         model = build()
-        model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host", "optimizer": "host", "shard": shard})
+        model, optimizer = infinity.wrap_model(
+            model, adamw(model), {"params": "host", "optimizer": "host", "shard": shard}
+        )
         for step in range(3):
             loss = models.loss_of(model, batch(step, 0, dist.get_rank()))
             if inside:
@@ -735,7 +888,8 @@ def stepped_in_backward(shard: str) -> dict[str, Any]:
 
 
 def one_falls(how: str, folder: str, steps: int = 50) -> None:
-    """Rank 1 ends in the middle of training, in some way; what the others raise is on their stderr."""
+    """Rank 1 ends in the middle of training, in some way; what the others raise is on their
+    stderr."""
     config = models.at_home("nvme", "nvme", Path(folder))
     model = build()
     model, optimizer = infinity.wrap_model(model, adamw(model), config)
@@ -754,7 +908,9 @@ def one_falls(how: str, folder: str, steps: int = 50) -> None:
         elif how == "is interrupted":
             raise KeyboardInterrupt
         elif how == "has no memory":
-            model.blocks[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(MemoryError("2 GiB of 1 GiB")))
+            model.blocks[1].register_forward_hook(
+                lambda *_: (_ for _ in ()).throw(MemoryError("2 GiB of 1 GiB"))
+            )
         elif how == "hangs":
             time.sleep(600)
         elif how == "disk":
@@ -769,7 +925,8 @@ def one_falls(how: str, folder: str, steps: int = 50) -> None:
 
 
 def restarted(folder: str) -> dict[str, Any]:
-    """A job as torchrun restarts it: goes on from the checkpoint if there is one; rank 1 is killed the first time."""
+    """A job as torchrun restarts it: goes on from the checkpoint if there is one; rank 1 is killed
+    the first time."""
     config = models.at_home("host", "host", Path(folder))
     model = build()
     model, optimizer = infinity.wrap_model(model, adamw(model), config)

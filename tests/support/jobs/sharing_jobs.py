@@ -20,19 +20,28 @@ from infinity.distributed import kinds, shared_homes
 from infinity.runtime.registry import wrapped
 
 
-def _wrap(config: dict, shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None) -> tuple[Any, Any]:
+def _wrap(
+    config: dict, shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None
+) -> tuple[Any, Any]:
     model = rank_jobs.build()
     mesh = rank_jobs.mesh_of(shape, names)
-    return infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"} | config, mesh=mesh)
+    return infinity.wrap_model(
+        model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"} | config, mesh=mesh
+    )
 
 
-def trains(config: dict, clip: float | None = None, parks: str | None = None, **mesh: Any) -> dict[str, Any]:
-    """Trains. Tells the weights, how many gathers took which way, and the bytes that came from other ranks."""
+def trains(
+    config: dict, clip: float | None = None, parks: str | None = None, **mesh: Any
+) -> dict[str, Any]:
+    """Trains. Tells the weights, how many gathers took which way, and the bytes that came from
+    other ranks."""
     sent, read = mock.Mock(wraps=kinds.all_gather), mock.Mock(wraps=shared_homes.SharedHomes.read)
     model, optimizer = _wrap(config, **mesh)
     with (
         mock.patch.object(kinds, "all_gather", sent),
-        mock.patch.object(shared_homes.SharedHomes, "read", lambda homes, *given: read(homes, *given)),
+        mock.patch.object(
+            shared_homes.SharedHomes, "read", lambda homes, *given: read(homes, *given)
+        ),
     ):
         rank_jobs.train(model, optimizer, steps=2, clip=clip)
         if parks is not None:
@@ -51,11 +60,17 @@ def trains(config: dict, clip: float | None = None, parks: str | None = None, **
 def refused(how: str, asked: bool) -> dict[str, Any]:
     """One of two ranks cannot read the other's memory, or has other weights in it."""
     patches = {
-        "connect": mock.patch.object(native.SharedRow, "connect", side_effect=infinity.StorageError(13, "no entry", "/proc")),
+        "connect": mock.patch.object(
+            native.SharedRow, "connect", side_effect=infinity.StorageError(13, "no entry", "/proc")
+        ),
         "kernel": mock.patch.object(shared_homes, "running_kernel", return_value="another one"),
         "weights": mock.patch.object(native.SharedRow, "owns", return_value=False),
-        "file": mock.patch.object(native, "SharedRow", side_effect=infinity.StorageError(24, "too many files", "")),
-        "room": mock.patch.object(native.SharedRow, "allocate", side_effect=infinity.StorageError(12, "no room", "")),
+        "file": mock.patch.object(
+            native, "SharedRow", side_effect=infinity.StorageError(24, "too many files", "")
+        ),
+        "room": mock.patch.object(
+            native.SharedRow, "allocate", side_effect=infinity.StorageError(12, "no room", "")
+        ),
     }
     with patches[how] if dist.get_rank() == 1 else mock.MagicMock():
         try:
@@ -70,7 +85,8 @@ def refused(how: str, asked: bool) -> dict[str, Any]:
 
 
 def partly() -> dict[str, Any]:
-    """One of two ranks has its first weights elsewhere; the second ones are kept beside older ones for a while."""
+    """One of two ranks has its first weights elsewhere; the second ones are kept beside older ones
+    for a while."""
     regions: list[native.Region] = []
     owns = native.SharedRow.owns
 
@@ -78,7 +94,11 @@ def partly() -> dict[str, Any]:
         regions.append(region)
         return region is not regions[0] and owns(row, region)
 
-    with mock.patch.object(native.SharedRow, "owns", only_later) if dist.get_rank() == 1 else mock.MagicMock():
+    with (
+        mock.patch.object(native.SharedRow, "owns", only_later)
+        if dist.get_rank() == 1
+        else mock.MagicMock()
+    ):
         model, optimizer = _wrap({})
     engine = wrapped(model).engine
     shards = [shard for unit in engine.units for shard in unit.shards]
@@ -98,11 +118,14 @@ def partly() -> dict[str, Any]:
 
 
 def left() -> dict[str, Any]:
-    """Wraps, trains and unwraps without the garbage collector: what is open, and mapped, of the memory that ranks share."""
+    """Wraps, trains and unwraps without the garbage collector: what is open, and mapped, of the
+    memory that ranks share."""
 
     def found() -> tuple[int, int]:
         links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        return sum("infinity-weights" in link for link in links), Path("/proc/self/maps").read_text().count("infinity-weights")
+        return sum("infinity-weights" in link for link in links), Path(
+            "/proc/self/maps"
+        ).read_text().count("infinity-weights")
 
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -120,11 +143,17 @@ def left() -> dict[str, Any]:
         gc.enable()
     dist.barrier()
     works = torch.isfinite(next(plain.parameters())).all().item()
-    return {"wrapped": wrapped_now, "after": after, "works": works, "more": [b - a for a, b in zip(before, held_after)]}
+    return {
+        "wrapped": wrapped_now,
+        "after": after,
+        "works": works,
+        "more": [b - a for a, b in zip(before, held_after)],
+    }
 
 
 def struck() -> dict[str, Any]:
-    """Ctrl-C strikes the first rank as a reading has begun that the other comes to late: who drops the unit waits for it."""
+    """Ctrl-C strikes the first rank as a reading has begun that the other comes to late: who drops
+    the unit waits for it."""
     model, optimizer = _wrap({})
     engine, store = wrapped(model).engine, dist.distributed_c10d._get_default_store()
     unit, homes, read = engine.units[0], engine.ranks.row.homes, shared_homes.SharedHomes.read
@@ -138,10 +167,15 @@ def struck() -> dict[str, Any]:
 
     dist.barrier()
     with mock.patch.object(
-        type(engine.ranks.data), "announce", lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8))
+        type(engine.ranks.data),
+        "announce",
+        lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8)),
     ):
         if dist.get_rank() == 0:
-            with mock.patch.object(shared_homes.SharedHomes, "read", strike), contextlib.suppress(KeyboardInterrupt):
+            with (
+                mock.patch.object(shared_homes.SharedHomes, "read", strike),
+                contextlib.suppress(KeyboardInterrupt),
+            ):
                 unit.start_gather(engine.store, engine.ledger)
             seen.append(len(homes.under_way()))
         else:
@@ -156,9 +190,14 @@ def struck() -> dict[str, Any]:
 
 
 def held_back(share: bool) -> dict[str, Any]:
-    """The first rank gathers a unit, of which the second has not read its part yet. Tells whether that part may change, then and at the end."""
+    """The first rank gathers a unit, of which the second has not read its part yet. Tells whether
+    that part may change, then and at the end."""
     model, optimizer = _wrap({"share_homes": share})
-    engine, store, key = wrapped(model).engine, dist.distributed_c10d._get_default_store(), f"held back {share}"
+    engine, store, key = (
+        wrapped(model).engine,
+        dist.distributed_c10d._get_default_store(),
+        f"held back {share}",
+    )
     unit = engine.units[0]
     shard = unit.shards[0]
     free: list[bool] = []
@@ -167,7 +206,9 @@ def held_back(share: bool) -> dict[str, Any]:
         store.wait([key])
     # They meet before a gather that is not agreed on: here neither waits for that.
     with mock.patch.object(
-        type(engine.ranks.data), "announce", lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8))
+        type(engine.ranks.data),
+        "announce",
+        lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8)),
     ):
         unit.start_gather(engine.store, engine.ledger)
     if dist.get_rank() == 0:

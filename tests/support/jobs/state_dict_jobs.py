@@ -53,7 +53,9 @@ def cut(home: str, folder: str) -> dict[str, Any]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"0": ColwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    model, optimizer = infinity.wrap_model(model, optimizer, models.at_home(home, home, Path(folder)), mesh=mesh)
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, models.at_home(home, home, Path(folder)), mesh=mesh
+    )
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         model(x).square().sum().backward()
@@ -74,7 +76,9 @@ def cut(home: str, folder: str) -> dict[str, Any]:
 def apart(how: str) -> dict[str, str]:
     """One rank writes, and the others do not."""
     model = rank_jobs.build()
-    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"})
+    model, optimizer = infinity.wrap_model(
+        model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"}
+    )
     rank_jobs.train(model, optimizer, steps=1)
     values, state = model.state_dict(), optimizer.state_dict()["state"]
     if dist.get_rank() == 0:

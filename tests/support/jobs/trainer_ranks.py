@@ -1,4 +1,5 @@
-"""A job of several ranks: one Trainer with us and one without (which puts the model into DistributedDataParallel), and what both came to."""
+"""A job of several ranks: one Trainer with us and one without (which puts the model into
+DistributedDataParallel), and what both came to."""
 
 from __future__ import annotations
 
@@ -18,8 +19,16 @@ from infinity.integrations import InfinityTrainer
 
 def run(folder: Path, ours: bool, start: str | None = None) -> transformers.Trainer:
     torch.set_num_threads(1)
-    kind, more = (InfinityTrainer, {"infinity": on_disk(folder)}) if ours else (transformers.Trainer, {})
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
+    kind, more = (
+        (InfinityTrainer, {"infinity": on_disk(folder)}) if ours else (transformers.Trainer, {})
+    )
+    saving = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    }
     args = arguments(folder / ("ours" if ours else "theirs"), ddp_backend="gloo", **saving)
     model = llama(attention_dropout=0.0)
     trainer = kind(model=model, args=args, train_dataset=rows(20), eval_dataset=rows(4), **more)
@@ -32,7 +41,10 @@ def main(folder: Path) -> None:
     found, expected = values(ours.model), values(theirs.model)
     furthest = max((found[name] - expected[name]).abs().max().item() for name in expected)
     losses = [[entry["loss"] for entry in logged(one) if "loss" in entry] for one in (ours, theirs)]
-    evaluated = [[entry["eval_loss"] for entry in logged(one) if "eval_loss" in entry] for one in (ours, theirs)]
+    evaluated = [
+        [entry["eval_loss"] for entry in logged(one) if "eval_loss" in entry]
+        for one in (ours, theirs)
+    ]
     again = values(run(folder, True, str(folder / "ours" / "checkpoint-2")).model)
     resumed = all(torch.equal(again[name], found[name]) for name in found)
     if torch.distributed.get_rank() == 0:

@@ -1,6 +1,8 @@
-"""Jobs of pipelines that run without flush, which every rank of a launch runs (see `ranks`, and `pipeline_jobs` for the words).
+"""Jobs of pipelines that run without flush, which every rank of a launch runs (see `ranks`, and
+`pipeline_jobs` for the words).
 
-**alone**: one process with the whole model that keeps two versions of the weights and does the rule by hand.
+**alone**: one process with the whole model that keeps two versions of the weights and does the rule
+by hand.
 """
 
 from __future__ import annotations
@@ -51,8 +53,17 @@ def pairs(numbers: Sequence[int], data_rank: int = 0) -> list[tuple[torch.Tensor
     return [(batch(number, data_rank), batch(number, data_rank)) for number in numbers]
 
 
-def built(rule: str, config: dict, mesh: Any = None, seed: int = 5, micro: int = MICRO, *, named: bool = False) -> tuple:
-    """This rank's chunk of a Decoder, its optimizer, which has the parameters' names if they are ``named``, and what runs it without flush."""
+def built(
+    rule: str,
+    config: dict,
+    mesh: Any = None,
+    seed: int = 5,
+    micro: int = MICRO,
+    *,
+    named: bool = False,
+) -> tuple:
+    """This rank's chunk of a Decoder, its optimizer, which has the parameters' names if they are
+    ``named``, and what runs it without flush."""
     mesh = mesh or mesh_of(2)
     chunks, numbers, count = build("1F1B", mesh, seed=seed)
     params = chunks[0].named_parameters() if named else chunks[0].parameters()
@@ -66,9 +77,15 @@ def weights_of(chunks: list[nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def trained(
-    rule: str, config: dict, runs: Sequence[Sequence[int]] = (range(BATCHES),), *, flushes: bool = False, pp: int = 2
+    rule: str,
+    config: dict,
+    runs: Sequence[Sequence[int]] = (range(BATCHES),),
+    *,
+    flushes: bool = False,
+    pp: int = 2,
 ) -> dict[str, Any]:
-    """Weights, moments and losses after ``runs``, each the numbers of its batches. ``flushes``: the twin, a step for each batch."""
+    """Weights, moments and losses after ``runs``, each the numbers of its batches. ``flushes``: the
+    twin, a step for each batch."""
     mesh = mesh_of(pp)
     chunks, optimizer, unflushed = built(rule, config, mesh)
     losses: list[torch.Tensor] = []
@@ -79,24 +96,38 @@ def trained(
             continue
         for inputs, target in given:
             first, last = unflushed._schedule._stage.is_first, unflushed._schedule._stage.is_last
-            unflushed._schedule.step(*((inputs,) if first else ()), **({"target": target} if last else {}))
+            unflushed._schedule.step(
+                *((inputs,) if first else ()), **({"target": target} if last else {})
+            )
             optimizer.step()
             optimizer.zero_grad()
     state = {
-        f"{key}/{index}": value for index, of_one in optimizer.state_dict()["state"].items() for key, value in whole(of_one).items()
+        f"{key}/{index}": value
+        for index, of_one in optimizer.state_dict()["state"].items()
+        for key, value in whole(of_one).items()
     }
-    found = {"weights": weights_of(chunks), "state": state, "losses": losses, "steps": wrapped(chunks).engine.step_index}
+    found = {
+        "weights": weights_of(chunks),
+        "state": state,
+        "losses": losses,
+        "steps": wrapped(chunks).engine.step_index,
+    }
     at_rest = [unit for unit in wrapped(chunks).engine.prefetcher.units if not unit.stays]
-    found["empty"] = not any(flat.untyped_storage().nbytes() for unit in at_rest for flat in unit.flats)
+    found["empty"] = not any(
+        flat.untyped_storage().nbytes() for unit in at_rest for flat in unit.flats
+    )
     infinity.unwrap_model(chunks, optimizer)
     found["plain"] = all(
-        type(p) is nn.Parameter and torch.equal(p, found["weights"][n]) for chunk in chunks for n, p in chunk.named_parameters()
+        type(p) is nn.Parameter and torch.equal(p, found["weights"][n])
+        for chunk in chunks
+        for n, p in chunk.named_parameters()
     )
     return found
 
 
 def elsewhere(kernels: str | None = None, **arguments: Any) -> dict[str, Any]:
-    """The same on a device whose memory the processor does not use, with late copies; with ``kernels`` (a file) it makes updates, too."""
+    """The same on a device whose memory the processor does not use, with late copies; with
+    ``kernels`` (a file) it makes updates, too."""
     accelerator.KINDS["cpu"] = rank_jobs._Elsewhere
     rank_jobs._Elsewhere.loaded = load_stand_in(Path(kernels)) if kernels else None
     try:
@@ -105,14 +136,18 @@ def elsewhere(kernels: str | None = None, **arguments: Any) -> dict[str, Any]:
         accelerator.KINDS["cpu"] = device.Device
 
 
-def alone(rule: str, *, delay: int = 1, count: int = BATCHES, by: str = "engine", data_ranks: int = 1) -> dict[str, Any]:
-    """What one process makes of the batches: batch t is computed with the weights after max(t - delay, 0) updates. ``by``: whose formula
-    makes the updates, the "engine"'s or "torch"'s."""
+def alone(
+    rule: str, *, delay: int = 1, count: int = BATCHES, by: str = "engine", data_ranks: int = 1
+) -> dict[str, Any]:
+    """What one process makes of the batches: batch t is computed with the weights after max(t -
+    delay, 0) updates. ``by``: whose formula makes the updates, the "engine"'s or "torch"'s."""
     newest, computing = seeded(LAYERS, 5), seeded(LAYERS, 5)
     optimizer = RULES[rule](newest.parameters())
     if by == "engine":  # each rank for itself
         mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("pp", "tp"))
-        newest, optimizer = infinity.wrap_model(newest, optimizer, {"params": "host", "optimizer": "host"}, mesh=mesh)
+        newest, optimizer = infinity.wrap_model(
+            newest, optimizer, {"params": "host", "optimizer": "host"}, mesh=mesh
+        )
     versions, losses = [whole(newest.state_dict())], []
     for number in range(count):
         computing.load_state_dict(versions[max(number - delay, 0)])
@@ -134,7 +169,8 @@ def alone(rule: str, *, delay: int = 1, count: int = BATCHES, by: str = "engine"
 
 
 def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[str, Any]:
-    """What this rank did, in order, and after how many updates the weights were that each forward and backward computed with."""
+    """What this rank did, in order, and after how many updates the weights were that each forward
+    and backward computed with."""
     chunks, optimizer, unflushed = built("SGD", config)
     engine, schedule = wrapped(chunks).engine, unflushed._schedule
     stage, done, versions = schedule._stage, [], []
@@ -146,7 +182,9 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
 
         def noted(*arguments: Any, **options: Any) -> Any:
             done.append((what, stage.stage_index, counts[what]))
-            versions.append(engine.step_index - first - any(unit.uses_older for unit in engine.units))
+            versions.append(
+                engine.step_index - first - any(unit.uses_older for unit in engine.units)
+            )
             counts[what] += 1
             return run(*arguments, **options)
 
@@ -161,9 +199,12 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
 
 
 def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
-    """Bytes that a second version takes at home, and those of the weights; in a wide window and a narrow one, the most of weights on the device."""
+    """Bytes that a second version takes at home, and those of the weights; in a wide window and a
+    narrow one, the most of weights on the device."""
     chunks, optimizer = build("1F1B", mesh_of(2))[0], None
-    chunks, optimizer = infinity.wrap_model(chunks, RULES[rule]([*chunks[0].parameters()]), config, mesh=mesh_of(2))
+    chunks, optimizer = infinity.wrap_model(
+        chunks, RULES[rule]([*chunks[0].parameters()]), config, mesh=mesh_of(2)
+    )
     engine = wrapped(chunks).engine
     before = {tier: engine.ledger.accounts[tier].charged_nbytes for tier in Tier}
     schedule = schedule_of("1F1B", chunks, [dist.get_rank()], 2, mesh_of(2), MICRO)
@@ -177,7 +218,12 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
         found = start(self, *arguments, **options)
         loads += 1
         most = max(
-            most, sum(u.weight_nbytes for u in engine.prefetcher.units if u.residency is not Residency.STORED and not u.stays)
+            most,
+            sum(
+                u.weight_nbytes
+                for u in engine.prefetcher.units
+                if u.residency is not Residency.STORED and not u.stays
+            ),
         )
         return found
 
@@ -215,23 +261,36 @@ def resumed(path: str, config: dict) -> dict[str, Any]:
 
 
 def made(config: dict) -> dict[str, Any]:
-    """What ``pipeline`` makes of a causal model, whose batches have other numbers of labels; against one process by torch."""
+    """What ``pipeline`` makes of a causal model, whose batches have other numbers of labels;
+    against one process by torch."""
     mesh, batches = mesh_of(2), [labelled(number) for number in range(BATCHES)]
     for batch_of in batches[1::2]:
         batch_of["labels"][1, 3:] = -100
     model = causal("llama")
     pipe, optimizer = infinity.parallel.pipeline(
-        model, mesh, RULES["SGD"](model.parameters()), config, schedule="1F1B", micro_batches=MICRO, quiet=True
+        model,
+        mesh,
+        RULES["SGD"](model.parameters()),
+        config,
+        schedule="1F1B",
+        micro_batches=MICRO,
+        quiet=True,
     )
     updates: list[int] = []
     found_first = {
         "numbers": told(lambda: pipe.run(batches[: dist.get_rank()], optimizer)),
         "names": told(lambda: pipe.run([batches[0]] if dist.get_rank() else [(1, 2)], optimizer)),
-        "lengths": told(lambda: pipe.run([batches[0], {k: v[:, :6] for k, v in batches[1].items()}], optimizer)),
+        "lengths": told(
+            lambda: pipe.run([batches[0], {k: v[:, :6] for k, v in batches[1].items()}], optimizer)
+        ),
         "none": str(pipe.run([], optimizer)),
     }
     losses = pipe.run(batches, optimizer, after_update=lambda: updates.append(1))
-    found = found_first | {"losses": [loss.item() for loss in losses], "weights": weights_of(pipe.chunks), "updates": len(updates)}
+    found = found_first | {
+        "losses": [loss.item() for loss in losses],
+        "weights": weights_of(pipe.chunks),
+        "updates": len(updates),
+    }
     found["evaluates"] = pipe.eval(**batches[0]).item() < losses[0].item()
     infinity.unwrap_model(pipe.chunks, optimizer)
     newest, computing = causal("llama"), causal("llama")
@@ -246,11 +305,15 @@ def made(config: dict) -> dict[str, Any]:
             param.grad = computed.grad
         plain.step()
         versions.append(whole(newest.state_dict()))
-    return found | {"expected": [loss.item() for loss in expected], "expected weights": versions[-1]}
+    return found | {
+        "expected": [loss.item() for loss in expected],
+        "expected weights": versions[-1],
+    }
 
 
 def shapes(config: dict, *, anew: bool) -> dict[str, Any]:
-    """Runs of batches of other shapes, with a step between two. ``anew``: the twin, each with a schedule of its own."""
+    """Runs of batches of other shapes, with a step between two. ``anew``: the twin, each with a
+    schedule of its own."""
     mesh, losses = mesh_of(2), []
     chunks, optimizer, unflushed = built("momentum", config, mesh)
     _, numbers, count = build("1F1B", mesh)
@@ -264,7 +327,9 @@ def shapes(config: dict, *, anew: bool) -> dict[str, Any]:
         if not flushes:
             losses += unflushed.run(given) or []
             continue
-        unflushed._schedule.step(*((given[0][0],) if first else ()), **({} if first else {"target": given[0][1]}))
+        unflushed._schedule.step(
+            *((given[0][0],) if first else ()), **({} if first else {"target": given[0][1]})
+        )
         optimizer.step()
         optimizer.zero_grad()
     found = {"weights": weights_of(chunks), "losses": [loss.tolist() for loss in losses]}
@@ -275,12 +340,19 @@ def shapes(config: dict, *, anew: bool) -> dict[str, Any]:
 def made_refused() -> dict[str, str]:
     """Made pipelines that do not run without flush."""
     found = {}
-    for what, name, options in (("schedule", "llama", {"schedule": "LoopedBFS"}), ("tied", "gpt2", {"schedule": "1F1B"})):
+    for what, name, options in (
+        ("schedule", "llama", {"schedule": "LoopedBFS"}),
+        ("tied", "gpt2", {"schedule": "1F1B"}),
+    ):
         model = causal(name)
         optimizer: Any = RULES["SGD"](model.parameters())
         host = {"params": "host", "optimizer": "host"}
-        pipe, optimizer = infinity.parallel.pipeline(model, mesh_of(2), optimizer, host, micro_batches=MICRO, quiet=True, **options)
-        found[what] = told(lambda pipe=pipe, optimizer=optimizer: pipe.run([labelled(0)], optimizer))
+        pipe, optimizer = infinity.parallel.pipeline(
+            model, mesh_of(2), optimizer, host, micro_batches=MICRO, quiet=True, **options
+        )
+        found[what] = told(
+            lambda pipe=pipe, optimizer=optimizer: pipe.run([labelled(0)], optimizer)
+        )
         found[f"{what} goes on"] = str(pipe.step(**labelled(0)).item() > 0)
         optimizer.zero_grad()
         infinity.unwrap_model(pipe.chunks, optimizer)
@@ -295,19 +367,27 @@ def refused(path: str) -> dict[str, str]:
     params = [*chunks[0].parameters()]
     plain = torch.optim.SGD(params, lr=0.1)
     clipped, managed = infinity.wrap_model(chunks, plain, host | {"max_grad_norm": 1.0}, mesh=mesh)
-    found["max_grad_norm"] = told(lambda: without_flush(schedule_of("1F1B", clipped, numbers, count, mesh, MICRO), managed))
+    found["max_grad_norm"] = told(
+        lambda: without_flush(schedule_of("1F1B", clipped, numbers, count, mesh, MICRO), managed)
+    )
     infinity.unwrap_model(clipped, managed)
     whole_model = build("1F1B", mesh_of(1))[0]
     of_all = RULES["SGD"]([*whole_model[0].parameters()])
-    whole_model, managed = infinity.wrap_model(whole_model, of_all, host | {"speculate": True}, mesh=mesh_of(1))
-    found["speculate"] = told(lambda: without_flush(schedule_of("1F1B", whole_model, [0], 1, mesh_of(1), MICRO), managed))
+    whole_model, managed = infinity.wrap_model(
+        whole_model, of_all, host | {"speculate": True}, mesh=mesh_of(1)
+    )
+    found["speculate"] = told(
+        lambda: without_flush(schedule_of("1F1B", whole_model, [0], 1, mesh_of(1), MICRO), managed)
+    )
     infinity.unwrap_model(whole_model, managed)
     chunks, optimizer = infinity.wrap_model(chunks, plain, host, mesh=mesh)
     planned = wrapped(chunks).engine.ledger.accounts[Tier.HOST].planned_nbytes
     infinity.unwrap_model(chunks, optimizer)
     least = [0, 0]
     dist.all_gather_object(least, planned)  # which both ranks divide
-    chunks, optimizer = infinity.wrap_model(chunks, plain, host | {"host_memory": sum(least) + 300_000}, mesh=mesh)
+    chunks, optimizer = infinity.wrap_model(
+        chunks, plain, host | {"host_memory": sum(least) + 300_000}, mesh=mesh
+    )
     schedule = schedule_of("1F1B", chunks, numbers, count, mesh, MICRO)
     found["no room"] = told(lambda: without_flush(schedule, optimizer))
     pipeline_jobs.step(infinity.parallel.attach(schedule), numbers, count, 0)
@@ -318,7 +398,9 @@ def refused(path: str) -> dict[str, str]:
     chunks, optimizer = infinity.wrap_model(chunks, plain, host, mesh=mesh)
     group = mesh["pp"].get_group()
     stage = PipelineStage(chunks[0], numbers[0], count, torch.device("cpu"), group=group)
-    found["GPipe"] = told(lambda: without_flush(schedules.ScheduleGPipe(stage, MICRO, loss_fn=loss_of), optimizer))
+    found["GPipe"] = told(
+        lambda: without_flush(schedules.ScheduleGPipe(stage, MICRO, loss_fn=loss_of), optimizer)
+    )
     found["no loss"] = told(lambda: without_flush(schedules.Schedule1F1B(stage, MICRO), optimizer))
     schedule = schedules.Schedule1F1B(stage, MICRO, loss_fn=loss_of)
     schedule._n_microbatches = 1  # torch itself makes no such schedule
@@ -333,7 +415,9 @@ def refused(path: str) -> dict[str, str]:
     found["numbers"] = told(lambda: run(pairs(range(1 + dist.get_rank()))))
     declared = torch.zeros(MICRO, 8, dtype=torch.int64), torch.zeros(MICRO, 8, 64)
     fixed = PipelineStage(chunks[0], numbers[0], count, torch.device("cpu"), *declared, group=group)
-    fixed_run = without_flush(schedules.Schedule1F1B(fixed, MICRO, loss_fn=loss_of), optimizer, quiet=True).run
+    fixed_run = without_flush(
+        schedules.Schedule1F1B(fixed, MICRO, loss_fn=loss_of), optimizer, quiet=True
+    ).run
     found["built for another shape"] = told(lambda: fixed_run([(batch(1)[:8], batch(1)[:8])]))
     with torch.no_grad():
         found["no grad"] = told(lambda: run(pairs([0])))
@@ -375,8 +459,13 @@ def one_lacks_room() -> dict[str, Any]:
     """What both ranks are told, and what is taken, where one has no room for a second version."""
     mesh = mesh_of(2)
     chunks, numbers, count = build("1F1B", mesh)
-    chunks, optimizer = infinity.wrap_model(chunks, RULES["SGD"]([*chunks[0].parameters()]), {"params": "host"}, mesh=mesh)
-    engine, schedule = wrapped(chunks).engine, schedule_of("1F1B", chunks, numbers, count, mesh, MICRO)
+    chunks, optimizer = infinity.wrap_model(
+        chunks, RULES["SGD"]([*chunks[0].parameters()]), {"params": "host"}, mesh=mesh
+    )
+    engine, schedule = (
+        wrapped(chunks).engine,
+        schedule_of("1F1B", chunks, numbers, count, mesh, MICRO),
+    )
     account, allocate = engine.ledger.accounts[Tier.HOST], engine.store.allocate_later
     before, calls = account.charged_nbytes, []
 
@@ -387,16 +476,21 @@ def one_lacks_room() -> dict[str, Any]:
         return allocate(*arguments)
 
     engine.store.allocate_later = refusing
-    found: dict[str, Any] = {"said": told(lambda: infinity.parallel.without_flush(schedule, optimizer))}
+    found: dict[str, Any] = {
+        "said": told(lambda: infinity.parallel.without_flush(schedule, optimizer))
+    }
     del engine.store.allocate_later
     found["taken"], found["keeps"] = account.charged_nbytes - before, engine.older is not None
-    found["goes on"] = told(lambda: infinity.parallel.without_flush(schedule, optimizer).run(pairs(range(2))))
+    found["goes on"] = told(
+        lambda: infinity.parallel.without_flush(schedule, optimizer).run(pairs(range(2)))
+    )
     infinity.unwrap_model(chunks, optimizer)
     return found
 
 
 def forward_inside() -> dict[str, Any]:
-    """A forward of the model's own between two batches of a run, refused and caught; and then a step with a flush."""
+    """A forward of the model's own between two batches of a run, refused and caught; and then a
+    step with a flush."""
     chunks, optimizer, unflushed = built("SGD", {"params": "host", "optimizer": "host"})
     found = {}
     inputs = batch(0) if dist.get_rank() == 0 else torch.zeros(2, 8, 64)
@@ -426,7 +520,9 @@ def warned() -> dict[str, list[str]]:
     found = {}
     for rule in RULES:
         chunks, numbers, count = build("1F1B", mesh_of(2))
-        chunks, optimizer = infinity.wrap_model(chunks, RULES[rule]([*chunks[0].parameters()]), {"params": "host"}, mesh=mesh_of(2))
+        chunks, optimizer = infinity.wrap_model(
+            chunks, RULES[rule]([*chunks[0].parameters()]), {"params": "host"}, mesh=mesh_of(2)
+        )
         schedule = schedule_of("1F1B", chunks, numbers, count, mesh_of(2), MICRO)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -437,7 +533,8 @@ def warned() -> dict[str, list[str]]:
 
 
 def cut_short(config: dict, at: int) -> dict[str, Any]:
-    """A run that a forward ends in its batch ``at``, and a step after it; against a run up to there and the same step. One stage a rank."""
+    """A run that a forward ends in its batch ``at``, and a step after it; against a run up to there
+    and the same step. One stage a rank."""
     mesh, found = mesh_of(1), {}
     for falls in (True, False):
         chunks, optimizer, unflushed = built("momentum", config, mesh)

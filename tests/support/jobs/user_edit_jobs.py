@@ -47,7 +47,8 @@ def inputs(seed: int, width: int = 16) -> torch.Tensor:
 
 
 def wraps(station: str, apart: bool) -> dict[str, Any]:
-    """A wrap in which an exception strikes rank 1 before it comes to ``station``, and the next one."""
+    """A wrap in which an exception strikes rank 1 before it comes to ``station``, and the next
+    one."""
     arrive = Attempt.arrive
 
     def struck(self: Attempt, at: str) -> None:
@@ -100,7 +101,8 @@ def gradients(how: str, apart: bool) -> dict[str, Any]:
 
 
 def summed(how: str) -> bool:
-    """Whether collectives of the user's own on gradients do what they do on torch's: the gradients are averages already."""
+    """Whether collectives of the user's own on gradients do what they do on torch's: the gradients
+    are averages already."""
     model, one = stack(WIDTH), stack(WIDTH)
     model, optimizer = infinity.wrap_model(model, sgd(model), HOST)
     model(inputs(dist.get_rank(), WIDTH)).square().mean().backward()
@@ -191,7 +193,10 @@ def state(how: str, apart: bool) -> dict[str, Any]:
     run(one, sgd(one), edits=True)
     model, optimizer = cut()
     said = told(lambda: run(model, optimizer, edits=not apart or dist.get_rank() == 1))
-    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in model.state_dict().items()}
+    whole = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
     off = max(float((value - whole[name]).abs().max()) for name, value in one.state_dict().items())
     infinity.unwrap_model(model, optimizer)
     return {"said": said, "off": off}
@@ -220,7 +225,8 @@ def forwards(what: str, apart: bool) -> dict[str, Any]:
 
 
 def sequences(what: str, apart: bool) -> dict[str, Any]:
-    """A step of ranks with parts of the same sequences, which are of other lengths or in other modes."""
+    """A step of ranks with parts of the same sequences, which are of other lengths or in other
+    modes."""
     model = stack()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     model, optimizer = infinity.wrap_model(model, sgd(model), HOST, mesh=mesh)
@@ -230,7 +236,9 @@ def sequences(what: str, apart: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         model.train(not (changed and what == "mode" and mine))
         given = inputs(dist.get_rank()).view(2, 4, 16)
-        model(given[:, : 3 if changed and what == "length" and mine else 4]).square().mean().backward()
+        model(
+            given[:, : 3 if changed and what == "length" and mine else 4]
+        ).square().mean().backward()
         optimizer.step()
 
     said = told(lambda: step(changed=True))
@@ -244,7 +252,9 @@ def sequences(what: str, apart: bool) -> dict[str, Any]:
 
 def pipe_of(model: nn.Module, **options: Any) -> tuple[Any, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    return infinity.parallel.pipeline(model, mesh, sgd(model), HOST, micro_batches=2, quiet=True, **options)
+    return infinity.parallel.pipeline(
+        model, mesh, sgd(model), HOST, micro_batches=2, quiet=True, **options
+    )
 
 
 def stages(what: str, apart: bool) -> dict[str, Any]:
@@ -280,15 +290,31 @@ def table(what: str, apart: bool) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=37, max_position_embeddings=64, tie_word_embeddings=True)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        **sizes,
+        num_key_value_heads=2,
+        vocab_size=37,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
     model = LlamaForCausalLM(config)
     if what == "buffers":
         model.model.rotary_emb.inv_freq.mul_(1 + apart * dist.get_rank())
         return {"said": told(lambda: infinity.unwrap_model(*_of(pipe_of(model)))), "equal": True}
     pipe, optimizer = pipe_of(model)
     ids = torch.arange(32).view(4, 8)
-    name, param = next((n, p) for c in pipe.chunks for n, p in c.named_parameters() if "embed" in n or "lm_head" in n)
+    name, param = next(
+        (n, p)
+        for c in pipe.chunks
+        for n, p in c.named_parameters()
+        if "embed" in n or "lm_head" in n
+    )
     acts = not apart or dist.get_rank() == 1
 
     def step(*, changes: bool) -> None:
@@ -359,7 +385,11 @@ def unfreezing(schedule: str) -> dict[str, Any]:
     said = told(lambda: run(piped, list(pipe.chunks), is_first=dist.get_rank() == 0))
     run(plainly, [one[:2] if schedule == "1F1B" else one[:1], one], is_first=True)
     values = {name: value for chunk in pipe.chunks for name, value in chunk.state_dict().items()}
-    off = max(float((value - values[name]).abs().max()) for name, value in one.state_dict().items() if name in values)
+    off = max(
+        float((value - values[name]).abs().max())
+        for name, value in one.state_dict().items()
+        if name in values
+    )
     infinity.unwrap_model(pipe.chunks, ours)
     return {"said": said, "off": off}
 

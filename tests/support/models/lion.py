@@ -10,7 +10,9 @@ import torch
 class Lion(torch.optim.Optimizer):
     """Chen et al. 2023, algorithm 2, as its users write it."""
 
-    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -1,8 +1,10 @@
-"""Tiny models, the small budgets they are given, and a place to crash in, shared by the tests of the contract.
+"""Tiny models, the small budgets they are given, and a place to crash in, shared by the tests of
+the contract.
 
 Words used here: **home** as in `test_architectures.py`; **plain** and **wrapped** as in `runs.py`.
-**least**: the smallest `host_memory` that a model works with, which is what the CapacityError names. Where optimizer
-state is on disk it also forces the gradients there. **child**: a forked process, for what may crash, hang or be killed.
+**least**: the smallest `host_memory` that a model works with, which is what the CapacityError
+names. Where optimizer state is on disk it also forces the gradients there. **child**: a forked
+process, for what may crash, hang or be killed.
 
 Nothing here draws a random number at import, and every builder is given its seed.
 """
@@ -48,9 +50,9 @@ class Fail(torch.autograd.Function):
         raise ValueError("stop")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Models
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -61,19 +63,24 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    """``recompute``: None, "block" or "inside" (only the feed-forward), and which kind of checkpoint."""
+    """``recompute``: None, "block" or "inside" (only the feed-forward), and which kind of
+    checkpoint."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.dropout = nn.Dropout(dropout)
         self.inside: dict[str, Any] | None = None
 
@@ -97,7 +104,9 @@ class TinyTransformer(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.1)
         self.head.weight = self.tokens.weight
-        self.around: dict[str, Any] | None = None  # checkpoint() arguments: every block is recomputed
+        self.around: dict[str, Any] | None = (
+            None  # checkpoint() arguments: every block is recomputed
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.dropout(self.tokens(ids) + self.positions[: ids.shape[1]])
@@ -107,7 +116,8 @@ class TinyTransformer(nn.Module):
 
 
 class Prescribed(nn.Module):
-    """Parameters whose gradients the caller gives: repeated blocks, and shapes that are awkward to lay out.
+    """Parameters whose gradients the caller gives: repeated blocks, and shapes that are awkward to
+    lay out.
 
     ``forward(given)`` takes ``{name: gradient}``; a parameter that is not in it gets none.
     """
@@ -120,21 +130,27 @@ class Prescribed(nn.Module):
 
         def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
             own = {name: given[name] for name in ("matrix", "vector") if name in given}
-            return sum(((getattr(self, name) * grad).sum() for name, grad in own.items()), torch.zeros(()))
+            return sum(
+                ((getattr(self, name) * grad).sum() for name, grad in own.items()), torch.zeros(())
+            )
 
     def __init__(self) -> None:
         super().__init__()
         self.pairs = nn.ModuleList(self.Pair() for _ in range(8))
         self.scalar = nn.Parameter(torch.randn(()))
         self.transposed = nn.Parameter(torch.randn(17, 33).t())
-        self.channels_last = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+        self.channels_last = nn.Parameter(
+            torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+        )
         self.empty = nn.Parameter(torch.empty(0, 3))
 
     def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
         total = torch.zeros(())
         for i, pair in enumerate(self.pairs):
             prefix = f"pairs.{i}."
-            total = total + pair({n.removeprefix(prefix): g for n, g in given.items() if n.startswith(prefix)})
+            total = total + pair(
+                {n.removeprefix(prefix): g for n, g in given.items() if n.startswith(prefix)}
+            )
         for name in ("scalar", "transposed", "channels_last", "empty"):
             if name in given:
                 total = total + (getattr(self, name) * given[name]).sum()
@@ -161,10 +177,14 @@ def tokens(seed: int, rows: int = 3) -> torch.Tensor:
     return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
-def gradients(model: nn.Module, seed: int, *, without: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+def gradients(
+    model: nn.Module, seed: int, *, without: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
     """A gradient for every parameter of a Prescribed, except for those named in ``without``."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+    drawn = {
+        name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()
+    }
     return {name: grad for name, grad in drawn.items() if name not in without}
 
 
@@ -174,9 +194,9 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Homes and budgets
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def at_home(params: str, optimizer: str, folder: Path, **more: Any) -> dict[str, Any]:
@@ -187,7 +207,9 @@ def at_home(params: str, optimizer: str, folder: Path, **more: Any) -> dict[str,
     return config
 
 
-def least_host_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> int:
+def least_host_memory(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]
+) -> int:
     """The least ``host_memory`` that works, as the CapacityError says it."""
     import infinity
 
@@ -200,7 +222,9 @@ def least_host_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None,
     raise AssertionError("one byte of host memory was enough")
 
 
-def with_least(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> dict[str, Any]:
+def with_least(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]
+) -> dict[str, Any]:
     return {**config, "host_memory": least_host_memory(model, optimizer, config)}
 
 
@@ -218,11 +242,16 @@ def environment(**variables: str) -> Iterator[None]:
 
 def ties_away(master: torch.Tensor) -> torch.Tensor:
     """The nearest bf16 of finite fp32 values, ties away from zero."""
-    return ((master.detach().contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return (
+        ((master.detach().contiguous().view(torch.int32) + 0x8000) >> 16)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+    )
 
 
 def swap_files(folder: Path, pid: int | str = "self") -> list[Path]:
-    """Files without a name in ``folder`` that the process ``pid`` has open: paths by which they can be read and written."""
+    """Files without a name in ``folder`` that the process ``pid`` has open: paths by which they can
+    be read and written."""
     found = []
     for descriptor in sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda path: int(path.name)):
         with contextlib.suppress(OSError):
@@ -233,7 +262,8 @@ def swap_files(folder: Path, pid: int | str = "self") -> list[Path]:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """What a job has left in a folder of nvme_paths: names, and files without one that are still open."""
+    """What a job has left in a folder of nvme_paths: names, and files without one that are still
+    open."""
     gc.collect()
     return sorted(os.listdir(folder)) + [str(path) for path in swap_files(folder)]
 
@@ -255,9 +285,9 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Children
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class ChildDied(AssertionError):
@@ -273,8 +303,10 @@ class ChildRaised(AssertionError):
 
 
 def start_child(work: Callable[[], Any]) -> tuple[int, int]:
-    """Forks; the child runs ``work`` and sends what it returns. Its process id, and the pipe to read from."""
-    gc.collect()  # or the child would find garbage of the parent's, and clean up what is not its own
+    """Forks; the child runs ``work`` and sends what it returns. Its process id, and the pipe to
+    read from."""
+    # or the child would find garbage of the parent's, and clean up what is not its own
+    gc.collect()
     reader, writer = os.pipe()
     child = os.fork()
     if child:
@@ -297,7 +329,8 @@ def start_child(work: Callable[[], Any]) -> tuple[int, int]:
 
 
 def in_child(work: Callable[[], Any], *, seconds: float = 60) -> Any:
-    """What ``work()`` returns in a child. Raises ChildDied after a crash or a hang, ChildRaised after an exception."""
+    """What ``work()`` returns in a child. Raises ChildDied after a crash or a hang, ChildRaised
+    after an exception."""
     child, reader = start_child(work)
     received, deadline, hung = b"", time.monotonic() + seconds, False
     with os.fdopen(reader, "rb", buffering=0) as pipe:
@@ -321,9 +354,11 @@ def in_child(work: Callable[[], Any], *, seconds: float = 60) -> Any:
     return value
 
 
-def survey(cases: Iterable[str], check: Callable[[str], None], *, seconds: float = 60) -> dict[str, str]:
-    """Runs ``check(case)`` for every case, in as few children as there are crashes and hangs. What went wrong, by case;
-    a case that passed is not in it."""
+def survey(
+    cases: Iterable[str], check: Callable[[str], None], *, seconds: float = 60
+) -> dict[str, str]:
+    """Runs ``check(case)`` for every case, in as few children as there are crashes and hangs. What
+    went wrong, by case; a case that passed is not in it."""
     waiting, complaints = list(cases), {}
     while waiting:
         reached = None
@@ -377,6 +412,8 @@ def survey(cases: Iterable[str], check: Callable[[str], None], *, seconds: float
             return complaints
         assert reached is not None, "a child said nothing at all"
         crash = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "nothing"
-        complaints[reached] = "it hangs" if not ended else f"it crashes: the process was killed by {crash}"
+        complaints[reached] = (
+            "it hangs" if not ended else f"it crashes: the process was killed by {crash}"
+        )
         waiting = waiting[waiting.index(reached) + 1 :]
     return complaints

@@ -2,25 +2,27 @@
 
 Words used here:
 
-**run**: what a training loop leaves: losses, gradient norms, weights before and after, buffers, moments.
-**plain**: by torch alone. **wrapped**: between `infinity.wrap_model` and `infinity.unwrap_model`.
-**same bits**: same names, shapes, dtypes and bytes; 0.0 and -0.0 differ.
-**noise**: how far a gradient moves when every weight is off by a few ulps.
-**yardstick**: for every element of every weight, how far a correct engine may end from plain torch.
+**run**: what a training loop leaves: losses, gradient norms, weights before and after, buffers,
+moments. **plain**: by torch alone. **wrapped**: between `infinity.wrap_model` and
+`infinity.unwrap_model`. **same bits**: same names, shapes, dtypes and bytes; 0.0 and -0.0 differ.
+**noise**: how far a gradient moves when every weight is off by a few ulps. **yardstick**: for every
+element of every weight, how far a correct engine may end from plain torch.
 
-Why a yardstick. Two right AdamWs agree within 4 ulps after one step from the same gradient, but not after several:
-the ulps show in the next gradient, and Adam divides a gradient by its own size, so where the true gradient is zero
-(the bias of attention keys, say, which the softmax cancels) rounding alone decides between +lr and -lr. One bound for
-all elements is then either broken by right code (torch's own fused and plain AdamW end 1.5 lr apart in Funnel)
-or too loose to see a forgotten weight decay (1e-5 of the weight a step). So the noise is measured, by a plain run
-whose weights are nudged by 4 ulps after every step, and carried through the formula. With u = m / (sqrt(v) + eps),
-D = SAFETY x the tensor's largest noise so far, and first-order error propagation,
+Why a yardstick. Two right AdamWs agree within 4 ulps after one step from the same gradient, but not
+after several: the ulps show in the next gradient, and Adam divides a gradient by its own size, so
+where the true gradient is zero (the bias of attention keys, say, which the softmax cancels)
+rounding alone decides between +lr and -lr. One bound for all elements is then either broken by
+right code (torch's own fused and plain AdamW end 1.5 lr apart in Funnel) or too loose to see a
+forgotten weight decay (1e-5 of the weight a step). So the noise is measured, by a plain run whose
+weights are nudged by 4 ulps after every step, and carried through the formula. With u = m /
+(sqrt(v) + eps), D = SAFETY x the tensor's largest noise so far, and first-order error propagation,
 
     |du| <= |dm| / (sqrt(v) + eps) + |m| |d sqrt(v)| / (sqrt(v) + eps)^2 <= 2 D / (sqrt(v) + eps)
     |du| <= 2.1, because |u| <= 1.05 in the first few steps (Cauchy-Schwarz, bias-corrected weights)
     |dp| <= sum over steps of  4 ulp(p) + lr (|du| + 1e-5)
 
-The last term is the rounding of the clipping factor. An element that never had a gradient has no |du|.
+The last term is the rounding of the clipping factor. An element that never had a gradient has no
+|du|.
 """
 
 from __future__ import annotations
@@ -43,13 +45,19 @@ CLIP_ROUNDING = 1e-5
 @dataclass(kw_only=True)
 class Run:
     losses: list[torch.Tensor] = field(default_factory=list)
-    norms: list[torch.Tensor] = field(default_factory=list)  # before clipping, of the steps that clip
-    without_grad: list[set[str]] = field(default_factory=list)  # trainable, but grad is None after backward
+    norms: list[torch.Tensor] = field(
+        default_factory=list
+    )  # before clipping, of the steps that clip
+    without_grad: list[set[str]] = field(
+        default_factory=list
+    )  # trainable, but grad is None after backward
     before: State = field(default_factory=dict)
     parameters: State = field(default_factory=dict)
     buffers: State = field(default_factory=dict)
     moments: State = field(default_factory=dict)  # "<parameter>.<key of the optimizer's state>"
-    gradients: list[State] = field(default_factory=list)  # plain runs only: what each step was given
+    gradients: list[State] = field(
+        default_factory=list
+    )  # plain runs only: what each step was given
     weights: list[State] = field(default_factory=list)  # plain runs only: what each step left
 
 
@@ -67,14 +75,16 @@ def loss_of_output(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return model(**batch).loss
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Running
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def adamw(model: nn.Module, lr: float, **settings: Any) -> torch.optim.AdamW:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trainable, lr=lr, **{"weight_decay": 0.01, "foreach": False, **settings})
+    return torch.optim.AdamW(
+        trainable, lr=lr, **{"weight_decay": 0.01, "foreach": False, **settings}
+    )
 
 
 def train(
@@ -94,10 +104,16 @@ def train(
         before_forward(step)
         loss = loss_of(model, batch)
         loss.backward()
-        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        trainable = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
         run.without_grad.append({name for name, parameter in trainable if parameter.grad is None})
         if step in set(clip_steps):
-            run.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).detach().clone())
+            run.norms.append(
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).detach().clone()
+            )
         after_backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -115,8 +131,11 @@ def collect(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> Run
     return run
 
 
-def plain_run(model: nn.Module, batches: Iterable[Any], *, lr: float, nudged: bool = False, **settings: Any) -> Run:
-    """Train by torch alone and keep each step's gradients; the weights too, or nudge them if `nudged`."""
+def plain_run(
+    model: nn.Module, batches: Iterable[Any], *, lr: float, nudged: bool = False, **settings: Any
+) -> Run:
+    """Train by torch alone and keep each step's gradients; the weights too, or nudge them if
+    `nudged`."""
     run = Run(before=copied(model.named_parameters()))
     optimizer = adamw(model, lr)
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
@@ -134,7 +153,15 @@ def plain_run(model: nn.Module, batches: Iterable[Any], *, lr: float, nudged: bo
             sign = torch.empty_like(parameter).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
             parameter.addcmul_(sign, ulp(parameter), value=ULPS)
 
-    train(run, model, optimizer, batches, after_backward=keep_gradients, after_step=keep_weights, **settings)
+    train(
+        run,
+        model,
+        optimizer,
+        batches,
+        after_backward=keep_gradients,
+        after_step=keep_weights,
+        **settings,
+    )
     return collect(run, model, optimizer)
 
 
@@ -158,9 +185,9 @@ def wrapped_run(
     return collect(run, model, optimizer)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Comparing
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -170,7 +197,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def steps_of(run: Run) -> dict[str, float]:
-    """How often each parameter was stepped: torch counts for each on its own, and skips one without a gradient."""
+    """How often each parameter was stepped: torch counts for each on its own, and skips one without
+    a gradient."""
     counts = {key: value.item() for key, value in run.moments.items() if key.endswith(".step")}
     return {key: count for key, count in counts.items() if count}
 
@@ -185,21 +213,32 @@ def check_same_bits(one: Run, other: Run) -> None:
     assert one.without_grad == other.without_grad, "not the same parameters lack a gradient"
     for kind in ("parameters", "buffers", "moments"):
         ours, theirs = getattr(one, kind), getattr(other, kind)
-        assert ours.keys() == theirs.keys(), f"{kind}: {sorted(ours.keys() ^ theirs.keys())} in one run only"
+        assert ours.keys() == theirs.keys(), (
+            f"{kind}: {sorted(ours.keys() ^ theirs.keys())} in one run only"
+        )
         different = [name for name in ours if not same_bits(ours[name], theirs[name])]
-        assert not different, f"{len(different)} of {len(ours)} {kind} differ in bits, first {different[:5]}"
+        assert not different, (
+            f"{len(different)} of {len(ours)} {kind} differ in bits, first {different[:5]}"
+        )
 
 
 @dataclass(frozen=True)
 class Yardstick:
-    """How far from `plain` a correct engine may end; `nudged` is the same run with 4 ulps of disturbance."""
+    """How far from `plain` a correct engine may end; `nudged` is the same run with 4 ulps of
+    disturbance."""
 
     plain: Run
     bounds: State
 
     @classmethod
     def measure(
-        cls, plain: Run, nudged: Run, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+        cls,
+        plain: Run,
+        nudged: Run,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
     ) -> Yardstick:
         bounds = {}
         for name, before in plain.before.items():
@@ -223,17 +262,23 @@ class Yardstick:
         return cls(plain, bounds)
 
     def share_within(self, bound: float) -> float:
-        """The share of all elements that are held to `bound` or less: 0 would make a comparison say nothing."""
+        """The share of all elements that are held to `bound` or less: 0 would make a comparison say
+        nothing."""
         counts = [(int((b <= bound).sum()), b.numel()) for b in self.bounds.values()]
         return sum(within for within, _ in counts) / sum(total for _, total in counts)
 
     def check(self, run: Run) -> None:
         """Raise unless `run` is what plain torch did, within the yardstick."""
         plain = self.plain
-        for kind, ours, theirs in (("losses", run.losses, plain.losses), ("norms", run.norms, plain.norms)):
+        for kind, ours, theirs in (
+            ("losses", run.losses, plain.losses),
+            ("norms", run.norms, plain.norms),
+        ):
             assert len(ours) == len(theirs), f"{len(ours)} {kind} instead of {len(theirs)}"
             for step, (a, b) in enumerate(zip(ours, theirs)):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m: f"{kind}[{step}]: {m}")
+                torch.testing.assert_close(
+                    a, b, rtol=1e-5, atol=1e-6, msg=lambda m: f"{kind}[{step}]: {m}"
+                )
         assert run.without_grad == plain.without_grad, "not the same parameters lack a gradient"
         assert run.parameters.keys() == plain.parameters.keys(), "not the same parameters"
         assert run.buffers.keys() == plain.buffers.keys(), "not the same buffers"
@@ -246,16 +291,24 @@ class Yardstick:
             if outside.any():
                 over = ((found - expected).abs() / self.bounds[name]).max().item()
                 raise AssertionError(
-                    f"{name}: {int(outside.sum())} of {outside.numel()} elements are further from plain torch than"
-                    f" rounding explains, the worst by {over:.3g} times"
+                    f"{name}: {int(outside.sum())} of {outside.numel()} elements are further from"
+                    f" plain torch than rounding explains, the worst by {over:.3g} times"
                 )
         for name, expected in plain.buffers.items():
-            torch.testing.assert_close(run.buffers[name], expected, rtol=1e-4, atol=1e-5, msg=lambda m: f"buffer {name}: {m}")
+            torch.testing.assert_close(
+                run.buffers[name],
+                expected,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda m: f"buffer {name}: {m}",
+            )
 
 
 def check_moved(run: Run, plain: Run) -> None:
     """Raise unless `run` changed every parameter that got a gradient other than zero in `plain`."""
-    reached = {name for step in plain.gradients for name, gradient in step.items() if gradient.any()}
+    reached = {
+        name for step in plain.gradients for name, gradient in step.items() if gradient.any()
+    }
     assert reached, "no parameter got a gradient"
     still = [name for name in sorted(reached) if same_bits(run.before[name], run.parameters[name])]
     assert not still, f"got a gradient but did not move: {still}"

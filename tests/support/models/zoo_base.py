@@ -2,16 +2,16 @@
 
 Words used here:
 
-**architecture**: one entry of `ZOO`: a name, a family, a function that builds a tiny model with random weights and
-a function that makes a batch.
-**batch**: the keyword arguments of one forward, labels included, so that `model(**batch).loss` is a scalar. A batch
-depends on its seed alone.
-**quirk**: what an engine that moves parameters about should know of the architecture: a weight used while its
-owner is not running, a block that runs several times, a parameter that no gradient reaches. Seen by running the
-model; "" where nothing was seen.
+**architecture**: one entry of `ZOO`: a name, a family, a function that builds a tiny model with
+random weights and a function that makes a batch. **batch**: the keyword arguments of one forward,
+labels included, so that `model(**batch).loss` is a scalar. A batch depends on its seed alone.
+**quirk**: what an engine that moves parameters about should know of the architecture: a weight used
+while its owner is not running, a block that runs several times, a parameter that no gradient
+reaches. Seen by running the model; "" where nothing was seen.
 
-Dropout, layer drop, jitter and spectrogram masking are off; `seed_everything` before each forward pins the noise
-that cannot be switched off (ViTMAE's mask, Reformer's hashes), so two runs see the same numbers.
+Dropout, layer drop, jitter and spectrogram masking are off; `seed_everything` before each forward
+pins the noise that cannot be switched off (ViTMAE's mask, Reformer's hashes), so two runs see the
+same numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ LENGTH = 12
 IMAGE = 32
 LABELS = 5
 
-transformers.logging.set_verbosity_error()  # models with odd sizes or unused heads say so at every build
+# models with odd sizes or unused heads say so at every build
+transformers.logging.set_verbosity_error()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +81,14 @@ def make_model(architecture: Architecture, seed: int, device: str = "cpu") -> nn
 
 def make_batch(architecture: Architecture, seed: int, device: str = "cpu") -> Batch:
     batch = architecture.batch(seed)
-    return {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
+    return {
+        key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Batches
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -116,7 +119,11 @@ def masked_batch(seed: int) -> Batch:
     tokens, labels = _tokens(generator), _tokens(generator)
     mask = torch.ones_like(tokens)
     mask[1, -3:] = 0
-    return {"input_ids": tokens, "attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": labels.masked_fill(mask == 0, -100),
+    }
 
 
 def text_class_batch(seed: int) -> Batch:
@@ -155,7 +162,11 @@ def segmentation_batch(seed: int) -> Batch:
 
 def image_text_pair_batch(seed: int) -> Batch:
     generator = _generator(seed)
-    return {"input_ids": _tokens(generator), "pixel_values": _pixels(generator), "return_loss": True}
+    return {
+        "input_ids": _tokens(generator),
+        "pixel_values": _pixels(generator),
+        "return_loss": True,
+    }
 
 
 def caption_batch(seed: int) -> Batch:
@@ -169,7 +180,12 @@ def image_in_text_batch(seed: int) -> Batch:
     generator = _generator(seed)
     tokens = torch.cat([torch.full((BATCH, 16), 3), _tokens(generator)], dim=1)
     labels = tokens.masked_fill(tokens == 3, -100)
-    return {"input_ids": tokens, "pixel_values": _pixels(generator), "labels": labels, "use_cache": False}
+    return {
+        "input_ids": tokens,
+        "pixel_values": _pixels(generator),
+        "labels": labels,
+        "use_cache": False,
+    }
 
 
 def image_question_batch(seed: int) -> Batch:
@@ -180,7 +196,10 @@ def image_question_batch(seed: int) -> Batch:
 
 def wave_batch(seed: int) -> Batch:
     generator = _generator(seed)
-    return {"input_values": torch.randn(BATCH, 800, generator=generator), "labels": _tokens(generator, length=4)}
+    return {
+        "input_values": torch.randn(BATCH, 800, generator=generator),
+        "labels": _tokens(generator, length=4),
+    }
 
 
 def mel_batch(seed: int) -> Batch:
@@ -199,13 +218,19 @@ def filterbank_batch(seed: int) -> Batch:
 
 def spectrogram_class_batch(seed: int) -> Batch:
     generator = _generator(seed)
-    return {"input_values": torch.randn(BATCH, 32, 16, generator=generator), "labels": _classes(generator)}
+    return {
+        "input_values": torch.randn(BATCH, 32, 16, generator=generator),
+        "labels": _classes(generator),
+    }
 
 
 def channels_batch(seed: int) -> Batch:
     """For PatchTST: samples x times x channels."""
     generator = _generator(seed)
-    past, future = torch.randn(BATCH, 16, 2, generator=generator), torch.randn(BATCH, 4, 2, generator=generator)
+    past, future = (
+        torch.randn(BATCH, 16, 2, generator=generator),
+        torch.randn(BATCH, 4, 2, generator=generator),
+    )
     return {"past_values": past, "future_values": future}
 
 
@@ -221,9 +246,9 @@ def series_batch(seed: int) -> Batch:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Entering an architecture
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def add(
@@ -237,7 +262,8 @@ def add(
     then: Callable[[nn.Module], nn.Module] = lambda model: model,
     **more: Any,
 ) -> None:
-    """Enter `then(model_class(config_class(**sizes, **more)))`; `classes` are the two by name, config first."""
+    """Enter `then(model_class(config_class(**sizes, **more)))`; `classes` are the two by name,
+    config first."""
     settings: Sizes = {}
     for part in (*sizes, more):
         settings.update(part)
@@ -249,7 +275,15 @@ def add(
 
     if name in ZOO:
         raise ValueError(f"the zoo has {name} already")
-    ZOO[name] = Architecture(name=name, family=family, build=build, batch=batch, needs=classes, packages=packages, quirk=quirk)
+    ZOO[name] = Architecture(
+        name=name,
+        family=family,
+        build=build,
+        batch=batch,
+        needs=classes,
+        packages=packages,
+        quirk=quirk,
+    )
 
 
 def causal(name: str, stem: str, *sizes: Sizes, family: str = "decoder", **more: Any) -> None:
@@ -265,7 +299,15 @@ def recurrent(name: str, stem: str, *sizes: Sizes, **more: Any) -> None:
 
 
 def masked(name: str, stem: str, *sizes: Sizes, **more: Any) -> None:
-    add(name, "encoder", (f"{stem}Config", f"{stem}ForMaskedLM"), masked_batch, TOKENS, *sizes, **more)
+    add(
+        name,
+        "encoder",
+        (f"{stem}Config", f"{stem}ForMaskedLM"),
+        masked_batch,
+        TOKENS,
+        *sizes,
+        **more,
+    )
 
 
 def seq2seq(name: str, stem: str, *sizes: Sizes, **more: Any) -> None:
@@ -274,7 +316,14 @@ def seq2seq(name: str, stem: str, *sizes: Sizes, **more: Any) -> None:
 
 
 def image(name: str, stem: str, *sizes: Sizes, **more: Any) -> None:
-    add(name, "vision", (f"{stem}Config", f"{stem}ForImageClassification"), image_class_batch, *sizes, **more)
+    add(
+        name,
+        "vision",
+        (f"{stem}Config", f"{stem}ForImageClassification"),
+        image_class_batch,
+        *sizes,
+        **more,
+    )
 
 
 def without(sizes: Sizes, *names: str) -> Sizes:

@@ -45,9 +45,9 @@ from zoo_base import (
     without,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Encoder-decoders
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 T5_SIZES = {
     "vocab_size": VOCAB,
@@ -97,7 +97,10 @@ seq2seq(
     num_sparse_encoder_layers=1,
     num_sparse_decoder_layers=1,
     router_jitter_noise=0.0,
-    quirk="the router calls .to(dtype) on its classifier in every forward; an idle expert has no gradient that step",
+    quirk=(
+        "the router calls .to(dtype) on its classifier in every forward; an idle expert has no"
+        " gradient that step"
+    ),
 )
 seq2seq("bart", "Bart", BART_SIZES)
 seq2seq("mbart", "MBart", BART_SIZES)
@@ -150,12 +153,15 @@ seq2seq(
     attention_dropout=0.0,
     activation_dropout=0.0,
     decoder_start_token_id=2,
-    quirk="the decoder reads ngram_embeddings.weight and calls the positions' _forward, which no hook sees",
+    quirk=(
+        "the decoder reads ngram_embeddings.weight and calls the positions' _forward, which no hook"
+        " sees"
+    ),
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Vision, and vision with text
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 TOWER = {
     "hidden_size": HIDDEN,
@@ -165,8 +171,8 @@ TOWER = {
     "image_size": IMAGE,
     "patch_size": 8,
 }
-# Class tokens and positions begin at zero, and a norm over zeros divides by the root of its epsilon: with the
-# usual 1e-12 the first gradients are a million times too large to say anything.
+# Class tokens and positions begin at zero, and a norm over zeros divides by the root of its
+# epsilon: with the usual 1e-12 the first gradients are a million times too large to say anything.
 IMAGE_SIZES = {**TOWER, **QUIET, "layer_norm_eps": 1e-5, "num_labels": LABELS}
 WINDOWS = {
     **QUIET,
@@ -274,7 +280,10 @@ class Detector(nn.Module):
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         found = self.detr(pixel_values=pixel_values)
         classes = labels[:, None].expand(found.logits.shape[:2]).flatten()
-        loss = nn.functional.cross_entropy(found.logits.flatten(0, 1), classes) + found.pred_boxes.square().mean()
+        loss = (
+            nn.functional.cross_entropy(found.logits.flatten(0, 1), classes)
+            + found.pred_boxes.square().mean()
+        )
         return SimpleNamespace(loss=loss, found=found)
 
 
@@ -284,11 +293,19 @@ add(
     ("DetrConfig", "DetrForObjectDetection"),
     image_class_batch,
     without(BART_SIZES, "vocab_size", "max_position_embeddings", "decoder_start_token_id"),
-    backbone_config={"model_type": "resnet", **STAGES, "embedding_size": 8, "out_features": ["stage2"]},
+    backbone_config={
+        "model_type": "resnet",
+        **STAGES,
+        "embedding_size": 8,
+        "out_features": ["stage2"],
+    },
     num_queries=5,
     num_labels=LABELS,
     then=Detector,
-    quirk="the model reads query_position_embeddings.weight; frozen backbone and batch norm; returns a SimpleNamespace",
+    quirk=(
+        "the model reads query_position_embeddings.weight; frozen backbone and batch norm; returns"
+        " a SimpleNamespace"
+    ),
 )
 
 TEXT_TOWER = {**SIZES, **TOKENS, "projection_dim": 16}
@@ -345,9 +362,9 @@ add(
     quirk="token type embeddings run twice",
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Audio and time series
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 WAVE_SIZES = {
     **without(SIZES, "max_position_embeddings"),
@@ -388,7 +405,9 @@ add(
     wave_batch,
     TOKENS,
     WAVE_SIZES,
-    quirk="weight norm as a parametrization: the convolution's weight is computed from two parameters",
+    quirk=(
+        "weight norm as a parametrization: the convolution's weight is computed from two parameters"
+    ),
 )
 add(
     "wavlm",
@@ -466,9 +485,9 @@ add(
     quirk="batch norm; frozen sinusoidal positions",
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The same models as users change them
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def checkpointed(use_reentrant: bool) -> Callable[[nn.Module], nn.Module]:
@@ -494,7 +513,9 @@ def with_adapters(model: nn.Module) -> nn.Module:
     """Low-rank adapters train, all else is frozen."""
     import peft
 
-    settings = peft.LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    settings = peft.LoraConfig(
+        r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
     return peft.get_peft_model(model, settings)
 
 
@@ -508,8 +529,22 @@ def two_berts() -> nn.Module:
     return transformers.EncoderDecoderModel(config)
 
 
-causal("llama_checkpointed", "Llama", SIZES, HEAD_DIM, family="changed", then=checkpointed(use_reentrant=False))
-causal("llama_checkpointed_reentrant", "Llama", SIZES, HEAD_DIM, family="changed", then=checkpointed(True))
+causal(
+    "llama_checkpointed",
+    "Llama",
+    SIZES,
+    HEAD_DIM,
+    family="changed",
+    then=checkpointed(use_reentrant=False),
+)
+causal(
+    "llama_checkpointed_reentrant",
+    "Llama",
+    SIZES,
+    HEAD_DIM,
+    family="changed",
+    then=checkpointed(True),
+)
 add(
     "bert_frozen_below",
     "changed",
@@ -520,7 +555,9 @@ add(
     QUIET,
     then=frozen_below,
 )
-causal("llama_lora", "Llama", SIZES, HEAD_DIM, family="changed", packages=("peft",), then=with_adapters)
+causal(
+    "llama_lora", "Llama", SIZES, HEAD_DIM, family="changed", packages=("peft",), then=with_adapters
+)
 ZOO["encoder_decoder"] = Architecture(
     name="encoder_decoder",
     family="encoder-decoder",

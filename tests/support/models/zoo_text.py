@@ -26,9 +26,9 @@ from zoo_base import (
     without,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Decoders
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 add(
     "gpt2",
@@ -39,7 +39,14 @@ add(
     GPT_SIZES,
     quirk="Conv1D keeps its weight transposed, in x out",
 )
-add("openai_gpt", "decoder", ("OpenAIGPTConfig", "OpenAIGPTLMHeadModel"), causal_batch, TOKENS, GPT_SIZES)
+add(
+    "openai_gpt",
+    "decoder",
+    ("OpenAIGPTConfig", "OpenAIGPTLMHeadModel"),
+    causal_batch,
+    TOKENS,
+    GPT_SIZES,
+)
 causal("llama", "Llama", SIZES, HEAD_DIM)
 causal("llama_tied", "Llama", SIZES, HEAD_DIM, tie_word_embeddings=True)
 causal("mistral", "Mistral", SIZES, HEAD_DIM, sliding_window=8)
@@ -76,7 +83,10 @@ add(
     causal_batch,
     TOKENS,
     GEMMA3N,
-    quirk="AltUp is never called: the block uses its predict() and correct(), which read and clamp weights",
+    quirk=(
+        "AltUp is never called: the block uses its predict() and correct(), which read and clamp"
+        " weights"
+    ),
 )
 add(
     "gemma3n_clipped",
@@ -119,7 +129,9 @@ causal("olmo", "Olmo", SIZES, TWO_KEY_HEADS)
 causal("olmo2", "Olmo2", SIZES, TWO_KEY_HEADS)
 causal("granite", "Granite", SIZES, TWO_KEY_HEADS)
 causal("cohere", "Cohere", SIZES, TWO_KEY_HEADS, use_qk_norm=True)
-causal("starcoder2", "Starcoder2", SIZES, TWO_KEY_HEADS, residual_dropout=0.0, embedding_dropout=0.0)
+causal(
+    "starcoder2", "Starcoder2", SIZES, TWO_KEY_HEADS, residual_dropout=0.0, embedding_dropout=0.0
+)
 causal("gpt_bigcode", "GPTBigCode", GPT_SIZES, multi_query=True)
 causal(
     "xglm",
@@ -138,7 +150,15 @@ causal("biogpt", "BioGpt", SIZES, QUIET)
 causal("nemotron", "Nemotron", SIZES, HEAD_DIM)
 causal("diffllama", "DiffLlama", SIZES, TWO_KEY_HEADS)
 causal("doge", "Doge", SIZES, TWO_KEY_HEADS)
-causal("mpt", "Mpt", vocab_size=VOCAB, d_model=HIDDEN, n_heads=HEADS, n_layers=LAYERS, expansion_ratio=2)
+causal(
+    "mpt",
+    "Mpt",
+    vocab_size=VOCAB,
+    d_model=HIDDEN,
+    n_heads=HEADS,
+    n_layers=LAYERS,
+    expansion_ratio=2,
+)
 add(
     "xlnet",
     "decoder",
@@ -184,12 +204,15 @@ add(
     hash_seed=1,
     is_decoder=True,
     max_position_embeddings=LENGTH,
-    quirk="reversible: forward without autograd, blocks run again inside a custom backward; outputs are namedtuples",
+    quirk=(
+        "reversible: forward without autograd, blocks run again inside a custom backward; outputs"
+        " are namedtuples"
+    ),
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Mixtures of experts
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 ROUTED_LOCALLY = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
@@ -230,7 +253,10 @@ experts(
     TWO_KEY_HEADS,
     ROUTED_LOCALLY,
     kv_channels=8,
-    quirk="the attention experts are never called: the attention uses their methods and adds their bias",
+    quirk=(
+        "the attention experts are never called: the attention uses their methods and adds their"
+        " bias"
+    ),
 )
 experts(
     "dbrx",
@@ -274,9 +300,9 @@ experts(
     layer_types=["linear_attention", "full_attention"],
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # State spaces and recurrences
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 DEPTH = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS}
 
@@ -310,7 +336,9 @@ recurrent(
     "Rwkv",
     DEPTH,
     context_length=64,
-    quirk="in eval mode the model divides every block's weights in place before the first block runs",
+    quirk=(
+        "in eval mode the model divides every block's weights in place before the first block runs"
+    ),
 )
 recurrent(
     "recurrent_gemma",
@@ -428,9 +456,9 @@ recurrent(
     quirk="conv1d is never called: the mixer uses its weight",
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Encoders
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 masked("bert", "Bert", SIZES, QUIET)
 masked("roberta", "Roberta", SIZES, QUIET)
@@ -457,7 +485,11 @@ masked(
     quirk="one block runs three times",
 )
 masked("electra", "Electra", SIZES, QUIET, embedding_size=16)
-DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 16}
+DISENTANGLED = {
+    "relative_attention": True,
+    "pos_att_type": ["c2p", "p2c"],
+    "max_relative_positions": 16,
+}
 masked(
     "deberta",
     "Deberta",
@@ -505,7 +537,9 @@ masked(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
-masked("convbert", "ConvBert", SIZES, QUIET, embedding_size=HIDDEN, conv_kernel_size=3, head_ratio=2)
+masked(
+    "convbert", "ConvBert", SIZES, QUIET, embedding_size=HIDDEN, conv_kernel_size=3, head_ratio=2
+)
 masked(
     "squeezebert",
     "SqueezeBert",
@@ -524,8 +558,17 @@ masked(
     num_feedforward_networks=2,
     quirk="a weight of no elements; the head concatenates two weights and calls neither owner",
 )
-masked("roformer", "RoFormer", SIZES, QUIET, embedding_size=HIDDEN, quirk="frozen sinusoidal positions")
-masked("longformer", "Longformer", SIZES, QUIET, attention_window=4, quirk="the global projections get no gradient")
+masked(
+    "roformer", "RoFormer", SIZES, QUIET, embedding_size=HIDDEN, quirk="frozen sinusoidal positions"
+)
+masked(
+    "longformer",
+    "Longformer",
+    SIZES,
+    QUIET,
+    attention_window=4,
+    quirk="the global projections get no gradient",
+)
 masked(
     "esm",
     "Esm",
@@ -542,7 +585,10 @@ masked(
     SIZES,
     QUIET,
     quant_mode=True,
-    quirk="quantised: weights are read through .data, buffers hold statistics; some LayerNorm biases get no gradient",
+    quirk=(
+        "quantised: weights are read through .data, buffers hold statistics; some LayerNorm biases"
+        " get no gradient"
+    ),
 )
 masked(
     "xmod",
@@ -583,7 +629,10 @@ add(
     downsampling_rate=4,
     local_transformer_stride=4,
     num_labels=LABELS,
-    quirk="the last encoder gets no gradient from a classifier; the first runs its projections several times",
+    quirk=(
+        "the last encoder gets no gradient from a classifier; the first runs its projections"
+        " several times"
+    ),
 )
 add(
     "bert_classifier",

@@ -52,7 +52,11 @@ class PairChannel:
         self.lockstep = Lockstep()
 
     def rendezvous(
-        self, what: str, flags: tuple = (), *, then: Callable[[torch.Tensor], None] = lambda found: None
+        self,
+        what: str,
+        flags: tuple = (),
+        *,
+        then: Callable[[torch.Tensor], None] = lambda found: None,
     ) -> torch.Tensor:
         both = self.pair.exchange(self.rank, "rendezvous", (what, [int(flag) for flag in flags]))
         if any(said.startswith("failed: ") for said, _ in both):
@@ -63,14 +67,22 @@ class PairChannel:
         then(found)
         return found
 
-    def spans(self, what: str, values: list[int], *, then: Callable[[list], None] = lambda spans: None) -> list[tuple[int, int]]:
+    def spans(
+        self, what: str, values: list[int], *, then: Callable[[list], None] = lambda spans: None
+    ) -> list[tuple[int, int]]:
         self.rendezvous(what)
         both = self.pair.exchange(self.rank, "spans", list(values))
         found = [(min(pair), max(pair)) for pair in zip(*both)]
         then(found)
         return found
 
-    def announce(self, what: str, flags: tuple = (), *, then: Callable[[torch.Tensor], None] = lambda found: None) -> Any:
+    def announce(
+        self,
+        what: str,
+        flags: tuple = (),
+        *,
+        then: Callable[[torch.Tensor], None] = lambda found: None,
+    ) -> Any:
         found = self.rendezvous(what, flags, then=then)
         return SimpleNamespace(wait=lambda: found)
 
@@ -83,7 +95,9 @@ class PairChannel:
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         (tensor,) = tensors
-        found = self.pair.exchange(self.rank, f"broadcast of {options.rootRank}", tensor.clone())[options.rootRank]
+        found = self.pair.exchange(self.rank, f"broadcast of {options.rootRank}", tensor.clone())[
+            options.rootRank
+        ]
         return SimpleNamespace(wait=lambda *_: tensor.copy_(found), is_completed=lambda: True)
 
     def finish_meeting(self) -> None:
@@ -93,19 +107,28 @@ class PairChannel:
         self.pair.exchange(self.rank, "rendezvous", (f"failed: {error}", []))
 
 
-def all_gather(whole: torch.Tensor, mine: torch.Tensor, *, group: PairChannel, async_op: bool = False) -> Any:
+def all_gather(
+    whole: torch.Tensor, mine: torch.Tensor, *, group: PairChannel, async_op: bool = False
+) -> Any:
     both = torch.cat(group.pair.exchange(group.rank, "all_gather", mine.clone()))
-    return SimpleNamespace(wait=lambda *_: whole.copy_(both), is_completed=lambda: True) if async_op else whole.copy_(both)
+    return (
+        SimpleNamespace(wait=lambda *_: whole.copy_(both), is_completed=lambda: True)
+        if async_op
+        else whole.copy_(both)
+    )
 
 
-def all_to_all_single(received: torch.Tensor, sent: torch.Tensor, *, group: PairChannel, async_op: bool) -> Any:
+def all_to_all_single(
+    received: torch.Tensor, sent: torch.Tensor, *, group: PairChannel, async_op: bool
+) -> Any:
     both = group.pair.exchange(group.rank, "all_to_all", sent.clone())
     mine = torch.cat([each.view(2, -1)[group.rank] for each in both])
     return SimpleNamespace(wait=lambda *_: received.copy_(mine), is_completed=lambda: True)
 
 
 def run_pair(make: Callable[[Pair, int], Any], work: Callable[[Any], Any]) -> list:
-    """Runs ``work(make(pair, rank))`` on both ranks. What each returned; raises what either raised."""
+    """Runs ``work(make(pair, rank))`` on both ranks. What each returned; raises what either
+    raised."""
     pair, failed, returned = Pair(), [], [None, None]
     made = [make(pair, rank) for rank in range(2)]
 

@@ -1,11 +1,13 @@
-"""Processes that come at once: forks of one that has imported torch and the engine and has done nothing else.
+"""Processes that come at once: forks of one that has imported torch and the engine and has done
+nothing else.
 
 Words used here:
 
-**prepared**: that process. It starts when a test first asks for it, and ends with the process of the tests.
-**child**: a fork of it. It runs a command of Python's (a script, ``-c`` and code, or ``-m`` and a module) as the main module, and ends as
-any interpreter does. It is for what needs a process, not an interpreter of its own: all children have one hash seed, and what is read
-when a process starts (``LD_PRELOAD``, ``MALLOC_*``) is read no more.
+**prepared**: that process. It starts when a test first asks for it, and ends with the process of
+the tests. **child**: a fork of it. It runs a command of Python's (a script, ``-c`` and code, or
+``-m`` and a module) as the main module, and ends as any interpreter does. It is for what needs a
+process, not an interpreter of its own: all children have one hash seed, and what is read when a
+process starts (``LD_PRELOAD``, ``MALLOC_*``) is read no more.
 """
 
 from __future__ import annotations
@@ -40,17 +42,21 @@ LANGUAGE_MODELS = (
     "infinity.cli.plan",
 )  # what the command line imports for them
 
-# The C library then gives back at once what torch frees; else it would keep up to 32 MiB at a time, and of each thread's arena.
+# The C library then gives back at once what torch frees; else it would keep up to 32 MiB at a time,
+# and of each thread's arena.
 GIVES_BACK = """
 import ctypes
 assert all(ctypes.CDLL(None).mallopt(option, value) for option, value in ((-3, 65536), (-8, 1)))  # M_MMAP_THRESHOLD, M_ARENA_MAX
-"""
+"""  # noqa: E501
 
 
 class Child:
-    """A command that runs in a fork of the prepared process, at the head of a session of its own."""
+    """A command that runs in a fork of the prepared process, at the head of a session of its
+    own."""
 
-    def __init__(self, pid: int, command: list[str], end: socket.socket, out: IO[bytes], err: IO[bytes]):
+    def __init__(
+        self, pid: int, command: list[str], end: socket.socket, out: IO[bytes], err: IO[bytes]
+    ):
         self.pid, self.command, self._end, self._out, self._err = pid, command, end, out, err
         self.returncode: int | None = None  # as subprocess has it: minus the signal that killed it
 
@@ -66,7 +72,9 @@ class Child:
         """Waits for the end. Raises TimeoutError."""
         if self.returncode is None:
             if not select.select([self._end], [], [], max(0.0, seconds))[0]:
-                raise TimeoutError(f"no end within {seconds} s:\n{self.stdout[-2000:]}\n{self.stderr[-2000:]}")
+                raise TimeoutError(
+                    f"no end within {seconds} s:\n{self.stdout[-2000:]}\n{self.stderr[-2000:]}"
+                )
             self.returncode = _receive(self._end)
 
     def kill(self) -> None:
@@ -94,8 +102,9 @@ def start(
     network: Path | None = None,
     imports: tuple[str, ...] = (),
 ) -> Child:
-    """Runs ``command`` in a child that has this process's environment and ``variables``, in ``folder`` or this process's own; in a
-    ``network`` namespace where one is named. ``imports``: what all later children have too."""
+    """Runs ``command`` in a child that has this process's environment and ``variables``, in
+    ``folder`` or this process's own; in a ``network`` namespace where one is named. ``imports``:
+    what all later children have too."""
     words = [str(word) for word in command]
     given = tempfile.TemporaryFile()
     given.write(stdin.encode())
@@ -105,20 +114,30 @@ def start(
     with theirs, given:
         prepared = _prepared(os.getpid())
         environment = dict(os.environ) | (variables or {})
-        _send(prepared, (words, environment, str(folder or os.getcwd()), network and str(network), imports))
-        socket.send_fds(prepared, [b"f"], [given.fileno(), out.fileno(), err.fileno(), theirs.fileno()])
+        _send(
+            prepared,
+            (words, environment, str(folder or os.getcwd()), network and str(network), imports),
+        )
+        socket.send_fds(
+            prepared, [b"f"], [given.fileno(), out.fileno(), err.fileno(), theirs.fileno()]
+        )
     return Child(_receive(ours), words, ours, out, err)
 
 
 @functools.cache
 def _prepared(pid: int) -> socket.socket:
-    """The connection to the prepared process of the process ``pid``, this one: a fork of it would start its own."""
+    """The connection to the prepared process of the process ``pid``, this one: a fork of it would
+    start its own."""
     ours, theirs = socket.socketpair()
     with theirs:
         variables = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         command = [sys.executable, __file__, str(theirs.fileno())]
         process = subprocess.Popen(
-            command, env=variables, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            env=variables,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
 
     def close() -> None:
@@ -163,7 +182,9 @@ def _import() -> None:
     import torch
 
     torch.set_num_threads(1)
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # with the first optimizer torch imports half of itself
+    torch.optim.AdamW(
+        [torch.zeros(1, requires_grad=True)]
+    )  # with the first optimizer torch imports half of itself
     import doubles
     import models  # noqa: F401
     import rank_jobs  # noqa: F401
@@ -177,8 +198,11 @@ def _import() -> None:
 
 
 def _serve(asked: socket.socket) -> list[str]:
-    """Forks children until who asks is gone, and ends them with itself. Returns, in a child alone, the command that it shall run."""
-    running: dict[int, tuple[int, socket.socket]] = {}  # a descriptor that tells the end -> the process, and who is told
+    """Forks children until who asks is gone, and ends them with itself. Returns, in a child alone,
+    the command that it shall run."""
+    running: dict[
+        int, tuple[int, socket.socket]
+    ] = {}  # a descriptor that tells the end -> the process, and who is told
     while True:
         for ready in select.select([asked, *running], [], [])[0]:
             if ready is not asked:
@@ -215,7 +239,9 @@ def _serve(asked: socket.socket) -> list[str]:
                 _send(told, pid)
 
 
-def _become(parent: int, standard: list[int], environment: dict[str, str], folder: str, network: str | None) -> None:
+def _become(
+    parent: int, standard: list[int], environment: dict[str, str], folder: str, network: str | None
+) -> None:
     """Gives a child what it was asked to have."""
     os.setsid()
     library = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,5 @@
-"""One of the standing ranks (see `ranks`): runs the jobs that come over a socket until it is closed."""
+"""One of the standing ranks (see `ranks`): runs the jobs that come over a socket until it is
+closed."""
 
 from __future__ import annotations
 
@@ -44,19 +45,24 @@ def main(port: int) -> None:
 
 
 def end_groups() -> None:
-    """Ends the process groups that a job's engines have left: each has threads that never sleep for long."""
+    """Ends the process groups that a job's engines have left: each has threads that never sleep for
+    long."""
     gc.collect()  # engines end their own
     gc.freeze()  # what a job has imported: the next ones collect often
     names = dist.distributed_c10d._world.pg_names
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD and not names[group].isdigit():  # a number: a mesh's, which the next job has too
+        if (
+            group is not dist.group.WORLD and not names[group].isdigit()
+        ):  # a number: a mesh's, which the next job has too
             dist.destroy_process_group(group)
 
 
 @functools.cache
-def the_mesh(device: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] | None = None) -> device_mesh.DeviceMesh:
-    """Makes a mesh for the first job that wants it and gives it to the others: DTensor's caches take meshes that are alike for one, and
-    would give a job the groups of an earlier one's."""
+def the_mesh(
+    device: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] | None = None
+) -> device_mesh.DeviceMesh:
+    """Makes a mesh for the first job that wants it and gives it to the others: DTensor's caches
+    take meshes that are alike for one, and would give a job the groups of an earlier one's."""
     return make_mesh(device, shape, mesh_dim_names=mesh_dim_names)
 
 

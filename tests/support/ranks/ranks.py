@@ -2,9 +2,10 @@
 
 Words used here:
 
-**job**: a function of `rank_jobs`, or of another script here, that every rank runs; what it returns on each rank is what the test looks at.
-**launch**: one torchrun with some ranks, which run jobs one after the other over gloo on this machine.
-**standing ranks**: a launch that stays for all tests of a worker and runs each job when a test first asks for it.
+**job**: a function of `rank_jobs`, or of another script here, that every rank runs; what it returns
+on each rank is what the test looks at. **launch**: one torchrun with some ranks, which run jobs one
+after the other over gloo on this machine. **standing ranks**: a launch that stays for all tests of
+a worker and runs each job when a test first asks for it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ import prepared
 
 HERE = Path(__file__).parent
 JOBS = HERE.parent / "jobs"
-SECONDS = 600  # a launch that takes longer hangs; on a machine in a slow phase, beside others, the longest takes five minutes
+# a launch that takes longer hangs; on a machine in a slow phase, beside others, the longest takes
+# five minutes
+SECONDS = 600
 
 
 class Failed:
@@ -50,10 +53,13 @@ def launch(
     options: tuple[str, ...] = (),
     script: str = "rank_jobs.py",
 ) -> tuple[dict[str, list[Any]], subprocess.CompletedProcess]:
-    """Runs ``jobs`` (name, or name:variant -> arguments) on ``world`` ranks. What each returned, by job and rank (a rank
-    that did not get so far has None), and torchrun's end. No process is left behind."""
+    """Runs ``jobs`` (name, or name:variant -> arguments) on ``world`` ranks. What each returned, by
+    job and rank (a rank that did not get so far has None), and torchrun's end. No process is left
+    behind."""
     _write_jobs(folder, jobs)
-    done = run_torchrun(world, [*options, str(JOBS / script), str(folder)], seconds=seconds, environment=environment)
+    done = run_torchrun(
+        world, [*options, str(JOBS / script), str(folder)], seconds=seconds, environment=environment
+    )
     return _results(folder, world, jobs), done
 
 
@@ -72,16 +78,25 @@ def _results(folder: Path, world: int, jobs: dict[str, dict[str, Any]]) -> dict[
     return results
 
 
-def run_all(folder: Path, world: int, jobs: dict[str, dict[str, Any]], **options: Any) -> dict[str, list[Any]]:
+def run_all(
+    folder: Path, world: int, jobs: dict[str, dict[str, Any]], **options: Any
+) -> dict[str, list[Any]]:
     """Runs ``jobs`` as :func:`launch` does, none of which may fail."""
     found, done = launch(folder, world, jobs, **options)
-    failed = [f"{name}: {rank!r}"[-3000:] for name, ranks in found.items() for rank in ranks if isinstance(rank, Failed)]
+    failed = [
+        f"{name}: {rank!r}"[-3000:]
+        for name, ranks in found.items()
+        for rank in ranks
+        if isinstance(rank, Failed)
+    ]
     assert done.returncode == 0, failed or done.stderr[-4000:]
     return found
 
 
 def near(found: list[float], expected: list[float], distance: float = 1e-6) -> bool:
-    return len(found) == len(expected) > 0 and all(abs(a - b) <= distance * max(1.0, abs(b)) for a, b in zip(found, expected))
+    return len(found) == len(expected) > 0 and all(
+        abs(a - b) <= distance * max(1.0, abs(b)) for a, b in zip(found, expected)
+    )
 
 
 def told(run: Callable[[], Any]) -> str:
@@ -95,12 +110,29 @@ def told(run: Callable[[], Any]) -> str:
     return "was taken"
 
 
-def torchrun(world: int, command: list[str], *, environment: dict[str, str] | None = None, **options: Any) -> subprocess.Popen:
+def torchrun(
+    world: int, command: list[str], *, environment: dict[str, str] | None = None, **options: Any
+) -> subprocess.Popen:
     """Starts torchrun on this machine, at the head of a session of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *command]
-    # torch 2.13 keeps one store over restarts: a restarted rank would find the address of the one that died.
-    variables = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return subprocess.Popen(command, text=True, env=variables | (environment or {}), start_new_session=True, **options)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world),
+        *command,
+    ]
+    # torch 2.13 keeps one store over restarts: a restarted rank would find the address of the one
+    # that died.
+    variables = os.environ | {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    return subprocess.Popen(
+        command, text=True, env=variables | (environment or {}), start_new_session=True, **options
+    )
 
 
 def end_session(process: subprocess.Popen) -> None:
@@ -112,10 +144,16 @@ def end_session(process: subprocess.Popen) -> None:
 
 
 def run_torchrun(
-    world: int, command: list[str], *, seconds: float = SECONDS, environment: dict[str, str] | None = None
+    world: int,
+    command: list[str],
+    *,
+    seconds: float = SECONDS,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """torchrun on this machine. No process is left behind, whatever happens."""
-    process = torchrun(world, command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = torchrun(
+        world, command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -128,7 +166,8 @@ def run_torchrun(
 
 
 class StandingRanks:
-    """Ranks that run one job after the other, as they are asked to. They start with the first job, and again after one that failed."""
+    """Ranks that run one job after the other, as they are asked to. They start with the first job,
+    and again after one that failed."""
 
     def __init__(self, world: int, folder: Path):
         self.world, self.folder = world, folder
@@ -136,7 +175,8 @@ class StandingRanks:
         self._ranks: list[Connection] = []
 
     def run(self, script: str, name: str, arguments: dict[str, Any]) -> list[Any]:
-        """Runs the job ``name`` of ``script`` (a module of this folder). What each rank returned."""
+        """Runs the job ``name`` of ``script`` (a module of this folder). What each rank
+        returned."""
         if self._process is None:
             self._start()
         raw = pickle.dumps((script, name.partition(":")[0], arguments))
@@ -145,19 +185,31 @@ class StandingRanks:
             for rank in self._ranks:
                 rank.send_bytes(raw)
             while len(found) < self.world:
-                ready = wait([rank for at, rank in enumerate(self._ranks) if at not in found], timeout=SECONDS)
+                ready = wait(
+                    [rank for at, rank in enumerate(self._ranks) if at not in found],
+                    timeout=SECONDS,
+                )
                 assert ready, f"{name}: no end within {SECONDS} s"
                 for rank in ready:
                     found[self._ranks.index(rank)] = pickle.loads(rank.recv_bytes())
-        except (OSError, EOFError):  # a rank failed before, and the others have nobody to go on with
+        except (
+            OSError,
+            EOFError,
+        ):  # a rank failed before, and the others have nobody to go on with
             pass
         except BaseException:
             self.close()
             raise
-        failed = [f"rank {rank}: {result!r}"[-3000:] for rank, result in found.items() if isinstance(result, Failed)]
+        failed = [
+            f"rank {rank}: {result!r}"[-3000:]
+            for rank, result in found.items()
+            if isinstance(result, Failed)
+        ]
         if failed or len(found) < self.world:
             self.close()
-            raise AssertionError(f"{name}: {failed or 'a rank ended'}\n{(self.folder / 'err').read_text()[-4000:]}")
+            raise AssertionError(
+                f"{name}: {failed or 'a rank ended'}\n{(self.folder / 'err').read_text()[-4000:]}"
+            )
         return [found[rank] for rank in range(self.world)]
 
     def _start(self) -> None:
@@ -165,13 +217,20 @@ class StandingRanks:
         end = time.monotonic() + SECONDS
         ranks: dict[int, Connection] = {}
         try:
-            with socket.create_server(("127.0.0.1", 0)) as server, open(self.folder / "err", "w") as err:
+            with (
+                socket.create_server(("127.0.0.1", 0)) as server,
+                open(self.folder / "err", "w") as err,
+            ):
                 server.settimeout(1)
                 command = [str(HERE / "rank_server.py"), str(server.getsockname()[1])]
-                self._process = torchrun(self.world, command, stdin=subprocess.DEVNULL, stdout=err, stderr=err)
+                self._process = torchrun(
+                    self.world, command, stdin=subprocess.DEVNULL, stdout=err, stderr=err
+                )
                 while len(ranks) < self.world:
                     said = (self.folder / "err").read_text()[-4000:]
-                    assert self._process.poll() is None and time.monotonic() < end, f"the ranks did not start: {said}"
+                    assert self._process.poll() is None and time.monotonic() < end, (
+                        f"the ranks did not start: {said}"
+                    )
                     try:
                         connection = Connection(server.accept()[0].detach())
                         ranks[connection.recv()] = connection
@@ -193,16 +252,28 @@ class StandingRanks:
 
 
 class Jobs(Mapping[str, list[Any]]):
-    """What jobs returned, by name. Each is run on ``ranks`` when it is first looked at, after those that it ``needs``.
+    """What jobs returned, by name. Each is run on ``ranks`` when it is first looked at, after those
+    that it ``needs``.
 
     ``jobs``: name, or name:variant -> arguments. ``results``: what is known without them.
     """
 
     def __init__(
-        self, ranks: StandingRanks, script: str, jobs: dict[str, dict[str, Any]], *,
-        needs: Callable[[str], list[str]] = lambda name: [], **results: Any,
-    ):  # fmt: skip
-        self._ranks, self._script, self._jobs, self._needs, self._results = ranks, script, jobs, needs, results
+        self,
+        ranks: StandingRanks,
+        script: str,
+        jobs: dict[str, dict[str, Any]],
+        *,
+        needs: Callable[[str], list[str]] = lambda name: [],
+        **results: Any,
+    ):
+        self._ranks, self._script, self._jobs, self._needs, self._results = (
+            ranks,
+            script,
+            jobs,
+            needs,
+            results,
+        )
 
     def __getitem__(self, name: str) -> list[Any]:
         if name not in self._results:
@@ -235,8 +306,10 @@ def launch_without(
     script: str = "rank_jobs.py",
     last: int | None = None,
 ) -> tuple[dict[str, list[Any]], list[tuple[int | None, str]]]:
-    """Runs ``jobs`` as :func:`launch` does, but without torchrun, which would end all ranks with the first one that fails; the ranks come at
-    once (see `prepared`). What each job returned, and how each rank ended and what is on its stderr. ``last``: the only rank that is waited for."""
+    """Runs ``jobs`` as :func:`launch` does, but without torchrun, which would end all ranks with
+    the first one that fails; the ranks come at once (see `prepared`). What each job returned, and
+    how each rank ended and what is on its stderr. ``last``: the only rank that is waited for.
+    """
     _write_jobs(folder, jobs)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -256,23 +329,34 @@ def launch_without(
     return _results(folder, world, jobs), [(child.returncode, child.stderr) for child in ranks]
 
 
-def rank_variables(rank: int, world: int, address: str, *, of_host: int | None = None) -> dict[str, str]:
+def rank_variables(
+    rank: int, world: int, address: str, *, of_host: int | None = None
+) -> dict[str, str]:
     """What torchrun tells a rank: one of ``world`` on this machine, or the only one of a host."""
     host, _, port = address.rpartition(":")
     local, here = (rank, world) if of_host is None else (0, 1)
     return {
-        "MASTER_ADDR": host, "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(here), "GROUP_RANK": str(of_host or 0), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(here),
+        "GROUP_RANK": str(of_host or 0),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    }
 
 
 def fall(at: Path, how: str, *, script: str, seconds: float = 240, **arguments: Any) -> str:
-    """Runs the job ``falls``, in which rank 1 of two does, without a launcher that would end the other one first. What rank 0 said; both
-    have failed, but for a rank 1 that ``hangs``."""
+    """Runs the job ``falls``, in which rank 1 of two does, without a launcher that would end the
+    other one first. What rank 0 said; both have failed, but for a rank 1 that ``hangs``."""
     hangs = 0 if how == "hangs" else None
     jobs = {"falls": {"how": how, **arguments}}
-    _, ends = launch_without(at, 2, jobs, script=script, seconds=seconds, environment={"RANK_TIMEOUT": "15"}, last=hangs)
+    _, ends = launch_without(
+        at, 2, jobs, script=script, seconds=seconds, environment={"RANK_TIMEOUT": "15"}, last=hangs
+    )
     (first, said), (second, _) = ends
     assert first is not None and first > 0 and second != 0, ends
     return said
@@ -287,17 +371,26 @@ class Plainly(pickle.Pickler):
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta:
             return NotImplemented
         flat = value.detach().cpu().contiguous().view(-1)
-        return _tensor_of, (flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"", value.dtype, value.shape)
+        return _tensor_of, (
+            flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"",
+            value.dtype,
+            value.shape,
+        )
 
 
 def _tensor_of(raw: bytes, dtype: Any, shape: Any) -> Any:
     import torch
 
-    return torch.frombuffer(bytearray(raw), dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(raw), dtype=dtype).view(shape)
+        if raw
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def serve(functions: dict[str, Any]) -> None:
-    """What a script of jobs does on every rank: runs the jobs of its launch, whose names are among ``functions``."""
+    """What a script of jobs does on every rank: runs the jobs of its launch, whose names are among
+    ``functions``."""
     import torch.distributed as dist
 
     folder = Path(sys.argv[1])
@@ -327,5 +420,7 @@ def outcome_of(job: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     try:
         return job(**arguments)
     except Exception as error:  # noqa: BLE001 - the test looks at it
-        sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script that does not catch it
+        sys.excepthook(
+            type(error), error, error.__traceback__
+        )  # as at the end of a script that does not catch it
         return Failed(type(error).__name__, str(error), traceback.format_exc())

@@ -1,6 +1,8 @@
-"""Opens pages in a headless Chromium that has no network, and tells what they complained of and what they asked for.
+"""Opens pages in a headless Chromium that has no network, and tells what they complained of and
+what they asked for.
 
-The browser is driven over its DevTools protocol: messages of JSON, each ended by a zero byte, through a pair of pipes.
+The browser is driven over its DevTools protocol: messages of JSON, each ended by a zero byte,
+through a pair of pipes.
 """
 
 from __future__ import annotations
@@ -19,10 +21,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-BINARY = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+BINARY = next(
+    (
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    ),
+    None,
+)
 ANSWER_SECONDS = 120  # of a browser that starts on a busy machine
-FLAGS = ("--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars")  # fmt: skip
+FLAGS = (
+    "--headless",
+    "--remote-debugging-pipe",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
 COMPLAINTS = {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}
 
 
@@ -32,27 +51,54 @@ class Browser:
     def __init__(self, folder: Path):
         """``folder``: for all that the browser writes."""
         (theirs_in, self._out), (self._in, theirs_out) = os.pipe(), os.pipe()
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs_in, theirs_out)]  # the shell below makes them 3 and 4
-        command = ["bash", "-c", 'exec "${@:3}" 3<&"$1" 4>&"$2"', "browser", *map(str, high), BINARY, *FLAGS]
+        high = [
+            fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs_in, theirs_out)
+        ]  # the shell below makes them 3 and 4
+        command = [
+            "bash",
+            "-c",
+            'exec "${@:3}" 3<&"$1" 4>&"$2"',
+            "browser",
+            *map(str, high),
+            BINARY,
+            *FLAGS,
+        ]
         self._process = subprocess.Popen(
             [*command, f"--user-data-dir={folder / 'profile'}", "about:blank"],
-            pass_fds=high, start_new_session=True, env={**os.environ, "HOME": str(folder)},
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            pass_fds=high,
+            start_new_session=True,
+            env={**os.environ, "HOME": str(folder)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         for fd in (theirs_in, theirs_out, *high):
             os.close(fd)
         self._read, self._number, self._session = b"", 0, ""
         self._events: list[dict[str, Any]] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
-        self._call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1)
+        self._call(
+            "Network.emulateNetworkConditions",
+            offline=True,
+            latency=0,
+            downloadThroughput=-1,
+            uploadThroughput=-1,
+        )
 
     def open(self, page: Path, *, width: int = 1200, dark: bool = False) -> None:
         """Shows ``page`` in a window of ``width``, and returns when all of it is loaded."""
         self._events.clear()
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._call("Page.navigate", url=page.resolve().as_uri())
@@ -61,7 +107,9 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """Returns the value of ``expression`` in the page, which is of JSON's kinds."""
-        found = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self._call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in found:
             raise AssertionError(f"{expression}: {found['exceptionDetails']}")
         return found["result"].get("value")
@@ -73,14 +121,23 @@ class Browser:
 
     @property
     def complaints(self) -> list[tuple[str, dict[str, Any]]]:
-        """What has been on the console since the page was asked for: words of its own, errors, and what the browser says of it."""
+        """What has been on the console since the page was asked for: words of its own, errors, and
+        what the browser says of it."""
         self.evaluate("0")  # behind which nothing of the loading comes
-        return [(event["method"], event["params"]) for event in self._events if event["method"] in COMPLAINTS]
+        return [
+            (event["method"], event["params"])
+            for event in self._events
+            if event["method"] in COMPLAINTS
+        ]
 
     @property
     def requests(self) -> list[str]:
         """The addresses that were asked for, the page's own first."""
-        return [event["params"]["request"]["url"] for event in self._events if event["method"] == "Network.requestWillBeSent"]
+        return [
+            event["params"]["request"]["url"]
+            for event in self._events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
 
     def close(self) -> None:
         """Ends the browser, and whatever it has started."""

@@ -6,9 +6,11 @@ import sys
 
 
 def forget_ignored_interrupts() -> None:
-    """Has an interrupt that lands where Python ignores exceptions, such as in a callback of the garbage collector, go at once.
+    """Has an interrupt that lands where Python ignores exceptions, such as in a callback of the
+    garbage collector, go at once.
 
-    Pytest's hook keeps it until its test ends, and with it what the frames of all callers hold, engines with their files too.
+    Pytest's hook keeps it until its test ends, and with it what the frames of all callers hold,
+    engines with their files too.
     """
     report = sys.unraisablehook
 

@@ -1,4 +1,5 @@
-"""Libraries that are imported when a test first uses them: every worker collects all tests, and only one runs those of a library."""
+"""Libraries that are imported when a test first uses them: every worker collects all tests, and
+only one runs those of a library."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 
 
 class Lazily:
-    """The module ``name``. Skips the module of tests that makes it where that one, or what it ``needs``, is not installed."""
+    """The module ``name``. Skips the module of tests that makes it where that one, or what it
+    ``needs``, is not installed."""
 
     def __init__(self, name: str, *needs: str) -> None:
         for each in (name, *needs):

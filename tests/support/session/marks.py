@@ -2,7 +2,8 @@
 
 **ranks**: the mark of tests in files that start several ranks. `make check` leaves them out.
 **processes**: the mark of tests in files that start processes. `make test-fast` leaves them out.
-**long**: the mark of tests in files that `order` names as long. `make test-fast` leaves them out too.
+**long**: the mark of tests in files that `order` names as long. `make test-fast` leaves them out
+too.
 """
 
 from __future__ import annotations
@@ -20,18 +21,26 @@ import pytest
 from order import PLACE, name_of
 
 RANKS = re.compile(r"^(from|import) (ranks|rank_campaign)\b", re.MULTILINE)
-PROCESSES = re.compile(r"^(from|import) (campaign|multiprocessing|prepared|subprocess)\b|\bos\.fork\(", re.MULTILINE)
+PROCESSES = re.compile(
+    r"^(from|import) (campaign|multiprocessing|prepared|subprocess)\b|\bos\.fork\(", re.MULTILINE
+)
 STARTED = time.monotonic()
 
 NO_CASE = SimpleNamespace(params={})
 
 
 def refuse_kept_errors(items: Iterable[pytest.Item]) -> None:
-    """Raises pytest.UsageError for an exception among a test's parameters: once raised it keeps all that its frames had, engines with
-    their rings too, until the session ends."""
+    """Raises pytest.UsageError for an exception among a test's parameters: once raised it keeps all
+    that its frames had, engines with their rings too, until the session ends."""
     for item in items:
-        if any(isinstance(value, BaseException) for value in getattr(item, "callspec", NO_CASE).params.values()):
-            raise pytest.UsageError(f"{item.nodeid}: give the class of an exception, and what it says, not the exception")
+        if any(
+            isinstance(value, BaseException)
+            for value in getattr(item, "callspec", NO_CASE).params.values()
+        ):
+            raise pytest.UsageError(
+                f"{item.nodeid}: give the class of an exception, and what it says, not the"
+                " exception"
+            )
 
 
 @functools.cache
@@ -60,14 +69,19 @@ def skip_after_time() -> None:
 
 
 def few(values: Iterable[Any], quick: int) -> list:
-    """The first ``quick`` of ``values`` run always; the others, in which the code branches no other way, are slow."""
-    return [value if i < quick else pytest.param(*as_arguments(value), marks=pytest.mark.slow) for i, value in enumerate(values)]
+    """The first ``quick`` of ``values`` run always; the others, in which the code branches no other
+    way, are slow."""
+    return [
+        value if i < quick else pytest.param(*as_arguments(value), marks=pytest.mark.slow)
+        for i, value in enumerate(values)
+    ]
 
 
 def every(values: Iterable[Any], step: int) -> list:
     """Of ``values`` every ``step``-th runs always; the others are slow."""
     return [
-        value if i % step == 0 else pytest.param(*as_arguments(value), marks=pytest.mark.slow) for i, value in enumerate(values)
+        value if i % step == 0 else pytest.param(*as_arguments(value), marks=pytest.mark.slow)
+        for i, value in enumerate(values)
     ]
 
 

@@ -1,7 +1,8 @@
 """DelayedNetwork: lets processes of this machine speak to each other over a network with latency.
 
-Each has a network namespace of its own with a TUN device in it. What leaves by one device is read here, kept for the delay, and written to
-the device that has the destination's address. Bandwidth is what this process can copy: several hundred megabytes per second.
+Each has a network namespace of its own with a TUN device in it. What leaves by one device is read
+here, kept for the delay, and written to the device that has the destination's address. Bandwidth is
+what this process can copy: several hundred megabytes per second.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def why_not() -> str | None:
 
 
 class DelayedNetwork:
-    """``size`` namespaces whose packets take ``seconds`` to each other. A context manager: what it makes, it removes."""
+    """``size`` namespaces whose packets take ``seconds`` to each other. A context manager: what it
+    makes, it removes."""
 
     def __init__(self, size: int, seconds: float):
         tag = f"inf{os.getpid() % 100000}"
@@ -51,20 +53,33 @@ class DelayedNetwork:
             for name, device, address in zip(self.names, self.devices, self.addresses):
                 _ip("netns", "add", name)
                 self._files.append(file := os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
-                fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH", device.encode(), IFF_TUN | IFF_NO_PI))
+                fcntl.ioctl(
+                    file, TUNSETIFF, struct.pack("16sH", device.encode(), IFF_TUN | IFF_NO_PI)
+                )
                 _ip("link", "set", device, "netns", name)
                 _ip("-n", name, "link", "set", "lo", "up")
                 _ip("-n", name, "addr", "add", f"{address}/16", "dev", device)
                 _ip("-n", name, "link", "set", device, "mtu", str(MTU), "up")
             # A process of its own: nobody else's work delays the packets further.
-            command = [sys.executable, __file__, str(self._seconds), ",".join(self.addresses), *map(str, self._files)]
+            command = [
+                sys.executable,
+                __file__,
+                str(self._seconds),
+                ",".join(self.addresses),
+                *map(str, self._files),
+            ]
             self._switch = subprocess.Popen(command, pass_fds=self._files)
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if self._switch is not None:
             self._switch.kill()
             self._switch.wait()
@@ -74,13 +89,19 @@ class DelayedNetwork:
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip("netns", "del", name)
 
-    def start(self, place: int, command: list[str], environment: dict[str, str]) -> subprocess.Popen:
+    def start(
+        self, place: int, command: list[str], environment: dict[str, str]
+    ) -> subprocess.Popen:
         """Starts ``command`` in the namespace at ``place``."""
         variables = os.environ | {"GLOO_SOCKET_IFNAME": self.devices[place]} | environment
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[place], *command], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, start_new_session=True,
-        )  # fmt: skip
+            ["ip", "netns", "exec", self.names[place], *command],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
 
 def _ip(*words: str) -> None:
@@ -89,7 +110,9 @@ def _ip(*words: str) -> None:
 
 def switch(seconds: float, addresses: list[str], files: list[int]) -> None:
     """Moves packets between the devices ``files``, each ``seconds`` after it was sent, for ever."""
-    device_of = {bytes(map(int, address.split("."))): file for address, file in zip(addresses, files)}
+    device_of = {
+        bytes(map(int, address.split("."))): file for address, file in zip(addresses, files)
+    }
     underway: deque[tuple[float, int, bytes]] = deque()
     selector = selectors.DefaultSelector()
     for file in files:
