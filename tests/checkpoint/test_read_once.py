@@ -20,11 +20,13 @@ from typing import Any
 import doubles
 import pytest
 import torch
-from checkpoint_cases import (
+from checkpoint_cases import (  # noqa: F401
     SEED,
     Job,
     check_like,
+    saved,
     seed_everything,
+    uninterrupted,
 )
 from models import at_home, differing, environment, loss_of, tokens, transformer, with_least
 from runs import adamw

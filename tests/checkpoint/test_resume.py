@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import (
+from checkpoint_cases import (  # noqa: F401
     LR,
     SEED,
     Job,
     check_like,
+    saved,
     seed_everything,
+    uninterrupted,
 )
 from models import (
     TIERS,

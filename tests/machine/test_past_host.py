@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from fake_cufile import cufile, cufile_library  # noqa: F401
-from test_device import (
+from test_device import (  # noqa: F401
     STEPS,
     Elsewhere,
     a_model,
+    compute_on,
     config_at,
+    kernels,
     same,
     train,
     trained,

@@ -25,11 +25,18 @@ STACKS = {
     "ActivationStore",
     "AssignedGrads",
     "Collectives",
+    "Engine",
     "GradientBank",
+    "InCommon",
     "InfinityAccelerator",
+    "InfinityOptimizer",
+    "Inputs",
     "OlderUnit",
     "ParamShard",
     "ParamUnit",
+    "Prefetcher",
+    "Reducer",
+    "ShardArrays",
     "ShardStore",
 }
 HUB = re.compile(r"(?<![\w.])(?:self\.)?_?engine\.(?!py\b)\w+")

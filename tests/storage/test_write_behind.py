@@ -22,14 +22,16 @@ from typing import Any
 
 import pytest
 import torch
-from behind_cases import (
+from behind_cases import (  # noqa: F401
     ARRAYS,
     BLOCK,
     LR,
     PAGE,
     SEED,
     SlowDisk,
+    folder,
     home_in,
+    kind,
     threads,
 )
 from doubles import fault_plan

@@ -19,13 +19,14 @@ from models import (
     transformer,
 )
 from torch import nn
-from training_cases import (
+from training_cases import (  # noqa: F401
     CLIPS,
     LR,
     SEED,
     a_model,
     assert_trains_alike,
     both_ends,
+    clipped,
     hardest,
     simple_step,
     well_conditioned,
