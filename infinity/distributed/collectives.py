@@ -1,6 +1,5 @@
 """Collectives: moves bytes between the data ranks, and detects ranks that diverge.
 
-offered    reductions that a rank could start by now; a gather's rendezvous yields their minimum
 trace      the units that a rank expects to use in this pass; its digest is compared at the start
 agreed     of a pass: all ranks of the shard group run its collectives in the order of the last
            one like it, without meeting (see `lockstep`)
@@ -39,8 +38,6 @@ from .pending import Pending
 from .quantize import decode_blocks, encode_blocks
 from .shared_homes import lent
 
-MOST_OFFERED = 254  # fits a byte beside BACKWARD_OVER; the rest is offered later
-BACKWARD_OVER = 255
 DIGEST_NBYTES = 4  # of a trace, among a pass's flags
 # Of these flags, each with its complement: the maximum yields both extremes
 SAID_NBYTES = DIGEST_NBYTES + lockstep.DIGEST_NBYTES
@@ -181,22 +178,16 @@ class Collectives(Exchanges):
             self._enter_pass()
             self.ranks.data.lockstep.end()
 
-    @property
-    def is_agreed(self) -> bool:
-        """Whether an agreed pass is running, and more of its collectives follow."""
-        self._enter_pass()
-        return self.ranks.data is not None and self.ranks.data.lockstep.is_open
-
-    @property
-    def was_agreed(self) -> bool:
-        """Whether the pass is agreed, or was to its last collective: no rank meets in it."""
-        self._enter_pass()
-        return self.ranks.data is not None and self.ranks.data.lockstep.is_agreed
+    def meet_before(self, what: str) -> None:
+        """Meets the data ranks before the collective ``what``, unless it is next in an agreed
+        pass."""
+        if not self.is_next(what):
+            self._meet_for(what)
 
     def is_next(self, what: str) -> bool:
-        """Returns whether ``what`` is next in the agreed pass."""
+        """Returns whether the collective ``what`` is next in an agreed pass."""
         self._enter_pass()
-        following = self.ranks.data.lockstep.next if self.ranks.data is not None else None
+        following = self.ranks.data.lockstep.next
         return following is not None and following.what == what
 
     @property
@@ -212,15 +203,13 @@ class Collectives(Exchanges):
         flat: torch.Tensor,
         what: str,
         *,
-        offered: int = 0,
         homes: Sequence[native.Region | None] = (),
     ) -> Pending | None:
         """Gathers every rank's slice into ``flat``, which has this one's. None: nothing to wait
         for.
 
         ``homes``: the memory that starts with that slice, now or after an update; if all ranks
-        share it, they read the bytes there. ``offered``: reductions that this rank could start; the
-        minimum over ranks becomes the result's ``least_offered``.
+        share it, they read the bytes there.
         """
         if self.ranks.size == 1:
             return None
@@ -233,23 +222,20 @@ class Collectives(Exchanges):
                 everyones,
                 mine,
                 what,
-                offered,
                 lambda: decode_blocks(everyones, flat, self.ranks.size),
             )
         raw = bytes_of(flat)
         mine = raw.view(self.ranks.size, -1)[self.ranks.rank]
         if homes and (shared := self.ranks.row.homes) is not None and shared.have(homes):
             begin = partial(shared.read, homes[0], raw, mine.numel(), what)
-            return self._gather(Kind.READ, raw, mine, f"{what} where it lies", offered, begin=begin)
-        return self._gather(Kind.GATHER, raw, mine, what, offered)
+            return self._gather(Kind.READ, raw, mine, f"{what} where it lies", begin=begin)
+        return self._gather(Kind.GATHER, raw, mine, what)
 
-    def gather_in_node(self, flat: torch.Tensor, what: str, *, offered: int = 0) -> Pending:
+    def gather_in_node(self, flat: torch.Tensor, what: str) -> Pending:
         """Gathers among this machine's ranks, whose slices of ``flat`` are larger."""
         raw = bytes_of(flat)
         mine = raw.view(self.ranks.node.size, -1)[self.ranks.node.rank]
-        return self._gather(
-            Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node", offered
-        )
+        return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node")
 
     def _gather(
         self,
@@ -257,15 +243,13 @@ class Collectives(Exchanges):
         whole: torch.Tensor,
         mine: torch.Tensor,
         what: str,
-        offered: int,
         then: Callable[[], None] | None = None,
         begin: Callable[[], dist.Work] | None = None,
     ) -> Pending:
         self._enter_pass()
-        place, least = self.ranks.data, None
         collective = Collective(what, whole.numel(), describe(self.ranks, kind, mine, whole))
-        if place.lockstep.next != collective:
-            least = 255 - int(self._meet_for(what, [255 - min(offered, MOST_OFFERED)]).max())
+        if self.ranks.data.lockstep.next != collective:
+            self._meet_for(what)
         start = time.perf_counter()
         work = self._start(collective, kind, mine, whole, begin)
 
@@ -278,7 +262,7 @@ class Collectives(Exchanges):
                     if tensor.device.type != "cpu":
                         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
-        return self._pending([work], what, finish, whole.device, least)
+        return self._pending([work], what, finish, whole.device)
 
     def _pending(
         self,
@@ -286,7 +270,6 @@ class Collectives(Exchanges):
         what: str,
         finish: Callable[[], None],
         device: torch.device,
-        least_offered: int | None = None,
     ) -> Pending:
         place = self.ranks.data
 
@@ -302,7 +285,6 @@ class Collectives(Exchanges):
             works,
             what,
             finish,
-            least_offered=least_offered,
             hear=hear,
             forget=forget,
             is_on_host=device.type == "cpu",
@@ -311,18 +293,6 @@ class Collectives(Exchanges):
         return pending
 
     # --- gradients ---
-
-    def offer(self, count: int | None) -> int | None:
-        """Meets the data ranks in mid-backward. Returns the minimum of the ranks' ready reductions.
-
-        ``count``: of this rank; None after its backward. Returns None if all backwards are over.
-        """
-        flag = BACKWARD_OVER if count is None else min(count, MOST_OFFERED)
-        self._enter_pass()
-        least = 255 - int(
-            self.ranks.data.rendezvous(f"in a backward {self._progress}", [255 - flag]).max()
-        )
-        return None if least == BACKWARD_OVER else least
 
     def reduce(
         self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
@@ -402,11 +372,11 @@ class Collectives(Exchanges):
 
     # --- shared by both ---
 
-    def _meet_for(self, what: str, flags: Sequence[int] = ()) -> torch.Tensor:
+    def _meet_for(self, what: str) -> None:
         """Meets the data ranks. Each rank's next operation is to start a collective."""
         place = self.ranks.data
-        return place.announce(
-            f"{what} {self._progress}", flags, then=lambda found: place.lockstep.expect()
+        place.announce(
+            f"{what} {self._progress}", then=lambda found: place.lockstep.expect()
         ).wait()
 
     def _start(

@@ -25,7 +25,6 @@ class Pending:
     what: str
     finish: Callable[[], None] | None = None
     release: Callable[[], None] = lambda: None  # of its memory, once no transfer runs
-    least_offered: int | None = None  # the ranks' minimum, if they met
     # Called while waiting: raises if the others do not come
     hear: Callable[[bool], None] = lambda settling: None
     # Signals that no other rank reads this one's home; None: none does

@@ -3,16 +3,13 @@
 average   this rank's slice of the mean of all ranks' whole gradients (see `whole`)
 order     of the units' reductions: the first rank's forward reversed, shared units last
 
-All ranks reduce the units in the same order. A reduction starts when all ranks are at the same
-point. In an agreed pass (see `lockstep`) that is the point where it started last time: before the
-same gather, or, if no gather follows, as soon as it is ready. In any other pass the ranks meet when
-the backward reaches a unit, at its gather or at a rendezvous. There each reports how many
-reductions it has ready. A rank that reaches fewer units meets the others at the end of its
-backward. The remaining ones start at the end of the backward.
-
-If weights stay gathered (ZeRO-2), no rank waits in a gather, so a reduction starts as soon as it is
-ready. A unit not complete when the backward reaches the next one usually stays incomplete to the
-end.
+[Note: where a reduction starts] All ranks must start the same collectives in the same order. So a
+reduction starts at a place that does not depend on which gradients a rank has: when the backward
+reaches a later unit of the order. By then autograd has accumulated the gradients of the earlier
+ones. The remaining reductions start at the end of the backward. A unit that the forward used more
+than once is no such place: the backward may come to it early, and again late. In an agreed pass
+(see `lockstep`) the order of all collectives is known, so a reduction that is next starts as soon
+as its gradients are complete.
 
 [Note: why missing gradients are negative zeros] Ranks do not ask before a reduction which of them
 has which gradient. A rank contributes **negative zeros** for a gradient that it lacks: adding them
@@ -25,6 +22,7 @@ them beside each reduction.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -63,14 +61,16 @@ class Reducer:
         self._units = list(units)
         self._whole = WholeGradients(ledger, bank.device)
         self._order: list[ParamUnit] = []
-        self._ready: list[ParamUnit] = []
-        self._position = 0  # in the order
+        self._places: dict[ParamUnit, int] = {}  # in the order, of units that are used once
+        self._ready: set[ParamUnit] = set()  # complete on this rank
+        self._position = 0  # in the order: of the next reduction
         self._incomplete: list[ParamUnit] = []  # reduced before known complete on all ranks
         self._late: set[ParamUnit] = set()  # a rank reported that more of its gradients may come
         self._got: set[ParamHandle] = set()  # for which this rank had a gradient in this backward
         self._undecided: list[ParamHandle] = []  # perhaps no rank had a gradient
         self._pending: list[Pending | ParamUnit] = []  # a unit's reductions, then the unit
-        self.waits_elsewhere = collectives.ranks.size > 1 and not collectives.ranks.keeps_weights
+        # The backward gathers weights, too.
+        self.gathers_meanwhile = collectives.ranks.size > 1 and not collectives.ranks.keeps_weights
         self._unread = False  # a backward has ended since the last average (ZeRO-1)
         self._is_reducing_all = False  # in reduce_all(): no rendezvous between reductions
         self._failure: BaseException | None = None  # to land an average, in reduce_all()
@@ -83,104 +83,48 @@ class Reducer:
         self._whole.add(handle, grad)
 
     def ready(self, unit: ParamUnit) -> None:
-        """Marks ``unit``'s gradients as complete on this rank, and starts due reductions."""
-        if self._ranks.keeps_gradients or self.waits_for_more or unit in self._ready:
+        """Marks ``unit``'s gradients as complete on this rank. Starts its reduction if that is next
+        in an agreed pass, whose order is fixed."""
+        if self._ranks.keeps_gradients or self.waits_for_more:
             return
-        self._ready.append(unit)
-        if not self.waits_elsewhere:
-            self._start_more(self.count_ready())
-        elif self._collectives.is_agreed:
-            self.start_due(only_ready=True)
+        self._ready.add(unit)
+        while self._position < self._places.get(unit, -1) + 1 and self._is_next():
+            self._start_before(self._position + 1)
 
-    @property
-    def offered(self) -> int:
-        """How many reductions this rank offers at a gather in mid-backward."""
-        return self.count_ready() if self.waits_elsewhere and not self.waits_for_more else 0
+    def reach(self, unit: ParamUnit) -> None:
+        """Starts the reductions of the units before ``unit`` in the order: the backward reaches it.
+        Every rank of the shard group calls this after the same gather."""
+        if not self._ranks.keeps_gradients and not self.waits_for_more:
+            self._agree_on_order()
+            self._start_before(self._places.get(unit, 0))
 
-    def come_to_unit(self, least: int | None) -> None:
-        """Starts the reductions that all ranks have ready, when the backward reaches a unit.
-        ``least``: the minimum offered at its gather; None if none was needed: then ranks meet here.
-        """
-        if not self.waits_elsewhere or self.waits_for_more:
-            return
-        if self._goes_as_agreed:
-            self.start_due(only_ready=True)
-        else:
-            self._start_more(
-                self._collectives.offer(self.count_ready()) if least is None else least
-            )
+    def _is_next(self) -> bool:
+        """Whether the next reduction of the order is next in an agreed pass."""
+        unit = self._order[self._position]
+        return self._collectives.is_next(f"reducing {unit.name} (0)")
 
-    @property
-    def _goes_as_agreed(self) -> bool:
-        """Whether the remaining reductions start as in the agreed pass. One agreed as a pass
-        without a backward may be over: then ranks meet."""
-        is_over = self._position == len(self._order)
-        return self._collectives.is_agreed or (self._collectives.was_agreed and is_over)
-
-    def start_offered(self, least: int | None) -> None:
-        """Starts the reductions that all ranks offered at a gather, if they met for one."""
-        if self.waits_elsewhere and not self.waits_for_more and least is not None:
-            self._start_more(least)
-
-    def start_due(self, *, only_ready: bool = False) -> None:
-        """Starts the next reductions of the agreed pass. ``only_ready``: if complete on this
-        rank."""
-        while self._position < len(self._order) and self._is_next(self._order[self._position]):
-            if only_ready and not self.count_ready():
-                break
-            self._start_more(1)
-
-    def _is_next(self, unit: ParamUnit) -> bool:
-        stepped = [number for number, shard in enumerate(unit.shards) if shard.spec.stepped]
-        return bool(stepped) and self._collectives.is_next(f"reducing {unit.name} ({stepped[0]})")
-
-    def count_ready(self) -> int:
-        """Counts the next units of the order that this rank can reduce now."""
-        own = ((i, unit) for i, unit in enumerate(self._order) if not unit.is_shared)
-        last = max(
-            (i for i, unit in own if unit in self._ready or any(map(self._whole.has, unit.shards))),
-            default=0,
-        )
-        count = self._position
-        while count < len(self._order):
-            unit = self._order[count]
-            if unit not in self._ready and (unit.is_shared or count + 1 > last):
-                break
-            count += 1
-        return count - self._position
-
-    def _start_more(self, count: int) -> None:
-        """Starts the next ``count`` reductions. Every rank of the shard group calls this."""
-        if not self._order:
-            self._order = self._agree_on_order()
-        for unit in self._order[self._position : self._position + count]:
+    def _start_before(self, place: int) -> None:
+        while self._position < place:
             self._position += 1
-            self._start(unit)
+            self._start(self._order[self._position - 1])
 
     def end_backward(self) -> None:
         """Ends the backward: averages the remaining gradients. Every rank calls this."""
         if self._ranks.keeps_gradients:
             self._unread = True
             return
-        self.start_due()
-        met = self.waits_elsewhere and not self._goes_as_agreed
-        while met and (least := self._collectives.offer(None)) is not None:
-            self._start_more(least)  # another rank is still in its backward
-        self._start_more(len(self._units))
+        self._agree_on_order()
+        self._start_before(len(self._order))
         self._collectives.end_pass()
         self._decide()
         for unit in self._incomplete:  # complete now
             self._on_reduced(unit)
-        self._incomplete, self._late, self._ready, self._position = [], set(), [], 0
+        self._incomplete, self._late, self._ready, self._position = [], set(), set(), 0
 
     def _decide(self) -> None:
         """Exchanges which gradients any rank had, then lands the undecided and late ones."""
-        shards = [
-            (unit, shard) for unit in self._order for shard in unit.shards if shard.spec.stepped
-        ]
-        handles = [
-            handle for unit, shard in shards for handle in unit.handles if handle.shard is shard
-        ]
+        shards = _stepped(self._order)
+        handles = [handle for *_, of_shard in shards for handle in of_shard]
         while True:
             late = {handle for handle in handles if self._whole.has_gradient(handle)}
             flags = self._collectives.agree(
@@ -204,20 +148,11 @@ class Reducer:
             }
             if not late_anywhere:
                 return
-            for unit, shard in shards:
-                wanted = [
-                    handle
-                    for handle in unit.handles
-                    if handle.shard is shard and handle in late_anywhere
-                ]
-                self._reduce(
-                    unit,
-                    shard,
-                    self._whole.pop_got(shard),
-                    wanted,
-                    f"reducing {unit.name}",
-                    decided=True,
-                )
+            for unit, shard, of_shard in shards:
+                wanted = [handle for handle in of_shard if handle in late_anywhere]
+                got = self._whole.pop_got(shard)
+                if wanted:
+                    self._reduce(unit, shard, got, wanted, f"reducing {unit.name}", decided=True)
 
     def reduce_all(self) -> None:
         """Ends a joined pass: averages its gradients. Every rank calls this, and all meet once. An
@@ -226,39 +161,35 @@ class Reducer:
         if self._ranks.keeps_gradients:
             self._unread = True
             return
-        if not self._order:
-            self._order = self._agree_on_order()
-        shards = [
-            (unit, shard) for unit in self._order for shard in unit.shards if shard.spec.stepped
-        ]
-        handles = {
-            shard: [handle for handle in unit.handles if handle.shard is shard]
-            for unit, shard in shards
-        }
-        got = {shard: self._whole.pop_got(shard) for _, shard in shards}
-        flags = [handle.index in got[shard] for _, shard in shards for handle in handles[shard]]
+        self._agree_on_order()
+        shards = _stepped(self._order)
+        got = {shard: self._whole.pop_got(shard) for _, shard, _ in shards}
+        flags = [handle.index in got[shard] for _, shard, handles in shards for handle in handles]
         self._collectives.end_pass()
         anywhere = iter(self._collectives.agree(flags, "reducing the gradients of a pass"))
         self._is_reducing_all, self._failure = True, None
         try:
-            for unit, shard in shards:
-                wanted = [handle for handle in handles[shard] if next(anywhere)]
-                self._reduce(unit, shard, got[shard], wanted, f"reducing {unit.name}", decided=True)
+            for unit, shard, handles in shards:
+                wanted = [handle for handle in handles if next(anywhere)]
+                if wanted:
+                    what = f"reducing {unit.name}"
+                    self._reduce(unit, shard, got[shard], wanted, what, decided=True)
             self._finish()
         finally:
             self._is_reducing_all = False
         if self._failure is not None:
             raise self._failure
 
-    def _agree_on_order(self) -> list[ParamUnit]:
+    def _agree_on_order(self) -> None:
+        """Takes the first rank's order, in the first backward. Every rank calls this."""
+        if self._order:
+            return
         by_index = {unit.index: unit for unit in self._units}
-        order = torch.tensor(
-            _order_of(by_index, self._schedule.first()), dtype=torch.int64, device="cpu"
-        )
-        return [
-            by_index[index]
-            for index in self._collectives.broadcast(order, "the order of gradients").tolist()
-        ]
+        mine = torch.tensor(_order_of(by_index, self._schedule.forward()), device="cpu")
+        found = self._collectives.broadcast(mine, "the order of gradients").tolist()
+        order = [by_index[index] for index, _ in found]
+        self._places = {unit: place for place, unit in enumerate(order) if found[place][1]}
+        self._order = order
 
     def abandon(self) -> None:
         """Drops the gradients that a failed backward has not averaged."""
@@ -268,43 +199,35 @@ class Reducer:
                 pending.drop()
         self._pending.clear()
         self._incomplete, self._undecided, self._got, self._late = [], [], set(), set()
-        self._ready, self._position = [], 0
+        self._ready, self._position = set(), 0
         self.waits_for_more = self._is_reducing_all = False
 
     # --- one unit ---
 
     def _start(self, unit: ParamUnit) -> None:
         is_complete = True
-        for number, shard in enumerate(unit.shards):
-            if shard.spec.stepped:
-                is_complete &= self._average(
-                    unit, shard, self._whole.pop_got(shard), f"reducing {unit.name} ({number})"
-                )
+        for number, (_, shard, handles) in enumerate(_stepped([unit])):
+            what = f"reducing {unit.name} ({number})"
+            is_complete &= self._average(unit, shard, handles, what)
         (self._pending if is_complete else self._incomplete).append(unit)
 
-    def _average(self, unit: ParamUnit, shard: ParamShard, got: set[int], what: str) -> bool:
+    def _average(
+        self, unit: ParamUnit, shard: ParamShard, handles: list[ParamHandle], what: str
+    ) -> bool:
         """Starts averaging a shard's gradients, and finishes the previous reduction. Returns
         whether no rank will add more, as far as is known before the reduction is complete."""
-        handles = [handle for handle in unit.handles if handle.shard is shard]
+        got = self._whole.pop_got(shard)
         self._got |= {handle for handle in handles if handle.index in got}
-        has_met = self.waits_elsewhere or self._collectives.was_agreed
-        if has_met and not self._decides_early():
-            self._reduce(unit, shard, got, handles, what)
-            return False
         flags = [*(handle.index in got for handle in handles), unit not in self._ready]
-        if has_met and self._collectives.can_share_flags:
-            self._reduce(unit, shard, got, handles, what, flags=flags)
-            return True
-        *anywhere, incomplete = self._collectives.agree(flags, what)
-        self._reduce(
-            unit,
-            shard,
-            got,
-            [handle for handle, wanted in zip(handles, anywhere) if wanted],
-            what,
-            decided=True,
-        )
-        return not incomplete
+        early = self._decides_early()
+        if early and not self._collectives.can_share_flags:
+            *anywhere, incomplete = self._collectives.agree(flags, what)
+            wanted = [handle for handle, is_wanted in zip(handles, anywhere) if is_wanted]
+            self._reduce(unit, shard, got, wanted, what, decided=True)
+            return not incomplete
+        self._collectives.meet_before(what)
+        self._reduce(unit, shard, got, handles, what, flags=flags if early else ())
+        return early
 
     def _reduce(
         self,
@@ -318,10 +241,10 @@ class Reducer:
         flags: Sequence[bool] = (),
     ) -> None:
         """Starts averaging the gradients ``wanted``. This rank has the indices ``got``. Every rank
-        of the group calls this. ``decided``: each exists on some rank. ``flags``: per gradient
+        of the group calls this, even if it wants none: a pass repeats the last one's collectives.
+
+        ``decided``: each exists on some rank. ``flags``: per gradient
         whether this rank has it, then whether more may come; others' arrive with the average."""
-        if not wanted:
-            return
         if self._ranks.keeps_gradients:
             whole = self._bank.homes.whole(shard)
         else:
@@ -383,28 +306,36 @@ class Reducer:
         self._unread &= not are_gone
         if not self._unread:
             return
-        shards = [
-            (unit, shard) for unit in self._units for shard in unit.shards if shard.spec.stepped
-        ]
-        handles = [
-            [handle for handle in unit.handles if handle.shard is shard] for unit, shard in shards
-        ]
+        shards = _stepped(self._units)
         got = [
-            {h.index for h in of_shard if h.grad.state is GradState.LANDED and not h.grad.averaged}
-            for of_shard in handles
+            {h.index for h in handles if h.grad.state is GradState.LANDED and not h.grad.averaged}
+            for *_, handles in shards
         ]
-        flags = [handle.index in had for of_shard, had in zip(handles, got) for handle in of_shard]
+        flags = [h.index in had for (*_, handles), had in zip(shards, got) for h in handles]
         anywhere = iter(self._collectives.agree(flags, "averaging the gradients"))
-        for (unit, shard), of_shard, had in zip(shards, handles, got):
-            wanted = [handle for handle in of_shard if next(anywhere)]
-            self._reduce(unit, shard, had, wanted, f"reducing {unit.name}", decided=True)
+        for (unit, shard, handles), had in zip(shards, got):
+            wanted = [handle for handle in handles if next(anywhere)]
+            if wanted:
+                self._reduce(unit, shard, had, wanted, f"reducing {unit.name}", decided=True)
         self._finish()
         self._unread = False
 
 
-def _order_of(units: Mapping[int, ParamUnit], forward: Iterable[int]) -> list[int]:
+def _stepped(units: Iterable[ParamUnit]) -> list[tuple[ParamUnit, ParamShard, list[ParamHandle]]]:
+    """Lists the shards of ``units`` that an optimizer steps, each with its unit and handles."""
+    return [
+        (unit, shard, [handle for handle in unit.handles if handle.shard is shard])
+        for unit in units
+        for shard in unit.shards
+        if shard.spec.stepped
+    ]
+
+
+def _order_of(units: Mapping[int, ParamUnit], forward: Sequence[int]) -> list[tuple[int, bool]]:
     """Returns the indices of ``units`` in reduction order: the forward reversed, then unused units,
-    then those that several modules share."""
-    used = [index for index in reversed(list(forward)) if index in units]
-    used += [index for index in reversed(units) if index not in used]
-    return sorted(used, key=lambda index: units[index].is_shared)
+    then those that several modules share. With each goes whether the forward used it once."""
+    counts = Counter(forward)
+    order = [index for index in reversed(counts) if index in units]
+    order += [index for index in reversed(units) if index not in counts]
+    order.sort(key=lambda index: units[index].is_shared)
+    return [(index, counts[index] == 1 and not units[index].is_shared) for index in order]

@@ -23,6 +23,7 @@ class Schedule:
         self._traces: dict[str, list[int]] = {}
         self._kind = ""
         self._current: list[int] = []
+        self._forward_nuses: int | None = None  # of this pass; None before its backward
         self._position = 0  # in the expected trace: the next use
         self._uses: dict[int, list[int]] = {}  # unit -> its positions in the expected trace
 
@@ -32,16 +33,19 @@ class Schedule:
         if self._current:
             self._traces[self._kind] = self._current
         self._kind, self._current, self._position = kind, [], 0
+        self._forward_nuses = None
         self._uses = {}
         for position, unit in enumerate(self.expected()):
             self._uses.setdefault(unit, []).append(position)
 
     def forget(self) -> None:
         """Discards the uses recorded in this pass, so that they do not become a trace."""
-        self._current, self._position = [], 0
+        self._current, self._position, self._forward_nuses = [], 0, None
 
-    def use(self, unit: int) -> None:
-        """Records that ``unit`` is used now."""
+    def use(self, unit: int, *, backward: bool = False) -> None:
+        """Records that ``unit`` is used now. ``backward``: in a backward."""
+        if backward and self._forward_nuses is None:
+            self._forward_nuses = len(self._current)
         if self._current and self._current[-1] == unit:
             return
         self._current.append(unit)
@@ -80,6 +84,10 @@ class Schedule:
         """Returns the units of the next training pass in order, each once: the end of a step can
         already fetch the first ones."""
         return iter(dict.fromkeys(self.expected_after_step()))
+
+    def forward(self) -> list[int]:
+        """Returns the units that the forward of this pass used, in order."""
+        return self._current[: self._forward_nuses]
 
     def _expected(self, backward: bool) -> Iterator[int]:
         expected = self._traces.get(self._kind)

@@ -43,18 +43,14 @@ class Backward:
     @property
     def in_lockstep(self) -> bool:
         """Whether other ranks gather with this one in mid-backward."""
-        return self.job.reducer is not None and self.job.reducer.waits_elsewhere
+        return self.job.reducer is not None and self.job.reducer.gathers_meanwhile
 
     # --- units ---
 
-    def gather(self, unit: ParamUnit) -> int | None:
-        """Holds ``unit`` in a backward; may block on disk and ranks. Returns how many reductions
-        all ranks could start, or None if they did not meet for a gather."""
+    def gather(self, unit: ParamUnit) -> None:
+        """Holds ``unit`` in a backward. May block on disk and on other ranks."""
         self.job.handed.refuse_in_backward(unit)
-        reducer = self.job.reducer
-        return self.job.prefetcher.hold(
-            unit, backward=True, offered=reducer.offered if reducer is not None else 0
-        )
+        self.job.prefetcher.hold(unit, backward=True)
 
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit``, which the running backward needs. May block on disk and on other
@@ -73,9 +69,10 @@ class Backward:
             h for h, p in trained if h.grad is not None and p.requires_grad
         } - self._without_grad.get(unit, set())
         with self.job.store.guarding():
-            least = self.gather(unit)
+            self.gather(unit)
+            # After the gather, which compute waits for: a transport may run them in turn.
             if self.job.reducer is not None:
-                self.job.reducer.come_to_unit(least)
+                self.job.reducer.reach(unit)
         self._pass.awaited[unit] = expected
         if self.in_lockstep:
             self._pass.expected.setdefault(unit, expected)

@@ -146,7 +146,6 @@ class Engine:
             window_nbytes=plan.device_window_nbytes,
             units_ahead=plan.units_ahead,
             give_way=lambda: me().backward.give_way(),
-            before_gather=self.reducer.start_due if self.reducer is not None else lambda: None,
             collectives=self.collectives,
             device=self.device,
             journal=self.journal,

@@ -103,14 +103,11 @@ class Passes:
         try:
             with self.job.store.guarding():
                 for unit in units:
-                    least = (
+                    if in_backward:
                         self.backward.gather(unit)
-                        if in_backward
-                        else self.job.prefetcher.hold(unit)
-                    )
+                    else:
+                        self.job.prefetcher.hold(unit)
                     held.append(unit)
-                    if in_backward and self.job.reducer is not None:
-                        self.job.reducer.start_offered(least)
         except BaseException:
             for unit in held:
                 self.job.prefetcher.unhold(unit)

@@ -50,7 +50,6 @@ class Prefetcher:
         window_nbytes: int,
         units_ahead: int,
         give_way: Callable[[], bool],
-        before_gather: Callable[[], None],
         collectives: Collectives,
         device: Device,
         journal: Journal,
@@ -63,7 +62,6 @@ class Prefetcher:
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
         self._collectives, self._ranks, self._device = collectives, collectives.ranks, device
         self._give_way = give_way  # lets the backward release a unit; False when it has none
-        self._before_gather = before_gather  # starts the reductions due before a gather
         self._pass = running
         self.misses = 0  # units that were not fetched ahead of their use
 
@@ -77,19 +75,18 @@ class Prefetcher:
     # --- holds ---
 
     @apart
-    def hold(self, unit: ParamUnit, *, backward: bool = False, offered: int = 0) -> int | None:
-        """Makes ``unit`` resident until :meth:`unhold`. Blocks and returns as :meth:`ensure`."""
+    def hold(self, unit: ParamUnit, *, backward: bool = False) -> None:
+        """Makes ``unit`` resident until :meth:`unhold`. Blocks as :meth:`ensure`."""
         unit = unit.in_use
         self._pass.holds[unit] += 1
         try:
-            least = self.ensure(unit, backward=backward, offered=offered)
+            self.ensure(unit, backward=backward)
         except BaseException:
             # Not unhold(): the unit is not exposed, so its edits would be those of its last use.
             self._take_off(unit)
             raise
         if self._pass.holds[unit] == 1:
             unit.expose()
-        return least
 
     @apart
     def unhold(self, unit: ParamUnit) -> None:
@@ -155,19 +152,14 @@ class Prefetcher:
 
     # --- residency ---
 
-    def ensure(self, unit: ParamUnit, *, backward: bool = False, offered: int = 0) -> int | None:
+    def ensure(self, unit: ParamUnit, *, backward: bool = False) -> None:
         """Makes ``unit`` resident now, then starts fetching the next units of the schedule. Blocks
-        on the disk, and on the other ranks for a gather.
-
-        ``offered``: reductions of gradients that this rank could start. Returns the smallest number
-        that a rank of the shard group offered, or None without a gather.
-        """
-        least = None
+        on the disk, and on the other ranks for a gather."""
         self._note_compute()
         if unit.residency is Residency.GATHERING:
             self._finish(unit)
         if unit.residency is not Residency.RESIDENT:
-            least = self._bring(unit, offered)
+            self._bring(unit)
         else:
             unit.arriving.precede()  # this stream may not be the one that waited for the gather
             if unit in self._pass.resident:
@@ -176,20 +168,16 @@ class Prefetcher:
             if shard.update is not None:
                 with self._store.traffic.stalled("nvme->host", unit.name):
                     shard.wait()
-        self.schedule.use(unit.index)
+        self.schedule.use(unit.index, backward=backward)
         if (times := unit.take_read_times()) is not None:
             self.look_ahead.note_read(unit.index, *times)
         self._pass.computing = unit.index, time.perf_counter()
         self.fetch_ahead(self.schedule.upcoming(backward=backward))
         upcoming = islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD)
         if self._ranks.size > 1:
-            ahead = self._gather_ahead(
-                upcoming if backward else islice(upcoming, GATHERS_AHEAD), offered
-            )
-            least = least if ahead is None else ahead
+            self._gather_ahead(upcoming if backward else islice(upcoming, GATHERS_AHEAD))
         elif self._device.overlaps:
             self._copy_ahead(upcoming)
-        return least
 
     def begin_pass(self, *, training: bool) -> None:
         """Begins a root forward with the trace that the schedule expects."""
@@ -206,16 +194,15 @@ class Prefetcher:
             unit, since = self._pass.computing
             self.look_ahead.note_compute(unit, time.perf_counter() - since)
 
-    def _gather_ahead(self, upcoming: Iterable[int], offered: int) -> int | None:
-        """Starts gathering the next units while this one computes. Returns the number of reductions
-        all ranks offered, or None if no gather started.
+    def _gather_ahead(self, upcoming: Iterable[int]) -> None:
+        """Starts gathering the next units while this one computes.
 
         Every rank must decide the same, so this blocks until a staged unit has arrived. Nothing is
         gathered ahead in a pass whose trace differs between ranks.
         """
-        coming, least = [self.units[index] for index in upcoming], None
+        coming = [self.units[index] for index in upcoming]
         if not self._collectives.traces_agree:
-            return None
+            return
         for unit in coming:
             if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
                 continue
@@ -225,12 +212,8 @@ class Prefetcher:
             if not self._finds_room(unit, coming):
                 break
             self._stage(unit)
-            if unit.is_sliced:
-                self._before_gather()
-            told = unit.start_gather(self._store, self._ledger, offered=offered)
-            least = least if told is None else told
+            unit.start_gather(self._store, self._ledger)
             self._pass.resident[unit] = None
-        return least
 
     def _copy_ahead(self, upcoming: Iterable[int]) -> None:
         """Starts copying the next units to the device while this one computes. Only units that are
@@ -254,15 +237,12 @@ class Prefetcher:
         """Starts reading the next units from disk, as far as the staging pool has room."""
         self._slots.fetch_ahead(upcoming, self.look_ahead.depth)
 
-    def _bring(self, unit: ParamUnit, offered: int) -> int | None:
+    def _bring(self, unit: ParamUnit) -> None:
         self._stage(unit)
         self._make_room(unit)
-        if unit.is_sliced:
-            self._before_gather()
-        least = unit.start_gather(self._store, self._ledger, offered=offered)
+        unit.start_gather(self._store, self._ledger)
         self._pass.resident[unit] = None
         self._finish(unit)
-        return least
 
     def _stage(self, unit: ParamUnit) -> None:
         """Brings the unit's bytes into memory. Blocks on the disk and on running updates."""

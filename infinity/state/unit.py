@@ -50,8 +50,6 @@ class ParamUnit(UnitBuffers):
         self._pending: list[Pending] = []  # running gathers
         self.arriving: Event = PAST  # the end of the copy to the device
         self._read_times: tuple[float, float] | None = None  # start and end of the last read
-        # Reductions that every rank offered at the last gather's rendezvous.
-        self._least_offered: int | None = None
         self.older: ParamUnit | None = None  # the weights before the last update, if they are kept
         self.uses_older = False  # whether forwards use those now
 
@@ -135,15 +133,10 @@ class ParamUnit(UnitBuffers):
         self.start_gather(store, ledger)
         self.finish_gather(store)
 
-    def start_gather(self, store: ShardStore, ledger: Ledger, *, offered: int = 0) -> int | None:
+    def start_gather(self, store: ShardStore, ledger: Ledger) -> None:
         """Starts a gather (STAGED, or STORED for a memory home, -> GATHERING): copies this rank's
         slice to the device, and starts gathering the other ranks'. FETCHING -> GATHERING if copies
-        overlap reads: each piece is verified and copied as it arrives.
-
-        ``offered``: see :meth:`Collectives.gather`. Returns the number that all ranks offered, or
-        None if they did not meet.
-        """
-        self._least_offered = None
+        overlap reads: each piece is verified and copied as it arrives."""
         from_disk = self.is_staged_from_disk
         fetching = self.residency is Residency.FETCHING and self.copies_while_fetching
         if not fetching and self.residency is not (
@@ -166,7 +159,7 @@ class ParamUnit(UnitBuffers):
                 "in", copy, behind=[self._device.now()] if there else (), transfer=transfer
             )
             if self.is_sliced:
-                self.arriving = self._device.put("in", partial(self._gather_in, offered))
+                self.arriving = self._device.put("in", self._gather_in)
             if self.arriving is not PAST:
                 for shard in self.shards:
                     shard.lend(self.arriving)
@@ -175,7 +168,6 @@ class ParamUnit(UnitBuffers):
             raise
         store.take_back(self._slots, self.arriving)
         self._slots, self._pieces = [], []
-        return self._least_offered
 
     def _copy_in(
         self, store: ShardStore, slots: Sequence[native.Lease], pieces: Sequence[ReadPiece]
@@ -213,21 +205,18 @@ class ParamUnit(UnitBuffers):
         first = shard.own("weight")[0] + piece.begin // size
         flat[first : first + source.numel()].copy_(source, non_blocking=True)
 
-    def _gather_in(self, offered: int) -> None:
+    def _gather_in(self) -> None:
         """Gathers the other ranks' slices, after this rank's copy, on the same queue."""
         for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
             what = f"{self.name} ({i})"
             if self.has_second_slice:
-                pending = self._collectives.gather_in_node(flat, what, offered=offered)
+                pending = self._collectives.gather_in_node(flat, what)
             else:
-                pending = self._collectives.gather(
-                    flat, what, offered=offered, homes=shard.weight_regions
-                )
+                pending = self._collectives.gather(flat, what, homes=shard.weight_regions)
             if pending is not None:
                 self._pending.append(pending)
                 if pending.lent is not None:
                     shard.lend(pending.lent)
-                self._least_offered = pending.least_offered
 
     def finish_gather(self, store: ShardStore) -> None:
         """Ends a gather (GATHERING -> RESIDENT): later compute is ordered after it. May block on

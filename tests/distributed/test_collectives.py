@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from infinity.distributed import kinds
-from infinity.distributed.collectives import BACKWARD_OVER, MOST_OFFERED, Collectives
+from infinity.distributed.collectives import Collectives
 from infinity.distributed.data_ranks import DataRanks
 from infinity.distributed.lockstep import Lockstep
 from infinity.errors import ConfigError, PeerError, UsageError
@@ -54,31 +54,6 @@ def test_averages_are_over_all_data_ranks(monkeypatch):
     assert torch.equal(found[0], torch.tensor([3.0, 4.5]))
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs", "least"),
-    [
-        (3, 2, 2),
-        (2, 3, 2),
-        (None, 4, 4),
-        (4, None, 4),
-        (None, None, None),
-        (999, None, MOST_OFFERED),
-    ],
-)
-def test_an_offer_is_the_least_of_all_ranks(mine, theirs, least):
-    """None: a rank whose backward is over can start whatever the others can."""
-
-    def rendezvous(what, flags):
-        other = BACKWARD_OVER if theirs is None else theirs
-        return torch.tensor([flags, [255 - other]], dtype=torch.uint8).amax(0)
-
-    place = SimpleNamespace(
-        rank=0, size=2, rendezvous=rendezvous, finish_meeting=lambda: None, lockstep=Lockstep()
-    )
-    ranks = DataRanks(size=2, row=place)
-    assert Collectives(ranks).offer(mine) == least
-
-
 @pytest.fixture
 def both(monkeypatch) -> Callable[..., list]:
     """Runs something on two ranks, given each one's collectives; ``axis``: what the ranks have each
@@ -114,28 +89,15 @@ WHOLE = torch.cat([torch.arange(256), torch.arange(256) + 1000])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gather_brings_the_others_slices(both, dtype):
-    """The bytes that came are counted; an offer is the least of both, as far as a byte goes."""
+    """The bytes that came are counted."""
 
     def work(collectives: Collectives) -> tuple:
         flat = filled(collectives, dtype=dtype)
-        pending = collectives.gather(
-            flat, "unit 0", offered=300 if collectives.ranks.rank else 7 + MOST_OFFERED
-        )
-        pending.wait()
-        return flat, pending.least_offered, collectives.traffic.collectives["all-gather"].nbytes
+        collectives.gather(flat, "unit 0").wait()
+        return flat, collectives.traffic.collectives["all-gather"].nbytes
 
-    for flat, least, nbytes in both(work):
-        assert (
-            torch.equal(flat, WHOLE.to(dtype))
-            and least == MOST_OFFERED
-            and nbytes == 256 * dtype.itemsize
-        )
-    assert [
-        found[1]
-        for found in both(
-            lambda c: (None, c.gather(filled(c), "unit 0", offered=3 + c.ranks.rank).least_offered)
-        )
-    ] == [3, 3]
+    for flat, nbytes in both(work):
+        assert torch.equal(flat, WHOLE.to(dtype)) and nbytes == 256 * dtype.itemsize
     assert Collectives().gather(torch.zeros(4), "unit 0") is None
 
 

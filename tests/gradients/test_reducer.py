@@ -9,7 +9,6 @@ elements of averages, one for each time.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +38,6 @@ class Collectives:
         keeps = {"keeps_weights": shard != "parameters", "keeps_gradients": shard == "optimizer"}
         self.ranks = SimpleNamespace(rank=rank, size=2, data_size=2, **keeps)
 
-    is_agreed = was_agreed = False  # passes in which ranks meet
     can_share_flags = True
 
     def end_pass(self) -> None:
@@ -48,17 +46,14 @@ class Collectives:
     def is_next(self, what: str) -> bool:
         return False
 
+    def meet_before(self, what: str) -> None:
+        self._pair.exchange(self._rank, what, None)
+
     def agree(self, flags: list, what: str) -> list[bool]:
         return [
             any(both)
             for both in zip(*self._pair.exchange(self._rank, what, list(flags)), strict=True)
         ]
-
-    def offer(self, count: int | None) -> int | None:
-        counts = [
-            each for each in self._pair.exchange(self._rank, "offer", count) if each is not None
-        ]
-        return min(counts, default=None)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         return self._pair.exchange(self._rank, what, tensor)[0]
@@ -124,7 +119,8 @@ class Rank:
 
     def __init__(self, pair: Pair, rank: int, shard: str, shared: tuple[int, ...]):
         self.rank, self.pair, device = rank, pair, Device(torch.device("cpu"), Traffic())
-        ledger, schedule = Ledger(), Schedule()
+        ledger = Ledger()
+        schedule = self.schedule = Schedule()
         ledger.limit(Tier.DEVICE, budget_nbytes=None, planned_nbytes=0)
         self.account = ledger.accounts[Tier.DEVICE]
         self.units = [Unit(index, rank, index in shared) for index in range(UNITS)]
@@ -153,6 +149,9 @@ class Rank:
     def ready(self, unit: int) -> None:
         self.reducer.ready(self.units[unit])
 
+    def reach(self, unit: int) -> None:
+        self.reducer.reach(self.units[unit])
+
     def averages(self, unit: int) -> list[float]:
         """Of the one parameter whose elements this rank has: the other's are empty."""
         own, other = (
@@ -178,7 +177,9 @@ def run(
 
 
 def backward(rank: Rank, order: tuple[int, ...] = (3, 2, 1, 0)) -> None:
-    for unit in order:
+    """Every rank reaches the units in the forward's order reversed; gradients come in ``order``."""
+    for place, unit in enumerate(order):
+        rank.reach(3 - place)
         rank.gets(unit, 2.0 * unit + 10 * rank.rank)
         rank.ready(unit)
     rank.reducer.end_backward()
@@ -202,7 +203,7 @@ def test_every_rank_lands_its_slice_of_the_average_whatever_order_gradients_come
             and rank.account.charged_nbytes == 0
         )
     reductions = [
-        what.removesuffix(" (0)") for what in ranks[0].pair.meetings if what.startswith("reducing")
+        what.split(" (")[0] for what in ranks[0].pair.meetings if what.startswith("reducing")
     ]
     assert list(dict.fromkeys(reductions)) == [f"reducing unit {unit}" for unit in (3, 2, 1, 0)]
 
@@ -212,19 +213,37 @@ def test_units_that_several_modules_share_come_last():
     assert ranks[0].reduced == ranks[1].reduced == [2, 1, 0, 3]
 
 
-def test_the_last_unit_of_a_long_order_lets_all_start(monkeypatch):
-    """Of 300 units only the last one of the order gets a gradient: the turns of those before it are
-    over, and none comes behind it."""
-    monkeypatch.setattr(sys.modules[__name__], "UNITS", 300)
+def test_a_reduction_starts_when_the_backward_reaches_a_later_unit():
+    """Whatever gradients a rank has: rank 1 lacks those of unit 3, and nothing is complete. Twin:
+    the unit that is reached is not reduced yet."""
 
     def work(rank: Rank) -> None:
-        rank.gets(0, 4.0 + 2 * rank.rank)
-        rank.ready(0)  # agrees on the order
-        assert rank.reducer.count_ready() == 300
+        rank.reach(3)
+        if not rank.rank:
+            rank.gets(3, 6.0)
+        rank.reach(2)
+        assert [what for what in rank.pair.meetings if "unit 3" in what]
+        assert not [what for what in rank.pair.meetings if "unit 2" in what]
         rank.reducer.end_backward()
 
     for rank in run(work):
-        assert rank.averages(0) == [5.0] and rank.account.charged_nbytes == 0
+        assert rank.averages(3) == [3.0]
+
+
+@pytest.mark.parametrize("why", ["shared", "used twice"])
+def test_a_unit_that_the_forward_uses_twice_is_no_place(why):
+    """The head's unit, tied to the embedding, is reached first: nothing may start there. It is
+    reduced last."""
+
+    def work(rank: Rank) -> None:
+        if why == "used twice":
+            rank.schedule.use(0)
+        rank.reach(0)
+        assert not [what for what in rank.pair.meetings if what.startswith("reducing")]
+        backward(rank)
+
+    ranks = run(work, shared=(0,) if why == "shared" else ())
+    assert ranks[0].reduced[-1] == 0 and ranks[0].averages(3) == [11.0]
 
 
 def test_what_one_rank_lacks_counts_as_nothing_and_what_all_lack_stays_absent():
@@ -241,31 +260,32 @@ def test_what_one_rank_lacks_counts_as_nothing_and_what_all_lack_stays_absent():
 
 
 def test_a_gradient_that_comes_after_its_units_turn_takes_another_round():
-    """Unit 3 is reduced as soon as both say so; then rank 1 gets more of it: the average lands
+    """Unit 3 is reduced when both reach unit 2; then rank 1 gets more of it: the average lands
     apart, for the bank to add."""
 
     def work(rank: Rank) -> None:
-        backward(rank)  # agrees on the order
         rank.gets(3, 4.0)
         rank.ready(3)
+        rank.reach(2)
         if rank.rank:
             rank.gets(3, 6.0)
         rank.reducer.end_backward()
 
     for rank in run(work):
-        assert rank.averages(3) == [11.0, 4.0, 3.0] and rank.reduced.count(3) == 2
+        assert rank.averages(3) == [4.0, 3.0]
 
 
 def test_a_unit_that_got_only_a_part_is_told_of_when_it_is_complete():
-    """Under ZeRO-3 its turn comes with the end of the backward: reduced at once, and reported as
-    the last."""
+    """Rank 1 lacks a gradient of unit 3, and may still get it: the unit is reported as the last."""
 
     def work(rank: Rank) -> None:
         rank.gets(3, 4.0, (0,) if rank.rank else (0, 1))
         if not rank.rank:
             rank.ready(3)
+        rank.reach(2)
         rank.gets(2, 2.0)
         rank.ready(2)
+        rank.reach(1)
         rank.reducer.end_backward()
 
     first, second = run(work, "parameters")
@@ -273,54 +293,18 @@ def test_a_unit_that_got_only_a_part_is_told_of_when_it_is_complete():
     assert first.reduced == second.reduced and first.reduced.index(2) < first.reduced.index(3)
 
 
-def test_ranks_that_gather_start_what_both_offer():
-    """Rank 0 has three units ready, rank 1 two: the least is started at the gather, the rest at the
-    end."""
+def test_a_rank_that_comes_to_fewer_units_reduces_them_in_the_same_order_at_its_end():
+    """Rank 1 comes to two units more, for which it needs no gather."""
 
     def work(rank: Rank) -> None:
-        backward_order = (3, 2, 1, 0)
-        rank.reducer.start_offered(None)  # no gather: nothing is met for
-        for unit in backward_order[: 3 - rank.rank]:
-            rank.gets(unit, 6.0)
-            rank.ready(unit)
-        first = [0, 0]
-        offered = rank.pair.exchange(rank.rank, "order", rank.reducer.offered)
-        assert offered == first  # nobody knows the order before it was agreed on
-        rank.reducer.end_backward()
-        for unit in backward_order[: 3 - rank.rank]:
-            rank.gets(unit, 4.0)
-            rank.ready(unit)
-        offered = rank.pair.exchange(rank.rank, "a gather", rank.reducer.offered)
-        assert offered == [3, 2]
-        rank.reducer.start_offered(min(offered))
-        rank.reducer.come_to_unit(0)
-        assert sorted(rank.bank.landed) == sorted((unit, i) for unit in (3, 2, 1) for i in range(2))
-        assert rank.reducer.offered == 1 - rank.rank
-        rank.reducer.end_backward()
-
-    for rank in run(work, "parameters"):
-        assert [rank.averages(unit) for unit in range(UNITS)] == [
-            [],
-            [3.0, 2.0],
-            [6.0, 4.0],
-            [6.0, 4.0],
-        ]
-
-
-def test_a_rank_that_comes_to_fewer_units_meets_the_other_at_its_end():
-    """Rank 1 comes to two units more, for which it needs no gather: it offers in passing, and rank
-    0's end answers."""
-
-    def work(rank: Rank) -> None:
-        backward(rank)  # agrees on the order
         rank.gets(3, 1.0)
         rank.ready(3)
-        for _ in range(2 * rank.rank):
-            rank.reducer.come_to_unit(None)
+        for unit in (2, 1)[: 2 * rank.rank]:
+            rank.reach(unit)
         rank.reducer.end_backward()
 
     for rank in run(work, "parameters"):
-        assert rank.averages(3)[-1] == 1.0 and rank.averages(2) == [9.0]
+        assert rank.averages(3) == [1.0] and rank.averages(2) == []
 
 
 def test_backwards_of_one_pass_are_reduced_once_at_its_end():
@@ -332,9 +316,7 @@ def test_backwards_of_one_pass_are_reduced_once_at_its_end():
             for unit in (3, 2):
                 rank.gets(unit, 2.0 + 2 * rank.rank)
                 rank.ready(unit)
-            assert rank.reducer.offered == 0
-            rank.reducer.come_to_unit(None)
-            rank.reducer.start_offered(3)
+            rank.reach(0)
         assert not rank.pair.meetings
         rank.reducer.reduce_all()
         assert not rank.reducer.waits_for_more
@@ -374,10 +356,9 @@ def test_a_failed_backward_leaves_nothing_behind():
     its own, from the first unit on."""
 
     def work(rank: Rank) -> None:
-        backward(rank)  # agrees on the order
-        rank.bank.landed.clear()
         rank.gets(3, 100.0)
         rank.ready(3)
+        rank.reach(2)
         rank.gets(2, 100.0, (0,))
         rank.reducer.abandon()
         assert rank.account.charged_nbytes == 0 and not rank.bank.landed

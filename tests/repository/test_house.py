@@ -83,6 +83,15 @@ def test_recovery_drops_one_object():
     assert sum(text.count("def rebuild(") for text in sources().values()) <= REBUILDS
 
 
+def test_reductions_start_at_a_fixed_place():
+    """Ranks do not negotiate how many reductions they could start."""
+    assert not [
+        path
+        for path, text in sources().items()
+        if re.search(r"\b(least_offered|start_offered|MOST_OFFERED)\b", code_of(text))
+    ]
+
+
 def test_what_is_refused_when_stands_in_one_table():
     assert not [path for path, text in sources().items() if BY_HAND.search(text)]
 

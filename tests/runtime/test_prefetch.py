@@ -66,7 +66,6 @@ def test_a_unit_goes_home_from_every_stage(residency):
         window_nbytes=8,
         units_ahead=1,
         give_way=lambda: False,
-        before_gather=lambda: None,
         collectives=Collectives(),
         device=device,
         journal=Journal(),
@@ -88,10 +87,9 @@ class Gathered(Unit):
         self.is_staged_from_disk = self.lies_on_disk = on_disk
         self.arriving, self.copies_while_fetching = PAST, False
 
-    def start_gather(self, store, ledger, *, offered: int = 0) -> int:
+    def start_gather(self, store, ledger) -> None:
         self.asked.append(("gather", self.index))
         self.residency = Residency.GATHERING
-        return offered
 
     def finish_gather(self, store) -> None:
         self.residency = Residency.RESIDENT
@@ -132,7 +130,6 @@ def of_two_ranks(
         window_nbytes=window_nbytes,
         units_ahead=1,
         give_way=lambda: False,
-        before_gather=lambda: None,
         collectives=collectives,
         device=Device(torch.device("cpu"), Traffic()),
         journal=Journal(),
@@ -163,7 +160,7 @@ def test_ranks_gather_two_units_ahead_where_nothing_holds_that_up(
     units, schedule = [Gathered(index, asked, on_disk=on_disk) for index in range(5)], Schedule()
     prefetcher = of_two_ranks(units, schedule, agree=agree, window_nbytes=window)
     schedule.upcoming = lambda *, backward: iter((2, 1, 0) if backward else (4,))
-    assert prefetcher.hold(units[3], backward=backward, offered=2) == 2
+    prefetcher.hold(units[3], backward=backward)
     assert [index for what, index in asked if what == "gather"] == expected
 
 
