@@ -68,7 +68,6 @@ OVER = {
 }
 OVER_FILES = {
     "bench/gpu_train.py",
-    "infinity/checkpoint/load.py",
     "infinity/checkpoint/pretrained.py",
     "infinity/cli/plan.py",
     "infinity/distributed/collectives.py",
