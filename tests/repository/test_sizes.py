@@ -32,8 +32,6 @@ OVER = {
     ("infinity/api/wrap.py", "_commit"),
     ("infinity/api/wrap.py", "_wrap"),
     ("infinity/api/wrap.py", "wrap_model"),
-    ("infinity/checkpoint/export.py", "export"),
-    ("infinity/checkpoint/save.py", "_write_units"),
     ("infinity/cli/plan.py", "add_parser"),
     ("infinity/cli/plan.py", "make"),
     ("infinity/cli/plan.py", "text"),
@@ -68,7 +66,6 @@ OVER = {
 }
 OVER_FILES = {
     "bench/gpu_train.py",
-    "infinity/checkpoint/pretrained.py",
     "infinity/cli/plan.py",
     "infinity/distributed/collectives.py",
     "infinity/gradients/reducer.py",
