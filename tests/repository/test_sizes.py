@@ -32,13 +32,6 @@ OVER = {
     ("infinity/api/wrap.py", "_commit"),
     ("infinity/api/wrap.py", "_wrap"),
     ("infinity/api/wrap.py", "wrap_model"),
-    ("infinity/cli/plan.py", "add_parser"),
-    ("infinity/cli/plan.py", "make"),
-    ("infinity/cli/plan.py", "text"),
-    ("infinity/cli/train.py", "_run"),
-    ("infinity/cli/training/model.py", "build_model"),
-    ("infinity/cli/training/options.py", "_add_result_options"),
-    ("infinity/cli/training/options.py", "_add_training_options"),
     ("infinity/distributed/collectives.py", "Collectives"),
     ("infinity/distributed/mesh.py", "_join"),
     ("infinity/distributed/mesh.py", "rank_rows"),
@@ -66,7 +59,6 @@ OVER = {
 }
 OVER_FILES = {
     "bench/gpu_train.py",
-    "infinity/cli/plan.py",
     "infinity/distributed/collectives.py",
     "infinity/gradients/reducer.py",
     "infinity/optim/books.py",
