@@ -207,35 +207,30 @@ def turns(
                     del found[system]
                 else:
                     found[system].append(result)
-    rows = []
-    for system, results in found.items():
-        speeds, ratios, ceiling = _speeds(results), {}, None
-        if system.startswith("infinity"):
-            for rival, theirs in found.items():
-                if not rival.startswith(("infinity", "compute")):
-                    ratios[rival] = statistics.median(
-                        our / their for our, their in zip(speeds, _speeds(theirs))
-                    )
-            if "compute" in found:
-                pairs = zip(results, _speeds(found["compute"]))
-                limits = [
-                    min(limit, result.get("disk_tokens_per_second", limit))
-                    for result, limit in pairs
-                ]
-                ceiling = ("compute and disk", limits)
-        rows.append(
-            row(f"{theme}{name}.{system}", "tokens/s", speeds, ceiling=ceiling, ratios=ratios)
-        )
-        rows.append(
-            row(
-                f"{theme}{name}.{system}.peak",
-                "GiB",
-                [result["peak_nbytes"] / 2**30 for result in results],
-            )
-        )
-        if held := [result["held_nbytes"] / 2**30 for result in results if "held_nbytes" in result]:
-            rows.append(row(f"{theme}{name}.{system}.held", "GiB", held))
-    return Measured(rows, notes)
+    measured = Measured([], notes)
+    for system in found:
+        _add_rows(measured, f"{theme}{name}.{system}", system, found)
+    return measured
+
+
+def _add_rows(measured: Measured, name: str, system: str, found: dict[str, list[dict]]) -> None:
+    results, speeds = found[system], _speeds(found[system])
+    ratios, ceiling = {}, None
+    if system.startswith("infinity"):
+        for rival, theirs in found.items():
+            if not rival.startswith(("infinity", "compute")):
+                pairs = zip(speeds, _speeds(theirs))
+                ratios[rival] = statistics.median(our / their for our, their in pairs)
+        if "compute" in found:
+            limits = [
+                min(limit, result.get("disk_tokens_per_second", limit))
+                for result, limit in zip(results, _speeds(found["compute"]))
+            ]
+            ceiling = ("compute and disk", limits)
+    measured.rows.append(row(name, "tokens/s", speeds, ceiling=ceiling, ratios=ratios))
+    for what in ("peak", "held"):
+        if nbytes := [result[f"{what}_nbytes"] for result in results if f"{what}_nbytes" in result]:
+            measured.rows.append(row(f"{name}.{what}", "GiB", [each / 2**30 for each in nbytes]))
 
 
 def _speeds(results: list[dict]) -> list[float]:

@@ -21,15 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 
 import torch
 
 from infinity.bench.results import Measured, row
 from infinity.bench.settings import Settings
 
+from .gpu_systems import SYSTEMS
 from .launch import environment
-from .llama import SHAPES, Llama
+from .llama import SHAPES
 
 LENGTH = 2048
 PEAK_FLOPS = {
@@ -38,152 +38,6 @@ PEAK_FLOPS = {
     "A100": 312e12,
 }  # bf16, dense, by the maker's data sheets
 WARM_UP = 2
-
-Step = Callable[[], torch.Tensor]
-
-
-def plain(args: argparse.Namespace) -> tuple[Step, dict]:
-    """Makes the step of torch alone, nothing offloaded: bf16 weights, an fp32 master copy, AdamW
-    fused."""
-    model = _real_model(args)
-    masters = [param.detach().float().requires_grad_() for param in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=args.device != "cpu")
-
-    def step() -> torch.Tensor:
-        loss = _backward(model, args)
-        if args.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for master, param in zip(masters, model.parameters()):
-            master.grad, param.grad = param.grad.float(), None
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(list(model.parameters()), masters)
-        return loss
-
-    return step, {}
-
-
-def ours(args: argparse.Namespace) -> tuple[Step, dict]:
-    """Makes the step of Infinity, from a model on meta, with the configuration that is given."""
-    import infinity
-    from infinity.runtime.registry import wrapped
-
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = Llama(SHAPES[args.size]).to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    model, optimizer = infinity.wrap_model(
-        model, optimizer, {"device": args.device, **json.loads(args.config)}
-    )
-    told = {"model": model}
-
-    def step() -> torch.Tensor:
-        loss = _usual_step(model, optimizer, args)
-        if args.wait:
-            wrapped(model).engine.wait_idle()
-        return loss
-
-    return step, told
-
-
-def deepspeed(args: argparse.Namespace) -> tuple[Step, dict]:
-    """Makes the step of ZeRO-3 with weights and optimizer on the host."""
-    import deepspeed as rival
-
-    _one_process()
-    offload = {"device": "cpu", "pin_memory": True}
-    config = {
-        "train_micro_batch_size_per_gpu": args.batch,
-        "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": dict(offload),
-            "offload_optimizer": dict(offload),
-        },
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        **({"gradient_clipping": 1.0} if args.clip else {}),
-    }
-    model = _real_model(args, device="cpu")
-    engine, *_ = rival.initialize(model=model, model_parameters=model.parameters(), config=config)
-
-    def step() -> torch.Tensor:
-        loss = engine(_batch(args))
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step, {}
-
-
-def fsdp(args: argparse.Namespace) -> tuple[Step, dict]:
-    """Makes the step of FSDP2 with CPUOffloadPolicy: fp32 shards, bf16 compute."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    _one_process()
-    kind = torch.device(args.device).type
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
-    model = _real_model(args, device="cpu").float()
-    options = {
-        "mesh": init_device_mesh(kind, (1,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        "offload_policy": CPUOffloadPolicy(pin_memory=kind == "cuda"),
-    }
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    return lambda: _usual_step(model, optimizer, args), {}
-
-
-SYSTEMS = {"plain": plain, "infinity": ours, "deepspeed": deepspeed, "fsdp2": fsdp}
-
-
-def _real_model(args: argparse.Namespace, device: str | None = None) -> Llama:
-    torch.manual_seed(0)
-    with torch.device(device or args.device):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            return Llama(SHAPES[args.size])
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-
-_batches: dict[int, torch.Tensor] = {}
-
-
-def _batch(args: argparse.Namespace) -> torch.Tensor:
-    """Always the same one: what is in it costs nothing and changes nothing."""
-    if args.batch not in _batches:
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(
-            0, SHAPES[args.size].vocabulary, (args.batch, args.length), generator=generator
-        )
-        _batches[args.batch] = ids.to(args.device)
-    return _batches[args.batch]
-
-
-def _backward(model: Llama, args: argparse.Namespace) -> torch.Tensor:
-    loss = model(_batch(args))
-    loss.backward()
-    return loss.detach()
-
-
-def _usual_step(
-    model: Llama, optimizer: torch.optim.Optimizer, args: argparse.Namespace
-) -> torch.Tensor:
-    loss = _backward(model, args)
-    if args.clip:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def _one_process() -> None:
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
 
 
 def main() -> None:
@@ -266,57 +120,47 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
     """Name, system and options of every job, most telling first."""
     small, large = ("tiny", "tiny") if tiny else ("1.3B", "8B")
     state = 14 * SHAPES[small].parameters
+    few, many, one = (["--batch", str(n)] for n in ((1, 2, 1) if tiny else (4, 16, 1)))
 
-    def ours_with(config: dict, *more: str) -> list[str]:
-        return ["--config", json.dumps(config), *more]
+    def job(
+        name: str,
+        size: str,
+        options: list[str],
+        config: dict | None = None,
+        system: str = "infinity",
+    ) -> tuple[str, str, list[str]]:
+        given = [] if config is None else ["--config", json.dumps(config)]
+        return name, system, ["--size", size, *options, *given]
 
-    disk = {"params": "host", "optimizer": "nvme", "nvme_paths": [folder]}
-    few, many = (
-        (["--batch", "1"], ["--batch", "2"]) if tiny else (["--batch", "4"], ["--batch", "16"])
-    )
     jobs = []
     for tokens, batch in (("8k", few), ("32k", many)):
+        stem = f"a.{small}.{tokens}"
         jobs += [
-            (f"a.{small}.{tokens}.plain", "plain", ["--size", small, *batch]),
-            (f"a.{small}.{tokens}.host", "infinity", ["--size", small, *batch, *ours_with(HOST)]),
-            (f"a.{small}.{tokens}.device", "infinity", ["--size", small, *batch, *ours_with({})]),
-            (
-                f"a.{small}.{tokens}.half",
-                "infinity",
-                ["--size", small, *batch, *ours_with({"device_memory": state // 2})],
-            ),
-            (f"a.{small}.{tokens}.deepspeed", "deepspeed", ["--size", small, *batch]),
-            (f"a.{small}.{tokens}.fsdp2", "fsdp2", ["--size", small, *batch]),
+            job(f"{stem}.plain", small, batch, system="plain"),
+            job(f"{stem}.host", small, batch, HOST),
+            job(f"{stem}.device", small, batch, {}),
+            job(f"{stem}.half", small, batch, {"device_memory": state // 2}),
+            job(f"{stem}.deepspeed", small, batch, system="deepspeed"),
+            job(f"{stem}.fsdp2", small, batch, system="fsdp2"),
         ]
     if not tiny:  # behind what tells most of the small one
         jobs[3:3] = [
-            (f"a.{large}.32k.host", "infinity", ["--size", large, *many, *ours_with(HOST)]),
-            (f"a.{large}.32k.auto", "infinity", ["--size", large, *many, *ours_with({})]),
+            job(f"a.{large}.32k.host", large, many, HOST),
+            job(f"a.{large}.32k.auto", large, many, {}),
         ]
+    disk = {"params": "host", "optimizer": "nvme", "nvme_paths": [folder]}
     jobs += [
-        (f"d.{small}.overlapped", "infinity", ["--size", small, *few, "--clip", *ours_with(HOST)]),
-        (
-            f"d.{small}.waited",
-            "infinity",
-            ["--size", small, *few, "--clip", "--wait", *ours_with(HOST)],
-        ),
-        (f"a.{small}.8k.nvme", "infinity", ["--size", small, *few, *ours_with(disk)]),
+        job(f"d.{small}.overlapped", small, [*few, "--clip"], HOST),
+        job(f"d.{small}.waited", small, [*few, "--clip", "--wait"], HOST),
+        job(f"a.{small}.8k.nvme", small, few, disk),
     ]
     for share in SHARES:
         config = {"device_memory": round(share * state)}
-        jobs.append(
-            (f"budget.{small}.{share}", "infinity", ["--size", small, *few, *ours_with(config)])
-        )
+        jobs.append(job(f"budget.{small}.{share}", small, few, config))
     for size in [] if tiny else ["20B", "13B", "27B", "34B"]:
         for moments in ("fp32", "int8"):
             config = {"moments": moments, "nvme_paths": [folder]}
-            jobs.append(
-                (
-                    f"b.{size}.{moments}",
-                    "infinity",
-                    ["--size", size, "--batch", "1", "--steps", "1", *ours_with(config)],
-                )
-            )
+            jobs.append(job(f"b.{size}.{moments}", size, [*one, "--steps", "1"], config))
     return jobs
 
 
@@ -340,44 +184,38 @@ def measure(settings: Settings) -> Measured:
                 notes.append(f"gpu_train.{name} does not run here ({told})")
                 continue
             found[name] = told
-            rows.append(
-                row(
-                    f"gpu_train.{name}",
-                    "tokens/s",
-                    [told["tokens_per_second"]],
-                    ratios=_ratios(name, told, found),
-                )
-            )
+            speed, ratios = told["tokens_per_second"], _ratios(name, told, found)
+            rows.append(row(f"gpu_train.{name}", "tokens/s", [speed], ratios=ratios))
             notes.append(_note(name, told))
-            print(
-                f"{rows[-1].name}: {told['tokens_per_second']:.0f} tokens/s",
-                file=sys.stderr,
-                flush=True,
-            )  # if it is cut off
-    notes += _differing_losses(found)
-    measured = Measured(rows, notes)
+            # If it is cut off.
+            print(f"{rows[-1].name}: {speed:.0f} tokens/s", file=sys.stderr, flush=True)
+    return Measured(rows, [*notes, *_differing_losses(found)], _series(found))
+
+
+def _series(found: dict) -> dict[str, list[dict]]:
     budgets = [
         (float(name.rpartition(".")[2]), told)
         for name, told in found.items()
         if name.startswith("budget.")
-    ]
-    measured.series["gpu_train.budget"] = [
-        {"share": share, "tokens/s": told["tokens_per_second"]} for share, told in budgets
     ]
     sizes = [
         told
         for name, told in found.items()
         if name.startswith(("a.", "b.")) and name.endswith((".auto", ".device", ".fp32"))
     ]
-    measured.series["gpu_train.size"] = [
-        {
-            "parameters": told["parameters"],
-            "tokens/s": told["tokens_per_second"],
-            "mfu": told.get("mfu"),
-        }
-        for told in sizes
-    ]
-    return measured
+    return {
+        "gpu_train.budget": [
+            {"share": share, "tokens/s": told["tokens_per_second"]} for share, told in budgets
+        ],
+        "gpu_train.size": [
+            {
+                "parameters": told["parameters"],
+                "tokens/s": told["tokens_per_second"],
+                "mfu": told.get("mfu"),
+            }
+            for told in sizes
+        ],
+    }
 
 
 def _ratios(name: str, told: dict, found: dict) -> dict[str, float]:

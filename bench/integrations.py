@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.bench.results import Measured, row
+from infinity.bench.results import Measured, Row, row
 from infinity.bench.rounds import Times, alternate, paired
 from infinity.bench.settings import Settings
 
@@ -55,39 +55,31 @@ def measure(settings: Settings) -> Measured:
         torch.manual_seed(0)
         return transformers.LlamaForCausalLM(config)
 
+    makers = {
+        "loop": _loop,
+        "transformers": _trainer,
+        "accelerate": _accelerate,
+        "lightning": _lightning,
+    }
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
-        makers = {
-            "loop": _loop,
-            "transformers": _trainer,
-            "accelerate": _accelerate,
-            "lightning": _lightning,
-        }
         jobs = {
-            (name, ours): make(model(), rows, folder, ours)
+            f"{name}{end}": make(model(), rows, folder, not end)
             for name, make in makers.items()
-            for ours in (True, False)
+            for end in ("", ".plain")
         }
-        named = alternate(
-            {f"{name}{'' if ours else '.plain'}": job for (name, ours), job in jobs.items()},
-            settings.rounds,
-        )
+        named = alternate(jobs, settings.rounds)
         first_steps = rows_of(("loop", *LIBRARIES), folder, min(3, settings.rounds))
-    found = Measured([])
+    return Measured([*_rows(named), *first_steps])
+
+
+def _rows(named: dict[str, Times]) -> Iterator[Row]:
     for name, times in named.items():
         loop = named["loop.plain" if name.endswith(".plain") else "loop"]
         ratios = {"loop": paired(times.wall, loop.wall)} if times is not loop else {}
         if name == "loop":
             ratios = {"plain": paired(times.wall, named["loop.plain"].wall)}
-        found.rows.append(
-            row(
-                f"integrations.{name}",
-                "tokens/s",
-                [STEPS * BATCH * LENGTH / each for each in times.wall],
-                ratios=ratios,
-            )
-        )
-    found.rows += first_steps
-    return found
+        speeds = [STEPS * BATCH * LENGTH / each for each in times.wall]
+        yield row(f"integrations.{name}", "tokens/s", speeds, ratios=ratios)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -30,10 +30,8 @@ RANKS = (8, 16, 32)
 LATENCY_SECONDS, LATENCY_RANKS = 5e-3, 8
 WIDTH, BATCH, STEPS = 128, 4, 1
 PAIRS = 6  # of turns in a round: a turn is short, and a busy moment hits one of them
-BLOCKS, FEW_BLOCKS = (
-    12,
-    6,
-)  # the second for 32 processes, or a small scale: then meetings weigh more
+# The second for 32 processes, or a small scale: then meetings weigh more.
+BLOCKS, FEW_BLOCKS = 12, 6
 
 
 def measure(settings: Settings) -> Measured:
@@ -112,9 +110,8 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     blocks = BLOCKS if scale >= 1 and dist.get_world_size() < 32 else FEW_BLOCKS
-    model: Any = nn.Sequential(
-        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(blocks)]
-    )
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(blocks)]
+    model: Any = nn.Sequential(*layers)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
     # Weights are sent, as between machines.
     config = {"params": "host", "optimizer": "host", "units": ["Linear"], "share_homes": False}
@@ -135,9 +132,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     def stepping(name: str) -> Callable[[], Times]:
         def run() -> Times:
             with _way(name):
-                # at the end of a step is agreed how the next one goes: this one's way is the last
-                # turn's
-                step()
+                step()  # at its end is agreed how the next one goes: its way is the last turn's
                 wrapped(model).engine.wait_idle()
                 dist.barrier()
                 cpu, start = time.process_time(), time.perf_counter()
@@ -152,9 +147,8 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
         step()
     with mock.patch.object(Meeting, "begin", counting):
         step()
-    times = alternate(
-        {name: stepping(name) for name in ("ours", "none", "each")}, PAIRS * rounds, warm_up=1
-    )
+    ways = {name: stepping(name) for name in ("ours", "none", "each")}
+    times = alternate(ways, PAIRS * rounds, warm_up=1)
     return _told(times, STEPS * BATCH * dist.get_world_size(), met)
 
 

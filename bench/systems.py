@@ -129,9 +129,8 @@ def ours(job: Job) -> Running:
         config["micro_batch"] = job.args.batch
     config["speculate"] = job.args.speculate
     config["share_homes"] = False if job.args.system.endswith("_sent") else None
-    model, optimizer = infinity.wrap_model(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-4), config
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = infinity.wrap_model(model, optimizer, config)
 
     def step() -> None:
         if job.args.units_at_once:
@@ -157,12 +156,10 @@ def ours(job: Job) -> Running:
         tiers = infinity.stats(model).tiers
         held = tiers["device"].peak_nbytes + tiers["host"].peak_nbytes
         read, written = (after - before for before, after in zip(*moved[-2:]))
-        return {
-            "held_nbytes": held,
-            "disk_seconds": (
-                disk_profile.seconds([job.args.folder], read, written) if home == "nvme" else 0.0
-            ),
-        }
+        seconds = 0.0
+        if home == "nvme":
+            seconds = disk_profile.seconds([job.args.folder], read, written)
+        return {"held_nbytes": held, "disk_seconds": seconds}
 
     return Running(step, wait_idle, told)
 

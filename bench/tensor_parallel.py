@@ -9,6 +9,7 @@ parallelism, where both hold the same weights, gradients and moments.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,34 +139,27 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     def make(home: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = infinity.parallel.tensor_parallel(_Model(width, layers), mesh, quiet=True)
-        cut = [
-            isinstance(param, DTensor) for param in model.parameters()
-        ]  # torch's fused step takes no mixed group
+        # torch's fused step takes no mixed group.
         groups = [
-            {"params": [p for p, is_cut in zip(model.parameters(), cut) if is_cut is each]}
-            for each in (True, False)
+            {"params": [p for p in model.parameters() if isinstance(p, DTensor) is is_cut]}
+            for is_cut in (True, False)
         ]
         optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=home is None)
         if home is None:
             return model, optimizer
-        return infinity.wrap_model(
-            model, optimizer, {"params": home, "optimizer": home, "nvme_paths": [folder]}, mesh=mesh
-        )
+        config = {"params": home, "optimizer": home, "nvme_paths": [folder]}
+        return infinity.wrap_model(model, optimizer, config, mesh=mesh)
 
     systems = {name: make(None if name == "torch" else name) for name in ("torch", *HOMES)}
-    seconds = alternate(
-        {name: _stepper(*system, tokens) for name, system in systems.items()}, 3 * rounds, warm_up=2
-    )
+    steppers = {name: _stepper(*system, tokens) for name, system in systems.items()}
+    seconds = alternate(steppers, 3 * rounds, warm_up=2)
     clips: dict[str, Times] = {}
     for name in HOMES:
         model, optimizer = systems[name]
         infinity.clip_grad_norm_(optimizer, 1.0)  # from here on norms are taken as gradients land
         model(tokens).backward()
-        clips |= alternate(
-            {name: lambda optimizer=optimizer: infinity.clip_grad_norm_(optimizer, 1.0)},
-            rounds,
-            warm_up=0,
-        )
+        clip = partial(infinity.clip_grad_norm_, optimizer, 1.0)
+        clips |= alternate({name: clip}, rounds, warm_up=0)
         optimizer.zero_grad()
     engine = wrapped(systems["nvme"][0]).engine
     shards = [shard for unit in engine.units for shard in unit.shards]
@@ -174,9 +168,8 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
         "seconds": {name: times.wall for name, times in seconds.items()},
         "clip": {name: times.wall for name, times in clips.items()},
         "home_nbytes": sum(array.nbytes for shard in shards for array in shard.arrays.values()),
-        "formula_nbytes": (
-            sum(shard.layout.numel for shard in shards) * 16
-        ),  # weight, gradient and two moments, fp32
+        # Weight, gradient and two moments, fp32.
+        "formula_nbytes": sum(shard.layout.numel for shard in shards) * 16,
         "device_planned_nbytes": engine.plan.planned_nbytes(Tier.DEVICE),
         "device_peak_nbytes": infinity.stats(systems["nvme"][0]).tiers["device"].peak_nbytes,
     }

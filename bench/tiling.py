@@ -135,7 +135,21 @@ def _memory(name: str) -> int:
 def measure(settings: Settings) -> Measured:
     """Measures rows ``tiling.width.<factor>``; ``tiling.head.whole|tiles`` (seconds, and MiB beside
     what the engine holds)."""
-    base = max(STEP, round(BASE * settings.scale) // STEP * STEP)
+    measured = _measure_widths(max(STEP, round(BASE * settings.scale) // STEP * STEP))
+    found = _run_heads(settings)
+    for name, results in found.items():
+        for what, unit, end, scale in (
+            ("seconds", "s", "", 1.0),
+            ("grown_nbytes", "MiB", ".grown", 2.0**20),
+        ):
+            values = [result[what] / scale for result in results]
+            ratios = _ratio(found, what) if name == "tiles" else {}
+            measured.rows.append(row(f"tiling.head.{name}{end}", unit, values, ratios=ratios))
+    return measured
+
+
+def _measure_widths(base: int) -> Measured:
+    """Measures how wide a layer trains in what one of width ``base`` takes whole."""
     budget = factor_of(base, None)[1]
     rows, points = [], []
     for factor in FACTORS:
@@ -143,23 +157,15 @@ def measure(settings: Settings) -> Measured:
         seconds, peak = train(width, budget)
         if peak > budget:
             raise AssertionError(f"a layer {width} wide took {peak} of {budget} bytes")
-        rows.append(
-            row(
-                f"tiling.width.{factor}",
-                "wide",
-                [width],
-                ratios={"untiled": width / points[0]["width"] if points else 1.0},
-            )
-        )
-        points.append(
-            {
-                "factor": factor,
-                "width": width,
-                "seconds": seconds,
-                "peak_nbytes": peak,
-                "budget_nbytes": budget,
-            }
-        )
+        point = {"factor": factor, "width": width, "seconds": seconds}
+        points.append(point | {"peak_nbytes": peak, "budget_nbytes": budget})
+        ratios = {"untiled": width / points[0]["width"]}
+        rows.append(row(f"tiling.width.{factor}", "wide", [width], ratios=ratios))
+    return Measured(rows, series={"tiling.width": points})
+
+
+def _run_heads(settings: Settings) -> dict[str, list[dict]]:
+    """Runs the head whole and in tiles, in turns, each in a process of its own."""
     found: dict[str, list[dict]] = {"whole": [], "tiles": []}
     sizes = {name: max(64, round(value * settings.scale)) for name, value in HEAD.items()}
     for _ in range(min(3, settings.rounds)):
@@ -178,26 +184,7 @@ def measure(settings: Settings) -> Measured:
             raise AssertionError(
                 f"the losses differ: {whole['loss']} whole, {tiles['loss']} in tiles"
             )
-    for name, results in found.items():
-        seconds = [result["seconds"] for result in results]
-        grown = [result["grown_nbytes"] / 2**20 for result in results]
-        rows.append(
-            row(
-                f"tiling.head.{name}",
-                "s",
-                seconds,
-                ratios=_ratio(found, "seconds") if name == "tiles" else {},
-            )
-        )
-        rows.append(
-            row(
-                f"tiling.head.{name}.grown",
-                "MiB",
-                grown,
-                ratios=_ratio(found, "grown_nbytes") if name == "tiles" else {},
-            )
-        )
-    return Measured(rows, series={"tiling.width": points})
+    return found
 
 
 def _ratio(found: dict[str, list[dict]], what: str) -> dict[str, float]:

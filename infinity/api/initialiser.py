@@ -49,13 +49,8 @@ class Initialiser:
         sent: set[nn.Parameter],
         overwritten: list[tuple[torch.Tensor, torch.Tensor]],
     ):
-        self._model, self._unfilled, self._empty, self._home, self._sent = (
-            model,
-            unfilled,
-            empty,
-            home,
-            sent,
-        )
+        self._model, self._home = model, home
+        self._unfilled, self._empty, self._sent = unfilled, empty, sent
         self._overwritten = overwritten  # restored if the wrap fails
         self._names = {
             id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
@@ -141,12 +136,8 @@ class Initialiser:
         for param in lent:
             if param in self._sent or any(param is tensor for tensor in waiting):
                 for begin in range(0, param.numel(), PIECE_ELEMENTS):
-                    self._home.send(
-                        param,
-                        begin,
-                        param.data.reshape(-1)[begin : begin + PIECE_ELEMENTS],
-                        drawn=True,
-                    )
+                    piece = param.data.reshape(-1)[begin : begin + PIECE_ELEMENTS]
+                    self._home.send(param, begin, piece, drawn=True)
                 self._sent.add(param)
             take_storage(param)
 

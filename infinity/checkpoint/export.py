@@ -23,11 +23,12 @@ from .described import described_model, model_described_by
 from .folder import OF_READERS
 from .foreign import foreign_sources, is_foreign
 from .hub_names import SHARD_SIZE, hub_sources, names_to_write, shard_size_of
-from .load import checkpoint_of
+from .load import NOT_A_CHECKPOINT, checkpoint_of
 from .manifest import MANIFEST, check_files
+from .model_files import write_sources
 from .module_names import Incoming, may_lack
 from .parts import read_tensors
-from .pretrained import write_configs, write_sources
+from .pretrained import write_configs
 from .saved_tensors import SavedTensors
 from .source import Source
 from .weight_files import FILE_DTYPES, WeightFiles
@@ -76,41 +77,36 @@ def export(
     and bytes. Raises UsageError without a checkpoint, CorruptionError if it is damaged,
     StorageError.
     """
-    if model is not None and not (model / "config.json").is_file():
-        raise ConfigError(f"{model} has no config.json: give the folder that the model came from")
-    for read in (checkpoint, model):
-        if read is not None and identity_of(folder) == identity_of(read):
-            raise ConfigError(f"{folder} is what is read: give another folder to write")
+    _check_folders(checkpoint, folder, model)
     target = _Target(folder, dtype, model, described_model(model), change)
-    if not (checkpoint / MANIFEST).exists() and is_foreign(checkpoint):
-        if change is not None:
-            raise ConfigError(
-                f"{checkpoint} is a checkpoint of another tool: export it first, then merge the"
-                " adapter into what was written"
-            )
-        with foreign_sources(checkpoint) as sources:
-            return target.write(sources)
-    if not (checkpoint / MANIFEST).exists() and (
-        checkpoint.is_file() or list(checkpoint.glob("*.safetensors"))
-    ):
-        return target.write(WeightFiles(checkpoint).sources())
+    if not (checkpoint / MANIFEST).exists():
+        if is_foreign(checkpoint):
+            if change is not None:
+                raise ConfigError(
+                    f"{checkpoint} is a checkpoint of another tool: export it first, then merge the"
+                    " adapter into what was written"
+                )
+            with foreign_sources(checkpoint) as sources:
+                return target.write(sources)
+        if checkpoint.is_file() or list(checkpoint.glob("*.safetensors")):
+            return target.write(WeightFiles(checkpoint).sources())
     with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
         try:
             return _export(manifest, data, target)
         except InfinityError:
             raise
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            ArithmeticError,
-            RuntimeError,
-            RecursionError,
-        ) as error:
+        except (*NOT_A_CHECKPOINT, RuntimeError) as error:
             raise CorruptionError(
                 f"{checkpoint / MANIFEST} does not describe a checkpoint: {error!r}"
             ) from error
+
+
+def _check_folders(checkpoint: Path, folder: Path, model: Path | None) -> None:
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(f"{model} has no config.json: give the folder that the model came from")
+    for read in (checkpoint, model):
+        if read is not None and identity_of(folder) == identity_of(read):
+            raise ConfigError(f"{folder} is what is read: give another folder to write")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ..runtime.job import Job
 from ..runtime.recovery import begin_repair, is_sound
 from ..state.handle import ParamHandle
 from .boxes import boxes_of_run
-from .content import part_of_rank
+from .content import own_run, part_of_rank
 from .file_reader import Destination, WholeFile, read_files, stop
 from .saved_tensors import SavedTensors
 from .weight_files import keep_header, tensors_told
@@ -181,9 +181,8 @@ def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wante
     shard, part, array = handle.shard, part_of_rank(handle), handle.shard.arrays[name]
     if array.flat is None or not array.flat.is_cpu:
         return []
-    (low, high), first = shard.own_part(name, handle.index), shard.part(name, handle.index)[0]
-    begin, end = low - first, high - first
-    own = low - shard.own(name)[0]
+    begin, end = own_run(handle, name)
+    own = shard.own_part(name, handle.index)[0] - shard.own(name)[0]
     memory = array.flat[own : own + end - begin]
     if saved.is_coded(name, handle.name):
         found = [(saved.entry_of_codes(name, handle.name, part, begin, end), memory)]

@@ -22,6 +22,7 @@ import os
 import secrets
 import shutil
 from collections import deque
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from ..runtime.registry import whole_of
 from ..state.operations import Operation
 from ..state.parts import parts_of
 from .content import (
+    Entry,
     average_files,
     buffers_of,
     describe_own_state,
@@ -297,7 +299,6 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
     """Writes the arrays that this rank has at home: reads a unit while the previous one is written.
     Returns the manifest's entries."""
     entries: dict[str, dict[str, Any]] = {}
-    rank = "" if engine.ranks.alone else f"-rank-{engine.ranks.job_rank:05d}"
     total = sum(
         array.nbytes
         for unit in engine.units
@@ -313,39 +314,34 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
 
     with progress("saving the checkpoint", total) as advance, ExitStack() as stack:
         stack.callback(lambda: [file.__exit__() for _, file in started])
-        for unit in engine.units:
-            stays = all(
-                array.flat is not None and array.flat.is_cpu
-                for shard in unit.shards
-                for array in shard.arrays.values()
-            )
-            for kind, files in (
-                ("unit", unit_files(engine.job, unit)),
-                ("average", average_files(engine, unit)),
-            ):
-                for number, parts in enumerate(files):
-                    name = (
-                        f"{kind}-{unit.index:05d}{rank}{f'-{number}' if number else ''}.safetensors"
-                    )
-                    tensors, told = (
-                        {key: entry[at] for key, entry in parts.items()} for at in (0, 1)
-                    )
-                    started.append(
-                        (
-                            name,
-                            _start_file(
-                                data / name, tensors, slots, told, stay=stays and kind == "unit"
-                            ),
-                        )
-                    )
-                    while len(started) > FILES_AT_ONCE:
-                        finish_oldest()
+        for name, parts, stay in _files_of_rank(engine):
+            tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))
+            started.append((name, _start_file(data / name, tensors, slots, told, stay=stay)))
+            while len(started) > FILES_AT_ONCE:
+                finish_oldest()
         while started:
             finish_oldest()
     # At the end: the first sync makes the file system flush its journal for all of them.
     for name in entries:
         sync_file(data / name)
     return entries
+
+
+def _files_of_rank(engine: Engine) -> Iterator[tuple[str, dict[str, Entry], bool]]:
+    """Yields the name and the entries of each file that this rank writes, and whether their values
+    stay in memory until it is written."""
+    rank = "" if engine.ranks.alone else f"-rank-{engine.ranks.job_rank:05d}"
+    for unit in engine.units:
+        arrays = [array for shard in unit.shards for array in shard.arrays.values()]
+        stays = all(array.flat is not None and array.flat.is_cpu for array in arrays)
+        for kind, files in (
+            ("unit", unit_files(engine.job, unit)),
+            ("average", average_files(engine, unit)),
+        ):
+            for number, entries in enumerate(files):
+                part = f"-{number}" if number else ""
+                name = f"{kind}-{unit.index:05d}{rank}{part}.safetensors"
+                yield name, entries, stays and kind == "unit"
 
 
 def _start_file(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,12 @@ import infinity
 
 from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
-from ..machine.sizes import format_nbytes, format_seconds
 from ..machine.tiers import Tier
-from . import svg
-from .training.options import HOMES
+from .plan_view import draw, text
+from .training.options import FILE, FLAG, FOLDER, HOMES, PATH
 from .training.settings import AUTO, engine_config, engine_settings
 
 USABLE = 0.9  # share of a machine's memory and disks; the system and libraries use the rest
-BAR = 48  # characters of the memory map
 STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
 
 
@@ -34,62 +32,28 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "plan", help="where a model's state would live, and how long a step would take"
     )
     add = parser.add_argument
-    add(
-        "--model",
-        type=Path,
-        metavar="PATH",
-        help="folder with config.json, or a config.json (default: train's own)",
-    )
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that lies in the folder of --model",
-    )
-    add(
-        "--dtype",
-        choices=("bf16", "fp32"),
-        default="bf16",
-        help="of the model's weights (default bf16)",
-    )
+    add("--model", **PATH, help="folder with config.json, or a config.json (default: train's own)")
+    add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder of --model")
+    dtypes = ("bf16", "fp32")
+    add("--dtype", choices=dtypes, default="bf16", help="of the model's weights (default bf16)")
     add("--params", choices=HOMES, help="home of the parameters (default auto)")
     add("--optimizer", choices=HOMES, help="home of master weights and moments (default auto)")
     add("--activations", choices=HOMES, help="home of what the forward saves (default auto)")
-    add(
-        "--nvme-path",
-        action="append",
-        type=Path,
-        metavar="FOLDER",
-        help="on the disk that swap files would use",
-    )
+    add("--nvme-path", action="append", **FOLDER, help="on the disk that swap files would use")
     for tier in ("device-memory", "host-memory", "nvme-capacity"):
         add(f"--{tier}", metavar="BYTES", help='budget, as "80GiB" (default: what is free here)')
-    add(
-        "--master",
-        choices=("split", "fp32", "none"),
-        help="master weights of bf16 parameters (default split)",
-    )
-    add(
-        "--moments", choices=("fp32", "bf16", "int8"), help="the optimizer's moments (default fp32)"
-    )
-    add(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="engine configuration, TOML or JSON; options here go over it",
-    )
+    masters, moments = ("split", "fp32", "none"), ("fp32", "bf16", "int8")
+    add("--master", choices=masters, help="master weights of bf16 parameters (default split)")
+    add("--moments", choices=moments, help="the optimizer's moments (default fp32)")
+    add("--config", **FILE, help="engine configuration, TOML or JSON; options here go over it")
     add(
         "--deepspeed",
-        type=Path,
-        metavar="FILE",
+        **FILE,
         help="plan with a DeepSpeed JSON, and say what changes in memory and bytes",
     )
     add("--batch-size", type=int, default=4, metavar="N", help="samples of a step (default 4)")
     add("--sequence-length", type=int, metavar="N", help="tokens of a sample (default 256)")
-    add(
-        "--gradient-checkpointing",
-        action="store_true",
-        help="the backward computes activations again",
-    )
+    add("--gradient-checkpointing", **FLAG, help="the backward computes activations again")
     add(
         "--machine",
         metavar="FILE",
@@ -102,13 +66,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help="how many of them, with one rank for each device (default 1)",
     )
-    add("--svg", type=Path, metavar="FILE", help="draw the memory map")
-    add(
-        "--overwrite",
-        action="store_true",
-        help="replace a file of --svg that is no picture of ours",
-    )
-    add("--json", action="store_true", help="the plan as one JSON object on stdout")
+    add("--svg", **FILE, help="draw the memory map")
+    add("--overwrite", **FLAG, help="replace a file of --svg that is no picture of ours")
+    add("--json", **FLAG, help="the plan as one JSON object on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,11 +100,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers.utils import logging
 
-    from ..api.lay_out import lay_out
-    from ..machine.rates import Rates
     from ..planning.cluster import Machine
-    from ..planning.predict import predict
-    from .training.compute import compute_time
     from .training.job import make_optimizer
     from .training.model import choose_sequence_length, read_model_config
 
@@ -162,32 +118,15 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     model = _build(args, model_config, dtype)
     config = engine_config(settings, model)
     optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+    checkpointing = args.gradient_checkpointing
+    batch = {"batch": args.batch_size, "length": length, "checkpointing": checkpointing}
+    job = _Job(model, model_config, optimizer, config, batch)
     if machine is not None:
-        return _plan_cluster(args, machine, model, model_config, optimizer, config, length)
-    plan, units = lay_out(model, optimizer, config)
-    compute = compute_time(
-        model,
-        model_config,
-        batch=args.batch_size,
-        length=length,
-        dtype=dtype,
-        checkpointing=args.gradient_checkpointing,
-    )
-    on_disk = plan.planned_nbytes(Tier.NVME) > 0
-    rates = Rates.measure(config.nvme_paths if on_disk else (), config.device)
-    prediction = predict(plan, units, rates, compute_seconds=compute.seconds)
-    tokens = args.batch_size * length
-    return _described(model, plan, units) | {
-        "edges": prediction.edges,
-        "seconds": prediction.seconds,
-        "compute": compute.how,
-        "rates": asdict(rates),
-        "step_seconds": prediction.step_seconds,
-        "tokens_per_step": tokens,
-        "tokens_per_second": tokens / prediction.step_seconds,
-        "bottleneck": prediction.bottleneck,
-        **({"deepspeed": _deepspeed(model, config)} if args.deepspeed is not None else {}),
-    }
+        return _plan_cluster(job, machine, args.nodes)
+    found = _plan_here(job, dtype)
+    if args.deepspeed is not None:
+        found["deepspeed"] = _deepspeed(model, config)
+    return found
 
 
 def _check_at_least(options: Iterable[tuple[str, int, int]]) -> None:
@@ -224,53 +163,78 @@ def _deepspeed(model, config) -> dict[str, Any]:
     return asdict(deepspeed_bytes(sum(sizes), max(sizes), **homes))
 
 
-def _described(model: Any, plan: Any, units: list[Any]) -> dict[str, Any]:
-    return {
-        "parameters": sum(param.numel() for param in model.parameters()),
-        "units": list(_units(plan, units)),
-        "tiers": {
-            str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": plan.terms[tier]}
-            for tier in Tier
-        },
+@dataclass(frozen=True)
+class _Job:
+    """The training to plan."""
+
+    model: Any  # on meta
+    model_config: Any
+    optimizer: Any
+    config: Any
+    batch: dict[str, Any]  # of a step, as compute_time takes it
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step on one rank."""
+        return self.batch["batch"] * self.batch["length"]
+
+    def describe(self, plan: Any, units: list[Any]) -> dict[str, Any]:
+        """Describes where the state is at home."""
+        return {
+            "parameters": sum(param.numel() for param in self.model.parameters()),
+            "units": list(_units(plan, units)),
+            "tiers": {
+                str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": plan.terms[tier]}
+                for tier in Tier
+            },
+        }
+
+
+def _plan_here(job: _Job, dtype: Any) -> dict[str, Any]:
+    """Plans the training on this machine, and measures its rates."""
+    from ..api.lay_out import lay_out
+    from ..machine.rates import Rates
+    from ..planning.predict import predict
+    from .training.compute import compute_time
+
+    plan, units = lay_out(job.model, job.optimizer, job.config)
+    compute = compute_time(job.model, job.model_config, dtype=dtype, **job.batch)
+    on_disk = plan.planned_nbytes(Tier.NVME) > 0
+    rates = Rates.measure(job.config.nvme_paths if on_disk else (), job.config.device)
+    prediction = predict(plan, units, rates, compute_seconds=compute.seconds)
+    return job.describe(plan, units) | {
+        "edges": prediction.edges,
+        "seconds": prediction.seconds,
+        "compute": compute.how,
+        "rates": asdict(rates),
+        "step_seconds": prediction.step_seconds,
+        "tokens_per_step": job.tokens,
+        "tokens_per_second": job.tokens / prediction.step_seconds,
+        "bottleneck": prediction.bottleneck,
     }
 
 
-def _plan_cluster(
-    args: argparse.Namespace,
-    machine: Any,
-    model: Any,
-    model_config: Any,
-    optimizer: Any,
-    config: Any,
-    length: int,
-) -> dict[str, Any]:
-    """Plans one rank of ``args.nodes`` machines. Measures nothing on this machine."""
+def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
+    """Plans one rank of ``nodes`` machines. Measures nothing on this machine."""
     from ..api.lay_out import lay_out
     from ..distributed.data_ranks import DataRanks
     from ..planning.cluster import predict_cluster
     from .training.compute import step_flops
 
-    ranks = DataRanks(size=args.nodes * machine.devices, local_size=machine.devices)
-    plan, units = lay_out(model, optimizer, config, ranks)
-    flops = step_flops(
-        model,
-        model_config,
-        batch=args.batch_size,
-        length=length,
-        checkpointing=args.gradient_checkpointing,
-    )
-    found = predict_cluster(plan, units, machine, args.nodes, flops=flops)
-    tokens = args.batch_size * length * found.ranks
-    return _described(model, plan, units) | {
+    ranks = DataRanks(size=nodes * machine.devices, local_size=machine.devices)
+    plan, units = lay_out(job.model, job.optimizer, job.config, ranks)
+    flops = step_flops(job.model, job.model_config, **job.batch)
+    found = predict_cluster(plan, units, machine, nodes, flops=flops)
+    tokens = job.tokens * found.ranks
+    rates = {key: value for key, value in asdict(machine).items() if type(value) in (int, float)}
+    return job.describe(plan, units) | {
         "machine": machine.name,
-        "nodes": args.nodes,
+        "nodes": nodes,
         "ranks": found.ranks,
         "edges": found.edges,
         "seconds": found.seconds,
         "compute": "assumed",
-        "rates": {
-            key: value for key, value in asdict(machine).items() if isinstance(value, (int, float))
-        },
+        "rates": rates,
         "step_seconds": found.step_seconds,
         "tokens_per_step": tokens,
         "tokens_per_second": tokens / found.step_seconds,
@@ -360,86 +324,3 @@ def _units(plan, units) -> Iterator[dict[str, Any]]:
             "tile_nbytes": tile,
             **dict(homes),
         }
-
-
-def text(found: dict[str, Any]) -> Iterator[str]:
-    """Yields the plan's lines for a terminal."""
-    yield f"{found['parameters']:,} parameters"
-    yield f"{'unit':<42}{'parameters':>15}  {'weights':<22}{'optimizer':<22}gradients"
-    for row in found["units"]:
-        name = (
-            row["first"]
-            if row["units"] == 1
-            else f"{row['first']} .. {row['last'].rsplit('.', 1)[-1]}"
-        )
-        tile = f" in tiles of {format_nbytes(row['tile_nbytes'])}" if row["tile_nbytes"] else ""
-        count = (
-            f"{row['units']} x {row['parameters']:,}"
-            if row["units"] > 1
-            else f"{row['parameters']:,}"
-        )
-        yield (
-            f"{name:<42}{count:>15}"
-            f"  {row['weights'] + tile:<22}{row['optimizer']:<22}{row['gradients']}"
-        )
-    for tier, of_tier in found["tiers"].items():
-        yield f"{tier}: {format_nbytes(of_tier['nbytes'])}"
-        for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
-            if nbytes:
-                filled = max(1, round(BAR * nbytes / of_tier["nbytes"]))
-                yield f"  {what:<28}{format_nbytes(nbytes):>11}  {'#' * filled}"
-    moved = ", ".join(
-        f"{edge} {format_nbytes(nbytes)}" for edge, nbytes in found["edges"].items() if nbytes
-    )
-    whose = " of each rank" if "ranks" in found else ""
-    if "ranks" in found:
-        yield f"{found['nodes']} x {found['machine']}, {found['ranks']} ranks; above is one of them"
-    yield f"a step of {found['tokens_per_step']:,} tokens moves {moved}{whose}"
-    needs = ", ".join(
-        f"{what} {format_seconds(seconds)}" for what, seconds in found["seconds"].items() if seconds
-    )
-    yield (
-        f"and needs {needs} (compute"
-        f" {found['compute']}{'' if 'ranks' in found else ' on this machine'})"
-    )
-    if (theirs := found.get("deepspeed")) is not None:
-        yield f"{'beside DeepSpeed, by its own layout':<42}{'DeepSpeed':>12}{'Infinity':>12}"
-        for tier, nbytes in theirs["tiers"].items():
-            ours = format_nbytes(found["tiers"][tier]["nbytes"])
-            yield f"  {'kept on ' + tier:<40}{format_nbytes(nbytes):>12}{ours:>12}"
-        for edge, nbytes in theirs["edges"].items():
-            ours = format_nbytes(found["edges"][edge])
-            yield f"  {'moved in a step, ' + edge:<40}{format_nbytes(nbytes):>12}{ours:>12}"
-    yield (
-        f"predicted: {format_seconds(found['step_seconds'])} per step,"
-        f" {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
-    )
-    for name in ("assumptions", "sources"):
-        yield from [f"{name}:", *(f"  {line}" for line in found[name])] if name in found else []
-
-
-WIDTH, ROW, LEFT = 900, 64, 70
-COLOURS = {"weights": "#1f6fb2", "optimizer state": "#8a6d1b", "gradients": "#7a4fb0"}
-OTHER_COLOUR = "#2a8c4a"
-
-
-def draw(tiers: dict[str, dict]) -> str:
-    """Draws the memory map as an SVG picture: a bar per tier, all on one scale. Parts have their
-    names if they fit."""
-    largest = max(of_tier["nbytes"] for of_tier in tiers.values()) or 1
-    marks = []
-    for number, (tier, of_tier) in enumerate(tiers.items()):
-        y, x = 12 + number * ROW, float(LEFT)
-        marks.append(svg.text(LEFT - 8, y + 20, tier, anchor="end"))
-        for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
-            width = (WIDTH - LEFT - 20) * nbytes / largest
-            colour = next(
-                (colour for kind, colour in COLOURS.items() if what.startswith(kind)), OTHER_COLOUR
-            )
-            title = f"{what}, {format_nbytes(nbytes)}"
-            marks.append(svg.bar(x, y, max(0.5, width), 30, colour, title=title, edged=True))
-            if width > 7.5 * len(what):
-                marks.append(svg.text(x + 5, y + 19, what, colour="#fff"))
-            x += width
-        marks.append(svg.text(LEFT, y + 45, format_nbytes(of_tier["nbytes"])))
-    return svg.picture(WIDTH, 12 + ROW * len(tiers), marks)

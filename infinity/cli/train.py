@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import infinity
@@ -23,7 +24,7 @@ from ..data.corpus import Batches, TextFiles, find_text_files, read_corpus
 from ..errors import ConfigError
 from ..machine.outputs import replacing
 from ..machine.sizes import format_seconds, parse_nbytes
-from .training.compute import compute_time, multiplies_bf16
+from .training.compute import Compute, compute_time, multiplies_bf16
 from .training.interrupt import Interrupt
 from .training.job import EdgeCounts, Job, held_out_loss, make_job, resume, train
 from .training.model import (
@@ -80,47 +81,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
-    import torch
-
     settings = engine_settings(args)
     check_places(args, settings)
     files = find_text_files(args.data)
     console = _prepare(args, ranks)
-    if files.skipped:
-        names = ", ".join(files.skipped[:3]) + (", ..." if len(files.skipped) > 3 else "")
-        console.print(
-            f"{files.source}: {len(files.skipped)} files are not UTF-8 text and are left out:"
-            f" {names}"
-        )
+    _tell_skipped(files, console)
     engine_config(settings)  # raises for a wrong engine option before the model is built
     _choose_dtype(args, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
-    model_config = read_model_config(args.model, trust=args.trust_remote_code)
-    tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
-    check_vocabulary(model_config, tokenizer)
-    batches = _make_batches(
-        args, files, choose_sequence_length(args.sequence_length, model_config), tokenizer
-    )
-
-    model = _make_model(args, model_config, console)
+    inputs = _read_inputs(args, files)
+    model = _make_model(args, inputs.model_config, console)
     if is_streamed(model, args.model):
         settings["weights"] = str(args.model)
     config = engine_config(settings, model)
     measured_disk = measure_disks(config)
-    compute = compute_time(
-        model,
-        model_config,
-        batch=args.batch_size,
-        length=batches.sequence_length,
-        dtype=getattr(torch, DTYPES[args.dtype]),
-        checkpointing=args.gradient_checkpointing,
-    )
+    compute = _time_compute(args, model, inputs)
     with no_cache(model):
         if ranks.is_first:
             _check_room(args, model, config)
             make_way(args)
-        job = make_job(args, model, batches, config, ranks)
+        job = make_job(args, model, inputs.batches, config, ranks)
         predicted = predict_step(job, compute.seconds * args.accumulate)
         console.print(
             f"predicted: {format_seconds(predicted)} per step ({compute.how} on this machine)"
@@ -144,7 +125,54 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         loss_after=loss_after,
     )
     print_report(console, report)
-    return _end(args, ranks, job, tokenizer, console, report)
+    return _end(args, ranks, job, inputs.tokenizer, console, report)
+
+
+def _tell_skipped(files: TextFiles, console: Console) -> None:
+    if files.skipped:
+        names = ", ".join(files.skipped[:3]) + (", ..." if len(files.skipped) > 3 else "")
+        console.print(
+            f"{files.source}: {len(files.skipped)} files are not UTF-8 text and are left out:"
+            f" {names}"
+        )
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What is read for a job: the model's configuration, its tokenizer, if it has one, and the
+    data."""
+
+    model_config: Any
+    tokenizer: Any
+    batches: Batches
+
+
+def _read_inputs(args: argparse.Namespace, files: TextFiles) -> _Inputs:
+    model_config = read_model_config(args.model, trust=args.trust_remote_code)
+    tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
+    check_vocabulary(model_config, tokenizer)
+    length = choose_sequence_length(args.sequence_length, model_config)
+    limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")
+    corpus = read_corpus(
+        files, sequence_length=length, limit_nbytes=limit_nbytes, tokenizer=tokenizer
+    )
+    batches = Batches(
+        corpus=corpus, batch_size=args.batch_size, sequence_length=length, seed=args.seed
+    )
+    return _Inputs(model_config, tokenizer, batches)
+
+
+def _time_compute(args: argparse.Namespace, model: Any, inputs: _Inputs) -> Compute:
+    import torch
+
+    return compute_time(
+        model,
+        inputs.model_config,
+        batch=args.batch_size,
+        length=inputs.batches.sequence_length,
+        dtype=getattr(torch, DTYPES[args.dtype]),
+        checkpointing=args.gradient_checkpointing,
+    )
 
 
 def _make_model(args: argparse.Namespace, model_config: Any, console: Console) -> Any:
@@ -228,18 +256,6 @@ def _choose_dtype(args: argparse.Namespace, console: Console) -> None:
         console.print(
             "This processor has no fast bf16 products: --dtype fp32 may be many times faster"
         )
-
-
-def _make_batches(
-    args: argparse.Namespace, files: TextFiles, sequence_length: int, tokenizer: Any
-) -> Batches:
-    limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")
-    corpus = read_corpus(
-        files, sequence_length=sequence_length, limit_nbytes=limit_nbytes, tokenizer=tokenizer
-    )
-    return Batches(
-        corpus=corpus, batch_size=args.batch_size, sequence_length=sequence_length, seed=args.seed
-    )
 
 
 def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -> None:

@@ -90,45 +90,54 @@ class LandedGrad(AtHome):
                 grad.zero_()
             return None
         grads = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LandedGrad)]
-        mutated = _mutated_arguments(func, args, kwargs)
         for grad in grads:
             grad._values  # noqa: B018 - raises for a stale one
             refuse_torn(grad._infinity_grad)
-        copied = {id(grad) for grad in grads if grad._values.lends_copies(grad._infinity_grad)}
-        # A gradient from disk is lent in its staging slot. Several may not fit there at once, so
-        # those are copied.
-        from_disk = [
-            grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME
-        ]
+        loan = _Loan(grads, _mutated_arguments(func, args, kwargs))
         if func.is_view and subject is not None:
             is_consumed = subject._infinity_grad.grad.state is GradState.CONSUMED
-            if copied or from_disk or is_consumed or func is aten.as_strided.default:
+            is_strided = func is aten.as_strided.default
+            if loan.copied or loan.from_disk or is_consumed or is_strided:
                 return views_of(subject, func, args, kwargs)
             subject._values.note_view(subject._infinity_grad)
-        lent: dict[int, torch.Tensor] = {}
-
-        def lend(grad: LandedGrad) -> torch.Tensor:
-            if id(grad) not in lent:
-                write = any(grad is other for other in mutated)
-                handle = writable(grad._infinity_grad) if write else grad._infinity_grad
-                value = grad._values.value(handle, write=write)
-                lent[id(grad)] = (
-                    value.clone() if len(from_disk) > 1 and id(grad) not in copied else value
-                )
-            return lent[id(grad)]
-
-        lent_args, lent_kwargs = tree_map_only(LandedGrad, lend, (args, kwargs))
+        lent_args, lent_kwargs = tree_map_only(LandedGrad, loan.lend, (args, kwargs))
         result = func(*lent_args, **lent_kwargs)
         if func.namespace == "c10d":
             _wait_for(result)
-        for grad in mutated:
-            if isinstance(grad, LandedGrad):
-                grad._values.note_edit(grad._infinity_grad, lent[id(grad)])
-                if len(from_disk) > 1 or id(grad) in copied:
-                    grad._values.put(grad._infinity_grad, lent[id(grad)])
-        if mutated and isinstance(result, torch.Tensor):
-            return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
-        return result
+        loan.end()
+        return loan.mutated[0] if loan.mutated and isinstance(result, torch.Tensor) else result
+
+
+class _Loan:
+    """The bytes of gradients that one operation reads or writes."""
+
+    def __init__(self, grads: list[LandedGrad], mutated: list):
+        self.mutated = [grad for grad in mutated if isinstance(grad, LandedGrad)]
+        self.copied = {id(grad) for grad in grads if grad._values.lends_copies(grad._infinity_grad)}
+        # A gradient from disk is lent in its staging slot. Several may not fit there at once, so
+        # those are copied.
+        self.from_disk = [
+            grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME
+        ]
+        self._lent: dict[int, torch.Tensor] = {}
+
+    def lend(self, grad: LandedGrad) -> torch.Tensor:
+        """Returns the bytes as a plain tensor."""
+        if id(grad) not in self._lent:
+            write = any(grad is other for other in self.mutated)
+            handle = writable(grad._infinity_grad) if write else grad._infinity_grad
+            value = grad._values.value(handle, write=write)
+            if len(self.from_disk) > 1 and id(grad) not in self.copied:
+                value = value.clone()
+            self._lent[id(grad)] = value
+        return self._lent[id(grad)]
+
+    def end(self) -> None:
+        """Stores what the operation has written to copies."""
+        for grad in self.mutated:
+            grad._values.note_edit(grad._infinity_grad, self._lent[id(grad)])
+            if len(self.from_disk) > 1 or id(grad) in self.copied:
+                grad._values.put(grad._infinity_grad, self._lent[id(grad)])
 
 
 def _plain_or_itself(grad: LandedGrad) -> torch.Tensor:

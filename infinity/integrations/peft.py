@@ -22,13 +22,13 @@ from torch import nn
 
 from ..api.full_params import full_params
 from ..checkpoint.hub_names import hub_sources, shard_size_of
+from ..checkpoint.model_files import write_sources
 from ..checkpoint.pretrained import (
     adapter_tensors,
     is_adapted,
     own_place,
     sources_of,
     write_configs,
-    write_sources,
 )
 from ..checkpoint.source import Source
 from ..errors import ConfigError, UsageError

@@ -19,7 +19,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from .. import native
@@ -200,7 +200,7 @@ def _gpu(device: Path) -> Iterator[Missing]:
 
 
 def _disk(folder: str, root: Path) -> Iterator[Missing]:
-    part = f"disk of {folder}"
+    lacks = partial(Missing, f"disk of {folder}")
     try:
         number = os.stat(folder).st_dev
     except OSError:
@@ -214,30 +214,21 @@ def _disk(folder: str, root: Path) -> Iterator[Missing]:
         ("dm", "a volume of the device mapper's (LVM, LUKS)"),
     ):
         if (device / kind).is_dir():
-            yield Missing(
-                part,
+            yield lacks(
                 f"{folder} is on {device.name}, {name}",
                 "a file system on each NVMe drive itself, each folder in nvme_paths: Infinity"
                 " stripes over them",
             )
             return
+    local = "name a folder on a local NVMe drive in nvme_paths"
     if not device.name.startswith("nvme"):
-        yield Missing(
-            part,
-            f"{folder} is not on an NVMe drive",
-            "name a folder on a local NVMe drive in nvme_paths",
-        )
+        yield lacks(f"{folder} is not on an NVMe drive", local)
         return
     transport = _text(device / "device/transport").strip()
     if transport and transport != "pcie":
-        yield Missing(
-            part,
-            f"{folder} is on NVMe over {transport}",
-            "name a folder on a local NVMe drive in nvme_paths",
-        )
+        yield lacks(f"{folder} is on NVMe over {transport}", local)
     if _text(root / "sys/module/nvme_core/parameters/multipath").strip() == "Y":
-        yield Missing(
-            part,
+        yield lacks(
             "NVMe multipath is on",
             "options nvme_core multipath=N in /etc/modprobe.d/nvme.conf, a new initramfs, and a"
             " reboot",
@@ -247,8 +238,7 @@ def _disk(folder: str, root: Path) -> Iterator[Missing]:
         after.split()[0] for before, _, after in mounts if numbers in before.split()[2:3] and after
     }
     if kinds and not kinds & set(FILE_SYSTEMS):
-        yield Missing(
-            part,
+        yield lacks(
             f"{folder} is on {', '.join(sorted(kinds))}",
             f"a file system of {' or '.join(FILE_SYSTEMS)}",
         )

@@ -29,6 +29,7 @@ TORCHS = {
     torch.optim.Adam: "Adam.step",
     torch.optim.SGD: "SGD.step",
 }
+TRIED = {"lr": 0.1, "betas": (0.6, 0.8), "weight_decay": 0.3}  # a Lion's settings in its test
 OPTIM = os.path.dirname(torch.optim.__file__) + os.sep
 # The settings that the kernels use. torch's other settings change how it computes, and no result.
 # Any other setting of a class is refused if set, by `check_groups`.
@@ -294,35 +295,16 @@ def _adams(groups: Iterable[Mapping[str, Any]], base: type) -> native.Rule:
 def _try_lion(optimizer: torch.optim.Optimizer) -> None:
     """Runs three steps of the optimizer's class on a tensor of our own. Raises ConfigError if they
     are not Lion's."""
-    kind, settings = type(optimizer), {"lr": 0.1, "betas": (0.6, 0.8), "weight_decay": 0.3}
+    kind = type(optimizer)
     for i, group in enumerate(optimizer.param_groups):
         if missing := {"lr", "betas"} - set(group):
             raise ConfigError(
                 f"optimizer Lion: group {i} has no {', '.join(sorted(missing))}. Supported are"
                 f" {SUPPORTED}."
             )
-        decay = settings["weight_decay"] if "weight_decay" in group else 0.0
+        decay = TRIED["weight_decay"] if "weight_decay" in group else 0.0
         param = torch.nn.Parameter(torch.linspace(-1, 1, 16))
-        trial = kind.__new__(kind)
-        own = {
-            name: value
-            for name, value in vars(optimizer).items()
-            if name not in ("step", "state", "param_groups")
-        }
-        for name, value in own.items():  # the trial must not change the user's objects
-            trial.__dict__[name] = (
-                copy.copy(value) if isinstance(value, (list, dict, set)) else value
-            )
-        trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = (
-            OrderedDict(),
-            OrderedDict(),
-        )
-        trial.state = defaultdict(dict)
-        trial.param_groups = [
-            group
-            | {key: value for key, value in settings.items() if key in group}
-            | {"params": [param]}
-        ]
+        trial = _trial_of(optimizer, group, param)
         expected, moment = param.detach().clone(), torch.zeros(16)
         sign = -1.0 if group.get("maximize") else 1.0
         try:
@@ -351,3 +333,21 @@ def _try_lion(optimizer: torch.optim.Optimizer) -> None:
                 f" 2302.06675), with the settings of its group {i}: its update runs in the engine's"
                 f" kernels. Supported are {SUPPORTED}."
             )
+
+
+def _trial_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor
+) -> torch.optim.Optimizer:
+    """Makes an optimizer of the same class and settings that steps ``param``, and changes none of
+    the user's objects."""
+    trial = type(optimizer).__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name not in ("step", "state", "param_groups"):
+            is_kept = not isinstance(value, (list, dict, set))
+            trial.__dict__[name] = value if is_kept else copy.copy(value)
+    trial._optimizer_step_pre_hooks = OrderedDict()
+    trial._optimizer_step_post_hooks = OrderedDict()
+    trial.state = defaultdict(dict)
+    tried = {key: value for key, value in TRIED.items() if key in group}
+    trial.param_groups = [group | tried | {"params": [param]}]
+    return trial

@@ -192,36 +192,29 @@ def predict_cluster(
             else 0.0
         ),
     }
-    assumptions: tuple[str, ...] = (
-        (
-            f"{machine.name}: rates of the machine file, which names its sources; devices reach"
-            f" {machine.device_flops / 1e12:.0f} TFLOP/s"
-        ),
-        (
-            "one rank for each device, all of them data ranks (ZeRO-3); every disk has an equal"
-            " part of the state"
-        ),
-        (
-            f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective,"
-            f" {machine.latency * 1e6:g} us each between nodes"
-        ),
-        (
-            "devices, links, network, disks and the processor work beside each other; a device"
-            " computes, then steps what is at home on it; meetings are waited for"
-        ),
-        (
-            f"a unit is gathered {sum(gathers) / max(1, len(units)):.2g} times a step on average,"
-            f" in a window of {plan.device_window_nbytes:,} bytes"
-        ),
-    )
+    told = _assumptions(machine, ranks, sum(gathers) / max(1, len(units)), plan)
     if steps[Tier.DEVICE] and machine.device_bandwidth is None:
-        assumptions += (
-            (
-                "the optimizer's time on the device is not counted: the machine file has no"
-                " bandwidth in [devices]"
-            ),
+        told += (
+            "the optimizer's time on the device is not counted: the machine file has no bandwidth"
+            " in [devices]",
         )
-    return ClusterPrediction(ranks, sum(gathers), edges, seconds, assumptions)
+    return ClusterPrediction(ranks, sum(gathers), edges, seconds, told)
+
+
+def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan) -> tuple[str, ...]:
+    """Lists what every prediction assumes. ``gathers``: of a unit in a step, on average."""
+    return (
+        f"{machine.name}: rates of the machine file, which names its sources; devices reach"
+        f" {machine.device_flops / 1e12:.0f} TFLOP/s",
+        "one rank for each device, all of them data ranks (ZeRO-3); every disk has an equal part of"
+        " the state",
+        f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective,"
+        f" {machine.latency * 1e6:g} us each between nodes",
+        "devices, links, network, disks and the processor work beside each other; a device"
+        " computes, then steps what is at home on it; meetings are waited for",
+        f"a unit is gathered {gathers:.2g} times a step on average, in a window of"
+        f" {plan.device_window_nbytes:,} bytes",
+    )
 
 
 def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]) -> dict[str, int]:

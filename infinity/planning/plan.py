@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -52,41 +54,15 @@ def make_plan(
         )
     device = device or Device(torch.device("cpu"), Traffic())
     budgets = Budgets(config, free, device)
-    least: MemoryPlan | None = None
-    fitting: list[MemoryPlan] = []
-    for params, optimizer in _homes(
-        config, device, stepped=any(shard.spec.stepped for unit in units for shard in unit.shards)
-    ):
-        for grad in _grad_homes(params, optimizer, units, config, device):
-            for rung in LADDER:
-                plan = _plan_of(
-                    units,
-                    config,
-                    (params, optimizer, grad),
-                    rung,
-                    (held_nbytes, buffers_nbytes),
-                    device,
-                    budgets,
-                )
-                if not budgets.over(plan):
-                    fitting.append(
-                        use_what_is_left(plan, units, config, budgets, device, reuses=reuses)
-                    )
-                    if config.speculate and not fitting[-1].shadowed:
-                        continue  # a less generous rung may leave room for shadows
-                    break  # a less generous rung would cache little more, with less look-ahead
-                if least is None or budgets.excess(plan) < budgets.excess(least):
-                    least = plan
+    choices = _Choices(units, config, device, budgets, held_nbytes, buffers_nbytes, reuses)
+    fitting, least = choices.plans()
     if fitting:
-        plan = min(
-            fitting,
-            key=lambda plan: (config.speculate and not plan.shadowed, step_cost(plan, units)),
-        )
-        if (
-            config.speculate
-            and not plan.shadowed
-            and any(shard.spec.stepped for unit in units for shard in unit.shards)
-        ):
+
+        def cost(plan: MemoryPlan) -> tuple:
+            return config.speculate and not plan.shadowed, step_cost(plan, units)
+
+        plan = min(fitting, key=cost)
+        if config.speculate and not plan.shadowed and choices.are_stepped:
             raise no_room_for_shadows(plan, units, budgets)
         return plan
     if least is None:
@@ -101,26 +77,69 @@ def make_plan(
     raise budget_too_small(least, tight, budgets, config)
 
 
-def _plan_of(
-    units: Sequence[UnitSize],
-    config: Config,
-    homes: tuple[Tier, Tier, Tier],
-    rung: Rung,
-    held: tuple[int, int],
-    device: Device,
-    budgets: Budgets,
-) -> MemoryPlan:
-    """Adds up one choice of homes and rung. Includes device memory for the road from disk, if the
-    device has one and it fits. ``held``: bytes of weights held at once, and of buffers."""
-    past_host = homes[0] is Tier.NVME and device.reads_disks(config.nvme_paths, config.checksums)
-    plan = MemoryTerms(
-        units, config, homes, rung, held[0], device, past_host=past_host, buffers_nbytes=held[1]
-    ).plan()
-    if past_host and budgets.over(plan):
-        plan = MemoryTerms(
-            units, config, homes, rung, held[0], device, buffers_nbytes=held[1]
-        ).plan()
-    return plan
+@dataclass(frozen=True)
+class _Choices:
+    """The choices of homes and rungs for ``units``, and what they have to fit."""
+
+    units: Sequence[UnitSize]
+    config: Config
+    device: Device
+    budgets: Budgets
+    held_nbytes: int
+    buffers_nbytes: int
+    reuses: bool
+
+    @property
+    def are_stepped(self) -> bool:
+        """Whether the optimizer steps any of the units."""
+        return any(shard.spec.stepped for unit in self.units for shard in unit.shards)
+
+    def plans(self) -> tuple[list[MemoryPlan], MemoryPlan | None]:
+        """Makes the plans that fit, at most one for each choice of homes. Also returns the one that
+        exceeds the budgets least; None if none does."""
+        fitting: list[MemoryPlan] = []
+        least: MemoryPlan | None = None
+        for homes in self._homes():
+            for rung in LADDER:
+                plan = self._plan_of(homes, rung)
+                if not self.budgets.over(plan):
+                    fitting.append(self._filled(plan))
+                    if self.config.speculate and not fitting[-1].shadowed:
+                        continue  # a less generous rung may leave room for shadows
+                    break  # a less generous rung would cache little more, with less look-ahead
+                if least is None or self.budgets.excess(plan) < self.budgets.excess(least):
+                    least = plan
+        return fitting, least
+
+    def _homes(self) -> Iterator[tuple[Tier, Tier, Tier]]:
+        config, device = self.config, self.device
+        for params, optimizer in _homes(config, device, stepped=self.are_stepped):
+            for grad in _grad_homes(params, optimizer, self.units, config, device):
+                yield params, optimizer, grad
+
+    def _plan_of(self, homes: tuple[Tier, Tier, Tier], rung: Rung) -> MemoryPlan:
+        """Adds up one choice of homes and rung. Includes device memory for the road from disk, if
+        the device has one and it fits."""
+        config, device = self.config, self.device
+        add_up = partial(
+            MemoryTerms,
+            self.units,
+            config,
+            homes,
+            rung,
+            self.held_nbytes,
+            device,
+            buffers_nbytes=self.buffers_nbytes,
+        )
+        past_host = homes[0] is Tier.NVME and device.reads_disks(
+            config.nvme_paths, config.checksums
+        )
+        plan = add_up(past_host=past_host).plan()
+        return add_up().plan() if past_host and self.budgets.over(plan) else plan
+
+    def _filled(self, plan: MemoryPlan) -> MemoryPlan:
+        units, config, budgets, device = self.units, self.config, self.budgets, self.device
+        return use_what_is_left(plan, units, config, budgets, device, reuses=self.reuses)
 
 
 def check_folders(config: Config) -> None:

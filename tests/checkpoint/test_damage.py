@@ -735,7 +735,7 @@ def test_checkpoints_hold_no_pickle(saved):
 
 def test_a_file_that_cannot_be_written_is_a_storage_error_with_its_number(tmp_path):
     """Method: the folder's place is taken by a file; the twin writes."""
-    from infinity.checkpoint.pretrained import write_sources
+    from infinity.checkpoint.model_files import write_sources
     from infinity.checkpoint.source import Source
 
     sources = {"a": Source.of(torch.ones(4))}

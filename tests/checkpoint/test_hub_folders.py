@@ -34,6 +34,7 @@ import infinity
 from infinity.checkpoint.export import export
 from infinity.checkpoint.groups import Group
 from infinity.checkpoint.hub_names import hub_sources, names_to_write
+from infinity.checkpoint.model_files import write_sources
 from infinity.checkpoint.source import Source
 
 SEED = 5
@@ -268,9 +269,7 @@ def test_a_folder_with_the_modules_names_fills_a_model_too(tmp_path):
     """Method: fused experts, as infinity wrote them before it knew of conversions, and as
     ``from_pretrained`` takes them."""
     model = build("mixtral")
-    infinity.checkpoint.pretrained.write_sources(
-        tmp_path, {name: Source.of(value) for name, value in model.state_dict().items()}
-    )
+    write_sources(tmp_path, {name: Source.of(value) for name, value in model.state_dict().items()})
     filled, _ = infinity.wrap_model(on_meta(model), None, {"params": "host", "weights": tmp_path})
     assert differing(dict(filled.state_dict()), dict(model.state_dict())) == []
 

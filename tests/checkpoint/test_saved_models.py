@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import infinity
-from infinity.checkpoint import pretrained
+from infinity.checkpoint.model_files import write_sources
 from infinity.checkpoint.source import Source
 
 CALLS = ("replace", "unlink", "fsync")
@@ -26,7 +26,7 @@ NAMES = [f"layer{n}" for n in range(3)]
 def save(folder: Path, value: float, files: int) -> None:
     """Three tensors of one ``value``, in ``files`` files."""
     sources = {name: Source.of(torch.full((4,), value)) for name in NAMES}
-    pretrained.write_sources(folder, sources, max_shard_size=16 if files == 3 else 48)
+    write_sources(folder, sources, max_shard_size=16 if files == 3 else 48)
 
 
 def found(folder: Path) -> set[float] | None:
@@ -115,7 +115,7 @@ def test_the_index_tells_the_bytes_that_were_written(tmp_path):
     """Method: sources that convert read twice as much as is written. Twin: one that gives another
     dtype than it said is refused."""
     sources = {name: Source.of(torch.ones(4)).to(torch.bfloat16) for name in NAMES}
-    pretrained.write_sources(tmp_path, sources, max_shard_size=8)
+    write_sources(tmp_path, sources, max_shard_size=8)
     assert (
         json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"][
             "total_size"
@@ -124,7 +124,7 @@ def test_the_index_tells_the_bytes_that_were_written(tmp_path):
     )
     wrong = Source(torch.Size([4]), torch.float32, lambda: torch.ones(4, dtype=torch.bfloat16))
     with pytest.raises(infinity.CorruptionError, match="layer0"):
-        pretrained.write_sources(tmp_path / "other", {"layer0": wrong})
+        write_sources(tmp_path / "other", {"layer0": wrong})
     assert not list((tmp_path / "other").iterdir())
 
 
@@ -147,7 +147,7 @@ def test_files_are_split_and_written_as_the_libraries_do(size, tmp_path):
     split = hub.split_torch_state_dict_into_shards(
         tensors, max_shard_size=size, filename_pattern="model{suffix}.safetensors"
     )
-    pretrained.write_sources(
+    write_sources(
         tmp_path / "ours",
         {name: Source.of(tensor) for name, tensor in tensors.items()},
         max_shard_size=size,
@@ -172,9 +172,9 @@ def test_a_dtype_that_no_file_can_hold_is_refused_before_anything_is_written(tmp
     written."""
     sources = {"a": Source.of(torch.ones(4)), "b": Source.of(torch.ones(4, dtype=torch.complex128))}
     with pytest.raises(infinity.ConfigError, match="complex128"):
-        pretrained.write_sources(tmp_path / "out", sources)
+        write_sources(tmp_path / "out", sources)
     assert not (tmp_path / "out").exists()
-    pretrained.write_sources(tmp_path / "out", {"a": sources["a"]})
+    write_sources(tmp_path / "out", {"a": sources["a"]})
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a"], torch.ones(4))
 
 
@@ -187,7 +187,7 @@ def test_a_save_that_fails_leaves_no_half_model(tmp_path):
 
     one = Source.of(torch.ones(4))
     with pytest.raises(KeyboardInterrupt):
-        pretrained.write_sources(
+        write_sources(
             tmp_path,
             {"a": one, "b": Source(one.shape, one.dtype, fails), "c": one},
             max_shard_size=16,

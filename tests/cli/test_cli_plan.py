@@ -23,7 +23,7 @@ from marks import few
 transformers = pytest.importorskip("transformers")
 
 import infinity.cli
-from infinity.cli import plan as plan_cli
+from infinity.cli import plan_view
 from infinity.cli.training import compute
 
 TINY = {
@@ -236,14 +236,14 @@ def test_the_picture_is_xml_whose_parts_are_the_tiers(run, place, homes):
     for tier, (_, rects) in zip(tiers, sorted(rows.items(), key=lambda row: float(row[0]))):
         assert len(rects) == len([nbytes for nbytes in tier["parts"].values() if nbytes])
         widths = [float(rect.get("width")) for rect in rects]
-        whole = plan_cli.WIDTH - plan_cli.LEFT - 20
+        whole = plan_view.WIDTH - plan_view.LEFT - 20
         assert sum(widths) == pytest.approx(whole * tier["nbytes"] / largest, abs=0.6 * len(widths))
         places = [
             (float(rect.get("x")), float(rect.get("x")) + float(rect.get("width")))
             for rect in rects
         ]
         assert all(begin >= end - 0.6 for (_, end), (begin, _) in zip(places, places[1:]))
-        assert places[0][0] == plan_cli.LEFT and places[-1][1] <= plan_cli.WIDTH
+        assert places[0][0] == plan_view.LEFT and places[-1][1] <= plan_view.WIDTH
         names = " ".join(rect.find(SVG + "title").text for rect in rects)
         assert all(what in names for what, nbytes in tier["parts"].items() if nbytes)
 
@@ -251,7 +251,7 @@ def test_the_picture_is_xml_whose_parts_are_the_tiers(run, place, homes):
 def test_a_picture_of_nothing():
     """Tiers without bytes: a picture, not a division by zero."""
     ElementTree.fromstring(
-        plan_cli.draw({tier: {"nbytes": 0, "parts": {}} for tier in ("device", "host", "nvme")})
+        plan_view.draw({tier: {"nbytes": 0, "parts": {}} for tier in ("device", "host", "nvme")})
     )
 
 

@@ -295,7 +295,7 @@ def test_a_load_that_is_cut_short_stops_everything_until_it_is_done(tmp_path, mo
     optimizer.step()
     optimizer.zero_grad()
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.checkpoint.load._restore_step", lambda *_: 1 / 0)
+        patch.setattr("infinity.checkpoint.home_loader.HomeLoader._restore_step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             infinity.load_checkpoint(tmp_path / "checkpoint", model, optimizer)
     for use in (

@@ -149,18 +149,15 @@ def build_model(
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    options = {"dtype": kind, "trust_remote_code": trust}
     torch.manual_seed(seed)
     try:
         if path is None or path.is_file():
-            return AutoModelForCausalLM.from_config(
-                model_config, dtype=dtype, trust_remote_code=trust
-            )
+            return AutoModelForCausalLM.from_config(model_config, **options)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                model_config, dtype=dtype, trust_remote_code=trust
-            )
-        keep_in_fp32(model, dtype)
+            model = AutoModelForCausalLM.from_config(model_config, **options)
+        keep_in_fp32(model, kind)
         if not whole and is_streamed(model, path):
             if (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path)
@@ -168,10 +165,9 @@ def build_model(
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
             config=model_config,
-            dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
-            trust_remote_code=trust,
+            **options,
         )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise ConfigError(

@@ -15,6 +15,11 @@ from ...errors import ConfigError
 from ..presets import PRESETS
 
 HOMES = ("auto", "device", "host", "nvme")
+# Arguments that several options have.
+FLAG: dict[str, Any] = {"action": "store_true"}
+PATH: dict[str, Any] = {"type": Path, "metavar": "PATH"}
+FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+FOLDER: dict[str, Any] = {"type": Path, "metavar": "FOLDER"}
 DEFAULT_SEQUENCE_LENGTH = 256
 DEFAULT_MAX_GRAD_NORM = 1.0
 
@@ -30,21 +35,11 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--model",
-        type=Path,
-        metavar="PATH",
+        **PATH,
         help="folder with config.json and safetensors, or a config.json alone for fresh weights",
     )
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that lies in the folder of --model",
-    )
-    add(
-        "--data",
-        type=Path,
-        metavar="PATH",
-        help="a text file, or a folder: all text files in it, sorted",
-    )
+    add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder of --model")
+    add("--data", **PATH, help="a text file, or a folder: all text files in it, sorted")
     add("--data-limit", default="64MiB", metavar="BYTES", help="read no more (default 64MiB)")
     add(
         "--dtype",
@@ -58,15 +53,10 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
     add("--preset", choices=tuple(PRESETS), help="options under one name, which others go over")
     add(
         "--lora-rank",
-        type=_positive,
-        metavar="N",
+        **NUMBER,
         help="train adapters of this rank (needs peft) and save them, not the model",
     )
-    add(
-        "--gradient-checkpointing",
-        action="store_true",
-        help="recompute activations in the backward",
-    )
+    add("--gradient-checkpointing", **FLAG, help="recompute activations in the backward")
 
 
 def _add_memory_options(group: argparse._ArgumentGroup) -> None:
@@ -83,17 +73,11 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
         choices=HOMES,
         help="home of what the forward saves for the backward (default auto)",
     )
-    add(
-        "--micro-batch",
-        type=_positive,
-        metavar="N",
-        help="samples that a unit runs at once (default all)",
-    )
+    add("--micro-batch", **NUMBER, help="samples that a unit runs at once (default all)")
     add(
         "--nvme-path",
         action="append",
-        type=Path,
-        metavar="FOLDER",
+        **FOLDER,
         help="swap files go here; repeat it to stripe over several disks",
     )
     add(
@@ -102,18 +86,12 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
         help='budget, as "256MiB", or "25%%": that share of the training state',
     )
     add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
-    add(
-        "--master",
-        choices=("split", "fp32", "none"),
-        help="master weights of bf16 parameters (default split)",
-    )
-    add(
-        "--moments", choices=("fp32", "bf16", "int8"), help="the optimizer's moments (default fp32)"
-    )
+    masters, moments = ("split", "fp32", "none"), ("fp32", "bf16", "int8")
+    add("--master", choices=masters, help="master weights of bf16 parameters (default split)")
+    add("--moments", choices=moments, help="the optimizer's moments (default fp32)")
     add(
         "--config",
-        type=Path,
-        metavar="FILE",
+        **FILE,
         help=(
             "TOML or JSON: the engine's fields, options in a table [train]; options here go over it"
         ),
@@ -122,14 +100,8 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--steps", type=_positive, default=80, metavar="N", help="optimizer steps (default 80)")
-    add(
-        "--batch-size",
-        type=_positive,
-        default=4,
-        metavar="N",
-        help="samples in a micro-batch (default 4)",
-    )
+    add("--steps", **NUMBER, default=80, help="optimizer steps (default 80)")
+    add("--batch-size", **NUMBER, default=4, help="samples in a micro-batch (default 4)")
     add(
         "--sequence-length",
         type=_at_least_two,
@@ -139,22 +111,10 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
             " less)"
         ),
     )
-    add(
-        "--accumulate",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="micro-batches in a step (default 1)",
-    )
+    add("--accumulate", **NUMBER, default=1, help="micro-batches in a step (default 1)")
     add("--lr", type=_positive_float, default=2e-4, help="peak learning rate (default 0.0002)")
     add("--weight-decay", type=_zero_or_more, default=0.1, help="of weight matrices (default 0.1)")
-    add(
-        "--warmup-steps",
-        type=_count,
-        default=10,
-        metavar="N",
-        help="linear warm-up, then cosine (default 10)",
-    )
+    add("--warmup-steps", **COUNT, default=10, help="linear warm-up, then cosine (default 10)")
     add(
         "--max-grad-norm",
         type=_positive_float,
@@ -178,71 +138,40 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         default=0,
         help="of fresh weights, batches, dropout and the sample (default 0)",
     )
-    add(
-        "--threads",
-        type=_positive,
-        metavar="N",
-        help="torch's compute threads (default: torch's choice)",
-    )
+    add("--threads", **NUMBER, help="torch's compute threads (default: torch's choice)")
 
 
 def _add_result_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="save the trained model here, reload it and print a sample",
-    )
+    add("--out", **FOLDER, help="save the trained model here, reload it and print a sample")
     add(
         "--checkpoint",
-        type=Path,
-        metavar="FOLDER",
+        **FOLDER,
         help="keep the last resumable checkpoint here, the final one too",
     )
-    add("--checkpoint-every", type=_positive, default=50, metavar="N", help="steps (default 50)")
+    add("--checkpoint-every", **NUMBER, default=50, help="steps (default 50)")
     add(
         "--resume",
-        action="store_true",
+        **FLAG,
         help="continue from --checkpoint bit for bit; without one start fresh",
     )
-    add(
-        "--overwrite", action="store_true", help="replace what --checkpoint, --out and --trace hold"
-    )
-    add(
-        "--eval-batches",
-        type=_positive,
-        default=4,
-        metavar="N",
-        help="held-out batches (default 4)",
-    )
+    add("--overwrite", **FLAG, help="replace what --checkpoint, --out and --trace hold")
+    add("--eval-batches", **NUMBER, default=4, help="held-out batches (default 4)")
     add(
         "--prompt",
         metavar="TEXT",
         help="start of the sample (default: the start of the held-out text)",
     )
-    add(
-        "--sample-bytes",
-        type=_count,
-        default=200,
-        metavar="N",
-        help="bytes or tokens to sample (default 200)",
-    )
-    add(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write a timeline here, for `infinity trace` or Perfetto",
-    )
+    add("--sample-bytes", **COUNT, default=200, help="bytes or tokens to sample (default 200)")
+    add("--trace", **FILE, help="write a timeline here, for `infinity trace` or Perfetto")
     add(
         "--tensorboard",
-        type=Path,
-        metavar="FOLDER",
+        **FOLDER,
         help="write loss, speed and traffic here as TensorBoard scalars",
     )
     add(
         "--json",
-        action="store_true",
+        **FLAG,
         help="the report as one JSON object on stdout, all else on stderr",
     )
 
@@ -275,6 +204,10 @@ def _positive_float(text: str) -> float:
 
 def _zero_or_more(text: str) -> float:
     return _bounded(text, float, 0.0, "0 or more")
+
+
+NUMBER: dict[str, Any] = {"type": _positive, "metavar": "N"}
+COUNT: dict[str, Any] = {"type": _count, "metavar": "N"}
 
 
 def check_options(args: argparse.Namespace) -> None:

@@ -1,0 +1,97 @@
+"""The plan of `infinity plan` as lines for a terminal, and its memory map as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..machine.sizes import format_nbytes, format_seconds
+from . import svg
+
+BAR = 48  # characters of the memory map
+WIDTH, ROW, LEFT = 900, 64, 70
+COLOURS = {"weights": "#1f6fb2", "optimizer state": "#8a6d1b", "gradients": "#7a4fb0"}
+OTHER_COLOUR = "#2a8c4a"
+
+
+def text(found: dict[str, Any]) -> Iterator[str]:
+    """Yields the plan's lines for a terminal."""
+    yield f"{found['parameters']:,} parameters"
+    yield f"{'unit':<42}{'parameters':>15}  {'weights':<22}{'optimizer':<22}gradients"
+    for row in found["units"]:
+        name = (
+            row["first"]
+            if row["units"] == 1
+            else f"{row['first']} .. {row['last'].rsplit('.', 1)[-1]}"
+        )
+        tile = f" in tiles of {format_nbytes(row['tile_nbytes'])}" if row["tile_nbytes"] else ""
+        count = (
+            f"{row['units']} x {row['parameters']:,}"
+            if row["units"] > 1
+            else f"{row['parameters']:,}"
+        )
+        yield (
+            f"{name:<42}{count:>15}"
+            f"  {row['weights'] + tile:<22}{row['optimizer']:<22}{row['gradients']}"
+        )
+    for tier, of_tier in found["tiers"].items():
+        yield f"{tier}: {format_nbytes(of_tier['nbytes'])}"
+        for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
+            if nbytes:
+                filled = max(1, round(BAR * nbytes / of_tier["nbytes"]))
+                yield f"  {what:<28}{format_nbytes(nbytes):>11}  {'#' * filled}"
+    moved = ", ".join(
+        f"{edge} {format_nbytes(nbytes)}" for edge, nbytes in found["edges"].items() if nbytes
+    )
+    whose = " of each rank" if "ranks" in found else ""
+    if "ranks" in found:
+        yield f"{found['nodes']} x {found['machine']}, {found['ranks']} ranks; above is one of them"
+    yield f"a step of {found['tokens_per_step']:,} tokens moves {moved}{whose}"
+    needs = ", ".join(
+        f"{what} {format_seconds(seconds)}" for what, seconds in found["seconds"].items() if seconds
+    )
+    yield (
+        f"and needs {needs} (compute"
+        f" {found['compute']}{'' if 'ranks' in found else ' on this machine'})"
+    )
+    if "deepspeed" in found:
+        yield from _beside_deepspeed(found)
+    yield (
+        f"predicted: {format_seconds(found['step_seconds'])} per step,"
+        f" {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
+    )
+    for name in ("assumptions", "sources"):
+        yield from [f"{name}:", *(f"  {line}" for line in found[name])] if name in found else []
+
+
+def _beside_deepspeed(found: dict[str, Any]) -> Iterator[str]:
+    theirs = found["deepspeed"]
+    yield f"{'beside DeepSpeed, by its own layout':<42}{'DeepSpeed':>12}{'Infinity':>12}"
+    for tier, nbytes in theirs["tiers"].items():
+        ours = format_nbytes(found["tiers"][tier]["nbytes"])
+        yield f"  {'kept on ' + tier:<40}{format_nbytes(nbytes):>12}{ours:>12}"
+    for edge, nbytes in theirs["edges"].items():
+        ours = format_nbytes(found["edges"][edge])
+        yield f"  {'moved in a step, ' + edge:<40}{format_nbytes(nbytes):>12}{ours:>12}"
+
+
+def draw(tiers: dict[str, dict]) -> str:
+    """Draws the memory map as an SVG picture: a bar per tier, all on one scale. Parts have their
+    names if they fit."""
+    largest = max(of_tier["nbytes"] for of_tier in tiers.values()) or 1
+    marks = []
+    for number, (tier, of_tier) in enumerate(tiers.items()):
+        y, x = 12 + number * ROW, float(LEFT)
+        marks.append(svg.text(LEFT - 8, y + 20, tier, anchor="end"))
+        for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
+            width = (WIDTH - LEFT - 20) * nbytes / largest
+            colour = next(
+                (colour for kind, colour in COLOURS.items() if what.startswith(kind)), OTHER_COLOUR
+            )
+            title = f"{what}, {format_nbytes(nbytes)}"
+            marks.append(svg.bar(x, y, max(0.5, width), 30, colour, title=title, edged=True))
+            if width > 7.5 * len(what):
+                marks.append(svg.text(x + 5, y + 19, what, colour="#fff"))
+            x += width
+        marks.append(svg.text(LEFT, y + 45, format_nbytes(of_tier["nbytes"])))
+    return svg.picture(WIDTH, 12 + ROW * len(tiers), marks)
