@@ -11,7 +11,7 @@ import torch
 
 from ..config.config import Config
 from ..distributed.collectives import Collectives
-from ..distributed.comparing import InCommon
+from ..distributed.comparing import Comparison
 from ..gradients.bank import GradientBank
 from ..machine.device import Device
 from ..planning.schedule import Schedule
@@ -53,7 +53,7 @@ class StepContext:
     gradients: GradientBank
     updates: Updates
     lent: LentState
-    in_common: InCommon  # compared over ranks with other local parts of the tensors
+    in_common: Comparison  # compared over ranks with other local parts of the tensors
 
     is_cut_short: Callable[[], bool]  # a forward or backward was interrupted
     keeps_older: Callable[[], bool]  # an update writes new weights beside the old ones
