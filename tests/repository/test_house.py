@@ -27,7 +27,6 @@ STACKS = {
     "Collectives",
     "Engine",
     "GradientBank",
-    "InCommon",
     "InfinityOptimizer",
     "OlderUnit",
     "ParamShard",
