@@ -26,7 +26,6 @@ STACKS = {
     "Collectives",
     "Engine",
     "GradientBank",
-    "InfinityOptimizer",
     "OlderUnit",
     "ParamShard",
     "ParamUnit",
