@@ -74,7 +74,6 @@ OVER_FILES = {
     "infinity/parallel/pipelines.py",
     "infinity/parallel/tensors.py",
     "infinity/runtime/engine.py",
-    "infinity/runtime/handed_out.py",
     "infinity/state/parameter.py",
     "infinity/storage/store.py",
     "tests/api/test_meta_init.py",
