@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..runtime.engine import Engine
-from ..runtime.handed_out import VALUE
+from ..runtime.handed_tensor import VALUE
 from ..state.dtensors import like
 from ..state.handle import ParamHandle, handle_of
 from ..state.operations import Operation

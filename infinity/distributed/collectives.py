@@ -28,7 +28,7 @@ import torch.distributed as dist
 from .. import native
 from ..machine.traffic import Traffic
 from . import lockstep
-from .comparing import InCommon, Inputs, compare
+from .comparing import Comparison, Inputs, compare
 from .data_ranks import DataRanks
 from .exchanges import Exchanges, Progress, in_turn
 from .kinds import Kind, StandIns, bytes_of, count_begun, describe
@@ -118,7 +118,7 @@ class Collectives(Exchanges):
         *,
         over_stages: Inputs | None,
         trace: Iterable[int],
-        in_common: InCommon,
+        in_common: Comparison,
         then: Callable[[], None],
     ) -> None:
         """Blocks until all ranks are at the step of ``inputs``. Stages compare ``over_stages`` if

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class InCommon(Protocol):
+class Comparison(Protocol):
     """Values that must be equal on ranks with other local parts of the tensors."""
 
     def values(self) -> list[int]:
@@ -19,7 +19,7 @@ class InCommon(Protocol):
         """Raises UsageError if the spans show that they differ."""
 
 
-class Inputs(InCommon, Protocol):
+class Inputs(Comparison, Protocol):
     """The inputs of a step, to compare over the ranks."""
 
     @property
@@ -36,13 +36,13 @@ class Inputs(InCommon, Protocol):
 
 
 def compare(
-    meet: Callable, what: str, in_common: InCommon, then: Callable[[], None] = lambda: None
+    meet: Callable, what: str, comparison: Comparison, then: Callable[[], None] = lambda: None
 ) -> None:
-    """Compares ``in_common`` over ranks by the meeting ``meet``. Raises UsageError, and does not
+    """Makes ``comparison`` over ranks by the meeting ``meet``. Raises UsageError, and does not
     call ``then``, if the values differ."""
 
     def go_on(spans: list[tuple[int, int]]) -> None:
-        if in_common.agrees(spans):
+        if comparison.agrees(spans):
             then()
 
-    in_common.check(meet(what, in_common.values(), then=go_on))
+    comparison.check(meet(what, comparison.values(), then=go_on))

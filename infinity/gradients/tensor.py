@@ -47,6 +47,11 @@ class LandedGrad(AtHome):
 
     @property
     def _values(self) -> GradValues:
+        return self._bank.values
+
+    @property
+    def _bank(self) -> Any:
+        """The GradientBank, whose module imports this one."""
         handle = self._infinity_grad
         if not handle.is_alive or not handle.shard.arrays:
             raise UsageError(f"the gradient of {handle.name} went with its model")
@@ -68,7 +73,7 @@ class LandedGrad(AtHome):
             return next((grad for grad in grads if grad.plain is result), result)
         with grads[0]._infinity_grad.engine.uses.begin():
             for grad in grads if func not in WITHOUT_VALUES else ():
-                grad._values.refresh(grad._infinity_grad)
+                grad._bank.refresh(grad._infinity_grad)
             return cls._run(func, args, kwargs or {})
 
     @classmethod
@@ -99,7 +104,7 @@ class LandedGrad(AtHome):
             is_strided = func is aten.as_strided.default
             if loan.copied or loan.from_disk or is_consumed or is_strided:
                 return views_of(subject, func, args, kwargs)
-            subject._values.note_view(subject._infinity_grad)
+            subject._bank.note_view(subject._infinity_grad)
         lent_args, lent_kwargs = tree_map_only(LandedGrad, loan.lend, (args, kwargs))
         result = func(*lent_args, **lent_kwargs)
         if func.namespace == "c10d":
@@ -206,7 +211,7 @@ class GradView(AtHome):
         """Returns the view as a plain tensor, valid until other gradients are read."""
         self._source._values  # noqa: B018 - raises for a stale one
         refuse_torn(self._infinity_grad)
-        self._source._values.refresh(self._infinity_grad)
+        self._source._bank.refresh(self._infinity_grad)
         return self._take(self._source._values.value(self._infinity_grad, write=False))
 
     @classmethod
@@ -265,7 +270,7 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
     handle = subject._infinity_grad
     if func is aten.zero_.default:
         subject._values.note_edit(handle, 0.0)
-        subject._values.zero(handle)
+        subject._bank.zero(handle)
         return subject
     if func in (aten.mul_.Tensor, aten.mul_.Scalar):
         factor = args[1]

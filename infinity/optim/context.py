@@ -11,11 +11,10 @@ import torch
 
 from ..config.config import Config
 from ..distributed.collectives import Collectives
-from ..distributed.comparing import InCommon
+from ..distributed.comparing import Comparison
 from ..gradients.bank import GradientBank
 from ..machine.device import Device
 from ..planning.schedule import Schedule
-from ..planning.shadow_policy import ShadowPolicy
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
@@ -49,11 +48,10 @@ class StepContext:
     journal: Journal
     schedule: Schedule
     steps: StepCounter
-    shadow_policy: ShadowPolicy | None  # None: no updates are made ahead
     gradients: GradientBank
     updates: Updates
     lent: LentState
-    in_common: InCommon  # compared over ranks with other local parts of the tensors
+    in_common: Comparison  # compared over ranks with other local parts of the tensors
 
     is_cut_short: Callable[[], bool]  # a forward or backward was interrupted
     keeps_older: Callable[[], bool]  # an update writes new weights beside the old ones

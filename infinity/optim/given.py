@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from .books import GONE, OptimizerBooks
+from .books import OptimizerBooks
+from .state_entry import GONE
 
 Groups = list[dict[str, Any]]
 

@@ -2,9 +2,8 @@
 
 rule   the formula, recognised from the optimizer that was wrapped
 
-A step is first planned, which changes nothing, then submitted to the updater in one call, and then
-entered into the books. After an interrupt the next use of the engine completes a planned step
-(:mod:`infinity.state.journal`). So a step is never made partly, nor twice.
+It has torch's interface. The objects that it holds do the work: Given (the optimizer that was
+wrapped), Members (the parameters in its groups), OptimizerBooks (its state) and OptimizerStep.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ import torch
 
 from .. import native
 from ..errors import UsageError
-from ..gradients.record import refuse_torn
 from ..state.dtensors import is_distributed
 from ..state.handle import handle_of
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
-from .books import GONE, Members, OptimizerBooks
+from .books import OptimizerBooks
 from .clipping import clip_factor
 from .context import StepContext
 from .given import Given
+from .members import Members
 from .optimizer_state import OptimizerState
+from .optimizer_step import OptimizerStep
 from .rules import moment_names, refuse_flags
-from .step_inputs import StepInputs, settings_of
-from .stepper import ShardStep, Stepper
+from .state_entry import GONE
+from .step_inputs import settings_of
 
 
 def _parts(optimizer: weakref.ref[InfinityOptimizer]) -> tuple[StepContext, list[dict[str, Any]]]:
@@ -51,13 +51,14 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def __init__(self, context: StepContext, wrapped: torch.optim.Optimizer, rule: native.Rule):
         self.context, self._rule = context, rule
-        self._ready, self._shadowed = False, 0  # shadows since the last step
+        self._ready = False
         self._moments = moment_names(rule, wrapped.param_groups)
         counts = rule in (native.Rule.ADAMW, native.Rule.ADAM)
         self._books = OptimizerBooks(
             partial(_parts, weakref.ref(self)), self._moments, counts_steps=counts
         )
         self._members, self.given = Members(context), Given(wrapped)
+        self._stepping = OptimizerStep(context, rule, self._members)
         self.is_unwrapped = False  # by an unwrap_model that was interrupted and raised
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
@@ -117,11 +118,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         """Reads users' changes since the last step. Changes nothing if it raises."""
         self.read_groups()
         self.check_groups(self.param_groups, where)
-        self._books.settle()
-
-    @property
-    def _stepper(self) -> Stepper:
-        return Stepper(self.context, self._rule, self.param_groups, self._members.group_of)
+        self._books.homes.settle()
 
     @property
     def _state(self) -> OptimizerState:
@@ -185,59 +182,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        context = self.context
         self._read_books("step()")
-        context.gradients.average()
-        begun = context.steps.begun
-        if not begun:
-            self._members.check_unconsumed()
-        for handle in context.trained:
-            refuse_torn(handle)
+        self._stepping.prepare()
         self.wrapped._opt_called = True  # read by a scheduler made for the wrapped optimizer
-        # A factor of the plan, not a change of the gradients: an interrupted step can be repeated.
-        clip = (
-            1.0
-            if (most := context.config.max_grad_norm) is None
-            else clip_factor(self.total_norm(), most)
-        )
-        if not begun:
-            context.updates.begin_step()
-        version = context.steps.index if begun else context.steps.index + 1
-        # The rest: older weights
-        order = [index for index in context.schedule.first() if index < len(context.units)]
-        order += [unit.index for unit in context.units if unit.index not in set(order)]
-        steps: list[ShardStep] = []
-        stepper, backwards = self._stepper, context.steps.backwards
-        with context.store.guarding():
-            for index in order:
-                steps += stepper.plan(context.units[index], version, clip)
-            context.journal.carry_out(
-                partial(self._finish, stepper, steps, version), partial(self._meet, clip)
-            )
-            if context.shadow_policy is not None:  # drop shadows that this step did not use
-                for shard in (shard for unit in context.units for shard in unit.shards):
-                    shard.drop_shadow()
-                kept = sum(step.shadow is not None for step in steps)
-                context.shadow_policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
-                self._shadowed = 0
-        context.end_step()
-        context.lent.refresh()
-        context.steps.tell()  # the return reports it
-
-    def _meet(self, clip: float, then: Callable[[], None]) -> None:
-        """Meets the other ranks, which step as soon as all are there. Differences raise before
-        that."""
-        context = self.context
-        if context.collectives.ranks.alone:
-            then()
-            return
-        inputs = StepInputs(context, self.param_groups, self._members.group_of, clip)
-        # Without flush other stages are at other batches, and no stage waits.
-        stages = None if context.keeps_older() else inputs
-        trace = context.schedule.expected_after_step()
-        context.collectives.meet_for_step(
-            inputs, over_stages=stages, trace=trace, in_common=context.in_common, then=then
-        )
+        most = self.context.config.max_grad_norm
+        clip = 1.0 if most is None else clip_factor(self.total_norm(), most)
+        self._stepping.make(self.param_groups, clip)
 
     def total_norm(
         self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -260,19 +210,15 @@ class InfinityOptimizer(torch.optim.Optimizer):
         with context.uses.begin():
             self.read_groups()
             context.gradients.average()
-            total = context.gradients.total_norm(float(norm_type), among=self._members.group_of)
+            total = context.gradients.values.total_norm(
+                float(norm_type), among=self._members.group_of
+            )
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot"
                 " be clipped"
             )
         return total
-
-    def _finish(self, stepper: Stepper, steps: list[ShardStep], version: int) -> None:
-        stepper.carry_out(steps)
-        self.context.lent.forget_edits()
-        self.context.gradients.clips.clear()
-        self.context.steps.finish(version)
 
     @contextmanager
     def step_in_backward(self) -> Iterator[None]:
@@ -283,45 +229,17 @@ class InfinityOptimizer(torch.optim.Optimizer):
         as does ``max_grad_norm`` here. After an exception with some units stepped, the job can only
         go on from a checkpoint.
         """
-        context = self.context
-        context.uses.check(Operation.STEP_IN_BACKWARD)
-        if context.config.max_grad_norm is not None:
-            raise UsageError(
-                "step_in_backward: max_grad_norm needs the norm of all gradients before the first"
-                " unit is stepped. Leave out one of the two, or let Config(speculate=True) update"
-                " units ahead."
-            )
-        with context.uses.begin():
+        self._stepping.check_stream()
+        with self.context.uses.begin():
             self._read_books("step_in_backward()")
-            self._members.check_unconsumed()
-            context.updates.begin_step()
-            context.steps.stream()
+            self._stepping.begin_stream()
             yield  # an exception leaves marks for the next use
-            if context.is_cut_short() or context.gradients.changes.are_open:
-                context.uses.interrupt()  # of a failure that was caught inside the block
-            else:
-                context.steps.end_stream()
+            self._stepping.end_stream()
 
     def unit_landed(self, unit: ParamUnit) -> None:
-        """Steps or shadows a unit whose gradients have landed and which the backward has left."""
-        if self.context.steps.streaming:
-            self._step_unit(unit)
-        elif self.context.shadow_policy is not None:
-            self._shadowed += self._stepper.shadow(unit)
-
-    @torch.no_grad()
-    def _step_unit(self, unit: ParamUnit) -> None:
-        """Steps a unit, unless it has frozen parameters: the backward may still need them, and a
-        unit's values change together."""
-        context = self.context
-        params = [param for shard in unit.shards for param in shard.params]
-        if all(shard.spec.stepped for shard in unit.shards) and all(
-            param.requires_grad for param in params
-        ):
-            stepper = self._stepper
-            context.journal.carry_out(
-                partial(stepper.carry_out, stepper.plan(unit, context.steps.index))
-            )
+        """Steps a unit, or updates it ahead: its gradients have landed, and the backward has left
+        it."""
+        self._stepping.unit_landed(unit, self.param_groups)
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -354,7 +272,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 hook(self)
             self.read_groups()
             self._state.refuse_outside()
-            self._books.settle()
+            self._books.homes.settle()
             found = self._state.hand_out(self._books)
             for hook in self._optimizer_state_dict_post_hooks.values():
                 found = returned if (returned := hook(self, found)) is not None else found
@@ -363,7 +281,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def plain_state_dict(self) -> dict[str, Any]:
         """Returns the state dict without masters, for a plain optimizer."""
         self.read_groups()
-        self._books.settle()
+        self._books.homes.settle()
         return self._state.read(self._books, masters=False)
 
     def state_outside_groups(self) -> dict[torch.Tensor, dict[str, Any]]:

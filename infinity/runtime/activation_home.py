@@ -1,54 +1,35 @@
-"""ActivationHome: sends saved storages home, and brings them back before the backward needs them.
+"""ActivationHome: keeps saved storages at home, in host memory or on disk.
 
 saved     one storage that autograd saved a tensor of: its bytes go home once, however many of its
           views are saved
-staging   memory for activations on their way to and from the disk
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from .. import native
 from ..errors import CapacityError, UsageError
-from ..machine.device import PAST, Copy, Event
-from ..machine.in_flight import InFlight
 from ..machine.tiers import Tier
-from ..storage.arrays import StateArray, bytes_of
+from ..storage.arrays import StateArray
 from ..storage.store import ShardStore
-from .saved_tensor import Saved, blocks, raw_bytes, release_saved
-
-IN_FLIGHT_NBYTES = 256 * 1024 * 1024  # activations on their way home; more of them wait
-READ_AHEAD = 2  # storages that are read before the backward asks for them
-
-
-@dataclass(frozen=True)
-class _CopiedPart:
-    """A part of a storage on its way into staging memory, and to disk from there."""
-
-    begin: int
-    nbytes: int
-    lease: native.Lease
-    whole: torch.Tensor  # over the lease, in checksum blocks
-    event: Event
+from .activation_copies import ActivationCopies
+from .activation_disk import ActivationsOnDisk
+from .saved_tensor import Saved, SavingOrder, blocks, raw_bytes
 
 
 class ActivationHome:
-    """Buffers at home for saved storages, and the transfers in both directions."""
+    """Buffers at home for saved storages. Used from the threads that run forward and backward."""
 
     def __init__(self, store: ShardStore, tier: Tier, staging: native.PinnedPool | None):
-        self._store, self._tier, self._staging = store, tier, staging
+        self._store, self._tier = store, tier
         self._device = store.device
-        self._in_flight = InFlight(IN_FLIGHT_NBYTES)  # activations on their way home
-        self._in_use: dict[int, Event] = {}  # by home address: the last copy that reads the buffer
-        # By queue: its last copy; after it no copy uses any buffer.
-        self._last: dict[str, Event] = {}
+        self._order = SavingOrder()
+        self._copies = ActivationCopies(store.device, self._order)
+        self._disk = ActivationsOnDisk(store, staging, self._order) if staging is not None else None
         # Buffers in use, with the transfers that may still use them, keyed by a weak reference to
         # the saved storage. C code appends a dead reference to _left, so an interrupt cannot leak a
         # buffer.
@@ -57,23 +38,24 @@ class ActivationHome:
         self._arrays: list[StateArray] = []  # all host memory that was ever taken
         # Free buffers among those; on disk the store manages the space.
         self._free: list[StateArray] = []
-        # In the order of saving; the backward needs the last ones first.
-        self._order: list[weakref.ref[Saved]] = []
 
     def rebuild(self) -> None:
         """Frees every buffer whose saved storage is gone, after an exception. Only while nothing is
         in flight."""
-        self._order = [ref for ref in self._order if ref() is not None]
-        self._in_flight, self._in_use, self._last = self._in_flight.emptied(), {}, {}
-        for ref in self._order:
-            if (saved := ref()) is not None:
-                saved.read = saved.coming = None
+        self._order.forget_freed()
+        self._copies.forget()
+        for saved in self._order:
+            saved.read = saved.coming = None
         self._reclaim()
         # By identity: a buffer that was taken but never filed has no user.
         taken = {id(array) for array, _ in self._places.values()}
         self._free = [array for array in self._arrays if id(array) not in taken]
-        if self._staging is not None:
-            self._store.drain(self._staging)
+        if self._disk is not None:
+            self._disk.drain()
+
+    def forget_freed(self) -> None:
+        """Forgets the storages that autograd has freed, at the beginning of a forward."""
+        self._order.forget_freed()
 
     # --- space ---
 
@@ -93,8 +75,7 @@ class ActivationHome:
             return array
         except CapacityError as error:
             if self._free:  # other sizes: freed to make room for this one
-                for event in self._last.values():
-                    event.wait()
+                self._copies.wait()
                 while self._free:
                     array = self._free.pop()
                     self._arrays.remove(array)
@@ -122,62 +103,20 @@ class ActivationHome:
                     self._free.append(place)
             self._left.popleft()
 
-    def _send(self, saved: Saved, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
+    # --- transfers ---
+
+    def send(self, saved: Saved, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
+        """Sends the bytes of ``saved`` home: a part of ``storage``, of which ``tensor`` was
+        saved."""
         source = raw_bytes(storage)[saved.begin : saved.begin + saved.nbytes]
-        array = saved.place
-        if array.tier is not Tier.NVME:
-            behind = [self._device.now(), self._in_use.pop(array.extent.address, PAST)]
-            transfer = Copy("device->host", saved.nbytes, "activations")
-            target = array.flat[: saved.nbytes]
-            event = self._device.put(
-                "out",
-                lambda: target.copy_(source, non_blocking=True),
-                behind=behind,
-                transfer=transfer,
-            )
-            saved.sent = self._last["out"] = event
-            if event is not PAST:
-                saved.source = tensor.detach(), tensor._version
-                self._in_flight.keep(source, event, partial(release_saved, weakref.ref(saved)))
-            return
-        saved.checksum = 0
-        copied: _CopiedPart | None = None  # written while the next one is copied
-        for begin, end in self._parts(saved):
-            part = self._copy_out(begin, source[begin:end])
-            if copied is not None:
-                self._write(saved, copied)
-            copied = part
-        if copied is not None:
-            self._write(saved, copied)
+        if saved.place.tier is Tier.NVME:
+            self._disk.send(saved, source)
+        else:
+            self._copies.send(saved, source, tensor)
+        self._order.append(saved)
 
-    def _copy_out(self, begin: int, source: torch.Tensor) -> _CopiedPart:
-        """Starts copying a part of a storage from the device into staging memory."""
-        nbytes = source.numel()
-        lease = self._lease(blocks(nbytes))
-        whole = self._staged(lease, blocks(nbytes))
-        whole[nbytes:] = 0
-        transfer = Copy("device->host", nbytes, "activations")
-        event = self._device.put(
-            "out",
-            lambda: whole[:nbytes].copy_(source, non_blocking=True),
-            behind=[self._device.now()],
-            transfer=transfer,
-        )
-        return _CopiedPart(begin, nbytes, lease, whole, event)
-
-    def _write(self, saved: Saved, part: _CopiedPart) -> None:
-        """Starts writing a part to disk once it is in staging memory. Blocks on the copy."""
-        if not part.event.done:
-            with self._store.traffic.stalled("device->host", "activations"):
-                part.event.wait()
-        part.event.wait()  # raises the copy's error
-        if self._device.is_host:
-            saved.checksum = native.crc32c(part.whole[: part.nbytes], saved.checksum)
-        saved.writes.append(
-            self._store.start_write(saved.place, part.begin, part.lease, part.whole.numel())
-        )
-
-    def _bring(self, saved: Saved) -> torch.UntypedStorage:
+    def bring(self, saved: Saved) -> torch.UntypedStorage:
+        """Returns a storage on the device with the bytes of ``saved``. May block on the disk."""
         storage = saved.bytes_on_device()
         if storage is not None:
             return storage
@@ -188,130 +127,9 @@ class ActivationHome:
             )
         with self._store.guarding():
             if saved.place.tier is not Tier.NVME:
-                storage = self._copy_back(saved)
+                storage = self._copies.bring(saved)
             else:
                 storage = torch.UntypedStorage(saved.nbytes, device=self._device.where)
-                self._read(saved, raw_bytes(storage))
+                self._disk.read(saved, raw_bytes(storage))
         saved.came_back(storage)
         return storage
-
-    def _copy_back(self, saved: Saved) -> torch.UntypedStorage:
-        """Copies a storage back from the host. If copies overlap compute, also starts copying the
-        storages that the backward needs next."""
-        saved.check_source()
-        if saved.coming is None:
-            self._set_out(saved)
-        storage, event = saved.coming
-        saved.coming = None
-        if self._device.overlaps:
-            for other in self._before(saved):
-                if (
-                    other.coming is None
-                    and other.bytes_on_device() is None
-                    and not other.was_changed()
-                ):
-                    self._set_out(other)
-        event.precede()
-        return storage
-
-    def _set_out(self, saved: Saved) -> None:
-        """Starts copying to the device. The target was allocated on the compute stream, so the copy
-        waits for earlier compute on it."""
-        target, source = (
-            torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device.where),
-            saved.place.flat[: saved.nbytes],
-        )
-        transfer = Copy("host->device", saved.nbytes, "activations")
-        behind = [self._device.now(), saved.sent]
-        event = self._device.put(
-            "in", lambda: target.copy_(source, non_blocking=True), behind=behind, transfer=transfer
-        )
-        # The copy writes to it even if no backward uses the result.
-        self._in_flight.keep(target, event)
-        self._in_use[saved.place.extent.address] = self._last["in"] = event
-        saved.coming = target.untyped_storage(), event
-
-    def _before(self, saved: Saved) -> Iterator[Saved]:
-        """Yields the storages saved just before ``saved`` that are still in use: the backward needs
-        them next."""
-        while self._order and self._order[-1]() is None:
-            self._order.pop()
-        index = next(
-            (i for i in range(len(self._order) - 1, -1, -1) if self._order[i]() is saved), 0
-        )
-        for ref in self._order[max(0, index - READ_AHEAD) : index][::-1]:
-            other = ref()
-            if other is not None:
-                yield other
-
-    def _read(self, saved: Saved, target: torch.Tensor) -> None:
-        if saved.read is None and saved.nbytes <= self._largest:
-            self._start_read(saved, self._lease(blocks(saved.nbytes)))
-        self._read_ahead(saved)
-        if saved.read is not None:
-            (ticket, lease), saved.read = saved.read, None
-            self._finish_read(saved, 0, saved.nbytes, ticket, lease, target)
-            return
-        for begin, end in self._parts(saved):
-            lease = self._lease(blocks(end - begin))
-            ticket = self._store.start_read(saved.place, begin, lease, blocks(end - begin))
-            self._finish_read(saved, begin, end, ticket, lease, target)
-
-    def _start_read(self, saved: Saved, lease: native.Lease) -> None:
-        read = self._store.start_read(saved.place, 0, lease, blocks(saved.nbytes))
-        saved.writes.append(read)  # its buffer must not be overwritten before the read is done
-        saved.read = read, lease
-
-    def _finish_read(
-        self, saved: Saved, begin: int, end: int, ticket, lease, target: torch.Tensor
-    ) -> None:
-        with self._store.traffic.stalled("nvme->host", "activations"):
-            ticket.wait()
-        nbytes = blocks(end - begin)
-        self._store.traffic.mark("nvme->host", "activations", *ticket.times)
-        with self._store.traffic.copying("host->device", end - begin, "activations"):
-            target[begin:end] = self._staged(lease, nbytes)[: end - begin]
-        lease.release()
-
-    def _read_ahead(self, saved: Saved) -> None:
-        """Starts reading what was saved just before ``saved``: the backward needs it next."""
-        for other in self._before(saved):
-            if other.read is not None or other.nbytes > self._largest:
-                continue
-            lease = self._staging.try_lease(blocks(other.nbytes))
-            if lease is None:
-                return
-            self._start_read(other, lease)
-
-    @property
-    def _largest(self) -> int:
-        """Largest number of bytes staged at once: a quarter, so that transfers overlap. Whole
-        checksum blocks."""
-        quarter = self._staging.capacity_nbytes // 4
-        return max(
-            native.CHECKSUM_NBYTES, quarter // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
-        )
-
-    def _parts(self, saved: Saved) -> Iterator[tuple[int, int]]:
-        for begin in range(0, saved.nbytes, self._largest):
-            yield begin, min(saved.nbytes, begin + self._largest)
-
-    def _staged(self, lease: native.Lease, nbytes: int) -> torch.Tensor:
-        return bytes_of(self._staging, lease, nbytes)
-
-    def _lease(self, nbytes: int) -> native.Lease:
-        """Leases staging memory. Waits for running transfers, then drops storages that were read
-        ahead."""
-        if (lease := self._staging.try_lease(nbytes)) is not None:
-            return lease
-        with self._store.traffic.stalled("host->nvme", "activations"):
-            return self._store.take_lease(self._staging, nbytes, self._drop_read_ahead)
-
-    def _drop_read_ahead(self) -> bool:
-        """Drops one storage that was read ahead of its use. Returns False if there is none."""
-        for ref in self._order:
-            other = ref()
-            if other is not None and other.read is not None:
-                other.read = None
-                return True
-        return False

@@ -43,7 +43,7 @@ from .saved_tensor import (
 SMALLEST_NBYTES = 64 * 1024  # smaller storages stay: moving them costs more than it frees
 
 
-class ActivationStore(ActivationHome):
+class ActivationStore:
     """Sends saved tensors home and brings them back. Used from the threads that run forward and
     backward."""
 
@@ -55,7 +55,8 @@ class ActivationStore(ActivationHome):
         *,
         spare_nbytes: int | None,
     ):
-        super().__init__(store, tier, staging)
+        self._store, self._device = store, store.device
+        self._home = ActivationHome(store, tier, staging)
         self._planner: ActivationPlanner | None = None
         self._block: PlannedBlock | None = None  # the block whose forward runs
         self.outside_nbytes = 0  # bytes that this pass saved outside of blocks
@@ -98,7 +99,7 @@ class ActivationStore(ActivationHome):
         if self._planner is not None:
             self._planner.begin()
         self.outside_nbytes, self._block = 0, None
-        self._order = [ref for ref in self._order if ref() is not None]
+        self._home.forget_freed()
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
     def hooks(self, outer: tuple[Callable, Callable] | None) -> tuple[Callable, Callable]:
@@ -119,7 +120,7 @@ class ActivationStore(ActivationHome):
         def unpack(packed: Any) -> torch.Tensor:
             packed = packed.packed if isinstance(packed, WithinBudget) else packed
             if isinstance(packed, View):
-                return packed.over(self._bring(packed.saved))
+                return packed.over(self._home.bring(packed.saved))
             return packed.tensor() if isinstance(packed, SavedTensor) else outer_unpack(packed)
 
         pack, unpack = through_dtensors(pack, unpack)
@@ -134,7 +135,7 @@ class ActivationStore(ActivationHome):
         """Frees every buffer whose saved storage is gone, after an exception. Only while nothing is
         in flight."""
         self._block, self._known = None, {}
-        super().rebuild()
+        self._home.rebuild()
 
     def _is_taken(self, tensor: torch.Tensor) -> bool:
         if (
@@ -168,19 +169,18 @@ class ActivationStore(ActivationHome):
                 return None
             with self._store.guarding():
                 try:
-                    saved = Saved(self, begin, nbytes)
+                    saved = Saved(self._home, begin, nbytes)
                 except CapacityError:
                     if self.spare_nbytes is None:
                         raise
                     return None
-                self._send(saved, storage, tensor)
+                self._home.send(saved, storage, tensor)
             if nbytes == storage.nbytes():
                 self._known[storage._cdata] = (
                     StorageWeakRef(storage),
                     weakref.ref(saved),
                     tensor._version,
                 )
-            self._order.append(weakref.ref(saved))
         return View(
             saved,
             tensor.dtype,

@@ -2,13 +2,10 @@
 barriers that they reach anyway.
 
 given     the tensors that a root forward gets: their digests are compared before compute
-drawn     the state of a generator (torch's, NumPy's or Python's) before a root forward drew from
-          it: compared at the next barrier
+drawn     the generators that a root forward drew from: compared at the next barrier
 changed   buffers that were changed since the wrap: compared as the given tensors are
 sample    a few elements of a gradient that each of these ranks has whole: compared before a step,
-          within rounding
-sketch    a random projection, and its norm, of the gradient that reaches an output. If an output is
-          the same on all ranks, its sketch must be, too
+          within rounding, as are sketches of the gradients that reach the outputs
 
 Reading values from an accelerator waits for it. So there they are compared only in the first steps,
 and in some of the later ones.
@@ -16,32 +13,27 @@ and in some of the later ones.
 
 from __future__ import annotations
 
-import random
-import struct
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import numpy
 import torch
 
 from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import UsageError
 from ..gradients.bank import GradientBank
-from ..gradients.record import sample_of
 from ..machine.device import Device
 from ..state.dtensors import is_common, local_of, takes_parts
 from ..state.handle import ParamHandle, handle_of
 from ..state.step_counter import StepCounter
 from .described import mode_of, number_of, shape_of, tensors_in
+from .draws import Draws
+from .sketches import Sketches, number_of_ordered, ordered, projected
 
 FIRST_STEPS, LATER_STEPS = 8, 32  # on an accelerator: number of first steps, interval later
 FORWARDS = 4  # of such a step, whose values are compared
-MASK = 2**62 - 1  # of a number that ranks exchange
-MOST_OUTPUTS = 256  # between two steps
 # Of the norm, by which projections may differ.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 OTHER_TOLERANCE = 3e-2
@@ -60,6 +52,36 @@ SAME_LOSS = (
 )
 
 
+class ChangedBuffers:
+    """The buffers of a model, and their versions when they were read last."""
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[torch.nn.Module, str, str]] = []  # module, key and name
+        # Of the buffers read last.
+        self._versions: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def note(self, model: torch.nn.Module) -> None:
+        """Takes the buffers of ``model`` as they are."""
+        self._buffers = [
+            (module, key, f"buffer {path}.{key}" if path else f"buffer {key}")
+            for path, module in model.named_modules()
+            for key in module._buffers
+        ]
+        self.read()
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Returns the buffers that were changed since the last call, by name."""
+        found: dict[str, torch.Tensor] = {}
+        for module, key, name in self._buffers:
+            if (buffer := module._buffers.get(key)) is None or buffer.is_inference():
+                continue
+            known, version = self._versions.get(name, (lambda: None, -1))
+            if known() is not buffer or version != buffer._version:
+                self._versions[name] = weakref.ref(buffer), buffer._version
+                found[name] = buffer
+        return found
+
+
 class InCommon:
     """Compares over the ranks of the tp axis, or of ep if they share a batch. Otherwise it does
     nothing."""
@@ -75,42 +97,18 @@ class InCommon:
         self._collectives, self._device, self._steps = collectives, device, steps
         self._gradients, self._trained = gradients, trained
         self._channel = collectives.ranks.tensor
-        self._buffers: list[tuple[torch.nn.Module, str, str]] = []  # module, key and name
-        # Of the buffers compared last.
-        self._versions: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._before: dict[str, int] = {}  # generators' states before the running forward
-        # Generators that forwards drew from since the last barrier.
-        self._drawn: dict[str, int] = {}
+        self._buffers, self._draws, self._sketches = ChangedBuffers(), Draws(device), Sketches()
         # Roots, and whether they get parts of a sequence.
         self._of_parts = weakref.WeakKeyDictionary[torch.nn.Module, bool]()
         self._step, self._forwards = -1, 0  # root forwards since that step
         self._is_compared = False  # inputs are compared already, as the batch they are part of
         self._root: torch.nn.Module | None = None  # whose forward runs
-        # The last outputs that a backward reached: a sample, and the gradient's sketch.
-        self._outputs: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=MOST_OUTPUTS)
 
     def note_buffers(self, model: torch.nn.Module) -> None:
         """Takes the buffers of ``model`` as they are, whether equal on these ranks or a rank's
         own."""
         if self._channel is not None:
-            self._buffers = [
-                (module, key, f"buffer {path}.{key}" if path else f"buffer {key}")
-                for path, module in model.named_modules()
-                for key in module._buffers
-            ]
-            self._changed_buffers()
-
-    def _changed_buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers that were changed since the last call."""
-        found: dict[str, torch.Tensor] = {}
-        for module, key, name in self._buffers:
-            if (buffer := module._buffers.get(key)) is None or buffer.is_inference():
-                continue
-            known, version = self._versions.get(name, (lambda: None, -1))
-            if known() is not buffer or version != buffer._version:
-                self._versions[name] = weakref.ref(buffer), buffer._version
-                found[name] = buffer
-        return found
+            self._buffers.note(model)
 
     # --- a root forward ---
 
@@ -124,9 +122,7 @@ class InCommon:
         self._forwards += 1
         self._gradients.takes_samples = self._is_due
         if not self._is_compared:
-            buffers = {
-                name: self.describe(buffer) for name, buffer in self._changed_buffers().items()
-            }
+            buffers = {name: self.describe(buffer) for name, buffer in self._buffers.read().items()}
             self.compare(
                 "a forward",
                 {
@@ -136,39 +132,19 @@ class InCommon:
                 },
             )
         # Ranks with parts of a sequence draw other dropout masks, too.
-        self._before, self._root = {} if self._takes_parts(root) else self._states(), root
+        self._draws.begin(are_compared=not self._takes_parts(root))
+        self._root = root
 
     def end(self, module: torch.nn.Module, outputs: Iterable[torch.Tensor]) -> None:
         """Ends the forward of ``module``, if it is a root's, with its ``outputs``."""
         if self._root is not module:
             return
         self._root = None
-        drawn = (
-            [
-                name
-                for name, state in self._states().items()
-                if state != self._before.get(name, state)
-            ]
-            if self._before
-            else []
-        )
-        self._drawn |= {
-            name: number_of((self._drawn.get(name, 0), self._before[name])) for name in drawn
-        }
+        self._draws.end()
         if self._gradients.takes_samples and not self._is_compared:
             for output in outputs:
                 if output.requires_grad and is_common(output) and output.numel():
-                    self._watch(output)
-
-    def _watch(self, output: torch.Tensor) -> None:
-        """Hooks ``output``, so that its gradient is sketched."""
-        me, sample = weakref.ref(self), sample_of(local_of(output))
-
-        def note(grad: torch.Tensor) -> None:
-            if (alive := me()) is not None and is_common(grad):
-                alive._outputs.append((sample, _sketch_of(local_of(grad))))
-
-        output.register_hook(note)
+                    self._sketches.watch(output)
 
     @contextmanager
     def compared(self) -> Iterator[None]:
@@ -189,11 +165,11 @@ class InCommon:
             return
         collectives = self._collectives
         spans = collectives.spans_over(
-            self._channel, what, [number_of(given), number_of(self._drawn)]
+            self._channel, what, [number_of(given), number_of(self._draws.drawn)]
         )
         if any(least != most for least, most in spans):
             self._refuse(what, given if spans[0][0] != spans[0][1] else {})
-        self._drawn = {}
+        self._draws.forget()
 
     def _takes_parts(self, root: torch.nn.Module) -> bool:
         if root not in self._of_parts:
@@ -242,24 +218,20 @@ class InCommon:
         if self._channel is None:
             return []
         grads = [sample for _, sample in self._samples()]
-        outputs, reached = (
-            [sample for sample, _ in self._outputs],
-            [sketch for _, sketch in self._outputs],
-        )
-        self._outputs.clear()
+        outputs, reached = self._sketches.take()
         said = [
-            _ordered(number)
+            ordered(number)
             for tensors in (grads, outputs, reached)
-            for number in _projected(tensors)
+            for number in projected(tensors)
         ]
-        return [number_of(self._drawn), *said]
+        return [number_of(self._draws.drawn), *said]
 
     def agrees(self, spans: list[tuple[int, int]]) -> bool:
         """Tells whether ``spans``, the (least, most) of all ranks' :meth:`values`, are equal. If
         so, clears what was drawn: the next step compares from here."""
         if any(self._apart(spans)):
             return False
-        self._drawn = {}
+        self._draws.forget()
         return True
 
     def check(self, spans: list[tuple[int, int]]) -> None:
@@ -284,11 +256,9 @@ class InCommon:
 
     def _differ(self, projection: tuple[int, int], norm: tuple[int, int]) -> bool:
         """Tells whether tensors with these projections and norms differ by more than rounding."""
-        largest = _number(norm[1])
-        return (
-            largest < float("inf")
-            and _number(projection[1]) - _number(projection[0]) > self._tolerance() * largest
-        )
+        largest = number_of_ordered(norm[1])
+        width = number_of_ordered(projection[1]) - number_of_ordered(projection[0])
+        return largest < float("inf") and width > self._tolerance() * largest
 
     def _samples(self) -> Iterator[tuple[ParamHandle, torch.Tensor]]:
         return (
@@ -308,9 +278,9 @@ class InCommon:
     def _refuse(self, what: str, given: dict[str, str]) -> NoReturn:
         drawn = {
             f"the state of {name} before what was drawn": f"digest {state:016x}"
-            for name, state in self._drawn.items()
+            for name, state in self._draws.drawn.items()
         }
-        self._drawn = {}
+        self._draws.forget()
         everyones = self._collect((given, drawn), what)
         for part, remedy in ((0, SAME_BATCH), (1, SAME_SEED)):
             (first, firsts), *others = [(rank, mine[part]) for rank, mine in everyones]
@@ -363,43 +333,6 @@ class InCommon:
         is_compared = self._step < FIRST_STEPS or self._step % LATER_STEPS == 0
         return self._device.is_host or (is_compared and self._forwards <= FORWARDS)
 
-    def _states(self) -> dict[str, int]:
-        """Computes digests of the generators that dropout draws from."""
-        found = {
-            "torch's generator": native.crc32c(torch.get_rng_state()),
-            "NumPy's generator": _numpy_state(),
-            "Python's generator": _python_state(),
-        }
-        where = self._device.where
-        if where.type != "cpu":
-            found[f"the generator of {where}"] = native.crc32c(
-                torch.get_device_module(where).get_rng_state(where)
-            )
-        return found
-
-
-def _sketch_of(grad: torch.Tensor) -> torch.Tensor:
-    """Projects the rows of ``grad`` on signs, and these sums again. Returns [projection, norm of
-    the sums] in fp32. Reads ``grad`` once."""
-    with torch.no_grad():
-        rows = grad.detach().reshape(-1, grad.size(-1) if grad.dim() else 1)
-        sums = (rows @ _signs(rows.size(1), rows)).float()
-        return torch.stack([sums @ _signs(sums.numel(), sums), sums.norm()])
-
-
-def _signs(count: int, like: torch.Tensor) -> torch.Tensor:
-    """Makes ``count`` signs, the same on every rank."""
-    numbers = torch.arange(1, count + 1, device=like.device)
-    return (1 - 2 * ((numbers * 2654435761 >> 15) & 1)).to(like.dtype)
-
-
-def _projected(tensors: list[torch.Tensor]) -> tuple[float, float]:
-    """Projects all elements of ``tensors`` on signs. Returns the projection and their norm."""
-    if not tensors:
-        return 0.0, 0.0
-    flat = torch.cat([each.float() for each in tensors]).double().cpu()
-    return float(flat @ _signs(flat.numel(), flat)), float(flat.norm())
-
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
     """Tells whether ``tensor`` is a plain tensor with memory: not on meta, not at home, not a
@@ -416,31 +349,5 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     )
 
 
-def _python_state() -> int:
-    _, internal, gauss = random.getstate()
-    # hash(None) differs between processes
-    return hash((internal, 0.0 if gauss is None else gauss)) & MASK
-
-
-def _numpy_state() -> int:
-    told = numpy.random.get_state(legacy=False)
-    if told["bit_generator"] != "MT19937":  # the user set another one
-        return number_of(told) & MASK
-    key = native.crc32c(torch.from_numpy(told["state"]["key"].view(numpy.int32)))
-    return hash((key, told["state"]["pos"], told["has_gauss"], told["gauss"])) & MASK
-
-
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str))
-
-
-def _ordered(number: float) -> int:
-    """Converts a float to an int64 that keeps its order; NaN counts as infinity."""
-    bits = struct.unpack("<q", struct.pack("<d", number if number == number else float("inf")))[0]
-    return bits if bits >= 0 else -(bits & 0x7FFF_FFFF_FFFF_FFFF)
-
-
-def _number(ordered: int) -> float:
-    """Inverts :func:`_ordered`."""
-    found = struct.unpack("<d", struct.pack("<q", abs(ordered)))[0]
-    return found if ordered >= 0 else -found

@@ -4,13 +4,14 @@ SavedTensor    the tensor itself, held by the graph
 WithinBudget   the same, charged to the device's budget
 Saved          a storage that is at home on the host or on NVMe, once for all its saved views
 SavedDTensor   any of the others, for the local part of a DTensor
+SavingOrder    all of those, in the order of saving
 View           one view of a Saved: the dtype, size, stride and offset to restore
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from ..state.dtensors import is_distributed, local_of, over, spec_of
 from ..storage.arrays import StateArray
 
 LARGEST_EXCESS = 4  # a storage moves whole unless it is larger than the view's span by this factor
+READ_AHEAD = 2  # storages that are read before the backward asks for them
 ALIGNMENT = 64  # bytes: the start of a part keeps the alignment of its elements
 
 
@@ -160,6 +162,37 @@ class Saved:
     def came_back(self, storage: torch.UntypedStorage) -> None:
         """Notes that ``storage`` has the bytes."""
         self._there = StorageWeakRef(storage)
+
+
+class SavingOrder:
+    """Saved storages in the order of saving; the backward needs the last ones first."""
+
+    def __init__(self) -> None:
+        self._order: list[weakref.ref[Saved]] = []
+
+    def __iter__(self) -> Iterator[Saved]:
+        return (saved for ref in self._order if (saved := ref()) is not None)
+
+    def append(self, saved: Saved) -> None:
+        """Adds ``saved`` as the last one."""
+        self._order.append(weakref.ref(saved))
+
+    def forget_freed(self) -> None:
+        """Drops those that autograd has freed."""
+        self._order = [ref for ref in self._order if ref() is not None]
+
+    def before(self, saved: Saved) -> Iterator[Saved]:
+        """Yields the storages saved just before ``saved`` that are still in use: the backward needs
+        them next."""
+        while self._order and self._order[-1]() is None:
+            self._order.pop()
+        index = next(
+            (i for i in range(len(self._order) - 1, -1, -1) if self._order[i]() is saved), 0
+        )
+        for ref in self._order[max(0, index - READ_AHEAD) : index][::-1]:
+            other = ref()
+            if other is not None:
+                yield other
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from infinity.gradients import homes, lander
 from infinity.machine import accelerator, in_flight
 from infinity.machine import device as devices
 from infinity.machine.traffic import Traffic
-from infinity.runtime.activation_home import ActivationHome
+from infinity.runtime.activation_disk import ActivationsOnDisk
 from infinity.runtime.registry import wrapped
 from infinity.state.unit import ParamUnit
 
@@ -323,28 +323,28 @@ def test_activations_go_through_staging_memory_once_and_are_waited_for(
                 return super().put(queue, late, transfer=transfer, **more)
             return super().put(queue, work, transfer=transfer, **more)
 
-    def send(home, saved, *given, real=ActivationHome._send):
+    def send(disk, saved, *given, real=ActivationsOnDisk.send):
         saved_nbytes.append(saved.nbytes)
-        real(home, saved, *given)
+        real(disk, saved, *given)
 
-    def write(home, saved, part, *, real=ActivationHome._write):
+    def write(disk, saved, part, *, real=ActivationsOnDisk._write):
         staged.append(
-            part.lease.address - home._staging.region.address < home._staging.capacity_nbytes
+            part.lease.address - disk._staging.region.address < disk._staging.capacity_nbytes
         )
-        real(home, saved, part)
+        real(disk, saved, part)
 
     config = config_at(("host", "host"), tmp_path, nvme_paths=[str(tmp_path)])
     at_once = trained(config, steps=1)
     compute_on(Late)
-    monkeypatch.setattr(ActivationHome, "_send", send)
-    monkeypatch.setattr(ActivationHome, "_write", write)
+    monkeypatch.setattr(ActivationsOnDisk, "send", send)
+    monkeypatch.setattr(ActivationsOnDisk, "_write", write)
     assert same(trained({**config, "activations": "nvme"}, steps=1), at_once)
     assert sum(copied) == sum(saved_nbytes) > 0 and len(staged) == len(copied) and all(staged)
 
-    def copy_out(home, *given, real=ActivationHome._copy_out):
-        return dataclasses.replace(real(home, *given), event=devices.PAST)
+    def copy_out(disk, *given, real=ActivationsOnDisk._copy_out):
+        return dataclasses.replace(real(disk, *given), event=devices.PAST)
 
-    monkeypatch.setattr(ActivationHome, "_copy_out", copy_out)
+    monkeypatch.setattr(ActivationsOnDisk, "_copy_out", copy_out)
     with contextlib.suppress(
         CorruptionError
     ):  # the bytes may come between the checksum and the disk

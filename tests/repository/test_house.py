@@ -22,15 +22,9 @@ HUB_READS, PROTOCOLS, REBUILDS = 282, 22, 8
 STACK_NLINES = 300
 # Classes that a limit on their length has cut into bases; each is to become objects with fields.
 STACKS = {
-    "ActivationStore",
-    "AssignedGrads",
     "Collectives",
     "Engine",
     "GradientBank",
-    "InCommon",
-    "InfinityAccelerator",
-    "InfinityOptimizer",
-    "Inputs",
     "OlderUnit",
     "ParamShard",
     "ParamUnit",
@@ -126,11 +120,12 @@ def test_no_file_leads_back_to_itself():
 
 
 def stacks(texts: dict[str, str]) -> dict[str, int]:
-    """Lines of every class with those of its bases, where these are the package's own."""
+    """Lines of every class with those of its bases, where these are the package's own. A base
+    named through a module (``accelerate.Accelerator``) is a library's."""
     found = {node.name: node for node in classes(texts)}
 
     def nlines(node: ast.ClassDef) -> int:
-        bases = [ast.unparse(base).split(".")[-1].split("[")[0] for base in node.bases]
+        bases = [ast.unparse(base).split("[")[0] for base in node.bases]
         return (
             node.end_lineno
             - node.lineno
@@ -142,8 +137,10 @@ def stacks(texts: dict[str, str]) -> dict[str, int]:
 
 
 def test_a_class_is_read_in_one_place():
-    """Measures every class with its bases. Twin: a base of 200 lines under a class of 200."""
+    """Measures every class with its bases. Twin: a base of 200 lines under a class of 200, and a
+    library's class of the same name."""
     body = "\n".join(f"    x{i} = {i}" for i in range(200))
     assert stacks({"a.py": f"class A:\n{body}\nclass B(A):\n{body}"})["B"] == 402
+    assert stacks({"a.py": f"class A:\n{body}\nclass B(library.A):\n{body}"})["B"] == 201
     too_long = {name for name, count in stacks(sources()).items() if count > STACK_NLINES}
     assert not too_long - STACKS

@@ -1,0 +1,75 @@
+"""Members: tells which group of an optimizer steps each parameter."""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..gradients.record import GradState
+from ..state.handle import ParamHandle, handle_of
+from .context import StepContext
+
+
+class Members:
+    """Which group steps each parameter, read at each step."""
+
+    def __init__(self, context: StepContext):
+        self._context = context
+        self._params: list[list[torch.Tensor]] = []
+        self.group_of: dict[ParamHandle, int] = {}
+
+    def read(self, groups: list[dict[str, Any]]) -> None:
+        """Reads the groups. Raises UsageError, with nothing changed, for unknown parameters."""
+        lists = [group["params"] for group in groups]
+        if len(lists) == len(self._params) and all(
+            len(now) == len(before) and all(map(is_, now, before))
+            for now, before in zip(lists, self._params)
+        ):
+            return
+        found: dict[ParamHandle, int] = {}
+        for index, params in enumerate(lists):
+            for param in params:
+                handle = self._stepped(param, index)
+                if handle in found:
+                    raise UsageError(
+                        f"{handle.name} is in the optimizer's groups {found[handle]} and {index}"
+                        if found[handle] != index
+                        else f"{handle.name} is twice in the optimizer's group {index}"
+                    )
+                found[handle] = index
+        self._params, self.group_of = [list(params) for params in lists], found
+
+    @property
+    def are_consumed(self) -> bool:
+        """Whether a step has used any of their gradients."""
+        return any(handle.grad.state is GradState.CONSUMED for handle in self.group_of)
+
+    def check_unconsumed(self) -> None:
+        """Raises UsageError if a step has used a gradient that was not changed since."""
+        for handle in self.group_of:
+            if handle.grad.state is GradState.CONSUMED:
+                self._context.gradients.settle(handle)  # an assigned tensor may have changed
+            if handle.grad.state is GradState.CONSUMED:
+                raise UsageError(
+                    f"step() without a new gradient: the one of {handle.name} was consumed by the"
+                    " last step. Call zero_grad() and run backward before the next step()."
+                )
+
+    def _stepped(self, param: torch.Tensor, index: int) -> ParamHandle:
+        handle = handle_of(param)
+        if handle is None or handle.engine.uses is not self._context.uses:
+            raise UsageError(
+                f"the optimizer's group {index} has a parameter of shape {tuple(param.shape)} that"
+                " wrap_model did not take home with this optimizer, so its state has no home."
+                " unwrap_model first, add it, and wrap again."
+            )
+        if handle.grad is None:
+            raise UsageError(
+                f"the optimizer's group {index} has {handle.name}, which was in no group when the"
+                " model was wrapped: give it to optimizer.add_param_group() before its first"
+                " backward"
+            )
+        return handle

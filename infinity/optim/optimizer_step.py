@@ -1,0 +1,153 @@
+"""OptimizerStep: makes the steps of one optimizer, each in one change of the journal.
+
+A step is first planned, which changes nothing, then submitted to the updater in one call, and then
+entered into the books. After an interrupt the next use of the engine completes a planned step
+(:mod:`infinity.state.journal`). So a step is never made partly, nor twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import native
+from ..errors import UsageError
+from ..gradients.record import refuse_torn
+from ..state.operations import Operation
+from ..state.unit import ParamUnit
+from .context import StepContext
+from .members import Members
+from .step_inputs import StepInputs
+from .stepper import ShardStep, Stepper
+
+Groups = list[dict[str, Any]]
+
+
+class OptimizerStep:
+    """Steps all units at once, or each one in the backward. Used from the thread that runs backward
+    or the step. ``groups``: the optimizer's param_groups, which users may replace."""
+
+    def __init__(self, context: StepContext, rule: native.Rule, members: Members):
+        self._context, self._rule, self._members = context, rule, members
+        self._shadowed = 0  # shadows since the last step
+
+    def _stepper(self, groups: Groups) -> Stepper:
+        return Stepper(self._context, self._rule, groups, self._members.group_of)
+
+    # --- a step ---
+
+    def prepare(self) -> None:
+        """Averages the gradients. Raises UsageError if they cannot be stepped."""
+        context = self._context
+        context.gradients.average()
+        if not context.steps.begun:
+            self._members.check_unconsumed()
+        for handle in context.trained:
+            refuse_torn(handle)
+
+    def make(self, groups: Groups, clip: float) -> None:
+        """Steps all units, after :meth:`prepare`. ``clip``: the factor of all gradients. It is a
+        part of the plan and no change of the gradients, so an interrupted step can be repeated."""
+        context, begun = self._context, self._context.steps.begun
+        if not begun:
+            context.updates.begin_step()
+        version = context.steps.index if begun else context.steps.index + 1
+        steps: list[ShardStep] = []
+        stepper, backwards = self._stepper(groups), context.steps.backwards
+        with context.store.guarding():
+            for index in self._order():
+                steps += stepper.plan(context.units[index], version, clip)
+            context.journal.carry_out(
+                partial(self._finish, stepper, steps, version), partial(self._meet, groups, clip)
+            )
+            if (policy := context.updates.shadows) is not None:
+                # Drop shadows that this step did not use
+                for shard in (shard for unit in context.units for shard in unit.shards):
+                    shard.drop_shadow()
+                kept = sum(step.shadow is not None for step in steps)
+                policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
+                self._shadowed = 0
+        context.end_step()
+        context.lent.refresh()
+        context.steps.tell()  # the return reports it
+
+    def _order(self) -> list[int]:
+        """Returns the units in the order of the next forward, then the others, which a step beside
+        older weights copies."""
+        units = self._context.units
+        first = [index for index in self._context.schedule.first() if index < len(units)]
+        known = set(first)
+        return first + [unit.index for unit in units if unit.index not in known]
+
+    def _meet(self, groups: Groups, clip: float, then: Callable[[], None]) -> None:
+        """Meets the other ranks, which step as soon as all are there. Differences raise before
+        that."""
+        context = self._context
+        if context.collectives.ranks.alone:
+            then()
+            return
+        inputs = StepInputs(context, groups, self._members.group_of, clip)
+        # Without flush other stages are at other batches, and no stage waits.
+        stages = None if context.keeps_older() else inputs
+        trace = context.schedule.expected_after_step()
+        context.collectives.meet_for_step(
+            inputs, over_stages=stages, trace=trace, in_common=context.in_common, then=then
+        )
+
+    def _finish(self, stepper: Stepper, steps: list[ShardStep], version: int) -> None:
+        stepper.carry_out(steps)
+        self._context.lent.forget_edits()
+        self._context.gradients.clips.clear()
+        self._context.steps.finish(version)
+
+    # --- in the backward ---
+
+    def check_stream(self) -> None:
+        """Raises UsageError if units cannot be stepped in the backward."""
+        context = self._context
+        context.uses.check(Operation.STEP_IN_BACKWARD)
+        if context.config.max_grad_norm is not None:
+            raise UsageError(
+                "step_in_backward: max_grad_norm needs the norm of all gradients before the first"
+                " unit is stepped. Leave out one of the two, or let Config(speculate=True) update"
+                " units ahead."
+            )
+
+    def begin_stream(self) -> None:
+        """Begins a step whose units are stepped in the backward. Raises UsageError for a consumed
+        gradient."""
+        self._members.check_unconsumed()
+        self._context.updates.begin_step()
+        self._context.steps.stream()
+
+    def end_stream(self) -> None:
+        """Ends the backward of such a step."""
+        context = self._context
+        if context.is_cut_short() or context.gradients.changes.are_open:
+            context.uses.interrupt()  # of a failure that was caught inside the block
+        else:
+            context.steps.end_stream()
+
+    def unit_landed(self, unit: ParamUnit, groups: Groups) -> None:
+        """Steps or shadows a unit whose gradients have landed and which the backward has left."""
+        if self._context.steps.streaming:
+            self._step_unit(unit, groups)
+        elif self._context.updates.are_made_ahead:
+            self._shadowed += self._stepper(groups).shadow(unit)
+
+    @torch.no_grad()
+    def _step_unit(self, unit: ParamUnit, groups: Groups) -> None:
+        """Steps a unit, unless it has frozen parameters: the backward may still need them, and a
+        unit's values change together."""
+        context = self._context
+        params = [param for shard in unit.shards for param in shard.params]
+        if all(shard.spec.stepped for shard in unit.shards) and all(
+            param.requires_grad for param in params
+        ):
+            stepper = self._stepper(groups)
+            context.journal.carry_out(
+                partial(stepper.carry_out, stepper.plan(unit, context.steps.index))
+            )

@@ -1,0 +1,88 @@
+"""ActivationCopies: copies saved storages to host memory, and back for the backward."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import torch
+
+from ..machine.device import PAST, Copy, Device, Event
+from ..machine.in_flight import InFlight
+from .saved_tensor import Saved, SavingOrder, release_saved
+
+IN_FLIGHT_NBYTES = 256 * 1024 * 1024  # activations on their way home; more of them wait
+
+
+class ActivationCopies:
+    """Copies in the device's queues, in both directions. Used from the threads that run forward and
+    backward."""
+
+    def __init__(self, device: Device, order: SavingOrder):
+        self._device, self._order = device, order
+        self._in_flight = InFlight(IN_FLIGHT_NBYTES)  # activations on their way home
+        self._in_use: dict[int, Event] = {}  # by home address: the last copy that reads the buffer
+        # By queue: its last copy; after it no copy uses any buffer.
+        self._last: dict[str, Event] = {}
+
+    def forget(self) -> None:
+        """Forgets all copies, after an exception. Only while nothing is in flight."""
+        self._in_flight, self._in_use, self._last = self._in_flight.emptied(), {}, {}
+
+    def wait(self) -> None:
+        """Blocks until no copy uses any buffer."""
+        for event in self._last.values():
+            event.wait()
+
+    def send(self, saved: Saved, source: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Starts copying ``source``, the bytes of ``saved``, home. ``tensor`` was saved of them."""
+        array = saved.place
+        behind = [self._device.now(), self._in_use.pop(array.extent.address, PAST)]
+        transfer = Copy("device->host", saved.nbytes, "activations")
+        target = array.flat[: saved.nbytes]
+        event = self._device.put(
+            "out",
+            lambda: target.copy_(source, non_blocking=True),
+            behind=behind,
+            transfer=transfer,
+        )
+        saved.sent = self._last["out"] = event
+        if event is not PAST:
+            saved.source = tensor.detach(), tensor._version
+            self._in_flight.keep(source, event, partial(release_saved, weakref.ref(saved)))
+
+    def bring(self, saved: Saved) -> torch.UntypedStorage:
+        """Copies a storage back from the host. If copies overlap compute, also starts copying the
+        storages that the backward needs next."""
+        saved.check_source()
+        if saved.coming is None:
+            self._set_out(saved)
+        storage, event = saved.coming
+        saved.coming = None
+        if self._device.overlaps:
+            for other in self._order.before(saved):
+                if (
+                    other.coming is None
+                    and other.bytes_on_device() is None
+                    and not other.was_changed()
+                ):
+                    self._set_out(other)
+        event.precede()
+        return storage
+
+    def _set_out(self, saved: Saved) -> None:
+        """Starts copying to the device. The target was allocated on the compute stream, so the copy
+        waits for earlier compute on it."""
+        target, source = (
+            torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device.where),
+            saved.place.flat[: saved.nbytes],
+        )
+        transfer = Copy("host->device", saved.nbytes, "activations")
+        behind = [self._device.now(), saved.sent]
+        event = self._device.put(
+            "in", lambda: target.copy_(source, non_blocking=True), behind=behind, transfer=transfer
+        )
+        # The copy writes to it even if no backward uses the result.
+        self._in_flight.keep(target, event)
+        self._in_use[saved.place.extent.address] = self._last["in"] = event
+        saved.coming = target.untyped_storage(), event
