@@ -82,8 +82,7 @@ def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
 
 def _entries(job: Job, handle: ParamHandle, name: str) -> Iterator[tuple[str, Entry]]:
     shard, part = handle.shard, part_of_rank(handle)
-    first = shard.part(name, handle.index)[0]
-    begin, end = (at - first for at in shard.own_part(name, handle.index))
+    begin, end = shard.part_of_param(name, handle.index)
     values = shard.see_own_part(job.store, name, handle.index)
     if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
         if begin < end or (not part.box.numel and job.ranks.rank == 0):
@@ -112,8 +111,7 @@ def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
     files: list[dict[str, Entry]] = []
     for handle in unit.handles if engine.average is not None and engine.average.count else ():
         if engine.gradients.counts(handle) and engine.average.has(handle):
-            first = handle.shard.part("weight", handle.index)[0]
-            begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
+            begin, end = handle.shard.part_of_param("weight", handle.index)
             entries = _boxes(
                 engine.job, part_of_rank(handle), engine.average.read_own(handle), begin, end
             )

@@ -307,8 +307,7 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
     if count:
         with SavedTensors(data, manifest, files="average-") as saved:
             for handle in filter(average.has, engine.trained):
-                first = handle.shard.part("weight", handle.index)[0]
-                begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
+                begin, end = handle.shard.part_of_param("weight", handle.index)
                 average.write_own(
                     handle,
                     _read_run(saved, handle, "average", begin, end, average.dtype_of(handle))[0],
@@ -345,8 +344,7 @@ def _load_array(
     saved: SavedTensors, store: ArrayIO, job: Job, handle: ParamHandle, name: str
 ) -> None:
     shard, part, stays = handle.shard, part_of_rank(handle), False
-    first = shard.part(name, handle.index)[0]
-    begin, end = (at - first for at in shard.own_part(name, handle.index))
+    begin, end = shard.part_of_param(name, handle.index)
     dtype = shard.arrays[name].dtype
     if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
         values = saved.read_codes(name, handle.name, part, begin, end)
@@ -362,8 +360,7 @@ def _load_decoded(
 ) -> None:
     shard = handle.shard
     for name in names:
-        first = shard.part(name, handle.index)[0]
-        begin, end = (at - first for at in shard.own_part(name, handle.index))
+        begin, end = shard.part_of_param(name, handle.index)
         if begin < end:
             values, _ = _read_run(saved, handle, name, begin, end, torch.float32)
             codes, scales = native.encode_moments(values, sq=name == "exp_avg_sq")

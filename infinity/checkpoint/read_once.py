@@ -181,10 +181,8 @@ def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wante
     shard, part, array = handle.shard, part_of_rank(handle), handle.shard.arrays[name]
     if array.flat is None or not array.flat.is_cpu:
         return []
-    (low, high), first = shard.own_part(name, handle.index), shard.part(name, handle.index)[0]
-    begin, end = low - first, high - first
-    own = low - shard.own(name)[0]
-    memory = array.flat[own : own + end - begin]
+    begin, end = shard.part_of_param(name, handle.index)
+    memory = array.flat[slice(*shard.part_at_home(name, handle.index))]
     if saved.is_coded(name, handle.name):
         found = [(saved.entry_of_codes(name, handle.name, part, begin, end), memory)]
     elif part.order == tuple(range(len(part.order))):

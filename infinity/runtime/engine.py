@@ -232,7 +232,7 @@ class Engine:
                         self.gradients.track(handle)
                         self.trained.append(handle)
                     param._infinity = handle
-                    unit.handles.append(handle)
+                    shard.handles.append(handle)
             unit.attach()
             unit.list_in(self.storages)
 
