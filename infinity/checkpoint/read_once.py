@@ -26,6 +26,7 @@ from ..machine.tiers import Tier
 from ..runtime.job import Job
 from ..runtime.recovery import begin_repair, is_sound
 from ..state.handle import ParamHandle
+from ..storage.transfers import never_freed
 from .boxes import boxes_of_run
 from .content import part_of_rank
 from .file_reader import Destination, WholeFile, read_files, stop
@@ -33,7 +34,6 @@ from .saved_tensors import SavedTensors
 from .weight_files import keep_header, tensors_told
 
 Home = tuple[ParamHandle, str]  # parameter, and name of the array
-NEVER_FREED: list[torch.Tensor] = []  # homes that a hung disk may still write to
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ReadOnce:
     def _put_back(self, job: Job, running: list[native.IoEngine]) -> None:
         """Restores the homes' old values, once no read is in flight. Idempotent."""
         if folder := stop(running):
-            NEVER_FREED.extend(home for home, _ in self._replaced)
+            never_freed.extend(home for home, _ in self._replaced)
             with job.store.guarding():
                 raise StorageError(
                     errno.ETIMEDOUT,

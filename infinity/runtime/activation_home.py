@@ -22,6 +22,7 @@ from ..machine.in_flight import InFlight
 from ..machine.tiers import Tier
 from ..storage.arrays import StateArray, bytes_of
 from ..storage.store import ShardStore
+from ..storage.transfers import Window
 from .saved_tensor import Saved, blocks, raw_bytes, release_saved
 
 IN_FLIGHT_NBYTES = 256 * 1024 * 1024  # activations on their way home; more of them wait
@@ -141,14 +142,11 @@ class ActivationHome:
                 self._in_flight.keep(source, event, partial(release_saved, weakref.ref(saved)))
             return
         saved.checksum = 0
-        copied: _CopiedPart | None = None  # written while the next one is copied
-        for begin, end in self._parts(saved):
-            part = self._copy_out(begin, source[begin:end])
-            if copied is not None:
-                self._write(saved, copied)
-            copied = part
-        if copied is not None:
-            self._write(saved, copied)
+        # One part is written while the next one is copied.
+        with Window(2, partial(self._write, saved)) as copies:
+            for begin, end in self._parts(saved):
+                copies.make_room()
+                copies.add(self._copy_out(begin, source[begin:end]))
 
     def _copy_out(self, begin: int, source: torch.Tensor) -> _CopiedPart:
         """Starts copying a part of a storage from the device into staging memory."""

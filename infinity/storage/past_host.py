@@ -14,6 +14,7 @@ import torch
 
 from .. import native
 from ..machine.device import Device
+from .transfers import never_freed
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,6 @@ SLACK_NBYTES = ALIGNMENT
 THREADS = 8
 LATE_SECONDS = 10.0
 SAMPLED_READS = 16
-
-_abandoned: list[torch.Tensor] = []  # a disk may write to them for as long as the process lives
 
 
 class PastHost:
@@ -87,7 +86,7 @@ class PastHost:
         to."""
         self._reader.shut_down()
         if self._reader.stuck:
-            _abandoned.append(self._buffer)
+            never_freed.append(self._buffer)
 
 
 def open_past_host(

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..machine.timeline import PAST_HOST
 from .allocator import ArrayAllocator, Space
 from .arrays import StateArray, bytes_of
 from .loans import Loans
+from .transfers import Window
 from .write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -142,46 +143,36 @@ class ShardStore(ArrayAllocator):
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
         """Reads elements ``begin`` to ``end`` as a new CPU tensor. Blocks. Verifies checksums."""
         out = torch.empty(end - begin, dtype=array.dtype, device="cpu")
-        at = 0
-        for values in self.stream(array, begin, end):
-            copy = native.copy_flat if values.is_cpu else torch.Tensor.copy_
-            copy(out[at : at + values.numel()], values)
-            at += values.numel()
-        return out
-
-    def stream(self, array: StateArray, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """Yields elements ``begin`` to ``end`` in order, in flat pieces, each valid until the next.
-        Reads and verifies ahead. The store must not be used inside the loop."""
         self.check_process()
         with self.guarding():
             if array.tier is not Tier.NVME:
-                yield array.flat[begin:end]
-                return
+                copy = native.copy_flat if array.flat.is_cpu else torch.Tensor.copy_
+                copy(out, array.flat[begin:end])
+                return out
             if self._behind is not None:
                 self._behind.flush()
-            under_way: deque[tuple[native.Ticket, native.Lease, int, slice]] = deque()
+
+            def finish(part: tuple[native.Ticket, native.Lease, int, slice, slice]) -> None:
+                ticket, lease, nbytes, inner, outer = part
+                ticket.wait()
+                values = bytes_of(self._service, lease, nbytes).view(array.dtype)[inner]
+                native.copy_flat(out[outer], values)
+                lease.release()
+
+            def abandon(part: tuple[native.Ticket, native.Lease, int, slice, slice]) -> None:
+                self.io.cancel(part[0])
+                with suppress(InfinityError):
+                    part[0].wait()
+                part[1].release()
+
             parts = max(1, min(AT_ONCE, self._service.capacity_nbytes // native.CHECKSUM_NBYTES))
-            blocks = self._blocks(array, begin, end, parts=parts)
-            try:
-                while True:
-                    for offset, nbytes, inner, _ in islice(blocks, parts - len(under_way)):
-                        lease = self.take_lease(self._service, nbytes)
-                        under_way.append(
-                            (self.start_read(array, offset, lease, nbytes), lease, nbytes, inner)
-                        )
-                    if not under_way:
-                        return
-                    ticket, lease, nbytes, inner = under_way[0]
-                    ticket.wait()
-                    yield bytes_of(self._service, lease, nbytes).view(array.dtype)[inner]
-                    under_way.popleft()
-                    lease.release()
-            finally:
-                for ticket, lease, _, _ in under_way:  # no longer wanted
-                    self.io.cancel(ticket)
-                    with suppress(InfinityError):
-                        ticket.wait()
-                    lease.release()
+            with Window(parts, finish, abandon) as reads:
+                for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=parts):
+                    reads.make_room()
+                    lease = self.take_lease(self._service, nbytes)
+                    ticket = self.start_read(array, offset, lease, nbytes)
+                    reads.add((ticket, lease, nbytes, inner, outer))
+        return out
 
     def write(
         self,
@@ -203,18 +194,9 @@ class ShardStore(ArrayAllocator):
         else:
             if self._behind is not None:
                 self._behind.flush()
-            tickets: deque[native.Ticket] = deque()
-
-            def finish_first() -> bool:
-                if tickets:
-                    tickets[0].wait()
-                    tickets.popleft()
-                    return True
-                return False
-
-            with self.guarding():
+            with self.guarding(), Window(AT_ONCE, methodcaller("wait")) as writes:
                 for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=AT_ONCE):
-                    lease = self.take_lease(self._service, nbytes, finish_first)
+                    lease = self.take_lease(self._service, nbytes, writes.finish_oldest)
                     size = array.dtype.itemsize
                     if inner.start > 0 or inner.stop * size < min(nbytes, array.nbytes - offset):
                         block = self.read_block(array, offset, lease, nbytes)
@@ -222,10 +204,8 @@ class ShardStore(ArrayAllocator):
                         block = bytes_of(self._service, lease, nbytes)
                         block[inner.stop * size :].zero_()  # padding after the array
                     block.view(array.dtype)[inner] = source[outer]
-                    tickets.append(self.start_write(array, offset, lease, nbytes))
+                    writes.add(self.start_write(array, offset, lease, nbytes))
                     del lease, block  # the disk has it now
-                while finish_first():
-                    pass
         array.extent.version = version
 
     def read_block(

@@ -111,12 +111,12 @@ def test_memory_that_a_stuck_read_may_write_to_is_never_given_back(able, tmp_pat
     """Method: the job ends while the library holds a read; the buffer is still kept, and the read
     can end."""
     monkeypatch.setattr(past_host, "LATE_SECONDS", 0.05)
-    monkeypatch.setattr(past_host, "_abandoned", [])
+    monkeypatch.setattr(past_host, "never_freed", [])
     able.set(late=1)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     train(model, optimizer, steps=1)
     wrapped(model).engine.shut_down()
-    assert len(past_host._abandoned) == 1
+    assert len(past_host.never_freed) == 1
     able.set(late=-1)
     while able.count("held"):
         time.sleep(0.001)
