@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,10 +22,8 @@ import torch
 
 from .. import native
 from ..errors import CorruptionError, InfinityError, InternalError, StorageError, UsageError
-from ..machine.device import Event
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
-from ..machine.timeline import PAST_HOST
 from .allocator import ArrayAllocator, Space
 from .arrays import StateArray, bytes_of
 from .loans import Loans
@@ -35,7 +32,6 @@ from .write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
-Fetch = native.Ticket | native.Landing  # a read into a staging slot
 AT_ONCE = 4  # transfers of one array outside the training loop
 
 
@@ -56,17 +52,15 @@ class ShardStore(ArrayAllocator):
         self.on_failure = on_failure
         self._behind: WriteBehind | None = None  # uses part of the service buffer
         self._loans = Loans()
-        # Slots still being copied
-        self._returning: deque[tuple[Event, list[native.Lease]]] = deque()
 
     def rebuild(self) -> None:
         """Frees all that is not in use after an exception. Only while no transfer is running."""
-        for pool in (self._service, self.staging):
+        for pool in (self._service, self.staging.pool):
             if pool is not None:
                 self.drain(pool)
         self._loans.rebuild()
         self._behind = None  # its parts belong to the service buffer again
-        self._returning.clear()
+        self.staging.forget()
         self._leaving.clear()
         taken = sorted(self._places.values())
         self._spaces = [
@@ -75,68 +69,6 @@ class ShardStore(ArrayAllocator):
             for space in _between((index, 0, added.nbytes), taken)
         ]
         self.drop_unused()
-
-    # --- staging slots ---
-
-    def take_back(self, slots: list[native.Lease], event: Event) -> None:
-        """Returns ``slots`` to the staging pool after ``event``."""
-        self._returning.append((event, slots))
-        self.collect()
-
-    def collect(self, *, wait: bool = False) -> bool:
-        """Releases slots that are no longer read (``wait``: at least one). Returns whether any."""
-        found = False
-        while self._returning and (self._returning[0][0].done or (wait and not found)):
-            event, slots = self._returning.popleft()
-            try:
-                event.wait()
-            except (InfinityError, RuntimeError):
-                pass  # raised where its bytes are waited for, not where a slot is taken
-            for slot in slots:
-                slot.release()
-            found = True
-        return found
-
-    # --- reading ahead, into staging slots ---
-
-    def fetch(
-        self,
-        array: StateArray,
-        offset: int,
-        lease: native.Lease,
-        nbytes: int,
-        *,
-        at: int = 0,
-        after: native.Ticket | None = None,
-    ) -> Fetch:
-        """Starts reading as :meth:`start_read`, or to the device's counterpart of ``lease``."""
-        if self.past_host is None:
-            return self.start_read(array, offset, lease, nbytes, at=at, after=after)
-        return self.past_host.read(
-            array.extent, offset, lease.address + at, nbytes, after=after, lease=lease
-        )
-
-    def fetched(self, fetch: Fetch, array: StateArray, address: int, nbytes: int) -> torch.Tensor:
-        """Returns the bytes of a completed fetch as elements of the array, in place."""
-        flat = (
-            self.past_host.landed(fetch, address, nbytes)
-            if isinstance(fetch, native.Landing)
-            else None
-        )
-        if flat is None:
-            flat = native.tensor_at(self.staging.region, address, nbytes, torch.uint8)
-        return flat.view(array.dtype)
-
-    def lane_of(self, fetch: Fetch) -> str:
-        """Returns the timeline's lane of a completed fetch."""
-        return PAST_HOST if isinstance(fetch, native.Landing) and fetch.on_device else "nvme->host"
-
-    def cancel(self, fetch: Fetch) -> None:
-        """Cancels the parts of a fetch that have not started."""
-        if isinstance(fetch, native.Landing):
-            self.past_host.cancel(fetch)
-        else:
-            self.io.cancel(fetch)
 
     # --- moving parts of arrays, synchronously ---
 
@@ -287,7 +219,7 @@ class ShardStore(ArrayAllocator):
 
     def refuse_hung(self) -> None:
         """Raises StorageError if a disk has not answered: its memory is never free again."""
-        if folder := self.io.hung or (self.past_host.hung if self.past_host is not None else ""):
+        if folder := self.io.hung or self.staging.hung:
             raise StorageError(
                 errno.ETIMEDOUT,
                 f"the disk of {folder} has not answered, and may still write to the memory it was"
@@ -366,15 +298,13 @@ class ShardStore(ArrayAllocator):
             self._pages.stop()
             self._pages = None
         self._absent = []
-        if self.past_host is not None:
-            self.past_host.close()
-        self.past_host = None
+        self.staging.close()
         if self.io is not None:  # waits for transfers and closes the files
             self.io.shut_down()
             self._loans.clear(hung=bool(self.io.hung))
         self.io = None
-        self._returning.clear()
-        self._service = self.staging = None
+        self.staging.drop_pool()
+        self._service = None
         self._added.clear()
         while self._charges:
             self._charges[-1].release()
