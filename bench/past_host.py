@@ -26,6 +26,7 @@ from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.storage.arrays import StateArray
+from infinity.storage.staging import Fetch
 from infinity.storage.store import ShardStore
 
 MIB = 1024 * 1024
@@ -100,30 +101,32 @@ class _Job:
         self._run(copies=False)
 
     def _run(self, *, copies: bool) -> None:
-        ahead: deque[tuple[native.Lease, native.Ticket | native.Landing]] = deque()
+        ahead: deque[tuple[native.Lease, Fetch]] = deque()
         last: Event = PAST
         for begin in range(0, self.array.nbytes + AHEAD * PIECE_NBYTES, PIECE_NBYTES):
             if len(ahead) == AHEAD or (ahead and begin >= self.array.nbytes):
                 lease, fetch = ahead.popleft()
                 fetch.wait()
                 if copies:
-                    source = self.store.fetched(fetch, self.array, lease.address, PIECE_NBYTES)
+                    source = fetch.values(torch.uint8)
                     last = self._device.put(
                         "in", lambda source=source: self._target.copy_(source, non_blocking=True)
                     )
-                    self.store.take_back([lease], last)
+                    self.store.staging.take_back([lease], last)
                 else:
                     lease.release()
             if begin < self.array.nbytes:
                 lease = self.store.take_lease(
-                    self.store.staging, PIECE_NBYTES, lambda: self.store.collect(wait=True)
+                    self.store.staging.pool,
+                    PIECE_NBYTES,
+                    lambda: self.store.staging.collect(wait=True),
                 )
-                fetch = self.store.fetch(self.array, begin, lease, PIECE_NBYTES)
+                fetch = self.store.staging.fetch(self.array, begin, lease, PIECE_NBYTES)
                 ahead.append((lease, fetch))
         while ahead:
             ahead.popleft()[1].wait()
         last.wait()
-        self.store.collect(wait=True)
+        self.store.staging.collect(wait=True)
 
 
 def _checksums(device: Device, settings: Settings):

@@ -123,7 +123,7 @@ def edges_of(job: Job) -> dict[str, EdgeTraffic]:
     for name, op in (("nvme->host", native.Op.READ), ("host->nvme", native.Op.WRITE)):
         edges[name].nbytes = job.store.io.nbytes(op)
         edges[name].busy_seconds = job.store.io.busy_seconds(op)
-    if (past_host := job.store.past_host) is not None:
+    if (past_host := job.store.staging.past_host) is not None:
         edges[PAST_HOST] = EdgeTraffic(past_host.nbytes)
         edges["host->device"].nbytes -= past_host.copied_nbytes
     return edges

@@ -53,14 +53,6 @@ def part_of_rank(handle: ParamHandle) -> LocalPart:
     )
 
 
-def own_run(handle: ParamHandle, name: str) -> tuple[int, int]:
-    """Returns the elements of that part which are at home on this rank in the array ``name``: the
-    first, and the one after the last."""
-    first = handle.shard.part(name, handle.index)[0]
-    begin, end = handle.shard.own_part(name, handle.index)
-    return begin - first, end - first
-
-
 Entry = tuple[torch.Tensor, dict[str, Any]]  # values, and their entry in the header
 
 
@@ -90,7 +82,7 @@ def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
 
 def _entries(job: Job, handle: ParamHandle, name: str) -> Iterator[tuple[str, Entry]]:
     shard, part = handle.shard, part_of_rank(handle)
-    begin, end = own_run(handle, name)
+    begin, end = shard.part_of_param(name, handle.index)
     values = shard.see_own_part(job.store, name, handle.index)
     if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
         if begin < end or (not part.box.numel and job.ranks.rank == 0):
@@ -120,7 +112,8 @@ def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
     for handle in unit.handles if engine.average is not None and engine.average.count else ():
         if engine.gradients.values.counts(handle) and engine.average.has(handle):
             values = engine.average.read_own(handle)
-            entries = _boxes(engine.job, part_of_rank(handle), values, *own_run(handle, "weight"))
+            run = handle.shard.part_of_param("weight", handle.index)
+            entries = _boxes(engine.job, part_of_rank(handle), values, *run)
             for number, entry in enumerate(entries):
                 if number == len(files):
                     files.append({})

@@ -20,6 +20,7 @@ from .. import native
 from ..errors import CorruptionError, StorageError
 from ..machine import processors
 from ..machine.sizes import round_up
+from ..storage.transfers import Window
 from .file_writer import SLOT_NBYTES, make_slots
 
 PIECES_AT_ONCE = 24  # in flight
@@ -158,10 +159,8 @@ def _read_group(
     before: Callable[[Destination], object],
     after: Callable[[int], object],
 ) -> None:
-    under_way: deque[tuple[_Open, int, int, native.Ticket, native.Lease | None]] = deque()
-
-    def finish_oldest() -> None:
-        opened, begin, end, ticket, lease = under_way.popleft()
+    def finish(piece: tuple[_Open, int, int, native.Ticket, native.Lease | None]) -> None:
+        opened, begin, end, ticket, lease = piece
         ticket.wait()
         if lease is not None:
             _hand_out(
@@ -173,21 +172,20 @@ def _read_group(
         after(opened.arrived(end - begin))
 
     # Open all of them first: opening one tries a read, which would queue behind those in flight.
-    for opened in [_Open(file, engine) for file in group]:
-        if not opened.missing:
-            opened.announce(0, before)
-            after(opened.arrived(0))
-        for begin, end, address in _pieces(opened.file):
-            opened.announce(end, before)
-            while len(under_way) >= PIECES_AT_ONCE:
-                finish_oldest()
-            lease = None
-            while address is None and (lease := slots.try_lease(SLOT_NBYTES)) is None:
-                finish_oldest()
-            start = lease.address if lease is not None else address
-            under_way.append((opened, begin, end, opened.start(begin, end, start, lease), lease))
-    while under_way:
-        finish_oldest()
+    opened_files = [_Open(file, engine) for file in group]
+    with Window(PIECES_AT_ONCE, finish) as reads:  # the caller stops the engine after an exception
+        for opened in opened_files:
+            if not opened.missing:
+                opened.announce(0, before)
+                after(opened.arrived(0))
+            for begin, end, address in _pieces(opened.file):
+                opened.announce(end, before)
+                reads.make_room()
+                lease = None
+                while address is None and (lease := slots.try_lease(SLOT_NBYTES)) is None:
+                    reads.finish_oldest()
+                start = lease.address if lease is not None else address
+                reads.add((opened, begin, end, opened.start(begin, end, start, lease), lease))
 
 
 def _pieces(file: WholeFile) -> Iterator[tuple[int, int, int | None]]:

@@ -30,7 +30,6 @@ from .content import (
     describe_parameter,
     engine_of_pair,
     groups_of_stages,
-    own_run,
     put_own_state,
     unmanaged_parameters,
 )
@@ -235,7 +234,8 @@ class _Load:
         if count:
             with SavedTensors(self.data, self.manifest, files="average-") as saved:
                 for handle in filter(average.has, self.engine.trained):
-                    run, dtype = own_run(handle, "weight"), average.dtype_of(handle)
+                    run = handle.shard.part_of_param("weight", handle.index)
+                    dtype = average.dtype_of(handle)
                     average.write_own(handle, read_run(saved, handle, "average", *run, dtype)[0])
         average.resume(count)
 

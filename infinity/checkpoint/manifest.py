@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from .. import native
 from ..errors import ConfigError, CorruptionError, UsageError
 from ..machine import processors
+from ..storage.transfers import Window
 from ..untrusted import is_regular, parse_json, read_text
 from .file_reader import changed_file
 from .folder import DATA_NAME
@@ -156,33 +156,21 @@ def check_files(
     files = dict(largest_first[turn[0] :: turn[1]])
     threads = max(READS_AT_ONCE, processors.for_checksums())
     with ThreadPoolExecutor(threads, "infinity-check") as pool:
-        summed = deque[tuple[str, int, Future[int]]]()
         sums = dict.fromkeys(files, 0)
 
-        def join_oldest() -> None:
-            name, behind, part = summed.popleft()
+        def join(stretch: tuple[str, int, Future[int]]) -> None:
+            name, behind, part = stretch
             sums[name] ^= native.crc32c_before(part.result(), behind)
             if not behind and sums[name] != (written := files[name]["crc32c"]):
                 raise changed_file(data / name, sums[name], written)
 
-        try:
+        with Window(2 * threads, join, lambda stretch: stretch[2].cancel()) as stretches:
             for name, entry in files.items():
                 for begin in range(0, max(1, entry["nbytes"]), STRETCH_NBYTES):
+                    stretches.make_room()
                     end = min(entry["nbytes"], begin + STRETCH_NBYTES)
-                    summed.append(
-                        (
-                            name,
-                            entry["nbytes"] - end,
-                            pool.submit(_sum_of_stretch, data / name, begin, end),
-                        )
-                    )
-                    while len(summed) > 2 * threads:
-                        join_oldest()
-            while summed:
-                join_oldest()
-        finally:
-            for _, _, part in summed:
-                part.cancel()
+                    part = pool.submit(_sum_of_stretch, data / name, begin, end)
+                    stretches.add((name, entry["nbytes"] - end, part))
 
 
 def _check_size(path: Path, entry: dict[str, Any]) -> None:

@@ -26,14 +26,14 @@ from ..machine.tiers import Tier
 from ..runtime.job import Job
 from ..runtime.recovery import begin_repair, is_sound
 from ..state.handle import ParamHandle
+from ..storage.transfers import never_freed
 from .boxes import boxes_of_run
-from .content import own_run, part_of_rank
+from .content import part_of_rank
 from .file_reader import Destination, WholeFile, read_files, stop
 from .saved_tensors import SavedTensors
 from .weight_files import keep_header, tensors_told
 
 Home = tuple[ParamHandle, str]  # parameter, and name of the array
-NEVER_FREED: list[torch.Tensor] = []  # homes that a hung disk may still write to
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ReadOnce:
     def _put_back(self, job: Job, running: list[native.IoEngine]) -> None:
         """Restores the homes' old values, once no read is in flight. Idempotent."""
         if folder := stop(running):
-            NEVER_FREED.extend(home for home, _ in self._replaced)
+            never_freed.extend(home for home, _ in self._replaced)
             with job.store.guarding():
                 raise StorageError(
                     errno.ETIMEDOUT,
@@ -181,9 +181,8 @@ def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wante
     shard, part, array = handle.shard, part_of_rank(handle), handle.shard.arrays[name]
     if array.flat is None or not array.flat.is_cpu:
         return []
-    begin, end = own_run(handle, name)
-    own = shard.own_part(name, handle.index)[0] - shard.own(name)[0]
-    memory = array.flat[own : own + end - begin]
+    begin, end = shard.part_of_param(name, handle.index)
+    memory = array.flat[slice(*shard.part_at_home(name, handle.index))]
     if saved.is_coded(name, handle.name):
         found = [(saved.entry_of_codes(name, handle.name, part, begin, end), memory)]
     elif part.order == tuple(range(len(part.order))):

@@ -21,9 +21,8 @@ import json
 import os
 import secrets
 import shutil
-from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from ..runtime.job import Job
 from ..runtime.registry import whole_of
 from ..state.operations import Operation
 from ..state.parts import parts_of
+from ..storage.transfers import Window
 from .content import (
     Entry,
     average_files,
@@ -71,7 +71,7 @@ from .random_state import random_state_tensors, read_random_state
 from .removal import wait_for_space
 from .values import encode_value
 
-FILES_AT_ONCE = 2  # in flight to the disk while the next is read
+FILES_AT_ONCE = 3  # one is read while two are in flight to the disk
 
 
 def save_checkpoint(
@@ -305,22 +305,23 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
         for shard in unit.shards
         for array in shard.arrays.values()
     )
-    slots, started = make_slots(total), deque[tuple[str, FileWriter]]()
+    slots = make_slots(total)
 
-    def finish_oldest() -> None:
-        with started[0][1] as file:
-            entries[started[0][0]] = file.finish()
-        advance(entries[started.popleft()[0]]["nbytes"])
+    def finish(started: tuple[str, FileWriter]) -> None:
+        with started[1] as file:
+            entries[started[0]] = file.finish()
+        advance(entries[started[0]]["nbytes"])
 
-    with progress("saving the checkpoint", total) as advance, ExitStack() as stack:
-        stack.callback(lambda: [file.__exit__() for _, file in started])
+    with (
+        progress("saving the checkpoint", total) as advance,
+        Window[tuple[str, FileWriter]](
+            FILES_AT_ONCE, finish, lambda started: started[1].__exit__()
+        ) as files,
+    ):
         for name, parts, stay in _files_of_rank(engine):
             tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))
-            started.append((name, _start_file(data / name, tensors, slots, told, stay=stay)))
-            while len(started) > FILES_AT_ONCE:
-                finish_oldest()
-        while started:
-            finish_oldest()
+            files.add((name, _start_file(data / name, tensors, slots, told, stay=stay)))
+            files.make_room()
     # At the end: the first sync makes the file system flush its journal for all of them.
     for name in entries:
         sync_file(data / name)

@@ -225,7 +225,7 @@ class GradientBank(AssignedGrads):
                 if not got:
                     continue
                 whole, charge = waiting.pop(shard)
-                for handle in (h for h in unit.handles if h.shard is shard and h.index in got):
+                for handle in (handle for handle in shard.handles if handle.index in got):
                     self._land(handle, shard.layout.placements[handle.index].view(whole))
                 charge.release()
                 self.homes.close_all([shard])

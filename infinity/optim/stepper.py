@@ -76,7 +76,7 @@ class Stepper:
         planned = [
             shard
             for shard in unit.shards
-            if shard.spec.stepped and (beside or self._has_landed(unit, shard))
+            if shard.spec.stepped and (beside or self._has_landed(shard))
         ]
         if planned and not beside:  # if beside, gathered weights stay valid
             context.release([unit])
@@ -171,8 +171,8 @@ class Stepper:
                 made += 1
         return made
 
-    def _has_landed(self, unit: ParamUnit, shard: ParamShard) -> bool:
-        return any(h.shard is shard and self._is_stepped(h) for h in unit.handles)
+    def _has_landed(self, shard: ParamShard) -> bool:
+        return any(self._is_stepped(handle) for handle in shard.handles)
 
     def _plan_update(
         self,

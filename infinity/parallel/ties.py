@@ -55,10 +55,7 @@ class Ties:
                         values = handle.shard.read_own_part(engine.store, name, handle.index)
                         theirs = self._exchange(between, values)
                         if not self._counts:
-                            begin = (
-                                handle.shard.own_part(name, handle.index)[0]
-                                - handle.shard.part(name, handle.index)[0]
-                            )
+                            begin, _ = handle.shard.part_of_param(name, handle.index)
                             handle.changed()
                             engine.prefetcher.release_all([handle.unit])
                             handle.shard.write_part(

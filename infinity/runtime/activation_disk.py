@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from .. import native
 from ..machine.device import Copy, Event
 from ..storage.arrays import bytes_of
 from ..storage.store import ShardStore
+from ..storage.transfers import Window
 from .saved_tensor import Saved, SavingOrder, blocks
 
 
@@ -43,14 +45,11 @@ class ActivationsOnDisk:
     def send(self, saved: Saved, source: torch.Tensor) -> None:
         """Sends ``source``, the bytes of ``saved``, to disk."""
         saved.checksum = 0
-        copied: _CopiedPart | None = None  # written while the next one is copied
-        for begin, end in self._parts(saved):
-            part = self._copy_out(begin, source[begin:end])
-            if copied is not None:
-                self._write(saved, copied)
-            copied = part
-        if copied is not None:
-            self._write(saved, copied)
+        # One part is written while the next one is copied.
+        with Window(2, partial(self._write, saved)) as copies:
+            for begin, end in self._parts(saved):
+                copies.make_room()
+                copies.add(self._copy_out(begin, source[begin:end]))
 
     def _copy_out(self, begin: int, source: torch.Tensor) -> _CopiedPart:
         """Starts copying a part of a storage from the device into staging memory."""

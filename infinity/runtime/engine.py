@@ -229,7 +229,7 @@ class Engine:
                         self.gradients.values.track(handle)
                         self.trained.append(handle)
                     param._infinity = handle
-                    unit.handles.append(handle)
+                    shard.handles.append(handle)
             unit.attach()
             unit.list_in(self.storages)
 

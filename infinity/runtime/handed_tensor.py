@@ -137,9 +137,7 @@ class HandedTensor:
         if homes.ranks.alone:
             home = shard.flattened(shard.read_moment(homes.store, self.array, index), index)
             return not bool(same_bits(shard.flattened(self.bytes, index), home).all())
-        begin, end = (
-            at - shard.layout.placements[index].offset for at in shard.own_part(self.array, index)
-        )
+        begin, end = shard.part_of_param(self.array, index)
         home, here = (
             shard.read_own_part(homes.store, self.array, index),
             shard.flattened(self.bytes, index)[begin:end],

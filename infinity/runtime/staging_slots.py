@@ -45,10 +45,10 @@ class StagingSlots:
 
     def try_take(self, unit: ParamUnit) -> list[native.Lease] | None:
         """Takes slots for ``unit``, or returns None if the pool has no room now."""
-        self._store.collect()
+        self._store.staging.collect()
         slots = []
         for shard in unit.shards:
-            slot = self._store.staging.try_lease(shard.slice_nbytes)
+            slot = self._store.staging.pool.try_lease(shard.slice_nbytes)
             if slot is None:
                 return None  # leased slots go back with the list
             slots.append(slot)
@@ -64,17 +64,18 @@ class StagingSlots:
             if other.residency in (Residency.FETCHING, Residency.STAGED)
         ]
         while (slots := self.try_take(unit)) is None:
-            if self._store.collect(wait=True):
+            if self._store.staging.collect(wait=True):
                 continue
             if not ahead:
                 self._store.refuse_hung()
-                if self._store.staging.wait_for_transfer():
+                if self._store.staging.pool.wait_for_transfer():
                     continue  # a read whose result was dropped
             if not ahead:
+                pool = self._store.staging.pool
                 raise CapacityError(
                     f"unit {unit.name} needs {format_nbytes(unit.weight_nbytes)} of staging memory,"
-                    f" but the pool of {format_nbytes(self._store.staging.capacity_nbytes)} has"
-                    f" {format_nbytes(self._store.staging.leased_nbytes)} leased"
+                    f" but the pool of {format_nbytes(pool.capacity_nbytes)} has"
+                    f" {format_nbytes(pool.leased_nbytes)} leased"
                 )
             ahead.pop().drop(self._store)
         return slots

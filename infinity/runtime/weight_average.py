@@ -114,9 +114,8 @@ class WeightAverage:
 
     def _pieces(self) -> Iterator[Piece]:
         for shard in self._arrays:
-            first = shard.own("weight")[0]
             for index in range(len(shard.params)):
-                begin, end = (at - first for at in shard.own_part("weight", index))
+                begin, end = shard.part_at_home("weight", index)
                 for at in range(begin, end, PIECE_NUMEL):
                     yield Piece(shard, at, min(end, at + PIECE_NUMEL))
 
@@ -229,8 +228,7 @@ class WeightAverage:
     def read_own(self, handle: ParamHandle) -> torch.Tensor:
         """Reads this rank's slice of a parameter's average, flat."""
         shard = handle.shard
-        first = shard.own("weight")[0]
-        begin, end = (at - first for at in shard.own_part("weight", handle.index))
+        begin, end = shard.part_at_home("weight", handle.index)
         return (
             self.job.store.read(self._arrays[shard], begin, end)
             if begin < end
@@ -239,11 +237,10 @@ class WeightAverage:
 
     def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
         """Writes this rank's slice of a parameter's average."""
-        first = handle.shard.own("weight")[0]
-        begin, end = handle.shard.own_part("weight", handle.index)
+        begin, end = handle.shard.part_at_home("weight", handle.index)
         if begin < end:
             self.job.store.write(
-                self._arrays[handle.shard], begin - first, values, version=self.job.steps.index
+                self._arrays[handle.shard], begin, values, version=self.job.steps.index
             )
 
     def resume(self, count: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ class ArrayParts:
         self.names = [f"parameter {i} of a shard" for i in range(len(params))]  # until set
         self.layout = FlatLayout.of(params, self.ranks.size)
         self.slice_numel = self.layout.numel // self.ranks.size
+        self.handles: list[Any] = []  # the ParamHandles of ``params``, once they are managed
         self.contents = Contents()
         self._assembled: dict[str, torch.Tensor] = {}  # whole arrays, in assembling()
 
@@ -66,6 +68,18 @@ class ArrayParts:
         (begin, end), (low, high) = self.part(name, index), self.own(name)
         begin, end = max(begin, low), min(end, high)
         return begin, max(begin, end)
+
+    def part_at_home(self, name: str, index: int) -> tuple[int, int]:
+        """Returns :meth:`own_part` in elements of the array at home."""
+        begin, end = self.own_part(name, index)
+        first = self.own(name)[0]
+        return begin - first, end - first
+
+    def part_of_param(self, name: str, index: int) -> tuple[int, int]:
+        """Returns :meth:`own_part` in elements of the parameter's part."""
+        begin, end = self.own_part(name, index)
+        first = self.part(name, index)[0]
+        return begin - first, end - first
 
     def name(self, names: Sequence[str]) -> None:
         """Sets the parameters' names, for messages."""
@@ -104,13 +118,12 @@ class ArrayParts:
         if name in self._assembled and array is None:
             return self._assembled[name][begin:end].clone()
         array = array or self.arrays[name]
-        low, high = self.own_part(name, index)
-        first = self.own(name)[0]
-        if (low, high) == (begin, end) and self.ranks.size == 1:
+        if self.ranks.size == 1:
             return store.read(array, begin, end)
         out = torch.empty(end - begin, dtype=array.dtype, device="cpu")
+        low, high = self.part_of_param(name, index)
         if low < high:
-            out[low - begin : high - begin] = store.read(array, low - first, high - first)
+            out[low:high] = store.read(array, *self.part_at_home(name, index))
         pieces = []
         for rank in range(self.ranks.size):
             low, high = self.own(name, rank)
@@ -121,16 +134,15 @@ class ArrayParts:
 
     def read_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
         """Reads the part of :meth:`read_part` that is at home here."""
-        begin, end = self.own_part(name, index)
+        begin, end = self.part_at_home(name, index)
         if begin == end:
             return torch.empty(0, dtype=self.arrays[name].dtype, device="cpu")
-        first = self.own(name)[0]
-        return store.read(self.arrays[name], begin - first, end - first)
+        return store.read(self.arrays[name], begin, end)
 
     def see_own_part(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
         """Returns :meth:`read_own_part`, read-only: a view of a host home, not a copy."""
-        begin, end = self.own_part(name, index)
-        array, first = self.arrays[name], self.own(name)[0]
+        begin, end = self.part_at_home(name, index)
+        array = self.arrays[name]
         if begin < end and array.flat is not None and array.flat.is_cpu:
-            return array.flat[begin - first : end - first]
+            return array.flat[begin:end]
         return self.read_own_part(store, name, index)

@@ -150,12 +150,13 @@ class ParamShard(ShardArrays):
         Writes nothing: see :meth:`write_changes`.
         """
         self.wait_idle()
-        begin, end = self.own_part("weight", index)
+        (low, high), (begin, end) = (
+            self.part_of_param("weight", index),
+            self.part_at_home("weight", index),
+        )
         if begin == end:
             return {}
-        offset, first = self.layout.placements[index].offset, self.own("weight")[0]
-        flat = self.flattened(weight, index)[begin - offset : end - offset]
-        begin, end = begin - first, end - first  # at home
+        flat = self.flattened(weight, index)[low:high]
         if before is None:
             home = self._joined(
                 store.read(self.weight, begin, end),
@@ -163,7 +164,7 @@ class ParamShard(ShardArrays):
                 flat.dtype,
             )
         else:
-            home = self.flattened(before, index)[begin + first - offset : end + first - offset]
+            home = self.flattened(before, index)[low:high]
         changed = ~same_bits(flat, home)
         if not changed.any():
             return {}
@@ -183,13 +184,13 @@ class ParamShard(ShardArrays):
     ) -> None:
         """Writes the result of :meth:`changes`. Idempotent."""
         self.wait_idle()
-        begin = self.own_part("weight", index)[0] - self.own("weight")[0]
+        begin, _ = self.part_at_home("weight", index)
         for name, part in parts.items():
             store.write(self.arrays[name], begin, part, version=version)
 
     def settle_master(self, store: ArrayIO, index: int, *, version: int) -> None:
         """Sets parameter ``index``'s master, if any, from its weight at home."""
-        begin, end = (at - self.own("weight")[0] for at in self.own_part("weight", index))
+        begin, end = self.part_at_home("weight", index)
         for at in range(begin, end if "master" in self.arrays else begin, ENCODED_AT_ONCE):
             weight = store.read(self.weight, at, min(end, at + ENCODED_AT_ONCE))
             store.write(self.arrays["master"], at, self.encode(weight)["master"], version=version)
@@ -209,14 +210,13 @@ class ParamShard(ShardArrays):
         """Sets the bits of parameter ``index``'s fp32 master below the weight's precision. Elements
         whose weight at home differs from the master's keep theirs; returns their number."""
         self.wait_idle()
-        begin, end = self.own_part("weight", index)
+        (low, high), (begin, end) = (
+            self.part_of_param("weight", index),
+            self.part_at_home("weight", index),
+        )
         if begin == end:
             return 0
-        offset, first = self.layout.placements[index].offset, self.own("weight")[0]
-        parts = self.encode(
-            self.flattened(master.to(torch.float32), index)[begin - offset : end - offset]
-        )
-        begin, end = begin - first, end - first  # at home
+        parts = self.encode(self.flattened(master.to(torch.float32), index)[low:high])
         same = same_bits(parts["weight"], store.read(self.weight, begin, end))
         kept = torch.where(same, parts["master"], store.read(self.arrays["master"], begin, end))
         store.write(self.arrays["master"], begin, kept, version=version)

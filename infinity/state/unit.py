@@ -16,7 +16,8 @@ from ..errors import CorruptionError, InfinityError, StorageError, UsageError
 from ..machine.device import PAST, Copy, Device, Event
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
-from ..storage.store import Fetch, ShardStore
+from ..storage.staging import Fetch
+from ..storage.store import ShardStore
 from .residency import MOVES, Residency
 from .shard import ParamShard
 from .unit_buffers import UnitBuffers
@@ -31,7 +32,6 @@ class ReadPiece:
 
     shard: int  # index in the unit
     begin: int  # byte of the slice
-    nbytes: int
     read: Fetch
 
 
@@ -88,13 +88,15 @@ class ParamUnit(UnitBuffers):
         for index, (shard, slot) in enumerate(zip(self.shards, slots)):
             size = (
                 PIECE_NBYTES
-                if self.copies_while_fetching or store.past_host is not None
+                if self.copies_while_fetching or store.staging.needs_pieces
                 else shard.slice_nbytes
             )
             for begin in range(0, shard.slice_nbytes, size):
                 nbytes = min(size, shard.slice_nbytes - begin)
-                read = store.fetch(shard.weight, begin, slot, nbytes, at=begin, after=shard.update)
-                self._pieces.append(ReadPiece(index, begin, nbytes, read))
+                read = store.staging.fetch(
+                    shard.weight, begin, slot, nbytes, at=begin, after=shard.update
+                )
+                self._pieces.append(ReadPiece(index, begin, read))
 
     def stage(self) -> None:
         """Waits for the reads (FETCHING -> STAGED). After a failed read frees the slots and raises
@@ -112,7 +114,7 @@ class ParamUnit(UnitBuffers):
             raise self._illegal("be dropped")
         error: Exception | None = None
         for piece in self._pieces:
-            store.cancel(piece.read)
+            piece.read.cancel()
         for piece in self._pieces:
             try:
                 piece.read.wait()
@@ -166,7 +168,7 @@ class ParamUnit(UnitBuffers):
         except BaseException:
             self._fail_gather()
             raise
-        store.take_back(self._slots, self.arriving)
+        store.staging.take_back(self._slots, self.arriving)
         self._slots, self._pieces = [], []
 
     def _copy_in(
@@ -182,27 +184,26 @@ class ParamUnit(UnitBuffers):
                 flat[slice(*shard.own("weight"))].copy_(shard.weight.flat, non_blocking=True)
         try:
             for piece in pieces if slots else ():
-                self._copy_piece(store, slots[piece.shard], piece)
+                self._copy_piece(store, piece)
         except BaseException:
             _first_error(pieces)  # waits for the remaining reads
             raise
 
-    def _copy_piece(self, store: ShardStore, slot: native.Lease, piece: ReadPiece) -> None:
+    def _copy_piece(self, store: ShardStore, piece: ReadPiece) -> None:
         shard, flat = self.shards[piece.shard], self.flats[piece.shard]
         if not piece.read.done:
             with store.traffic.stalled("nvme->host", self.name):
                 piece.read.wait()
         piece.read.wait()  # raises the error of a failed read
         start, end = piece.read.times
-        store.traffic.mark(store.lane_of(piece.read), self.name, start, end)
+        store.traffic.mark(piece.read.lane, self.name, start, end)
         self._read_times = (
             (min(start, self._read_times[0]), max(end, self._read_times[1]))
             if self._read_times
             else (start, end)
         )
-        address, size = slot.address + piece.begin, shard.spec.dtype.itemsize
-        source = store.fetched(piece.read, shard.weight, address, piece.nbytes)
-        first = shard.own("weight")[0] + piece.begin // size
+        source = piece.read.values(shard.spec.dtype)
+        first = shard.own("weight")[0] + piece.begin // shard.spec.dtype.itemsize
         flat[first : first + source.numel()].copy_(source, non_blocking=True)
 
     def _gather_in(self) -> None:

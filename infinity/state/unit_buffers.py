@@ -40,7 +40,6 @@ class UnitBuffers:
         self.residency = Residency.STORED
         self.version = 0  # counts changes of the values at home
         self.buffers: list[DeviceBuffer] = []
-        self.handles: list[ParamHandle] = []
         self._is_shared = False
         self._collectives = shards[0].collectives if shards else Collectives()
         self._ranks = self._collectives.ranks
@@ -49,6 +48,11 @@ class UnitBuffers:
         self._second: list[torch.Tensor] = []
         self._second_version = -1  # the version of their values
         self._edits = ForwardEdits(self.shards)
+
+    @property
+    def handles(self) -> list[ParamHandle]:
+        """The handles of all parameters, in the order of the shards."""
+        return [handle for shard in self.shards for handle in shard.handles]
 
     @property
     def flats(self) -> list[torch.Tensor]:

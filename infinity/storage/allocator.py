@@ -25,7 +25,7 @@ from ..machine.sizes import round_up
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from .arrays import StateArray
-from .past_host import PastHost, open_past_host
+from .staging import Staging
 from .swap_folders import SwapFolders
 
 MIB = 1024 * 1024
@@ -72,7 +72,6 @@ class ArrayAllocator:
     ):
         """``layer``: the I/O engine, as for :func:`native.make_io_engine`."""
         self.ledger, self.traffic, self.checksums = ledger, traffic, checksums
-        self._sampled = sampled  # checks reads past the host by samples, if the device cannot
         self.device = device or Device(torch.device("cpu"), traffic)
         self.pid = os.getpid()
         self._folders = SwapFolders(nvme_paths, rank=rank, ranks=ranks)
@@ -97,8 +96,7 @@ class ArrayAllocator:
         self._is_open = False
         self._absent: list[native.Region] = []  # pages not yet populated
         self._pages: native.Pages | None = None  # being populated
-        self.past_host: PastHost | None = None
-        self.staging: native.PinnedPool | None = None  # weights on their way to the device
+        self.staging = Staging(self.io, self.device, checksums=checksums, sampled=sampled)
 
     def allocate(
         self,
@@ -172,11 +170,8 @@ class ArrayAllocator:
         if self._nbytes:
             self._folders.lay_out(self._first, self._nbytes, self.io)
         self.io.register([(region.address, region.nbytes) for region in (*regions, service)])
-        self.staging = staging
-        if past_host and staging is not None:
-            self.past_host = open_past_host(
-                self.io, staging, self.device, checksums=self.checksums, sampled=self._sampled
-            )
+        if staging is not None:
+            self.staging.open(staging, past_host=past_host)
         self._is_open = True
         self._pages = native.Pages(self._absent, processors.for_pages())
         self._absent = []

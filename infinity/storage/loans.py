@@ -17,11 +17,10 @@ import torch
 
 from .. import native
 from ..errors import InfinityError, StorageError
+from .transfers import never_freed
 
 PIECE_NBYTES = 4 * 1024 * 1024
 MOST = 32  # loans at once
-
-_never_freed: list[torch.Tensor] = []  # a hung disk may read them for as long as the process lives
 
 
 @dataclass(eq=False)
@@ -102,7 +101,7 @@ class Loans:
                     loan.write_copy()
                     return  # it is waited for next
                 if _number_of(error) == errno.ETIMEDOUT:
-                    _never_freed.append(loan.memory)
+                    never_freed.append(loan.memory)
                 self._loans.popleft()
                 raise
         self._loans.popleft()
@@ -117,14 +116,14 @@ class Loans:
                     ticket.wait()
             except InfinityError as error:
                 if _number_of(error) == errno.ETIMEDOUT:
-                    _never_freed.append(self._hidden[-1].memory)
+                    never_freed.append(self._hidden[-1].memory)
             self._hidden.pop()
 
     def clear(self, *, hung: bool) -> None:
         """Releases all memory, after the I/O engine's shutdown. ``hung``: it abandoned a disk,
         which may still read the memory."""
         if hung:
-            _never_freed.extend(loan.memory for loan in (*self._loans, *self._hidden))
+            never_freed.extend(loan.memory for loan in (*self._loans, *self._hidden))
         self._loans.clear()
         self._hidden.clear()
 

@@ -14,6 +14,8 @@ import torch
 
 from .. import native
 from ..machine.device import Device
+from ..machine.timeline import PAST_HOST
+from .transfers import never_freed
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +24,6 @@ SLACK_NBYTES = ALIGNMENT
 THREADS = 8
 LATE_SECONDS = 10.0
 SAMPLED_READS = 16
-
-_abandoned: list[torch.Tensor] = []  # a disk may write to them for as long as the process lives
 
 
 class PastHost:
@@ -65,9 +65,13 @@ class PastHost:
         """Cancels a read that has not started."""
         self._reader.cancel(landing)
 
-    def landed(self, landing: native.Landing, address: int, nbytes: int) -> torch.Tensor | None:
-        """Returns the bytes of a completed read if they bypassed the host; None: they are at
-        ``address``. Logs refusals."""
+    def lane_of(self, landing: native.Landing) -> str:
+        """Returns the timeline's lane of a completed read."""
+        return PAST_HOST if landing.on_device else "nvme->host"
+
+    def arrived(self, landing: native.Landing, address: int, nbytes: int) -> torch.Tensor:
+        """Returns the bytes of a completed read, in place: on the device, or at ``address``. Logs
+        refusals."""
         if landing.on_device:
             self.copied_nbytes += nbytes
             first = address - self._staging.region.address
@@ -80,14 +84,17 @@ class PastHost:
                     word,
                     first_of_them,
                 )
-        return None
+        return native.tensor_at(self._staging.region, address, nbytes, torch.uint8)
 
     def close(self) -> None:
         """Closes the reader after its running reads. Keeps memory that a stuck read may still write
         to."""
-        self._reader.shut_down()
-        if self._reader.stuck:
-            _abandoned.append(self._buffer)
+        if self._reader is not None:
+            self._reader.shut_down()
+            if self._reader.stuck:
+                never_freed.append(self._buffer)
+        # An error's traceback may keep a fetch, and this object with it.
+        self._reader = self._buffer = None
 
 
 def open_past_host(

@@ -12,29 +12,26 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
+from operator import methodcaller
 from typing import Any
 
 import torch
 
 from .. import native
 from ..errors import CorruptionError, InfinityError, InternalError, StorageError, UsageError
-from ..machine.device import Event
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
-from ..machine.timeline import PAST_HOST
 from .allocator import ArrayAllocator, Space
 from .arrays import StateArray, bytes_of
 from .loans import Loans
+from .transfers import Window
 from .write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
-Fetch = native.Ticket | native.Landing  # a read into a staging slot
 AT_ONCE = 4  # transfers of one array outside the training loop
 
 
@@ -55,17 +52,15 @@ class ShardStore(ArrayAllocator):
         self.on_failure = on_failure
         self._behind: WriteBehind | None = None  # uses part of the service buffer
         self._loans = Loans()
-        # Slots still being copied
-        self._returning: deque[tuple[Event, list[native.Lease]]] = deque()
 
     def rebuild(self) -> None:
         """Frees all that is not in use after an exception. Only while no transfer is running."""
-        for pool in (self._service, self.staging):
+        for pool in (self._service, self.staging.pool):
             if pool is not None:
                 self.drain(pool)
         self._loans.rebuild()
         self._behind = None  # its parts belong to the service buffer again
-        self._returning.clear()
+        self.staging.forget()
         self._leaving.clear()
         taken = sorted(self._places.values())
         self._spaces = [
@@ -75,113 +70,41 @@ class ShardStore(ArrayAllocator):
         ]
         self.drop_unused()
 
-    # --- staging slots ---
-
-    def take_back(self, slots: list[native.Lease], event: Event) -> None:
-        """Returns ``slots`` to the staging pool after ``event``."""
-        self._returning.append((event, slots))
-        self.collect()
-
-    def collect(self, *, wait: bool = False) -> bool:
-        """Releases slots that are no longer read (``wait``: at least one). Returns whether any."""
-        found = False
-        while self._returning and (self._returning[0][0].done or (wait and not found)):
-            event, slots = self._returning.popleft()
-            try:
-                event.wait()
-            except (InfinityError, RuntimeError):
-                pass  # raised where its bytes are waited for, not where a slot is taken
-            for slot in slots:
-                slot.release()
-            found = True
-        return found
-
-    # --- reading ahead, into staging slots ---
-
-    def fetch(
-        self,
-        array: StateArray,
-        offset: int,
-        lease: native.Lease,
-        nbytes: int,
-        *,
-        at: int = 0,
-        after: native.Ticket | None = None,
-    ) -> Fetch:
-        """Starts reading as :meth:`start_read`, or to the device's counterpart of ``lease``."""
-        if self.past_host is None:
-            return self.start_read(array, offset, lease, nbytes, at=at, after=after)
-        return self.past_host.read(
-            array.extent, offset, lease.address + at, nbytes, after=after, lease=lease
-        )
-
-    def fetched(self, fetch: Fetch, array: StateArray, address: int, nbytes: int) -> torch.Tensor:
-        """Returns the bytes of a completed fetch as elements of the array, in place."""
-        flat = (
-            self.past_host.landed(fetch, address, nbytes)
-            if isinstance(fetch, native.Landing)
-            else None
-        )
-        if flat is None:
-            flat = native.tensor_at(self.staging.region, address, nbytes, torch.uint8)
-        return flat.view(array.dtype)
-
-    def lane_of(self, fetch: Fetch) -> str:
-        """Returns the timeline's lane of a completed fetch."""
-        return PAST_HOST if isinstance(fetch, native.Landing) and fetch.on_device else "nvme->host"
-
-    def cancel(self, fetch: Fetch) -> None:
-        """Cancels the parts of a fetch that have not started."""
-        if isinstance(fetch, native.Landing):
-            self.past_host.cancel(fetch)
-        else:
-            self.io.cancel(fetch)
-
     # --- moving parts of arrays, synchronously ---
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
         """Reads elements ``begin`` to ``end`` as a new CPU tensor. Blocks. Verifies checksums."""
         out = torch.empty(end - begin, dtype=array.dtype, device="cpu")
-        at = 0
-        for values in self.stream(array, begin, end):
-            copy = native.copy_flat if values.is_cpu else torch.Tensor.copy_
-            copy(out[at : at + values.numel()], values)
-            at += values.numel()
-        return out
-
-    def stream(self, array: StateArray, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """Yields elements ``begin`` to ``end`` in order, in flat pieces, each valid until the next.
-        Reads and verifies ahead. The store must not be used inside the loop."""
         self.check_process()
         with self.guarding():
             if array.tier is not Tier.NVME:
-                yield array.flat[begin:end]
-                return
+                copy = native.copy_flat if array.flat.is_cpu else torch.Tensor.copy_
+                copy(out, array.flat[begin:end])
+                return out
             if self._behind is not None:
                 self._behind.flush()
-            under_way: deque[tuple[native.Ticket, native.Lease, int, slice]] = deque()
+
+            def finish(part: tuple[native.Ticket, native.Lease, int, slice, slice]) -> None:
+                ticket, lease, nbytes, inner, outer = part
+                ticket.wait()
+                values = bytes_of(self._service, lease, nbytes).view(array.dtype)[inner]
+                native.copy_flat(out[outer], values)
+                lease.release()
+
+            def abandon(part: tuple[native.Ticket, native.Lease, int, slice, slice]) -> None:
+                self.io.cancel(part[0])
+                with suppress(InfinityError):
+                    part[0].wait()
+                part[1].release()
+
             parts = max(1, min(AT_ONCE, self._service.capacity_nbytes // native.CHECKSUM_NBYTES))
-            blocks = self._blocks(array, begin, end, parts=parts)
-            try:
-                while True:
-                    for offset, nbytes, inner, _ in islice(blocks, parts - len(under_way)):
-                        lease = self.take_lease(self._service, nbytes)
-                        under_way.append(
-                            (self.start_read(array, offset, lease, nbytes), lease, nbytes, inner)
-                        )
-                    if not under_way:
-                        return
-                    ticket, lease, nbytes, inner = under_way[0]
-                    ticket.wait()
-                    yield bytes_of(self._service, lease, nbytes).view(array.dtype)[inner]
-                    under_way.popleft()
-                    lease.release()
-            finally:
-                for ticket, lease, _, _ in under_way:  # no longer wanted
-                    self.io.cancel(ticket)
-                    with suppress(InfinityError):
-                        ticket.wait()
-                    lease.release()
+            with Window(parts, finish, abandon) as reads:
+                for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=parts):
+                    reads.make_room()
+                    lease = self.take_lease(self._service, nbytes)
+                    ticket = self.start_read(array, offset, lease, nbytes)
+                    reads.add((ticket, lease, nbytes, inner, outer))
+        return out
 
     def write(
         self,
@@ -203,18 +126,9 @@ class ShardStore(ArrayAllocator):
         else:
             if self._behind is not None:
                 self._behind.flush()
-            tickets: deque[native.Ticket] = deque()
-
-            def finish_first() -> bool:
-                if tickets:
-                    tickets[0].wait()
-                    tickets.popleft()
-                    return True
-                return False
-
-            with self.guarding():
+            with self.guarding(), Window(AT_ONCE, methodcaller("wait")) as writes:
                 for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=AT_ONCE):
-                    lease = self.take_lease(self._service, nbytes, finish_first)
+                    lease = self.take_lease(self._service, nbytes, writes.finish_oldest)
                     size = array.dtype.itemsize
                     if inner.start > 0 or inner.stop * size < min(nbytes, array.nbytes - offset):
                         block = self.read_block(array, offset, lease, nbytes)
@@ -222,10 +136,8 @@ class ShardStore(ArrayAllocator):
                         block = bytes_of(self._service, lease, nbytes)
                         block[inner.stop * size :].zero_()  # padding after the array
                     block.view(array.dtype)[inner] = source[outer]
-                    tickets.append(self.start_write(array, offset, lease, nbytes))
+                    writes.add(self.start_write(array, offset, lease, nbytes))
                     del lease, block  # the disk has it now
-                while finish_first():
-                    pass
         array.extent.version = version
 
     def read_block(
@@ -307,7 +219,7 @@ class ShardStore(ArrayAllocator):
 
     def refuse_hung(self) -> None:
         """Raises StorageError if a disk has not answered: its memory is never free again."""
-        if folder := self.io.hung or (self.past_host.hung if self.past_host is not None else ""):
+        if folder := self.io.hung or self.staging.hung:
             raise StorageError(
                 errno.ETIMEDOUT,
                 f"the disk of {folder} has not answered, and may still write to the memory it was"
@@ -386,15 +298,13 @@ class ShardStore(ArrayAllocator):
             self._pages.stop()
             self._pages = None
         self._absent = []
-        if self.past_host is not None:
-            self.past_host.close()
-        self.past_host = None
+        self.staging.close()
         if self.io is not None:  # waits for transfers and closes the files
             self.io.shut_down()
             self._loans.clear(hung=bool(self.io.hung))
         self.io = None
-        self._returning.clear()
-        self._service = self.staging = None
+        self.staging.drop_pool()
+        self._service = None
         self._added.clear()
         while self._charges:
             self._charges[-1].release()

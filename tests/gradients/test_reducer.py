@@ -98,7 +98,7 @@ class Unit(ParamUnit):
     def __init__(self, index: int, rank: int, is_shared: bool):
         self.index, self.name, self._is_shared = index, f"unit {index}", is_shared
         self.shards = [Shard(rank, [torch.zeros(NUMEL), torch.zeros(NUMEL)])]
-        self.handles = [Handle(self, self.shards[0], i) for i in range(2)]
+        self.shards[0].handles = [Handle(self, self.shards[0], i) for i in range(2)]
 
 
 class Bank:

@@ -111,12 +111,12 @@ def test_memory_that_a_stuck_read_may_write_to_is_never_given_back(able, tmp_pat
     """Method: the job ends while the library holds a read; the buffer is still kept, and the read
     can end."""
     monkeypatch.setattr(past_host, "LATE_SECONDS", 0.05)
-    monkeypatch.setattr(past_host, "_abandoned", [])
+    monkeypatch.setattr(past_host, "never_freed", [])
     able.set(late=1)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     train(model, optimizer, steps=1)
     wrapped(model).engine.shut_down()
-    assert len(past_host._abandoned) == 1
+    assert len(past_host.never_freed) == 1
     able.set(late=-1)
     while able.count("held"):
         time.sleep(0.001)
@@ -154,7 +154,7 @@ def test_it_is_planned_and_charged(able, tmp_path):
     assert all(plan.planned_nbytes(Tier.DEVICE) <= budget for budget, plan in plans.items())
     tight = next(budget for budget, plan in plans.items() if plan.past_host_nbytes == 0)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, device_memory=tight))
-    assert wrapped(model).engine.store.past_host is None
+    assert wrapped(model).engine.store.staging.past_host is None
     infinity.unwrap_model(model, optimizer)
 
 
@@ -186,7 +186,7 @@ def test_sampling_with_kernels_verifies_everything(able, tmp_path, monkeypatch):
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, checksums="sampled"))
     train(model, optimizer, steps=1)
     assert (
-        wrapped(model).engine.store.past_host._reader.refused["changed"][0] == 1
+        wrapped(model).engine.store.staging.past_host._reader.refused["changed"][0] == 1
         and able.count("copied") == 0
     )
     infinity.unwrap_model(model, optimizer)
@@ -213,7 +213,7 @@ def test_it_is_off_where_something_is_missing(why, able, compute_on, monkeypatch
         able.set(driver=5001)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     train(model, optimizer, steps=1)
-    assert wrapped(model).engine.store.past_host is None and able.count("reads") == 0
+    assert wrapped(model).engine.store.staging.past_host is None and able.count("reads") == 0
     infinity.unwrap_model(model, optimizer)
 
 

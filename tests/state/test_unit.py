@@ -28,6 +28,7 @@ from infinity.state.residency import MOVES, Residency
 from infinity.state.shard import ParamShard
 from infinity.state.shard_spec import ShardSpec
 from infinity.state.unit import ParamUnit, ReadPiece
+from infinity.storage.staging import Staging
 from infinity.storage.store import ShardStore
 
 VERBS = ("fetch", "stage", "drop", "gather", "release")
@@ -60,8 +61,7 @@ class Home:
         for shard in shards:
             shard.allocate(self.store, {"weight": tier}, "unit block")
         region = native.Region(MIB)
-        self.store.open([region])
-        self.store.staging = native.PinnedPool(region)
+        self.store.open([region], staging=native.PinnedPool(region))
         for shard, value in zip(shards, self.values):
             shard.write_value(self.store, 0, value, version=0)
         self.unit.allocate()
@@ -69,7 +69,9 @@ class Home:
         self.idle = self.charged()
 
     def slots(self) -> list[native.Lease]:
-        return [self.store.staging.try_lease(shard.weight_nbytes) for shard in self.unit.shards]
+        return [
+            self.store.staging.pool.try_lease(shard.weight_nbytes) for shard in self.unit.shards
+        ]
 
     def do(self, verb: str) -> None:
         arguments = {
@@ -100,7 +102,7 @@ class Home:
         resident = state is Residency.RESIDENT
         assert self.charged() - self.idle == (nbytes if resident else 0), "device bytes charged"
         staged = nbytes if state in (Residency.FETCHING, Residency.STAGED) else 0
-        assert self.store.staging.leased_nbytes == staged, "staging bytes leased"
+        assert self.store.staging.pool.leased_nbytes == staged, "staging bytes leased"
         held = sum(flat.untyped_storage().nbytes() for flat in self.unit.flats)
         assert held == (nbytes if resident else 0), "storage"
 
@@ -162,7 +164,7 @@ def test_a_unit_at_home_in_memory_is_gathered_without_staging(tmp_path):
         home.check_values()
         home.do("release")
         home.check_settled()
-    assert home.store.staging.peak_nbytes == 0
+    assert home.store.staging.pool.peak_nbytes == 0
 
 
 def test_a_unit_at_home_on_the_device_is_resident_always(tmp_path):
@@ -262,13 +264,15 @@ def test_a_refused_read_leaves_the_unit_at_home(tmp_path, kind):
     # An engine's faults are fixed when it is made, so for the fetch the store's is another one.
     broken = native.IoEngine(kind=kind, layer=doubles.layer(fault_plan(eio=1.0)))
     broken.create_file(str(tmp_path / "broken"), MIB)
-    whole, home.store.io = home.store.io, broken
+    whole = home.store.staging
+    home.store.staging = Staging(broken, home.store.device, checksums=True, sampled=False)
+    home.store.staging.open(whole.pool, past_host=False)
     home.do("fetch")
     with pytest.raises(StorageError):
         home.do("stage")
     assert home.unit.residency is Residency.STORED
     home.check_settled()
-    home.store.io = whole
+    home.store.staging = whole
     home.go(Residency.RESIDENT)
     home.check_values()
 
@@ -351,7 +355,7 @@ def test_slots_are_given_back_only_when_no_read_is_under_way_into_them(tmp_path,
 
     kept = home.unit._slots
     home.unit._slots = [Slot(read) for read in reads]
-    home.unit._pieces = [ReadPiece(i, 0, 0, read) for i, read in enumerate(reads)]
+    home.unit._pieces = [ReadPiece(i, 0, read) for i, read in enumerate(reads)]
     with pytest.raises(kind):
         home.do("stage")
     assert kept and not any(under_way_at_release)

@@ -95,7 +95,7 @@ def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeyp
     """Method: writes that never end. Behind the error, and the end of the store, the memory is
     there, and a file may be dropped."""
     kept: list[torch.Tensor] = []
-    monkeypatch.setattr(loans, "_never_freed", kept)
+    monkeypatch.setattr(loans, "never_freed", kept)
     with environment(INFINITY_IO_TIMEOUT="0.5"):
         store = ShardStore(
             [str(tmp_path)],
