@@ -1,57 +1,36 @@
-"""Collectives: moves bytes between the data ranks, and detects ranks that diverge.
+"""Collectives: passes values, agreements and failures between the ranks of a job.
 
-trace      the units that a rank expects to use in this pass; its digest is compared at the start
-agreed     of a pass: all ranks of the shard group run its collectives in the order of the last
-           one like it, without meeting (see `lockstep`)
-
-Every collective of a shard group is either the next one of an agreed pass, or follows a rendezvous.
-All rendezvous use one channel, whatever group the bytes take, so no two ranks can wait for each
-other at different points.
-
-Bytes travel in their own dtype, or as 8-bit codes if weights are compressed. Sums are taken in
-fp32, in rank order, and rounded once. The transport never adds, so the result does not depend on
-its algorithm. Exception: with Config(reduction="fast") it adds in the gradients' dtype and its own
-order.
+Outside of a pass. Inside one, `passes` compares what the ranks expect to do, and `bulk` moves the
+bytes of weights and gradients. Ranks announce their progress at every meeting.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import native
+from ..errors import ConfigError, InfinityError
 from ..machine.traffic import Traffic
-from . import lockstep
+from .bulk import Bulk
+from .channel import HEARING_SECONDS, Channel
 from .comparing import Comparison, Inputs, compare
 from .data_ranks import DataRanks
-from .exchanges import Exchanges, Progress, in_turn
-from .kinds import Kind, StandIns, bytes_of, count_begun, describe
-from .kinds import begin as begin_kind
-from .lockstep import Collective, Lockstep
-from .pending import Pending
-from .quantize import decode_blocks, encode_blocks
-from .shared_homes import lent
-
-DIGEST_NBYTES = 4  # of a trace, among a pass's flags
-# Of these flags, each with its complement: the maximum yields both extremes
-SAID_NBYTES = DIGEST_NBYTES + lockstep.DIGEST_NBYTES
+from .kinds import StandIns, bytes_of
+from .pass_agreement import PassAgreement, Progress
+from .transfer import Operation, Transfer, all_gather, broadcast, end_groups, exchange_objects
 
 
-def _flags_of(lockstep: Lockstep, key: bytes) -> list[int]:
-    """Makes the flags of the pass ``key``: the digests of its trace and of how the last such pass
-    went."""
-    said = key[:DIGEST_NBYTES] + lockstep.digest_of(key)
-    return [*said, *(255 - byte for byte in said)]
-
-
-class Collectives(Exchanges):
-    """No-ops in a job of one rank. Used from the thread that runs the model."""
+class Collectives:
+    """Passes values between the ranks of one job. In a job of one rank each exchange is a no-op.
+    Used from the thread that runs the model."""
 
     def __init__(
         self,
@@ -59,58 +38,215 @@ class Collectives(Exchanges):
         traffic: Traffic | None = None,
         progress: Progress | None = None,
     ):
-        super().__init__(ranks, progress)
+        self.ranks = ranks if ranks is not None else DataRanks()
         self.traffic = traffic if traffic is not None else Traffic()
-        self._traces_agree = False
-        self._passes = 0  # started since the last backward or step
-        self._is_after_step = True  # no backward since the last step
-        self._found_after_step: list[int] = []  # gathered units at the first forward after a step
+        self._progress = progress if progress is not None else Progress()
+        self.passes = PassAgreement(self.ranks, self._progress)
+        self.bulk = Bulk(self.ranks, self.traffic, self.passes, self._progress)
+        self._is_closed = False
         if self.ranks.data is not None and self.ranks.divided == 1:
             self.ranks.data.lockstep.stand_ins = StandIns(
                 lambda of_experts: (self.of_experts if of_experts else self).ranks
             )
-
-    def note_progress(self, *, steps: int, backwards: int) -> None:
-        """Sets the progress that this rank announces at every meeting."""
-        super().note_progress(steps=steps, backwards=backwards)
-        self._passes, self._is_after_step = 0, backwards == 0
 
     @cached_property
     def of_experts(self) -> Collectives:
         """For divided experts: bytes pass between ranks with the same ones; all data ranks meet."""
         if self.ranks.experts is None:
             return self
-        return Collectives(self.ranks.as_experts_see, self.traffic, self._reached)
+        return Collectives(self.ranks.as_experts_see, self.traffic, self._progress)
 
-    # --- passes ---
+    def note_progress(self, *, steps: int, backwards: int) -> None:
+        """Sets the progress that this rank announces at every meeting."""
+        self._progress.steps, self._progress.backwards = steps, backwards
+        self.passes.restart(after_step=backwards == 0)
 
-    def begin_pass(self, trace: Iterable[int], resident: Iterable[int], *, training: bool) -> None:
-        """Starts a pass that expects to use the units of ``trace`` in order, and finds ``resident``
-        gathered. Every data rank calls this. A later collective waits for the comparison."""
-        place = self.ranks.data
-        if place is None:
+    def note_origin(self, load: str) -> None:
+        """Sets the origin that this rank announces at every meeting: ``load``, a name unique to one
+        load."""
+        self._progress.origin = f", from {load}"
+
+    def _progress_on(self, channel: Channel) -> str:
+        """Returns the progress to announce on ``channel``."""
+        return self._progress.of_steps if channel is self.ranks.stages else str(self._progress)
+
+    def allow_flags(self, count: int) -> None:
+        """Makes room for ``count`` flags at meetings of ranks with the same units. Each passes the
+        same number."""
+        for channel in self.ranks.unit_places:
+            channel.flags_nbytes = max(channel.flags_nbytes, count)
+
+    def agree(self, flags: Sequence[int], what: str) -> list[bool]:
+        """Returns which of ``flags`` any rank with the same units has set. Every rank of those
+        calls this."""
+        if self.ranks.alone:
+            return [bool(flag) for flag in flags]
+        flags = [int(flag) for flag in flags]
+        for channel in self.ranks.unit_places:
+            flags = channel.rendezvous(f"{what} {self._progress}", flags).tolist()
+        return [bool(flag) for flag in flags]
+
+    def exchange(
+        self,
+        values: torch.Tensor,
+        what: str,
+        *,
+        over_tensors: bool = False,
+        over_stages: bool = False,
+    ) -> torch.Tensor:
+        """Gathers ``values`` (of one shape) from every rank of the shard group: [size, ...], in the
+        same order on every rank. ``over_tensors``: also over the tensor-parallel group.
+        ``over_stages``: also over stages."""
+        found, ranks = values.unsqueeze(0), self.ranks
+        tensors, stages = ranks.tensor if over_tensors else None, ranks.stages
+        for channel in (ranks.row, tensors, stages if over_stages else None):
+            if channel is not None:
+                said = f"{what} {self._progress_on(channel)}"
+                found = self._from_all(channel, found, said).flatten(0, 1)
+        return found
+
+    def _from_all(self, channel: Channel, value: torch.Tensor, what: str) -> torch.Tensor:
+        """Gathers ``value`` from every rank of ``channel``: [size, ...]."""
+        # A copy: later changes of ``value`` are not sent
+        mine = bytes_of(value.contiguous().reshape(-1)).to("cpu", copy=True)
+        everyones = mine.new_empty(channel.size * mine.numel())
+        group = channel.group
+        transfer = Transfer(lambda: [all_gather(group, everyones, mine)], result=lambda: everyones)
+        raw = self.ranks.place_of(channel).pass_on(what, transfer)
+        return raw.view(value.dtype).view(channel.size, *value.shape).to(value.device)
+
+    def least(self, values: Sequence[int], what: str, *, over_stages: bool = False) -> list[int]:
+        """Returns the minimum of each of ``values`` over all ranks with the same units.
+        ``over_stages``: over all ranks."""
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+        for channel in self.ranks.channels if over_stages else self.ranks.unit_channels:
+            found = self._from_all(channel, found, what).amin(0)
+        return found.tolist()
+
+    def assemble(self, out: torch.Tensor, pieces: Sequence[tuple[int, int]], what: str) -> None:
+        """Completes flat ``out``: each rank broadcasts its range of ``pieces``, in elements by
+        rank, which it has filled."""
+        if self.ranks.size == 1:
             return
-        self._passes += training
-        found = sorted(resident)
-        key = _key_of(trace, found, self._passes if training else 0)
-        if training and self._passes == 1 and self._is_after_step:
-            self._found_after_step = found
-        self._enter_pass()
-        if not place.lockstep.enter(key):
-            place.announce(
-                f"a forward {self._progress}",
-                _flags_of(place.lockstep, key),
-                then=partial(self._begin, key),
-            )
+        group = self.ranks.row.group
+        parts = [
+            (peer, bytes_of(out[begin:end]))
+            for peer, (begin, end) in enumerate(pieces)
+            if begin < end
+        ]
+        transfer = Transfer(lambda: [broadcast(group, raw, peer) for peer, raw in parts])
+        self.ranks.data.pass_on(f"{what} {self._progress}", transfer)
 
-    def _begin(self, key: bytes, found: torch.Tensor, *, predicted: bool = False) -> None:
-        """Starts a pass from all ranks' flags. It is agreed if they match. A predicted pass
-        (``predicted``) starts only if agreed."""
-        same = (found[:SAID_NBYTES] == 255 - found[SAID_NBYTES:]).tolist()
-        agreed = all(same) and bool(found[DIGEST_NBYTES:SAID_NBYTES].any())
-        if agreed or not predicted:
-            self._traces_agree = all(same[:DIGEST_NBYTES])
-            self.ranks.data.lockstep.begin(key, agreed=agreed, predicted=predicted)
+    def broadcast(
+        self, tensor: torch.Tensor, what: str, *, over_tensors: bool = False
+    ) -> torch.Tensor:
+        """Broadcasts contiguous ``tensor`` from the first data rank, in place. ``over_tensors``:
+        from the first of all ranks with these units."""
+        if self.ranks.data_size > 1 or (over_tensors and self.ranks.tensor is not None):
+            raw = bytes_of(tensor.view(-1))
+            sent, tensors = raw.cpu(), self.ranks.tensor if over_tensors else None
+            # To the first rank of each tensor part, of each replica, then along the shard group.
+            for channel in (tensors, self.ranks.replicas, self.ranks.row):
+                if channel is not None:
+                    transfer = Transfer(partial(_first_to_all, channel.group, sent))
+                    self.ranks.place_of(channel).pass_on(what, transfer)
+            if sent is not raw:
+                raw.copy_(sent)
+        return tensor
+
+    def collect(self, mine: Any, what: str, among: Sequence[Channel] | None = None) -> list[Any]:
+        """Gathers every rank's ``mine``, anything picklable. Order: slices, then replicas, then
+        tensor parts, then stages. ``among``: only over these channels."""
+        found = [mine]
+        for channel in self.ranks.channels if among is None else among:
+            everyones = self.ranks.place_of(channel).pass_on(
+                what, exchange_objects(channel.group, channel.size, found)
+            )
+            found = [item for of_one in everyones for item in of_one]
+        return found
+
+    def compare(self, mine: dict[str, str], what: str, *, over_stages: bool = False) -> None:
+        """Raises ConfigError with the first difference if a rank's description differs from the
+        first rank's. ``over_stages``: over all ranks, else over those with the same units."""
+        if self.ranks.alone:
+            return
+        everyones = self.collect(
+            (self.ranks.world_rank, mine),
+            what,
+            self.ranks.channels if over_stages else self.ranks.unit_channels,
+        )
+        first_rank, firsts = everyones[0]
+        for peer, theirs in everyones:
+            for key in dict.fromkeys([*firsts, *theirs]):
+                first, other = firsts.get(key, "absent"), theirs.get(key, "absent")
+                if first != other:
+                    raise ConfigError(
+                        f"{what}: {key} is {first} on rank {first_rank} and {other} on rank {peer}."
+                        " All ranks must be given the same."
+                    )
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Brings all ranks through the block, or raises on all of them; they can go on then."""
+        try:
+            yield
+        except BaseException as error:
+            for channel in self.ranks.places:
+                channel.fail(error)
+            raise
+        for number, channel in enumerate(self.ranks.places):
+            try:
+                channel.rendezvous(what)
+            except InfinityError as error:
+                for other in self.ranks.places[number + 1 :]:
+                    other.fail(error)
+                raise
+
+    def rendezvous(self, what: str, *, wherever: bool = False) -> None:
+        """Blocks until every rank is at ``what``. ``wherever``: ranks may be at different steps,
+        because all state is about to be loaded."""
+        for channel in self.ranks.places:
+            channel.rendezvous(what if wherever else f"{what} {self._progress_on(channel)}")
+
+    def same(
+        self,
+        what: str,
+        *tensors: torch.Tensor,
+        over_tensors: bool = False,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Raises UsageError if the data ranks do not have the same ``tensors``. ``over_tensors``:
+        nor the tensor-parallel group, which has these in common. ``then``: called as soon as all
+        are known to have them, even if this rank is interrupted."""
+        places = self.ranks.unit_places if over_tensors else self.ranks.sharing
+        if places:
+            digest = hashlib.blake2b(digest_size=8)
+            for tensor in tensors:
+                # Of a copy: NumPy would make the storage one that cannot be resized any more.
+                copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+                digest.update(bytes_of(copied.view(-1)).cpu().numpy())
+            *others, last = places
+            said = f"{what}, to values of digest {digest.hexdigest()}, {self._progress}"
+            for channel in others:
+                channel.rendezvous(said)
+            last.rendezvous(said, then=lambda found: then())
+        else:
+            then()
+
+    def warn(self, error: BaseException) -> None:
+        """Reports to the others why this rank does not go on yet. Does not block."""
+        for channel in self.ranks.places:
+            channel.warn(error)
+
+    def meet_stages(self, what: str, *, then: Callable[[], None] = lambda: None) -> None:
+        """Blocks until every stage is at ``what``. Errors are raised on the ranks with the same
+        units, too. ``then``: called as soon as all are known to be there."""
+        if (stages := self.ranks.stages) is not None:
+            try:
+                stages.rendezvous(f"{what} {self._progress_on(stages)}", then=lambda found: then())
+            except InfinityError as error:
+                self.fail_elsewhere(stages, error)
+                raise
 
     def meet_for_step(
         self,
@@ -122,305 +258,88 @@ class Collectives(Exchanges):
         then: Callable[[], None],
     ) -> None:
         """Blocks until all ranks are at the step of ``inputs``. Stages compare ``over_stages`` if
-        given.
+        given. Also compares the trace predicted for the next forward (``trace``).
 
-        Also compares the trace predicted for the next forward (``trace``). If all match, that
-        forward needs no barrier. ``then``: called as soon as all ranks are known to be there, even
-        if this one is interrupted.
+        ``then``: called as soon as all ranks are known to be there, even if this one is
+        interrupted.
         """
         meetings: list[Callable] = []
-        if over_stages is not None and self.ranks.stages is not None:
-            meetings.append(
-                partial(
-                    compare,
-                    partial(self.spans_over, self.ranks.stages),
-                    over_stages.of_stages,
-                    over_stages,
-                )
-            )
-        if self.ranks.tensor is not None:
-            meetings.append(
-                partial(
-                    compare, partial(self.spans_over, self.ranks.tensor), inputs.common, in_common
-                )
-            )
+        if over_stages is not None and (stages := self.ranks.stages) is not None:
+            spans = partial(self.spans_over, stages)
+            meetings.append(partial(compare, spans, over_stages.of_stages, over_stages))
+        if (tensor := self.ranks.tensor) is not None:
+            spans = partial(self.spans_over, tensor)
+            meetings.append(partial(compare, spans, inputs.common, in_common))
         if self.ranks.data is not None:
-            key = _key_of(trace, self._found_after_step, 1)
-            meetings.append(partial(self._meet_data_ranks, f"{inputs.common}{inputs.own}", key))
+            what = f"{inputs.common}{inputs.own}"
+            meetings.append(lambda then: self.passes.predict(what, trace, then))
         in_turn(meetings, then)  # data ranks last: others' errors are raised before they meet
 
-    def _meet_data_ranks(
-        self, what: str, key: bytes, then: Callable[[], None] = lambda: None
-    ) -> None:
-        """Meets the data ranks before a step. A forward of the key ``key`` may follow."""
-        place = self.ranks.data
-        # After a divergence gathered units may differ over ranks: this rank does not vote.
-        flags = (
-            _flags_of(place.lockstep, key)
-            if place.lockstep.was_followed
-            else [255] * (2 * SAID_NBYTES)
-        )
-
-        def go_on(found: torch.Tensor) -> None:
-            self._begin(key, found, predicted=True)
-            then()
-
-        place.rendezvous(f"{what} {self._progress}", flags, then=go_on)
-
-    def _enter_pass(self) -> None:
-        """Completes the meeting of a pass that has just started."""
-        if self.ranks.data is not None:
-            self.ranks.data.finish_meeting()
-
-    def end_pass(self) -> None:
-        """Ends the pass: later collectives do not belong to it."""
-        if self.ranks.data is not None:
-            self._enter_pass()
-            self.ranks.data.lockstep.end()
-
-    def meet_before(self, what: str) -> None:
-        """Meets the data ranks before the collective ``what``, unless it is next in an agreed
-        pass."""
-        if not self.is_next(what):
-            self._meet_for(what)
-
-    def is_next(self, what: str) -> bool:
-        """Returns whether the collective ``what`` is next in an agreed pass."""
-        self._enter_pass()
-        following = self.ranks.data.lockstep.next
-        return following is not None and following.what == what
-
-    @property
-    def traces_agree(self) -> bool:
-        """Whether all data ranks expect to use the same units in this pass. Equal on all ranks."""
-        self._enter_pass()
-        return self._traces_agree
-
-    # --- weights ---
-
-    def gather(
+    def spans_over(
         self,
-        flat: torch.Tensor,
+        channel: Channel,
         what: str,
+        values: Sequence[int],
         *,
-        homes: Sequence[native.Region | None] = (),
-    ) -> Pending | None:
-        """Gathers every rank's slice into ``flat``, which has this one's. None: nothing to wait
-        for.
+        then: Callable[[list[tuple[int, int]]], None] = lambda spans: None,
+    ) -> list[tuple[int, int]]:
+        """Meets the ranks of ``channel`` at ``what``. Returns the minimum and maximum of each of
+        their ``values``. Errors are raised on the other ranks with the same units, too. ``then``:
+        called with the spans as soon as they are known."""
+        try:
+            return channel.spans(f"{what} {self._progress_on(channel)}", values, then=then)
+        except InfinityError as error:
+            self.fail_elsewhere(channel, error)
+            raise
 
-        ``homes``: the memory that starts with that slice, now or after an update; if all ranks
-        share it, they read the bytes there.
-        """
-        if self.ranks.size == 1:
-            return None
-        what = f"gathering {what}"
-        if self.ranks.compresses and flat.is_floating_point():
-            mine = encode_blocks(flat.view(self.ranks.size, -1)[self.ranks.rank])
-            everyones = mine.new_empty(self.ranks.size * mine.numel())
-            return self._gather(
-                Kind.GATHER,
-                everyones,
-                mine,
-                what,
-                lambda: decode_blocks(everyones, flat, self.ranks.size),
-            )
-        raw = bytes_of(flat)
-        mine = raw.view(self.ranks.size, -1)[self.ranks.rank]
-        if homes and (shared := self.ranks.row.homes) is not None and shared.have(homes):
-            begin = partial(shared.read, homes[0], raw, mine.numel(), what)
-            return self._gather(Kind.READ, raw, mine, f"{what} where it lies", begin=begin)
-        return self._gather(Kind.GATHER, raw, mine, what)
+    def fail_elsewhere(self, channel: Channel, error: BaseException) -> None:
+        """Reports ``error``, which all ranks of ``channel`` raise, to the other ranks with the same
+        units, at their next meeting."""
+        of_sequences = [self.ranks.sequences] if self.ranks.sequences is not None else []
+        for other in (*of_sequences, *reversed(self.ranks.unit_places)):
+            if other is not channel:
+                other.fail(error)
 
-    def gather_in_node(self, flat: torch.Tensor, what: str) -> Pending:
-        """Gathers among this machine's ranks, whose slices of ``flat`` are larger."""
-        raw = bytes_of(flat)
-        mine = raw.view(self.ranks.node.size, -1)[self.ranks.node.rank]
-        return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node")
+    def tell(self, error: BaseException) -> None:
+        """Reports that this rank cannot go on. Waits up to ``HEARING_SECONDS`` for a rank to
+        receive it: this process may end next."""
+        if all(channel.has_ended for channel in self.ranks.places):
+            return  # also if there are none
+        for channel in self.ranks.places:
+            channel.tell(error)
+        deadline = time.monotonic() + HEARING_SECONDS
+        while time.monotonic() < deadline:
+            if any(channel.is_heard() for channel in self.ranks.places):
+                return
+            time.sleep(0.01)
 
-    def _gather(
-        self,
-        kind: Kind,
-        whole: torch.Tensor,
-        mine: torch.Tensor,
-        what: str,
-        then: Callable[[], None] | None = None,
-        begin: Callable[[], dist.Work] | None = None,
-    ) -> Pending:
-        self._enter_pass()
-        collective = Collective(what, whole.numel(), describe(self.ranks, kind, mine, whole))
-        if self.ranks.data.lockstep.next != collective:
-            self._meet_for(what)
-        start = time.perf_counter()
-        work = self._start(collective, kind, mine, whole, begin)
-
-        def finish() -> None:
-            edge = "all-gather in node" if kind is Kind.GATHER_IN_NODE else "all-gather"
-            self.traffic.received(edge, whole.numel() - mine.numel(), what, start)
-            if then is not None:
-                then()
-                for tensor in (whole, mine):  # decoded on another stream than the transport's
-                    if tensor.device.type != "cpu":
-                        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-
-        return self._pending([work], what, finish, whole.device)
-
-    def _pending(
-        self,
-        works: list,
-        what: str,
-        finish: Callable[[], None],
-        device: torch.device,
-    ) -> Pending:
-        place = self.ranks.data
-
-        def hear(settling: bool) -> None:
-            if place is not None and place.hears_alarm():
-                place.rendezvous(f"{what} {self._progress}", settling=settling)
-
-        def forget() -> None:
-            if place is not None:
-                place.lockstep.under_way()
-
-        pending = Pending(
-            works,
-            what,
-            finish,
-            hear=hear,
-            forget=forget,
-            is_on_host=device.type == "cpu",
-        )
-        pending.lent = lent(works)
-        return pending
-
-    # --- gradients ---
-
-    def reduce(
-        self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
-    ) -> Pending:
-        """Averages this rank's slice of all ranks' ``flat``. The wait passes it, fp32, to ``done``.
-
-        Precondition: after :meth:`agree`, or the next collective of an agreed pass.
-        """
-        start = time.perf_counter()
-        raw, works, is_fast = bytes_of(flat), [], self.ranks.reduction == "fast"
-        received = flat
-        if self.ranks.size > 1:
-            received = (
-                flat.new_empty(flat.numel() // self.ranks.size)
-                if is_fast
-                else torch.empty_like(flat)
-            )
-            works.append(self._go_on_with(what, Kind.REDUCE, flat, received))
-        elif self.ranks.divided > 1:
-            self._go_on_with(what, Kind.NOTHING, flat, flat)  # keeps its place in the order
-
-        def finish() -> None:
-            moved = raw.numel() - raw.numel() // self.ranks.size
-            total = (
-                received.float() if is_fast else _ordered_sum(received.view(self.ranks.size, -1))
-            )
-            if self.ranks.replicas is not None:
-                everyones = self._gather_over_replicas(total, what)
-                total = _ordered_sum(everyones)
-                moved += everyones.nbytes - total.nbytes
-            self.traffic.received("reduce-scatter", moved, what, start)
-            done(total.div_(self.ranks.data_size))
-
-        return self._pending(works, what, finish, flat.device)
-
-    @property
-    def can_share_flags(self) -> bool:
-        """Whether :meth:`share_flags`, in the shard group, reaches every rank."""
-        return self.ranks.size > 1 and self.ranks.replicas is None and self.ranks.tensor is None
-
-    def share_flags(
-        self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]
-    ) -> Pending:
-        """Sends ``flags`` to the shard group's ranks, without blocking. The wait calls ``done``
-        with the flags that any rank has set. Precondition: as for :meth:`reduce`."""
-        mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        everyones = mine.new_empty(self.ranks.size * mine.numel())
-
-        def finish() -> None:
-            done(everyones.view(self.ranks.size, -1).amax(0).bool().tolist())
-
-        return self._pending(
-            [self._go_on_with(what, Kind.TELL, mine, everyones)], what, finish, mine.device
-        )
-
-    def _gather_over_replicas(self, total: torch.Tensor, what: str) -> torch.Tensor:
-        what = f"{what} over replicas"
-        everyones = total.new_empty(self.ranks.replicas.size, total.numel())
-        work = self._go_on_with(
-            what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1))
-        )
-        self._pending([work], what, lambda: None, total.device).wait()
-        return everyones
-
-    def _go_on_with(
-        self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor
-    ) -> dist.Work:
-        """Starts a collective. Meets first if the agreed pass continues with another one."""
-        self._enter_pass()
-        passing, collective = (
-            self.ranks.data.lockstep,
-            Collective(what, given.nbytes, describe(self.ranks, kind, given, taken)),
-        )
-        if passing.is_agreed and passing.next != collective:
-            self._meet_for(what)
-        return self._start(collective, kind, given, taken)
-
-    # --- shared by both ---
-
-    def _meet_for(self, what: str) -> None:
-        """Meets the data ranks. Each rank's next operation is to start a collective."""
-        place = self.ranks.data
-        place.announce(
-            f"{what} {self._progress}", then=lambda found: place.lockstep.expect()
-        ).wait()
-
-    def _start(
-        self,
-        collective: Collective,
-        kind: Kind,
-        given: torch.Tensor,
-        taken: torch.Tensor,
-        begin: Callable[[], dist.Work] | None = None,
-    ) -> dist.Work:
-        begin = begin or partial(begin_kind, self.ranks, kind, given, taken)
-        count = partial(count_begun, self.ranks, kind, given.device)
-        return self._do(
-            lambda: self.ranks.data.lockstep.start(collective, begin, count), collective.what
-        )
+    def close(self) -> None:
+        """Destroys the groups made for this job, and restores this thread's processor affinity."""
+        if self.ranks.allowed_processors is not None and not self._is_closed:
+            os.sched_setaffinity(0, self.ranks.allowed_processors)
+        self._is_closed = True
+        end_groups(self.ranks.own_groups)
+        for channel in self.ranks.all_channels:
+            channel.close()
 
     def strike(self) -> None:
-        """Notes that an exception interrupted this rank, and waits for all transfers."""
-        super().strike()
-        self.drop_lost()
-
-    def drop_lost(self) -> None:
-        """Waits for all transfers. After an interrupt the last one may or may not have started."""
-        lost = self.ranks.data.lockstep.under_way() if self.ranks.data is not None else []
-        if self.ranks.row is not None and self.ranks.row.homes is not None:
-            lost += self.ranks.row.homes.under_way()
-        for work in lost:
-            self._pending(
-                [work], "what an exception left", lambda: None, torch.device("cpu")
-            ).drop()
+        """Notes that an exception interrupted this rank, and completes the meetings that it had
+        started. Waits for all transfers."""
+        for channel in self.ranks.places:
+            channel.strike()
+        self.bulk.drop_lost()
 
 
-def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:
-    """Makes the key of passes that go the same way; it starts with the trace's digest. ``number``:
-    among the training passes since the last backward or step; 0 for another pass."""
-    digest = hashlib.blake2b(
-        np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES
-    ).digest()
-    return digest + repr((resident, number)).encode()
+def in_turn(meetings: Sequence[Callable], then: Callable[[], None]) -> None:
+    """Runs ``meetings``, each a call that takes ``then``. ``then``: called as soon as all ranks are
+    known to agree at the last one."""
+    for meet in meetings[:-1]:
+        meet()
+    if meetings:
+        meetings[-1](then=then)
+    else:
+        then()
 
 
-def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 sum of the rows, first to last."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total.add_(part)
-    return total
+def _first_to_all(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[Operation]:
+    return [broadcast(group, tensor, 0)]

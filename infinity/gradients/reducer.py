@@ -59,7 +59,7 @@ class Reducer:
         self._on_reduced = on_reduced  # called when a unit's averages are at home
         self._decides_early = decides_early  # an update in mid-backward needs flags early
         self._units = list(units)
-        self._whole = WholeGradients(ledger, bank.device)
+        self._whole = WholeGradients(ledger, bank.homes.device)
         self._order: list[ParamUnit] = []
         self._places: dict[ParamUnit, int] = {}  # in the order, of units that are used once
         self._ready: set[ParamUnit] = set()  # complete on this rank
@@ -101,7 +101,7 @@ class Reducer:
     def _is_next(self) -> bool:
         """Whether the next reduction of the order is next in an agreed pass."""
         unit = self._order[self._position]
-        return self._collectives.is_next(f"reducing {unit.name} (0)")
+        return self._collectives.passes.is_next(f"reducing {unit.name} (0)")
 
     def _start_before(self, place: int) -> None:
         while self._position < place:
@@ -115,7 +115,7 @@ class Reducer:
             return
         self._agree_on_order()
         self._start_before(len(self._order))
-        self._collectives.end_pass()
+        self._collectives.passes.end()
         self._decide()
         for unit in self._incomplete:  # complete now
             self._on_reduced(unit)
@@ -141,7 +141,8 @@ class Reducer:
                 if handle in anywhere:
                     begin, end = handle.shard.slice_part(handle.index)
                     self._bank.land_average(
-                        handle, torch.full((end - begin,), -0.0, device=self._bank.device.where)
+                        handle,
+                        torch.full((end - begin,), -0.0, device=self._bank.homes.device.where),
                     )
             late_anywhere = {
                 handle for handle, is_late in zip(handles, flags[len(handles) :]) if is_late
@@ -165,7 +166,7 @@ class Reducer:
         shards = _stepped(self._order)
         got = {shard: self._whole.pop_got(shard) for _, shard, _ in shards}
         flags = [handle.index in got[shard] for _, shard, handles in shards for handle in handles]
-        self._collectives.end_pass()
+        self._collectives.passes.end()
         anywhere = iter(self._collectives.agree(flags, "reducing the gradients of a pass"))
         self._is_reducing_all, self._failure = True, None
         try:
@@ -220,12 +221,12 @@ class Reducer:
         self._got |= {handle for handle in handles if handle.index in got}
         flags = [*(handle.index in got for handle in handles), unit not in self._ready]
         early = self._decides_early()
-        if early and not self._collectives.can_share_flags:
+        if early and not self._collectives.bulk.can_share_flags:
             *anywhere, incomplete = self._collectives.agree(flags, what)
             wanted = [handle for handle, is_wanted in zip(handles, anywhere) if is_wanted]
             self._reduce(unit, shard, got, wanted, what, decided=True)
             return not incomplete
-        self._collectives.meet_before(what)
+        self._collectives.passes.meet_before(what)
         self._reduce(unit, shard, got, handles, what, flags=flags if early else ())
         return early
 
@@ -261,9 +262,9 @@ class Reducer:
             with self._landing():
                 self._undecided += reduction.land(average, self._bank.land_average)
 
-        pending = shard.collectives.reduce(whole, what, done)
+        pending = shard.collectives.bulk.reduce(whole, what, done)
         telling = (
-            self._collectives.share_flags(flags, f"{what}: who has them", reduction.hear)
+            self._collectives.bulk.share_flags(flags, f"{what}: who has them", reduction.hear)
             if flags
             else None
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import native
-from ..distributed.exchanges import in_turn
+from ..distributed.collectives import in_turn
 from ..errors import UsageError
 from ..state.dtensors import is_common, like, local_of, part_of
 from ..state.handle import ParamHandle, handle_of

@@ -144,7 +144,7 @@ class Prefetcher:
         keep weights. Does nothing inside a joined pass."""
         if self._pass.is_joined:
             return
-        self._collectives.end_pass()
+        self._collectives.passes.end()
         if self._ranks.keeps_weights or self._pass.is_stale:
             return
         for unit in [unit for unit in self._pass.resident if unit not in self._pass.holds]:
@@ -183,7 +183,7 @@ class Prefetcher:
         """Begins a root forward with the trace that the schedule expects."""
         self._pass.computing = None
         self.look_ahead.begin_pass(self.schedule.expected())
-        self._collectives.begin_pass(
+        self._collectives.passes.begin(
             self.schedule.expected(),
             [unit.index for unit in self._pass.resident],
             training=training,
@@ -201,7 +201,7 @@ class Prefetcher:
         gathered ahead in a pass whose trace differs between ranks.
         """
         coming = [self.units[index] for index in upcoming]
-        if not self._collectives.traces_agree:
+        if not self._collectives.passes.traces_agree:
             return
         for unit in coming:
             if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
@@ -305,7 +305,7 @@ class Prefetcher:
         Several ranks order by next use only if their traces agree, so that all choose the same.
         """
         idle = [other for other in self._pass.resident if other not in self._pass.holds]
-        if self._ranks.size == 1 or self._collectives.traces_agree:
+        if self._ranks.size == 1 or self._collectives.passes.traces_agree:
             idle.sort(key=lambda other: -self.schedule.next_use(other.index))
         return idle
 

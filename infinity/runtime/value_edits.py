@@ -8,8 +8,7 @@ from types import FrameType
 
 import torch
 
-from ..distributed.collectives import Collectives
-from ..distributed.exchanges import in_turn
+from ..distributed.collectives import Collectives, in_turn
 from ..errors import InfinityError, UsageError
 from ..state import mistakes
 from ..state.dtensors import is_common, part_of

@@ -211,9 +211,9 @@ class ParamUnit(UnitBuffers):
         for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
             what = f"{self.name} ({i})"
             if self.has_second_slice:
-                pending = self._collectives.gather_in_node(flat, what)
+                pending = self._collectives.bulk.gather_in_node(flat, what)
             else:
-                pending = self._collectives.gather(flat, what, homes=shard.weight_regions)
+                pending = self._collectives.bulk.gather(flat, what, homes=shard.weight_regions)
             if pending is not None:
                 self._pending.append(pending)
                 if pending.lent is not None:
@@ -244,7 +244,7 @@ class ParamUnit(UnitBuffers):
         _first_error(self._pieces)
         for pending in self._pending:  # running collectives still write to device memory
             pending.drop()
-        self._collectives.drop_lost()
+        self._collectives.bulk.drop_lost()
         self._pending = []
         try:
             self.arriving.wait()

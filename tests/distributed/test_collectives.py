@@ -47,7 +47,7 @@ def replicas(of: torch.Tensor, monkeypatch) -> Collectives:
 def test_averages_are_over_all_data_ranks(monkeypatch):
     """A row of one and two replicas: the sum of both is divided by two, not by the row's size."""
     found = []
-    pending = replicas(torch.tensor([5.0, 7.0]), monkeypatch).reduce(
+    pending = replicas(torch.tensor([5.0, 7.0]), monkeypatch).bulk.reduce(
         torch.tensor([1.0, 2.0]), "a gradient", found.append
     )
     pending.wait()
@@ -93,18 +93,18 @@ def test_a_gather_brings_the_others_slices(both, dtype):
 
     def work(collectives: Collectives) -> tuple:
         flat = filled(collectives, dtype=dtype)
-        collectives.gather(flat, "unit 0").wait()
+        collectives.bulk.gather(flat, "unit 0").wait()
         return flat, collectives.traffic.collectives["all-gather"].nbytes
 
     for flat, nbytes in both(work):
         assert torch.equal(flat, WHOLE.to(dtype)) and nbytes == 256 * dtype.itemsize
-    assert Collectives().gather(torch.zeros(4), "unit 0") is None
+    assert Collectives().bulk.gather(torch.zeros(4), "unit 0") is None
 
 
 def test_a_compressed_gather_passes_a_quarter_within_half_a_step(both):
     def work(collectives: Collectives) -> tuple:
         flat = filled(collectives)
-        collectives.gather(flat, "unit 0").wait()
+        collectives.bulk.gather(flat, "unit 0").wait()
         return flat, collectives.traffic.collectives["all-gather"].nbytes
 
     first, second = both(work, compresses=True)
@@ -117,9 +117,9 @@ def test_a_compressed_gather_passes_a_quarter_within_half_a_step(both):
 def test_a_pass_tells_whether_both_expect_the_same_units(both):
     def work(traces: list[list[int]]) -> Callable[[Collectives], bool]:
         def gather(collectives: Collectives) -> bool:
-            collectives.begin_pass(traces[collectives.ranks.rank], [], training=True)
-            collectives.gather(filled(collectives), "unit 0").wait()
-            return collectives.traces_agree
+            collectives.passes.begin(traces[collectives.ranks.rank], [], training=True)
+            collectives.bulk.gather(filled(collectives), "unit 0").wait()
+            return collectives.passes.traces_agree
 
         return gather
 
@@ -133,7 +133,7 @@ def test_a_reduction_gives_each_rank_its_slice_of_the_mean(both):
     def work(collectives: Collectives) -> tuple:
         rank, found = collectives.ranks.rank, []
         flat = torch.full((512,), 256.0 if rank else 1.0, dtype=torch.bfloat16)
-        collectives.reduce(flat, "unit 0", found.append).wait()
+        collectives.bulk.reduce(flat, "unit 0", found.append).wait()
         return found[0], collectives.traffic.collectives["reduce-scatter"].nbytes
 
     for average, nbytes in both(work):

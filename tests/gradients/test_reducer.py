@@ -40,7 +40,13 @@ class Collectives:
 
     can_share_flags = True
 
-    def end_pass(self) -> None:
+    @property
+    def passes(self) -> Collectives:
+        return self
+
+    bulk = passes
+
+    def end(self) -> None:
         pass
 
     def is_next(self, what: str) -> bool:
@@ -105,8 +111,8 @@ class Bank:
     """Keeps what lands, and how."""
 
     def __init__(self, device: Device):
-        self.device, self.landed, self.fails = device, {}, False
-        self.homes = SimpleNamespace(whole=lambda shard: shard.at_home)
+        self.landed, self.fails = {}, False
+        self.homes = SimpleNamespace(device=device, whole=lambda shard: shard.at_home)
 
     def land_average(self, handle: Any, average: torch.Tensor) -> None:
         if self.fails:

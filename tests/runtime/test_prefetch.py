@@ -120,7 +120,8 @@ def of_two_ranks(
 ) -> Prefetcher:
     ranks = SimpleNamespace(size=2, keeps_weights=False)
     collectives = SimpleNamespace(
-        ranks=ranks, traces_agree=agree, begin_pass=lambda *given, **more: None
+        ranks=ranks,
+        passes=SimpleNamespace(traces_agree=agree, begin=lambda *given, **more: None),
     )
     return Prefetcher(
         units,

@@ -266,25 +266,15 @@ def goes_back(how: str, zeros: bool = False, counts_on: bool = False) -> dict[st
 
 
 STRUCK = {  # what lies between a meeting and the collectives that it is for
-    "collectives": {
-        "_gather",
-        "_meet_for",
-        "_start",
-        "_go_on_with",
-        "offer",
-        "reduce",
-        "share_flags",
-    },
-    "exchanges": {"_do"},
+    "bulk": {"_gather", "_start", "_go_on_with", "reduce", "share_flags"},
+    "pass_agreement": {"meet_before", "meet_for"},
     "kinds": {"begin", "count_begun", "describe", "bytes_of", "_group_of"},
     "meeting": {"wait", "_flags_of"},
     "lockstep": {"expect", "start", "_note"},
-    "reducer": {"_start_more", "_start", "_average", "_reduce"},
+    "reducer": {"_start_before", "_start", "_average", "_reduce"},
 }
-OF_EXCHANGES = {
-    "_do",
-    "bytes_of",
-}  # which values pass through, too, for which everybody waits without hearing of anything
+# Values pass through it, too, for which everybody waits without hearing of anything.
+OF_EXCHANGES = {"bytes_of"}
 ERRORS = (KeyboardInterrupt, MemoryError, Own)
 
 

@@ -1,0 +1,247 @@
+"""Bulk: moves the bytes of weights and gradients between the data ranks.
+
+Bytes travel in their own dtype, or as 8-bit codes if weights are compressed. Sums are taken in
+fp32, in rank order, and rounded once. The transport never adds, so the result does not depend on
+its algorithm. Exception: with Config(reduction="fast") it adds in the gradients' dtype and its own
+order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from .. import native
+from ..machine.traffic import Traffic
+from .data_ranks import DataRanks
+from .kinds import Kind, bytes_of, count_begun, describe
+from .kinds import begin as begin_kind
+from .lockstep import Collective
+from .pass_agreement import PassAgreement, Progress
+from .pending import Pending, ranks_lost
+from .quantize import decode_blocks, encode_blocks
+from .shared_homes import lent
+
+
+class Bulk:
+    """The collectives of a pass. No-ops in a job of one rank. Used from the thread that runs the
+    model."""
+
+    def __init__(
+        self, ranks: DataRanks, traffic: Traffic, passes: PassAgreement, progress: Progress
+    ):
+        self.ranks, self.traffic = ranks, traffic
+        self._passes, self._progress = passes, progress
+
+    # --- weights ---
+
+    def gather(
+        self,
+        flat: torch.Tensor,
+        what: str,
+        *,
+        homes: Sequence[native.Region | None] = (),
+    ) -> Pending | None:
+        """Gathers every rank's slice into ``flat``, which has this one's. None: nothing to wait
+        for.
+
+        ``homes``: the memory that starts with that slice, now or after an update; if all ranks
+        share it, they read the bytes there.
+        """
+        if self.ranks.size == 1:
+            return None
+        what = f"gathering {what}"
+        if self.ranks.compresses and flat.is_floating_point():
+            mine = encode_blocks(flat.view(self.ranks.size, -1)[self.ranks.rank])
+            everyones = mine.new_empty(self.ranks.size * mine.numel())
+            return self._gather(
+                Kind.GATHER,
+                everyones,
+                mine,
+                what,
+                lambda: decode_blocks(everyones, flat, self.ranks.size),
+            )
+        raw = bytes_of(flat)
+        mine = raw.view(self.ranks.size, -1)[self.ranks.rank]
+        if homes and (shared := self.ranks.row.homes) is not None and shared.have(homes):
+            begin = partial(shared.read, homes[0], raw, mine.numel(), what)
+            return self._gather(Kind.READ, raw, mine, f"{what} where it lies", begin=begin)
+        return self._gather(Kind.GATHER, raw, mine, what)
+
+    def gather_in_node(self, flat: torch.Tensor, what: str) -> Pending:
+        """Gathers among this machine's ranks, whose slices of ``flat`` are larger."""
+        raw = bytes_of(flat)
+        mine = raw.view(self.ranks.node.size, -1)[self.ranks.node.rank]
+        return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node")
+
+    def _gather(
+        self,
+        kind: Kind,
+        whole: torch.Tensor,
+        mine: torch.Tensor,
+        what: str,
+        then: Callable[[], None] | None = None,
+        begin: Callable[[], dist.Work] | None = None,
+    ) -> Pending:
+        self._passes.enter()
+        collective = Collective(what, whole.numel(), describe(self.ranks, kind, mine, whole))
+        if self.ranks.data.lockstep.next != collective:
+            self._passes.meet_for(what)
+        start = time.perf_counter()
+        work = self._start(collective, kind, mine, whole, begin)
+
+        def finish() -> None:
+            edge = "all-gather in node" if kind is Kind.GATHER_IN_NODE else "all-gather"
+            self.traffic.received(edge, whole.numel() - mine.numel(), what, start)
+            if then is not None:
+                then()
+                for tensor in (whole, mine):  # decoded on another stream than the transport's
+                    if tensor.device.type != "cpu":
+                        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+        return self._pending([work], what, finish, whole.device)
+
+    def _pending(
+        self,
+        works: list,
+        what: str,
+        finish: Callable[[], None],
+        device: torch.device,
+    ) -> Pending:
+        place = self.ranks.data
+
+        def hear(settling: bool) -> None:
+            if place is not None and place.hears_alarm():
+                place.rendezvous(f"{what} {self._progress}", settling=settling)
+
+        def forget() -> None:
+            if place is not None:
+                place.lockstep.under_way()
+
+        pending = Pending(
+            works,
+            what,
+            finish,
+            hear=hear,
+            forget=forget,
+            is_on_host=device.type == "cpu",
+        )
+        pending.lent = lent(works)
+        return pending
+
+    # --- gradients ---
+
+    def reduce(
+        self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
+    ) -> Pending:
+        """Averages this rank's slice of all ranks' ``flat``. The wait passes it, fp32, to ``done``.
+
+        Precondition: after :meth:`agree`, or the next collective of an agreed pass.
+        """
+        start = time.perf_counter()
+        raw, works, is_fast = bytes_of(flat), [], self.ranks.reduction == "fast"
+        received = flat
+        if self.ranks.size > 1:
+            received = (
+                flat.new_empty(flat.numel() // self.ranks.size)
+                if is_fast
+                else torch.empty_like(flat)
+            )
+            works.append(self._go_on_with(what, Kind.REDUCE, flat, received))
+        elif self.ranks.divided > 1:
+            self._go_on_with(what, Kind.NOTHING, flat, flat)  # keeps its place in the order
+
+        def finish() -> None:
+            moved = raw.numel() - raw.numel() // self.ranks.size
+            total = (
+                received.float() if is_fast else _ordered_sum(received.view(self.ranks.size, -1))
+            )
+            if self.ranks.replicas is not None:
+                everyones = self._gather_over_replicas(total, what)
+                total = _ordered_sum(everyones)
+                moved += everyones.nbytes - total.nbytes
+            self.traffic.received("reduce-scatter", moved, what, start)
+            done(total.div_(self.ranks.data_size))
+
+        return self._pending(works, what, finish, flat.device)
+
+    @property
+    def can_share_flags(self) -> bool:
+        """Whether :meth:`share_flags`, in the shard group, reaches every rank."""
+        return self.ranks.size > 1 and self.ranks.replicas is None and self.ranks.tensor is None
+
+    def share_flags(
+        self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]
+    ) -> Pending:
+        """Sends ``flags`` to the shard group's ranks, without blocking. The wait calls ``done``
+        with the flags that any rank has set. Precondition: as for :meth:`reduce`."""
+        mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        everyones = mine.new_empty(self.ranks.size * mine.numel())
+
+        def finish() -> None:
+            done(everyones.view(self.ranks.size, -1).amax(0).bool().tolist())
+
+        return self._pending(
+            [self._go_on_with(what, Kind.TELL, mine, everyones)], what, finish, mine.device
+        )
+
+    def _gather_over_replicas(self, total: torch.Tensor, what: str) -> torch.Tensor:
+        what = f"{what} over replicas"
+        everyones = total.new_empty(self.ranks.replicas.size, total.numel())
+        work = self._go_on_with(
+            what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1))
+        )
+        self._pending([work], what, lambda: None, total.device).wait()
+        return everyones
+
+    def _go_on_with(
+        self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor
+    ) -> dist.Work:
+        """Starts a collective. Meets first if the agreed pass continues with another one."""
+        self._passes.enter()
+        passing, collective = (
+            self.ranks.data.lockstep,
+            Collective(what, given.nbytes, describe(self.ranks, kind, given, taken)),
+        )
+        if passing.is_agreed and passing.next != collective:
+            self._passes.meet_for(what)
+        return self._start(collective, kind, given, taken)
+
+    # --- shared by both ---
+
+    def _start(
+        self,
+        collective: Collective,
+        kind: Kind,
+        given: torch.Tensor,
+        taken: torch.Tensor,
+        begin: Callable[[], dist.Work] | None = None,
+    ) -> dist.Work:
+        begin = begin or partial(begin_kind, self.ranks, kind, given, taken)
+        count = partial(count_begun, self.ranks, kind, given.device)
+        try:
+            return self.ranks.data.lockstep.start(collective, begin, count)
+        except RuntimeError as error:
+            raise ranks_lost(collective.what, error) from error
+
+    def drop_lost(self) -> None:
+        """Waits for all transfers. After an interrupt the last one may or may not have started."""
+        lost = self.ranks.data.lockstep.under_way() if self.ranks.data is not None else []
+        if self.ranks.row is not None and self.ranks.row.homes is not None:
+            lost += self.ranks.row.homes.under_way()
+        for work in lost:
+            self._pending(
+                [work], "what an exception left", lambda: None, torch.device("cpu")
+            ).drop()
+
+
+def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:
+    """Returns the fp32 sum of the rows, first to last."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total
