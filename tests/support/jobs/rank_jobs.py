@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import threaded_device
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +21,7 @@ from torch import nn
 if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 import models
+import threaded_device
 from fake_cufile import FakeCuFile
 from gpu_stand_in import load_stand_in
 from ranks import serve, told
