@@ -57,7 +57,14 @@ from .agreement import (
 from .aliases import tell_of_aliases
 from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, tell_of_the_rest
-from .lay_out import choose_device, groups_of_optimizer, lay_out_here, shards_of_group, unit_size
+from .lay_out import (
+    Laid,
+    choose_device,
+    groups_of_optimizer,
+    lay_out_here,
+    shards_of_group,
+    unit_size,
+)
 from .meta_init import Materialized
 from .retie import Ties
 from .send_home import Homes, send_shard_home
@@ -100,11 +107,7 @@ def wrap_model(
     used. Raises ConfigError, CapacityError, StorageError or UsageError with model and optimizer
     restored, on all ranks; PeerError if another rank has ended.
     """
-    if (
-        isinstance(model, (list, tuple))
-        and model
-        and all(isinstance(part, nn.Module) for part in model)
-    ):
+    if isinstance(model, (list, tuple)) and model and all(isinstance(m, nn.Module) for m in model):
         _, stepping = wrap_model(Parts(model), optimizer, config, mesh=mesh)
         return list(model), stepping
     if mesh is None and isinstance(model, nn.Module):
@@ -176,26 +179,9 @@ def _wrap(
     mesh: Any,
 ) -> tuple:
     rule = recognise(optimizer) if optimizer is not None else None
-    group_of = groups_of_optimizer(optimizer)
     config = own_budgets(config, collectives.ranks)
-    dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
-
-    def make_shards(group: Group) -> list[ParamShard]:
-        return shards_of_group(group, group_of, rule, optimizer, config, collectives, dtype_of)
-
-    device = None
-    try:
-        with collectives.together("planning"):
-            device = choose_device(model, config, collectives)
-            reuses = isinstance(model, Parts) or collectives.ranks.stages is not None
-            config, (groups, shards, plan) = lay_out_here(
-                model, config, make_shards, device, collectives, reuses=reuses
-            )
-    except BaseException:  # perhaps raised on another rank
-        if device is not None:
-            device.close()
-        raise
-    engine = None
+    device, config, (groups, shards, plan) = _lay_out(model, optimizer, rule, config, collectives)
+    engine, trains = None, optimizer is not None
     before = Before(model, optimizer)
     try:
         if collectives.ranks.data_size > 1 and (
@@ -212,13 +198,7 @@ def _wrap(
             sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
             homes = share_homes(config, device, collectives)
             engine = Engine(
-                config,
-                plan,
-                units,
-                sizes,
-                stepping=optimizer is not None,
-                device=device,
-                collectives=collectives,
+                config, plan, units, sizes, stepping=trains, device=device, collectives=collectives
             )
         with collectives.together("sharing weights"):
             connect_homes(config, homes, engine.job)
@@ -234,9 +214,38 @@ def _wrap(
             broadcast_rest(model, collectives)
             moved = MovedRest(model, device.where)
             tell_of_the_rest(model)
-        return _commit(model, optimizer, rule, engine, groups, group_of, moved)
+        return _commit(model, optimizer, rule, engine, groups, moved)
     except BaseException:
         native.insist(partial(_undo, before, engine, device))
+        raise
+
+
+def _lay_out(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    rule,
+    config: Config,
+    collectives: Collectives,
+) -> tuple[Device, Config, Laid]:
+    """Chooses the device, and lays the model out on this machine. Every rank calls this."""
+    group_of = groups_of_optimizer(optimizer)
+    dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
+
+    def make_shards(group: Group) -> list[ParamShard]:
+        return shards_of_group(group, group_of, rule, optimizer, config, collectives, dtype_of)
+
+    device = None
+    try:
+        with collectives.together("planning"):
+            device = choose_device(model, config, collectives)
+            reuses = isinstance(model, Parts) or collectives.ranks.stages is not None
+            chosen, laid = lay_out_here(
+                model, config, make_shards, device, collectives, reuses=reuses
+            )
+        return device, chosen, laid
+    except BaseException:  # perhaps raised on another rank
+        if device is not None:
+            device.close()
         raise
 
 
@@ -273,23 +282,33 @@ def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
         check_block(name, block)
 
 
-def _commit(
-    model, optimizer, rule, engine: Engine, groups: list[Group], group_of: dict, moved: MovedRest
-) -> tuple:
+def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], moved: MovedRest) -> tuple:
     """Changes the model. All steps that can fail for lack of space or for bad input are done."""
-    came_from = {
-        param: param.device
-        for unit in engine.units
-        for shard in unit.shards
-        for param in shard.params
-    }
+    shards = [shard for unit in engine.units for shard in unit.shards]
+    came_from = {param: param.device for shard in shards for param in shard.params}
     prefix = engine.ranks.stage_prefix
-    engine.attach(
-        {
-            param: [prefix + name for name in names]
-            for param, names in parameter_names(model).items()
-        }
-    )
+    named = parameter_names(model).items()
+    engine.attach({param: [prefix + name for name in names] for param, names in named})
+    owners = _find_owners(model, engine, groups)
+    removers = [
+        moved,
+        *install_hooks(engine, parts_of(model), owners),
+        *install_state_dict(engine, model),
+        *_replace_forwards(engine, model, groups),
+    ]
+    stepping = _make_optimizer(engine, optimizer, rule) if optimizer is not None else None
+    engine.in_common.note_buffers(model)
+    record = Wrapped(engine, model, removers, stepping, came_from)
+    for module in (*parts_of(model), model):
+        module.__dict__[RECORD] = record
+    return model, stepping
+
+
+def _find_owners(
+    model: nn.Module, engine: Engine, groups: list[Group]
+) -> dict[nn.Module, list[ParamUnit]]:
+    """Maps each module whose call needs weights to its units, and marks units that several modules
+    use."""
     owners: dict[nn.Module, list[ParamUnit]] = {}
     for group, unit in zip(groups, engine.units):
         for called in (module for owner in group.owners for module in called_for(model, owner)):
@@ -308,40 +327,40 @@ def _commit(
         )
         if len(group.owners) != 1 or around:
             unit.share()
-    removers = [
-        moved,
-        *install_hooks(engine, parts_of(model), owners),
-        *install_state_dict(engine, model),
-    ]
-    removers += install_tiles(
-        engine, model, {g.params[0]: g.tile_rows for g in groups if g.tile_rows}
-    )
+    return owners
+
+
+def _replace_forwards(engine: Engine, model: nn.Module, groups: list[Group]) -> list:
+    """Installs the forwards of layers in tiles, of blocks in micro-batches, and of blocks that may
+    be recomputed. Returns their removers."""
+    tiles = {group.params[0]: group.tile_rows for group in groups if group.tile_rows}
+    removers = [*install_tiles(engine, model, tiles)]
+    blocks = [(group.name, group.block) for group in groups if group.block is not None]
     if engine.config.micro_batch is not None:
-        blocks = [(group.name, group.block) for group in groups if group.block is not None]
         removers += [
             install_chunks(engine, name, block, engine.config.micro_batch) for name, block in blocks
         ]
     if engine.activations is not None and (planner := engine.activations.planner) is not None:
-        chosen = [group.block for group in groups if group.block is not None]
         removers += [
-            ReplacedForward(block, planner.add(block, engine.units_of(block))) for block in chosen
+            ReplacedForward(block, planner.add(block, engine.units_of(block)))
+            for _, block in blocks
         ]
-    stepping = None
-    if optimizer is not None:
-        stepping = InfinityOptimizer(engine.make_step_context(), optimizer, rule)
-        for param in group_of:
-            handle, state = managed(param), optimizer.state.get(param, {})
-            handle.step = saved_step(state)
-            handle.keeps_moments = not handle.step and any(
-                name in state for name in moment_names(rule, optimizer.param_groups)
-            )
-            if (grad := raw_grad(param)) is not None:
-                set_raw_grad(param, None)
-                handle.grad.move(GradState.LANDED)
-                engine.gradients.watch(handle, grad, local_of(grad))
-        stepping.given.share_state(stepping.state, stepping)
-    engine.in_common.note_buffers(model)
-    record = Wrapped(engine, model, removers, stepping, came_from)
-    for module in (*parts_of(model), model):
-        module.__dict__[RECORD] = record
-    return model, stepping
+    return removers
+
+
+def _make_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, rule) -> InfinityOptimizer:
+    """Makes the optimizer that steps the parameters, and takes over their gradients."""
+    params = list(groups_of_optimizer(optimizer))
+    stepping = InfinityOptimizer(engine.make_step_context(), optimizer, rule)
+    for param in params:
+        handle, state = managed(param), optimizer.state.get(param, {})
+        handle.step = saved_step(state)
+        handle.keeps_moments = not handle.step and any(
+            name in state for name in moment_names(rule, optimizer.param_groups)
+        )
+        if (grad := raw_grad(param)) is not None:
+            set_raw_grad(param, None)
+            handle.grad.move(GradState.LANDED)
+            engine.gradients.watch(handle, grad, local_of(grad))
+    stepping.given.share_state(stepping.state, stepping)
+    return stepping

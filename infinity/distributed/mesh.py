@@ -93,27 +93,23 @@ def _join(
     row, column, others = (
         line.tolist() for line in (here[part, replica], here[part, :, rank], here[:, replica, rank])
     )
-    of_row = of_replicas = of_both = of_tensor = of_sequences = of_stages = None
+
+    def channel(ranks: list[int], what: str) -> Channel | None:
+        return _channel(ranks, f"{what} of wrap {wrap}", own_groups) if len(ranks) > 1 else None
+
     # Each rank makes only its own groups: no collective of the whole job for each.
+    of_row = None
     if len(row) > 1:
         # Two groups over the same ranks: reductions do not wait behind gathers.
         reductions = gloo_group(row, f"reductions of wrap {wrap}")
         of_row = _channel(row, f"gathers of wrap {wrap}", own_groups, reductions)
         own_groups.append(reductions)
-    if len(column) > 1:
-        of_replicas = _channel(column, f"replicas of wrap {wrap}", own_groups)
-    if of_row is not None and of_replicas is not None:
-        of_both = _channel(
-            sorted(here[part].flatten().tolist()), f"data of wrap {wrap}", own_groups
-        )
-    if len(others) > 1:
-        of_tensor = _channel(others, f"parts of wrap {wrap}", own_groups)
-    if sequence := _sequence_of(mesh):
-        of_sequences = _channel(sequence, f"sequences of wrap {wrap}", own_groups)
-    if rows.size(0) > 1:
-        of_stages = _channel(
-            rows[:, part, replica, rank].tolist(), f"stages of wrap {wrap}", own_groups
-        )
+    of_replicas = channel(column, "replicas")
+    is_grid = of_row is not None and of_replicas is not None
+    of_both = channel(sorted(here[part].flatten().tolist()) if is_grid else [], "data")
+    of_tensor = channel(others, "parts")
+    of_sequences = channel(_sequence_of(mesh), "sequences")
+    of_stages = channel(rows[:, part, replica, rank].tolist(), "stages")
     experts = _expert_row(mesh, row, wrap, own_groups) if divides_experts else None
     allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
     return DataRanks(
@@ -349,6 +345,20 @@ def rank_rows(mesh: Any, *, divides_experts: bool = False) -> torch.Tensor:
         raise ConfigError(
             f"mesh: axes must be named {', '.join((*DATA_AXES, *OTHER_AXES))}; this one has {axes}"
         )
+    _check_axes(sizes, axes, divides_experts)
+    if mesh.mesh.numel() != world or sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
+        raise ConfigError(f"mesh: {axes} makes {mesh.mesh.numel()} ranks, but the job has {world}")
+    others = [name for name in OTHER_AXES if name != "ep" or not divides_experts]
+    outer = [names.index(name) for name in (*others, "dp_replicate") if name in sizes]
+    order = outer + [i for i in range(mesh.ndim) if i not in outer]
+    # Ascending, because torch sorts the ranks of a group.
+    parts = sizes.get("tp", 1) * (1 if divides_experts else sizes.get("ep", 1))
+    shape = (sizes.get("pp", 1), parts, sizes.get("dp_replicate", 1), -1)
+    return mesh.mesh.permute(order).reshape(shape).sort(-1).values
+
+
+def _check_axes(sizes: dict[str, int], axes: str, divides_experts: bool) -> None:
+    """Raises ConfigError for axes that cannot stand beside each other."""
     if sizes.get("dp", 1) > 1 and sizes.keys() & {"dp_replicate", "dp_shard", "fsdp"}:
         raise ConfigError(
             "mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this"
@@ -368,15 +378,6 @@ def rank_rows(mesh: Any, *, divides_experts: bool = False) -> torch.Tensor:
             f" both; this one has {axes}. Give it as tp, and cut the model with"
             " infinity.parallel.expert_parallel(model, mesh['tp'], cut_rest=True)."
         )
-    if mesh.mesh.numel() != world or sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
-        raise ConfigError(f"mesh: {axes} makes {mesh.mesh.numel()} ranks, but the job has {world}")
-    others = [name for name in OTHER_AXES if name != "ep" or not divides_experts]
-    outer = [names.index(name) for name in (*others, "dp_replicate") if name in sizes]
-    order = outer + [i for i in range(mesh.ndim) if i not in outer]
-    # Ascending, because torch sorts the ranks of a group.
-    parts = sizes.get("tp", 1) * (1 if divides_experts else sizes.get("ep", 1))
-    shape = (sizes.get("pp", 1), parts, sizes.get("dp_replicate", 1), -1)
-    return mesh.mesh.permute(order).reshape(shape).sort(-1).values
 
 
 def _launched() -> int:

@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..state.dtensors import describe_placements
 from ..state.tensors import digest_of
 
 T = TypeVar("T")
+MODE = "the mode"  # train() or eval(), in the digests of a batch
 LONGEST = 200  # characters of a rank's value, in an error
 
 
@@ -67,6 +69,20 @@ def agree(
     return made[0]
 
 
+def agree_over(what: str, mesh: DeviceMesh, describe: Callable[[], tuple[dict[str, str], T]]) -> T:
+    """Compares the descriptions of the ranks of ``mesh``, as :func:`agree` does."""
+    return agree(what, mesh.get_group(), describe) if mesh.size() > 1 else describe()[1]
+
+
+def check_axis(what: str, mesh: Any, name: str) -> None:
+    """Raises ConfigError unless ``mesh`` is one axis, as ``mesh[name]`` of the job's mesh is."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ConfigError(
+            f"{what} takes the {name} axis of a mesh (mesh['{name}']), of one dimension, not"
+            f" {mesh!r}"
+        )
+
+
 def describe_model(model: nn.Module) -> dict[str, str]:
     """Describes a model before it is sharded: its parameters, their ties, its buffers, its modules,
     its configuration."""
@@ -97,6 +113,25 @@ def describe_model(model: nn.Module) -> dict[str, str]:
     return found | {
         f"config.{key}": repr(value) for key, value in settings.items() if key not in own
     }
+
+
+def refuse_other_batches(everyones: list[tuple[int, dict[str, Any]]]) -> None:
+    """Raises UsageError if the ranks' digests of their batches differ."""
+    (first, theirs), *others = everyones
+    for rank, digests in others:
+        if differing := [
+            name for name in {**theirs, **digests} if theirs.get(name) != digests.get(name)
+        ]:
+            if differing == [MODE]:
+                raise UsageError(
+                    f"rank {first} is in {theirs[MODE]} and rank {rank} in {digests[MODE]}: call"
+                    " the same on the chunks of all ranks"
+                )
+            raise UsageError(
+                f"ranks {first} and {rank} have other batches ({', '.join(differing)}), though they"
+                " have other parts of one model: give all ranks of one coordinate of the data axes"
+                " the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank)"
+            )
 
 
 def is_plain(value: Any) -> bool:

@@ -103,22 +103,14 @@ def choose(
         raise ConfigError(f"costs has {len(costs)} numbers, the model {layers} layers")
     name, why = _name(schedule)
     below = config.params != "device"
-    dtype_of = computing_dtypes(chain.model, config.param_dtype)
-    nbytes = [
-        sum(local_of(p).numel() * dtype_of(p).itemsize for p in layer.parameters())
-        for layer in chain.layers
-    ]
-    loading = None
+    nbytes, loading = _layer_nbytes(chain, config), None
     if costs is not None and load_rate is not None and below:
-        costs, loading = (
-            [micro_batches * cost for cost in costs],
-            [2 * each / load_rate for each in nbytes],
-        )
+        costs = [micro_batches * cost for cost in costs]
+        loading = [2 * each / load_rate for each in nbytes]
+    costs = chain.costs() if costs is None else costs
     for count in [chunks] if chunks is not None else _counts(name, layers, ranks, config):
         _check(name, count, layers, ranks, micro_batches)
-        lengths = cut_evenly(
-            costs if costs is not None else chain.costs(), ranks * count, loading=loading
-        )
+        lengths = cut_evenly(costs, ranks * count, loading=loading)
         choice = Choice(name, tuple(lengths), ranks, micro_batches, why)
         largest = max(
             sum(nbytes[n] for n in choice.layers_of(number)) for number in range(choice.chunks)
@@ -134,6 +126,15 @@ def choose(
             " or more device_memory."
         )
     return choice
+
+
+def _layer_nbytes(chain: Chain, config: Config) -> list[int]:
+    """Counts the bytes of each layer's weights on this rank."""
+    dtype_of = computing_dtypes(chain.model, config.param_dtype)
+    return [
+        sum(local_of(p).numel() * dtype_of(p).itemsize for p in layer.parameters())
+        for layer in chain.layers
+    ]
 
 
 def _name(schedule: str) -> tuple[str, str]:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..state.experts import mark_divided
-from .agreement import agree
+from .agreement import agree_over, check_axis
 from .plans import describe_plan, general, own_plan
-from .tensors import check_own_plan, cut_by_own_plan, describe_cut
+from .tensors import check_own_plan, cut_by_own_plan, describe_cut, mark_cut
 
 WEIGHTS = "grouped_gemm"  # transformers' style of a parameter with one slice for each expert
 EXCHANGES = {"outputs": "all_reduce", "tokens": "all_to_all"}  # our name -> transformers' name
@@ -52,46 +52,24 @@ def expert_parallel(
     already sharded; for experts, or heads with ``cut_rest``, that do not divide by the ranks; for
     ``cut_rest`` with "tokens" (it needs ranks that share a batch); and for inputs that differ.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise ConfigError(
-            "expert_parallel takes the ep axis of a mesh (mesh['ep']), of one dimension, not"
-            f" {mesh!r}"
-        )
+    check_axis("expert_parallel", mesh, "ep")
 
     def describe() -> tuple[dict[str, str], tuple[dict[str, str], dict[str, str], dict[str, str]]]:
         found = _check(model, mesh, exchange, cut_rest)
-        return (
-            describe_cut(model, found[1] | found[0])
-            | {
-                "exchange": exchange,
-                "cut_rest": str(cut_rest),
-            },
-            found,
-        )
+        options = {"exchange": exchange, "cut_rest": str(cut_rest)}
+        return describe_cut(model, found[1] | found[0]) | options, found
 
-    plan, rest, styles = (
-        agree("expert_parallel", mesh.get_group(), describe) if mesh.size() > 1 else describe()[1]
-    )
+    plan, rest, styles = agree_over("expert_parallel", mesh, describe)
     if not quiet and mesh.get_rank() == 0:
         print(describe_plan(rest | plan, model), flush=True)
-    if mesh.size() == 1:
+    if (size := mesh.size()) == 1:
         return model
     if rest:
         cut_by_own_plan(model, mesh, rest)
     _divide(model, mesh, styles, exchange)
-    # As for a model that transformers has sharded itself: its save_pretrained then joins the parts.
-    configured = importlib.import_module(
-        "transformers.distributed.configuration_utils"
-    ).DistributedConfig
-    batches = (
-        {"fsdp_size": mesh.size()}
-        if exchange == "tokens"
-        else {"tp_size": mesh.size(), "tp_plan": rest}
-    )
-    model.config.distributed_config = configured(
-        **batches, ep_size=mesh.size(), ep_plan=plan, ep_implementation=EXCHANGES[exchange]
-    )
-    model._device_mesh = mesh
+    batches = {"fsdp_size": size} if exchange == "tokens" else {"tp_size": size, "tp_plan": rest}
+    experts = {"ep_size": size, "ep_plan": plan, "ep_implementation": EXCHANGES[exchange]}
+    mark_cut(model, mesh, **batches, **experts)
     return model
 
 

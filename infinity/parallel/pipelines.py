@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..errors import ConfigError, UsageError
 from ..runtime.registry import engine_of, is_wrapped
 from ..state.operations import Operation
 from ..state.tensors import digest_of
-from .agreement import is_plain
+from .agreement import MODE, is_plain, refuse_other_batches
 from .between import Between
 from .boundaries import Boundaries, axis_that_shares
 from .choice import Choice
@@ -29,12 +29,10 @@ from .choose_together import choose_together
 from .continuous import without_flush
 from .schedules import COMPARED, attach, empty
 from .stages import Chain
-from .ties import Ties
+from .ties import Ties, find_ties
 
 IGNORED = -100  # a label that losses ignore
 KEPT_SHAPES = 4  # batch shapes whose buffers are kept
-
-MODE = "the mode"
 
 
 def pipeline(
@@ -100,7 +98,7 @@ def _build(
     rank = mesh.get_local_rank("pp")
     all_chunks = [chain.make_chunk(choice.layers_of(number)) for number in range(choice.chunks)]
     mine = [all_chunks[number] for number in choice.chunks_of(rank)]
-    ties = _find_ties(chain, all_chunks, choice.rank_of, rank)
+    ties = find_ties(chain, all_chunks, choice.rank_of, rank)
     kept = _keep_own(optimizer, mine)
     managed = None
     try:
@@ -140,59 +138,6 @@ def _give_back(optimizer: torch.optim.Optimizer | None, kept: tuple[list[list], 
         )
 
 
-def _find_ties(
-    chain: Chain, chunks: Sequence[nn.Module], rank_of: Callable[[int], int], rank: int
-) -> Ties | None:
-    """Finds the table of the first chunk that is the last one's head, if this rank has either.
-
-    Raises ConfigError for any other parameter in chunks of two ranks.
-    """
-    holders: dict[nn.Parameter, list[int]] = {}
-    names: dict[nn.Parameter, str] = {}
-    for number, chunk in enumerate(chunks):
-        for name, param in chunk.named_parameters():
-            holders.setdefault(param, []).append(number)
-            names.setdefault(param, name)
-    shared = {
-        param: numbers
-        for param, numbers in holders.items()
-        if len({rank_of(number) for number in numbers}) > 1
-    }
-    table = (
-        chain.model.get_input_embeddings() if hasattr(chain.model, "get_input_embeddings") else None
-    )
-    for param, numbers in shared.items():
-        if param is not getattr(table, "weight", None) or numbers != [0, len(chunks) - 1]:
-            raise ConfigError(
-                f"{names[param]} is one parameter in chunks {', '.join(map(str, numbers))}, on"
-                " different ranks: only the table of a transformers model that is its head, too,"
-                " can be shared. Untie it, or use a schedule that has both on one rank"
-                " (ZBVZeroBubble for the first and the last)."
-            )
-    if rank not in {rank_of(number) for numbers in shared.values() for number in numbers}:
-        return None
-    return Ties(list(shared), counts=rank == rank_of(0))
-
-
-def _refuse_others(everyones: list[tuple[int, dict[str, Any]]]) -> None:
-    """Raises UsageError if the ranks' digests of their batches differ."""
-    (first, theirs), *others = everyones
-    for rank, digests in others:
-        if differing := [
-            name for name in {**theirs, **digests} if theirs.get(name) != digests.get(name)
-        ]:
-            if differing == [MODE]:
-                raise UsageError(
-                    f"rank {first} is in {theirs[MODE]} and rank {rank} in {digests[MODE]}: call"
-                    " the same on the chunks of all ranks"
-                )
-            raise UsageError(
-                f"ranks {first} and {rank} have other batches ({', '.join(differing)}), though they"
-                " have other parts of one model: give all ranks of one coordinate of the data axes"
-                " the same batch (a sampler by mesh.get_local_rank('dp'), not by the rank)"
-            )
-
-
 class Pipeline:
     """This rank's chunks of a model, and their schedule. Every rank calls :meth:`step`."""
 
@@ -204,15 +149,10 @@ class Pipeline:
         loss_fn: Callable | None,
         ties: Ties | None,
     ):
-        self.chunks = (
-            # Wrapped: for state_dict, save_checkpoint(path, pipe.chunks, optimizer), unwrap_model.
-            chunks
-        )
-        self._engine, self._choice, self._numbers = (
-            engine_of(chunks),
-            choice,
-            choice.chunks_of(mesh.get_local_rank("pp")),
-        )
+        # Wrapped: for state_dict, save_checkpoint(path, pipe.chunks, optimizer), unwrap_model.
+        self.chunks = chunks
+        self._engine, self._choice = engine_of(chunks), choice
+        self._numbers = choice.chunks_of(mesh.get_local_rank("pp"))
         self._loss_fn, self._ties = loss_fn, ties
         self._between = Between(self._engine.job, mesh["pp"], self._give_all_up)
         self._teller = self._between.rank_of(choice.last_rank)  # it has the losses
@@ -240,21 +180,7 @@ class Pipeline:
 
         Raises UsageError for a batch that does not divide, or differs between stages.
         """
-        schedule, inputs, target, batch = self._agree_on(inputs, target, batch, "step()")
-        losses: list[torch.Tensor] = []
-        arguments: dict[str, Any] = (
-            {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
-        )
-        with (
-            self._in_parts(),
-            (
-                self._ties.adding_up(self._engine.job, self._between)
-                if self._ties is not None
-                else nullcontext()
-            ),
-        ):
-            schedule.step(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
-        return self._tell(losses)
+        return self._pass(inputs, target, batch, "step()")
 
     def run(
         self,
@@ -279,14 +205,12 @@ class Pipeline:
         self._check_run(batches)
         counts, schedules, runs = [], {}, []
         for batch in batches:
-            schedule, inputs, target, rest = self._agree_on(
-                batch.get("inputs"),
-                batch.get("target"),
-                {k: v for k, v in batch.items() if k not in ("inputs", "target")},
-                "run()",
+            rest = {k: v for k, v in batch.items() if k not in ("inputs", "target")}
+            schedule, *given = self._agree_on(
+                batch.get("inputs"), batch.get("target"), rest, "run()"
             )
             schedules[id(schedule)] = schedule
-            runs.append((inputs, target, rest))
+            runs.append(tuple(given))
             counts.append(self._counted)
         if not runs:
             return []
@@ -341,14 +265,23 @@ class Pipeline:
         self, inputs: torch.Tensor | None = None, target: torch.Tensor | None = None, **batch: Any
     ) -> torch.Tensor:
         """Runs only the forward. Returns the loss, on every rank. Every rank calls this."""
-        schedule, inputs, target, batch = self._agree_on(inputs, target, batch, "eval()")
+        return self._pass(inputs, target, batch, "eval()")
+
+    def _pass(self, inputs: Any, target: Any, batch: dict[str, Any], call: str) -> torch.Tensor:
+        """Runs a batch through the schedule. Returns the loss."""
+        schedule, inputs, target, batch = self._agree_on(inputs, target, batch, call)
+        run = schedule.eval if call == "eval()" else schedule.step
         losses: list[torch.Tensor] = []
-        arguments: dict[str, Any] = (
-            {"target": target, "losses": losses} if self._choice.chunks - 1 in self._numbers else {}
-        )
-        with self._in_parts():
-            schedule.eval(*((inputs,) if 0 in self._numbers else ()), **batch, **arguments)
+        if self._choice.chunks - 1 in self._numbers:
+            batch = {**batch, "target": target, "losses": losses}
+        with self._in_parts(), self._adding_up() if call == "step()" else nullcontext():
+            run(*((inputs,) if 0 in self._numbers else ()), **batch)
         return self._tell(losses)
+
+    def _adding_up(self) -> AbstractContextManager:
+        if self._ties is None:
+            return nullcontext()
+        return self._ties.adding_up(self._engine.job, self._between)
 
     def _parts(
         self, inputs: Any, target: Any, batch: dict[str, Any]
@@ -386,10 +319,8 @@ class Pipeline:
                 }
                 digests = {name: digest_of(value) for name, value in tensors.items()}
                 digests |= {name: repr(given[name]) for name in given if is_plain(given[name])}
-                mine = (
-                    dist.get_rank(),
-                    digests | {MODE: "train()" if self.chunks[0].training else "eval()"},
-                )
+                mode = "train()" if self.chunks[0].training else "eval()"
+                mine = dist.get_rank(), digests | {MODE: mode}
             channels = [channel for channel in (ranks.tensor, ranks.stages) if channel is not None]
             trained = tuple(
                 any(param.requires_grad for param in chunk.parameters()) for chunk in self.chunks
@@ -399,7 +330,7 @@ class Pipeline:
             self._between.settle([state for _, state, _ in everyones])
             # Other data ranks do not see a difference.
             with collectives.together("having compared the batch of a pipeline"):
-                _refuse_others([theirs for theirs, _, _ in everyones])
+                refuse_other_batches([theirs for theirs, _, _ in everyones])
             # Tensors between stages have a gradient if an earlier stage is trained.
             shapes = (
                 tuple((name, tuple(value.shape), value.dtype) for name, value in tensors.items()),
@@ -432,10 +363,8 @@ class Pipeline:
 
     @contextmanager
     def _in_parts(self) -> Iterator[None]:
-        with (
-            self._between.passing(),
-            self._boundaries.in_parts() if self._boundaries is not None else nullcontext(),
-        ):
+        parts = self._boundaries.in_parts() if self._boundaries is not None else nullcontext()
+        with self._between.passing(), parts:
             yield
 
     def _make_schedule(self) -> Any:

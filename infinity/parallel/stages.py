@@ -144,34 +144,19 @@ def _chain_of_causal_model(model: nn.Module) -> Chain:
             " False"
         )
     name, layers = lists[0]
-    names = [child for child, _ in base.named_children()]
-    children = {
-        child: module
-        for child, module in base.named_children()
-        if next(module.parameters(), None) is not None
-    }
+    children = dict(base.named_children())
+    early = list(children)[: list(children).index(name)]
+    holding = [child for child in children if next(children[child].parameters(), None) is not None]
     before = {
-        child: module
-        for child, module in children.items()
-        if names.index(child) < names.index(name) and not _is_final(child)
+        child: children[child] for child in holding if child in early and not _is_final(child)
     }
-    after = {
-        child: module for child, module in children.items() if child not in before and child != name
+    after = {child: children[child] for child in holding if child not in before and child != name}
+    dropouts = {
+        child: children[child] for child in early if isinstance(children[child], nn.Dropout)
     }
-    dropouts = [
-        child
-        for child, module in base.named_children()
-        if isinstance(module, nn.Dropout) and names.index(child) < names.index(name)
-    ]
 
     def cut(numbers: range) -> nn.Module:
-        return _cut_causal_model(
-            model,
-            name,
-            {**before, **{child: base._modules[child] for child in dropouts}},
-            after,
-            numbers,
-        )
+        return _cut_causal_model(model, name, {**before, **dropouts}, after, numbers)
 
     if depth > 1:
         _check_passes_on(model, cut(range(1, 1)))

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ..errors import ConfigError
 from ..state.dtensors import check_placements
-from .agreement import agree, describe_model
+from .agreement import agree_over, check_axis, describe_model
 from .plans import (
     check_divisible,
     count_heads_here,
@@ -55,11 +55,7 @@ def tensor_parallel(
     that does not fit (unknown names or styles, heads or features that do not divide by the ranks,
     parts that cannot be trained), or if the ranks' models or plans differ.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise ConfigError(
-            "tensor_parallel takes the tp axis of a mesh (mesh['tp']), of one dimension, not"
-            f" {mesh!r}"
-        )
+    check_axis("tensor_parallel", mesh, "tp")
     is_own = plan is None and bool(own_plan(model))
 
     def describe() -> tuple[dict[str, str], dict[str, str]]:
@@ -67,9 +63,7 @@ def tensor_parallel(
         _check(model, mesh, found, is_own=is_own)
         return describe_cut(model, found), found
 
-    plan = (
-        agree("tensor_parallel", mesh.get_group(), describe) if mesh.size() > 1 else describe()[1]
-    )
+    plan = agree_over("tensor_parallel", mesh, describe)
     if not quiet and mesh.get_rank() == 0:
         print(describe_plan(plan, model), flush=True)
     if mesh.size() == 1:
@@ -267,15 +261,16 @@ def cut_by_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) ->
         style.validate_param(module, key, mesh, parameter_name=f"{owner}.{key}")
         style.shard_param(module, key, mesh)
     theirs.apply_tensor_parallelism(model, mesh, styles)
-    # As for a model that transformers has sharded itself: its save_pretrained then joins the parts.
-    configured = importlib.import_module(
-        "transformers.distributed.configuration_utils"
-    ).DistributedConfig
-    model.config.distributed_config, model._device_mesh = (
-        configured(tp_size=mesh.size(), tp_plan=plan),
-        mesh,
-    )
+    mark_cut(model, mesh, tp_size=mesh.size(), tp_plan=plan)
     _finish(model, mesh, plan, ties)
+
+
+def mark_cut(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Sets the attributes of a model that transformers has sharded itself: its ``save_pretrained``
+    then joins the parts. ``options``: of transformers' ``DistributedConfig``."""
+    theirs = importlib.import_module("transformers.distributed.configuration_utils")
+    model.config.distributed_config = theirs.DistributedConfig(**options)
+    model._device_mesh = mesh
 
 
 def _style(module: nn.Module, style: str, shared: _SharedInput) -> Any:

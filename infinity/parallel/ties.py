@@ -7,7 +7,7 @@ gradient and the last one's in fp32, in this order, so that both make the same s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..errors import ConfigError
 from ..gradients.record import GradRecord, GradState
 from ..runtime.engine import Engine
 from ..runtime.job import Job
 from ..state.handle import ParamHandle, handle_of
 from ..state.shared import mark_shared, unmark
 from .between import Between
+from .stages import Chain
 
 
 class Ties:
@@ -129,3 +131,37 @@ class Ties:
         for work in works:
             work.wait()
         return theirs
+
+
+def find_ties(
+    chain: Chain, chunks: Sequence[nn.Module], rank_of: Callable[[int], int], rank: int
+) -> Ties | None:
+    """Finds the table of the first chunk that is the last one's head, if this rank has either.
+
+    Raises ConfigError for any other parameter in chunks of two ranks.
+    """
+    holders: dict[nn.Parameter, list[int]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for number, chunk in enumerate(chunks):
+        for name, param in chunk.named_parameters():
+            holders.setdefault(param, []).append(number)
+            names.setdefault(param, name)
+    shared = {
+        param: numbers
+        for param, numbers in holders.items()
+        if len({rank_of(number) for number in numbers}) > 1
+    }
+    table = (
+        chain.model.get_input_embeddings() if hasattr(chain.model, "get_input_embeddings") else None
+    )
+    for param, numbers in shared.items():
+        if param is not getattr(table, "weight", None) or numbers != [0, len(chunks) - 1]:
+            raise ConfigError(
+                f"{names[param]} is one parameter in chunks {', '.join(map(str, numbers))}, on"
+                " different ranks: only the table of a transformers model that is its head, too,"
+                " can be shared. Untie it, or use a schedule that has both on one rank"
+                " (ZBVZeroBubble for the first and the last)."
+            )
+    if rank not in {rank_of(number) for numbers in shared.values() for number in numbers}:
+        return None
+    return Ties(list(shared), counts=rank == rank_of(0))

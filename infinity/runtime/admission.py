@@ -59,11 +59,9 @@ def admit(
 ) -> None:
     """Steps ``params``, frozen until now: see :meth:`Engine.admit`. Blocks until all bytes are at
     home."""
-    handles = _latecomers(job, params)
+    handles, master = _latecomers(job, params), job.config.master
     growths = {
-        handle.shard: Growth(
-            handle.unit, handle.shard.spec.trained(job.config.master, moment_count)
-        )
+        handle.shard: Growth(handle.unit, handle.shard.spec.trained(master, moment_count))
         for handle in handles
         if not handle.shard.spec.stepped
     }

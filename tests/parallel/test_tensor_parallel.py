@@ -15,6 +15,7 @@ import parallel_jobs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from decoder import decoder
 from ranks import Jobs, fall, near, what_was_saved
 from safetensors.torch import load_file, save_file
 
@@ -92,7 +93,7 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     jobs["scaled:one process"] = {"kind": "columns and rows", "config": None}
     jobs["frozen"] = {"config": config_of("nvme", swap)}
     weights = folder / "model.safetensors"
-    save_file(parallel_jobs.decoder(3).state_dict(), weights)
+    save_file(decoder(3).state_dict(), weights)
     for source, home in itertools.product(("drawn", "file"), HOMES):
         jobs[f"on_meta:{source}-{home}"] = {
             "config": config_of(home, swap),
@@ -185,7 +186,7 @@ def test_checkpointing_accumulation_and_activations_at_home(two, kind):
 def test_bytes_at_home_follow_the_formula(two, kind):
     """Each array has as many elements as this rank's parts, padded: half of what is cut, and all of
     the rest."""
-    whole = sum(param.numel() for param in parallel_jobs.decoder().parameters())
+    whole = sum(param.numel() for param in decoder().parameters())
     for rank in two[f"trained:{kind}-nvme"]:
         assert set(rank["arrays"].values()) == {rank["padded"]}
         assert rank["local"] <= rank["padded"] <= 1.2 * rank["local"] + 4 * 4096
@@ -269,7 +270,7 @@ def test_a_model_on_meta_has_the_bits_of_one_process(two, source, home):
     expected = (
         two[f"on_meta:{source}-{home}"][0]["one process"]
         if source == "drawn"
-        else parallel_jobs.decoder(3).state_dict()
+        else decoder(3).state_dict()
     )
     for rank in two[f"on_meta:{source}-{home}"]:
         assert not models.differing(rank["weights"], expected)
@@ -372,7 +373,7 @@ def test_8_bit_moments_are_exact_in_the_same_parts_and_near_in_others(two, name,
 @pytest.mark.parametrize("name", MESHES_OF_TWO)
 def test_one_process_reads_and_exports_what_ranks_wrote(two, tmp_path, name):
     saved = two[f"saved:{name}"][0]
-    model = parallel_jobs.decoder(7, torch.bfloat16)
+    model = decoder(7, torch.bfloat16)
     model, optimizer = infinity.wrap_model(
         model, parallel_jobs.adamw(model), {"params": "host", "optimizer": "host"}
     )

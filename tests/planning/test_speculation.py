@@ -12,224 +12,38 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
-import os
 import random
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import (
-    Fail,
     at_home,
     differing,
     environment,
-    least_host_memory,
-    leftovers,
-    loss_of,
-    seeded,
-    tokens,
-    transformer,
 )
 from ranks import launch
+from speculation_cases import (
+    FORMS,
+    HOMES,
+    LATE,
+    Job,
+    Lion,
+    adamw,
+    backwards,
+    both_ends,
+    steps,
+    tiny,
+    twins,
+)
 from torch import nn
 from torch.nn.utils import clip_grad_value_
 
 import infinity
-from infinity import native
-from infinity.machine.sizes import parse_nbytes
 from infinity.machine.tiers import Tier
 from infinity.optim.stepper import Stepper
-from infinity.runtime.registry import wrapped
 
-SEED = 29
-LATE = "seed=1,delay=0.3,delay_seconds=0.001,reorder=0.3,short_transfer=0.3"
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, which alternate in every unit."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
-
-
-class Lion(torch.optim.Optimizer):
-    """Recognised by its name and hyperparameters."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1})
-
-
-class Part(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.gain, self.gains = nn.Linear(64, 64), nn.Parameter(torch.ones(64)), True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh() * self.gain if self.gains else self.linear(x).tanh()
-
-
-class Odd(nn.Module):
-    """Four units: one is used twice, some may be skipped, and the backward may fail before it comes
-    to the first two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.skipped, self.fails = (
-            nn.ModuleList(Part() for _ in range(4)),
-            set(),
-            False,
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in (0, 1, 2, 3, 2):
-            x = x if index in self.skipped else self.blocks[index](x)
-            x = Fail.apply(x) if self.fails and index == 1 else x
-        return x
-
-
-def loss_of_odd(model: nn.Module, seed: int) -> torch.Tensor:
-    rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
-    return model(rows.to(next(model.parameters()).dtype)).float().square().mean()
-
-
-def tiny(blocks: int = 2) -> dict[str, Any]:
-    """A transformer of one unit more, whose embedding and head are one weight."""
-    return {
-        "build": lambda: transformer(SEED, width=32, blocks=blocks),
-        "loss": lambda model, seed: loss_of(model, tokens(seed)),
-    }
-
-
-class Job:
-    """A wrapped model with its optimizer, and all that is seen of them."""
-
-    def __init__(
-        self,
-        folder: Path,
-        speculate: bool,
-        *,
-        build: Any = None,
-        make=adamw,
-        home=("host", "host"),
-        loss=loss_of_odd,
-        **options,
-    ):
-        (folder / "swap").mkdir(exist_ok=True)
-        self.folder, self.loss_of = folder, loss
-        model, config = (
-            (build or (lambda: seeded(SEED, Odd)))(),
-            at_home(*home, folder / "swap", speculate=speculate, **options),
-        )
-        if config.get("host_memory") == "least":
-            config["host_memory"] = (
-                least_host_memory(model, make(model), config) + 4096
-            )  # checksums of shadows
-        self.model, self.optimizer = infinity.wrap_model(model, make(model), config)
-        self.engine = wrapped(self.model).engine
-        self.shards = [shard for unit in self.engine.units for shard in unit.shards]
-        self.seen: list[torch.Tensor] = []
-        self.shadows: list[tuple[int, int]] = []
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
-    @property
-    def kept(self) -> list[int]:
-        return [kept for _, kept in self.shadows]
-
-    def count(self) -> int:
-        """Shadows that are there now."""
-        return sum(shard.shadow is not None for shard in self.shards)
-
-    def see(self, value: torch.Tensor) -> None:
-        self.seen.append(value.detach().clone())
-
-    def backward(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        loss = self.loss_of(self.model, seed)
-        loss.backward()
-        self.see(loss)
-
-    def step(self) -> None:
-        there, before = self.count(), infinity.stats(self.model).shadows["kept"]
-        self.optimizer.step()
-        self.shadows.append((there, infinity.stats(self.model).shadows["kept"] - before))
-        self.optimizer.zero_grad()
-
-    def clip(self, norm: float) -> None:
-        self.see(torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm))
-
-    def state(self) -> dict[str, torch.Tensor]:
-        saved, found = self.optimizer.state_dict(), dict(self.model.state_dict())
-        for index, of_one in saved["state"].items():
-            found |= {f"{index}.{name}": torch.as_tensor(value) for name, value in of_one.items()}
-        found["lr"] = torch.tensor([group["lr"] for group in saved["param_groups"]])
-        return {name: value.clone() for name, value in found.items()}
-
-
-def twins(script: Callable[[Job], Any], folder: Path, **setup: Any) -> Job:
-    """Plays ``script`` twice and holds one against the other. Returns the job that speculated."""
-    plain, ahead = (Job(folder, speculate, **setup) for speculate in (False, True))
-    script(plain)
-    script(ahead)
-    assert len(plain.seen) == len(ahead.seen)
-    assert (
-        differing(*({str(n): value for n, value in enumerate(job.seen)} for job in (plain, ahead)))
-        == []
-    )
-    assert differing(plain.state(), ahead.state()) == []
-    assert sum(there for there, _ in plain.shadows) == 0
-    for name, tier in infinity.stats(
-        ahead.model
-    ).tiers.items():  # what a user gathers is in nobody's plan
-        theirs = infinity.stats(plain.model).tiers[
-            name
-        ]  # what a load keeps for a moment is in no plan
-        assert tier.peak_nbytes <= tier.planned_nbytes + max(
-            0, theirs.peak_nbytes - theirs.planned_nbytes
-        )
-        assert tier.planned_nbytes <= (tier.budget_nbytes or tier.planned_nbytes)
-    return ahead
-
-
-def steps(
-    count: int, spoil: Callable[[Job], Any] = lambda job: None, at: tuple[int, ...] = (1,)
-) -> Callable[[Job], None]:
-    """``count`` steps of one backward each; in those ``at``, ``spoil`` comes between."""
-
-    def script(job: Job) -> None:
-        for step in range(count):
-            job.backward(step)
-            if step in at:
-                job.ready = job.count()
-                spoil(job)
-            job.step()
-
-    return script
-
-
-HOMES: dict[str, dict[str, Any]] = {
-    "host": {},
-    "nvme": {"home": ("nvme", "nvme")},
-    "weights on nvme": {"home": ("nvme", "host")},
-    "state on nvme": {"home": ("host", "nvme")},
-    "state on the device": {"home": ("host", "device")},
-    "cached": {"home": ("nvme", "nvme"), "host_memory": "2MiB", **tiny(4)},
-    "gradients on nvme": {"home": ("nvme", "nvme"), "host_memory": "least", **tiny(6)},
-    "activations on the host": {"activations": "host", **tiny()},
-    "activations on nvme": {"activations": "nvme", "home": ("nvme", "nvme"), **tiny()},
-    "micro-batches": {"micro_batch": 1},
-    "no checksums": {"checksums": False, "home": ("nvme", "nvme")},
-    "threads": {"update_threads": 2},
-    "a small window": {"device_memory": "512KiB", **tiny()},
-    "trace": {"trace": "trace.json", "home": ("nvme", "nvme")},
-}
-both_ends = pytest.mark.parametrize("home", ["host", "nvme"])
 CLIPS = {
     "never": ([1e9] * 4, None, "nnnn"),
     "once": ([1e9, 1e-4, 1e9, 1e9], None, "n00n"),
@@ -278,15 +92,6 @@ RULES = {
         model.parameters(), lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1
     ),
     "Lion": lambda model: Lion(model.parameters()),
-}
-FORMS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "split": {"param_dtype": "bf16"},
-    "fp32 gradients": {"param_dtype": "bf16", "grad_dtype": "fp32"},
-    "fp32 master": {"param_dtype": "bf16", "master": "fp32"},
-    "no master": {"param_dtype": "bf16", "master": "none"},
-    "int8": {"moments": "int8"},
-    "bf16 moments": {"moments": "bf16", "param_dtype": "bf16"},
 }
 PAIRS = (
     [(rule, "fp32") for rule in RULES]
@@ -461,18 +266,6 @@ def test_spoilers_in_any_order_on_a_late_disk(seed, tmp_path):
 
     with environment(INFINITY_FAULTS=LATE):
         assert sum(twins(script, tmp_path, **setup).kept)
-
-
-def backwards(*counts: int) -> Callable[[Job], None]:
-    """As many in each step."""
-
-    def script(job: Job) -> None:
-        for step, count in enumerate(counts):
-            for turn in range(count):
-                job.backward(10 * step + turn)
-            job.step()
-
-    return script
 
 
 def over_one_graph(job: Job) -> None:
@@ -715,105 +508,6 @@ def test_next_to_nothing_is_spent_on_shadows_that_always_miss(how, tmp_path):
         assert sum(kept == 4 for kept in job.kept) >= least
         steps(40)(job)
         assert job.kept[-1] == 4
-
-
-@pytest.mark.parametrize("form", ["fp32", "int8"])
-@both_ends
-def test_no_room_is_said_before_anything_changed(home, form, tmp_path):
-    """Method: a budget that just holds the model; the error names speculate and how much is
-    missing, which then is enough."""
-    name, tier = {"host": ("host_memory", "host"), "nvme": ("nvme_capacity", "nvme")}[home]
-    model, setup = seeded(SEED, Odd), HOMES[home] | FORMS[form]
-    least = infinity.stats(Job(tmp_path, False, **setup).model).tiers[tier].planned_nbytes
-    if home == "host":
-        least = (
-            infinity.stats(Job(tmp_path, False, host_memory="least", **setup).model)
-            .tiers[tier]
-            .planned_nbytes
-        )
-    config = at_home(home, home, tmp_path / "swap", speculate=True, **{name: least}, **FORMS[form])
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(infinity.CapacityError, match="speculate=True") as told:
-        infinity.wrap_model(model, adamw(model), config)
-    assert differing(dict(model.state_dict()), before) == [] and not leftovers(tmp_path / "swap")
-    more = parse_nbytes(re.search(r"\((.*?) for the smallest", str(told.value))[1], name)
-    assert Job(tmp_path, True, **{name: least + more}, **setup).engine.plan.shadowed
-
-
-@pytest.mark.parametrize("home", ["state on nvme", "weights on nvme", "cached"])
-def test_what_was_enough_stays_enough_with_more_memory(home, tmp_path):
-    """Method: host memory from the least in small steps; once there is room for shadows there
-    always is."""
-    setup = {key: value for key, value in HOMES[home].items() if key == "home"}
-    model = tiny()["build"]()
-    (tmp_path / "swap").mkdir()
-    least = least_host_memory(
-        model, adamw(model), at_home(*setup["home"], tmp_path / "swap", speculate=True)
-    )
-    rooms = []
-    for more in range(0, 2 * 2**20, 2**17):
-        try:
-            rooms.append(
-                bool(
-                    Job(
-                        tmp_path, True, host_memory=least + more, **setup, **tiny()
-                    ).engine.plan.shadowed
-                )
-            )
-        except infinity.CapacityError:
-            rooms.append(False)
-    assert rooms[-1] and rooms == sorted(rooms)
-
-
-def test_checksums_of_shadows_are_planned(tmp_path):
-    """Method: add up 4 bytes for each block on disk that has a checksum; the plan has at least as
-    many."""
-    job = Job(
-        tmp_path,
-        True,
-        home=("nvme", "nvme"),
-        build=lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))),
-    )
-    arrays = [
-        array
-        for shard in job.shards
-        for array in (*shard.arrays.values(), *shard.spare_arrays.values())
-    ]
-    needed = sum(
-        4 * -(-array.nbytes // native.CHECKSUM_NBYTES)
-        for array in arrays
-        if array.tier is Tier.NVME
-    )
-    assert (
-        len(job.engine.plan.shadowed) == 8
-        and needed <= job.engine.plan.terms[Tier.HOST]["checksums"]
-    )
-
-
-@pytest.mark.parametrize("home", ["host", "nvme", "cached"])
-def test_nothing_is_left_of_shadows_under_way(home, tmp_path):
-    """Method: with shadows whose transfers are late, unwrap (the weights are the last step's, the
-    gradients there) or drop the model; folder, descriptors and threads are as before."""
-
-    def count() -> tuple[int, int]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    Job(tmp_path, True)
-    before, found = count(), []
-    with environment(INFINITY_FAULTS="seed=1,delay=1.0,delay_seconds=0.005"):
-        for speculate in (False, True, True):
-            job = Job(tmp_path, speculate, **HOMES[home])
-            backwards(1)(job)
-            job.backward(1)
-            assert bool(job.count()) == speculate
-            if len(found) < 2:
-                model, optimizer = infinity.unwrap_model(job.model, job.optimizer)
-                optimizer.step()
-                found.append({name: value.clone() for name, value in model.state_dict().items()})
-                del model, optimizer
-            del job
-    assert differing(*found) == [] and leftovers(tmp_path / "swap") == [] and count() == before
 
 
 def test_a_disk_error_in_a_shadow_ends_the_job(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import campaign
+import campaign_user
 import pytest
 import torch
 from models import differing
@@ -119,9 +120,9 @@ def test_the_campaign_tells_what_is_wrong(what, tmp_path, monkeypatch):
     """The twin: engines that forget a part of their recovery are found out by at least one of many
     points."""
     known = campaign.Known(campaign.User("host", tmp_path, None).wrap())
-    operation = campaign.load_after_forward
+    operation = campaign_user.load_after_forward
     if what == "steps are not carried on":
-        operation = campaign.step
+        operation = campaign_user.step
         monkeypatch.setattr(Engine, "recover", lambda self, **how: self.journal.forget())
     else:
         monkeypatch.setattr(Engine, "recover", lambda self, **how: None)

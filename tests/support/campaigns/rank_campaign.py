@@ -46,9 +46,9 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 import prepared
-from campaign import MARK, PACKAGE, Striker
 from parting_jobs import wrap as wrap_blocks
 from ranks import join, rank_variables
+from striker import MARK, PACKAGE, Striker
 
 import infinity
 from infinity.distributed import farewell
@@ -677,11 +677,8 @@ def play(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, among in (("setups", SETUPS), ("operations", OPERATIONS), ("hows", HOWS)):
         parser.add_argument(f"--{name}", default=",".join(among))
     parser.add_argument("--strikes", type=int, default=5000, help="that hit, in all")

@@ -25,6 +25,7 @@ from models import (
 from runs import adamw
 from torch import nn
 
+import infinity
 from infinity import native
 from infinity.api import initialiser
 from infinity.checkpoint import weight_files
@@ -156,3 +157,33 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
         for i, of_one in state.items()
         for key, value in of_one.items()
     }
+
+
+def unlike(drawn: State, plain: State) -> list[str]:
+    """Names whose values are not distributed alike: constants are the same, and standard deviation
+    and mean agree."""
+    found = []
+    for name, expected in plain.items():
+        values, expected = drawn[name].float(), expected.float()
+        spread = expected.std() if expected.numel() > 1 else torch.zeros(())
+        if spread == 0 or not expected.numel():
+            same = torch.equal(values, expected)
+        else:
+            near = 8 * spread / expected.numel() ** 0.5
+            same = (values.std() - spread).abs() <= near and (
+                values.mean() - expected.mean()
+            ).abs() <= near
+        if not same:
+            found.append(name)
+    return found
+
+
+def drawn_and_plain(build: Callable[[], nn.Module]) -> tuple[State, State]:
+    """Parameters and buffers as a wrap of a meta model draws them, and as the model is when it is
+    built."""
+    torch.manual_seed(SEED)
+    plain = build()
+    model, _ = infinity.wrap_model(on_meta(build), None, {"params": "host"})
+    return model.state_dict() | dict(model.named_buffers()), plain.state_dict() | dict(
+        plain.named_buffers()
+    )

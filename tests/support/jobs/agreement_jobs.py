@@ -22,9 +22,10 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 import parallel_jobs
+from decoder import decoder
 from made_pipeline_jobs import causal, labelled
 from parallel_families import mixture
-from parallel_jobs import adamw, decoder, tokens, whole
+from parallel_jobs import adamw, tokens, whole
 from pipeline_jobs import batch, build, schedule_of, step
 from pipeline_jobs import mesh_of as mesh_of_stages
 from ranks import serve, told

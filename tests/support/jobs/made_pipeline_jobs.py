@@ -25,7 +25,8 @@ if __name__ == "__main__":
 
 import models
 import parallel_jobs
-from parallel_jobs import VOCABULARY, whole
+from decoder import VOCABULARY
+from parallel_jobs import whole
 from pipeline_jobs import MICRO, batch, build, loss_of, mesh_of, schedule_of, step
 from ranks import serve, told
 

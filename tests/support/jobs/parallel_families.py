@@ -319,7 +319,7 @@ def adapters(config: dict, folder: str) -> dict[str, Any]:
 
 def axes(names: list[str]) -> dict[str, list[str]]:
     """Losses and weights of a job whose mesh calls its data axis by each of ``names``."""
-    from parallel_jobs import decoder
+    from decoder import decoder
 
     found = {}
     for name in names:

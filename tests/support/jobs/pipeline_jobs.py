@@ -26,7 +26,8 @@ if __name__ == "__main__":
 
 import doubles
 import parallel_jobs
-from parallel_jobs import VOCABULARY, Decoder, adamw, whole
+from decoder import VOCABULARY, WIDTH, Decoder
+from parallel_jobs import adamw, whole
 from ranks import serve, told
 
 import infinity
@@ -83,7 +84,7 @@ def chunks_of(kind: str, rank: int, ranks: int) -> tuple[list[int], int]:
 def build(
     kind: str, mesh: Any, *, layers: int = LAYERS, seed: int = 5
 ) -> tuple[list[Chunk], list[int], int]:
-    model = parallel_jobs.Decoder(layers) if seed is None else seeded(layers, seed)
+    model = Decoder(layers) if seed is None else seeded(layers, seed)
     numbers, count = chunks_of(kind, mesh.get_local_rank("pp"), mesh["pp"].size())
     each = layers // count
     return [Chunk(model, list(range(n * each, (n + 1) * each))) for n in numbers], numbers, count
@@ -387,7 +388,7 @@ def executed(kind: str, ranks: int = 2) -> dict[str, Any]:
         "done": done,
         "sent": sent,
         "chunks": count,
-        "boundary": 16 // MICRO * 8 * parallel_jobs.WIDTH * 4,
+        "boundary": 16 // MICRO * 8 * WIDTH * 4,
     }
 
 
