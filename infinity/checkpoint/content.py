@@ -64,7 +64,7 @@ def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
     """
     files: list[dict[str, Entry]] = []
     for handle in unit.handles:
-        if not job.gradients.counts(handle):
+        if not job.gradients.values.counts(handle):
             continue  # several ranks of the mesh hold it whole, and another one writes it
         for name in SAVED:
             wanted = (
@@ -111,7 +111,7 @@ def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
     average."""
     files: list[dict[str, Entry]] = []
     for handle in unit.handles if engine.average is not None and engine.average.count else ():
-        if engine.gradients.counts(handle) and engine.average.has(handle):
+        if engine.gradients.values.counts(handle) and engine.average.has(handle):
             first = handle.shard.part("weight", handle.index)[0]
             begin, end = (at - first for at in handle.shard.own_part("weight", handle.index))
             entries = _boxes(

@@ -21,20 +21,21 @@ from ..machine import storage_guard
 from ..state.apart import has_bytes
 from ..state.dtensors import like, local_of
 from ..state.handle import ParamHandle
+from ..storage.store import ShardStore
 from .assigned import Assigned
 from .at_home import AtHome
-from .record import GradState
+from .record import GradState, writable
 from .values import GradValues
 
 TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES = 64, 32 * 1024 * 1024
 
 
-class AssignedGrads(GradValues):
+class AssignedGrads:
     """Gradients of which some were assigned. Used from the thread that runs backward or the
     step."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, values: GradValues, store: ShardStore) -> None:
+        self.values, self.ranks, self._store = values, values.ranks, store
         self._assigned: set[ParamHandle] = set()  # with an assigned gradient; it may be gone since
         self._viewed: set[int] = set()  # storages of homes
         self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
@@ -113,7 +114,7 @@ class AssignedGrads(GradValues):
         held = weakref.ref(stand_in)
         stand_in = handle.grad.stand_in = handle.grad.shown = None
         if (stand_in := held()) is not None and stand_in.plain is None:
-            stand_in.plain = self.value(handle, write=False).clone()
+            stand_in.plain = self.values.value(handle, write=False).clone()
 
     def watch(self, handle: ParamHandle, tensor: torch.Tensor, part: torch.Tensor) -> None:
         """Watches ``tensor``, which was assigned. ``part``: the values of the gradient at home, a
@@ -156,7 +157,7 @@ class AssignedGrads(GradValues):
 
     def zero(self, handle: ParamHandle) -> None:
         """Zeroes the gradient at home and the assigned tensor. The next step applies the zeros."""
-        super().zero(handle)
+        self.values.zero(handle)
         if (assigned := self._followed(handle)) is None:
             return
         if not assigned.is_writable:
@@ -170,10 +171,9 @@ class AssignedGrads(GradValues):
         """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError if a step has
         consumed it."""
         with handle.engine.uses.begin():
-            assigned = self._written(handle)
-        if assigned is None:
-            super().scale_as_user(handle, factor)
-        else:
+            if (assigned := self._written(handle)) is None:
+                self.values.scale(writable(handle), factor)
+        if assigned is not None:
             assigned.change(lambda tensor: tensor.mul_(factor))
 
     # --- landing ---
@@ -222,7 +222,7 @@ class AssignedGrads(GradValues):
             is_early, assigned.is_early = assigned.is_early, False
             if not is_early or handle.grad.state is not GradState.CONSUMED:
                 self.settle(handle)
-            elif assigned.has_bits_of(self.value(handle, write=False)):
+            elif assigned.has_bits_of(self.values.value(handle, write=False)):
                 assigned.note()  # the step that applied it ends
 
     def settle_early(self, handles: Iterable[ParamHandle]) -> None:
@@ -261,7 +261,7 @@ class AssignedGrads(GradValues):
             record.move(GradState.LANDED)
         with self._store.guarding():
             handle.shard.wait()
-            self.put(handle, assigned.bytes)
+            self.values.put(handle, assigned.bytes)
         assigned.note()
 
     def _is_changed(self, handle: ParamHandle, assigned: Assigned) -> bool:
@@ -269,7 +269,9 @@ class AssignedGrads(GradValues):
             return True
         if not self.ranks.alone:
             return assigned.is_changed
-        return assigned.is_touched or not assigned.has_bits_of(self.value(handle, write=False))
+        return assigned.is_touched or not assigned.has_bits_of(
+            self.values.value(handle, write=False)
+        )
 
     def _followed(self, handle: ParamHandle) -> Assigned | None:
         """Returns the assigned tensor, watched at the memory that it has now."""

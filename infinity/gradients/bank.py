@@ -24,6 +24,7 @@ from .homes import GradHomes
 from .lander import Lander
 from .record import GradRecord, GradState
 from .tensor import LandedGrad
+from .values import GradValues
 from .whole import WholeGradients
 
 
@@ -49,10 +50,11 @@ class GradientBank(AssignedGrads):
         *,
         in_flight_nbytes: int = 0,
     ):
-        super().__init__(
-            GradHomes(store, staging, in_flight_nbytes=in_flight_nbytes), store, collectives
-        )
-        self._lander = Lander(self.homes, store, self.changes, self.norms)
+        homes = GradHomes(store, staging, in_flight_nbytes=in_flight_nbytes)
+        super().__init__(GradValues(homes, store, collectives), store)
+        self.homes, self.changes, self.device = homes, self.values.changes, homes.device
+        self._lander = Lander(homes, store, self.changes, self.values.norms)
+        self.clips: list[float] = []  # factors of users' clips of all gradients since the last step
         self._reducer: Averager | None = None  # None if this rank is alone
         self._adds_to_consumed = False  # the running backward belongs to another model's loss
         # In a pass of several backwards: sums that land after the last one
@@ -116,7 +118,7 @@ class GradientBank(AssignedGrads):
         handle.grad.move(GradState.LANDED)
         with self._store.guarding():
             handle.shard.wait()
-            self.put(handle, value)
+            self.values.put(handle, value)
         self.watch(handle, given, part)
 
     @staticmethod
@@ -169,7 +171,7 @@ class GradientBank(AssignedGrads):
         if (
             was_there
             and not handle.engine.computing
-            and not any(map(_is_there, reversed(self._handles)))
+            and not any(map(_is_there, reversed(self.values.handles)))
         ):
             if self._reducer is not None:
                 self._reducer.average(are_gone=True)

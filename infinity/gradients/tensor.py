@@ -17,7 +17,6 @@ from ..state import mistakes
 from ..state.handle import ParamHandle
 from .at_home import AtHome
 from .record import GradState, refuse_torn, writable
-from .values import GradValues
 
 aten = torch.ops.aten
 WITHOUT_VALUES = (
@@ -46,7 +45,8 @@ class LandedGrad(AtHome):
         return cls.make(handle, place.shape, stride=place.stride, dtype=dtype, device=device)
 
     @property
-    def _values(self) -> GradValues:
+    def _bank(self) -> Any:
+        """The GradientBank, whose module imports this one."""
         handle = self._infinity_grad
         if not handle.is_alive or not handle.shard.arrays:
             raise UsageError(f"the gradient of {handle.name} went with its model")
@@ -68,7 +68,7 @@ class LandedGrad(AtHome):
             return next((grad for grad in grads if grad.plain is result), result)
         with grads[0]._infinity_grad.engine.uses.begin():
             for grad in grads if func not in WITHOUT_VALUES else ():
-                grad._values.refresh(grad._infinity_grad)
+                grad._bank.refresh(grad._infinity_grad)
             return cls._run(func, args, kwargs or {})
 
     @classmethod
@@ -92,9 +92,9 @@ class LandedGrad(AtHome):
         grads = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LandedGrad)]
         mutated = _mutated_arguments(func, args, kwargs)
         for grad in grads:
-            grad._values  # noqa: B018 - raises for a stale one
+            grad._bank  # noqa: B018 - raises for a stale one
             refuse_torn(grad._infinity_grad)
-        copied = {id(grad) for grad in grads if grad._values.lends_copies(grad._infinity_grad)}
+        copied = {id(grad) for grad in grads if grad._bank.values.lends_copies(grad._infinity_grad)}
         # A gradient from disk is lent in its staging slot. Several may not fit there at once, so
         # those are copied.
         from_disk = [
@@ -104,14 +104,14 @@ class LandedGrad(AtHome):
             is_consumed = subject._infinity_grad.grad.state is GradState.CONSUMED
             if copied or from_disk or is_consumed or func is aten.as_strided.default:
                 return views_of(subject, func, args, kwargs)
-            subject._values.note_view(subject._infinity_grad)
+            subject._bank.note_view(subject._infinity_grad)
         lent: dict[int, torch.Tensor] = {}
 
         def lend(grad: LandedGrad) -> torch.Tensor:
             if id(grad) not in lent:
                 write = any(grad is other for other in mutated)
                 handle = writable(grad._infinity_grad) if write else grad._infinity_grad
-                value = grad._values.value(handle, write=write)
+                value = grad._bank.values.value(handle, write=write)
                 lent[id(grad)] = (
                     value.clone() if len(from_disk) > 1 and id(grad) not in copied else value
                 )
@@ -123,9 +123,9 @@ class LandedGrad(AtHome):
             _wait_for(result)
         for grad in mutated:
             if isinstance(grad, LandedGrad):
-                grad._values.note_edit(grad._infinity_grad, lent[id(grad)])
+                grad._bank.values.note_edit(grad._infinity_grad, lent[id(grad)])
                 if len(from_disk) > 1 or id(grad) in copied:
-                    grad._values.put(grad._infinity_grad, lent[id(grad)])
+                    grad._bank.values.put(grad._infinity_grad, lent[id(grad)])
         if mutated and isinstance(result, torch.Tensor):
             return next((grad for grad in mutated if isinstance(grad, LandedGrad)), result)
         return result
@@ -144,7 +144,7 @@ def _wait_for(result: Any) -> None:
 
 def _norm(grad: LandedGrad, order: float) -> torch.Tensor:
     refuse_torn(grad._infinity_grad)
-    if grad._values.ranks.stages is not None and mistakes.is_called_from(
+    if grad._bank.values.ranks.stages is not None and mistakes.is_called_from(
         "torch/nn/utils/clip_grad.py"
     ):
         raise UsageError(
@@ -152,7 +152,7 @@ def _norm(grad: LandedGrad, order: float) -> torch.Tensor:
             " would clip each stage by another norm: use infinity.clip_grad_norm_(optimizer,"
             " max_norm), or Config(max_grad_norm=...)."
         )
-    return grad._values.norm(grad._infinity_grad, order)
+    return grad._bank.values.norm(grad._infinity_grad, order)
 
 
 def _unscale(func, args: tuple) -> None:
@@ -160,13 +160,13 @@ def _unscale(func, args: tuple) -> None:
     memory together. Then combines the overflow flag over all ranks."""
     for grad in args[0]:
         if isinstance(grad, LandedGrad):
-            grad._values.change_own(
+            grad._bank.values.change_own(
                 writable(grad._infinity_grad), lambda own: func([own], *args[1:])
             )
         else:
             func([grad], *args[1:])
     if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
-        values, what = landed[0]._values, "overflow of gradients"
+        values, what = landed[0]._bank.values, "overflow of gradients"
         if not values.ranks.alone:
             # The scale must be equal on every rank
             what = f"{what} that are multiplied by {args[2].item()!r}"
@@ -195,10 +195,10 @@ class GradView(AtHome):
 
     def value(self) -> torch.Tensor:
         """Returns the view as a plain tensor, valid until other gradients are read."""
-        self._source._values  # noqa: B018 - raises for a stale one
+        self._source._bank  # noqa: B018 - raises for a stale one
         refuse_torn(self._infinity_grad)
-        self._source._values.refresh(self._infinity_grad)
-        return self._take(self._source._values.value(self._infinity_grad, write=False))
+        self._source._bank.refresh(self._infinity_grad)
+        return self._take(self._source._bank.values.value(self._infinity_grad, write=False))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -255,8 +255,8 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
         subject._refuse_reshaping(func)
     handle = subject._infinity_grad
     if func is aten.zero_.default:
-        subject._values.note_edit(handle, 0.0)
-        subject._values.zero(handle)
+        subject._bank.values.note_edit(handle, 0.0)
+        subject._bank.zero(handle)
         return subject
     if func in (aten.mul_.Tensor, aten.mul_.Scalar):
         factor = args[1]
@@ -265,10 +265,10 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
             and factor.dim() == 0
             and not isinstance(factor, LandedGrad)
         ):
-            factor = subject._values.number(factor)
+            factor = subject._bank.values.number(factor)
         if isinstance(factor, (int, float)):
             # torch, too, multiplies by the number's fp32 value, for gradients of every dtype.
-            subject._values.scale(
+            subject._bank.values.scale(
                 writable(handle), torch.tensor(factor, dtype=torch.float32, device="cpu").item()
             )
             return subject
@@ -277,8 +277,8 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
         and isinstance(args[1], (int, float))
         and len(args) == 2
     ):
-        subject._values.note_edit(writable(handle), 1 / args[1])
-        subject._values.change_own(handle, lambda own: own.div_(args[1]))
+        subject._bank.values.note_edit(writable(handle), 1 / args[1])
+        subject._bank.values.change_own(handle, lambda own: own.div_(args[1]))
         return subject
     return None
 

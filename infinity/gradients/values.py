@@ -16,7 +16,7 @@ from ..storage.store import ShardStore
 from .changes import GradChanges, multiply
 from .homes import GradHomes
 from .norms import LandingNorms
-from .record import GradRecord, GradState, writable
+from .record import GradRecord, GradState
 
 
 class GradValues:
@@ -29,23 +29,12 @@ class GradValues:
         self._store = store
         # Cache of number(): tensor, version, value
         self._factor: tuple[Callable, int, float] = (lambda: None, 0, 1.0)
-        self._handles: list[ParamHandle] = []  # the tracked parameters
-        self.clips: list[float] = []  # factors of users' clips of all gradients since the last step
+        self.handles: list[ParamHandle] = []  # the tracked parameters
 
     def track(self, handle: ParamHandle) -> None:
         """Gives ``handle`` the record of an absent gradient."""
         handle.grad = GradRecord()
-        self._handles.append(handle)
-
-    def average(self) -> None:
-        """Averages gradients that wait for it over the ranks. :class:`GradientBank` implements
-        it."""
-
-    def refresh(self, handle: ParamHandle) -> None:
-        """Averages, after settling the assigned tensor of ``handle``."""
-
-    def note_view(self, handle: ParamHandle) -> None:
-        """Notes that a view of a gradient's home is handed out."""
+        self.handles.append(handle)
 
     def apply_factors(self, handle: ParamHandle) -> None:
         """Multiplies the gradient by its pending factors."""
@@ -150,7 +139,7 @@ class GradValues:
         self.norms.ask(order)
         handles = [
             handle
-            for handle in self._handles
+            for handle in self.handles
             if handle.grad.state is not GradState.ABSENT and handle in among
         ]
         everyones = (
@@ -247,7 +236,7 @@ class GradValues:
         self.norms.ask(order)
         record = handle.grad
         if record.stand_in_norm is None or record.stand_in_norm[0] != order or record.norm is None:
-            handles = [h for h in self._handles if h.grad.state is not GradState.ABSENT]
+            handles = [h for h in self.handles if h.grad.state is not GradState.ABSENT]
             parts = torch.stack([self._own_norm(h, order) for h in handles])
             everyones = self.collectives.exchange(parts, f"norms of {len(handles)} gradients")
             norms = torch.linalg.vector_norm(everyones, order, dim=0)
@@ -292,12 +281,6 @@ class GradValues:
         )
         record.averaged = False
         record.move(GradState.LANDED)
-
-    def scale_as_user(self, handle: ParamHandle, factor: float) -> None:
-        """Multiplies the gradient as ``p.grad.mul_(factor)`` does. Raises UsageError if a step has
-        consumed it."""
-        with handle.engine.uses.begin():
-            self.scale(writable(handle), factor)
 
     def scale(self, handle: ParamHandle, factor: float) -> None:
         """Multiplies the gradient by ``factor``: noted here, applied by the step's kernel."""

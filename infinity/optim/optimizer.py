@@ -210,7 +210,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
         with context.uses.begin():
             self.read_groups()
             context.gradients.average()
-            total = context.gradients.total_norm(float(norm_type), among=self._members.group_of)
+            total = context.gradients.values.total_norm(
+                float(norm_type), among=self._members.group_of
+            )
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot"

@@ -88,7 +88,7 @@ class Stepper:
             shard.wait()
             for handle in handles if clip != 1.0 else ():
                 if has_landed(handle) and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
-                    context.gradients.apply_factors(handle)  # no room for another factor
+                    context.gradients.values.apply_factors(handle)  # no room for another factor
             after = context.gradients.homes.close_shard(shard)
             spans = list(self._spans(shard, handles, clip))
             step = ShardStep(shard, [(h, h.step + 1) for h in handles if self._is_stepped(h)])

@@ -90,7 +90,7 @@ class Ties:
                 with job.uses.begin():
                     if handle.grad.state is GradState.ABSENT:
                         job.gradients.zero(handle)
-                    job.gradients.change_own(
+                    job.gradients.values.change_own(
                         handle, lambda own, handle=handle: self._add(between, aside[handle], own)
                     )
         except BaseException:
@@ -106,7 +106,7 @@ class Ties:
             if handle.grad.state is not GradState.LANDED:
                 return None
             kept: list[torch.Tensor] = []
-            job.gradients.change_own(handle, lambda own: kept.append(own.clone()))
+            job.gradients.values.change_own(handle, lambda own: kept.append(own.clone()))
             job.gradients.clear(handle)
         return kept[0]
 

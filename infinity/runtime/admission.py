@@ -93,7 +93,7 @@ def admit(
         for handle in handles:
             if handle.grad is None:
                 hook(handle.param)
-                job.gradients.track(handle)
+                job.gradients.values.track(handle)
                 job.trained.append(handle)
         job.planned.sizes, job.planned.plan = sizes, plan
         then()

@@ -229,7 +229,7 @@ class Engine:
                 for index, param in enumerate(shard.params):
                     handle = ParamHandle(names[param], unit, shard, index, self)
                     if shard.spec.stepped:
-                        self.gradients.track(handle)
+                        self.gradients.values.track(handle)
                         self.trained.append(handle)
                     param._infinity = handle
                     unit.handles.append(handle)

@@ -22,7 +22,6 @@ HUB_READS, PROTOCOLS, REBUILDS = 282, 22, 8
 STACK_NLINES = 300
 # Classes that a limit on their length has cut into bases; each is to become objects with fields.
 STACKS = {
-    "AssignedGrads",
     "Collectives",
     "Engine",
     "GradientBank",
