@@ -97,7 +97,7 @@ def stats(model: nn.Module) -> Stats:
         )
     counted = {} if engine.ranks.alone else engine.traffic.collectives
     collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}
-    ahead = engine.shadow_policy
+    ahead = engine.updates.shadows
     shadows = (
         {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
     )

@@ -44,7 +44,7 @@ class AssignedGrads:
         """Notes that a view of a gradient's home is handed out: writes through it cannot be
         observed."""
         handle.grad.viewed = True
-        handle.shard.drop_shadow()
+        handle.shard.inputs_change()
         self._viewed.add(storage_guard.identity(handle.shard.arrays["grad"].flat))
 
     # --- assigning ---

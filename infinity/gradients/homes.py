@@ -74,7 +74,7 @@ class GradHomes:
         if wait:
             self.queue.wait(shard)
         if write:
-            shard.drop_shadow()
+            shard.inputs_change()
         array = shard.arrays["grad"]
         return array.flat if array.tier is not Tier.NVME else self._opened.flat(shard, write=write)
 

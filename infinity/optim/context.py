@@ -15,7 +15,6 @@ from ..distributed.comparing import Comparison
 from ..gradients.bank import GradientBank
 from ..machine.device import Device
 from ..planning.schedule import Schedule
-from ..planning.shadow_policy import ShadowPolicy
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
@@ -49,7 +48,6 @@ class StepContext:
     journal: Journal
     schedule: Schedule
     steps: StepCounter
-    shadow_policy: ShadowPolicy | None  # None: no updates are made ahead
     gradients: GradientBank
     updates: Updates
     lent: LentState

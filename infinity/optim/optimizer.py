@@ -229,22 +229,16 @@ class InfinityOptimizer(torch.optim.Optimizer):
         as does ``max_grad_norm`` here. After an exception with some units stepped, the job can only
         go on from a checkpoint.
         """
-        context = self.context
-        context.uses.check(Operation.STEP_IN_BACKWARD)
-        if context.config.max_grad_norm is not None:
-            raise UsageError(
-                "step_in_backward: max_grad_norm needs the norm of all gradients before the first"
-                " unit is stepped. Leave out one of the two, or let Config(speculate=True) update"
-                " units ahead."
-            )
-        with context.uses.begin():
+        self._stepping.check_stream()
+        with self.context.uses.begin():
             self._read_books("step_in_backward()")
             self._stepping.begin_stream()
             yield  # an exception leaves marks for the next use
             self._stepping.end_stream()
 
     def unit_landed(self, unit: ParamUnit) -> None:
-        """Steps or shadows a unit whose gradients have landed and which the backward has left."""
+        """Steps a unit, or updates it ahead: its gradients have landed, and the backward has left
+        it."""
         self._stepping.unit_landed(unit, self.param_groups)
 
     @torch.compiler.disable

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from .. import native
+from ..errors import UsageError
 from ..gradients.record import refuse_torn
+from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from .context import StepContext
 from .members import Members
@@ -61,11 +63,12 @@ class OptimizerStep:
             context.journal.carry_out(
                 partial(self._finish, stepper, steps, version), partial(self._meet, groups, clip)
             )
-            if context.shadow_policy is not None:  # drop shadows that this step did not use
+            if (policy := context.updates.shadows) is not None:
+                # Drop shadows that this step did not use
                 for shard in (shard for unit in context.units for shard in unit.shards):
                     shard.drop_shadow()
                 kept = sum(step.shadow is not None for step in steps)
-                context.shadow_policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
+                policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
                 self._shadowed = 0
         context.end_step()
         context.lent.refresh()
@@ -102,6 +105,17 @@ class OptimizerStep:
 
     # --- in the backward ---
 
+    def check_stream(self) -> None:
+        """Raises UsageError if units cannot be stepped in the backward."""
+        context = self._context
+        context.uses.check(Operation.STEP_IN_BACKWARD)
+        if context.config.max_grad_norm is not None:
+            raise UsageError(
+                "step_in_backward: max_grad_norm needs the norm of all gradients before the first"
+                " unit is stepped. Leave out one of the two, or let Config(speculate=True) update"
+                " units ahead."
+            )
+
     def begin_stream(self) -> None:
         """Begins a step whose units are stepped in the backward. Raises UsageError for a consumed
         gradient."""
@@ -121,7 +135,7 @@ class OptimizerStep:
         """Steps or shadows a unit whose gradients have landed and which the backward has left."""
         if self._context.steps.streaming:
             self._step_unit(unit, groups)
-        elif self._context.shadow_policy is not None:
+        elif self._context.updates.are_made_ahead:
             self._shadowed += self._stepper(groups).shadow(unit)
 
     @torch.no_grad()

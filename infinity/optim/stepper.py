@@ -148,7 +148,7 @@ class Stepper:
         """Makes the update of ``unit``, whose gradients have landed, beside its state: the step may
         turn out to be equal. Returns how many of its shards have a shadow."""
         context, made = self._context, 0
-        if not context.shadow_policy.is_wanted(context.steps.backwards + 1):
+        if not context.updates.shadows.is_wanted(context.steps.backwards + 1):
             return made
         with context.store.guarding():
             for shard in unit.shards:

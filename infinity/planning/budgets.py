@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ..config.config import Config
 from ..errors import CapacityError
@@ -10,9 +10,7 @@ from ..machine import disk_profile, limits
 from ..machine.device import Device
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import BUDGETS, Tier
-from ..state.shard_spec import SCALES
 from .memory_plan import BUFFERS, MemoryPlan
-from .unit_sizes import STATE, UnitSize
 
 SHARED = (Tier.DEVICE, Tier.HOST)  # one memory, if the CPU computes
 
@@ -75,31 +73,6 @@ def measured_free(tier: Tier, config: Config, device: Device | None = None) -> i
     if tier is not Tier.NVME:
         return limits.for_the_engine(limits.memory_left())
     return disk_profile.free_nbytes(config.nvme_paths)
-
-
-def no_room_for_shadows(
-    plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets
-) -> CapacityError:
-    sizes = [
-        sum(shard.nbytes(name) for shard in unit.shards for name in (*STATE, *SCALES.values()))
-        for unit in units
-        if any(shard.spec.stepped for shard in unit.shards)
-    ]
-    if all(plan.tiers_of(index)["weight"] is Tier.DEVICE for index in range(len(units))):
-        return CapacityError(
-            "speculate=True: all weights are at home on the device, which computes with the home"
-            " itself, so that nothing can be updated beside it. Give the weights a lower home,"
-            " Config(params='host') or 'nvme', or leave speculate=False."
-        )
-    left = ", ".join(
-        f"{format_nbytes(nbytes)} on {tier}" for tier, nbytes in budgets.left(plan).items()
-    )
-    return CapacityError(
-        "speculate=True: no unit has room for a second copy of its state"
-        f" ({format_nbytes(min(sizes))} for the smallest), on the tier that is its home; left are"
-        f" {left}. Raise host_memory or nvme_capacity by that, keep the weights at home on the host"
-        " or on NVMe, or leave speculate=False."
-    )
 
 
 REMEDIES = {

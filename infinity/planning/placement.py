@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from .. import native
 from ..config.config import Config
+from ..errors import CapacityError
 from ..machine.device import Device
+from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
 from ..state.shard_spec import ARRAYS, SCALES
 from .budgets import SHARED, Budgets
@@ -247,3 +249,29 @@ class Placement:
 
     def result(self) -> MemoryPlan:
         return replace(self._plan, terms=self._terms, placed=self._placed, kept=self._kept)
+
+
+def no_room_for_shadows(
+    plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets
+) -> CapacityError:
+    """Makes the error for ``speculate`` without a shadow in ``plan``."""
+    sizes = [
+        sum(shard.nbytes(name) for shard in unit.shards for name in (*STATE, *SCALES.values()))
+        for unit in units
+        if any(shard.spec.stepped for shard in unit.shards)
+    ]
+    if all(plan.tiers_of(index)["weight"] is Tier.DEVICE for index in range(len(units))):
+        return CapacityError(
+            "speculate=True: all weights are at home on the device, which computes with the home"
+            " itself, so that nothing can be updated beside it. Give the weights a lower home,"
+            " Config(params='host') or 'nvme', or leave speculate=False."
+        )
+    left = ", ".join(
+        f"{format_nbytes(nbytes)} on {tier}" for tier, nbytes in budgets.left(plan).items()
+    )
+    return CapacityError(
+        "speculate=True: no unit has room for a second copy of its state"
+        f" ({format_nbytes(min(sizes))} for the smallest), on the tier that is its home; left are"
+        f" {left}. Raise host_memory or nvme_capacity by that, keep the weights at home on the host"
+        " or on NVMe, or leave speculate=False."
+    )

@@ -18,10 +18,10 @@ from ..errors import ConfigError, InternalError
 from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
-from .budgets import Budgets, budget_too_small, no_room_for_shadows
+from .budgets import Budgets, budget_too_small
 from .memory_plan import LADDER, MemoryPlan, Rung
 from .memory_terms import MemoryTerms
-from .placement import use_what_is_left
+from .placement import no_room_for_shadows, use_what_is_left
 from .step_traffic import step_cost
 from .unit_sizes import UnitSize
 

@@ -31,7 +31,6 @@ from ..optim.lent_state import LentState
 from ..optim.updates import Updates
 from ..planning.memory_plan import MemoryPlan
 from ..planning.schedule import Schedule
-from ..planning.shadow_policy import ShadowPolicy
 from ..planning.unit_sizes import UnitSize
 from ..state import mistakes
 from ..state.handle import ParamHandle
@@ -88,7 +87,6 @@ class Engine:
         self.traffic.timeline = (
             Timeline(trace_path(config.trace, self.ranks)) if config.trace is not None else None
         )
-        self.shadow_policy = ShadowPolicy() if plan.shadowed else None
         self.trained: list[ParamHandle] = []  # the parameters that have optimizer state
         # The newest state-dict tensor of a tied parameter.
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}
@@ -101,7 +99,7 @@ class Engine:
         ):
             self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives)
-        self.updates = Updates(units, self.traffic)
+        self.updates = Updates(units, self.traffic, plan)
         self.lent = LentState(self.store, self.steps, self.journal)
         self.parking, self.uses = Parking(self.store), self._make_uses()
         # None of which refers back to this object.
@@ -207,7 +205,7 @@ class Engine:
 
     def _make_reducer(self) -> Reducer:
         """Makes the reducer, which averages gradients over the ranks."""
-        me, steps, makes_ahead = weakref.ref(self), self.steps, self.shadow_policy is not None
+        me, steps, makes_ahead = weakref.ref(self), self.steps, self.updates.are_made_ahead
         reducer = Reducer(
             self.collectives,
             [unit for unit in self.units if any(shard.spec.stepped for shard in unit.shards)],

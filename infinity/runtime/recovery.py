@@ -78,7 +78,7 @@ def _rebuild_homes(job: Job, *, finishing: bool) -> None:
         job.store.rebuild()
         if not finishing:
             return
-        job.journal.finish()  # finishing a step may turn shadows into the state
+        job.journal.finish()  # finishing a step may use what was updated ahead
         for unit in job.units:
             for shard in unit.shards:
-                shard.drop_shadow()
+                shard.inputs_change()

@@ -204,6 +204,10 @@ class ShardArrays(ArrayParts):
         self._last_read.wait()
         self._last_read = PAST
 
+    def inputs_change(self) -> None:
+        """Tells that gradients or state are about to change: an update made ahead is dropped."""
+        self.contents.drop_shadow()
+
     def cast_shadow(self, shadow: Shadow) -> None:
         """Records ``shadow``, which is about to be submitted (AT_HOME -> SHADOWED)."""
         self._check_move(Activity.SHADOWED)
@@ -256,7 +260,7 @@ class ShardArrays(ArrayParts):
     ) -> None:
         """Writes ``part`` to parameter ``index``'s part of array ``name``, from element ``begin``
         on, as far as it is at home here. ``stays``: it does not change until all is at home."""
-        self.drop_shadow()
+        self.inputs_change()
         self.last_read.wait()
         begin += self.part(name, index)[0]
         low, high = self.own_part(name, index)
