@@ -29,8 +29,7 @@ from torch import nn
 import infinity
 from infinity import native
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
-from infinity.gradients import bank as banks
-from infinity.gradients import homes, lander
+from infinity.gradients import homes, lander, values
 from infinity.machine import accelerator, in_flight
 from infinity.machine import device as devices
 from infinity.machine.traffic import Traffic
@@ -535,9 +534,9 @@ def _finish_gather(unit, store, *, real=ParamUnit.finish_gather):
     return real(unit, store)
 
 
-def _norm_taken_anew(bank, handle, order):
-    bank.homes.queue.forget(handle.shard)
-    return torch.linalg.vector_norm(bank.value(handle, write=False), order)
+def _norm_taken_anew(grads, handle, order):
+    grads.homes.queue.forget(handle.shard)
+    return torch.linalg.vector_norm(grads.value(handle, write=False), order)
 
 
 def _resize(detector, storage, nbytes, *, behind=devices.PAST, real=RaceDetector.resize):
@@ -564,7 +563,7 @@ TWINS = {
         "close_shard",
         lambda self, shard: [],
     ),
-    "a gradient that is read before it landed": (banks.GradientBank, "norm", _norm_taken_anew),
+    "a gradient that is read before it landed": (values.GradValues, "norm", _norm_taken_anew),
 }
 
 
