@@ -5,11 +5,10 @@ order     of the units' reductions: the first rank's forward reversed, shared un
 
 [Note: where a reduction starts] All ranks must start the same collectives in the same order. So a
 reduction starts at a place that does not depend on which gradients a rank has: when the backward
-reaches a later unit of the order. By then autograd has accumulated the gradients of the earlier
-ones. The remaining reductions start at the end of the backward. A unit that the forward used more
-than once is no such place: the backward may come to it early, and again late. In an agreed pass
-(see `lockstep`) the order of all collectives is known, so a reduction that is next starts as soon
-as its gradients are complete.
+reaches a unit whose forward ended before that of the reduced one began. By then autograd has
+accumulated the gradients. The remaining reductions start at the end of the backward. In an agreed
+pass (see `lockstep`) the order of all collectives is known, so a reduction that is next starts as
+soon as its gradients are complete.
 
 [Note: why missing gradients are negative zeros] Ranks do not ask before a reduction which of them
 has which gradient. A rank contributes **negative zeros** for a gradient that it lacks: adding them
@@ -22,7 +21,7 @@ them beside each reduction.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -61,7 +60,7 @@ class Reducer:
         self._units = list(units)
         self._whole = WholeGradients(ledger, bank.homes.device)
         self._order: list[ParamUnit] = []
-        self._places: dict[ParamUnit, int] = {}  # in the order, of units that are used once
+        self._places: dict[ParamUnit, int] = {}  # how many of the order start at this unit
         self._ready: set[ParamUnit] = set()  # complete on this rank
         self._position = 0  # in the order: of the next reduction
         self._incomplete: list[ParamUnit] = []  # reduced before known complete on all ranks
@@ -88,12 +87,14 @@ class Reducer:
         if self._ranks.keeps_gradients or self.waits_for_more:
             return
         self._ready.add(unit)
-        while self._position < self._places.get(unit, -1) + 1 and self._is_next():
+        while self._position < len(self._order) and self._is_next():
+            if self._order[self._position] not in self._ready:
+                break
             self._start_before(self._position + 1)
 
     def reach(self, unit: ParamUnit) -> None:
-        """Starts the reductions of the units before ``unit`` in the order: the backward reaches it.
-        Every rank of the shard group calls this after the same gather."""
+        """Starts the reductions of the units whose forward began after that of ``unit`` ended: the
+        backward reaches it. Every rank of the shard group calls this after the same gather."""
         if not self._ranks.keeps_gradients and not self.waits_for_more:
             self._agree_on_order()
             self._start_before(self._places.get(unit, 0))
@@ -186,10 +187,10 @@ class Reducer:
         if self._order:
             return
         by_index = {unit.index: unit for unit in self._units}
-        mine = torch.tensor(_order_of(by_index, self._schedule.forward()), device="cpu")
+        mine = torch.tensor(_order_of(by_index, self._schedule.spans()), device="cpu")
         found = self._collectives.broadcast(mine, "the order of gradients").tolist()
         order = [by_index[index] for index, _ in found]
-        self._places = {unit: place for place, unit in enumerate(order) if found[place][1]}
+        self._places = {unit: place for unit, (_, place) in zip(order, found)}
         self._order = order
 
     def abandon(self) -> None:
@@ -332,11 +333,18 @@ def _stepped(units: Iterable[ParamUnit]) -> list[tuple[ParamUnit, ParamShard, li
     ]
 
 
-def _order_of(units: Mapping[int, ParamUnit], forward: Sequence[int]) -> list[tuple[int, bool]]:
-    """Returns the indices of ``units`` in reduction order: the forward reversed, then unused units,
-    then those that several modules share. With each goes whether the forward used it once."""
-    counts = Counter(forward)
-    order = [index for index in reversed(counts) if index in units]
-    order += [index for index in reversed(units) if index not in counts]
+def _order_of(
+    units: Mapping[int, ParamUnit], spans: Mapping[int, tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Returns the indices of ``units`` in reduction order: by their first use in the forward, the
+    last one first, then unused units, then those that several modules share.
+
+    With each goes how many of the order began after its last end. ``spans``: see
+    :meth:`Schedule.spans`.
+    """
+    order = [index for index in reversed(spans) if index in units]
+    order += [index for index in reversed(units) if index not in spans]
     order.sort(key=lambda index: units[index].is_shared)
-    return [(index, counts[index] == 1 and not units[index].is_shared) for index in order]
+    starts = [spans[index][0] for index in order if index in spans and not units[index].is_shared]
+    ends = {index: end for index, (_, end) in spans.items()}
+    return [(i, sum(start >= ends.get(i, math.inf) for start in starts)) for i in order]

@@ -23,7 +23,9 @@ class Schedule:
         self._traces: dict[str, list[int]] = {}
         self._kind = ""
         self._current: list[int] = []
-        self._forward_nuses: int | None = None  # of this pass; None before its backward
+        # Of each unit of this forward: the uses before its first one, and until its last end.
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._is_forward = True  # no unit was used in a backward yet
         self._position = 0  # in the expected trace: the next use
         self._uses: dict[int, list[int]] = {}  # unit -> its positions in the expected trace
 
@@ -33,19 +35,22 @@ class Schedule:
         if self._current:
             self._traces[self._kind] = self._current
         self._kind, self._current, self._position = kind, [], 0
-        self._forward_nuses = None
+        self._spans, self._is_forward = {}, True
         self._uses = {}
         for position, unit in enumerate(self.expected()):
             self._uses.setdefault(unit, []).append(position)
 
     def forget(self) -> None:
         """Discards the uses recorded in this pass, so that they do not become a trace."""
-        self._current, self._position, self._forward_nuses = [], 0, None
+        self._current, self._position = [], 0
+        self._spans, self._is_forward = {}, True
 
     def use(self, unit: int, *, backward: bool = False) -> None:
         """Records that ``unit`` is used now. ``backward``: in a backward."""
-        if backward and self._forward_nuses is None:
-            self._forward_nuses = len(self._current)
+        self._is_forward &= not backward
+        if self._is_forward:
+            start = len(self._current)
+            self._spans.setdefault(unit, (start, start + 1))
         if self._current and self._current[-1] == unit:
             return
         self._current.append(unit)
@@ -85,9 +90,15 @@ class Schedule:
         already fetch the first ones."""
         return iter(dict.fromkeys(self.expected_after_step()))
 
-    def forward(self) -> list[int]:
-        """Returns the units that the forward of this pass used, in order."""
-        return self._current[: self._forward_nuses]
+    def leave(self, unit: int) -> None:
+        """Records that a use of ``unit`` ends now."""
+        if self._is_forward and unit in self._spans:
+            self._spans[unit] = self._spans[unit][0], len(self._current)
+
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """Returns for each unit of this pass's forward, in order of first use: the uses before its
+        first one, and the uses until its last end."""
+        return dict(self._spans)
 
     def _expected(self, backward: bool) -> Iterator[int]:
         expected = self._traces.get(self._kind)

@@ -93,6 +93,7 @@ class Prefetcher:
         """Takes one hold off. The last makes the unit idle, and sends its edits home."""
         unit = unit.in_use
         if self._take_off(unit):
+            self.schedule.leave(unit.index)
             unit.note_use(self._device.now())
             if unit.residency is Residency.RESIDENT:
                 try:

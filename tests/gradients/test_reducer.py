@@ -133,6 +133,7 @@ class Rank:
         schedule.begin("train")
         for unit in self.units:
             schedule.use(unit.index)
+            schedule.leave(unit.index)
         self.bank, self.reduced = Bank(device), []
         collectives = Collectives(pair, rank, shard)
         for of_unit in self.units:
@@ -236,14 +237,15 @@ def test_a_reduction_starts_when_the_backward_reaches_a_later_unit():
         assert rank.averages(3) == [3.0]
 
 
-@pytest.mark.parametrize("why", ["shared", "used twice"])
-def test_a_unit_that_the_forward_uses_twice_is_no_place(why):
-    """The head's unit, tied to the embedding, is reached first: nothing may start there. It is
-    reduced last."""
+@pytest.mark.parametrize("why", ["shared", "used twice", "around the others"])
+def test_nothing_starts_at_a_unit_whose_forward_ended_last(why):
+    """A head's unit that is tied to the embedding, or a model's own parameters, whose unit is in
+    use around the others: the backward reaches it first. It is reduced last."""
 
     def work(rank: Rank) -> None:
         if why == "used twice":
             rank.schedule.use(0)
+        rank.schedule.leave(0)
         rank.reach(0)
         assert not [what for what in rank.pair.meetings if what.startswith("reducing")]
         backward(rank)
