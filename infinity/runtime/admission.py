@@ -80,7 +80,7 @@ def admit(
     except BaseException:
         for growth in growths.values():
             for array in growth.arrays.values():
-                job.store.free_more(array)
+                job.store.arrays.free_more(array)
         raise
     plan = replace(job.planned.plan, terms=_terms(job.planned.plan, growths))
 

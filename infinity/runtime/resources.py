@@ -103,7 +103,9 @@ class Resources:
         if not nbytes:
             return None
         self._charge(Tier.HOST, nbytes, what)
-        self._regions[what] = self._store.make_region(nbytes, copied=what != "optimizer slots")
+        self._regions[what] = self._store.arrays.make_region(
+            nbytes, copied=what != "optimizer slots"
+        )
         return self._regions[what]
 
     def _pool(self, nbytes: int, what: str) -> native.PinnedPool | None:

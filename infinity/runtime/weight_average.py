@@ -87,7 +87,9 @@ class WeightAverage:
     def _allocate(self, shard: ParamShard, what: str) -> StateArray:
         home = shard.arrays.get("master", shard.weight)
         dtype = torch.float32 if "master" in shard.arrays else shard.spec.dtype
-        raw = self.job.store.allocate_more(home.tier, shard.slice_numel * dtype.itemsize, what)
+        raw = self.job.store.arrays.allocate_more(
+            home.tier, shard.slice_numel * dtype.itemsize, what
+        )
         self._taken.append(raw)
         # Disk space may hold old bytes, which writes of partial blocks would keep.
         if raw.tier is Tier.NVME:
@@ -108,7 +110,7 @@ class WeightAverage:
         """Frees the memory. Idempotent."""
         self._arrays.clear()
         while self._taken:
-            self.job.store.free_more(self._taken.pop())
+            self.job.store.arrays.free_more(self._taken.pop())
 
     # --- pieces ---
 

@@ -68,15 +68,15 @@ class ShardArrays(ArrayParts):
                 end - begin,
                 homes.make_region if homes is not None and name == "weight" else native.Region,
             )
-            array = store.allocate(tiers[name], dtype, numel, f"{name} of {what}", make=make)
+            array = store.arrays.allocate(tiers[name], dtype, numel, f"{name} of {what}", make=make)
             if name in kept:
                 self.contents.reserved.append(array)
-                array = store.allocate(
+                array = store.arrays.allocate(
                     Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe", make=make
                 )
             self.arrays[name] = array
             if shadowed and self.spec.stepped and name != "grad":
-                self.spare_arrays[name] = store.allocate(
+                self.spare_arrays[name] = store.arrays.allocate(
                     array.tier, dtype, numel, f"{name} of {what}, updated ahead", make=make
                 )
 
@@ -94,12 +94,12 @@ class ShardArrays(ArrayParts):
             for name, dtype in spec.array_dtypes().items():
                 if name not in self.arrays:
                     begin, end = self.own(name)
-                    made[name] = store.allocate_later(
+                    made[name] = store.arrays.allocate_later(
                         tiers[name], dtype, end - begin, f"{name} of {what}"
                     )
         except BaseException:
             for array in made.values():
-                store.free_more(array)
+                store.arrays.free_more(array)
             raise
         return made
 
@@ -115,7 +115,7 @@ class ShardArrays(ArrayParts):
                 " version's"
             )
         weight = self.weight
-        array = store.allocate_later(
+        array = store.arrays.allocate_later(
             weight.tier, weight.dtype, weight.numel, f"older weight of {what}"
         )
         self.contents.beside = {"weight": array}
@@ -123,7 +123,7 @@ class ShardArrays(ArrayParts):
     def drop_older(self, store: ShardStore) -> None:
         """Frees the memory of :meth:`keep_older`, before any update has used it."""
         if self.spare_arrays:
-            store.free_more(self.spare_arrays.pop("weight"))
+            store.arrays.free_more(self.spare_arrays.pop("weight"))
 
     @property
     def older(self) -> StateArray:

@@ -37,7 +37,6 @@ STACKS = {
     "Prefetcher",
     "Reducer",
     "ShardArrays",
-    "ShardStore",
 }
 HUB = re.compile(r"(?<![\w.])(?:self\.)?_?engine\.(?!py\b)\w+")
 BY_HAND = re.compile(

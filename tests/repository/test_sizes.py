@@ -64,7 +64,6 @@ OVER = {
     ("infinity/runtime/passes.py", "enter"),
     ("infinity/runtime/prefetch.py", "Prefetcher"),
     ("infinity/state/unit.py", "ParamUnit"),
-    ("infinity/storage/store.py", "ShardStore"),
 }
 OVER_FILES = {
     "bench/gpu_train.py",
@@ -80,7 +79,6 @@ OVER_FILES = {
     "infinity/runtime/handed_out.py",
     "infinity/runtime/in_common.py",
     "infinity/state/parameter.py",
-    "infinity/storage/store.py",
     "tests/api/test_meta_init.py",
     "tests/distributed/test_ranks.py",
     "tests/forwards/test_logits.py",
