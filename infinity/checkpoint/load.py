@@ -307,7 +307,7 @@ def _load_average(manifest: dict[str, Any], data: Path, engine: Engine) -> None:
     if count:
         with SavedTensors(data, manifest, files="average-") as saved:
             for handle in filter(average.has, engine.trained):
-                begin, end = handle.shard.part_of_param("weight", handle.index)
+                begin, end = handle.shard.layout.part_of_param("weight", handle.index)
                 average.write_own(
                     handle,
                     _read_run(saved, handle, "average", begin, end, average.dtype_of(handle))[0],
@@ -344,13 +344,13 @@ def _load_array(
     saved: SavedTensors, store: ArrayIO, job: Job, handle: ParamHandle, name: str
 ) -> None:
     shard, part, stays = handle.shard, part_of_rank(handle), False
-    begin, end = shard.part_of_param(name, handle.index)
+    begin, end = shard.layout.part_of_param(name, handle.index)
     dtype = shard.arrays[name].dtype
     if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
         values = saved.read_codes(name, handle.name, part, begin, end)
     else:
         values, stays = _read_run(saved, handle, name, begin, end, dtype)
-    shard.write_part(
+    shard.parts.write(
         store, name, handle.index, values, begin=begin, version=job.steps.index, stays=stays
     )
 
@@ -360,13 +360,15 @@ def _load_decoded(
 ) -> None:
     shard = handle.shard
     for name in names:
-        begin, end = shard.part_of_param(name, handle.index)
+        begin, end = shard.layout.part_of_param(name, handle.index)
         if begin < end:
             values, _ = _read_run(saved, handle, name, begin, end, torch.float32)
             codes, scales = native.encode_moments(values, sq=name == "exp_avg_sq")
-            shard.write_part(store, name, handle.index, codes, begin=begin, version=job.steps.index)
+            shard.parts.write(
+                store, name, handle.index, codes, begin=begin, version=job.steps.index
+            )
             at = begin // elements_each(SCALES[name])
-            shard.write_part(
+            shard.parts.write(
                 store, SCALES[name], handle.index, scales, begin=at, version=job.steps.index
             )
 

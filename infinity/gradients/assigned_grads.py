@@ -43,7 +43,7 @@ class AssignedGrads(GradValues):
         """Notes that a view of a gradient's home is handed out: writes through it cannot be
         observed."""
         handle.grad.viewed = True
-        handle.shard.drop_shadow()
+        handle.shard.homes.drop_shadow()
         self._viewed.add(storage_guard.identity(handle.shard.arrays["grad"].flat))
 
     # --- assigning ---
@@ -260,7 +260,7 @@ class AssignedGrads(GradValues):
         if record.state is GradState.CONSUMED:
             record.move(GradState.LANDED)
         with self._store.guarding():
-            handle.shard.wait()
+            handle.shard.homes.wait()
             self.put(handle, assigned.bytes)
         assigned.note()
 

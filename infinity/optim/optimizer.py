@@ -216,7 +216,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             )
             if context.shadow_policy is not None:  # drop shadows that this step did not use
                 for shard in (shard for unit in context.units for shard in unit.shards):
-                    shard.drop_shadow()
+                    shard.homes.drop_shadow()
                 kept = sum(step.shadow is not None for step in steps)
                 context.shadow_policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
                 self._shadowed = 0

@@ -89,7 +89,7 @@ def admit(
             job.updates.use(updater, job.device, job.planned.plan.device_slot_nbytes)
         job.gradients.homes.stage_in(resources.grad_staging)
         for shard, growth in growths.items():
-            shard.grow(growth.spec, growth.arrays)
+            shard.homes.grow(growth.spec, growth.arrays)
         for handle in handles:
             if handle.grad is None:
                 hook(handle.param)
@@ -182,7 +182,7 @@ def _terms(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> dict[Tier,
 def _allocate(job: Job, shard: ParamShard, growth: Growth) -> None:
     """Allocates the arrays: moments are zero, masters are copies of the weights."""
     store, unit = job.store, growth.unit
-    growth.arrays = shard.allocate_missing(
+    growth.arrays = shard.homes.allocate_missing(
         store, growth.spec, job.planned.plan.tiers_of(unit.index), f"unit {unit.name}"
     )
     for name, array in growth.arrays.items():

@@ -105,11 +105,11 @@ class Engine:
         self.lent = LentState(self.store, self.steps, self.journal)
         self.parking, self.uses = Parking(self.store), self._make_uses()
         # None of which refers back to this object.
-        contents = [shard.contents for unit in units for shard in unit.shards]
+        homes = [shard.homes for unit in units for shard in unit.shards]
         given_back = (
             self.scopes,
             self.store,
-            contents,
+            homes,
             self.updates.recorded,
             self.updates.names,
             self.collectives,

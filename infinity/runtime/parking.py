@@ -87,7 +87,7 @@ def arrays_in_memory(units: list[ParamUnit]) -> list[StateArray]:
 def _arrays(shard: ParamShard) -> list[tuple[str, StateArray]]:
     return [
         (name, array)
-        for name, array in (*shard.arrays.items(), *shard.spare_arrays.items())
+        for name, array in (*shard.arrays.items(), *shard.homes.beside.items())
         if array.flat is not None
     ]
 

@@ -173,9 +173,9 @@ class Prefetcher:
             if unit in self._pass.resident:
                 self._pass.resident[unit] = self._pass.resident.pop(unit)  # most recently used
         for shard in unit.shards:
-            if shard.update is not None:
+            if shard.homes.update is not None:
                 with self._store.traffic.stalled("nvme->host", unit.name):
-                    shard.wait()
+                    shard.homes.wait()
         self.schedule.use(unit.index)
         if (times := unit.take_read_times()) is not None:
             self.look_ahead.note_read(unit.index, *times)
@@ -275,7 +275,7 @@ class Prefetcher:
                     unit.stage()
         else:
             for shard in unit.shards:
-                shard.wait()
+                shard.homes.wait()
 
     def narrow(self, nbytes: int) -> None:
         """Takes ``nbytes`` of the planned window away until the next call; between passes, and the

@@ -81,4 +81,4 @@ def _rebuild_homes(job: Job, *, finishing: bool) -> None:
         job.journal.finish()  # finishing a step may turn shadows into the state
         for unit in job.units:
             for shard in unit.shards:
-                shard.drop_shadow()
+                shard.homes.drop_shadow()

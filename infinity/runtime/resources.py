@@ -76,7 +76,9 @@ class Resources:
                 unit.index in plan.shadowed,
             )
             for shard in unit.shards:
-                shard.allocate(store, tiers, f"unit {unit.name}", kept=kept, shadowed=shadowed)
+                shard.homes.allocate(
+                    store, tiers, f"unit {unit.name}", kept=kept, shadowed=shadowed
+                )
         weights = self._pool(plan.staging_nbytes, "staged weights")
         self.grad_staging = self._pool(plan.grad_staging_nbytes, "staged gradients")
         self.activation_staging = self._pool(plan.activation_staging_nbytes, "staged activations")

@@ -78,7 +78,7 @@ class ParamUnit(UnitBuffers):
             return self.residency is not Residency.STORED and all(
                 piece.read.done for piece in self._pieces
             )
-        return all(shard.update is None or shard.update.done for shard in self.shards)
+        return all(shard.homes.update is None or shard.homes.update.done for shard in self.shards)
 
     # --- moves ---
 
@@ -96,7 +96,7 @@ class ParamUnit(UnitBuffers):
             for begin in range(0, shard.slice_nbytes, size):
                 nbytes = min(size, shard.slice_nbytes - begin)
                 read = store.staging.fetch(
-                    shard.weight, begin, slot, nbytes, at=begin, after=shard.update
+                    shard.weight, begin, slot, nbytes, at=begin, after=shard.homes.update
                 )
                 self._pieces.append(ReadPiece(index, begin, read))
 
@@ -171,7 +171,7 @@ class ParamUnit(UnitBuffers):
                 self.arriving = self._device.put("in", partial(self._gather_in, offered))
             if self.arriving is not PAST:
                 for shard in self.shards:
-                    shard.lend(self.arriving)
+                    shard.homes.lend(self.arriving)
         except BaseException:
             self._fail_gather()
             raise
@@ -189,7 +189,7 @@ class ParamUnit(UnitBuffers):
             if self.has_second_slice:
                 self._in_node(flat).copy_(self._second[i])
             elif not slots:
-                flat[slice(*shard.own("weight"))].copy_(shard.weight.flat, non_blocking=True)
+                flat[slice(*shard.layout.own("weight"))].copy_(shard.weight.flat, non_blocking=True)
         try:
             for piece in pieces if slots else ():
                 self._copy_piece(store, piece)
@@ -211,7 +211,7 @@ class ParamUnit(UnitBuffers):
             else (start, end)
         )
         source = piece.read.values(shard.spec.dtype)
-        first = shard.own("weight")[0] + piece.begin // shard.spec.dtype.itemsize
+        first = shard.layout.own("weight")[0] + piece.begin // shard.spec.dtype.itemsize
         flat[first : first + source.numel()].copy_(source, non_blocking=True)
 
     def _gather_in(self, offered: int) -> None:
@@ -222,12 +222,12 @@ class ParamUnit(UnitBuffers):
                 pending = self._collectives.gather_in_node(flat, what, offered=offered)
             else:
                 pending = self._collectives.gather(
-                    flat, what, offered=offered, homes=shard.weight_regions
+                    flat, what, offered=offered, homes=shard.homes.weight_regions
                 )
             if pending is not None:
                 self._pending.append(pending)
                 if pending.lent is not None:
-                    shard.lend(pending.lent)
+                    shard.homes.lend(pending.lent)
                 self._least_offered = pending.least_offered
 
     def finish_gather(self, store: ShardStore) -> None:

@@ -18,17 +18,18 @@ import torch
 from ..errors import UsageError
 from ..storage.arrays import StateArray
 from ..storage.store import ShardStore
+from .home_arrays import HomeArrays
 from .journal import Journal
 from .shard import ParamShard
 from .unit import ParamUnit
 
 
-class OlderShard:
-    """A shard with its older weights as the weights. No update ever writes those."""
+class OlderHomes:
+    """Arrays with the older weights as the weights. No update ever writes those."""
 
     update = None
 
-    def __init__(self, newest: ParamShard):
+    def __init__(self, newest: HomeArrays):
         self._newest = newest
 
     def __getattr__(self, name: str) -> Any:
@@ -40,6 +41,20 @@ class OlderShard:
 
     def wait(self) -> None:
         """Does not wait for the update that is made from these weights."""
+
+
+class OlderShard:
+    """A shard with its older weights as the weights."""
+
+    def __init__(self, newest: ParamShard):
+        self._newest, self.homes = newest, OlderHomes(newest.homes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._newest, name)
+
+    @property
+    def weight(self) -> StateArray:
+        return self.homes.weight
 
 
 class OlderUnit(ParamUnit):

@@ -144,7 +144,7 @@ class Job:
 
     def count(self) -> int:
         """Shadows that are there now."""
-        return sum(shard.shadow is not None for shard in self.shards)
+        return sum(shard.homes.shadow is not None for shard in self.shards)
 
     def see(self, value: torch.Tensor) -> None:
         self.seen.append(value.detach().clone())
@@ -710,7 +710,7 @@ def test_next_to_nothing_is_spent_on_shadows_that_always_miss(how, tmp_path):
         steps(40, spoil, at=tuple(range(40)))(job)
         job.engine.wait_idle()
         assert job.engine.updates.updater.elements <= 1.25 * 40 * sum(
-            shard.slice_numel for shard in job.shards
+            shard.layout.slice_numel for shard in job.shards
         )
         assert sum(kept == 4 for kept in job.kept) >= least
         steps(40)(job)
@@ -777,7 +777,7 @@ def test_checksums_of_shadows_are_planned(tmp_path):
     arrays = [
         array
         for shard in job.shards
-        for array in (*shard.arrays.values(), *shard.spare_arrays.values())
+        for array in (*shard.arrays.values(), *shard.homes.beside.values())
     ]
     needed = sum(
         4 * -(-array.nbytes // native.CHECKSUM_NBYTES)

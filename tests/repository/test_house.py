@@ -32,11 +32,9 @@ STACKS = {
     "InfinityOptimizer",
     "Inputs",
     "OlderUnit",
-    "ParamShard",
     "ParamUnit",
     "Prefetcher",
     "Reducer",
-    "ShardArrays",
 }
 HUB = re.compile(r"(?<![\w.])(?:self\.)?_?engine\.(?!py\b)\w+")
 BY_HAND = re.compile(

@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.runtime.older_weights import OlderWeights
 from infinity.runtime.registry import wrapped
-from infinity.state.shard_arrays import ShardArrays
+from infinity.state.home_arrays import HomeArrays
 from infinity.state.unit import ParamUnit
 from infinity.state.versions import UnitVersions
 
@@ -137,7 +137,7 @@ def test_an_update_that_fails_leaves_one_version(home, tmp_path):
             with engine.joined.opened():
                 model(batch(0)).square().mean().backward()
             calls: list[int] = []
-            advance = ShardArrays.advance
+            advance = HomeArrays.advance
 
             def interrupted(*arguments: Any, calls: list = calls, advance: Any = advance) -> None:
                 calls.append(1)
@@ -149,7 +149,7 @@ def test_an_update_that_fails_leaves_one_version(home, tmp_path):
                 raise KeyboardInterrupt
 
             if fails == "between":
-                patch.setattr(ShardArrays, "advance", interrupted)
+                patch.setattr(HomeArrays, "advance", interrupted)
             engine.older.update(raises if fails == "before" else optimizer.step)
             assert fails == "never"
             raise KeyboardInterrupt

@@ -59,7 +59,7 @@ class Home:
         ]
         self.unit = ParamUnit(0, "block", shards)
         for shard in shards:
-            shard.allocate(self.store, {"weight": tier}, "unit block")
+            shard.homes.allocate(self.store, {"weight": tier}, "unit block")
         region = native.Region(MIB)
         self.store.open([region], staging=native.PinnedPool(region))
         for shard, value in zip(shards, self.values):

@@ -306,7 +306,7 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         if told["after"] is not None:
             detector.join("updater", detector.tickets[told["after"]])
         first, last = spans[0][0], spans[-1][1]
-        written = (shard.spare_arrays if how.get("ahead") else shard.arrays) | {
+        written = (shard.homes.beside if how.get("ahead") else shard.arrays) | {
             "grad": shard.arrays["grad"]
         }
         for name, array in written.items():
