@@ -63,7 +63,7 @@ def _refuse_held(job: Job) -> None:
     would read other bytes."""
 
     def held() -> list[str]:
-        return [unit.name for unit in job.units if unit.stays and unit.is_held]
+        return [unit.name for unit in job.units if unit.stays and unit.buffers.is_held]
 
     if held():
         gc.collect()

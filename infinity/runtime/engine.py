@@ -234,7 +234,7 @@ class Engine:
                     param._infinity = handle
                     shard.handles.append(handle)
             unit.attach()
-            unit.list_in(self.storages)
+            unit.buffers.list_in(self.storages, unit)
 
     def units_of(self, block: torch.nn.Module) -> list[ParamUnit]:
         """Lists the units that have parameters of ``block`` and are gathered whole."""

@@ -47,7 +47,7 @@ class OlderWeights:
                 shard.homes.drop_older(job.store)
             raise
         for versions in self._versions:
-            versions.older.list_in(job.storages, versions.unit)
+            versions.older.buffers.list_in(job.storages, versions.unit)
         job.prefetcher.add([versions.older for versions in self._versions])
         running, scopes = job.running, job.scopes
         job.uses.define(State.STALE, lambda: running.is_stale and not scopes.interrupted)

@@ -88,7 +88,7 @@ class Prefetcher:
             self._take_off(unit)
             raise
         if self._pass.holds[unit] == 1:
-            unit.expose()
+            unit.exposure.begin()
         return least
 
     @apart
@@ -96,12 +96,12 @@ class Prefetcher:
         """Takes one hold off. The last makes the unit idle, and sends its edits home."""
         unit = unit.in_use
         if self._take_off(unit):
-            unit.note_use(self._device.now())
+            unit.buffers.note_use(self._device.now())
             if unit.residency is Residency.RESIDENT:
                 try:
                     unit.write_edits(self._store, self._journal)
                 finally:
-                    unit.conceal()
+                    unit.exposure.end()
 
     def _take_off(self, unit: ParamUnit) -> bool:
         """Takes one hold off ``unit``. Returns whether it was the last."""
@@ -123,7 +123,7 @@ class Prefetcher:
 
     def _release(self, unit: ParamUnit) -> None:
         if unit.residency in (Residency.FETCHING, Residency.STAGED):
-            unit.drop(self._store)
+            unit.drop()
             return
         if unit.residency is Residency.GATHERING:
             self._finish(unit)
@@ -169,13 +169,13 @@ class Prefetcher:
         if unit.residency is not Residency.RESIDENT:
             least = self._bring(unit, offered)
         else:
-            unit.arriving.precede()  # this stream may not be the one that waited for the gather
+            # This stream may not be the one that waited for the gather
+            unit.arrival.event.precede()
             if unit in self._pass.resident:
                 self._pass.resident[unit] = self._pass.resident.pop(unit)  # most recently used
-        for shard in unit.shards:
-            if shard.homes.update is not None:
-                with self._store.traffic.stalled("nvme->host", unit.name):
-                    shard.homes.wait()
+        if unit.is_updating:
+            with self._store.traffic.stalled("nvme->host", unit.name):
+                unit.wait_for_update()
         self.schedule.use(unit.index)
         if (times := unit.take_read_times()) is not None:
             self.look_ahead.note_read(unit.index, *times)
@@ -274,8 +274,7 @@ class Prefetcher:
                 with self._store.traffic.stalled("nvme->host", unit.name):
                     unit.stage()
         else:
-            for shard in unit.shards:
-                shard.homes.wait()
+            unit.wait_for_update()
 
     def narrow(self, nbytes: int) -> None:
         """Takes ``nbytes`` of the planned window away until the next call; between passes, and the

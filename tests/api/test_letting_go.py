@@ -88,7 +88,7 @@ def of(model: nn.Module, *others: Any) -> Gone:
         engine.store,
         engine.gradients,
         engine.backward,
-        *(flat for unit in engine.units for flat in unit.flats),
+        *(flat for unit in engine.units for flat in unit.buffers.flats),
     ]
     return [
         weakref.ref(each)

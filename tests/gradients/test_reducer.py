@@ -95,7 +95,7 @@ class Unit(ParamUnit):
     """One with shards of a row of two, which needs no store."""
 
     def __init__(self, index: int, rank: int, is_shared: bool):
-        self.index, self.name, self._is_shared = index, f"unit {index}", is_shared
+        self.index, self.name, self.is_shared = index, f"unit {index}", is_shared
         self.shards = [Shard(rank, [torch.zeros(NUMEL), torch.zeros(NUMEL)])]
         self.shards[0].handles = [Handle(self, self.shards[0], i) for i in range(2)]
 

@@ -31,8 +31,6 @@ STACKS = {
     "InfinityAccelerator",
     "InfinityOptimizer",
     "Inputs",
-    "OlderUnit",
-    "ParamUnit",
     "Prefetcher",
     "Reducer",
 }

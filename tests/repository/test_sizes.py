@@ -63,7 +63,6 @@ OVER = {
     ("infinity/runtime/in_common.py", "InCommon"),
     ("infinity/runtime/passes.py", "enter"),
     ("infinity/runtime/prefetch.py", "Prefetcher"),
-    ("infinity/state/unit.py", "ParamUnit"),
 }
 OVER_FILES = {
     "bench/gpu_train.py",

@@ -18,6 +18,7 @@ from infinity.runtime.older_weights import OlderWeights
 from infinity.runtime.registry import wrapped
 from infinity.state.home_arrays import HomeArrays
 from infinity.state.unit import ParamUnit
+from infinity.state.unit_buffers import UnitBuffers
 from infinity.state.versions import UnitVersions
 
 HOMES = ("device", "host", "nvme")
@@ -180,6 +181,7 @@ def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_p
             UnitVersions._swap,
             UnitVersions._show,
             ParamUnit.change_places,
+            UnitBuffers.swap,
             OlderWeights.running.__wrapped__,
         )
     }

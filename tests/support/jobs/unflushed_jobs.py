@@ -114,7 +114,7 @@ def trained(
     }
     at_rest = [unit for unit in wrapped(chunks).engine.prefetcher.units if not unit.stays]
     found["empty"] = not any(
-        flat.untyped_storage().nbytes() for unit in at_rest for flat in unit.flats
+        flat.untyped_storage().nbytes() for unit in at_rest for flat in unit.buffers.flats
     )
     infinity.unwrap_model(chunks, optimizer)
     found["plain"] = all(
