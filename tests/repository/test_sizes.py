@@ -77,7 +77,6 @@ OVER_FILES = {
     "infinity/runtime/engine.py",
     "infinity/runtime/handed_out.py",
     "infinity/runtime/in_common.py",
-    "infinity/state/parameter.py",
     "tests/api/test_meta_init.py",
     "tests/distributed/test_ranks.py",
     "tests/forwards/test_logits.py",
