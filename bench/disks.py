@@ -124,10 +124,12 @@ def serve(
     store = ShardStore(
         disks, Ledger(), Traffic(), service_nbytes=MIB, layer=layer, rank=rank, ranks=ranks
     )
-    arrays = [store.allocate(Tier.NVME, torch.uint8, slice_nbytes, "a unit") for _ in range(UNITS)]
-    memory = store.make_region(slice_nbytes)  # of all units: nobody looks at the bytes
+    arrays = [
+        store.arrays.allocate(Tier.NVME, torch.uint8, slice_nbytes, "a unit") for _ in range(UNITS)
+    ]
+    memory = store.arrays.make_region(slice_nbytes)  # of all units: nobody looks at the bytes
     store.open([memory])
-    store.await_pages()
+    store.arrays.await_pages()
     end.send(0.0)
     while (wanted := end.recv()) is not None:
         units, at_once = wanted

@@ -82,10 +82,10 @@ class _Job:
         self.store = ShardStore(
             [folder], Ledger(), device.traffic, service_nbytes=PIECE_NBYTES, device=device
         )
-        self.array: StateArray = self.store.allocate(
+        self.array: StateArray = self.store.arrays.allocate(
             Tier.NVME, torch.uint8, settings.scaled(NBYTES, PIECE_NBYTES), "the benchmark"
         )
-        region = self.store.make_region(AHEAD * PIECE_NBYTES)
+        region = self.store.arrays.make_region(AHEAD * PIECE_NBYTES)
         self.store.open([region], staging=native.PinnedPool(region), past_host=past_host)
         self._target = device.zeros(PIECE_NBYTES, torch.uint8, "the benchmark")
         data = torch.randint(0, 256, (PIECE_NBYTES,), dtype=torch.uint8, device="cpu")

@@ -54,7 +54,7 @@ TARGETS = {
     "machine/limits.py": "machine/test_limits.py",
     "machine/cgroups.py": "machine/test_limits.py",
     "state/shard.py": "api/test_round_trips.py training/test_split_master.py",
-    "state/shard_arrays.py": (
+    "state/home_arrays.py": (
         "state/test_unit.py planning/test_speculation.py distributed/test_ranks.py"
     ),
     "state/unit.py": "state/test_unit.py machine/test_device.py",

@@ -188,7 +188,7 @@ class Average:
         """Sets the average to ``parts``. Restarts from the beginning if it was interrupted."""
         for handle, part in parts.items():
             shard, index = handle.shard, handle.index
-            begin, end = shard.part_of_param("weight", index)
+            begin, end = shard.layout.part_of_param("weight", index)
             flat = shard.flattened(part, index)[begin:end]
             self._average.write_own(handle, flat.to(self._average.dtype_of(handle)))
         self._average.resume(updates)

@@ -49,7 +49,7 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
             engine.prefetcher.release_all([unit for unit in engine.units if not unit.stays])
             for unit in engine.units:
                 for shard in unit.shards:
-                    shard.wait_idle()
+                    shard.homes.wait_idle()
         averages = engine.average.arrays_in_memory if engine.average is not None else []
         where = os.path.abspath(folder) if folder is not None else engine.config.nvme_paths[0]
         # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.
@@ -63,7 +63,7 @@ def _refuse_held(job: Job) -> None:
     would read other bytes."""
 
     def held() -> list[str]:
-        return [unit.name for unit in job.units if unit.stays and unit.is_held]
+        return [unit.name for unit in job.units if unit.stays and unit.buffers.is_held]
 
     if held():
         gc.collect()

@@ -59,7 +59,7 @@ class Homes:
         place = shard.layout.placements[index]
         if not place.is_row_major:
             return 0, param.numel()
-        begin, end = (at - place.offset for at in shard.slice_part(index))
+        begin, end = (at - place.offset for at in shard.layout.slice_part(index))
         if not is_distributed(param) or begin == end:
             return begin, end
         last = torch.unravel_index(torch.tensor([begin, end - 1], device="cpu"), place.shape)

@@ -52,7 +52,9 @@ def connect_homes(config: Config, homes: SharedHomes | None, job: Job) -> None:
             if shard.collectives is job.collectives
         ]
         collect = partial(job.collectives.collect, among=[row])
-        refusal = homes.connect(collect, job.ranks.rank, [shard.weight_regions for shard in shards])
+        refusal = homes.connect(
+            collect, job.ranks.rank, [shard.homes.weight_regions for shard in shards]
+        )
         if refusal:
             row.share(None)
             _tell(config, refusal)

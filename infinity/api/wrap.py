@@ -207,7 +207,7 @@ def _wrap(
             materialized = Materialized(model, config.weights, is_managed)
             before.materialized = materialized
             _send_home(engine, materialized, optimizer, rule)
-            engine.store.await_pages()
+            engine.store.arrays.await_pages()
             device.warm(plan.device_window_nbytes)
             for unit in units:
                 unit.allocate()

@@ -82,8 +82,8 @@ def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
 
 def _entries(job: Job, handle: ParamHandle, name: str) -> Iterator[tuple[str, Entry]]:
     shard, part = handle.shard, part_of_rank(handle)
-    begin, end = shard.part_of_param(name, handle.index)
-    values = shard.see_own_part(job.store, name, handle.index)
+    begin, end = shard.layout.part_of_param(name, handle.index)
+    values = shard.parts.see_own(job.store, name, handle.index)
     if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
         if begin < end or (not part.box.numel and job.ranks.rank == 0):
             told = {"saved_offsets": [begin], "part": part.describe()}
@@ -112,7 +112,7 @@ def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
     for handle in unit.handles if engine.average is not None and engine.average.count else ():
         if engine.gradients.values.counts(handle) and engine.average.has(handle):
             values = engine.average.read_own(handle)
-            run = handle.shard.part_of_param("weight", handle.index)
+            run = handle.shard.layout.part_of_param("weight", handle.index)
             entries = _boxes(engine.job, part_of_rank(handle), values, *run)
             for number, entry in enumerate(entries):
                 if number == len(files):

@@ -121,7 +121,7 @@ class _Copies:
 
     def copy(self, handle: ParamHandle, name: str) -> None:
         shard, stays = handle.shard, False
-        begin, end = handle.shard.part_of_param(name, handle.index)
+        begin, end = handle.shard.layout.part_of_param(name, handle.index)
         if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
             part = part_of_rank(handle)
             values = self.saved.read_codes(name, handle.name, part, begin, end)
@@ -133,7 +133,7 @@ class _Copies:
     def encode(self, handle: ParamHandle, moments: list[str]) -> None:
         """Encodes moments of other parts as 8-bit codes of this rank's."""
         for name in moments:
-            begin, end = handle.shard.part_of_param(name, handle.index)
+            begin, end = handle.shard.layout.part_of_param(name, handle.index)
             if begin < end:
                 values, _ = read_run(self.saved, handle, name, begin, end, torch.float32)
                 codes, scales = native.encode_moments(values, sq=name == "exp_avg_sq")
@@ -149,7 +149,7 @@ class _Copies:
         *,
         stays: bool = False,
     ) -> None:
-        handle.shard.write_part(
+        handle.shard.parts.write(
             self.store,
             name,
             handle.index,

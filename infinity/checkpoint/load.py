@@ -234,7 +234,7 @@ class _Load:
         if count:
             with SavedTensors(self.data, self.manifest, files="average-") as saved:
                 for handle in filter(average.has, self.engine.trained):
-                    run = handle.shard.part_of_param("weight", handle.index)
+                    run = handle.shard.layout.part_of_param("weight", handle.index)
                     dtype = average.dtype_of(handle)
                     average.write_own(handle, read_run(saved, handle, "average", *run, dtype)[0])
         average.resume(count)

@@ -88,7 +88,7 @@ class ReadOnce:
         try:
             begin_repair(job, why)
             for handle, _ in self.homes:
-                handle.shard.wait_idle()
+                handle.shard.homes.wait_idle()
             with progress(
                 "loading the checkpoint", sum(file.nbytes for file in self.files.values())
             ) as advance:
@@ -181,8 +181,8 @@ def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wante
     shard, part, array = handle.shard, part_of_rank(handle), handle.shard.arrays[name]
     if array.flat is None or not array.flat.is_cpu:
         return []
-    begin, end = shard.part_of_param(name, handle.index)
-    memory = array.flat[slice(*shard.part_at_home(name, handle.index))]
+    begin, end = shard.layout.part_of_param(name, handle.index)
+    memory = array.flat[slice(*shard.layout.part_at_home(name, handle.index))]
     if saved.is_coded(name, handle.name):
         found = [(saved.entry_of_codes(name, handle.name, part, begin, end), memory)]
     elif part.order == tuple(range(len(part.order))):

@@ -126,7 +126,7 @@ class Tiles:
         shard = handle.shard
         engine.store.check_process()
         with engine.store.guarding():
-            shard.wait()
+            shard.homes.wait()
         offset = shard.layout.placements[handle.index].offset
         for begin, end in self.spans():
             nbytes = (end - begin) * width * shard.spec.dtype.itemsize

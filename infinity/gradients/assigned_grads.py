@@ -44,7 +44,7 @@ class AssignedGrads:
         """Notes that a view of a gradient's home is handed out: writes through it cannot be
         observed."""
         handle.grad.viewed = True
-        handle.shard.inputs_change()
+        handle.shard.homes.inputs_change()
         self._viewed.add(storage_guard.identity(handle.shard.arrays["grad"].flat))
 
     # --- assigning ---
@@ -260,7 +260,7 @@ class AssignedGrads:
         if record.state is GradState.CONSUMED:
             record.move(GradState.LANDED)
         with self._store.guarding():
-            handle.shard.wait()
+            handle.shard.homes.wait()
             self.values.put(handle, assigned.bytes)
         assigned.note()
 

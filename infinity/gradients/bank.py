@@ -117,7 +117,7 @@ class GradientBank(AssignedGrads):
         handle.grad.averaged = self.ranks.data_size > 1
         handle.grad.move(GradState.LANDED)
         with self._store.guarding():
-            handle.shard.wait()
+            handle.shard.homes.wait()
             self.values.put(handle, value)
         self.watch(handle, given, part)
 
@@ -356,7 +356,7 @@ class GradientBank(AssignedGrads):
                 "device->host", part.numel() * shard.spec.grad_dtype.itemsize, handle.name
             ):
                 with self._store.guarding():
-                    shard.wait()
+                    shard.homes.wait()
                     home = self.homes.view(handle, write=True)
                     if not first:
                         self.changes.apply_factors(handle, home)

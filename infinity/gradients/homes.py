@@ -66,21 +66,21 @@ class GradHomes:
         """Returns this rank's elements of the gradient, in storage order: a flat view of their
         home."""
         shard = handle.shard
-        begin, end = shard.slice_part(handle.index)
-        first = shard.own("grad")[0]
+        begin, end = shard.layout.slice_part(handle.index)
+        first = shard.layout.own("grad")[0]
         return self._flat(shard, write=write, wait=wait)[begin - first : end - first]
 
     def _flat(self, shard: ParamShard, *, write: bool, wait: bool) -> torch.Tensor:
         if wait:
             self.queue.wait(shard)
         if write:
-            shard.inputs_change()
+            shard.homes.inputs_change()
         array = shard.arrays["grad"]
         return array.flat if array.tier is not Tier.NVME else self._opened.flat(shard, write=write)
 
     def whole(self, shard: ParamShard) -> torch.Tensor:
         """Returns this rank's whole flat gradient on the device, if its home is whole (ZeRO-1)."""
-        shard.wait()
+        shard.homes.wait()
         self.queue.wait(shard)
         return shard.arrays["grad"].flat.to(self.device.where)
 

@@ -52,7 +52,7 @@ class Lander:
         """Sets this rank's slice of the gradient to ``own``, or adds it (``adds``). ``own`` is
         flat, in storage order."""
         if self._homes.is_remote(handle):
-            handle.shard.wait()
+            handle.shard.homes.wait()
             self.beside(
                 handle,
                 self._homes.slice(handle, write=True, wait=False),
@@ -84,7 +84,7 @@ class Lander:
         # 0: it stays on the device
         nbytes = value.numel() * shard.spec.grad_dtype.itemsize if self._device.is_host else 0
         with self._store.traffic.copying("device->host", nbytes, handle.name):
-            shard.wait()
+            shard.homes.wait()
             there = home()
             if adds:
                 self._changes.apply_factors(handle, there)
@@ -135,7 +135,7 @@ class Lander:
         """Returns the gradient's elements at home, flat; those of ``grad`` in the same order; and
         the function that takes their norm."""
         shard = handle.shard
-        shard.wait()
+        shard.homes.wait()
         place = shard.layout.placements[handle.index]
         home = self._homes.flat_view(handle, write=True)
         if grad.stride() != place.stride or grad.dtype != shard.spec.grad_dtype:

@@ -140,7 +140,7 @@ class Reducer:
             undecided, self._undecided, self._got = self._undecided, [], set()
             for handle in undecided:
                 if handle in anywhere:
-                    begin, end = handle.shard.slice_part(handle.index)
+                    begin, end = handle.shard.layout.slice_part(handle.index)
                     self._bank.land_average(
                         handle,
                         torch.full((end - begin,), -0.0, device=self._bank.homes.device.where),

@@ -47,9 +47,9 @@ class Reduction:
     ) -> list[ParamHandle]:
         """Calls ``land`` for each gradient's part of this rank's slice of the ``average``. Returns
         the gradients that perhaps no rank had."""
-        undecided, first = [], self._shard.own_slice[0]
+        undecided, first = [], self._shard.layout.own_slice[0]
         for handle, has in zip(self._wanted, self._anywhere):
-            begin, end = self._shard.slice_part(handle.index)
+            begin, end = self._shard.layout.slice_part(handle.index)
             part = average[begin - first : end - first]
             if has and (self._is_decided or handle.index in self._got or not _is_nothing(part)):
                 land(handle, part)

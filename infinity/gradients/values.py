@@ -53,7 +53,7 @@ class GradValues:
             return self._fetched(handle)
         record = handle.grad
         with self._store.guarding():
-            handle.shard.wait()
+            handle.shard.homes.wait()
             if record.state is GradState.CONSUMED:
                 view = self.homes.view(handle, write=False)
                 return multiply(view.clone(), record.factors) if record.factors else view
@@ -71,7 +71,7 @@ class GradValues:
         """Returns a copy on the device, with every factor applied."""
         place = handle.shard.layout.placements[handle.index]
         with self._store.guarding():
-            handle.shard.wait()
+            handle.shard.homes.wait()
             flat = self.homes.flat_view(handle, write=False)
             self.homes.queue.wait(handle.shard)
             with self._store.traffic.copying("host->device", flat.nbytes, handle.name):
@@ -101,7 +101,7 @@ class GradValues:
         place = handle.shard.layout.placements[handle.index]
         flat = torch.empty(place.numel, dtype=handle.shard.spec.grad_dtype, device="cpu")
         flat.as_strided(place.shape, place.stride).copy_(value)
-        begin, end = handle.shard.slice_part(handle.index)
+        begin, end = handle.shard.layout.slice_part(handle.index)
         self.homes.slice(handle, write=True).copy_(flat[begin - place.offset : end - place.offset])
         handle.grad.factors.clear()
         handle.grad.norm = None
@@ -211,7 +211,7 @@ class GradValues:
         """Returns this rank's elements of the gradient, with every factor applied, for reading."""
         record = handle.grad
         with self._store.guarding():
-            handle.shard.wait()
+            handle.shard.homes.wait()
             if record.state is GradState.CONSUMED:
                 return multiply(self.homes.slice(handle, write=False).clone(), record.factors)
             home = self.homes.slice(handle, write=bool(record.factors))
@@ -223,7 +223,7 @@ class GradValues:
     def _gathered(self, handle: ParamHandle) -> torch.Tensor:
         shard, place = handle.shard, handle.shard.layout.placements[handle.index]
         out = torch.empty(place.numel, dtype=shard.spec.grad_dtype, device="cpu")
-        spans = [shard.slice_part(handle.index, rank) for rank in range(shard.ranks.size)]
+        spans = [shard.layout.slice_part(handle.index, rank) for rank in range(shard.ranks.size)]
         pieces = [(begin - place.offset, end - place.offset) for begin, end in spans]
         begin, end = pieces[shard.ranks.rank]
         out[begin:end] = self._arrived_slice(handle)
@@ -269,7 +269,7 @@ class GradValues:
         record = handle.grad
         if record.state is GradState.TORN:
             record = handle.grad = GradRecord(stand_in=record.stand_in, shown=record.shown)
-        handle.shard.wait()
+        handle.shard.homes.wait()
         whole = self.ranks.size == 1 or self.ranks.keeps_gradients
         (
             self.homes.view(handle, write=True) if whole else self.homes.slice(handle, write=True)

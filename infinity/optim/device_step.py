@@ -92,8 +92,10 @@ class DeviceStepper:
             or not self._slots
             or any(array.tier is not Tier.HOST for array in shard.arrays.values())
         ):
-            return shard.slice_numel
-        return round(shard.slice_numel * (1 - self.share)) // SHARD_ALIGNMENT * SHARD_ALIGNMENT
+            return shard.layout.slice_numel
+        return (
+            round(shard.layout.slice_numel * (1 - self.share)) // SHARD_ALIGNMENT * SHARD_ALIGNMENT
+        )
 
     def step(
         self,
@@ -115,7 +117,7 @@ class DeviceStepper:
             event = self._copy_weights(shard, newer, behind)
             behind.append(event)
         for begin, end, part in _chunks(
-            spans, self._chunk(shard, names) if names else shard.slice_numel
+            spans, self._chunk(shard, names) if names else shard.layout.slice_numel
         ):
             event = self._step_chunk(shard, arrays, layout, names, begin, end, part, behind)
         for array in arrays.values():
@@ -126,14 +128,14 @@ class DeviceStepper:
         """Copies the weights to ``newer``, where they are stepped."""
         weight = shard.weight.flat  # taken now: soon the shard's weight is the newer one
         if shard.weight.tier is Tier.HOST:
-            shard.last_read.wait()
+            shard.homes.last_read.wait()
             native.copy_flat(newer.flat, weight)
             return PAST
 
         def copy() -> None:
             newer.flat.copy_(weight, non_blocking=True)
 
-        return self._device.put("step", copy, behind=[*behind, shard.last_read])
+        return self._device.put("step", copy, behind=[*behind, shard.homes.last_read])
 
     def _chunk(self, shard: ParamShard, names: list[str]) -> int:
         """Returns how many elements fit a slot."""
@@ -155,7 +157,7 @@ class DeviceStepper:
         def part(name: str) -> torch.Tensor:
             each = elements_each(name)
             # Of the whole gradient (ZeRO-1)
-            before = shard.own_slice[0] - shard.own(name)[0] if name == "grad" else 0
+            before = shard.layout.own_slice[0] - shard.layout.own(name)[0] if name == "grad" else 0
             return arrays[name].flat[before + begin // each : before - (-end // each)]
 
         runs = [native.Run(*span) for span in spans]

@@ -66,7 +66,7 @@ class OptimizerStep:
             if (policy := context.updates.shadows) is not None:
                 # Drop shadows that this step did not use
                 for shard in (shard for unit in context.units for shard in unit.shards):
-                    shard.drop_shadow()
+                    shard.homes.drop_shadow()
                 kept = sum(step.shadow is not None for step in steps)
                 policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
                 self._shadowed = 0

@@ -16,8 +16,8 @@ import torch
 
 from .. import native
 from ..gradients.record import GradState, has_landed
-from ..state.contents import Shadow, Update
 from ..state.handle import ParamHandle, handle_of
+from ..state.home_arrays import Shadow, Update
 from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from ..storage.arrays import StateArray
@@ -85,14 +85,14 @@ class Stepper:
         steps = []
         for shard in planned:
             handles = [handle_of(param) for param in shard.params]
-            shard.wait()
+            shard.homes.wait()
             for handle in handles if clip != 1.0 else ():
                 if has_landed(handle) and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
                     context.gradients.values.apply_factors(handle)  # no room for another factor
             after = context.gradients.homes.close_shard(shard)
             spans = list(self._spans(shard, handles, clip))
             step = ShardStep(shard, [(h, h.step + 1) for h in handles if self._is_stepped(h)])
-            shadow = shard.shadow
+            shadow = shard.homes.shadow
             if (
                 shadow is not None
                 and shadow.ticket is not None
@@ -100,7 +100,7 @@ class Stepper:
             ):
                 step.shadow = shadow
             elif beside:
-                step.newer = shard.older
+                step.newer = shard.homes.older
                 self._plan_beside(step, spans, after, label=unit.index, version=version)
             elif spans:  # without spans other ranks have these parameters in their slices
                 self._plan_update(step, spans, after, label=unit.index, version=version)
@@ -123,8 +123,8 @@ class Stepper:
         for step in steps:
             shard = step.shard
             if step.shadow is not None:
-                if shard.shadow is step.shadow:
-                    shard.keep_shadow()
+                if shard.homes.shadow is step.shadow:
+                    shard.homes.keep_shadow()
             elif step.device_update is not None:
                 step.device_update.ticket = step.update.ticket if step.update is not None else None
                 self._enter(step, step.device_update)
@@ -139,9 +139,9 @@ class Stepper:
     def _enter(step: ShardStep, update: Update) -> None:
         """Records a submitted update in its shard."""
         if step.newer is None:
-            step.shard.submit(update)
+            step.shard.homes.submit(update)
         else:
-            step.shard.advance(update, step.newer)
+            step.shard.homes.advance(update, step.newer)
 
     @torch.no_grad()
     def shadow(self, unit: ParamUnit) -> int:
@@ -153,20 +153,20 @@ class Stepper:
         with context.store.guarding():
             for shard in unit.shards:
                 handles = [handle_of(param) for param in shard.params]
-                if not shard.shadow_extents or any(
+                if not shard.homes.shadow_extents or any(
                     h.grad.viewed or h.grad.assigned is not None for h in handles
                 ):
                     continue
                 spans = list(self._spans(shard, handles))
                 if not spans:
                     continue
-                shard.wait()
-                shard.drop_shadow()
+                shard.homes.wait()
+                shard.homes.drop_shadow()
                 after, version = context.gradients.homes.close_shard(shard), context.steps.index + 1
                 update = self._processor_update(
                     shard, spans, after, label=unit.index, version=version, ahead=True
                 )
-                shard.cast_shadow(Shadow(update, _inputs_of(spans)))
+                shard.homes.cast_shadow(Shadow(update, _inputs_of(spans)))
                 context.updates.updater.submit_all([update])
                 made += 1
         return made
@@ -200,7 +200,7 @@ class Stepper:
             step.device_step = partial(
                 stepper.step,
                 shard,
-                shard.native_layout(self._rule),
+                shard.homes.native_layout(self._rule),
                 own,
                 version=version,
                 behind=behind,
@@ -225,7 +225,7 @@ class Stepper:
             )
             return
         behind = context.gradients.homes.landing_of(shard)
-        layout = shard.native_layout(self._rule)
+        layout = shard.homes.native_layout(self._rule)
         step.device_step = partial(
             stepper.step, shard, layout, spans, version=version, behind=behind, newer=step.newer
         )
@@ -244,14 +244,14 @@ class Stepper:
         the arrays that have a shadow."""
         extents = {name: array.extent for name, array in shard.arrays.items()}
         if shard.ranks.keeps_gradients:
-            extents["grad"] = shard.slice_of_grad()
+            extents["grad"] = shard.homes.slice_of_grad()
         # A copy to the device may still read bytes that change
-        read = self._context.device.ticket([shard.last_read])
+        read = self._context.device.ticket([shard.homes.last_read])
         after = [*after, read] if read is not None else after
-        beside = shard.shadow_extents if ahead else {}
+        beside = shard.homes.shadow_extents if ahead else {}
         return native.UnitUpdate(
-            layout=shard.native_layout(self._rule),
-            count=shard.slice_numel,
+            layout=shard.homes.native_layout(self._rule),
+            count=shard.layout.slice_numel,
             weight=extents["weight"],
             master=extents.get("master"),
             exp_avg=extents.get("exp_avg"),
@@ -273,9 +273,9 @@ class Stepper:
         factors form one. ``clip``: applied after the gradients' own factors."""
         last = () if clip == 1.0 else (clip,)
         key, begin, end = None, 0, 0
-        first = shard.own_slice[0]
+        first = shard.layout.own_slice[0]
         for handle in handles:
-            low, high = shard.slice_part(handle.index)
+            low, high = shard.layout.slice_part(handle.index)
             current = None
             if self._is_stepped(handle) and low < high:
                 current = (self._group_of[handle], handle.step + 1, (*handle.grad.factors, *last))

@@ -54,13 +54,13 @@ class Ties:
             with engine.uses.begin():
                 for name in ("weight", "master"):
                     if name in handle.shard.arrays:
-                        values = handle.shard.read_own_part(engine.store, name, handle.index)
+                        values = handle.shard.parts.read_own(engine.store, name, handle.index)
                         theirs = self._exchange(between, values)
                         if not self._counts:
-                            begin, _ = handle.shard.part_of_param(name, handle.index)
+                            begin, _ = handle.shard.layout.part_of_param(name, handle.index)
                             handle.changed()
                             engine.prefetcher.release_all([handle.unit])
-                            handle.shard.write_part(
+                            handle.shard.parts.write(
                                 engine.store,
                                 name,
                                 handle.index,

@@ -69,7 +69,7 @@ class ActivationHome:
             self._free.remove(best)
             return best
         try:
-            array = self._store.allocate_more(self._tier, size, "activations")
+            array = self._store.arrays.allocate_more(self._tier, size, "activations")
             if array.tier is not Tier.NVME:
                 self._arrays.append(array)
             return array
@@ -79,7 +79,7 @@ class ActivationHome:
                 while self._free:
                     array = self._free.pop()
                     self._arrays.remove(array)
-                    self._store.free_more(array)
+                    self._store.arrays.free_more(array)
                 return self.take(nbytes)
             raise CapacityError(
                 f"activations: {error} Give more, run fewer samples at once (micro_batch),"
@@ -98,7 +98,7 @@ class ActivationHome:
             if ref in self._places:
                 place, transfers = self._places.pop(ref)
                 if place.tier is Tier.NVME:
-                    self._store.free_more(place, after=transfers)
+                    self._store.arrays.free_more(place, after=transfers)
                 else:
                     self._free.append(place)
             self._left.popleft()

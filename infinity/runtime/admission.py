@@ -78,7 +78,7 @@ def admit(
     except BaseException:
         for growth in growths.values():
             for array in growth.arrays.values():
-                job.store.free_more(array)
+                job.store.arrays.free_more(array)
         raise
     plan = replace(job.planned.plan, terms=_terms(job.planned.plan, growths))
 
@@ -87,7 +87,7 @@ def admit(
             job.updates.use(updater, job.device, job.planned.plan.device_slot_nbytes)
         job.gradients.homes.stage_in(resources.grad_staging)
         for shard, growth in growths.items():
-            shard.grow(growth.spec, growth.arrays)
+            shard.homes.grow(growth.spec, growth.arrays)
         for handle in handles:
             if handle.grad is None:
                 hook(handle.param)
@@ -180,7 +180,7 @@ def _terms(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> dict[Tier,
 def _allocate(job: Job, shard: ParamShard, growth: Growth) -> None:
     """Allocates the arrays: moments are zero, masters are copies of the weights."""
     store, unit = job.store, growth.unit
-    growth.arrays = shard.allocate_missing(
+    growth.arrays = shard.homes.allocate_missing(
         store, growth.spec, job.planned.plan.tiers_of(unit.index), f"unit {unit.name}"
     )
     for name, array in growth.arrays.items():

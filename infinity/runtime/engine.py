@@ -103,11 +103,11 @@ class Engine:
         self.lent = LentState(self.store, self.steps, self.journal)
         self.parking, self.uses = Parking(self.store), self._make_uses()
         # None of which refers back to this object.
-        contents = [shard.contents for unit in units for shard in unit.shards]
+        homes = [shard.homes for unit in units for shard in unit.shards]
         given_back = (
             self.scopes,
             self.store,
-            contents,
+            homes,
             self.updates.recorded,
             self.updates.names,
             self.collectives,
@@ -231,7 +231,7 @@ class Engine:
                     param._infinity = handle
                     shard.handles.append(handle)
             unit.attach()
-            unit.list_in(self.storages)
+            unit.buffers.list_in(self.storages, unit)
 
     def units_of(self, block: torch.nn.Module) -> list[ParamUnit]:
         """Lists the units that have parameters of ``block`` and are gathered whole."""

@@ -19,8 +19,8 @@ from ..machine import storage_guard
 from ..optim.lent_state import STEP
 from ..optim.optimizer_state import MASTER
 from ..state.dtensors import is_distributed, local_of
+from ..state.encoding import same_bits
 from ..state.handle import ParamHandle
-from ..state.shard import same_bits
 from ..state.step_counter import StepCounter
 from ..storage.store import ShardStore
 
@@ -137,9 +137,9 @@ class HandedTensor:
         if homes.ranks.alone:
             home = shard.flattened(shard.read_moment(homes.store, self.array, index), index)
             return not bool(same_bits(shard.flattened(self.bytes, index), home).all())
-        begin, end = shard.part_of_param(self.array, index)
+        begin, end = shard.layout.part_of_param(self.array, index)
         home, here = (
-            shard.read_own_part(homes.store, self.array, index),
+            shard.parts.read_own(homes.store, self.array, index),
             shard.flattened(self.bytes, index)[begin:end],
         )
         return home.dtype == here.dtype and not bool(same_bits(here, home).all())

@@ -93,5 +93,5 @@ def wait_idle(job: Job) -> None:
     job.handed.settle_with_lent()
     for unit in job.units:
         for shard in unit.shards:
-            shard.wait()
+            shard.homes.wait()
     job.updates.draw()

@@ -33,9 +33,9 @@ class OlderWeights:
         try:
             with job.collectives.together("taking room for a second version of the weights"):
                 for unit, shard in shards:
-                    shard.wait_idle()
+                    shard.homes.wait_idle()
                     taken.append(shard)
-                    shard.keep_older(job.store, f"unit {unit.name}")
+                    shard.homes.keep_older(job.store, f"unit {unit.name}")
                 job.prefetcher.release_all(units)
                 self._versions = [
                     UnitVersions(unit, len(job.units) + number) for number, unit in enumerate(units)
@@ -44,10 +44,10 @@ class OlderWeights:
             for unit in units:
                 unit.older = None
             for shard in taken:
-                shard.drop_older(job.store)
+                shard.homes.drop_older(job.store)
             raise
         for versions in self._versions:
-            versions.older.list_in(job.storages, versions.unit)
+            versions.older.buffers.list_in(job.storages, versions.unit)
         job.prefetcher.add([versions.older for versions in self._versions])
         running, scopes = job.running, job.scopes
         job.uses.define(State.STALE, lambda: running.is_stale and not scopes.interrupted)

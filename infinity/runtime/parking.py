@@ -41,7 +41,7 @@ class Parking:
         if arrays:
             self._store.need_service()
         for array in arrays:
-            place = self._store.allocate_more(
+            place = self._store.arrays.allocate_more(
                 Tier.NVME, array.nbytes, "parked state", folder=folder
             )
             flat = array.flat.view(torch.uint8)
@@ -50,20 +50,20 @@ class Parking:
                     place, at, flat[at : at + PIECE_NBYTES].cpu(), version=array.extent.version
                 )
             self._parked.append((array, place))
-            self._store.empty(array)
+            self._store.arrays.empty(array)
 
     def resume(self) -> None:
         """Reads all parked arrays back, if any. Blocks on the disk. After an interrupt, call it
         again."""
         while self._parked:
             array, place = self._parked[-1]
-            self._store.refill(array)
+            self._store.arrays.refill(array)
             flat = array.flat.view(torch.uint8)
             for at in range(0, array.nbytes, PIECE_NBYTES):
                 end = min(array.nbytes, at + PIECE_NBYTES)
                 flat[at:end].copy_(self._store.read(place, at, end))
             self._parked.pop()
-            self._store.free_more(place)
+            self._store.arrays.free_more(place)
 
 
 def arrays_in_memory(units: list[ParamUnit]) -> list[StateArray]:
@@ -87,7 +87,7 @@ def arrays_in_memory(units: list[ParamUnit]) -> list[StateArray]:
 def _arrays(shard: ParamShard) -> list[tuple[str, StateArray]]:
     return [
         (name, array)
-        for name, array in (*shard.arrays.items(), *shard.spare_arrays.items())
+        for name, array in (*shard.arrays.items(), *shard.homes.beside.items())
         if array.flat is not None
     ]
 

@@ -86,7 +86,7 @@ class Prefetcher:
             self._take_off(unit)
             raise
         if self._pass.holds[unit] == 1:
-            unit.expose()
+            unit.exposure.begin()
 
     @apart
     def unhold(self, unit: ParamUnit) -> None:
@@ -94,12 +94,12 @@ class Prefetcher:
         unit = unit.in_use
         if self._take_off(unit):
             self.schedule.leave(unit.index)
-            unit.note_use(self._device.now())
+            unit.buffers.note_use(self._device.now())
             if unit.residency is Residency.RESIDENT:
                 try:
                     unit.write_edits(self._store, self._journal)
                 finally:
-                    unit.conceal()
+                    unit.exposure.end()
 
     def _take_off(self, unit: ParamUnit) -> bool:
         """Takes one hold off ``unit``. Returns whether it was the last."""
@@ -121,7 +121,7 @@ class Prefetcher:
 
     def _release(self, unit: ParamUnit) -> None:
         if unit.residency in (Residency.FETCHING, Residency.STAGED):
-            unit.drop(self._store)
+            unit.drop()
             return
         if unit.residency is Residency.GATHERING:
             self._finish(unit)
@@ -162,13 +162,13 @@ class Prefetcher:
         if unit.residency is not Residency.RESIDENT:
             self._bring(unit)
         else:
-            unit.arriving.precede()  # this stream may not be the one that waited for the gather
+            # This stream may not be the one that waited for the gather
+            unit.arrival.event.precede()
             if unit in self._pass.resident:
                 self._pass.resident[unit] = self._pass.resident.pop(unit)  # most recently used
-        for shard in unit.shards:
-            if shard.update is not None:
-                with self._store.traffic.stalled("nvme->host", unit.name):
-                    shard.wait()
+        if unit.is_updating:
+            with self._store.traffic.stalled("nvme->host", unit.name):
+                unit.wait_for_update()
         self.schedule.use(unit.index, backward=backward)
         if (times := unit.take_read_times()) is not None:
             self.look_ahead.note_read(unit.index, *times)
@@ -255,8 +255,7 @@ class Prefetcher:
                 with self._store.traffic.stalled("nvme->host", unit.name):
                     unit.stage()
         else:
-            for shard in unit.shards:
-                shard.wait()
+            unit.wait_for_update()
 
     def narrow(self, nbytes: int) -> None:
         """Takes ``nbytes`` of the planned window away until the next call; between passes, and the

@@ -81,4 +81,4 @@ def _rebuild_homes(job: Job, *, finishing: bool) -> None:
         job.journal.finish()  # finishing a step may use what was updated ahead
         for unit in job.units:
             for shard in unit.shards:
-                shard.inputs_change()
+                shard.homes.inputs_change()

@@ -76,7 +76,9 @@ class Resources:
                 unit.index in plan.shadowed,
             )
             for shard in unit.shards:
-                shard.allocate(store, tiers, f"unit {unit.name}", kept=kept, shadowed=shadowed)
+                shard.homes.allocate(
+                    store, tiers, f"unit {unit.name}", kept=kept, shadowed=shadowed
+                )
         weights = self._pool(plan.staging_nbytes, "staged weights")
         self.grad_staging = self._pool(plan.grad_staging_nbytes, "staged gradients")
         self.activation_staging = self._pool(plan.activation_staging_nbytes, "staged activations")
@@ -103,7 +105,9 @@ class Resources:
         if not nbytes:
             return None
         self._charge(Tier.HOST, nbytes, what)
-        self._regions[what] = self._store.make_region(nbytes, copied=what != "optimizer slots")
+        self._regions[what] = self._store.arrays.make_region(
+            nbytes, copied=what != "optimizer slots"
+        )
         return self._regions[what]
 
     def _pool(self, nbytes: int, what: str) -> native.PinnedPool | None:

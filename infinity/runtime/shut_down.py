@@ -10,7 +10,7 @@ from ..distributed.collectives import Collectives
 from ..errors import UsageError
 from ..machine.device import Device
 from ..optim.updates import draw_updates
-from ..state.contents import Contents
+from ..state.home_arrays import HomeArrays
 from ..storage.store import ShardStore
 from .one_thread import wait_for_others
 
@@ -18,7 +18,7 @@ from .one_thread import wait_for_others
 def shut_down(
     scopes: native.Scopes,
     store: ShardStore,
-    contents: list[Contents],
+    homes: list[HomeArrays],
     updaters: list[native.Updater],
     names: list[str],
     collectives: Collectives,
@@ -30,7 +30,7 @@ def shut_down(
     # Called by the garbage collector on the device's own thread, which the rest waits for.
     if device.is_own_thread:
         threading.Thread(
-            target=shut_down, args=(scopes, store, contents, updaters, names, collectives, device)
+            target=shut_down, args=(scopes, store, homes, updaters, names, collectives, device)
         ).start()
         return
     try:
@@ -38,7 +38,7 @@ def shut_down(
         wait_for_others(scopes)
     except UsageError:
         pass  # it makes no progress
-    for of_shard in contents:
+    for of_shard in homes:
         of_shard.settle()
     device.close()
     for updater in updaters:
@@ -48,5 +48,5 @@ def shut_down(
     collectives.close()
     if store.traffic.timeline is not None:
         store.traffic.timeline.close()
-    for of_shard in contents:
+    for of_shard in homes:
         of_shard.clear()

@@ -77,5 +77,5 @@ class StagingSlots:
                     f" but the pool of {format_nbytes(pool.capacity_nbytes)} has"
                     f" {format_nbytes(pool.leased_nbytes)} leased"
                 )
-            ahead.pop().drop(self._store)
+            ahead.pop().drop()
         return slots

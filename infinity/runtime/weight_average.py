@@ -23,6 +23,7 @@ import torch
 from .. import native
 from ..errors import UsageError
 from ..machine.tiers import Tier
+from ..state.encoding import encode
 from ..state.handle import ParamHandle
 from ..state.operations import State
 from ..state.shard import ParamShard
@@ -87,7 +88,9 @@ class WeightAverage:
     def _allocate(self, shard: ParamShard, what: str) -> StateArray:
         home = shard.arrays.get("master", shard.weight)
         dtype = torch.float32 if "master" in shard.arrays else shard.spec.dtype
-        raw = self.job.store.allocate_more(home.tier, shard.slice_numel * dtype.itemsize, what)
+        raw = self.job.store.arrays.allocate_more(
+            home.tier, shard.layout.slice_numel * dtype.itemsize, what
+        )
         self._taken.append(raw)
         # Disk space may hold old bytes, which writes of partial blocks would keep.
         if raw.tier is Tier.NVME:
@@ -97,7 +100,7 @@ class WeightAverage:
                 )
                 self.job.store.write(raw, at, zeros, version=self.job.steps.index)
         flat = raw.flat.view(dtype) if raw.flat is not None else None
-        return StateArray(raw.tier, dtype, shard.slice_numel, raw.extent, flat, raw.charge)
+        return StateArray(raw.tier, dtype, shard.layout.slice_numel, raw.extent, flat, raw.charge)
 
     @property
     def arrays_in_memory(self) -> list[StateArray]:
@@ -108,14 +111,14 @@ class WeightAverage:
         """Frees the memory. Idempotent."""
         self._arrays.clear()
         while self._taken:
-            self.job.store.free_more(self._taken.pop())
+            self.job.store.arrays.free_more(self._taken.pop())
 
     # --- pieces ---
 
     def _pieces(self) -> Iterator[Piece]:
         for shard in self._arrays:
             for index in range(len(shard.params)):
-                begin, end = shard.part_at_home("weight", index)
+                begin, end = shard.layout.part_at_home("weight", index)
                 for at in range(begin, end, PIECE_NUMEL):
                     yield Piece(shard, at, min(end, at + PIECE_NUMEL))
 
@@ -146,7 +149,7 @@ class WeightAverage:
         """Adds the present parameters to the average. Blocks on running updates and on the disk."""
         job = self.job
         for shard in self._arrays:
-            shard.wait()
+            shard.homes.wait()
         job.journal.carry_out(
             partial(self._carry_out, self._updated, Progress(), self._end_update, self.count + 1)
         )
@@ -169,7 +172,7 @@ class WeightAverage:
         wait_idle(job)
         job.prefetcher.release_all(job.units)
         for shard in self._arrays:
-            shard.wait_idle()
+            shard.homes.wait_idle()
         for handle in job.trained:
             handle.changed()
         job.journal.carry_out(
@@ -191,7 +194,7 @@ class WeightAverage:
 
     def _exchanged(self, piece: Piece) -> dict[str, torch.Tensor]:
         average = self._average(piece)
-        return {"average": self._value(piece)} | piece.shard.encode(average)
+        return {"average": self._value(piece)} | encode(piece.shard.spec, average)
 
     def _end_exchange(self, exchanged: bool) -> None:
         self.is_exchanged = exchanged
@@ -221,14 +224,14 @@ class WeightAverage:
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
         """Reads a parameter's average, flat, in the order of its array. Every rank calls this."""
-        return handle.shard.read_part(
+        return handle.shard.parts.read(
             self.job.store, "weight", handle.index, array=self._arrays[handle.shard]
         )
 
     def read_own(self, handle: ParamHandle) -> torch.Tensor:
         """Reads this rank's slice of a parameter's average, flat."""
         shard = handle.shard
-        begin, end = shard.part_at_home("weight", handle.index)
+        begin, end = shard.layout.part_at_home("weight", handle.index)
         return (
             self.job.store.read(self._arrays[shard], begin, end)
             if begin < end
@@ -237,7 +240,7 @@ class WeightAverage:
 
     def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
         """Writes this rank's slice of a parameter's average."""
-        begin, end = handle.shard.part_at_home("weight", handle.index)
+        begin, end = handle.shard.layout.part_at_home("weight", handle.index)
         if begin < end:
             self.job.store.write(
                 self._arrays[handle.shard], begin, values, version=self.job.steps.index

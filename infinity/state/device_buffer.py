@@ -24,6 +24,7 @@ from ..errors import UsageError
 from ..machine import storage_guard
 from ..machine.device import Device, Event
 from ..machine.sizes import format_nbytes
+from ..storage.arrays import StateArray
 from .dtensors import local_of, set_bytes
 from .handle import DisableTorchFunction
 from .shard import ParamShard
@@ -173,9 +174,8 @@ class DeviceBuffer:
         if shows and not self._is_shown:
             self.show()
 
-    def return_home(self) -> None:
-        """Moves a buffer that is the home itself back to the home's memory."""
-        home = self.shard.weight
+    def return_to(self, home: StateArray) -> None:
+        """Moves a buffer that is ``home`` itself back to the home's memory."""
         if self.is_moved and home.region is not None:
             self._move_to(
                 native.tensor_at(

@@ -1,8 +1,12 @@
-"""FlatLayout: the place of each parameter of a shard in its one flat buffer.
+"""FlatLayout: the place of each parameter of a shard in its flat arrays, whole and on each rank.
 
 Offsets are multiples of 64 elements, so every parameter is as aligned as torch would allocate it,
 and starts at a block of 8-bit moments. The length is padded to 4096 elements per rank. So each
 rank's slice is whole disk blocks, for any element size.
+
+slice   a rank's equal part of every array's flat elements; with one rank, all of them
+part    the elements of an array that belong to one parameter
+own     at home on this rank: its slice, or the whole gradient under ZeRO-1
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..distributed.data_ranks import DataRanks
 from ..machine.sizes import round_up
 from .dtensors import local_of, span_of
+from .shard_spec import elements_each
 
 PARAM_ALIGNMENT = 64  # elements
 SHARD_ALIGNMENT = 4096  # elements
@@ -61,14 +67,17 @@ class Placement:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The placements of a shard's parameters, in order, and the padded length of the whole."""
+    """The placements of a shard's parameters, in order, and the padded length of the whole, which
+    ``ranks`` divide. Ranges are (begin, end), in elements of the array in question."""
 
     placements: tuple[Placement, ...]
     numel: int
+    ranks: DataRanks = DataRanks()
 
     @classmethod
-    def of(cls, params: Sequence[torch.Tensor], slices: int = 1) -> FlatLayout:
-        """Lays ``params`` out one after the other, padded to be divisible into ``slices``."""
+    def of(cls, params: Sequence[torch.Tensor], ranks: DataRanks | None = None) -> FlatLayout:
+        """Lays ``params`` out one after the other, padded to be divisible over ``ranks``."""
+        ranks = ranks or DataRanks()
         placements, offset = [], 0
         for param in params:
             local = local_of(param)
@@ -77,4 +86,53 @@ class FlatLayout:
                 stride = torch.empty(local.shape, device="meta").stride()
             placements.append(Placement(offset, local.shape, tuple(stride)))
             offset = round_up(offset + span_of(param), PARAM_ALIGNMENT)
-        return cls(tuple(placements), round_up(max(offset, 1), SHARD_ALIGNMENT * slices))
+        numel = round_up(max(offset, 1), SHARD_ALIGNMENT * ranks.size)
+        return cls(tuple(placements), numel, ranks)
+
+    @property
+    def slice_numel(self) -> int:
+        """Elements of a rank's slice."""
+        return self.numel // self.ranks.size
+
+    @property
+    def own_slice(self) -> tuple[int, int]:
+        """The elements that the optimizer steps here."""
+        return self.ranks.rank * self.slice_numel, (self.ranks.rank + 1) * self.slice_numel
+
+    def slice_part(self, index: int, rank: int | None = None) -> tuple[int, int]:
+        """Returns the elements, maybe none, of parameter ``index`` in its rank's slice."""
+        place = self.placements[index]
+        first = (self.ranks.rank if rank is None else rank) * self.slice_numel
+        begin, end = max(place.offset, first), min(place.end, first + self.slice_numel)
+        return begin, max(begin, end)
+
+    def own(self, name: str, rank: int | None = None) -> tuple[int, int]:
+        """Returns the elements of the whole array ``name`` at home here (or on ``rank``)."""
+        if name == "grad" and self.ranks.keeps_gradients:
+            return 0, self.numel
+        each = self.slice_numel // elements_each(name)
+        rank = self.ranks.rank if rank is None else rank
+        return rank * each, (rank + 1) * each
+
+    def part(self, name: str, index: int) -> tuple[int, int]:
+        """Returns the elements of parameter ``index`` in the whole array ``name``."""
+        place, each = self.placements[index], elements_each(name)
+        return place.offset // each, -(-place.end // each)
+
+    def own_part(self, name: str, index: int) -> tuple[int, int]:
+        """Returns the elements, maybe none, of :meth:`part` that are at home here."""
+        (begin, end), (low, high) = self.part(name, index), self.own(name)
+        begin, end = max(begin, low), min(end, high)
+        return begin, max(begin, end)
+
+    def part_at_home(self, name: str, index: int) -> tuple[int, int]:
+        """Returns :meth:`own_part` in elements of the array at home."""
+        begin, end = self.own_part(name, index)
+        first = self.own(name)[0]
+        return begin - first, end - first
+
+    def part_of_param(self, name: str, index: int) -> tuple[int, int]:
+        """Returns :meth:`own_part` in elements of the parameter's part."""
+        begin, end = self.own_part(name, index)
+        first = self.part(name, index)[0]
+        return begin - first, end - first

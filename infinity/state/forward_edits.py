@@ -12,9 +12,10 @@ from ..distributed.collectives import Collectives
 from ..errors import UsageError
 from ..storage.store import ShardStore
 from .dtensors import is_common, is_distributed, local_of
+from .encoding import same_bits
 from .handle import own_bytes
 from .journal import Journal
-from .shard import ParamShard, same_bits
+from .shard import ParamShard
 from .tensors import sum_of_bits
 
 COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards

@@ -26,6 +26,7 @@ from . import mistakes
 from .dtensors import DTensor, is_distributed
 from .handle import DisableTorchFunction, handle_of, own_bytes, raw_grad, set_raw_grad
 from .lent import lent_to
+from .torch_functions import DETACH, EQUAL, LIKE, METADATA, TO, converts_to_itself, type_name
 
 
 class _ManagedGrad:
@@ -91,69 +92,6 @@ class ResidentParameter(torch.nn.Parameter):
         raise _refuse_copy(self, "pickled")
 
 
-def _metadata_functions() -> set:
-    """Returns functions that read or write a tensor's metadata, never its bytes."""
-    attributes = (
-        "shape dtype device requires_grad grad_fn is_leaf layout ndim names is_cuda is_cpu is_meta"
-        " is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_mps is_xpu is_mtia is_vulkan"
-        " is_ipu is_maia _version output_nr _backward_hooks _post_accumulate_grad_hooks"
-        " retains_grad itemsize nbytes _base volatile"
-    ).split()
-    methods = (
-        "size dim numel nelement stride storage_offset element_size is_contiguous is_floating_point"
-        " is_complex is_signed requires_grad_ register_hook register_post_accumulate_grad_hook"
-        " retain_grad __hash__ __len__ untyped_storage is_shared get_device ndimension is_same_size"
-        " is_inference is_conj is_neg has_names dim_order is_set_to"
-    ).split()
-    found = set()
-    for name in attributes:
-        if (attribute := getattr(torch.Tensor, name, None)) is not None:
-            found |= {
-                getattr(attribute, accessor, None)
-                for accessor in ("__get__", "__set__", "__delete__")
-            }
-    found |= {getattr(torch.Tensor, name, None) for name in methods}
-    found |= {
-        getattr(torch, name, None)
-        for name in (
-            "is_floating_point",
-            "is_complex",
-            "numel",
-            "is_signed",
-            "_has_compatible_shallow_copy_type",
-            "is_same_size",
-            "result_type",
-            "is_inference",
-        )
-    }
-    return found - {None}
-
-
-_METADATA = _metadata_functions()
-# Their results have the shape, dtype and device of a tensor, and none of its bytes.
-_LIKE = {
-    getattr(torch, f"{kind}_like")
-    for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
-} | {
-    getattr(torch.Tensor, f"new_{kind}")
-    for kind in ("empty", "empty_strided", "zeros", "ones", "full", "tensor")
-}
-_DETACH = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
-_TO = {
-    torch.Tensor.to,
-    torch.Tensor.contiguous,
-    torch.Tensor.cpu,
-    torch.Tensor.cuda,
-    torch.Tensor.float,
-    torch.Tensor.bfloat16,
-    torch.Tensor.half,
-    torch.Tensor.type,
-}
-
-
-_EQUAL = {torch.equal, torch.Tensor.equal}
-
-
 class _Stored:
     """The rules of tensors whose bytes are at home."""
 
@@ -162,7 +100,7 @@ class _Stored:
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return _grad_of_places(*args, **kwargs)
-        if func in _METADATA:
+        if func in METADATA:
             with DisableTorchFunction():
                 return func(*args, **kwargs)
         if func is torch.Tensor.is_pinned:
@@ -170,7 +108,7 @@ class _Stored:
         subject = args[0] if args and isinstance(args[0], _Stored) else None
         leaves = tree_flatten((args, kwargs))[0]
         if (
-            func in _LIKE
+            func in LIKE
             and subject is not None
             and not any(isinstance(leaf, _Stored) for leaf in leaves[1:])
         ):
@@ -178,14 +116,13 @@ class _Stored:
         if any(leaf.__class__ in STORED and lent_to(leaf) is not None for leaf in leaves):
             return _on_lent(func, args, kwargs)
         if subject is not None:
-            if func in _DETACH:
+            if func in DETACH:
                 return _detached(subject)
             if func == torch.Tensor.type and len(args) == 1 and not kwargs:
-                place = "" if subject.device.type == "cpu" else f"{subject.device.type}."
-                return f"torch.{place}{_TYPE_NAMES[subject.dtype]}"
-            if func in _EQUAL and (answer := _equal(*args)) is not None:
+                return type_name(subject)
+            if func in EQUAL and (answer := _equal(*args)) is not None:
                 return answer
-            if func in _TO and _converts_to_itself(func, subject, args, kwargs):
+            if func in TO and converts_to_itself(func, subject, args, kwargs):
                 return subject
             if func == torch.Tensor.data.__set__:  # a new object at every look-up, so never `is`
                 return _set_data(subject, args[1])
@@ -378,70 +315,6 @@ def _equal(one: Any, other: Any) -> bool | None:
         for each in (one, other)
     )
     return torch.equal(*values)
-
-
-_TYPE_NAMES = {
-    dtype: torch.empty(0, dtype=dtype).type().removeprefix("torch.")
-    for dtype in (
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int8,
-        torch.uint8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
-
-
-def _converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> bool:
-    """Returns whether a conversion would return the tensor unchanged."""
-    with torch.device("meta"):
-        probe = torch.empty_strided(
-            tuple(subject.shape), subject.stride(), dtype=subject.dtype, device="meta"
-        )
-    if kwargs.get("copy"):
-        return False
-    rest = [_META if _is_own_device(value, subject) else value for value in args[1:]]
-    named = {k: _META if _is_own_device(v, subject) else v for k, v in kwargs.items()}
-    if func is torch.Tensor.cpu:
-        return subject.device.type == "cpu"
-    if func is torch.Tensor.cuda:
-        wanted = args[1] if len(args) > 1 else kwargs.get("device")
-        wanted = torch.device("cuda", wanted) if isinstance(wanted, int) else wanted
-        return subject.device.type == "cuda" and (wanted is None or _is_own_device(wanted, subject))
-    if any(isinstance(value, torch.Tensor) for value in (*rest, *named.values())):
-        return False
-    if any(value is not _META and _device(value) is not None for value in (*rest, *named.values())):
-        return False  # another device, or meta itself
-    return func(probe, *rest, **named) is probe
-
-
-_META = torch.device("meta")  # stands for the tensor's own device in the probe of a conversion
-
-
-def _device(value: Any) -> torch.device | None:
-    """Returns the device that an argument names, or None."""
-    if isinstance(value, (str, int)) and not isinstance(value, bool):
-        try:
-            return torch.device(value)
-        except RuntimeError:
-            return None
-    return value if isinstance(value, torch.device) else None
-
-
-def _is_own_device(value: Any, subject: torch.Tensor) -> bool:
-    value = _device(value)
-    if value is None or value.type != subject.device.type:
-        return False
-    return (
-        value.index is None or subject.device.index is None or value.index == subject.device.index
-    )
 
 
 def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:

@@ -10,24 +10,77 @@ stepped     whether the optimizer updates these parameters; else the shard has w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from .. import native
-from ..storage.arrays import ArrayIO
-from .shard_arrays import ShardArrays
-from .shard_spec import MOMENTS, SCALES
+from ..distributed.collectives import Collectives
+from ..storage.arrays import ArrayIO, StateArray
+from .array_parts import ArrayParts
+from .encoding import encode, same_bits
+from .flat_layout import FlatLayout
+from .home_arrays import HomeArrays
+from .shard_spec import MOMENTS, SCALES, ShardSpec
 
 ENCODED_AT_ONCE = 1024 * 1024  # elements
 
 
-class ParamShard(ShardArrays):
-    """The arrays of one shard and exact conversion between them and parameter values.
+class ParamShard:
+    """Parameters of one dtype in one unit, and exact conversion between their values and arrays.
+
+    layout
+        The place of each parameter in the flat arrays.
+    homes
+        The arrays, and the running updates of them.
+    parts
+        Reads and writes of parameters' parts of the arrays.
 
     With several ranks, every rank must call to read a value; writing one is local.
     """
+
+    def __init__(
+        self,
+        spec: ShardSpec,
+        params: Sequence[torch.nn.Parameter],
+        collectives: Collectives | None = None,
+    ):
+        self.params, self.collectives = tuple(params), collectives or Collectives()
+        self.ranks = self.collectives.ranks
+        self.names = [f"parameter {i} of a shard" for i in range(len(params))]  # until set
+        self.handles: list[Any] = []  # the ParamHandles of ``params``, once they are managed
+        self.layout = FlatLayout.of(params, self.ranks)
+        self.homes = HomeArrays(spec, self.layout, self.names)
+        self.parts = ArrayParts(self.homes, self.collectives, self.names)
+
+    def name(self, names: Sequence[str]) -> None:
+        """Sets the parameters' names, for messages."""
+        self.names[:] = names
+
+    @property
+    def spec(self) -> ShardSpec:
+        return self.homes.spec
+
+    @property
+    def arrays(self) -> dict[str, StateArray]:
+        """The arrays at home, by their names."""
+        return self.homes.arrays
+
+    @property
+    def weight(self) -> StateArray:
+        return self.homes.weight
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes of the whole weights, as on the device."""
+        return self.layout.numel * self.spec.dtype.itemsize
+
+    @property
+    def slice_nbytes(self) -> int:
+        """Bytes of this rank's slice of the weights, as at home."""
+        return self.layout.slice_numel * self.spec.dtype.itemsize
 
     # --- parameter values ---
 
@@ -37,11 +90,11 @@ class ParamShard(ShardArrays):
         """Reads parameter ``index`` as a new tensor of ``dtype`` (default: as wrapped), from the
         master if that is wider. Every rank calls this."""
         with store.guarding():
-            self.wait()
+            self.homes.wait()
         dtype = dtype or self.spec.wrapped_dtype
-        weight = self.read_part(store, "weight", index)
+        weight = self.parts.read(store, "weight", index)
         return self._shaped(
-            self._joined(weight, lambda: self.read_part(store, "master", index), dtype), index
+            self._joined(weight, lambda: self.parts.read(store, "master", index), dtype), index
         )
 
     def _joined(
@@ -59,10 +112,10 @@ class ParamShard(ShardArrays):
 
     def assembling_values(self, store: ArrayIO) -> AbstractContextManager[None]:
         """Returns a block in which :meth:`read_value` reads from whole arrays: see
-        :meth:`assembling`."""
+        :meth:`ArrayParts.assembling`."""
         with store.guarding():
-            self.wait()
-        return self.assembling(
+            self.homes.wait()
+        return self.parts.assembling(
             store, ("weight", *(["master"] if self.spec.wrapped_dtype != self.spec.dtype else []))
         )
 
@@ -71,10 +124,10 @@ class ParamShard(ShardArrays):
     ) -> AbstractContextManager[None]:
         """Returns a block in which :meth:`read_moment` of ``moments`` reads from whole arrays. With
         ``masters``, :meth:`read_master` does so too."""
-        self.wait()
+        self.homes.wait()
         coded = self.spec.moment_dtype == torch.uint8
         scales = [SCALES[name] for name in moments if coded and name in MOMENTS]
-        return self.assembling(
+        return self.parts.assembling(
             store, (*moments, *scales, *(["weight", "master"] if masters else []))
         )
 
@@ -91,7 +144,7 @@ class ParamShard(ShardArrays):
         self, store: ArrayIO, index: int, flat: torch.Tensor, *, version: int, fresh: bool = False
     ) -> None:
         """Sets parameter ``index`` from a value in the form of :meth:`flattened`. Idempotent."""
-        self.wait_idle()
+        self.homes.wait_idle()
         self._write_encoded(store, self.layout.placements[index].offset, flat, version, fresh)
 
     def write_first_values(
@@ -99,7 +152,7 @@ class ParamShard(ShardArrays):
     ) -> None:
         """Sets elements of parameter ``index`` of a fresh shard to flat ``values``, from ``begin``
         on in row-major order."""
-        self.wait_idle()
+        self.homes.wait_idle()
         place = self.layout.placements[index]
         values = values.to(self.spec.wrapped_dtype)
         if place.is_row_major:
@@ -126,11 +179,11 @@ class ParamShard(ShardArrays):
                 offset + begin,
                 min(offset + begin + ENCODED_AT_ONCE, offset + flat.numel()),
             )
-            low, high = self.own("weight")
+            low, high = self.layout.own("weight")
             if (first := max(first, low)) < (last := min(last, high)):
                 values = flat[first - offset : last - offset]
                 for name, part in (
-                    {"weight": values} if no_low_bits else self.encode(values)
+                    {"weight": values} if no_low_bits else encode(self.spec, values)
                 ).items():
                     store.write(self.arrays[name], first - low, part, version=version)
 
@@ -149,10 +202,10 @@ class ParamShard(ShardArrays):
         Masters of the other elements keep the bits below its precision. Empty if nothing differs.
         Writes nothing: see :meth:`write_changes`.
         """
-        self.wait_idle()
+        self.homes.wait_idle()
         (low, high), (begin, end) = (
-            self.part_of_param("weight", index),
-            self.part_at_home("weight", index),
+            self.layout.part_of_param("weight", index),
+            self.layout.part_at_home("weight", index),
         )
         if begin == end:
             return {}
@@ -168,7 +221,7 @@ class ParamShard(ShardArrays):
         changed = ~same_bits(flat, home)
         if not changed.any():
             return {}
-        encoded = self.encode(flat)
+        encoded = encode(self.spec, flat)
         return {
             name: torch.where(changed, part, store.read(self.arrays[name], begin, end))
             for name, part in encoded.items()
@@ -183,17 +236,19 @@ class ParamShard(ShardArrays):
         self, store: ArrayIO, index: int, parts: dict[str, torch.Tensor], *, version: int
     ) -> None:
         """Writes the result of :meth:`changes`. Idempotent."""
-        self.wait_idle()
-        begin, _ = self.part_at_home("weight", index)
+        self.homes.wait_idle()
+        begin, _ = self.layout.part_at_home("weight", index)
         for name, part in parts.items():
             store.write(self.arrays[name], begin, part, version=version)
 
     def settle_master(self, store: ArrayIO, index: int, *, version: int) -> None:
         """Sets parameter ``index``'s master, if any, from its weight at home."""
-        begin, end = self.part_at_home("weight", index)
+        begin, end = self.layout.part_at_home("weight", index)
         for at in range(begin, end if "master" in self.arrays else begin, ENCODED_AT_ONCE):
             weight = store.read(self.weight, at, min(end, at + ENCODED_AT_ONCE))
-            store.write(self.arrays["master"], at, self.encode(weight)["master"], version=version)
+            store.write(
+                self.arrays["master"], at, encode(self.spec, weight)["master"], version=version
+            )
 
     @property
     def hides_bits(self) -> bool:
@@ -209,46 +264,28 @@ class ParamShard(ShardArrays):
     ) -> int:
         """Sets the bits of parameter ``index``'s fp32 master below the weight's precision. Elements
         whose weight at home differs from the master's keep theirs; returns their number."""
-        self.wait_idle()
+        self.homes.wait_idle()
         (low, high), (begin, end) = (
-            self.part_of_param("weight", index),
-            self.part_at_home("weight", index),
+            self.layout.part_of_param("weight", index),
+            self.layout.part_at_home("weight", index),
         )
         if begin == end:
             return 0
-        parts = self.encode(self.flattened(master.to(torch.float32), index)[low:high])
+        parts = encode(self.spec, self.flattened(master.to(torch.float32), index)[low:high])
         same = same_bits(parts["weight"], store.read(self.weight, begin, end))
         kept = torch.where(same, parts["master"], store.read(self.arrays["master"], begin, end))
         store.write(self.arrays["master"], begin, kept, version=version)
         return int((~same).sum())
-
-    def encode(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encodes flat values of any float dtype as the arrays of weight and, if there is one,
-        master."""
-        dtype = self.spec.dtype
-        if not self.spec.stepped or self.spec.master == native.Master.OWN:
-            return {"weight": value.to(dtype)}
-        if value.dtype == dtype == torch.bfloat16 and self.spec.master == native.Master.SPLIT:
-            return {"weight": value, "master": torch.zeros_like(value, dtype=torch.int16)}
-        master = value.to(torch.float32)
-        if self.spec.master == native.Master.FLOAT32:
-            return {"weight": master.to(dtype), "master": master}
-        weight, low = (
-            torch.empty_like(master, dtype=dtype),
-            torch.empty_like(master, dtype=torch.int16),
-        )
-        native.split_master(master.contiguous(), weight, low)
-        return {"weight": weight, "master": low}
 
     # --- moments ---
 
     def read_moment(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
         """Reads moment ``name`` of parameter ``index`` as a new tensor in its stored dtype; fp32 if
         that is 8-bit. Every rank calls this."""
-        self.wait()
-        values = self.read_part(store, name, index)
+        self.homes.wait()
+        values = self.parts.read(store, name, index)
         if name in MOMENTS and self.spec.moment_dtype == torch.uint8:
-            scales = self.read_part(store, SCALES[name], index)
+            scales = self.parts.read(store, SCALES[name], index)
             values = native.decode_moments(values, scales, sq=name == "exp_avg_sq")
         return self._shaped(values, index)
 
@@ -256,20 +293,20 @@ class ParamShard(ShardArrays):
         self, store: ArrayIO, name: str, index: int, value: torch.Tensor, *, version: int
     ) -> None:
         """Sets moment ``name`` of parameter ``index``."""
-        self.wait()
+        self.homes.wait()
         if self.spec.moment_dtype != torch.uint8:
             self.write_flat(store, name, index, value, version=version)
             return
         codes, scales = native.encode_moments(self.flattened(value, index), sq=name == "exp_avg_sq")
-        self.write_part(store, name, index, codes, version=version)
-        self.write_part(store, SCALES[name], index, scales, version=version)
+        self.parts.write(store, name, index, codes, version=version)
+        self.parts.write(store, SCALES[name], index, scales, version=version)
 
     def write_flat(
         self, store: ArrayIO, name: str, index: int, value: torch.Tensor, *, version: int
     ) -> None:
         """Writes ``value``, cast to the array's dtype, to parameter ``index``'s part of array
         ``name``."""
-        self.write_part(
+        self.parts.write(
             store,
             name,
             index,
@@ -289,9 +326,3 @@ class ParamShard(ShardArrays):
         flat = torch.empty(place.numel, dtype=value.dtype, device="cpu")
         flat.as_strided(place.shape, place.stride).copy_(value.detach())
         return flat
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compares the representation elementwise: NaN equals itself, and 0.0 differs from -0.0."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
-    return a.view(integer) == b.view(integer)

@@ -2,65 +2,113 @@
 
 from __future__ import annotations
 
-import errno
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 
 import torch
 
 from .. import native
-from ..distributed.pending import Pending
-from ..errors import CorruptionError, InfinityError, StorageError, UsageError
-from ..machine.device import PAST, Copy, Device, Event
+from ..distributed.collectives import Collectives
+from ..machine.device import PAST, Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
-from ..storage.staging import Fetch
+from ..machine.traffic import Traffic
+from ..storage.arrays import StateArray
 from ..storage.store import ShardStore
-from .residency import MOVES, Residency
+from .arrival import Arrival
+from .exposure import Exposure
+from .handle import ParamHandle
+from .home_arrays import Update
+from .journal import Journal
+from .residency import Moves, Residency
 from .shard import ParamShard
-from .unit_buffers import UnitBuffers
-
-# Reads in pieces of this size overlap with copies to a device. Whole checksum blocks.
-PIECE_NBYTES = 8 * 1024 * 1024
+from .staged_reads import StagedReads
+from .unit_buffers import SecondSlices, UnitBuffers
 
 
-@dataclass(frozen=True)
-class ReadPiece:
-    """A part of a shard on its way from the disk into the shard's slot."""
+class ParamUnit:
+    """One unit: its shards, its residency, and the moves between residencies.
 
-    shard: int  # index in the unit
-    begin: int  # byte of the slice
-    read: Fetch
-
-
-class ParamUnit(UnitBuffers):
-    """One unit: its shards, its residency, and the moves between residencies."""
+    buffers
+        The device memory of the weights.
+    arrival
+        The copy of the weights to there, and the gather.
+    exposure
+        The parameters, as modules and users see them.
+    is_older
+        The weights are those before the last update (:mod:`.versions`). No update writes them.
+    """
 
     def __init__(
-        self, index: int, name: str, shards: list[ParamShard], device: Device | None = None
+        self,
+        index: int,
+        name: str,
+        shards: list[ParamShard],
+        device: Device | None = None,
+        *,
+        is_older: bool = False,
     ):
-        super().__init__(index, name, shards, device)
-        # The last moves; None: dropped by rebuild.
-        self._history: deque[tuple[Residency, Residency | None]] = deque(maxlen=6)
-        self._slots: list[native.Lease] = []
-        self._pieces: list[ReadPiece] = []
+        self.index, self.name, self.shards, self.is_older = index, name, shards, is_older
+        self._device = device or Device(torch.device("cpu"), Traffic())
+        self._collectives = shards[0].collectives if shards else Collectives()
+        self._ranks = self._collectives.ranks
+        self.buffers = UnitBuffers(shards, self._device)
+        self.exposure = Exposure(name, shards, self.buffers, self._collectives, is_older=is_older)
+        # No memory was planned for those of older weights, so all ranks gather them each time.
+        self._second = SecondSlices(None if is_older else self._ranks.node)
+        self.arrival = Arrival(
+            name, shards, self.buffers, self._second, self._collectives, self._device
+        )
+        self.residency = Residency.STORED
+        self.version = 0  # counts changes of the values at home
+        self._moves = Moves(f"unit {name}")
+        self._reads = StagedReads([])  # and their slots, until these go back
+        self._copied: StagedReads | None = None  # the last ones that were copied
         self._charge: native.Charge | None = None
-        self._pending: list[Pending] = []  # running gathers
-        self.arriving: Event = PAST  # the end of the copy to the device
-        self._read_times: tuple[float, float] | None = None  # start and end of the last read
         self.older: ParamUnit | None = None  # the weights before the last update, if they are kept
         self.uses_older = False  # whether forwards use those now
+        self.is_shared = False  # whether several modules use the unit
+
+    @property
+    def handles(self) -> list[ParamHandle]:
+        """The handles of all parameters, in the order of the shards."""
+        return [handle for shard in self.shards for handle in shard.handles]
 
     @property
     def in_use(self) -> ParamUnit:
         """The unit that a hold gathers: itself, or its weights before the last update."""
         return self.older if self.uses_older and self.older is not None else self
 
-    def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
-        """Watches for changes through ``param.data``, of the version in use."""
-        UnitBuffers.watch(self.in_use, param, data)
+    @cached_property
+    def weight_nbytes(self) -> int:
+        """Bytes on the device while resident, and in staging while staged."""
+        return sum(shard.weight_nbytes for shard in self.shards)
+
+    @cached_property  # cached: a late backward needs it when the homes are gone
+    def stays(self) -> bool:
+        """Whether the unit's home is the device, and whole: it is resident always."""
+        return self._ranks.size == 1 and all(
+            shard.weight.tier is Tier.DEVICE for shard in self.shards
+        )
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether other ranks have other slices, so that it has to be gathered. Divided experts may
+        be whole."""
+        return self._ranks.size > 1
+
+    @property
+    def has_second_slice(self) -> bool:
+        """Whether the current weights can be gathered inside the machine."""
+        return self._second.have(self.version)
+
+    @cached_property  # read for every unit that may come next, at each use of one
+    def lies_on_disk(self) -> bool:
+        """Whether the weights' home is NVMe."""
+        return any(shard.weight.tier is Tier.NVME for shard in self.shards)
+
+    @property
+    def is_staged_from_disk(self) -> bool:
+        return self.lies_on_disk and not self.has_second_slice
 
     @property
     def copies_while_fetching(self) -> bool:
@@ -73,10 +121,72 @@ class ParamUnit(UnitBuffers):
         """Whether the weights can be copied to the device without waiting for a disk or the last
         step."""
         if self.is_staged_from_disk:
-            return self.residency is not Residency.STORED and all(
-                piece.read.done for piece in self._pieces
-            )
-        return all(shard.update is None or shard.update.done for shard in self.shards)
+            return self.residency is not Residency.STORED and self._reads.done
+        return all(update is None or update.done for update in self._updates)
+
+    # --- homes ---
+
+    @property
+    def _homes(self) -> list[StateArray]:
+        """The weights at home, one array for each shard."""
+        return [shard.homes.older if self.is_older else shard.homes.weight for shard in self.shards]
+
+    @property
+    def _updates(self) -> list[Update | None]:
+        """The running updates of the weights."""
+        return [None if self.is_older else shard.homes.update for shard in self.shards]
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update of the weights was not waited for."""
+        return any(update is not None for update in self._updates)
+
+    def wait_for_update(self) -> None:
+        """Waits until the weights of the last step are at home. Raises its error."""
+        for shard in self.shards if not self.is_older else ():
+            shard.homes.wait()
+
+    def make_older(self, index: int) -> ParamUnit:
+        """Makes the unit ``index`` of the weights before the last update, with their buffers.
+        Raises CapacityError if the device has no room."""
+        older = ParamUnit(index, f"{self.name}, older", self.shards, self._device, is_older=True)
+        older.allocate()
+        self.older = older
+        return older
+
+    # --- parameters ---
+
+    def attach(self) -> None:
+        """Makes every parameter a view of its shard's device buffer. The values must be at home.
+        Allocates nothing: see :meth:`allocate`."""
+        self.buffers.show()  # before the class changes: this needs torch's own setter
+        self.exposure.end()
+
+    def allocate(self) -> None:
+        """Allocates the device memory, and the parameters' views while it is there. Raises
+        CapacityError if the device has no room."""
+        self.buffers.allocate(self._homes if self.stays else None)
+        self._second.allocate(self.buffers.flats)
+        if self.stays:
+            self.residency = Residency.RESIDENT
+        else:
+            self.buffers.empty()
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
+        """Watches for changes through ``param.data``, of the version in use."""
+        unit = self.in_use
+        unit.exposure.watch(param, data, stays=unit.stays)
+
+    def write_edits(self, store: ShardStore, journal: Journal) -> None:
+        """Sends home the changes that a forward made to its own parameters. Raises UsageError for
+        changes that cannot be."""
+        if self.exposure.find_edits(store, stays=self.stays):
+            self._second.forget()  # first: a write may fail after others have gone home
+            self.exposure.write_edits(store, journal, stays=self.stays)
+
+    def share(self) -> None:
+        """Marks the unit as used by several modules, so that its gradients may arrive far apart."""
+        self.is_shared = True
 
     # --- moves ---
 
@@ -84,56 +194,28 @@ class ParamUnit(UnitBuffers):
         """Starts reading into ``slots``, one per shard (STORED -> FETCHING), after the last step's
         writes."""
         self._move(Residency.FETCHING)
-        self._slots = slots
-        for index, (shard, slot) in enumerate(zip(self.shards, slots)):
-            size = (
-                PIECE_NBYTES
-                if self.copies_while_fetching or store.staging.needs_pieces
-                else shard.slice_nbytes
-            )
-            for begin in range(0, shard.slice_nbytes, size):
-                nbytes = min(size, shard.slice_nbytes - begin)
-                read = store.staging.fetch(
-                    shard.weight, begin, slot, nbytes, at=begin, after=shard.update
-                )
-                self._pieces.append(ReadPiece(index, begin, read))
+        self._reads = StagedReads(slots)
+        self._reads.start(store, self._homes, self._updates, in_pieces=self.copies_while_fetching)
 
     def stage(self) -> None:
         """Waits for the reads (FETCHING -> STAGED). After a failed read frees the slots and raises
         its error."""
-        error = _first_error(self._pieces)
+        error = self._reads.first_error()
         self._move(Residency.STAGED if error is None else Residency.STORED)
         if error is not None:
             self._release_slots()
             raise error
 
-    def drop(self, store: ShardStore) -> None:
+    def drop(self) -> None:
         """Drops the bytes unused (FETCHING or STAGED -> STORED). Cancels reads that have not
         started, and waits for the others."""
         if self.residency not in (Residency.FETCHING, Residency.STAGED):
-            raise self._illegal("be dropped")
-        error: Exception | None = None
-        for piece in self._pieces:
-            piece.read.cancel()
-        for piece in self._pieces:
-            try:
-                piece.read.wait()
-            except InfinityError as failure:
-                cancelled = isinstance(failure, StorageError) and failure.errno == errno.ECANCELED
-                # These bytes are unused, and may have been overwritten during the read. If the disk
-                # holds wrong bytes, the next read finds out.
-                error = error or (
-                    None if cancelled or isinstance(failure, CorruptionError) else failure
-                )
+            raise self._moves.illegal(self.residency, "be dropped")
+        error = self._reads.cancel()
         self._move(Residency.STORED)
         self._release_slots()
         if error is not None:
             raise error
-
-    def gather(self, store: ShardStore, ledger: Ledger) -> None:
-        """Gathers the unit (STAGED, or STORED for a memory home, -> RESIDENT). Blocks."""
-        self.start_gather(store, ledger)
-        self.finish_gather(store)
 
     def start_gather(self, store: ShardStore, ledger: Ledger) -> None:
         """Starts a gather (STAGED, or STORED for a memory home, -> GATHERING): copies this rank's
@@ -144,113 +226,34 @@ class ParamUnit(UnitBuffers):
         if not fetching and self.residency is not (
             Residency.STAGED if from_disk else Residency.STORED
         ):
-            raise self._illegal("be gathered")
-        for buffer in self.buffers:
-            buffer.check_left()
+            raise self._moves.illegal(self.residency, "be gathered")
+        self.buffers.check_left()
         charge = ledger.reserve(Tier.DEVICE, self.weight_nbytes, f"unit {self.name}", passing=True)
         self._move(Residency.GATHERING)
-        self._charge = charge
+        reads = self._reads if from_disk else None
+        self._charge, self._copied = charge, reads or self._copied
         try:
-            transfer = Copy(
-                "host->device", sum(shard.slice_nbytes for shard in self.shards), self.name
-            )
-            # The optimizer stepped device homes on a queue that only compute has waited for.
-            there = any(shard.weight.tier is Tier.DEVICE for shard in self.shards)
-            copy = partial(self._copy_in, store, self._slots if from_disk else (), self._pieces)
-            self.arriving = self._device.put(
-                "in", copy, behind=[self._device.now()] if there else (), transfer=transfer
-            )
-            if self.is_sliced:
-                self.arriving = self._device.put("in", self._gather_in)
-            if self.arriving is not PAST:
-                for shard in self.shards:
-                    shard.lend(self.arriving)
+            self.arrival.start(store, self._homes, reads, in_node=self.has_second_slice)
         except BaseException:
             self._fail_gather()
             raise
-        store.staging.take_back(self._slots, self.arriving)
-        self._slots, self._pieces = [], []
-
-    def _copy_in(
-        self, store: ShardStore, slots: Sequence[native.Lease], pieces: Sequence[ReadPiece]
-    ) -> None:
-        """Copies this rank's bytes from staging ``slots`` or a memory home to the device."""
-        for i, (shard, buffer) in enumerate(zip(self.shards, self.buffers)):
-            buffer.fill()
-            flat = buffer.flat
-            if self.has_second_slice:
-                self._in_node(flat).copy_(self._second[i])
-            elif not slots:
-                flat[slice(*shard.own("weight"))].copy_(shard.weight.flat, non_blocking=True)
-        try:
-            for piece in pieces if slots else ():
-                self._copy_piece(store, piece)
-        except BaseException:
-            _first_error(pieces)  # waits for the remaining reads
-            raise
-
-    def _copy_piece(self, store: ShardStore, piece: ReadPiece) -> None:
-        shard, flat = self.shards[piece.shard], self.flats[piece.shard]
-        if not piece.read.done:
-            with store.traffic.stalled("nvme->host", self.name):
-                piece.read.wait()
-        piece.read.wait()  # raises the error of a failed read
-        start, end = piece.read.times
-        store.traffic.mark(piece.read.lane, self.name, start, end)
-        self._read_times = (
-            (min(start, self._read_times[0]), max(end, self._read_times[1]))
-            if self._read_times
-            else (start, end)
-        )
-        source = piece.read.values(shard.spec.dtype)
-        first = shard.own("weight")[0] + piece.begin // shard.spec.dtype.itemsize
-        flat[first : first + source.numel()].copy_(source, non_blocking=True)
-
-    def _gather_in(self) -> None:
-        """Gathers the other ranks' slices, after this rank's copy, on the same queue."""
-        for i, (shard, flat) in enumerate(zip(self.shards, self.flats)):
-            what = f"{self.name} ({i})"
-            if self.has_second_slice:
-                pending = self._collectives.bulk.gather_in_node(flat, what)
-            else:
-                pending = self._collectives.bulk.gather(flat, what, homes=shard.weight_regions)
-            if pending is not None:
-                self._pending.append(pending)
-                if pending.lent is not None:
-                    shard.lend(pending.lent)
+        store.staging.take_back(self._reads.slots, self.arrival.event)
+        self._reads = StagedReads([])
 
     def finish_gather(self, store: ShardStore) -> None:
         """Ends a gather (GATHERING -> RESIDENT): later compute is ordered after it. May block on
         other ranks."""
         try:
-            if self.arriving is not PAST:
-                with store.traffic.stalled("host->device", self.name):
-                    self.arriving.precede()
-            if self._pending:
-                with store.traffic.stalled("all-gather", self.name):
-                    for pending in self._pending:
-                        pending.wait()
+            self.arrival.finish(store)
         except BaseException:
             self._fail_gather()
             raise
-        self._pending = []
         self._move(Residency.RESIDENT)
-        if self._ranks.node is not None and not self.has_second_slice:
-            for second, flat in zip(self._second, self.flats):
-                second.copy_(self._in_node(flat))
-            self._second_version = self.version
+        self._second.keep(self.buffers.flats, self.version)
 
     def _fail_gather(self) -> None:
-        _first_error(self._pieces)
-        for pending in self._pending:  # running collectives still write to device memory
-            pending.drop()
-        self._collectives.bulk.drop_lost()
-        self._pending = []
-        try:
-            self.arriving.wait()
-        except (InfinityError, RuntimeError):
-            pass  # the caller raises the first error
-        self.arriving = PAST
+        self._reads.first_error()
+        self.arrival.give_up()
         self._move(Residency.STORED)
         self._empty(self._charge)
 
@@ -258,7 +261,7 @@ class ParamUnit(UnitBuffers):
         """Frees the device memory (RESIDENT -> STORED). Home has the bytes: a forward's edits were
         written when its hold was taken off."""
         if self.residency is not Residency.RESIDENT or self.stays:
-            raise self._illegal("be released")
+            raise self._moves.illegal(self.residency, "be released")
         self._move(Residency.STORED)
         self._empty(self._charge)
 
@@ -267,10 +270,10 @@ class ParamUnit(UnitBuffers):
         are STORED or RESIDENT, and nothing computes with either."""
         for unit in (self, other):
             if unit.residency not in (Residency.STORED, Residency.RESIDENT):
-                raise unit._illegal("change places")
-        # One statement, so that no interrupt can lose a buffer. Recovery resets the fields below.
-        self.buffers, other.buffers = other.buffers, self.buffers
-        for name in ("residency", "arriving", "_charge", "_last_use"):
+                raise unit._moves.illegal(unit.residency, "change places")
+        self.buffers.swap(other.buffers)  # first: recovery resets the fields below
+        self.arrival.event, other.arrival.event = other.arrival.event, self.arrival.event
+        for name in ("residency", "_charge"):
             mine, its = getattr(self, name), getattr(other, name)
             setattr(self, name, its)
             setattr(other, name, mine)
@@ -278,62 +281,36 @@ class ParamUnit(UnitBuffers):
     def rebuild(self) -> None:
         """Resets the unit to its home state after an exception. Only while nothing is in flight.
         The ledger drops the charges."""
-        for pending in self._pending:  # running collectives still write to the storages
-            pending.drop()
-        self._slots, self._pieces, self._pending, self._charge = [], [], [], None
-        self.arriving = self._last_use = PAST
-        self._read_times, self._second_version = None, -1
-        self._edits.forget()
-        self._history.append((self.residency, None))
-        self.conceal()
-        self._align()
+        self.arrival.forget_gathers()
+        self._reads, self._copied, self._charge = StagedReads([]), None, None
+        self.arrival.event = PAST
+        self.buffers.note_use(PAST)
+        self._second.forget()
+        self._moves.note_rebuild(self.residency)
+        self.exposure.forget()
+        # The parameters stay views of the newest weights.
+        self.buffers.align(self._homes if self.stays else None, shows=not self.is_older)
         if self.stays:
             self.residency = Residency.RESIDENT
         else:
             self.residency = Residency.STORED
-            self._empty_storages()
+            self.buffers.empty()
 
     def _empty(self, charge: native.Charge) -> None:
-        self._empty_storages()
+        self.buffers.empty()
         self._release_slots()
         charge.release()
         self._charge = None
 
     def _release_slots(self) -> None:
-        for slot in self._slots:
-            slot.release()
-        self._slots, self._pieces = [], []
+        self._reads.release()
+        self._reads = StagedReads([])
 
     def take_read_times(self) -> tuple[float, float] | None:
         """Returns the start and the end of the last read, and clears them."""
-        times, self._read_times = self._read_times, None
-        return times
+        copied, self._copied = self._copied, None
+        return copied.times if copied is not None else None
 
     def _move(self, to: Residency) -> None:
-        if to not in MOVES[self.residency]:
-            raise self._illegal(f"go to {to.name}")
-        self._history.append((self.residency, to))
+        self._moves.note(self.residency, to)
         self.residency = to
-
-    def _illegal(self, what: str) -> UsageError:
-        moves = (
-            ", ".join(
-                f"{begin.name}{' given up' if to is None else f'->{to.name}'}"
-                for begin, to in self._history
-            )
-            or "none"
-        )
-        return UsageError(
-            f"unit {self.name} is {self.residency.name} and cannot {what}; its last moves: {moves}"
-        )
-
-
-def _first_error(pieces: Sequence[ReadPiece]) -> Exception | None:
-    """Waits for all reads. Returns the first error, if any."""
-    error: Exception | None = None
-    for piece in pieces:
-        try:
-            piece.read.wait()
-        except Exception as failure:  # noqa: BLE001 - told by the caller
-            error = error or failure
-    return error

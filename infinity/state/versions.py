@@ -11,73 +11,9 @@ device. An update swaps them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..errors import UsageError
-from ..storage.arrays import StateArray
-from ..storage.store import ShardStore
-from .journal import Journal
-from .shard import ParamShard
 from .unit import ParamUnit
-
-
-class OlderShard:
-    """A shard with its older weights as the weights. No update ever writes those."""
-
-    update = None
-
-    def __init__(self, newest: ParamShard):
-        self._newest = newest
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._newest, name)
-
-    @property
-    def weight(self) -> StateArray:
-        return self._newest.older
-
-    def wait(self) -> None:
-        """Does not wait for the update that is made from these weights."""
-
-
-class OlderUnit(ParamUnit):
-    """The older weights of the unit ``newest``."""
-
-    def __init__(self, newest: ParamUnit, index: int):
-        shards: list[Any] = [OlderShard(shard) for shard in newest.shards]
-        super().__init__(index, f"{newest.name}, older", shards, newest._device)
-
-    @property
-    def has_second_slice(self) -> bool:
-        """Always false: no memory was planned for it, so all ranks gather each time."""
-        return False
-
-    def allocate(self) -> None:
-        """Makes the device buffers of any unit, without second slices."""
-        super().allocate()
-        self._second.clear()
-
-    def _align(self, *, shows: bool = False) -> None:
-        """Aligns the buffers. By default the parameters stay views of the newest weights."""
-        super()._align(shows=shows)
-
-    @property
-    def _can_be_compared(self) -> bool:
-        """Always false: home may have a slice only. Each rank compares with a whole copy, so that
-        all find the same."""
-        return False
-
-    def write_edits(self, store: ShardStore, journal: Journal) -> None:
-        """Raises UsageError if a forward changed its own parameters: the next update does not start
-        from them."""
-        if self._edits.find():
-            raise UsageError(
-                f"a forward changed parameters of unit {self.name} in place, which are one update"
-                " old while a pipeline runs without flush: the change would be lost. Run the"
-                " pipeline with a flush between batches (schedule.step)."
-            )
 
 
 class UnitVersions:
@@ -85,9 +21,7 @@ class UnitVersions:
     while nothing holds the unit."""
 
     def __init__(self, unit: ParamUnit, index: int):
-        self.unit, self.older = unit, OlderUnit(unit, index)
-        self.older.allocate()
-        unit.older = self.older
+        self.unit, self.older = unit, unit.make_older(index)
 
     @staticmethod
     def has(unit: ParamUnit) -> bool:
@@ -103,8 +37,7 @@ class UnitVersions:
     def _show(self) -> None:
         """Makes the parameters views of the version in use."""
         torch.clear_autocast_cache()  # it caches casts of the other version, by parameter
-        for buffer in self.unit.in_use.buffers:
-            buffer.show()
+        self.unit.in_use.buffers.show()
 
     def begin_update(self) -> None:
         """Makes the newest weights the older ones, with their device buffers, before an update
@@ -116,7 +49,8 @@ class UnitVersions:
         """Restores the buffers of device homes after an interrupted update, and computes with the
         newest weights."""
         if self.unit.stays and any(
-            flat is not shard.weight.flat for flat, shard in zip(self.unit.flats, self.unit.shards)
+            flat is not shard.weight.flat
+            for flat, shard in zip(self.unit.buffers.flats, self.unit.shards)
         ):
             self._swap()
         self.unit.uses_older = False

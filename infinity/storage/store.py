@@ -12,46 +12,110 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import methodcaller
-from typing import Any
 
 import torch
 
 from .. import native
 from ..errors import CorruptionError, InfinityError, InternalError, StorageError, UsageError
-from ..machine.sizes import format_nbytes
+from ..machine.device import Device
+from ..machine.ledger import Ledger
+from ..machine.sizes import format_nbytes, round_down, round_up
 from ..machine.tiers import Tier
-from .allocator import ArrayAllocator, Space
+from ..machine.traffic import Traffic
+from .allocator import ArrayAllocator
 from .arrays import StateArray, bytes_of
 from .loans import Loans
+from .staging import Staging
+from .swap_folders import SwapFolders
+from .swap_space import SwapSpace
 from .transfers import Window
 from .write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
+MIB = 1024 * 1024
 AT_ONCE = 4  # transfers of one array outside the training loop
 
 
-class ShardStore(ArrayAllocator):
+class ShardStore:
     """Moves parts of arrays for everything outside the training loop, and remembers a failed disk.
 
-    ``on_failure`` is called with the first error of a disk, to report it to other ranks.
+    arrays
+        The allocator of arrays, in memory or in :attr:`space`, the swap files.
+    staging
+        The reads of weights inside the training loop.
     """
 
     def __init__(
         self,
-        *args: Any,
+        nvme_paths: Sequence[str],
+        ledger: Ledger,
+        traffic: Traffic,
+        *,
+        service_nbytes: int,
+        checksums: bool = True,
+        sampled: bool = False,
+        layer: native.BackendLayer | None = None,
+        device: Device | None = None,
+        rank: int = 0,
+        ranks: int = 1,
         on_failure: Callable[[BaseException], None] = lambda error: None,
-        **kwargs: Any,
     ):
-        super().__init__(*args, **kwargs)
+        """``layer``: the I/O engine, as for :func:`native.make_io_engine`. ``on_failure`` is called
+        with the first error of a disk, to report it to other ranks."""
+        self.ledger, self.traffic, self.checksums = ledger, traffic, checksums
+        self.device = device or Device(torch.device("cpu"), traffic)
+        self.pid = os.getpid()
+        folders = SwapFolders(nvme_paths, rank=rank, ranks=ranks)
+        self.io = folders.make_engine(layer)
+        self.space = SwapSpace(folders, self.io, ledger)
+        self.arrays = ArrayAllocator(self.space, ledger, self.device)
+        self.staging = Staging(self.io, self.device, checksums=checksums, sampled=sampled)
+        self._charges: list[native.Charge] = []
+        self._service_nbytes = service_nbytes
+        self._service: native.PinnedPool | None = None
         self.failure: Callable[[], InfinityError] | None = None
         self.on_failure = on_failure
         self._behind: WriteBehind | None = None  # uses part of the service buffer
         self._loans = Loans()
+
+    def open(
+        self,
+        regions: Sequence[native.Region],
+        *,
+        staging: native.PinnedPool | None = None,
+        past_host: bool = False,
+    ) -> None:
+        """Creates the swap files at full size and registers them and ``regions``, its transfer
+        memory, with the I/O engine. ``staging``: the pool of weights on their way to the device.
+        ``past_host``: those may bypass host memory.
+
+        Raises CapacityError if a disk has too little room, StorageError if it refuses.
+        """
+        service = self._make_service(self._service_nbytes)
+        self.space.lay_out()
+        self.io.register([(region.address, region.nbytes) for region in (*regions, service)])
+        if staging is not None:
+            self.staging.open(staging, past_host=past_host)
+        self.arrays.open()
+
+    def need_service(self) -> None:
+        """Allocates a service buffer for disks if the plan had none. Raises CapacityError over the
+        budget."""
+        if self._service.capacity_nbytes < native.CHECKSUM_NBYTES:
+            self._make_service(MIB)
+            self.ledger.accounts[Tier.HOST].planned_nbytes += MIB
+
+    def _make_service(self, nbytes: int) -> native.Region:
+        charge = self.ledger.reserve(Tier.HOST, nbytes, "the store's service buffer")
+        self._charges.append(charge)
+        region = self.arrays.make_region(nbytes, copied=False)
+        self._service = native.PinnedPool(region)
+        return region
 
     def rebuild(self) -> None:
         """Frees all that is not in use after an exception. Only while no transfer is running."""
@@ -61,14 +125,7 @@ class ShardStore(ArrayAllocator):
         self._loans.rebuild()
         self._behind = None  # its parts belong to the service buffer again
         self.staging.forget()
-        self._leaving.clear()
-        taken = sorted(self._places.values())
-        self._spaces = [
-            space
-            for index, added in enumerate(self._added)
-            for space in _between((index, 0, added.nbytes), taken)
-        ]
-        self.drop_unused()
+        self.space.free_unused()
 
     # --- moving parts of arrays, synchronously ---
 
@@ -97,9 +154,9 @@ class ShardStore(ArrayAllocator):
                     part[0].wait()
                 part[1].release()
 
-            parts = max(1, min(AT_ONCE, self._service.capacity_nbytes // native.CHECKSUM_NBYTES))
+            parts, piece_nbytes = self._service_parts()
             with Window(parts, finish, abandon) as reads:
-                for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=parts):
+                for offset, nbytes, inner, outer in _blocks(array, begin, end, piece_nbytes):
                     reads.make_room()
                     lease = self.take_lease(self._service, nbytes)
                     ticket = self.start_read(array, offset, lease, nbytes)
@@ -127,7 +184,9 @@ class ShardStore(ArrayAllocator):
             if self._behind is not None:
                 self._behind.flush()
             with self.guarding(), Window(AT_ONCE, methodcaller("wait")) as writes:
-                for offset, nbytes, inner, outer in self._blocks(array, begin, end, parts=AT_ONCE):
+                for offset, nbytes, inner, outer in _blocks(
+                    array, begin, end, self._service_parts()[1]
+                ):
                     lease = self.take_lease(self._service, nbytes, writes.finish_oldest)
                     size = array.dtype.itemsize
                     if inner.start > 0 or inner.stop * size < min(nbytes, array.nbytes - offset):
@@ -139,6 +198,12 @@ class ShardStore(ArrayAllocator):
                     writes.add(self.start_write(array, offset, lease, nbytes))
                     del lease, block  # the disk has it now
         array.extent.version = version
+
+    def _service_parts(self) -> tuple[int, int]:
+        """Returns the number of transfers that share the service buffer, and the bytes of each."""
+        nbytes = self._service.capacity_nbytes
+        parts = min(AT_ONCE, nbytes // native.CHECKSUM_NBYTES)
+        return parts, round_down(nbytes // parts, native.CHECKSUM_NBYTES)
 
     def read_block(
         self, array: StateArray, offset: int, lease: native.Lease, nbytes: int
@@ -183,15 +248,6 @@ class ShardStore(ArrayAllocator):
         """Blocks until all lent memory is written. Raises the first error."""
         self._loans.finish()
 
-    @contextmanager
-    def borrow(self, nbytes: int) -> Iterator[native.Lease]:
-        """Borrows a piece of the service buffer. Blocks while transfers use it."""
-        lease = self.take_lease(self._service, nbytes)
-        try:
-            yield lease
-        finally:
-            lease.release()
-
     def take_lease(
         self, pool: native.PinnedPool, nbytes: int, give_up: Callable[[], bool] = lambda: False
     ) -> native.Lease:
@@ -226,29 +282,6 @@ class ShardStore(ArrayAllocator):
                 " given: end this process and resume from the last checkpoint",
                 folder,
             )
-
-    def _blocks(
-        self, array: StateArray, begin: int, end: int, *, parts: int = 1
-    ) -> Iterator[tuple[int, int, slice, slice]]:
-        """Yields the checksum-aligned pieces that cover elements ``begin`` to ``end``, each at most
-        one of ``parts`` of the service buffer.
-
-        Yields (byte offset in the extent, bytes, elements in them, elements of the caller's
-        tensor).
-        """
-        size, service_nbytes = array.dtype.itemsize, self._service.capacity_nbytes
-        parts = min(parts, service_nbytes // native.CHECKSUM_NBYTES)
-        step = service_nbytes // parts // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
-        offset = begin * size // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
-        while offset < end * size:
-            covered = min(
-                step, -(-(end * size - offset) // native.CHECKSUM_NBYTES) * native.CHECKSUM_NBYTES
-            )
-            nbytes = min(covered, array.extent.nbytes - offset)
-            first, last = offset // size, (offset + nbytes) // size
-            low, high = max(begin, first), min(end, last)
-            yield offset, nbytes, slice(low - first, high - first), slice(low - begin, high - begin)
-            offset += nbytes
 
     @contextmanager
     def writing_behind(self) -> Iterator[WriteBehind]:
@@ -294,10 +327,7 @@ class ShardStore(ArrayAllocator):
 
     def close(self) -> None:
         """Closes the swap files, and frees disk space and memory. Repeat if interrupted."""
-        if self._pages is not None:
-            self._pages.stop()
-            self._pages = None
-        self._absent = []
+        self.arrays.close()
         self.staging.close()
         if self.io is not None:  # waits for transfers and closes the files
             self.io.shut_down()
@@ -305,20 +335,26 @@ class ShardStore(ArrayAllocator):
         self.io = None
         self.staging.drop_pool()
         self._service = None
-        self._added.clear()
+        self.space.close()
         while self._charges:
             self._charges[-1].release()
             self._charges.pop()
 
 
-def _between(whole: Space, taken: list[Space]) -> Iterator[Space]:
-    """Yields the parts of the space ``whole`` that are not ``taken`` (sorted)."""
-    volume, at, size = whole
-    end = at + size
-    for other, offset, nbytes in taken:
-        if other == volume:
-            if at < offset:
-                yield volume, at, offset - at
-            at = offset + nbytes
-    if at < end:
-        yield volume, at, end - at
+def _blocks(
+    array: StateArray, begin: int, end: int, nbytes: int
+) -> Iterator[tuple[int, int, slice, slice]]:
+    """Yields the checksum-aligned pieces that cover elements ``begin`` to ``end``, of at most
+    ``nbytes``.
+
+    Yields (byte offset in the extent, bytes, elements in them, elements of the caller's tensor).
+    """
+    size = array.dtype.itemsize
+    offset = round_down(begin * size, native.CHECKSUM_NBYTES)
+    while offset < end * size:
+        covered = min(nbytes, round_up(end * size - offset, native.CHECKSUM_NBYTES))
+        count = min(covered, array.extent.nbytes - offset)
+        first, last = offset // size, (offset + count) // size
+        low, high = max(begin, first), min(end, last)
+        yield offset, count, slice(low - first, high - first), slice(low - begin, high - begin)
+        offset += count

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 from .. import native
 from ..errors import CapacityError, ConfigError, StorageError
-from ..machine import disk_profile
+from ..machine import disk_profile, processors
 from ..machine.sizes import format_nbytes, round_down, round_up
 
 logger = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
+MAX_DEPTH = 256  # transfers in flight on one disk
 MAX_STRIPE_NBYTES = 4 * MIB
 LARGE_NBYTES = 1024**4  # a volume above this has the largest stripes: their table takes memory
 
@@ -56,6 +57,16 @@ class SwapFolders:
                 )
         block = max((profile.block_nbytes for profile in self.profiles), default=MIB)
         self.stripe_nbytes = min(max(MIB, block), MAX_STRIPE_NBYTES)
+
+    def make_engine(self, layer: native.BackendLayer | None) -> native.IoEngine:
+        """Makes an I/O engine for the disks of all places; ``layer`` as for
+        :func:`native.make_io_engine`."""
+        return native.make_io_engine(
+            layer=layer,
+            block_nbytes=max((profile.block_nbytes for profile in self.profiles), default=MIB),
+            depth=min(MAX_DEPTH, max((profile.depth for profile in self.profiles), default=1)),
+            work_threads=processors.for_checksums(),
+        )
 
     def free_nbytes(self) -> int:
         """Counts the free bytes over all places. Raises ConfigError if a folder is gone."""

@@ -49,9 +49,6 @@ class BlockStore(ArrayIO, Protocol):
     def check_process(self) -> None:
         """Raises UsageError in a forked child."""
 
-    def borrow(self, nbytes: int) -> AbstractContextManager[native.Lease]:
-        """Borrows a piece of the service buffer."""
-
     def take_lease(self, pool: native.PinnedPool, nbytes: int) -> native.Lease:
         """Takes a lease of ``nbytes``. Blocks while transfers use the pool."""
 
@@ -247,11 +244,14 @@ class WriteBehind:
         array, offset = part.array, begin // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
         nbytes = min(native.CHECKSUM_NBYTES, array.extent.nbytes - offset)
         self._finish_those_with(array, offset, offset + nbytes)
-        with self._store.borrow(nbytes) as lease:
+        lease = self._store.take_lease(self._service, nbytes)
+        try:
             block = self._store.read_block(array, offset, lease, nbytes)
             part.memory[begin - part.start : end - part.start] = block[
                 begin - offset : end - offset
             ]
+        finally:
+            lease.release()
 
     def _finish_those_with(self, array: StateArray, start: int, end: int) -> None:
         for part in [part for part in self._under_way if part.holds(array, start, end)]:

@@ -88,7 +88,7 @@ def of(model: nn.Module, *others: Any) -> Gone:
         engine.store,
         engine.gradients,
         engine.backward,
-        *(flat for unit in engine.units for flat in unit.flats),
+        *(flat for unit in engine.units for flat in unit.buffers.flats),
     ]
     return [
         weakref.ref(each)
@@ -504,9 +504,7 @@ def holds_the_shards(monkeypatch) -> None:
     def partial(function, scopes, store, contents, *rest):
         own = {id(each) for each in contents}
         shards = Held(each for each in gc.get_objects() if isinstance(each, engines.ParamUnit))
-        shards = Held(
-            shard for unit in shards for shard in unit.shards if id(shard.contents) in own
-        )
+        shards = Held(shard for unit in shards for shard in unit.shards if id(shard.homes) in own)
         return lambda: (shards.clear(), shut_down(scopes, store, contents, *rest))
 
     real = engines.partial

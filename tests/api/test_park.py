@@ -131,7 +131,8 @@ def test_cut_short_it_comes_back_whole(way, tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             calls, name = [], "empty" if way == "park" else "read"
             store = infinity.runtime.registry.engine_of(model).store
-            original = getattr(store, name)
+            target = store.arrays if way == "park" else store
+            original = getattr(target, name)
 
             def interrupted(*args: Any, calls=calls, original=original, cut=cut) -> Any:
                 calls.append(args)
@@ -139,7 +140,7 @@ def test_cut_short_it_comes_back_whole(way, tmp_path, monkeypatch):
                     raise KeyboardInterrupt
                 return original(*args)
 
-            patched.setattr(store, name, interrupted)
+            patched.setattr(target, name, interrupted)
             try:
                 infinity.park(model, tmp_path) if way == "park" else infinity.resume(model)
             except KeyboardInterrupt:

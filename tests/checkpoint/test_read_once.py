@@ -39,7 +39,7 @@ from infinity.checkpoint.read_once import is_zero
 from infinity.machine.sizes import round_up
 from infinity.machine.tiers import Tier
 from infinity.runtime.registry import engine_of
-from infinity.state.shard_arrays import ShardArrays
+from infinity.state.home_arrays import HomeArrays
 
 PIECE = native.CHECKSUM_NBYTES  # the smallest there are
 
@@ -447,7 +447,7 @@ def test_struck_before_anything_is_read_nothing_is_lost(saved, uninterrupted, jo
     before = job.state()
     with monkeypatch.context() as patch:
         patch.setattr(
-            ShardArrays, "wait_idle", lambda self: (_ for _ in ()).throw(KeyboardInterrupt())
+            HomeArrays, "wait_idle", lambda self: (_ for _ in ()).throw(KeyboardInterrupt())
         )
         with pytest.raises(KeyboardInterrupt):
             job.load(saved)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_cases import SEED, Job, check_like, saved, uninterrupted  # noqa: F401
+from lines import is_line
 from models import at_home, differing, with_least
 from native_arrays import ENGINES, MIB
 from runs import adamw
@@ -57,7 +58,7 @@ def struck_at(found: set[Line]) -> Iterator[list[Line]]:
         if frame.f_code not in watched:
             return None
         line = (frame.f_code.co_qualname, frame.f_lineno)
-        if event == "line" and not struck and line not in found:
+        if is_line(frame, event) and not struck and line not in found:
             struck.append(line)
             raise KeyboardInterrupt
         return trace

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from lines import is_line
 from ranks import launch_without
 
 from infinity.distributed import transfer
@@ -63,7 +64,7 @@ class Lines:
             sys.settrace(None)
 
     def _line(self, frame: Any, event: str, _: Any) -> Any:
-        if event == "line":
+        if is_line(frame, event):
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt

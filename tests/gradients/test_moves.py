@@ -10,8 +10,8 @@ import torch
 from infinity import native
 from infinity.errors import InternalError
 from infinity.gradients.record import MOVES, GradRecord, GradState
-from infinity.state import contents
-from infinity.state.contents import Activity, Shadow
+from infinity.state import home_arrays
+from infinity.state.home_arrays import Activity, Shadow
 from infinity.state.shard import ParamShard
 from infinity.state.shard_spec import ShardSpec
 
@@ -50,16 +50,16 @@ def a_shard() -> ParamShard:
 def in_state(activity: Activity) -> ParamShard:
     shard = a_shard()
     if activity is Activity.STEPPING:
-        shard.submit(Over())
+        shard.homes.submit(Over())
     elif activity is Activity.SHADOWED:
-        shard.cast_shadow(Shadow(Over(), None))
-    assert shard.activity is activity
+        shard.homes.cast_shadow(Shadow(Over(), None))
+    assert shard.homes.activity is activity
     return shard
 
 
 VERBS = {
-    "submit": (Activity.STEPPING, lambda shard: shard.submit(Over())),
-    "cast_shadow": (Activity.SHADOWED, lambda shard: shard.cast_shadow(Shadow(Over(), None))),
+    "submit": (Activity.STEPPING, lambda shard: shard.homes.submit(Over())),
+    "cast_shadow": (Activity.SHADOWED, lambda shard: shard.homes.cast_shadow(Shadow(Over(), None))),
 }
 
 
@@ -68,22 +68,22 @@ VERBS = {
 def test_a_shard_moves_along_its_table(start, verb):
     """Method: every verb in every state; what is not in the table raises, and changes nothing."""
     shard, (to, act) = in_state(start), VERBS[verb]
-    if to in contents.MOVES[start]:
+    if to in home_arrays.MOVES[start]:
         act(shard)
-        assert shard.activity is to
+        assert shard.homes.activity is to
     else:
         with pytest.raises(InternalError, match=start.name):
             act(shard)
-        assert shard.activity is start
+        assert shard.homes.activity is start
 
 
 def test_a_shard_that_is_waited_for_is_at_home():
     """From every state, and the same update may be submitted twice."""
     for activity in Activity:
         shard = in_state(activity)
-        shard.wait_idle()
-        assert shard.activity is Activity.AT_HOME
+        shard.homes.wait_idle()
+        assert shard.homes.activity is Activity.AT_HOME
     shard, update = a_shard(), Over()
-    shard.submit(update)
-    shard.submit(update)
-    assert shard.activity is Activity.STEPPING
+    shard.homes.submit(update)
+    shard.homes.submit(update)
+    assert shard.homes.activity is Activity.STEPPING

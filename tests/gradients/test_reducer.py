@@ -17,6 +17,7 @@ import pytest
 import torch
 from pair import Pair, run_pair
 
+from infinity.distributed.data_ranks import DataRanks
 from infinity.distributed.pending import Pending
 from infinity.gradients.reducer import Reducer
 from infinity.machine.device import Device
@@ -78,15 +79,8 @@ class Collectives:
 
 class Shard:
     def __init__(self, rank: int, params: list[torch.Tensor]):
-        self.params, self.layout = params, FlatLayout.of(params, slices=2)
+        self.params, self.layout = params, FlatLayout.of(params, DataRanks(rank=rank, size=2))
         self.spec = SimpleNamespace(stepped=True, grad_dtype=torch.float32)
-        half = self.layout.numel // 2
-        self.own_slice = rank * half, (rank + 1) * half
-
-    def slice_part(self, index: int) -> tuple[int, int]:
-        place, (first, last) = self.layout.placements[index], self.own_slice
-        begin = max(place.offset, first)
-        return begin, max(begin, min(place.end, last))
 
 
 class Handle(SimpleNamespace):
@@ -102,7 +96,7 @@ class Unit(ParamUnit):
     """One with shards of a row of two, which needs no store."""
 
     def __init__(self, index: int, rank: int, is_shared: bool):
-        self.index, self.name, self._is_shared = index, f"unit {index}", is_shared
+        self.index, self.name, self.is_shared = index, f"unit {index}", is_shared
         self.shards = [Shard(rank, [torch.zeros(NUMEL), torch.zeros(NUMEL)])]
         self.shards[0].handles = [Handle(self, self.shards[0], i) for i in range(2)]
 

@@ -35,6 +35,7 @@ from infinity.machine import device as devices
 from infinity.machine.traffic import Traffic
 from infinity.runtime.activation_disk import ActivationsOnDisk
 from infinity.runtime.registry import wrapped
+from infinity.state.staged_reads import StagedReads
 from infinity.state.unit import ParamUnit
 
 SEED = 20261122
@@ -385,18 +386,19 @@ def test_pieces_of_a_unit_are_copied_as_they_are_read(compute_on, monkeypatch, t
     config = config_at(("nvme", "nvme"), tmp_path)
     at_once = trained(config, clip=True)
     compute_on(Elsewhere)
-    monkeypatch.setattr("infinity.state.unit.PIECE_NBYTES", native.CHECKSUM_NBYTES)
-    real, counts = ParamUnit._copy_piece, []
+    monkeypatch.setattr("infinity.state.staged_reads.PIECE_NBYTES", native.CHECKSUM_NBYTES)
+    real, counts = StagedReads._copy_piece, []
 
-    def copy_piece(unit, store, slot, piece, *, beside=False):
+    def copy_piece(reads, store, shard, flat, piece, name, *, beside=False):
         counts.append(piece.begin)
-        moved = beside and piece.nbytes == native.CHECKSUM_NBYTES
-        real(unit, store, slot, dataclasses.replace(piece, begin=0) if moved else piece)
+        moved = beside and piece.read.nbytes == native.CHECKSUM_NBYTES
+        placed = dataclasses.replace(piece, begin=0) if moved else piece
+        real(reads, store, shard, flat, placed, name)
 
-    monkeypatch.setattr(ParamUnit, "_copy_piece", copy_piece)
+    monkeypatch.setattr(StagedReads, "_copy_piece", copy_piece)
     assert same(trained(config, clip=True), at_once)
     assert max(counts) > 0, "no unit has two pieces"
-    monkeypatch.setattr(ParamUnit, "_copy_piece", lambda *given: copy_piece(*given, beside=True))
+    monkeypatch.setattr(StagedReads, "_copy_piece", lambda *given: copy_piece(*given, beside=True))
     assert not same(trained(config, clip=True), at_once)
 
 
@@ -407,7 +409,7 @@ def test_a_read_that_fails_while_pieces_are_copied_is_a_typed_error_and_leaves_n
     """Claim: whichever piece fails, the error is the disk's, and no swap file, thread or lease
     stays behind."""
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", 128)
-    monkeypatch.setattr("infinity.state.unit.PIECE_NBYTES", native.CHECKSUM_NBYTES)
+    monkeypatch.setattr("infinity.state.staged_reads.PIECE_NBYTES", native.CHECKSUM_NBYTES)
     monkeypatch.setenv("INFINITY_FAULTS", f"seed=3,{fault}")
     compute_on(Elsewhere)
     threads = threading.active_count()
@@ -530,7 +532,7 @@ def test_a_split_step_is_in_order(kernels, monkeypatch):
 
 
 def _finish_gather(unit, store, *, real=ParamUnit.finish_gather):
-    unit.arriving = devices.PAST
+    unit.arrival.event = devices.PAST
     return real(unit, store)
 
 

@@ -525,12 +525,12 @@ def measure(model, optimizer, micro: int) -> tuple[dict[str, int], dict[str, int
         step(seed)
     for unit in engine.units:  # what the last step left under way
         for shard in unit.shards:
-            shard.wait()
+            shard.homes.wait()
     before = {name: edge.nbytes for name, edge in infinity.stats(model).edges.items()}
     step(3)
     for unit in engine.units:
         for shard in unit.shards:
-            shard.wait()
+            shard.homes.wait()
     after = {name: edge.nbytes for name, edge in infinity.stats(model).edges.items()}
     expected = traffic(engine.plan, engine.sizes, passes=micro)
     return {name: after[name] - before[name] for name in after}, expected

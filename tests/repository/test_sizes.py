@@ -28,7 +28,6 @@ OVER = {
 }
 OVER_FILES = {
     "infinity/runtime/engine.py",
-    "infinity/state/parameter.py",
 }
 
 

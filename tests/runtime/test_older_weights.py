@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from lines import is_line
 from models import at_home, differing
 from torch import nn
 
 import infinity
 from infinity.runtime.older_weights import OlderWeights
 from infinity.runtime.registry import wrapped
-from infinity.state.shard_arrays import ShardArrays
+from infinity.state.home_arrays import HomeArrays
 from infinity.state.unit import ParamUnit
+from infinity.state.unit_buffers import UnitBuffers
 from infinity.state.versions import UnitVersions
 
 HOMES = ("device", "host", "nvme")
@@ -137,7 +139,7 @@ def test_an_update_that_fails_leaves_one_version(home, tmp_path):
             with engine.joined.opened():
                 model(batch(0)).square().mean().backward()
             calls: list[int] = []
-            advance = ShardArrays.advance
+            advance = HomeArrays.advance
 
             def interrupted(*arguments: Any, calls: list = calls, advance: Any = advance) -> None:
                 calls.append(1)
@@ -149,7 +151,7 @@ def test_an_update_that_fails_leaves_one_version(home, tmp_path):
                 raise KeyboardInterrupt
 
             if fails == "between":
-                patch.setattr(ShardArrays, "advance", interrupted)
+                patch.setattr(HomeArrays, "advance", interrupted)
             engine.older.update(raises if fails == "before" else optimizer.step)
             assert fails == "never"
             raise KeyboardInterrupt
@@ -180,6 +182,7 @@ def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_p
             UnitVersions._swap,
             UnitVersions._show,
             ParamUnit.change_places,
+            UnitBuffers.swap,
             OlderWeights.running.__wrapped__,
         )
     }
@@ -198,7 +201,7 @@ def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_p
             nonlocal lines
             if frame.f_code not in watched:
                 return None
-            if event == "line":
+            if is_line(frame, event):
                 lines += 1
                 if lines == struck + 1 and not leaves(frame):
                     raise KeyboardInterrupt

@@ -40,7 +40,7 @@ class Unit:
     def in_use(self) -> Unit:
         return self
 
-    def drop(self, store) -> None:
+    def drop(self) -> None:
         self.asked.append("drop")
 
     def finish_gather(self, store) -> None:
@@ -85,7 +85,10 @@ class Gathered(Unit):
         super().__init__(Residency.STAGED if on_disk else Residency.STORED)
         self.index, self.shards, self.asked = index, (), asked
         self.is_staged_from_disk = self.lies_on_disk = on_disk
-        self.arriving, self.copies_while_fetching = PAST, False
+        self.copies_while_fetching, self.is_updating = False, False
+        self.arrival = SimpleNamespace(event=PAST)
+        self.exposure = SimpleNamespace(begin=lambda: None, end=lambda: None)
+        self.buffers = SimpleNamespace(note_use=lambda event: None)
 
     def start_gather(self, store, ledger) -> None:
         self.asked.append(("gather", self.index))
@@ -94,16 +97,10 @@ class Gathered(Unit):
     def finish_gather(self, store) -> None:
         self.residency = Residency.RESIDENT
 
-    def expose(self) -> None:
-        pass
-
     def write_edits(self, store, journal) -> None:
         pass
 
-    def conceal(self) -> None:
-        pass
-
-    def note_use(self, event) -> None:
+    def wait_for_update(self) -> None:
         pass
 
     def take_read_times(self) -> None:

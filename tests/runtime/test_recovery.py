@@ -18,7 +18,7 @@ import campaign
 import campaign_user
 import pytest
 import torch
-from models import differing
+from models import ChildDied, differing, in_child
 from runs import adamw
 from torch import nn
 
@@ -119,19 +119,25 @@ def test_the_campaign_tells_hooks_that_are_left(tmp_path):
 def test_the_campaign_tells_what_is_wrong(what, tmp_path, monkeypatch):
     """The twin: engines that forget a part of their recovery are found out by at least one of many
     points."""
-    known = campaign.Known(campaign.User("host", tmp_path, None).wrap())
     operation = campaign_user.load_after_forward
     if what == "steps are not carried on":
         operation = campaign_user.step
         monkeypatch.setattr(Engine, "recover", lambda self, **how: self.journal.forget())
     else:
         monkeypatch.setattr(Engine, "recover", lambda self, **how: None)
-    outcomes = set()
-    for n in range(20, 1300, 70):
-        user = campaign.User("host", tmp_path, None).wrap()
-        outcomes.add(
-            campaign.play(operation, user, known, campaign.Striker(KeyboardInterrupt, "line"), n)[0]
-        )
+
+    def play() -> set[str]:
+        known, outcomes = campaign.Known(campaign.User("host", tmp_path, None).wrap()), set()
+        for n in range(20, 1300, 70):
+            user = campaign.User("host", tmp_path, None).wrap()
+            striker = campaign.Striker(KeyboardInterrupt, "line")
+            outcomes.add(campaign.play(operation, user, known, striker, n)[0])
+        return outcomes
+
+    try:
+        outcomes = in_child(play)
+    except ChildDied:
+        outcomes = {"wrong"}  # an engine that is not rebuilt computes with memory that was freed
     assert outcomes & {"wrong", "leak", "untyped"}, outcomes
 
 
@@ -372,7 +378,7 @@ def struck_when_consumed(move):
 def cut_after_submit(optimizer, monkeypatch) -> None:
     """Strikes a step when its updates are under way, and not yet in the books."""
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.state.shard_arrays.ShardArrays.submit", lambda *_: 1 / 0)
+        patch.setattr("infinity.state.home_arrays.HomeArrays.submit", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
 

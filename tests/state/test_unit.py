@@ -27,7 +27,8 @@ from infinity.state.parameter import ResidentParameter, StoredParameter
 from infinity.state.residency import MOVES, Residency
 from infinity.state.shard import ParamShard
 from infinity.state.shard_spec import ShardSpec
-from infinity.state.unit import ParamUnit, ReadPiece
+from infinity.state.staged_reads import ReadPiece, StagedReads
+from infinity.state.unit import ParamUnit
 from infinity.storage.staging import Staging
 from infinity.storage.store import ShardStore
 
@@ -59,7 +60,7 @@ class Home:
         ]
         self.unit = ParamUnit(0, "block", shards)
         for shard in shards:
-            shard.allocate(self.store, {"weight": tier}, "unit block")
+            shard.homes.allocate(self.store, {"weight": tier}, "unit block")
         region = native.Region(MIB)
         self.store.open([region], staging=native.PinnedPool(region))
         for shard, value in zip(shards, self.values):
@@ -74,12 +75,11 @@ class Home:
         ]
 
     def do(self, verb: str) -> None:
-        arguments = {
-            "fetch": lambda: (self.store, self.slots()),
-            "drop": lambda: (self.store,),
-            "gather": lambda: (self.store, self.ledger),
-        }
-        getattr(self.unit, verb)(*arguments.get(verb, tuple)())
+        if verb == "gather":
+            self.unit.start_gather(self.store, self.ledger)
+            self.unit.finish_gather(self.store)
+        else:
+            getattr(self.unit, verb)(*((self.store, self.slots()) if verb == "fetch" else ()))
 
     def go(self, state: Residency) -> None:
         """Moves the unit from STORED to ``state`` the regular way."""
@@ -103,12 +103,12 @@ class Home:
         assert self.charged() - self.idle == (nbytes if resident else 0), "device bytes charged"
         staged = nbytes if state in (Residency.FETCHING, Residency.STAGED) else 0
         assert self.store.staging.pool.leased_nbytes == staged, "staging bytes leased"
-        held = sum(flat.untyped_storage().nbytes() for flat in self.unit.flats)
+        held = sum(flat.untyped_storage().nbytes() for flat in self.unit.buffers.flats)
         assert held == (nbytes if resident else 0), "storage"
 
     def check_values(self) -> None:
         """The resident unit has the bits that were stored."""
-        for shard, flat, value in zip(self.unit.shards, self.unit.flats, self.values):
+        for shard, flat, value in zip(self.unit.shards, self.unit.buffers.flats, self.values):
             assert same_bits(shard.layout.placements[0].view(flat).contiguous(), value)
 
 
@@ -125,7 +125,7 @@ def test_a_unit_goes_round_and_brings_its_bits(tmp_path, kind):
     """Takes the regular way three times; in every state exactly what it costs is charged, leased
     and held."""
     home = Home(tmp_path)
-    storages = [flat.untyped_storage()._cdata for flat in home.unit.flats]
+    storages = [flat.untyped_storage()._cdata for flat in home.unit.buffers.flats]
     home.check_settled()
     for _ in range(3):
         for verb in ("fetch", "stage", "gather"):
@@ -135,7 +135,7 @@ def test_a_unit_goes_round_and_brings_its_bits(tmp_path, kind):
         home.do("release")
         assert home.unit.residency is Residency.STORED
         home.check_settled()
-    assert storages == [flat.untyped_storage()._cdata for flat in home.unit.flats], (
+    assert storages == [flat.untyped_storage()._cdata for flat in home.unit.buffers.flats], (
         "a storage was replaced"
     )
 
@@ -182,10 +182,10 @@ def test_parameters_keep_identity_and_change_class_with_exposure(tmp_path):
     params = [param for shard in home.unit.shards for param in shard.params]
     assert all(type(param) is StoredParameter for param in params)
     home.go(Residency.RESIDENT)
-    home.unit.expose()
+    home.unit.exposure.begin()
     assert all(type(param) is ResidentParameter for param in params)
     assert all(same_bits(param.detach(), value) for param, value in zip(params, home.values))
-    home.unit.conceal()
+    home.unit.exposure.end()
     assert all(type(param) is StoredParameter for param in params)
     assert params == [param for shard in home.unit.shards for param in shard.params]
 
@@ -215,13 +215,8 @@ def test_a_move_outside_the_table_raises_with_the_history_and_costs_nothing(tmp_
     slots = (
         home.slots() if verb == "fetch" else []
     )  # held here, so that the unit's own leases can be counted
-    arguments = {
-        "fetch": (home.store, slots),
-        "drop": (home.store,),
-        "gather": (home.store, home.ledger),
-    }.get(verb, ())
     with pytest.raises(UsageError) as caught:
-        getattr(home.unit, verb)(*arguments)
+        home.unit.fetch(home.store, slots) if verb == "fetch" else home.do(verb)
     for slot in slots:
         slot.release()
     message = str(caught.value)
@@ -342,7 +337,7 @@ def test_slots_are_given_back_only_when_no_read_is_under_way_into_them(tmp_path,
     and after Ctrl-C the first too. Nobody else may get such memory."""
     home = Home(tmp_path)
     home.do("fetch")
-    for piece in home.unit._pieces:
+    for piece in home.unit._reads.pieces:
         piece.read.wait()
     reads, under_way_at_release = [Late(kind(*said)), Late()], []
 
@@ -353,9 +348,9 @@ def test_slots_are_given_back_only_when_no_read_is_under_way_into_them(tmp_path,
         def release(self) -> None:
             under_way_at_release.append(not self.read.over)
 
-    kept = home.unit._slots
-    home.unit._slots = [Slot(read) for read in reads]
-    home.unit._pieces = [ReadPiece(i, 0, read) for i, read in enumerate(reads)]
+    kept = home.unit._reads.slots
+    home.unit._reads = StagedReads([Slot(read) for read in reads])
+    home.unit._reads.pieces = [ReadPiece(i, 0, read) for i, read in enumerate(reads)]
     with pytest.raises(kind):
         home.do("stage")
     assert kept and not any(under_way_at_release)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from behind_cases import BLOCK, Home, Noted, SlowDisk, folder, home_in, kind  # noqa: F401
 from doubles import fault_plan
+from lines import is_line
 from models import environment
 
 from infinity import native
@@ -104,7 +105,7 @@ def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeyp
             service_nbytes=5 * BLOCK,
             layer=doubles.layer(fault_plan(hang=1.0)),
         )
-    array = store.allocate(Tier.NVME, torch.uint8, 4 * BLOCK, "array")
+    array = store.arrays.allocate(Tier.NVME, torch.uint8, 4 * BLOCK, "array")
     store.open([])
     region = native.Region(4 * BLOCK, False, 0)
     memory = native.tensor_at(region, region.address, 4 * BLOCK, torch.uint8)
@@ -199,7 +200,7 @@ def test_ctrl_c_while_memory_is_lent_leaves_nothing_under_way_that_nobody_keeps(
         def trace(frame: Any, event: str, _: Any) -> Any:
             if frame.f_code.co_filename != loans.__file__:
                 return None
-            if event == "line" and next(counted) == line:
+            if is_line(frame, event) and next(counted) == line:
                 raise KeyboardInterrupt
             return trace
 

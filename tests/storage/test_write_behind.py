@@ -59,8 +59,8 @@ from torch import nn
 import infinity
 from infinity import native
 from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
+from infinity.storage.allocator import ArrayAllocator
 from infinity.storage.arrays import StateArray
-from infinity.storage.store import ShardStore
 from infinity.storage.write_behind import PARTS, UNDER_WAY, OpenPart, WriteBehind
 
 TYPED = (StorageError, CorruptionError)
@@ -527,15 +527,15 @@ def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
         engine = infinity.runtime.registry.wrapped(model).engine
         masters = [shard.arrays["master"] for unit in engine.units for shard in unit.shards]
         assert all(not engine.store.read(array, 0, array.numel).any() for array in masters)
-    allocate = ShardStore.allocate
+    allocate = ArrayAllocator.allocate
 
-    def dirty(self: ShardStore, *given: Any, **more: Any) -> StateArray:
+    def dirty(self: ArrayAllocator, *given: Any, **more: Any) -> StateArray:
         array = allocate(self, *given, **more)
         if array.flat is not None:
             array.flat.view(torch.uint8).fill_(1)
         return array
 
-    monkeypatch.setattr(ShardStore, "allocate", dirty)
+    monkeypatch.setattr(ArrayAllocator, "allocate", dirty)
     model = transformer(SEED, blocks=1).bfloat16()
     model, _ = infinity.wrap_model(
         model, adamw(model, LR), at_home("host", "host", tmp_path, master="split")
@@ -561,13 +561,13 @@ def absent_pages(region: native.Region) -> int:
 @pytest.fixture
 def made(monkeypatch) -> list[native.Region]:
     """The regions that stores make from here on."""
-    regions, make_region = [], ShardStore.make_region
+    regions, make_region = [], ArrayAllocator.make_region
 
-    def noting(self: ShardStore, *given: Any, **more: Any) -> native.Region:
+    def noting(self: ArrayAllocator, *given: Any, **more: Any) -> native.Region:
         regions.append(make_region(self, *given, **more))
         return regions[-1]
 
-    monkeypatch.setattr(ShardStore, "make_region", noting)
+    monkeypatch.setattr(ArrayAllocator, "make_region", noting)
     return regions
 
 

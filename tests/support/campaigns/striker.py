@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lines import is_line
+
 import infinity
 
 PACKAGE = str(Path(infinity.__file__).parent) + os.sep
@@ -104,7 +106,7 @@ class Striker:
 
     def _inside(self, frame: Any, event: str, _: Any) -> Any:
         handled, leaving = self._points[frame.f_code]
-        if event == "line" and self._events == "line" and frame.f_lasti not in leaving:
+        if self._events == "line" and is_line(frame, event) and frame.f_lasti not in leaving:
             self.count(_place(frame))
         elif event == "opcode" and frame.f_lasti in handled:
             self.count(_place(frame))

@@ -125,7 +125,7 @@ class Job:
 
     def count(self) -> int:
         """Shadows that are there now."""
-        return sum(shard.shadow is not None for shard in self.shards)
+        return sum(shard.homes.shadow is not None for shard in self.shards)
 
     def see(self, value: torch.Tensor) -> None:
         self.seen.append(value.detach().clone())

@@ -29,8 +29,8 @@ from infinity import native
 from infinity.gradients.tensor import LandedGrad
 from infinity.machine import accelerator, device
 from infinity.optim import stepper
+from infinity.state.home_arrays import HomeArrays
 from infinity.state.parameter import StoredAlias
-from infinity.state.shard import ParamShard
 
 LINES = ("compute", "host", "updater", *device.QUEUES)
 Clock = dict[str, int]
@@ -282,7 +282,7 @@ def detecting(monkeypatch, kernels=None):
 
 def _watch_updates(monkeypatch, detector_of) -> None:
     """Has the processor's updates counted as accesses, behind what they were told to come after."""
-    real_update, real_joined, real_wait = native.UnitUpdate, native.joined, ParamShard.wait
+    real_update, real_joined, real_wait = native.UnitUpdate, native.joined, HomeArrays.wait
     plan_update = stepper.Stepper._processor_update
     told: dict = {}
     planned: list = []  # updates, and when each is over
@@ -306,7 +306,7 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         if told["after"] is not None:
             detector.join("updater", detector.tickets[told["after"]])
         first, last = spans[0][0], spans[-1][1]
-        written = (shard.spare_arrays if how.get("ahead") else shard.arrays) | {
+        written = (shard.homes.beside if how.get("ahead") else shard.arrays) | {
             "grad": shard.arrays["grad"]
         }
         for name, array in written.items():
@@ -333,4 +333,4 @@ def _watch_updates(monkeypatch, detector_of) -> None:
     monkeypatch.setattr(native, "UnitUpdate", update)
     monkeypatch.setattr(native, "joined", joined)
     monkeypatch.setattr(stepper.Stepper, "_processor_update", processor_update)
-    monkeypatch.setattr(ParamShard, "wait", wait)
+    monkeypatch.setattr(HomeArrays, "wait", wait)

@@ -78,7 +78,7 @@ def elements_at_home(model: nn.Module) -> dict[str, int]:
     found = {"experts": 0, "rest": 0}
     for unit in wrapped(model).engine.units:
         for handle in unit.handles:
-            begin, end = handle.shard.slice_part(handle.index)
+            begin, end = handle.shard.layout.slice_part(handle.index)
             found["experts" if ".experts." in handle.name else "rest"] += end - begin
     return found
 

@@ -22,6 +22,7 @@ from torch import nn
 if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
+from lines import is_line
 from ranks import serve
 
 import infinity
@@ -301,7 +302,9 @@ class Lines:
         )
 
     def _line(self, frame: Any, event: str, _: Any) -> Any:
-        if event == "line" and not (frame.f_code.co_name in OF_EXCHANGES and not _purpose(frame)):
+        if is_line(frame, event) and not (
+            frame.f_code.co_name in OF_EXCHANGES and not _purpose(frame)
+        ):
             place = Path(frame.f_code.co_filename).stem, frame.f_lineno, _purpose(frame)
             self.seen[place] = None
             if place == self._target:

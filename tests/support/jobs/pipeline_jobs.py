@@ -195,7 +195,7 @@ def evaluates(schedule: Any, chunks: list[Chunk], numbers: list[int], count: int
         found.append([loss.item() for loss in losses])
     at_home = [unit for unit in wrapped(chunks).engine.units if not unit.stays]
     return found[0] == found[1] and not any(
-        flat.untyped_storage().nbytes() for unit in at_home for flat in unit.flats
+        flat.untyped_storage().nbytes() for unit in at_home for flat in unit.buffers.flats
     )
 
 

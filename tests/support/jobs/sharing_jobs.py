@@ -104,12 +104,12 @@ def partly() -> dict[str, Any]:
     shards = [shard for unit in engine.units for shard in unit.shards]
 
     def read() -> list[bool]:
-        return [engine.ranks.row.homes.have(shard.weight_regions) for shard in shards]
+        return [engine.ranks.row.homes.have(shard.homes.weight_regions) for shard in shards]
 
     shared = [read()]
-    shards[1].keep_older(engine.store, "a unit")
+    shards[1].homes.keep_older(engine.store, "a unit")
     shared.append(read())
-    shards[1].drop_older(engine.store)
+    shards[1].homes.drop_older(engine.store)
     shared.append(read())
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())
@@ -213,12 +213,12 @@ def held_back(share: bool) -> dict[str, Any]:
         unit.start_gather(engine.store, engine.ledger)
     if dist.get_rank() == 0:
         time.sleep(0.2)
-        ticket = engine.device.ticket([shard.last_read])  # what an update would come behind
+        ticket = engine.device.ticket([shard.homes.last_read])  # what an update would come behind
         free.append(ticket is None)
         store.set(key, "")
         if ticket is not None:
             ticket.wait()
-            free.append(engine.device.ticket([shard.last_read]) is None)
+            free.append(engine.device.ticket([shard.homes.last_read]) is None)
     unit.finish_gather(engine.store)
     unit.release()
     dist.barrier()

@@ -114,7 +114,7 @@ def trained(
     }
     at_rest = [unit for unit in wrapped(chunks).engine.prefetcher.units if not unit.stays]
     found["empty"] = not any(
-        flat.untyped_storage().nbytes() for unit in at_rest for flat in unit.flats
+        flat.untyped_storage().nbytes() for unit in at_rest for flat in unit.buffers.flats
     )
     infinity.unwrap_model(chunks, optimizer)
     found["plain"] = all(
@@ -466,7 +466,7 @@ def one_lacks_room() -> dict[str, Any]:
         wrapped(chunks).engine,
         schedule_of("1F1B", chunks, numbers, count, mesh, MICRO),
     )
-    account, allocate = engine.ledger.accounts[Tier.HOST], engine.store.allocate_later
+    account, allocate = engine.ledger.accounts[Tier.HOST], engine.store.arrays.allocate_later
     before, calls = account.charged_nbytes, []
 
     def refusing(*arguments: Any) -> Any:
@@ -475,11 +475,11 @@ def one_lacks_room() -> dict[str, Any]:
             raise CapacityError("nothing is left")
         return allocate(*arguments)
 
-    engine.store.allocate_later = refusing
+    engine.store.arrays.allocate_later = refusing
     found: dict[str, Any] = {
         "said": told(lambda: infinity.parallel.without_flush(schedule, optimizer))
     }
-    del engine.store.allocate_later
+    del engine.store.arrays.allocate_later
     found["taken"], found["keeps"] = account.charged_nbytes - before, engine.older is not None
     found["goes on"] = told(
         lambda: infinity.parallel.without_flush(schedule, optimizer).run(pairs(range(2)))

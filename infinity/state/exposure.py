@@ -1,0 +1,136 @@
+"""Exposure: makes one unit's parameters ordinary ones while a forward or backward uses them, and
+sends home what a forward changed in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..distributed.collectives import Collectives
+from ..errors import UsageError
+from ..storage.store import ShardStore
+from .dtensors import is_distributed
+from .forward_edits import ForwardEdits
+from .handle import own_bytes
+from .journal import Journal
+from .parameter import RESIDENT, STORED
+from .shard import ParamShard
+from .unit_buffers import UnitBuffers
+
+
+class Exposure:
+    """The parameters of one unit, as modules and users see them.
+
+    is_older
+        The weights are those before the last update, which may not be changed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shards: Sequence[ParamShard],
+        buffers: UnitBuffers,
+        collectives: Collectives,
+        *,
+        is_older: bool,
+    ):
+        self._name, self._shards, self._buffers = name, shards, buffers
+        self._collectives, self._ranks = collectives, collectives.ranks
+        self._is_older = is_older
+        self._edits = ForwardEdits(shards)
+
+    def begin(self) -> None:
+        """Makes the parameters ordinary ones, for a forward or backward that uses them."""
+        self._switch(RESIDENT)
+        # Values exported before this hold were compared with home already.
+        self._edits.begin(
+            [
+                param
+                for buffer in self._buffers
+                if buffer.is_exported
+                for param in buffer.shard.params
+            ]
+        )
+
+    def end(self) -> None:
+        """Hooks every use of a parameter: the engine handles it, even while its bytes are on the
+        device.
+
+        Otherwise a write would change a copy that is about to be dropped, and be lost without an
+        error.
+        """
+        self._switch(STORED)
+
+    def forget(self) -> None:
+        """Drops everything watched, after an exception, and hooks every use of a parameter."""
+        self._edits.forget()
+        self.end()
+
+    def _switch(self, classes: tuple[type, type]) -> None:
+        plain, distributed = classes
+        for shard in self._shards:
+            for param in shard.params:
+                param.__class__ = distributed if is_distributed(param) else plain
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, stays: bool) -> None:
+        """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not
+        count them."""
+        self._edits.watch(param, data, self._can_be_compared(stays))
+
+    def _can_be_compared(self, stays: bool) -> bool:
+        """Returns whether a comparison with home shows a change. Not for a device home, which has
+        no other copy, nor for compressed gathers, whose values differ anyway. Older weights' home
+        may have a slice only: each rank compares with a whole copy, so that all find the same."""
+        return not self._is_older and not stays and not self._ranks.compresses
+
+    def find_edits(self, store: ShardStore, *, stays: bool) -> bool:
+        """Returns whether a forward may have changed its own parameters (clamping a weight, for
+        example). ``stays``: the device's bytes are the home.
+
+        Raises UsageError if older weights were changed, or if a change cannot be carried home.
+        """
+        if self._is_older:
+            if self._edits.find():
+                raise UsageError(
+                    f"a forward changed parameters of unit {self._name} in place, which are one"
+                    " update old while a pipeline runs without flush: the change would be lost. Run"
+                    " the pipeline with a flush between batches (schedule.step)."
+                )
+            return False
+        self._look_at_exports(store, stays)
+        return self._edits.look()
+
+    def write_edits(self, store: ShardStore, journal: Journal, *, stays: bool) -> None:
+        """Sends home what :meth:`find_edits` has found. Raises UsageError if a change cannot be
+        distinguished from the earlier value."""
+        self._edits.write(
+            store, journal, self._collectives, compresses=self._ranks.compresses, stays=stays
+        )
+
+    def _look_at_exports(self, store: ShardStore, stays: bool) -> None:
+        """Watches parameters changed through an export (NumPy, DLPack), which torch does not count.
+
+        Raises UsageError if an export moved them to other memory, or if other ranks would need the
+        change.
+        """
+        for buffer in self._buffers:
+            if buffer.is_moved:
+                raise UsageError(
+                    f"share_memory_() of weights of unit {self._name}: what other processes would"
+                    " see of them is not what is trained, whose home is on"
+                    f" {buffer.shard.weight.tier}. Share a copy:"
+                    " weight.detach().clone().share_memory_()."
+                )
+            if not self._can_be_compared(stays) or not buffer.is_exported:
+                continue
+            for index, param in enumerate(buffer.shard.params):
+                if self._edits.knows(param) or buffer.shard.holds(store, index, own_bytes(param)):
+                    continue
+                if not self._ranks.alone:
+                    raise UsageError(
+                        f"{buffer.shard.names[index]} was changed in a forward through an array or"
+                        " an export of it. With several ranks change it through .data, or inside"
+                        " infinity.full_params(..., writeback=True)."
+                    )
+                self._edits.watch(param, own_bytes(param), True)

@@ -1,0 +1,289 @@
+"""HomeArrays: one shard's flat arrays at their homes, and the running updates of them.
+
+    AT_HOME    nothing is running
+    STEPPING   an update is running, and defines the bytes at home once it is done
+    SHADOWED   the results of an update made ahead are beside the state, or on their way there
+
+shadow      buffers for the results of an update made ahead; if the step uses it, they and the state
+            are swapped
+older       the weights before the last update, if both versions are kept: an update writes its
+            result there, and the two are swapped
+last read   the event after which no copy to the device reads the weights at home
+
+[Note: why these refer to no parameter] A table of the process holds them until an engine's memory
+is freed, which may be after the engine is gone. Objects that users attach to parameters, often the
+model itself, must not live as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from .. import native
+from ..errors import InternalError
+from ..machine.device import PAST, Event
+from ..machine.tiers import Tier
+from ..storage.arrays import StateArray
+from ..storage.store import ShardStore
+from .flat_layout import FlatLayout
+from .shard_spec import ShardSpec
+
+
+class Activity(Enum):
+    """The running activity in a shard's arrays."""
+
+    AT_HOME = auto()
+    STEPPING = auto()
+    SHADOWED = auto()
+
+
+MOVES = {
+    Activity.AT_HOME: {Activity.STEPPING, Activity.SHADOWED},
+    Activity.STEPPING: {Activity.AT_HOME},
+    Activity.SHADOWED: {Activity.AT_HOME, Activity.STEPPING},
+}
+
+
+class Update(Protocol):
+    """A submitted update."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is done."""
+
+    def wait(self) -> None:
+        """Blocks until it is done. Raises its error."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shadow:
+    """An update made ahead, and all its inputs: a step with other inputs cannot use it."""
+
+    update: native.UnitUpdate
+    inputs: object
+
+    @property
+    def ticket(self) -> native.Ticket | None:
+        """The ticket; None before the update is submitted."""
+        return self.update.ticket
+
+
+class HomeArrays:
+    """The arrays of one shard, and their running updates."""
+
+    def __init__(self, spec: ShardSpec, layout: FlatLayout, names: list[str]):
+        """``names``: of the parameters, for messages."""
+        self.spec, self.layout, self._names = spec, layout, names
+        self.arrays: dict[str, StateArray] = {}
+        # Buffers of a shadow, or older weights; a shadow's are valid only while there is one.
+        self.beside: dict[str, StateArray] = {}
+        self._reserved: list[StateArray] = []  # disk space of arrays that are cached on the host
+        self.update: Update | None = None  # the last one that was submitted
+        self.shadow: Shadow | None = None
+        self.last_read: Event = PAST
+
+    @property
+    def weight(self) -> StateArray:
+        return self.arrays["weight"]
+
+    @property
+    def older(self) -> StateArray:
+        """The weights before the last update; the current ones if only they are kept."""
+        return self.beside.get("weight", self.weight)
+
+    @property
+    def weight_regions(self) -> list[native.Region | None]:
+        """The host memory of the weights, now and after the next update, or None."""
+        return [array.region for array in (self.weight, self.older)]
+
+    # --- memory ---
+
+    def allocate(
+        self,
+        store: ShardStore,
+        tiers: dict[str, Tier],
+        what: str,
+        *,
+        kept: Collection[str] = (),
+        shadowed: bool = False,
+    ) -> None:
+        """Allocates arrays at ``tiers``, host caches of ``kept`` and, if ``shadowed``, a shadow."""
+        row = self.layout.ranks.row
+        homes = row.homes if row is not None else None  # read by other ranks
+        for name, dtype in self.spec.array_dtypes().items():
+            begin, end = self.layout.own(name)
+            numel, make = (
+                end - begin,
+                homes.make_region if homes is not None and name == "weight" else native.Region,
+            )
+            array = store.arrays.allocate(tiers[name], dtype, numel, f"{name} of {what}", make=make)
+            if name in kept:
+                self._reserved.append(array)
+                array = store.arrays.allocate(
+                    Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe", make=make
+                )
+            self.arrays[name] = array
+            if shadowed and self.spec.stepped and name != "grad":
+                self.beside[name] = store.arrays.allocate(
+                    array.tier, dtype, numel, f"{name} of {what}, updated ahead", make=make
+                )
+
+    def allocate_missing(
+        self, store: ShardStore, spec: ShardSpec, tiers: dict[str, Tier], what: str
+    ) -> dict[str, StateArray]:
+        """Allocates, after the wrap, ``spec``'s missing arrays, zeroed, for :meth:`grow`."""
+        made: dict[str, StateArray] = {}
+        try:
+            for name, dtype in spec.array_dtypes().items():
+                if name not in self.arrays:
+                    begin, end = self.layout.own(name)
+                    made[name] = store.arrays.allocate_later(
+                        tiers[name], dtype, end - begin, f"{name} of {what}"
+                    )
+        except BaseException:
+            for array in made.values():
+                store.arrays.free_more(array)
+            raise
+        return made
+
+    def grow(self, spec: ShardSpec, arrays: dict[str, StateArray]) -> None:
+        """Makes these the arrays of ``spec``, with more ``arrays`` (AT_HOME only). Idempotent."""
+        self.spec, self.arrays = spec, self.arrays | arrays
+
+    def keep_older(self, store: ShardStore, what: str) -> None:
+        """Allocates the older weights' array (AT_HOME only). Raises CapacityError without room."""
+        if self.beside:
+            raise InternalError(
+                f"the shard of {self._names[0]} has room for a shadow, which cannot be an older"
+                " version's"
+            )
+        weight = self.weight
+        array = store.arrays.allocate_later(
+            weight.tier, weight.dtype, weight.numel, f"older weight of {what}"
+        )
+        self.beside = {"weight": array}
+
+    def drop_older(self, store: ShardStore) -> None:
+        """Frees the memory of :meth:`keep_older`, before any update has used it."""
+        if self.beside:
+            store.arrays.free_more(self.beside.pop("weight"))
+
+    def clear(self) -> None:
+        """Drops the arrays. Units and handles form a cycle, for which the memory must not wait."""
+        self.arrays.clear()
+        self.beside.clear()
+        self._reserved.clear()
+        self.last_read = PAST
+
+    # --- running updates ---
+
+    @property
+    def activity(self) -> Activity:
+        """Derived from the fields, so that an exception between two statements cannot leave it
+        wrong."""
+        if self.shadow is not None:
+            return Activity.SHADOWED
+        return Activity.AT_HOME if self.update is None else Activity.STEPPING
+
+    def _check_move(self, to: Activity) -> None:
+        if to not in MOVES[self.activity]:
+            raise InternalError(
+                f"the shard of {self._names[0]} is {self.activity.name} and cannot go to {to.name}"
+            )
+
+    @property
+    def shadow_extents(self) -> dict[str, native.Extent]:
+        """The extents of an update made ahead; empty if there is no room for one."""
+        return {name: array.extent for name, array in self.beside.items()}
+
+    def lend(self, event: Event) -> None:
+        """Lets a copy to the device read the weights at home until ``event``."""
+        self.last_read = event
+
+    def submit(self, update: Update) -> None:
+        """Records the running ``update`` (AT_HOME or SHADOWED -> STEPPING). Idempotent."""
+        if self.update is not update:
+            self._check_move(Activity.STEPPING)
+            self.update, self.shadow = update, None
+
+    def advance(self, update: Update, weight: StateArray) -> None:
+        """Records the running ``update``, which writes the new ``weight`` beside the old one
+        (AT_HOME -> STEPPING). The new one becomes current, the old one older. Idempotent."""
+        if self.weight is not weight:
+            self._check_move(Activity.STEPPING)
+            before, after = {"weight": self.weight}, self.arrays | {"weight": weight}
+            # One statement, as in keep_shadow().
+            self.arrays, self.beside, self.update = after, before, update
+
+    def cast_shadow(self, shadow: Shadow) -> None:
+        """Records ``shadow``, which is about to be submitted (AT_HOME -> SHADOWED)."""
+        self._check_move(Activity.SHADOWED)
+        self.shadow = shadow
+
+    def keep_shadow(self) -> None:
+        """Swaps the state with the shadow, which becomes the state (SHADOWED -> STEPPING)."""
+        self._check_move(Activity.STEPPING)
+        before = {name: self.arrays[name] for name in self.beside}
+        after, update = self.arrays | self.beside, self.shadow.ticket
+        # One statement, so that no interrupt leaves a state that is half the shadow's.
+        self.arrays, self.beside, self.update, self.shadow = after, before, update, None
+
+    def wait(self) -> None:
+        """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises its error."""
+        if self.update is not None:
+            self.update.wait()
+            self.update = None
+
+    def inputs_change(self) -> None:
+        """Tells that gradients or state are about to change: an update made ahead is dropped."""
+        self.drop_shadow()
+
+    def drop_shadow(self) -> None:
+        """Waits for the shadow and drops it, because its inputs change (SHADOWED -> AT_HOME).
+        Raises its error."""
+        if self.shadow is not None and (ticket := self.shadow.ticket) is not None:
+            try:
+                ticket.wait()
+            finally:  # keeps the update if it still runs because the wait was interrupted
+                self.shadow = self.shadow if not ticket.done else None
+        self.shadow = None
+
+    def wait_idle(self) -> None:
+        """Waits for updates and reads of the arrays, before the host changes them."""
+        self.wait()
+        self.drop_shadow()
+        self.last_read.wait()
+        self.last_read = PAST
+
+    def settle(self) -> None:
+        """Waits for running updates and ignores their errors (-> AT_HOME): the engine is being shut
+        down."""
+        for wait in (self.drop_shadow, self.wait):
+            try:
+                wait()
+            except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
+                pass
+        self.update = self.shadow = None
+
+    # --- for the optimizer ---
+
+    def native_layout(self, rule: native.Rule) -> native.Layout:
+        """Describes this shard to the kernel."""
+        spec = self.spec
+        return native.Layout(
+            rule=rule,
+            weight=native.DTYPES[spec.dtype],
+            master=spec.master,
+            grad=native.DTYPES[spec.grad_dtype],
+            moments=native.MOMENT_DTYPES[spec.moment_dtype],
+        )
+
+    def slice_of_grad(self) -> native.Extent:
+        """Returns the extent of this rank's slice in a gradient that is whole in memory."""
+        size, layout = self.spec.grad_dtype.itemsize, self.layout
+        return self.arrays["grad"].extent.part(
+            layout.own_slice[0] * size, layout.slice_numel * size
+        )

@@ -1,0 +1,125 @@
+"""StagedReads: one unit's weights on their way from disk, through staging slots."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import native
+from ..errors import CorruptionError, InfinityError, StorageError
+from ..storage.arrays import StateArray
+from ..storage.staging import Fetch
+from ..storage.store import ShardStore
+from .home_arrays import Update
+from .shard import ParamShard
+
+# Reads in pieces of this size overlap with copies to a device. Whole checksum blocks.
+PIECE_NBYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ReadPiece:
+    """A part of a shard on its way from the disk into the shard's slot."""
+
+    shard: int  # index in the unit
+    begin: int  # byte of the slice
+    read: Fetch
+
+
+class StagedReads:
+    """The reads of one unit into ``slots``, one for each shard, until they go back."""
+
+    def __init__(self, slots: list[native.Lease]):
+        self.slots = slots
+        self.pieces: list[ReadPiece] = []
+        self.times: tuple[float, float] | None = None  # start and end of what was copied
+
+    def start(
+        self,
+        store: ShardStore,
+        weights: Sequence[StateArray],
+        after: Sequence[Update | None],
+        *,
+        in_pieces: bool,
+    ) -> None:
+        """Starts reading this rank's slices at home, ``weights``, each ``after`` an update of it.
+        ``in_pieces``: each piece can be used as soon as it is there."""
+        for index, (weight, slot, update) in enumerate(zip(weights, self.slots, after)):
+            size = PIECE_NBYTES if in_pieces or store.staging.needs_pieces else weight.nbytes
+            for begin in range(0, weight.nbytes, size):
+                nbytes = min(size, weight.nbytes - begin)
+                read = store.staging.fetch(weight, begin, slot, nbytes, at=begin, after=update)
+                self.pieces.append(ReadPiece(index, begin, read))
+
+    @property
+    def done(self) -> bool:
+        """Whether all reads are over."""
+        return all(piece.read.done for piece in self.pieces)
+
+    def first_error(self) -> Exception | None:
+        """Waits for all reads. Returns the first error, if any."""
+        error: Exception | None = None
+        for piece in self.pieces:
+            try:
+                piece.read.wait()
+            except Exception as failure:  # noqa: BLE001 - told by the caller
+                error = error or failure
+        return error
+
+    def cancel(self) -> Exception | None:
+        """Cancels reads that have not started, and waits for the others. Returns the first error of
+        a disk, if any."""
+        error: Exception | None = None
+        for piece in self.pieces:
+            piece.read.cancel()
+        for piece in self.pieces:
+            try:
+                piece.read.wait()
+            except InfinityError as failure:
+                cancelled = isinstance(failure, StorageError) and failure.errno == errno.ECANCELED
+                # These bytes are unused, and may have been overwritten during the read. If the disk
+                # holds wrong bytes, the next read finds out.
+                error = error or (
+                    None if cancelled or isinstance(failure, CorruptionError) else failure
+                )
+        return error
+
+    def copy(
+        self,
+        store: ShardStore,
+        shards: Sequence[ParamShard],
+        flats: Sequence[torch.Tensor],
+        name: str,
+    ) -> None:
+        """Copies each piece to its place in ``flats`` as it arrives. After an error waits for the
+        remaining reads. ``name``: of the unit, for the timeline."""
+        try:
+            for piece in self.pieces:
+                self._copy_piece(store, shards[piece.shard], flats[piece.shard], piece, name)
+        except BaseException:
+            self.first_error()
+            raise
+
+    def _copy_piece(
+        self, store: ShardStore, shard: ParamShard, flat: torch.Tensor, piece: ReadPiece, name: str
+    ) -> None:
+        if not piece.read.done:
+            with store.traffic.stalled("nvme->host", name):
+                piece.read.wait()
+        piece.read.wait()  # raises the error of a failed read
+        start, end = piece.read.times
+        store.traffic.mark(piece.read.lane, name, start, end)
+        self.times = (
+            (min(start, self.times[0]), max(end, self.times[1])) if self.times else (start, end)
+        )
+        source = piece.read.values(shard.spec.dtype)
+        first = shard.layout.own("weight")[0] + piece.begin // shard.spec.dtype.itemsize
+        flat[first : first + source.numel()].copy_(source, non_blocking=True)
+
+    def release(self) -> None:
+        """Releases the slots, once no read is running."""
+        for slot in self.slots:
+            slot.release()
