@@ -361,6 +361,6 @@ def _make_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, rule) -> I
         if (grad := raw_grad(param)) is not None:
             set_raw_grad(param, None)
             handle.grad.move(GradState.LANDED)
-            engine.gradients.watch(handle, grad, local_of(grad))
+            engine.gradients.assigned.watch(handle, grad, local_of(grad))
     stepping.given.share_state(stepping.state, stepping)
     return stepping

@@ -216,7 +216,8 @@ class AssignedGrads:
 
     def settle_all(self) -> None:
         """Settles all assigned tensors."""
-        self.let_go_unheld()
+        if self._assigned:
+            self.let_go_unheld()
         for handle in list(self._assigned):
             assigned = handle.grad.assigned
             is_early, assigned.is_early = assigned.is_early, False

@@ -10,13 +10,12 @@ import torch
 
 from .. import native
 from ..distributed.collectives import Collectives
-from ..errors import CapacityError, UsageError
+from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state import mistakes
 from ..state.dtensors import is_common, like, part_of
 from ..state.handle import ParamHandle, set_raw_grad
 from ..state.operations import Operation
-from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from ..storage.store import ShardStore
 from .assigned_grads import AssignedGrads
@@ -39,7 +38,7 @@ class Averager(Protocol):
         more, and no rank to meet."""
 
 
-class GradientBank(AssignedGrads):
+class GradientBank:
     """Lands, lends and consumes gradients. Used from the thread that runs backward or the step."""
 
     def __init__(
@@ -51,7 +50,9 @@ class GradientBank(AssignedGrads):
         in_flight_nbytes: int = 0,
     ):
         homes = GradHomes(store, staging, in_flight_nbytes=in_flight_nbytes)
-        super().__init__(GradValues(homes, store, collectives), store)
+        self.values = GradValues(homes, store, collectives)
+        self.ranks, self._store = collectives.ranks, store
+        self.assigned = AssignedGrads(self.values, store)
         self.homes, self.changes = homes, self.values.changes
         self._lander = Lander(homes, store, self.changes, self.values.norms)
         self.clips: list[float] = []  # factors of users' clips of all gradients since the last step
@@ -60,8 +61,6 @@ class GradientBank(AssignedGrads):
         # In a pass of several backwards: sums that land after the last one
         self._waiting: WholeGradients | None = None
         self.takes_samples = False  # of gradients that ranks with other local parts share
-        # No device memory for their sums: they land in each backward
-        self._without_room: set[ParamShard] = set()
 
     # --- what autograd and torch.nn.utils see ---
 
@@ -79,7 +78,10 @@ class GradientBank(AssignedGrads):
                 "torch/nn/modules/module.py", "zero_grad"
             ):
                 self._average()
-            if handle.grad.assigned is not None and (assigned := self.shown(handle)) is not None:
+            if (
+                handle.grad.assigned is not None
+                and (assigned := self.assigned.shown(handle)) is not None
+            ):
                 return assigned
         record = handle.grad
         if record.state is GradState.ABSENT:
@@ -101,9 +103,9 @@ class GradientBank(AssignedGrads):
         if value is None:
             self.clear(handle)
             return
-        self._check_value(handle, value)
-        value = self.plain_of(handle, value)
-        if value is record.shown or self.is_assigned(handle, value):
+        _check_value(handle, value)
+        value = self.assigned.plain_of(handle, value)
+        if value is record.shown or self.assigned.is_assigned(handle, value):
             return
         given, part = value, part_of(handle.param, value.detach(), f"{handle.name}.grad")
         value = part.clone()
@@ -111,7 +113,7 @@ class GradientBank(AssignedGrads):
         handle.shard.collectives.same(
             f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param)
         )
-        self.part_from(handle)
+        self.assigned.part_from(handle)
         self.clear(handle)
         self._average()
         handle.grad.averaged = self.ranks.data_size > 1
@@ -119,41 +121,18 @@ class GradientBank(AssignedGrads):
         with self._store.guarding():
             handle.shard.homes.wait()
             self.values.put(handle, value)
-        self.watch(handle, given, part)
-
-    @staticmethod
-    def _check_value(handle: ParamHandle, value: object) -> None:
-        """Raises UsageError for what cannot be the gradient of ``handle``. Nothing has changed
-        then."""
-        wanted = handle.shard.spec.grad_dtype
-        if not isinstance(value, torch.Tensor) or value.dtype not in (
-            wanted,
-            handle.shard.spec.dtype,
-        ):
-            found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-            raise UsageError(
-                f"{handle.name}.grad must be None or a tensor of {wanted}, not {found}"
-            )
-        if value.shape != handle.param.shape:
-            raise UsageError(
-                f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape"
-            )
-        if value.layout is not torch.strided:
-            raise UsageError(
-                f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}"
-            )
+        self.assigned.watch(handle, given, part)
 
     def average(self) -> None:
         """Settles assigned tensors, then averages gradients that wait for it. Every rank calls
         this."""
-        if self._assigned:
-            self.settle_all()
+        self.assigned.settle_all()
         self._average()
 
     def refresh(self, handle: ParamHandle) -> None:
         """Settles and averages before the values of the gradient of ``handle`` are read."""
         if handle.grad.assigned is not None:
-            self.settle(handle)
+            self.assigned.settle(handle)
         self._average()
 
     def _average(self) -> None:
@@ -181,7 +160,7 @@ class GradientBank(AssignedGrads):
     def zero_here(self, handle: ParamHandle) -> None:
         """Zeroes the gradient if there is one, without asking other ranks."""
         if _is_there(handle):
-            self.zero(handle)
+            self.assigned.zero(handle)
 
     def reduce_with(self, reducer: Averager) -> None:
         """Sets ``reducer`` as what averages gradients over the ranks."""
@@ -207,7 +186,7 @@ class GradientBank(AssignedGrads):
         ``waiting``: sums the gradients whose home the device cannot add to directly. None if the
         reducer does.
         """
-        self._waiting, self._without_room = waiting, set()
+        self._waiting = waiting
 
     def end_one_of_several(self) -> None:
         """Ends a backward that others of the same pass follow. Its gradients stay incomplete until
@@ -233,18 +212,10 @@ class GradientBank(AssignedGrads):
     def _waits(self, handle: ParamHandle, grad: torch.Tensor) -> bool:
         """Adds ``grad`` to the sums that land at the end of the pass. Returns False if it can be
         added at home, or the device has no room."""
-        shard = handle.shard
-        adds_at_home = (
-            not self.homes.is_remote(handle) and shard.arrays["grad"].tier is not Tier.NVME
-        )
-        if self._waiting is None or adds_at_home or shard in self._without_room:
+        is_on_disk = handle.shard.arrays["grad"].tier is Tier.NVME
+        if self._waiting is None or not (self.homes.is_remote(handle) or is_on_disk):
             return False
-        try:
-            self._waiting.add(handle, grad)
-        except CapacityError:  # device full: sum at home, with a transfer for each backward
-            self._without_room.add(shard)
-            return False
-        return True
+        return self._waiting.add_if_room(handle, grad)
 
     def rebuild(self) -> None:
         """Marks gradients that an exception interrupted as torn, and sends opened gradients home.
@@ -265,7 +236,7 @@ class GradientBank(AssignedGrads):
             raise UsageError(
                 f"{handle.name} got a sparse gradient; build the embedding with sparse=False"
             )
-        assigned = self.lands_on(handle)
+        assigned = self.assigned.lands_on(handle)
         self._reopen(handle)
         self.changes.begin(handle)
         if self.takes_samples and is_common(handle.param):
@@ -276,7 +247,7 @@ class GradientBank(AssignedGrads):
         if handle.grad.state is GradState.TORN:
             return
         if assigned is not None:
-            self.add_to(handle, assigned, grad)
+            self.assigned.add_to(handle, assigned, grad)
         elif not self._waits(handle, grad):
             self._land(handle, grad)
 
@@ -339,7 +310,7 @@ class GradientBank(AssignedGrads):
         does."""
         # Never with several ranks: tiles are refused there
         record, shard = handle.grad, handle.shard
-        assigned = self.lands_on(handle)
+        assigned = self.assigned.lands_on(handle)
         self._reopen(handle)
         if record.state is GradState.TORN:
             yield lambda begin, end, compute: None
@@ -370,3 +341,23 @@ class GradientBank(AssignedGrads):
 
 def _is_there(handle: ParamHandle) -> bool:
     return handle.grad.state is not GradState.ABSENT
+
+
+def _check_value(handle: ParamHandle, value: object) -> None:
+    """Raises UsageError for what cannot be the gradient of ``handle``. Nothing has changed
+    then."""
+    wanted = handle.shard.spec.grad_dtype
+    if not isinstance(value, torch.Tensor) or value.dtype not in (
+        wanted,
+        handle.shard.spec.dtype,
+    ):
+        found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UsageError(f"{handle.name}.grad must be None or a tensor of {wanted}, not {found}")
+    if value.shape != handle.param.shape:
+        raise UsageError(
+            f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape"
+        )
+    if value.layout is not torch.strided:
+        raise UsageError(
+            f"{handle.name}.grad must be a dense tensor, not one of layout {value.layout}"
+        )

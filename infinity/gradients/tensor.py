@@ -104,7 +104,7 @@ class LandedGrad(AtHome):
             is_strided = func is aten.as_strided.default
             if loan.copied or loan.from_disk or is_consumed or is_strided:
                 return views_of(subject, func, args, kwargs)
-            subject._bank.note_view(subject._infinity_grad)
+            subject._bank.assigned.note_view(subject._infinity_grad)
         lent_args, lent_kwargs = tree_map_only(LandedGrad, loan.lend, (args, kwargs))
         result = func(*lent_args, **lent_kwargs)
         if func.namespace == "c10d":
@@ -270,7 +270,7 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
     handle = subject._infinity_grad
     if func is aten.zero_.default:
         subject._values.note_edit(handle, 0.0)
-        subject._bank.zero(handle)
+        subject._bank.assigned.zero(handle)
         return subject
     if func in (aten.mul_.Tensor, aten.mul_.Scalar):
         factor = args[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from .. import native
+from ..errors import CapacityError
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
@@ -25,6 +26,7 @@ class WholeGradients:
         self._ledger, self._device = ledger, device
         self._kept: dict[ParamShard, tuple[torch.Tensor, native.Charge]] = {}
         self._got: dict[ParamShard, set[int]] = {}  # parameters with a gradient, by index
+        self._without_room: set[ParamShard] = set()
 
     def add(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Adds ``grad`` to the sum of ``handle``. Raises CapacityError if the device has no room
@@ -34,6 +36,18 @@ class WholeGradients:
         got = self._got.setdefault(shard, set())
         view.add_(grad) if handle.index in got else view.copy_(grad)
         got.add(handle.index)
+
+    def add_if_room(self, handle: ParamHandle, grad: torch.Tensor) -> bool:
+        """Adds ``grad`` as :meth:`add` does. Returns False if the device has no room, and from then
+        on for every gradient of the shard."""
+        if handle.shard in self._without_room:
+            return False
+        try:
+            self.add(handle, grad)
+        except CapacityError:
+            self._without_room.add(handle.shard)
+            return False
+        return True
 
     def take(self, unit: ParamUnit, shard: ParamShard) -> torch.Tensor:
         """Returns memory for a shard's gradient, allocated if it has none. Its elements are

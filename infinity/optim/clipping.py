@@ -58,5 +58,5 @@ def clip_grad_norm_(
                 if not noted:
                     handle.engine.gradients.clips.append(factor)
                     noted = True
-                handle.engine.gradients.scale_as_user(handle, factor)
+                handle.engine.gradients.assigned.scale_as_user(handle, factor)
     return total

@@ -51,7 +51,9 @@ class Members:
         """Raises UsageError if a step has used a gradient that was not changed since."""
         for handle in self.group_of:
             if handle.grad.state is GradState.CONSUMED:
-                self._context.gradients.settle(handle)  # an assigned tensor may have changed
+                self._context.gradients.assigned.settle(
+                    handle
+                )  # an assigned tensor may have changed
             if handle.grad.state is GradState.CONSUMED:
                 raise UsageError(
                     f"step() without a new gradient: the one of {handle.name} was consumed by the"

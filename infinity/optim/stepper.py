@@ -81,7 +81,7 @@ class Stepper:
         if planned and not beside:  # if beside, gathered weights stay valid
             context.release([unit])
         if context.steps.streaming:
-            context.gradients.settle_early(unit.handles)
+            context.gradients.assigned.settle_early(unit.handles)
         steps = []
         for shard in planned:
             handles = [handle_of(param) for param in shard.params]

@@ -88,7 +88,7 @@ class Ties:
                 job.gradients.average()
                 with job.uses.begin():
                     if handle.grad.state is GradState.ABSENT:
-                        job.gradients.zero(handle)
+                        job.gradients.assigned.zero(handle)
                     job.gradients.values.change_own(
                         handle, lambda own, handle=handle: self._add(between, aside[handle], own)
                     )

@@ -136,7 +136,7 @@ class Passes:
             # Left by a backward that was interrupted before the engine knew of it.
             set_raw_grad(handle.param, None)
         if training:
-            job.gradients.let_go_unheld()
+            job.gradients.assigned.let_go_unheld()
         job.schedule.begin(kind if training else "infer")
         job.prefetcher.begin_pass(training=training)
 
