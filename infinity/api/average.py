@@ -57,14 +57,15 @@ class Average:
 
     def __init__(self, model: nn.Module, blend: Blend):
         engine = engine_of(model)
-        if not engine.trained:
+        job = engine.job
+        if not job.trained:
             raise UsageError(
                 "this model was wrapped without an optimizer: its weights do not change"
             )
         if engine.average is not None:
             raise UsageError("this model has an average already: call its remove() first")
-        with engine.uses.begin():
-            engine.average = self._average = WeightAverage(engine.job, blend)
+        with job.uses.begin():
+            engine.average = self._average = WeightAverage(job, blend)
         self._model = model
 
     @property

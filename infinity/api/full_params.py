@@ -43,18 +43,19 @@ def full_params(
     ``device_memory``.
     """
     engine = engine_of(model)
-    with engine.uses.operation(Operation.WRITE_FULL_PARAMS if writeback else Operation.FULL_PARAMS):
+    job = engine.job
+    with job.uses.operation(Operation.WRITE_FULL_PARAMS if writeback else Operation.FULL_PARAMS):
         selected = _select(whole_of(model), names)
         nbytes = sum(local_of(param).numel() * param.itemsize for param in set(selected.values()))
-        charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
-        copies = {param: _FullCopy(engine.job, param) for param in dict.fromkeys(selected.values())}
+        charge = job.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
+        copies = {param: _FullCopy(job, param) for param in dict.fromkeys(selected.values())}
     try:
         yield {name: copies[param].lent.tensor for name, param in selected.items()}
     finally:
         for copy in copies.values():
             copy.lent.end()
         charge.release()
-    with engine.uses.begin():
+    with job.uses.begin():
         edited = {
             name: copies[param] for name, param in selected.items() if copies[param].is_edited()
         }

@@ -20,10 +20,10 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     ``for name, value in infinity.named_weights(model): writer.add_histogram(name, value, step)``.
     Every rank iterates to the end. Raises UsageError if the model is not wrapped.
     """
-    engine = engine_of(model)
-    for unit in engine.units:
+    job = engine_of(model).job
+    for unit in job.units:
         for handle in unit.handles:
-            with engine.uses.begin(), torch.no_grad():
-                engine.handed.settle()
-                value = like(handle.param, handle.shard.read_value(engine.store, handle.index))
-            yield handle.name.removeprefix(engine.ranks.stage_prefix), value
+            with job.uses.begin(), torch.no_grad():
+                job.handed.settle()
+                value = like(handle.param, handle.shard.read_value(job.store, handle.index))
+            yield handle.name.removeprefix(job.ranks.stage_prefix), value

@@ -31,29 +31,30 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
     room, StorageError if no file can be made there; the model stays usable after each of them.
     """
     engine = engine_of(model)
-    engine.uses.check(Operation.PARK)
-    if folder is None and not engine.config.nvme_paths:
+    job = engine.job
+    job.uses.check(Operation.PARK)
+    if folder is None and not job.config.nvme_paths:
         raise ConfigError(
             "park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or"
             " Config(nvme_paths=[...])"
         )
-    with engine.uses.begin():
-        if landed := [handle.name for handle in engine.trained if would_be_lost(handle)]:
+    with job.uses.begin():
+        if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
             raise UsageError(
                 f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait"
                 " for it. Park after step()"
             )
-        with engine.store.guarding():
-            _refuse_held(engine.job)
+        with job.store.guarding():
+            _refuse_held(job)
             engine.wait_idle()
-            engine.prefetcher.release_all([unit for unit in engine.units if not unit.stays])
-            for unit in engine.units:
+            job.prefetcher.release_all([unit for unit in job.units if not unit.stays])
+            for unit in job.units:
                 for shard in unit.shards:
                     shard.homes.wait_idle()
         averages = engine.average.arrays_in_memory if engine.average is not None else []
-        where = os.path.abspath(folder) if folder is not None else engine.config.nvme_paths[0]
+        where = os.path.abspath(folder) if folder is not None else job.config.nvme_paths[0]
         # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.
-        engine.parking.park([*arrays_in_memory(engine.units), *averages], where)
+        engine.parking.park([*arrays_in_memory(job.units), *averages], where)
         give_back_heap()
         return engine.parking.nbytes
 

@@ -21,10 +21,11 @@ from ..state.parts import parts_of
 def install_state_dict(engine: Engine, model: nn.Module) -> list:
     """Installs hooks that put full tensors into state dicts, and refuse a load that would replace
     the parameters. Returns their removers."""
+    job = engine.job
     removers = []
 
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-        with engine.handed.filling(state):
+        with job.handed.filling(state):
             # As in torch, the values can be changed, even if the caller is in inference mode.
             with (
                 torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -32,7 +33,7 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
                 fill_here(module, state, prefix)
 
     def fill_here(module: nn.Module, state: dict, prefix: str) -> None:
-        with engine.uses.operation(Operation.STATE_DICT):
+        with job.uses.operation(Operation.STATE_DICT):
             for name, param in module._parameters.items():
                 value = state.get(prefix + name)
                 # With keep_vars the value is the Parameter itself, and stays so.
@@ -44,7 +45,7 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
                     state[prefix + name] = _full_value(engine, handle, state)
 
     def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
-        engine.uses.check(Operation.LOAD_STATE_DICT)
+        job.uses.check(Operation.LOAD_STATE_DICT)
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
                 "load_state_dict(assign=True) would replace managed parameters: load without assign"
@@ -62,11 +63,12 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
 def _full_value(engine: Engine, handle: ParamHandle, state: dict) -> torch.Tensor:
     """Returns the value of a parameter. A tied one is one tensor under all its names in a state
     dict, as in torch."""
+    job = engine.job
     known = engine.tied_copies.get(handle, lambda: None)()
     if known is not None and any(value is known for value in state.values()):
         return known
-    value = like(handle.param, handle.shard.read_value(engine.store, handle.index))
-    engine.handed.give(handle, VALUE, value)
+    value = like(handle.param, handle.shard.read_value(job.store, handle.index))
+    job.handed.give(handle, VALUE, value)
     if len(handle.names) > 1:
         engine.tied_copies[handle] = weakref.ref(value)
     return value

@@ -78,16 +78,17 @@ def stats(model: nn.Module) -> Stats:
     The bound uses the disk's measured rates (:mod:`infinity.machine.disk_profile`).
     """
     engine = wrapped(model).engine
-    edges = edges_of(engine.job)
+    job = engine.job
+    edges = edges_of(job)
     tiers = {
         str(tier): TierStats(account.peak_nbytes, account.planned_nbytes, account.budget_nbytes)
-        for tier, account in engine.ledger.accounts.items()
+        for tier, account in job.ledger.accounts.items()
     }
-    bounds = _bounds(engine.job, edges)
-    step_seconds = engine.updates.clock.step_seconds if engine.updates.clock.steps else 0.0
+    bounds = _bounds(job, edges)
+    step_seconds = job.updates.clock.step_seconds if job.updates.clock.steps else 0.0
     slowest = max(bounds, key=lambda name: bounds[name])
     bound = bounds[slowest]
-    if not engine.updates.clock.steps:
+    if not job.updates.clock.steps:
         sentence = "No step has been taken yet."
     else:
         sentence = (
@@ -95,19 +96,19 @@ def stats(model: nn.Module) -> Stats:
             f" {format_seconds(bound)} ({100 * bound / step_seconds if step_seconds else 0:.0f} %"
             " of it) and is the bottleneck."
         )
-    counted = {} if engine.ranks.alone else engine.traffic.collectives
+    counted = {} if job.ranks.alone else job.traffic.collectives
     collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}
-    ahead = engine.updates.shadows
+    ahead = job.updates.shadows
     shadows = (
         {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
     )
-    planner = engine.activations.planner if engine.activations is not None else None
+    planner = job.activations.planner if job.activations is not None else None
     blocks = planner.counts() if planner is not None else {}
     return Stats(
         edges,
         collectives,
         tiers,
-        engine.updates.clock.steps,
+        job.updates.clock.steps,
         step_seconds,
         bound,
         sentence,

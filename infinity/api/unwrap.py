@@ -40,15 +40,15 @@ def unwrap_model(
         # The unwrap completed although an exception interrupted the call.
         return _as_given(model), optimizer.wrapped
     record = wrapped(model)
-    engine = record.engine
+    job = record.engine.job
     managed = optimizer if optimizer is not None else record.optimizer
     if managed is not None and (
-        not isinstance(managed, InfinityOptimizer) or managed.context.uses is not engine.uses
+        not isinstance(managed, InfinityOptimizer) or managed.context.uses is not job.uses
     ):
         raise UsageError("this optimizer is not the one that wrap_model returned with this model")
     plain = managed.wrapped if managed is not None else None
     if (change := record.unwrapping) is None:
-        with engine.uses.operation(Operation.UNWRAP):
+        with job.uses.operation(Operation.UNWRAP):
             change = _plan_unwrap(record, managed)
         native.insist(partial(_begin, record, change))
     try:

@@ -62,6 +62,7 @@ class Watch:
         every: float = EVERY_SECONDS,
     ):
         engine = wrapped(model).engine
+        job = engine.job
         self._model = weakref.ref(wrapped(model).model)
         self._root = disk_profile.cache_folder() / "runs"
         self.folder = Path(folder) if folder is not None else self._root / _free_name()
@@ -70,7 +71,7 @@ class Watch:
             every,
             steps,
             first_step,
-            engine.ranks.world_rank,
+            job.ranks.world_rank,
         )
         self._loss: float | None = None
         self._step_seconds = self._tokens = 0.0
@@ -82,9 +83,9 @@ class Watch:
         self._told: dict[str, Any] | None = None  # the last status
         self._lock = threading.Lock()  # autograd has threads of its own if a GPU computes
         self._process = run_files.this_process()
-        self._limits = _limits(engine.job)
+        self._limits = _limits(job)
         self._removers = [
-            self._watch(module, name) for name, module in _owners(wrapped(model).model, engine.job)
+            self._watch(module, name) for name, module in _owners(wrapped(model).model, job)
         ]
         itself = weakref.ref(self)
 
@@ -93,9 +94,9 @@ class Watch:
                 watch._tell("backward", unit.name)
 
         self._stop_listening = engine.listen_to_landed(landed)
-        if engine.ranks.is_first and folder is None:
+        if job.ranks.is_first and folder is None:
             run_files.remove_old(self._root)
-        self._write(run_files.PLAN, _plan(engine.job))
+        self._write(run_files.PLAN, _plan(job))
         self._tell("starting", "", now=True)
 
     def __enter__(self) -> Watch:
@@ -167,8 +168,8 @@ class Watch:
         }
         if model is None or not is_wrapped(model):  # the counters are final
             return (self._told or {}) | doing
-        engine = wrapped(model).engine
-        counted = edges_of(engine.job) | ({} if engine.ranks.alone else engine.traffic.collectives)
+        job = wrapped(model).engine.job
+        counted = edges_of(job) | ({} if job.ranks.alone else job.traffic.collectives)
         edges = {name: asdict(moved) for name, moved in counted.items()}
         before_at, before = self._before or (now, edges)
         self._before, seconds = (now, edges), max(now - before_at, 1e-9)
@@ -179,7 +180,7 @@ class Watch:
             "host": os.uname().nodename,
             "space": process_space(),
             "rank": self._rank,
-            "ranks": engine.ranks.data_size * engine.ranks.parts,
+            "ranks": job.ranks.data_size * job.ranks.parts,
             "tokens_per_second": rate,
             "step_seconds": self._step_seconds,
             "remaining_seconds": (
@@ -192,7 +193,7 @@ class Watch:
                     "planned_nbytes": account.planned_nbytes,
                     "budget_nbytes": account.budget_nbytes,
                 }
-                for tier, account in engine.ledger.accounts.items()
+                for tier, account in job.ledger.accounts.items()
             },
             "edges": {
                 name: {

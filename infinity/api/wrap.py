@@ -254,12 +254,13 @@ def _send_home(
 ) -> None:
     """Copies every value, moment and gradient home. Values of a model on meta come first, from its
     file or its modules."""
-    with engine.store.writing_behind() as store:
-        materialized.fill(Homes(engine.job, store))
+    job = engine.job
+    with job.store.writing_behind() as store:
+        materialized.fill(Homes(job, store))
         with progress(
             "sending the values home", sum(size.slice_nbytes for size in engine.sizes)
         ) as advance:
-            for unit, size in zip(engine.units, engine.sizes):
+            for unit, size in zip(job.units, engine.sizes):
                 for shard in unit.shards:
                     send_shard_home(store, shard, optimizer, rule, done=materialized.sent)
                 advance(size.slice_nbytes)
@@ -284,9 +285,10 @@ def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
 
 def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], moved: MovedRest) -> tuple:
     """Changes the model. All steps that can fail for lack of space or for bad input are done."""
-    shards = [shard for unit in engine.units for shard in unit.shards]
+    job = engine.job
+    shards = [shard for unit in job.units for shard in unit.shards]
     came_from = {param: param.device for shard in shards for param in shard.params}
-    prefix = engine.ranks.stage_prefix
+    prefix = job.ranks.stage_prefix
     named = parameter_names(model).items()
     engine.attach({param: [prefix + name for name in names] for param, names in named})
     owners = _find_owners(model, engine, groups)
@@ -297,7 +299,7 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], moved: 
         *_replace_forwards(engine, model, groups),
     ]
     stepping = _make_optimizer(engine, optimizer, rule) if optimizer is not None else None
-    engine.in_common.note_buffers(model)
+    job.in_common.note_buffers(model)
     record = Wrapped(engine, model, removers, stepping, came_from)
     for module in (*parts_of(model), model):
         module.__dict__[RECORD] = record
@@ -309,15 +311,16 @@ def _find_owners(
 ) -> dict[nn.Module, list[ParamUnit]]:
     """Maps each module whose call needs weights to its units, and marks units that several modules
     use."""
+    job = engine.job
     owners: dict[nn.Module, list[ParamUnit]] = {}
-    for group, unit in zip(groups, engine.units):
+    for group, unit in zip(groups, job.units):
         for called in (module for owner in group.owners for module in called_for(model, owner)):
             owners.setdefault(called, []).append(unit)
     # Experts are left out: they run once in a layer, and no gradient of it comes before theirs.
     inside = owners.keys() - {
         owner for group in groups if group.is_divided for owner in group.owners
     }
-    for group, unit in zip(groups, engine.units):
+    for group, unit in zip(groups, job.units):
         # Also a unit whose module contains others: its gradients may come before and after theirs.
         around = any(
             module in inside
@@ -333,14 +336,15 @@ def _find_owners(
 def _replace_forwards(engine: Engine, model: nn.Module, groups: list[Group]) -> list:
     """Installs the forwards of layers in tiles, of blocks in micro-batches, and of blocks that may
     be recomputed. Returns their removers."""
+    job = engine.job
     tiles = {group.params[0]: group.tile_rows for group in groups if group.tile_rows}
     removers = [*install_tiles(engine, model, tiles)]
     blocks = [(group.name, group.block) for group in groups if group.block is not None]
-    if engine.config.micro_batch is not None:
+    if job.config.micro_batch is not None:
         removers += [
-            install_chunks(engine, name, block, engine.config.micro_batch) for name, block in blocks
+            install_chunks(engine, name, block, job.config.micro_batch) for name, block in blocks
         ]
-    if engine.activations is not None and (planner := engine.activations.planner) is not None:
+    if job.activations is not None and (planner := job.activations.planner) is not None:
         removers += [
             ReplacedForward(block, planner.add(block, engine.units_of(block)))
             for _, block in blocks

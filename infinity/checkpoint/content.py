@@ -108,12 +108,13 @@ def _boxes(
 def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
     """Reads the unit's averages that this rank writes, as :func:`unit_files` does; empty without an
     average."""
+    job = engine.job
     files: list[dict[str, Entry]] = []
     for handle in unit.handles if engine.average is not None and engine.average.count else ():
-        if engine.gradients.values.counts(handle) and engine.average.has(handle):
+        if job.gradients.values.counts(handle) and engine.average.has(handle):
             values = engine.average.read_own(handle)
             run = handle.shard.layout.part_of_param("weight", handle.index)
-            entries = _boxes(engine.job, part_of_rank(handle), values, *run)
+            entries = _boxes(job, part_of_rank(handle), values, *run)
             for number, entry in enumerate(entries):
                 if number == len(files):
                     files.append({})

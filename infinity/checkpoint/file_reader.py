@@ -59,17 +59,17 @@ class WholeFile:
 class _Open:
     """A file that is being read."""
 
-    def __init__(self, file: WholeFile, engine: native.IoEngine):
-        self.file, self.engine = file, engine
+    def __init__(self, file: WholeFile, io: native.IoEngine):
+        self.file, self.io = file, io
         self.missing = file.blocks_nbytes  # bytes of blocks that have not arrived
         self.untouched = deque(file.destinations)
         if self.missing:
-            self.extent = native.Extent.unknown(engine.open_file(str(file.path)), 0, self.missing)
+            self.extent = native.Extent.unknown(io.open_file(str(file.path)), 0, self.missing)
 
     def start(
         self, begin: int, end: int, address: int, lease: native.Lease | None
     ) -> native.Ticket:
-        return self.engine.read(self.extent, begin, address, end - begin, lease=lease)
+        return self.io.read(self.extent, begin, address, end - begin, lease=lease)
 
     def announce(self, end: int, before: Callable[[Destination], object]) -> None:
         """Calls ``before`` with the destinations that begin before byte ``end``; with the last
@@ -144,9 +144,9 @@ def read_files(
 def stop(running: list[native.IoEngine]) -> str:
     """Waits until the engines read no more. If a disk has not answered and may still write to a
     destination, returns its path, else "". If interrupted, call it again."""
-    for engine in running:
-        engine.shut_down()
-    hung = next((engine.hung for engine in running if engine.hung), "")
+    for io in running:
+        io.shut_down()
+    hung = next((io.hung for io in running if io.hung), "")
     if not hung:
         running.clear()
     return hung
@@ -154,7 +154,7 @@ def stop(running: list[native.IoEngine]) -> str:
 
 def _read_group(
     group: Sequence[WholeFile],
-    engine: native.IoEngine,
+    io: native.IoEngine,
     slots: native.PinnedPool,
     before: Callable[[Destination], object],
     after: Callable[[int], object],
@@ -172,7 +172,7 @@ def _read_group(
         after(opened.arrived(end - begin))
 
     # Open all of them first: opening one tries a read, which would queue behind those in flight.
-    opened_files = [_Open(file, engine) for file in group]
+    opened_files = [_Open(file, io) for file in group]
     with Window(PIECES_AT_ONCE, finish) as reads:  # the caller stops the engine after an exception
         for opened in opened_files:
             if not opened.missing:

@@ -44,8 +44,8 @@ class FileWriter:
         size = round_up(nbytes, native.BLOCK_NBYTES)
         with open(path, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
-        self._engine = native.make_io_engine(work_threads=processors.for_checksums())
-        self._extent = native.Extent.in_file(self._engine.open_file(str(path)), 0, size)
+        self._io = native.make_io_engine(work_threads=processors.for_checksums())
+        self._extent = native.Extent.in_file(self._io.open_file(str(path)), 0, size)
         self._tickets: deque[native.Ticket] = deque()
         self._lease: native.Lease | None = None
         self._begin = self._end = 0  # file offsets of the bytes in the current slot
@@ -57,7 +57,7 @@ class FileWriter:
 
     def __exit__(self, *_: object) -> None:
         self._lease = None
-        self._engine.shut_down()
+        self._io.shut_down()
 
     def write(self, raw: torch.Tensor, *, stays: bool = False) -> None:
         """Appends flat uint8 ``raw``, which may change afterwards. With ``stays`` it must not
@@ -91,7 +91,7 @@ class FileWriter:
         for begin in range(0, raw.numel(), SLOT_NBYTES):
             piece = raw[begin : begin + SLOT_NBYTES]
             self._tickets.append(
-                self._engine.write(self._extent, self._end, piece.data_ptr(), piece.numel())
+                self._io.write(self._extent, self._end, piece.data_ptr(), piece.numel())
             )
             self._begin = self._end = self._end + piece.numel()
         self._rest = raw[:0]
@@ -111,7 +111,7 @@ class FileWriter:
             self._tickets.popleft()
         blocks = self._nbytes // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
         checksum = native.crc32c(self._rest, self._extent.checksum(blocks))
-        self._engine.shut_down()
+        self._io.shut_down()
         if self._nbytes < self._extent.nbytes:  # costs a read and a write
             os.truncate(self._path, self._nbytes)
         return {"nbytes": self._nbytes, "crc32c": checksum}
@@ -133,9 +133,7 @@ class FileWriter:
         slot[count:size] = 0
         self._rest = slot[count // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES : count].clone()
         self._tickets.append(
-            self._engine.write(
-                self._extent, self._begin, self._lease.address, size, lease=self._lease
-            )
+            self._io.write(self._extent, self._begin, self._lease.address, size, lease=self._lease)
         )
         self._lease = None  # the transfer owns it now
         self._begin = self._end

@@ -64,11 +64,12 @@ def load_checkpoint(
     CorruptionError for damaged files, UsageError naming the parameters when it is of another model.
     """
     engine = engine_of_pair(model, optimizer)
+    job = engine.job
     with (
-        engine.uses.operation(Operation.LOAD_CHECKPOINT),
-        engine.collectives.together("load_checkpoint"),
+        job.uses.operation(Operation.LOAD_CHECKPOINT),
+        job.collectives.together("load_checkpoint"),
     ):
-        with checkpoint_of(Path(path), engine.collectives) as (manifest, data):
+        with checkpoint_of(Path(path), job.collectives) as (manifest, data):
             return _Load(manifest, data, engine, whole_of(model), optimizer).run()
 
 
@@ -115,8 +116,12 @@ class _Load:
     optimizer: torch.optim.Optimizer | None
 
     @property
+    def job(self) -> Job:
+        return self.engine.job
+
+    @property
     def homes(self) -> HomeLoader:
-        return HomeLoader(self.manifest, self.data, self.engine.job)
+        return HomeLoader(self.manifest, self.data, self.job)
 
     def run(self) -> Any:
         """Checks everything, then loads it. Returns ``extra``. Every rank calls this."""
@@ -183,7 +188,7 @@ class _Load:
         """Chooses the files to read once; none if a file is malformed, which its check reports."""
         try:
             homes = self.homes.homes()
-            return choose_files(self.manifest, self.data, self.engine.job, homes)
+            return choose_files(self.manifest, self.data, self.job, homes)
         except (InfinityError, *NOT_A_CHECKPOINT):
             return ReadOnce()
 
@@ -207,17 +212,17 @@ class _Load:
             raise TypeError(f"average is {count!r}")
         if average is not None and count:
             saved = SavedTensors(self.data, self.manifest, files="average-")
-            for handle in filter(average.has, self.engine.trained):
+            for handle in filter(average.has, self.job.trained):
                 saved.check("average", handle.name, average.dtype_of(handle))
 
     def _read_once(self, once: ReadOnce) -> ReadOnce:
         """Reads the files that are read once, if there is room for the old values; else verifies
         them. Returns the files that were read."""
-        if once.files and not once.take_room(self.engine.job):
+        if once.files and not once.take_room(self.job):
             check_files(self.data, {name: self.manifest["files"][name] for name in once.files})
             return ReadOnce()
         if once.files:
-            once.load(self.engine.job, CUT_SHORT)
+            once.load(self.job, CUT_SHORT)
         return once
 
     def _load_average(self) -> None:
@@ -233,7 +238,7 @@ class _Load:
         average.is_exchanged = False  # weights and averages are read to their own places
         if count:
             with SavedTensors(self.data, self.manifest, files="average-") as saved:
-                for handle in filter(average.has, self.engine.trained):
+                for handle in filter(average.has, self.job.trained):
                     run = handle.shard.layout.part_of_param("weight", handle.index)
                     dtype = average.dtype_of(handle)
                     average.write_own(handle, read_run(saved, handle, "average", *run, dtype)[0])
@@ -241,7 +246,7 @@ class _Load:
 
     def _rank(self, *, of_stage: bool = False) -> int:
         """Returns the rank whose saved generators (``of_stage``: buffers) this rank takes."""
-        manifest, ranks = self.manifest, self.engine.ranks
+        manifest, ranks = self.manifest, self.job.ranks
         count = len(manifest["random"])
         saved = manifest.get("data_ranks", count)
         if type(saved) is not int or saved < 1:

@@ -59,17 +59,18 @@ def save_pretrained(
     beside it, and raises a ConfigError that names it.
     """
     engine = engine_of(model)
-    engine.uses.check(Operation.SAVE_PRETRAINED)
-    if engine.ranks.stage_prefix:
+    job = engine.job
+    job.uses.check(Operation.SAVE_PRETRAINED)
+    if job.ranks.stage_prefix:
         raise UsageError(
             "save_pretrained: stages of this pipeline call parameters the same, which one folder"
             " cannot tell apart. Give them the names of the whole model (infinity.parallel.pipeline"
             " does), or use save_checkpoint, which puts the stage before the name."
         )
     with (
-        engine.uses.begin(),
-        engine.collectives.together("save_pretrained"),
-        own_place(model, engine.job, Path(folder), overwrite) as place,
+        job.uses.begin(),
+        job.collectives.together("save_pretrained"),
+        own_place(model, job, Path(folder), overwrite) as place,
     ):
         _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, place, max_shard_size)
 

@@ -95,9 +95,10 @@ def save_checkpoint(
     ConfigError if another model's checkpoint is there.
     """
     engine = engine_of_pair(model, optimizer)
+    job = engine.job
     with (
-        engine.uses.operation(Operation.SAVE_CHECKPOINT),
-        engine.collectives.together("save_checkpoint"),
+        job.uses.operation(Operation.SAVE_CHECKPOINT),
+        job.collectives.together("save_checkpoint"),
     ):
         _save_all(Path(path), engine, whole_of(model), optimizer, extra, overwrite)
 
@@ -110,9 +111,10 @@ def _save_all(
     extra: Any,
     overwrite: bool,
 ) -> None:
-    collectives = engine.collectives
+    job = engine.job
+    collectives = job.collectives
     engine.wait_idle()
-    if landed := [handle.name for handle in engine.trained if would_be_lost(handle)]:
+    if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
         raise UsageError(
             f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters"
             f" ({landed[0]}, ...) would be lost. Save after step(), or call zero_grad() first."
@@ -122,13 +124,13 @@ def _save_all(
     content = {
         "format": FORMAT,
         "data": f"infinity-{_token(collectives)}",
-        "parameters": _describe_parameters(root, engine.job, overwrite=overwrite),
+        "parameters": _describe_parameters(root, job, overwrite=overwrite),
         "optimizer": optimizer.rule_name if optimizer is not None else None,
         "groups": encode_value(groups_of_stages(optimizer, collectives), tensors, "groups"),
         **({"own_state": own_state} if own_state is not None else {}),
         "random": collectives.collect(read_random_state(), "random state"),
-        "data_ranks": engine.ranks.data_size,
-        "parts": engine.ranks.parts,
+        "data_ranks": job.ranks.data_size,
+        "parts": job.ranks.parts,
         "step_index": engine.step_index,
         "average": engine.average.count if engine.average is not None else 0,  # number of updates
         "extra": encode_value(extra, tensors, "extra"),
@@ -331,12 +333,13 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
 def _files_of_rank(engine: Engine) -> Iterator[tuple[str, dict[str, Entry], bool]]:
     """Yields the name and the entries of each file that this rank writes, and whether their values
     stay in memory until it is written."""
-    rank = "" if engine.ranks.alone else f"-rank-{engine.ranks.job_rank:05d}"
-    for unit in engine.units:
+    job = engine.job
+    rank = "" if job.ranks.alone else f"-rank-{job.ranks.job_rank:05d}"
+    for unit in job.units:
         arrays = [array for shard in unit.shards for array in shard.arrays.values()]
         stays = all(array.flat is not None and array.flat.is_cpu for array in arrays)
         for kind, files in (
-            ("unit", unit_files(engine.job, unit)),
+            ("unit", unit_files(job, unit)),
             ("average", average_files(engine, unit)),
         ):
             for number, entries in enumerate(files):

@@ -256,16 +256,16 @@ def _blocks(file: Path, spans: list[tuple[int, int]]) -> Iterator[tuple[int, tor
         for at in wanted
         if at * READ_NBYTES < whole
     ]
-    engine = native.make_io_engine()
+    io = native.make_io_engine()
     region = native.Region((BLOCKS_AHEAD + 1) * READ_NBYTES, True, 1)
     if direct:
-        extent = native.Extent.in_file(engine.open_file(str(file)), 0, whole)
+        extent = native.Extent.in_file(io.open_file(str(file)), 0, whole)
     reads: dict[int, native.Ticket] = {}
     for turn, (offset, length) in enumerate(direct):
         for ahead in range(turn, min(len(direct), turn + BLOCKS_AHEAD)):
             if ahead not in reads:
                 address = region.address + ahead % (BLOCKS_AHEAD + 1) * READ_NBYTES
-                reads[ahead] = engine.read(
+                reads[ahead] = io.read(
                     extent, direct[ahead][0], address, direct[ahead][1], checksum=False
                 )
         reads.pop(turn).wait()

@@ -91,13 +91,14 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
     to a new folder beside it and raises ConfigError, which names that folder.
     """
     engine = engine_of(model)
+    job = engine.job
     if not is_adapted(model) or not hasattr(base := model.get_base_model(), "config"):
         raise UsageError(f"{type(model).__name__}: give a PEFT model of a transformers model")
-    engine.uses.check(Operation.SAVE_MERGED)
+    job.uses.check(Operation.SAVE_MERGED)
     with (
-        engine.uses.begin(),
-        engine.collectives.together("save_merged"),
-        own_place(model, engine.job, Path(folder), overwrite) as place,
+        job.uses.begin(),
+        job.collectives.together("save_merged"),
+        own_place(model, job, Path(folder), overwrite) as place,
     ):
         engine.wait_idle()
         tensors = adapter_tensors(model)
@@ -114,11 +115,11 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
         write_sources(
             place,
             written,
-            writes=engine.ranks.is_first,
+            writes=job.ranks.is_first,
             max_shard_size=shard_size_of(base),
             numel=numel,
         )
-        if engine.ranks.is_first:
+        if job.ranks.is_first:
             write_configs(base, place)
 
 

@@ -295,19 +295,19 @@ def _measure(folder: str, kind: str) -> DiskProfile:
 def _rates(
     path: str, memory: native.Region, kind: str, block_nbytes: int, depth: int
 ) -> tuple[float, float, float]:
-    engine = native.make_io_engine(kind=kind, block_nbytes=block_nbytes, depth=depth)
-    extent = native.Extent.in_file(engine.open_file(path), 0, PROBE_NBYTES)
-    engine.register([(memory.address, memory.nbytes)])
+    io = native.make_io_engine(kind=kind, block_nbytes=block_nbytes, depth=depth)
+    extent = native.Extent.in_file(io.open_file(path), 0, PROBE_NBYTES)
+    io.register([(memory.address, memory.nbytes)])
     half = PROBE_NBYTES // 2
 
     def place(offset: int) -> tuple[native.Extent, int, int, int]:
         return extent, offset, memory.address + offset % PROBE_MEMORY_NBYTES, PROBE_REQUEST_NBYTES
 
     def read(offset: int) -> native.Ticket:
-        return engine.read(*place(offset), checksum=False)
+        return io.read(*place(offset), checksum=False)
 
     def write(offset: int) -> native.Ticket:
-        return engine.write(*place(offset), checksum=False)
+        return io.write(*place(offset), checksum=False)
 
     def rate(first, second) -> float:
         """Times moving the first half one way and the second half the other, in turns."""

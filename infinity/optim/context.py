@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -23,15 +22,6 @@ from ..state.uses import Uses
 from ..storage.store import ShardStore
 from .lent_state import LentState
 from .updates import Updates
-
-
-class Admit(Protocol):
-    """Starts to step ``params``, frozen until now, and calls ``then``; or raises, with nothing
-    changed."""
-
-    def __call__(
-        self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]
-    ) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +50,8 @@ class StepContext:
     # Sends units home, before their bytes there change
     release: Callable[[Iterable[ParamUnit]], None]
     end_step: Callable[[], None]  # after all updates of a step are submitted
-    admit: Admit
+    # Starts to step parameters that were frozen, or raises with nothing changed: Engine.admit.
+    admit: Callable[..., None]
     # With several ranks: sends home users' writes to state dicts
     settle_state_dicts: Callable[[], None]
     hand_out: Callable[[ParamHandle, str, torch.Tensor], None]  # watches a tensor of a state dict

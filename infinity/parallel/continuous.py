@@ -79,11 +79,12 @@ def without_flush(
     """
     _check_schedule(schedule)
     engine = engine_of(schedule._stage.submod)
-    _check_engine(engine.job, schedule, optimizer)
+    job = engine.job
+    _check_engine(job, schedule, optimizer)
     attach(schedule)
-    with engine.uses.begin():
+    with job.uses.begin():
         if engine.older is None:
-            engine.older = OlderWeights(engine.job)
+            engine.older = OlderWeights(job)
     if optimizer.rule_name in ADAMS and not quiet:
         warnings.warn(
             f"without_flush with {optimizer.rule_name}: gradients are of weights one update old,"
@@ -182,17 +183,15 @@ class WithoutFlush:
     def _check(self, batches: list[Any]) -> Shapes:
         """Returns the shapes of ``batches``. Drops torch's buffers if any rank's shapes are new. A
         collective."""
-        engine = self._engine
-        engine.uses.check(Operation.PIPELINE_RUN)
+        job = self._engine.job
+        job.uses.check(Operation.PIPELINE_RUN)
         if not torch.is_grad_enabled():
             raise UsageError(
                 "run() trains: call it outside of torch.no_grad(); to evaluate, use schedule.eval"
             )
-        with engine.uses.begin(), engine.collectives.together(Operation.PIPELINE_RUN.value):
+        with job.uses.begin(), job.collectives.together(Operation.PIPELINE_RUN.value):
             if held := [
-                handle.name
-                for handle in engine.trained
-                if handle.grad.state is not GradState.ABSENT
+                handle.name for handle in job.trained if handle.grad.state is not GradState.ABSENT
             ]:
                 raise UsageError(
                     f"run() with gradients of an earlier backward ({held[0]}, ...), to which the"
@@ -204,10 +203,10 @@ class WithoutFlush:
             "the number of micro-batches": str(self._schedule._n_microbatches),
             "the optimizer's settings": repr(self._optimizer.settings),
         }
-        with engine.uses.begin():
-            engine.collectives.compare(told, "run()", over_stages=True)
+        with job.uses.begin():
+            job.collectives.compare(told, "run()", over_stages=True)
             is_new = batches != [] and vars(self._schedule).get(SHAPES) != shapes
-            if any(engine.collectives.collect(is_new, "the shapes of run()")):
+            if any(job.collectives.collect(is_new, "the shapes of run()")):
                 _forget_shapes(self._schedule)
         return shapes
 

@@ -246,17 +246,17 @@ class Pipeline:
                 " and would have to wait for each other after every batch. Untie it"
                 " (tie_word_embeddings=False), freeze it, or call step() for each batch."
             )
-        engine = self._engine
-        engine.uses.check(Operation.PIPELINE_RUN)
-        with engine.uses.begin():
-            with engine.collectives.together("the batches of run()"):
+        job = self._engine.job
+        job.uses.check(Operation.PIPELINE_RUN)
+        with job.uses.begin():
+            with job.collectives.together("the batches of run()"):
                 for number, batch in enumerate(batches):
                     if not isinstance(batch, Mapping):
                         raise UsageError(
                             "run() takes batches by name, as {'inputs': ..., 'target': ...}:"
                             f" batch {number} is a {type(batch).__name__}"
                         )
-            engine.collectives.compare(
+            job.collectives.compare(
                 {"the number of batches": str(len(batches))}, "run()", over_stages=True
             )
 

@@ -113,20 +113,21 @@ def in_flight_of(engine: Engine) -> InFlight:
 
 
 def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFlight) -> Callable:
+    job = engine.job
     run = schedule.step
 
     @wraps(run)
     def joined(*args: Any, **kwargs: Any) -> Any:
-        engine.uses.check(Operation.SCHEDULE_STEP)
-        _refuse_cut_short(schedule, engine.job)
+        job.uses.check(Operation.SCHEDULE_STEP)
+        _refuse_cut_short(schedule, job)
         vars(schedule).pop(SHAPES, None)
         if not hasattr(schedule, COMPARED):
-            with engine.uses.begin():
-                _compare(schedule, engine.job, stages, args, kwargs)
+            with job.uses.begin():
+                _compare(schedule, job, stages, args, kwargs)
         with naming_causes(stages):
             with one_pass(engine, stages), _noting_cuts(schedule, stages):
                 found = run(*args, **kwargs)
-            with engine.uses.begin():
+            with job.uses.begin():
                 in_flight.charge()
             return found
 

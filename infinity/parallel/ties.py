@@ -50,18 +50,19 @@ class Ties:
     def start(self, engine: Engine, between: Between) -> None:
         """Copies the first stage's values to the last: they may have been drawn separately. Both
         ranks call this."""
+        job = engine.job
         for handle in map(handle_of, self._params):
-            with engine.uses.begin():
+            with job.uses.begin():
                 for name in ("weight", "master"):
                     if name in handle.shard.arrays:
-                        values = handle.shard.parts.read_own(engine.store, name, handle.index)
+                        values = handle.shard.parts.read_own(job.store, name, handle.index)
                         theirs = self._exchange(between, values)
                         if not self._counts:
                             begin, _ = handle.shard.layout.part_of_param(name, handle.index)
                             handle.changed()
-                            engine.prefetcher.release_all([handle.unit])
+                            job.prefetcher.release_all([handle.unit])
                             handle.shard.parts.write(
-                                engine.store,
+                                job.store,
                                 name,
                                 handle.index,
                                 theirs,

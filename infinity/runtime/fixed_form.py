@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,14 +20,7 @@ from ..state import mistakes
 from ..state.handle import handle_of
 
 
-class Removable(Protocol):
-    """A change of a module that can be undone."""
-
-    def remove(self) -> None:
-        """Removes the change. Idempotent."""
-
-
-def fix_forms(roots: Iterable[nn.Module]) -> list[Removable]:
+def fix_forms(roots: Iterable[nn.Module]) -> list[FixedForm]:
     """Keeps the form of every module of ``roots`` that has managed parameters, itself or in a
     child."""
     modules = dict.fromkeys(module for root in roots for module in root.modules())

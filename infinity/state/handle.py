@@ -1,7 +1,6 @@
 """ParamHandle: links a parameter to its unit, shard and engine.
 
-Owner, Unit and Loan: the interfaces that a parameter needs of its engine, its unit, and a borrowed
-view.
+Owner and Unit: the interfaces that a parameter needs of its engine and its unit.
 """
 
 from __future__ import annotations
@@ -72,13 +71,6 @@ class Unit(Protocol):
         """Watches for changes through ``data``, which a user got: torch does not count them."""
 
 
-class Loan(Protocol):
-    """The tensor that replaces a parameter inside a block of full_params."""
-
-    tensor: torch.Tensor
-    version: int  # of the parameter's value
-
-
 class ParamHandle:
     """Links a parameter to its unit, shard and engine. All three are weak references. A parameter
     must not keep them alive, nor itself through its unit."""
@@ -112,8 +104,9 @@ class ParamHandle:
         self.forward_edits = 0  # counts those
         # Since the last step: loading the value that it belongs to keeps its bits.
         self.has_loaded_master = False
-        # Replaces the parameter inside a block of full_params.
-        self.lent: weakref.ref[Loan] | None = None
+        # The borrowed view that replaces the parameter inside a block of full_params, with the
+        # version of its value.
+        self.lent: weakref.ref[Any] | None = None
         # In norms and checkpoints; false if another stage's copy is counted.
         self.is_counted = is_counted(self.param)
         self.is_tied = is_shared(self.param)  # with another stage's copy

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,13 +14,6 @@ from ..machine.sizes import round_up
 from ..machine.tiers import Tier
 from .arrays import StateArray
 from .swap_space import SwapSpace
-
-
-class MakeRegion(Protocol):
-    """The interface of :class:`native.Region`'s constructor."""
-
-    def __call__(self, nbytes: int, *, huge_pages: bool, touch_threads: int) -> native.Region:
-        """Allocates a region."""
 
 
 class ArrayAllocator:
@@ -41,7 +33,7 @@ class ArrayAllocator:
         numel: int,
         what: str,
         *,
-        make: MakeRegion = native.Region,
+        make: Callable[..., native.Region] = native.Region,
     ) -> StateArray:
         """Allocates a zeroed array of ``numel`` elements at home on ``tier``; ``make`` allocates
         host memory. Raises CapacityError over the tier's budget."""
@@ -67,7 +59,11 @@ class ArrayAllocator:
         )
 
     def make_region(
-        self, nbytes: int, *, copied: bool = True, make: MakeRegion = native.Region
+        self,
+        nbytes: int,
+        *,
+        copied: bool = True,
+        make: Callable[..., native.Region] = native.Region,
     ) -> native.Region:
         """Allocates page-aligned memory. ``copied``: registered with the device, which copies it.
 

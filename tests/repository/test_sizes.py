@@ -23,7 +23,6 @@ OVER = {
     ("infinity/runtime/engine.py", "Engine"),
     ("infinity/runtime/engine.py", "__init__"),
     ("infinity/runtime/engine.py", "_put_together"),
-    ("infinity/runtime/passes.py", "enter"),
 }
 OVER_FILES = {
     "infinity/runtime/engine.py",
