@@ -1,4 +1,4 @@
-"""Shut-down: everything of an engine is freed, in an order in which nothing is used after its end."""
+"""Shut-down: all of an engine is freed, in an order in which nothing is used after its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StagingSlots: which units are read ahead of their use, and who gives way when the pool is full."""
+"""StagingSlots: which units are read ahead of their use, and who gives way in a full pool."""
 
 from __future__ import annotations
 
