@@ -1,0 +1,127 @@
+"""SavedWeight: autograd's graph holds where a weight is, and no bytes of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from infinity.errors import UsageError
+from infinity.runtime.saved_weights import SavedWeight, is_checkpoint, saving_hooks
+from infinity.state.weight_storages import WeightStorages
+
+
+class Unit:
+    """A unit whose buffer holds the numbers 1 to 16."""
+
+    name, stays = "a unit", False
+
+    def __init__(self) -> None:
+        self.version, self.in_use = 3, self
+        self.flat = torch.arange(1.0, 17.0)
+        self.storages, self.held = WeightStorages(), []
+        self.storages.enter(self, self.flat)
+
+    def hooks(self) -> tuple:
+        return saving_hooks(self.storages, self.held.append)
+
+
+VIEWS = {
+    "part": lambda flat: flat[4:8],
+    "transposed": lambda flat: flat.view(4, 4).t(),
+    "conjugate": lambda flat: torch.view_as_complex(flat.view(8, 2))[1:3].conj(),
+    "negative": lambda flat: torch._neg_view(flat[2:5]),
+    "as integers": lambda flat: flat[8:].view(torch.int32),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_weight_is_made_again_over_the_buffer(view):
+    """Claim: with the values that the buffer has by then, and by way of a hold."""
+    unit = Unit()
+    pack, unpack = unit.hooks()
+    weight = VIEWS[view](unit.flat)
+    packed = pack(weight)
+    assert isinstance(packed, SavedWeight) and unit.held == []
+    unit.flat.add_(1)
+    back = unpack(packed)
+    assert unit.held == [unit] and back.untyped_storage().data_ptr() == unit.flat.data_ptr()
+    assert (back.dtype, back.stride(), back.is_conj(), back.is_neg()) == (
+        weight.dtype,
+        weight.stride(),
+        weight.is_conj(),
+        weight.is_neg(),
+    )
+    assert torch.equal(back, VIEWS[view](torch.arange(2.0, 18.0)))
+
+
+def test_other_tensors_are_saved_as_they_are():
+    """Claim: with torch's check for changes, or by the hooks around."""
+    unit, other = Unit(), torch.ones(3)
+    pack, unpack = unit.hooks()
+    packed = pack(other)
+    assert unpack(packed).data_ptr() == other.data_ptr() and unit.held == []
+    other.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        unpack(packed)
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: ("outer", each), lambda each: each):
+        pack, unpack = unit.hooks()
+    packed = pack(other)
+    assert packed[0] == "outer" and unpack(packed) is packed
+    assert isinstance(pack(unit.flat), SavedWeight)
+
+
+def test_weights_that_were_changed_since_are_told():
+    """Twin: of the version in use. A change of another version does not matter."""
+    unit = Unit()
+    pack, unpack = unit.hooks()
+    packed = pack(unit.flat)
+    unit.version = 4
+    with pytest.raises(UsageError, match="unit a unit as they were in its forward"):
+        unpack(packed)
+    assert unit.held == []
+    unit.in_use = SimpleNamespace(version=3)
+    assert unpack(packed).tolist() == unit.flat.tolist()
+
+
+@pytest.mark.parametrize(
+    ("stays", "create_graph", "fails"),
+    [(False, True, True), (False, False, False), (True, True, False)],
+)
+def test_a_graph_of_a_backward_needs_weights_that_stay(stays, create_graph, fails):
+    unit, x = Unit(), torch.ones(16, requires_grad=True)
+    unit.stays = stays
+    with torch.autograd.graph.saved_tensors_hooks(*unit.hooks()):
+        loss = (x * unit.flat).sum()
+    if fails:
+        with pytest.raises(UsageError, match="create_graph=True"):
+            torch.autograd.grad(loss, x, create_graph=create_graph)
+    else:
+        (grad,) = torch.autograd.grad(loss, x, create_graph=create_graph)
+        assert torch.equal(grad, unit.flat) and unit.held == [unit]
+
+
+def test_a_checkpoint_counts_a_weight_that_is_saved_as_a_reference():
+    """Method: inside a checkpoint, whose hooks are around ours. In the recomputation the weight is
+    saved without ours, and the count is the same. Twin: other hooks are not asked for weights."""
+    unit, x = Unit(), torch.full((16,), 2.0, requires_grad=True)
+    runs = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        runs.append(is_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(True)))
+        if len(runs) == 1:
+            with torch.autograd.graph.saved_tensors_hooks(*unit.hooks()):
+                return (x * unit.flat).sin()
+        return (x * unit.flat).sin()
+
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert len(runs) == 2 and runs[0]
+    assert torch.allclose(x.grad, (2 * unit.flat).cos() * unit.flat)
+    asked = []
+    with torch.autograd.graph.saved_tensors_hooks(asked.append, lambda each: each):
+        pack, _ = unit.hooks()
+    pack(unit.flat)
+    assert asked == []
+    assert not is_checkpoint(None) and not is_checkpoint((asked.append and pack, None))
