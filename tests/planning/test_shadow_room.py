@@ -98,7 +98,7 @@ def test_checksums_of_shadows_are_planned(tmp_path):
     arrays = [
         array
         for shard in job.shards
-        for array in (*shard.arrays.values(), *shard.spare_arrays.values())
+        for array in (*shard.arrays.values(), *shard.homes.beside.values())
     ]
     needed = sum(
         4 * -(-array.nbytes // native.CHECKSUM_NBYTES)

@@ -40,7 +40,9 @@ class Disk:
         self.store.start_write = start_write
 
     def take(self, nbytes: int) -> StateArray:
-        return self.store.allocate_more(Tier.NVME, -(-nbytes // BLOCK) * BLOCK, "activations")
+        return self.store.arrays.allocate_more(
+            Tier.NVME, -(-nbytes // BLOCK) * BLOCK, "activations"
+        )
 
     def keep(self, saved: Saved) -> None:
         pass

@@ -82,13 +82,15 @@ class Unit:
         assert self.residency is Residency.STORED, "it is on its way"
         self.residency, self.slots = Residency.FETCHING, slots
 
-    def drop(self, store: Store) -> None:
-        store.pool.told.append(f"drop {self.name}")
+    def drop(self) -> None:
+        self.told.append(f"drop {self.name}")
         self.residency, self.slots = Residency.STORED, []
 
 
 def made(room: int, *shards: int) -> tuple[StagingSlots, Store, list[Unit]]:
     units, store = [Unit(str(i), count) for i, count in enumerate(shards)], Store(room)
+    for unit in units:
+        unit.told = store.pool.told
     return StagingSlots(units, store), store, units
 
 
