@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from two import AtHome, two_at_home
+from small import AtHome, small_at_home
 
 from infinity.errors import CapacityError
 from infinity.gradients.whole import WholeGradients
@@ -31,7 +31,7 @@ def values(whole: torch.Tensor, handle) -> torch.Tensor:
 
 
 def test_the_first_gradient_replaces_what_is_in_the_memory_and_others_are_added():
-    job = two_at_home(bias=True)
+    job = small_at_home(bias=True)
     (weights, ledger), (weight, bias, *_) = sums(job), job.handles
     weights.take(weight.unit, weight.shard).fill_(float("nan"))
     weights.add(weight, torch.full((2, 4), 1.0))
@@ -45,8 +45,8 @@ def test_the_first_gradient_replaces_what_is_in_the_memory_and_others_are_added(
 
 def test_it_is_known_which_parameters_have_a_gradient():
     """Memory alone is no gradient. Twin: the other parameter, and the other shard."""
-    job = two_at_home(bias=True)
-    (weights, _), (weight, bias, other, _) = sums(job), job.handles
+    job = small_at_home(bias=True)
+    (weights, _), (weight, bias, other, *_) = sums(job), job.handles
     weights.take(weight.unit, weight.shard)
     assert weights.is_empty and not weights.has(weight.shard)
     weights.add(bias, torch.ones(2))
@@ -61,8 +61,8 @@ def test_it_is_known_which_parameters_have_a_gradient():
 
 def test_after_it_is_handed_over_the_next_gradient_is_the_first_again():
     """Twin: before, a second gradient needs no more memory."""
-    job = two_at_home()
-    (weights, ledger), (weight, _) = sums(job), job.handles
+    job = small_at_home()
+    (weights, ledger), (weight, *_) = sums(job), job.handles
     for _ in range(2):
         weights.add(weight, torch.ones(2, 4))
         assert charged(ledger) == NBYTES
@@ -77,8 +77,8 @@ def test_after_it_is_handed_over_the_next_gradient_is_the_first_again():
 
 @pytest.mark.parametrize("fits", [False, True])
 def test_a_shard_without_room_is_refused_and_nothing_is_kept_of_it(fits):
-    job = two_at_home()
-    (first, second), room = job.handles, 2 * NBYTES - (not fits)
+    job = small_at_home()
+    (first, second, *_), room = job.handles, 2 * NBYTES - (not fits)
     weights, ledger = sums(job, room)
     weights.add(first, torch.ones(2, 4))
     if fits:
@@ -93,8 +93,8 @@ def test_a_shard_without_room_is_refused_and_nothing_is_kept_of_it(fits):
 
 
 def test_all_memory_is_given_back_at_once():
-    job = two_at_home()
-    (weights, ledger), handles = sums(job), job.handles
+    job = small_at_home()
+    (weights, ledger), handles = sums(job), job.handles[:2]
     for handle in handles:
         weights.add(handle, torch.ones(2, 4))
     weights.drop()
@@ -106,7 +106,7 @@ def test_all_memory_is_given_back_at_once():
 
 
 def test_the_memory_is_charged_for_the_running_backward_at_most():
-    job = two_at_home()
+    job = small_at_home()
     weights, ledger = sums(job)
     weights.add(job.handles[0], torch.ones(2, 4))
     ledger.forget_passing()

@@ -1,4 +1,4 @@
-"""Two small layers at home, whose gradients a test gives: what a module's own tests work on.
+"""Small small layers at home, whose gradients a test gives: what a module's own tests work on.
 
 **elsewhere**: a device whose memory the processor does not use, as a GPU's is; here it is the
 processor's all the same, with a thread for each queue.
@@ -12,6 +12,7 @@ from typing import Any
 
 import threaded_device
 import torch
+from models import at_home, with_least
 from torch import nn
 
 import infinity
@@ -26,26 +27,27 @@ class Elsewhere(threaded_device.ThreadedDevice):
     is_host = False
 
 
-class Two(nn.Module):
-    """Each layer is a unit. The gradient of a layer's weight has the layer's input in both of its
-    rows, that of a bias is ones. A layer without an input gets none."""
+class Small(nn.Module):
+    """Six layers, each a unit, of which the first two can get gradients. That of a layer's weight
+    has the layer's input in both of its rows, that of a bias is ones. Six, for the gradients of so
+    many do not fit beside each other in the least memory."""
 
     def __init__(self, *, bias: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 2, bias=bias) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(4, 2, bias=bias) for _ in range(6))
         for param in self.parameters():
             nn.init.ones_(param)
 
     def forward(
         self, first: torch.Tensor | None = None, second: torch.Tensor | None = None
     ) -> torch.Tensor:
-        given = zip(self.layers, (first, second))
+        given = zip(self.layers, (first, second), strict=False)
         return sum(layer(x).sum() for layer, x in given if x is not None)
 
 
 @dataclass
 class AtHome:
-    """A wrapped Two."""
+    """A wrapped Small."""
 
     model: nn.Module
     optimizer: Any
@@ -59,7 +61,7 @@ class AtHome:
     def backward(
         self, first: torch.Tensor | None = None, second: torch.Tensor | None = None
     ) -> None:
-        """Brings these gradients, as Two tells."""
+        """Brings these gradients, as Small tells."""
         self.model(first, second).backward()
 
 
@@ -68,7 +70,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)
 
 
-def two_at_home(
+def small_at_home(
     home: str = "host",
     folder: Any = None,
     make: Callable[[Any], torch.optim.Optimizer] = sgd,
@@ -76,10 +78,12 @@ def two_at_home(
     bias: bool = False,
     **config: Any,
 ) -> AtHome:
-    """Wraps a Two with all of it at ``home``."""
-    model = Two(bias=bias)
-    config = {"params": home, "optimizer": home, **config}
+    """Wraps a Small with all of it at ``home``. If that is a disk the host has the least memory,
+    which forces the gradients there, too."""
+    model = Small(bias=bias)
+    optimizer = make(model.parameters())
+    config = at_home(home, home, folder, **config)
     if home == "nvme":
-        config["nvme_paths"] = [str(folder)]
-    model, optimizer = infinity.wrap_model(model, make(model.parameters()), config)
+        config = with_least(model, optimizer, config)
+    model, optimizer = infinity.wrap_model(model, optimizer, config)
     return AtHome(model, optimizer, wrapped(model).engine)
