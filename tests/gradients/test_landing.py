@@ -1,0 +1,167 @@
+"""LandingQueue: gradients on their way home, beside the compute.
+
+**gate**: what a transfer waits for, so that it is on its way for as long as a test wants.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from threaded_device import ThreadedDevice
+
+from infinity.gradients.landing import LandingQueue
+from infinity.machine.device import Device
+from infinity.machine.traffic import Traffic
+
+SECONDS = 5  # that a closed gate lasts at most: a fault fails, and hangs nothing
+NBYTES = 16  # of four elements of four bytes
+SHARD, OTHER = object(), object()
+
+
+class Way:
+    """A queue home, on a device with threads, and a gate."""
+
+    def __init__(self, in_flight_nbytes: int = 10 * NBYTES):
+        self.traffic, self.gate, self.home = Traffic(), threading.Event(), torch.zeros(4)
+        self.device = ThreadedDevice(torch.device("cpu"), self.traffic)
+        self.queue = LandingQueue(self.device, self.traffic, in_flight_nbytes)
+
+    def send(self, shard: object, value: torch.Tensor, *, is_gated: bool = True):
+        def send() -> None:
+            if is_gated:
+                self.gate.wait(SECONDS)
+            self.home.copy_(value)
+
+        return self.queue.send(shard, send, NBYTES, "a.weight", value)
+
+
+@pytest.fixture
+def way() -> Iterator[Way]:
+    way = Way()
+    yield way
+    way.gate.set()
+    way.device.close()
+
+
+def test_a_gradient_is_home_once_it_was_waited_for(way):
+    """Twin: before, it is on its way, and the caller was not held up."""
+    event = way.send(SHARD, torch.ones(4))
+    assert not event.done and way.queue.of(SHARD) == [event]
+    assert way.home.tolist() == [0] * 4
+    way.gate.set()
+    way.queue.wait(SHARD)
+    assert way.home.tolist() == [1] * 4 and event.done
+    assert way.queue.of(SHARD) == []
+
+
+def test_a_shard_without_gradients_on_their_way_is_not_waited_for(way):
+    """Although another's are: the gate is closed."""
+    way.send(OTHER, torch.ones(4))
+    way.queue.wait(SHARD)
+    assert way.queue.of(SHARD) == [] and way.home.tolist() == [0] * 4
+
+
+def test_the_last_of_several_gradients_of_a_shard_is_waited_for(way):
+    way.send(SHARD, torch.ones(4), is_gated=False)
+    last = way.send(SHARD, torch.full((4,), 2.0))
+    assert way.queue.of(SHARD) == [last]
+    way.gate.set()
+    way.queue.wait(SHARD)
+    assert way.home.tolist() == [2] * 4
+
+
+def test_the_waits_and_the_bytes_are_counted_on_their_edge(way):
+    edge = way.traffic.edges["device->host"]
+    way.send(SHARD, torch.ones(4), is_gated=False)
+    way.queue.wait(OTHER)
+    assert edge.stall_seconds == 0
+    way.queue.wait(SHARD)
+    assert edge.nbytes == NBYTES and edge.stall_seconds > 0
+    assert all(
+        way.traffic.edges[name].nbytes == 0 for name in way.traffic.edges.keys() - {"device->host"}
+    )
+
+
+def test_a_gradient_that_is_read_on_its_way_lives_until_it_is_home(way):
+    """Whoever made it has let it go. Twin: once home, the next send lets it go."""
+    value = torch.ones(4)
+    held = weakref.ref(value)
+    way.queue.send(SHARD, partial(way.gate.wait, SECONDS), NBYTES, "a.weight", value)
+    del value
+    gc.collect()
+    assert held() is not None
+    way.gate.set()
+    way.queue.wait(SHARD)
+    way.send(SHARD, torch.ones(4), is_gated=False)
+    way.queue.wait(SHARD)
+    gc.collect()
+    assert held() is None
+
+
+def test_more_bytes_than_the_limit_are_waited_for():
+    """With room for one gradient the second waits for the first. Twin: with room for two the gate
+    stays closed."""
+    for room, is_home in ((2 * NBYTES, False), (NBYTES, True)):
+        way = Way(room)
+        first = way.send(SHARD, torch.ones(4))
+        if is_home:
+            way.gate.set()
+        way.send(OTHER, torch.ones(4), is_gated=False)
+        assert first.done == is_home
+        way.gate.set()
+        way.device.close()
+
+
+def test_an_error_on_the_way_is_raised_by_whoever_waits(way):
+    def fail() -> None:
+        raise ValueError("no way")
+
+    way.queue.send(SHARD, fail, NBYTES, "a.weight")
+    with pytest.raises(ValueError, match="no way"):
+        way.queue.wait(SHARD)
+
+
+def test_what_is_sent_comes_after_the_compute_so_far():
+    """Method: a device whose compute is behind the gate; the transfer waits for it."""
+    gate, events = threading.Event(), []
+
+    class Computing(ThreadedDevice):
+        def now(self):
+            events.append(self.put("in", partial(gate.wait, SECONDS)))
+            return events[-1]
+
+    device = Computing(torch.device("cpu"), Traffic())
+    queue, sent = LandingQueue(device, device.traffic, NBYTES), threading.Event()
+    event = queue.send(SHARD, sent.set, NBYTES, "a.weight")
+    assert len(events) == 1 and not event.done
+    device.put("step", lambda: None).wait()  # another queue is not held up
+    assert not sent.is_set()
+    gate.set()
+    queue.wait(SHARD)
+    assert sent.is_set() and events[0].done
+    device.close()
+
+
+def test_what_is_forgotten_is_not_waited_for(way):
+    """Of one shard, or of all after an exception. Twin: another shard's is still on its way."""
+    way.send(SHARD, torch.ones(4))
+    event = way.send(OTHER, torch.ones(4))
+    way.queue.forget(SHARD)
+    way.queue.wait(SHARD)
+    assert way.queue.of(SHARD) == [] and way.queue.of(OTHER) == [event]
+    way.queue.rebuild()
+    way.queue.wait(OTHER)
+    assert way.queue.of(OTHER) == [] and way.home.tolist() == [0] * 4
+
+
+def test_on_a_processor_gradients_are_home_at_once():
+    device = Device(torch.device("cpu"), Traffic())
+    queue, home = LandingQueue(device, device.traffic, 0), torch.zeros(4)
+    assert queue.send(SHARD, lambda: home.fill_(3), NBYTES, "a.weight", home).done
+    assert home.tolist() == [3] * 4 and device.traffic.edges["device->host"].nbytes == NBYTES

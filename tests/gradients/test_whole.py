@@ -1,0 +1,113 @@
+"""WholeGradients: sums of gradients on the device, and what the ledger is charged for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import AtHome, small_at_home
+
+from infinity.errors import CapacityError
+from infinity.gradients.whole import WholeGradients
+from infinity.machine.ledger import Ledger
+from infinity.machine.tiers import Tier
+
+NBYTES = 4 * 4096  # of one shard: its elements are padded to 4096, each of four bytes
+
+
+def sums(job: AtHome, budget: int | None = None) -> tuple[WholeGradients, Ledger]:
+    ledger = Ledger()
+    ledger.limit(Tier.DEVICE, budget_nbytes=budget, planned_nbytes=0)
+    return WholeGradients(ledger, job.engine.device), ledger
+
+
+def charged(ledger: Ledger) -> int:
+    return ledger.accounts[Tier.DEVICE].charged_nbytes
+
+
+def values(whole: torch.Tensor, handle) -> torch.Tensor:
+    """The elements of one parameter in a shard's flat memory."""
+    place = handle.shard.layout.placements[handle.index]
+    return whole[place.offset : place.offset + place.numel]
+
+
+def test_the_first_gradient_replaces_what_is_in_the_memory_and_others_are_added():
+    job = small_at_home(bias=True)
+    (weights, ledger), (weight, bias, *_) = sums(job), job.handles
+    weights.take(weight.unit, weight.shard).fill_(float("nan"))
+    weights.add(weight, torch.full((2, 4), 1.0))
+    weights.add(weight, torch.full((2, 4), 2.0))
+    weights.add(bias, torch.full((2,), 5.0))
+    whole, charge = weights.pop(weight.shard)
+    assert values(whole, weight).tolist() == [3.0] * 8 and values(whole, bias).tolist() == [5.0] * 2
+    assert whole.dtype == torch.float32 and whole.numel() == 4096
+    assert charged(ledger) == charge.nbytes == NBYTES
+
+
+def test_it_is_known_which_parameters_have_a_gradient():
+    """Memory alone is no gradient. Twin: the other parameter, and the other shard."""
+    job = small_at_home(bias=True)
+    (weights, _), (weight, bias, other, *_) = sums(job), job.handles
+    weights.take(weight.unit, weight.shard)
+    assert weights.is_empty and not weights.has(weight.shard)
+    weights.add(bias, torch.ones(2))
+    assert not weights.is_empty
+    assert weights.has(weight.shard) and not weights.has(other.shard)
+    assert weights.has_gradient(bias) and not weights.has_gradient(weight)
+    assert not weights.has_gradient(other)
+    assert weights.pop_got(other.shard) == set()
+    assert weights.pop_got(weight.shard) == {bias.index} == {1}
+    assert weights.is_empty and weights.pop_got(weight.shard) == set()
+
+
+def test_after_it_is_handed_over_the_next_gradient_is_the_first_again():
+    """Twin: before, a second gradient needs no more memory."""
+    job = small_at_home()
+    (weights, ledger), (weight, *_) = sums(job), job.handles
+    for _ in range(2):
+        weights.add(weight, torch.ones(2, 4))
+        assert charged(ledger) == NBYTES
+    _, charge = weights.pop(weight.shard)
+    weights.pop_got(weight.shard)
+    weights.add(weight, torch.full((2, 4), 7.0))
+    assert charged(ledger) == 2 * NBYTES
+    charge.release()
+    assert charged(ledger) == NBYTES
+    assert values(weights.take(weight.unit, weight.shard), weight).tolist() == [7.0] * 8
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_shard_without_room_is_refused_and_nothing_is_kept_of_it(fits):
+    job = small_at_home()
+    (first, second, *_), room = job.handles, 2 * NBYTES - (not fits)
+    weights, ledger = sums(job, room)
+    weights.add(first, torch.ones(2, 4))
+    if fits:
+        weights.add(second, torch.ones(2, 4))
+        assert weights.has(second.shard)
+        return
+    with pytest.raises(CapacityError, match=r"the gradients of unit layers\.1"):
+        weights.add(second, torch.ones(2, 4))
+    assert not weights.has(second.shard) and charged(ledger) == NBYTES
+    weights.add(first, torch.ones(2, 4))  # what has room goes on
+    assert values(weights.take(first.unit, first.shard), first).tolist() == [2.0] * 8
+
+
+def test_all_memory_is_given_back_at_once():
+    job = small_at_home()
+    (weights, ledger), handles = sums(job), job.handles[:2]
+    for handle in handles:
+        weights.add(handle, torch.ones(2, 4))
+    weights.drop()
+    assert charged(ledger) == 0 and weights.is_empty
+    for handle in handles:
+        weights.add(handle, torch.full((2, 4), 9.0))
+        assert values(weights.take(handle.unit, handle.shard), handle).tolist() == [9.0] * 8
+    assert charged(ledger) == 2 * NBYTES
+
+
+def test_the_memory_is_charged_for_the_running_backward_at_most():
+    job = small_at_home()
+    weights, ledger = sums(job)
+    weights.add(job.handles[0], torch.ones(2, 4))
+    ledger.forget_passing()
+    assert charged(ledger) == 0

@@ -1,0 +1,189 @@
+"""DeviceStepper: host state stepped on the device in chunks, and who steps how much of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from recorder import NOW, Recorder
+from torch import nn
+
+import infinity
+from infinity import native
+from infinity.machine.tiers import Tier
+from infinity.optim.device_step import DeviceStepper, DeviceUpdate, passing, steps_on_device
+from infinity.planning.device_slots import DEVICE_SLOTS, SLOT_ALIGNMENT
+from infinity.runtime.registry import wrapped
+
+CHUNK, CHUNKS = 4096, DEVICE_SLOTS + 2
+NUMEL = CHUNKS * CHUNK
+SLOT_NBYTES = 8 * CHUNK + 2 * SLOT_ALIGNMENT  # a weight and a gradient of four bytes each
+
+
+@pytest.fixture(autouse=True)
+def open_runs(monkeypatch) -> None:
+    """The core's runs can be read by its kernels alone."""
+    monkeypatch.setattr(native, "Run", lambda *run: SimpleNamespace(begin=run[0], end=run[1]))
+
+
+@pytest.fixture(scope="module")
+def job() -> SimpleNamespace:
+    model = nn.Linear(CHUNK, CHUNKS, bias=False)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), {"params": "host", "optimizer": "host"}
+    )
+    shard = model.weight._infinity.shard
+    return SimpleNamespace(
+        model=model, optimizer=optimizer, engine=wrapped(model).engine, shard=shard
+    )
+
+
+@pytest.fixture
+def state(job) -> SimpleNamespace:
+    """The shard's weights count up, and its gradients are halves."""
+    arrays = job.shard.arrays
+    arrays["weight"].flat.copy_(torch.arange(float(NUMEL)))
+    arrays["grad"].flat.fill_(0.5)
+    return SimpleNamespace(weight=arrays["weight"].flat, arrays=arrays, job=job)
+
+
+def step(state, device: Recorder, *spans: tuple[int, int], behind=(), **more) -> DeviceUpdate:
+    stepper = DeviceStepper(device, device.traffic, SLOT_NBYTES)
+    shard, hyper = state.job.shard, native.Hyperparameters()
+    return stepper.step(
+        shard,
+        shard.native_layout(native.Rule.SGD),
+        [(begin, end, hyper) for begin, end in spans],
+        behind=behind,
+        **{"version": 7} | more,
+    )
+
+
+def expected(*spans: tuple[int, int]) -> torch.Tensor:
+    values = torch.arange(float(NUMEL))
+    for begin, end in spans:
+        values[begin:end] -= 0.5
+    return values
+
+
+SPANS = [[(0, NUMEL)], [(0, 10), (64, 5000)], [(CHUNK, 2 * CHUNK)], []]
+SPANS += [[(2 * CHUNK + 100, 3 * CHUNK + 1), (3 * CHUNK + 1, NUMEL)]]
+
+
+@pytest.mark.parametrize("spans", SPANS, ids=str)
+def test_the_elements_of_the_spans_are_stepped_once_and_no_other(state, spans):
+    device = Recorder()
+    update = step(state, device, *spans)
+    assert torch.equal(state.weight, expected(*spans))
+    assert sum(end - begin for begin, end in device.kernels.runs) == sum(
+        end - begin for begin, end in spans
+    )
+    assert all(end - begin <= CHUNK for begin, end in device.kernels.runs)
+    assert not update.on_device and update.ticket is None
+    assert {array.extent.version for array in state.arrays.values()} == {7}
+
+
+def test_state_comes_and_goes_and_gradients_only_come(state):
+    """In whole blocks of 8-bit moments. Twin: chunks with nothing to step do not move."""
+    device = Recorder()
+    step(state, device, (CHUNK + 1, CHUNK + 2))
+    edges = device.traffic.edges
+    assert edges["host->device"].nbytes == 8 * native.MOMENT_BLOCK
+    assert edges["device->host"].nbytes == 4 * native.MOMENT_BLOCK
+    step(state, device, (0, NUMEL))
+    assert edges["host->device"].nbytes == 8 * (native.MOMENT_BLOCK + NUMEL)
+    assert [len(device.of(queue)) for queue in ("in", "step", "out")] == [1 + CHUNKS] * 3
+
+
+def test_a_chunk_comes_once_its_slot_is_free_and_goes_once_it_is_stepped(state):
+    """All of it comes after the compute so far, and after what the caller waits for."""
+    device, before = Recorder(), SimpleNamespace(name="landing")
+    update = step(state, device, (0, NUMEL), behind=[before])
+    come, stepped, leave = (device.of(queue) for queue in ("in", "step", "out"))
+    for number in range(CHUNKS):
+        behind = come[number][1]
+        assert NOW in behind and before in behind
+        if number >= DEVICE_SLOTS:
+            assert leave[number - DEVICE_SLOTS][0] in behind
+        assert stepped[number][1] == [come[number][0]]
+        assert leave[number][1] == [stepped[number][0]]
+    assert update.event is leave[-1][0]
+
+
+def test_new_weights_are_made_beside_the_old_ones(state):
+    """Also of elements that are not stepped."""
+    weight, store = state.arrays["weight"], state.job.engine.store
+    newer = store.allocate_later(Tier.HOST, weight.dtype, weight.numel, "newer")
+    step(state, Recorder(), (0, CHUNK), newer=newer, version=9)
+    assert torch.equal(state.weight, expected())
+    assert torch.equal(newer.flat, expected((0, CHUNK))) and newer.extent.version == 9
+    store.free_more(newer)
+
+
+def test_only_state_on_the_device_itself_is_stepped_in_place(state):
+    """Method: the tiers of arrays are made up. Gradients alone do not count."""
+
+    def shard(**tiers: Tier) -> SimpleNamespace:
+        return SimpleNamespace(
+            arrays={name: SimpleNamespace(tier=tier) for name, tier in tiers.items()}
+        )
+
+    assert passing(state.job.shard) == ["weight", "grad"] and not steps_on_device(state.job.shard)
+    assert steps_on_device(shard(weight=Tier.DEVICE, grad=Tier.HOST))
+    assert passing(shard(weight=Tier.DEVICE, grad=Tier.HOST, exp_avg=Tier.NVME)) == ["grad"]
+    assert not steps_on_device(shard(weight=Tier.HOST, grad=Tier.DEVICE))
+
+
+SHARES = [(0.0, NUMEL), (1.0, 0), (0.4, 3 * CHUNK), (0.3, 3 * CHUNK), (1e-9, NUMEL)]
+
+
+@pytest.mark.parametrize("share, first", SHARES)
+def test_the_device_steps_the_last_elements_from_a_whole_block_on(job, share, first):
+    stepper = DeviceStepper(device := Recorder(), device.traffic, SLOT_NBYTES)
+    stepper.share = share
+    assert stepper.first_own(job.shard) == first
+    without = DeviceStepper(device, device.traffic, 0)
+    without.share = share
+    assert without.first_own(job.shard) == NUMEL
+
+
+def test_device_and_processor_take_shares_that_end_together():
+    """By hand: the edge brings 4800 bytes a second, 300 elements. Twins: without slots, or while
+    one of the rates is unknown, the share stays."""
+    for slots, rate, nbytes, seconds, share in (
+        (SLOT_NBYTES, 100.0, 16.0, 2.0, 0.75),
+        (SLOT_NBYTES, 900.0, 16.0, 2.0, 0.25),
+        (0, 100.0, 16.0, 2.0, 0.0),
+        (SLOT_NBYTES, 0.0, 16.0, 2.0, 0.0),
+        (SLOT_NBYTES, 100.0, 0.0, 2.0, 0.0),
+        (SLOT_NBYTES, 100.0, 16.0, 0.0, 0.0),
+    ):
+        device = Recorder()
+        edge = device.traffic.edges["host->device"]
+        edge.nbytes, edge.busy_seconds = 9600, seconds
+        stepper = DeviceStepper(device, device.traffic, slots)
+        stepper.choose_share(rate, nbytes)
+        assert stepper.share == share
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_an_update_is_over_when_both_parts_are_and_the_host_waits_if_it_has_one(on_device):
+    called: list[str] = []
+
+    def part(name: str) -> SimpleNamespace:
+        wait, precede = (partial(called.append, f"{name} {how}") for how in ("waits", "precedes"))
+        return SimpleNamespace(done=False, wait=wait, precede=precede)
+
+    event, ticket = part("event"), part("ticket")
+    update = DeviceUpdate(event, on_device)
+    assert not update.done
+    event.done = True
+    assert update.done
+    update.ticket = ticket
+    assert not update.done
+    ticket.done = True
+    assert update.done
+    update.wait()
+    assert called == ["ticket waits", "event precedes" if on_device else "event waits"]
