@@ -72,9 +72,9 @@ def test_what_is_to_be_written_ends_an_update_made_ahead(writes):
     job, given = small_at_home(speculate=True), RAMP.clone().requires_grad_()
     job.backward(given, given)
     first, second = (handle.shard for handle in job.handles[:2])
-    assert first.shadow is not None and second.shadow is not None
+    assert first.homes.shadow is not None and second.homes.shadow is not None
     job.engine.gradients.homes.view(job.handles[0], write=writes)
-    assert (first.shadow is None) == writes and second.shadow is not None
+    assert (first.homes.shadow is None) == writes and second.homes.shadow is not None
 
 
 def test_only_a_home_that_the_device_cannot_compute_with_is_remote(tmp_path, monkeypatch):

@@ -131,9 +131,9 @@ def test_a_change_at_home_ends_an_update_made_ahead(monkeypatch):
             job, given = small_at_home(make=columns, speculate=True), RAMP.clone().requires_grad_()
             job.backward(given, given)
             first, second = (handle.shard for handle in job.handles[:2])
-            assert first.shadow is not None
+            assert first.homes.shadow is not None
             land(job, ODD, adds=True, whole=whole)
-            assert first.shadow is None and second.shadow is not None
+            assert first.homes.shadow is None and second.homes.shadow is not None
 
 
 def test_only_a_device_with_transfers_of_its_own_lands_beside_the_compute(job):

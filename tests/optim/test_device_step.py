@@ -54,7 +54,7 @@ def step(state, device: Recorder, *spans: tuple[int, int], behind=(), **more) ->
     shard, hyper = state.job.shard, native.Hyperparameters()
     return stepper.step(
         shard,
-        shard.native_layout(native.Rule.SGD),
+        shard.homes.native_layout(native.Rule.SGD),
         [(begin, end, hyper) for begin, end in spans],
         behind=behind,
         **{"version": 7} | more,
@@ -115,11 +115,11 @@ def test_a_chunk_comes_once_its_slot_is_free_and_goes_once_it_is_stepped(state):
 def test_new_weights_are_made_beside_the_old_ones(state):
     """Also of elements that are not stepped."""
     weight, store = state.arrays["weight"], state.job.engine.store
-    newer = store.allocate_later(Tier.HOST, weight.dtype, weight.numel, "newer")
+    newer = store.arrays.allocate_later(Tier.HOST, weight.dtype, weight.numel, "newer")
     step(state, Recorder(), (0, CHUNK), newer=newer, version=9)
     assert torch.equal(state.weight, expected())
     assert torch.equal(newer.flat, expected((0, CHUNK))) and newer.extent.version == 9
-    store.free_more(newer)
+    store.arrays.free_more(newer)
 
 
 def test_only_state_on_the_device_itself_is_stepped_in_place(state):

@@ -161,11 +161,11 @@ def test_updates_made_ahead_are_counted_and_kept_if_the_step_is_equal(clip, kept
     job = small_at_home(speculate=True)
     job.backward(GIVEN, GIVEN)
     shards = [handle.shard for handle in job.handles[:2]]
-    assert all(shard.shadow is not None for shard in shards)
+    assert all(shard.homes.shadow is not None for shard in shards)
     policy = job.engine.updates.shadows
     job.optimizer._stepping.prepare()
     job.optimizer._stepping.make(job.optimizer.param_groups, clip)
     assert (policy.made, policy.kept) == (2, kept)
     assert weights(job) == less(RAMP * clip, RAMP * clip, 0.0)
-    assert all(shard.shadow is None for shard in shards)
+    assert all(shard.homes.shadow is None for shard in shards)
     assert policy.is_wanted(1) == (kept == 2) and not policy.is_wanted(2)
