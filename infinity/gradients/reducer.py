@@ -58,6 +58,7 @@ class Reducer:
         self._on_reduced = on_reduced  # called when a unit's averages are at home
         self._decides_early = decides_early  # an update in mid-backward needs flags early
         self._units = list(units)
+        self._by_index = {unit.index: unit for unit in units}
         self._whole = WholeGradients(ledger, bank.homes.device)
         self._order: list[ParamUnit] = []
         self._places: dict[ParamUnit, int] = {}  # how many of the order start at this unit
@@ -128,13 +129,16 @@ class Reducer:
         handles = [handle for *_, of_shard in shards for handle in of_shard]
         while True:
             late = {handle for handle in handles if self._whole.has_gradient(handle)}
-            flags = self._collectives.agree(
+            *flags, is_outdated = self._collectives.agree(
                 [
                     *(handle in self._got or handle in late for handle in handles),
                     *(handle in late for handle in handles),
+                    bool(late) and self._has_other_order(),
                 ],
                 "the end of a backward",
             )
+            if is_outdated:
+                self._order, self._places = [], {}  # the next backward agrees on one anew
             self._finish()
             anywhere = {handle for handle, had in zip(handles, flags) if had}
             undecided, self._undecided, self._got = self._undecided, [], set()
@@ -183,15 +187,20 @@ class Reducer:
             raise self._failure
 
     def _agree_on_order(self) -> None:
-        """Takes the first rank's order, in the first backward. Every rank calls this."""
+        """Takes the first rank's order, in the first backward, and in the next one after gradients
+        came late because the forward took another order. Every rank calls this."""
         if self._order:
             return
-        by_index = {unit.index: unit for unit in self._units}
-        mine = torch.tensor(_order_of(by_index, self._schedule.spans()), device="cpu")
+        mine = torch.tensor(_order_of(self._by_index, self._schedule.spans()), device="cpu")
         found = self._collectives.broadcast(mine, "the order of gradients").tolist()
-        order = [by_index[index] for index, _ in found]
+        order = [self._by_index[index] for index, _ in found]
         self._places = {unit: place for unit, (_, place) in zip(order, found)}
         self._order = order
+
+    def _has_other_order(self) -> bool:
+        """Whether this pass's forward used the units in another order than the agreed one."""
+        own = _order_of(self._by_index, self._schedule.spans())
+        return [self._by_index[index] for index, _ in own] != self._order
 
     def abandon(self) -> None:
         """Drops the gradients that a failed backward has not averaged."""

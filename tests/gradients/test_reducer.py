@@ -277,6 +277,34 @@ def test_a_gradient_that_comes_after_its_units_turn_takes_another_round():
         assert rank.averages(3) == [4.0, 3.0]
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_an_order_that_brings_gradients_late_is_agreed_on_anew(again):
+    """In the second forward unit 0 is the last: the backward reaches it first, where the agreed
+    order starts the others, whose gradients then need another round at the end. In the third pass
+    they do not. Twin: the second pass."""
+    late = []
+
+    def work(rank: Rank) -> None:
+        backward(rank)
+        for _ in range(1 + again):
+            rank.bank.landed.clear()
+            rank.schedule.begin("train")
+            before = len(rank.pair.meetings)
+            for unit in (3, 1, 2, 0):
+                rank.schedule.use(unit)
+                rank.schedule.leave(unit)
+            for unit in (0, 2, 1, 3):
+                rank.reach(unit)
+                rank.gets(unit, 2.0)
+                rank.ready(unit)
+            rank.reducer.end_backward()
+        late.append("reducing unit 2" in rank.pair.meetings[before:])
+
+    for rank in run(work):
+        assert [rank.averages(unit) for unit in range(UNITS)] == [[2.0]] * UNITS
+    assert late == [not again] * 2
+
+
 def test_a_unit_that_got_only_a_part_is_told_of_when_it_is_complete():
     """Rank 1 lacks a gradient of unit 3, and may still get it: the unit is reported as the last."""
 
