@@ -356,12 +356,11 @@ def _make_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, rule) -> I
     """Makes the optimizer that steps the parameters, and takes over their gradients."""
     params = list(groups_of_optimizer(optimizer))
     stepping = InfinityOptimizer(engine.make_step_context(), optimizer, rule)
+    moments = moment_names(rule, optimizer.param_groups)
     for param in params:
         handle, state = managed(param), optimizer.state.get(param, {})
-        handle.step = saved_step(state)
-        handle.keeps_moments = not handle.step and any(
-            name in state for name in moment_names(rule, optimizer.param_groups)
-        )
+        handle.step = saved_step(state, moments)
+        handle.keeps_moments = not handle.step and any(name in state for name in moments)
         if (grad := raw_grad(param)) is not None:
             set_raw_grad(param, None)
             handle.grad.move(GradState.LANDED)

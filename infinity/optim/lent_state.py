@@ -138,6 +138,10 @@ class LentState:
             self._trim()
         self._lent[handle, name] = _Lent(tensor, self._steps.index)
 
+    def part(self, handle: ParamHandle, name: str) -> None:
+        """Makes the tensor of array ``name``, if there is one, the user's own."""
+        self._lent.pop((handle, name), None)
+
     def write(
         self,
         handle: ParamHandle,

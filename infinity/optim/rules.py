@@ -203,11 +203,10 @@ def moment_names(rule: native.Rule, groups: Iterable[Mapping[str, Any]]) -> dict
     return {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
-def saved_step(state: Mapping[str, Any]) -> int:
-    """Returns the step count in torch's state of one parameter. SGD has none: with a buffer its
-    first step is past."""
-    started = any(value is not None for name, value in state.items() if name != "step")
-    return int(state.get("step", started))
+def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
+    """Returns the step count in torch's state of one parameter. SGD has none: with one of its
+    ``moments``, by torch's names, its first step is past."""
+    return int(state.get("step", any(state.get(name) is not None for name in moments)))
 
 
 def refuse_flags(

@@ -198,7 +198,8 @@ class StateAtHome:
                 )
 
     def write(self, handle: ParamHandle, values: Mapping[str, Any]) -> None:
-        """Sets values of a parameter. A tensor in torch's own form is watched from then on."""
+        """Sets values of a parameter. A tensor in torch's own form is watched from then on; a value
+        in another form is only copied, and the tensor before it is the user's own."""
         self.check(handle, values)
         if any(value is None for value in values.values()):  # SGD's form of "none yet"
             self.restart(handle)
@@ -216,6 +217,8 @@ class StateAtHome:
                 array = self._arrays[name]
                 if isinstance(value, torch.Tensor) and self._is_as_kept(handle, array, value):
                     lent.lend(handle, array, value)
+                else:
+                    lent.part(handle, array)
 
     def restart(self, handle: ParamHandle) -> None:
         """Makes the next step of a parameter its first."""

@@ -42,7 +42,7 @@ class Journal:
     def end(self, change: Change) -> None:
         """Makes a recorded change, and removes it."""
         change()
-        self._begun.remove(change)
+        self._begun = [each for each in self._begun if each is not change]
 
     def finish(self) -> None:
         """Makes every recorded change, in order. One that raises stays, and is made again next

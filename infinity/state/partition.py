@@ -112,11 +112,11 @@ def _named_blocks(model: nn.Module, units: tuple[str, ...]) -> list[tuple[str, n
         if type(module).__name__ in units and module not in inside:
             blocks.append((name or "model", module))
             inside |= set(module.modules())
-    found = {type(module).__name__ for _, module in blocks}
-    if missing := [unit for unit in units if unit not in found]:
-        classes = sorted({type(module).__name__ for module in model.modules()})
+    classes = {type(module).__name__ for module in model.modules()}
+    if missing := [unit for unit in units if unit not in classes]:
         raise ConfigError(
-            f"units: no module of class {', '.join(missing)}; the model has {', '.join(classes)}"
+            f"units: no module of class {', '.join(missing)}; the model has"
+            f" {', '.join(sorted(classes))}"
         )
     return blocks
 

@@ -19,7 +19,8 @@ from infinity.runtime.registry import wrapped
 
 CHUNK, CHUNKS = 4096, DEVICE_SLOTS + 2
 NUMEL = CHUNKS * CHUNK
-SLOT_NBYTES = 8 * CHUNK + 2 * SLOT_ALIGNMENT  # a weight and a gradient of four bytes each
+# Of a weight and a gradient of four bytes each; too few for the alignment of two chunks.
+SLOT_NBYTES = 8 * 2 * CHUNK + SLOT_ALIGNMENT
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +78,7 @@ def test_the_elements_of_the_spans_are_stepped_once_and_no_other(state, spans):
     device = Recorder()
     update = step(state, device, *spans)
     assert torch.equal(state.weight, expected(*spans))
+    assert state.arrays["grad"].flat.eq(0.5).all()  # which did not come back
     assert sum(end - begin for begin, end in device.kernels.runs) == sum(
         end - begin for begin, end in spans
     )
@@ -88,7 +90,8 @@ def test_the_elements_of_the_spans_are_stepped_once_and_no_other(state, spans):
 def test_state_comes_and_goes_and_gradients_only_come(state):
     """In whole blocks of 8-bit moments. Twin: chunks with nothing to step do not move."""
     device = Recorder()
-    step(state, device, (CHUNK + 1, CHUNK + 2))
+    begin = CHUNK + 3 * native.MOMENT_BLOCK
+    step(state, device, (begin + 1, begin + 2))
     edges = device.traffic.edges
     assert edges["host->device"].nbytes == 8 * native.MOMENT_BLOCK
     assert edges["device->host"].nbytes == 4 * native.MOMENT_BLOCK

@@ -169,3 +169,18 @@ def test_updates_made_ahead_are_counted_and_kept_if_the_step_is_equal(clip, kept
     assert weights(job) == less(RAMP * clip, RAMP * clip, 0.0)
     assert all(shard.homes.shadow is None for shard in shards)
     assert policy.is_wanted(1) == (kept == 2) and not policy.is_wanted(2)
+    job.optimizer.zero_grad()
+    job.backward(GIVEN, GIVEN)
+    job.optimizer.step()
+    assert policy.made == 2 + kept  # none after some were dropped
+
+
+def test_an_update_made_ahead_of_what_is_not_stepped_is_dropped():
+    """Its gradient was taken away. Twin: the other unit is stepped."""
+    job = small_at_home(speculate=True)
+    job.backward(GIVEN, GIVEN)
+    second = job.handles[1]
+    second.param.grad = None
+    job.optimizer.step()
+    assert second.shard.homes.shadow is None and second.step == 0
+    assert weights(job) == less(RAMP, 0.0, 0.0)

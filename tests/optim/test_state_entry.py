@@ -40,6 +40,30 @@ def expected() -> dict:
     return dict(zip(NAMES, (1.0, *moments)))
 
 
+def test_a_value_in_another_form_is_read_back_as_it_was_assigned():
+    """As a number, or of another dtype, after a read. The tensor that was read is the user's own.
+    Twin: one in torch's form is the state itself."""
+    job = stepped()
+    entry = entry_of(job)
+    before = entry["exp_avg"], entry["step"]
+    entry["step"] = 4
+    entry["exp_avg"] = torch.full_like(before[0], 9.0, dtype=torch.float64)
+    before[0].zero_()
+    assert entry["step"] == 4 and (entry["exp_avg"] == 9.0).all()
+    kept = torch.full_like(before[0], 7.0)
+    entry["exp_avg"] = kept
+    kept += 1
+    assert entry["exp_avg"] is kept
+
+
+def test_a_users_own_value_is_no_step():
+    """Saved and loaded before the first step. Twin: a parameter that was stepped."""
+    for job, steps in ((small_at_home(make=adam), 0), (stepped(), 1)):
+        entry_of(job)["mine"] = 5
+        job.optimizer.load_state_dict(job.optimizer.state_dict())
+        assert job.handles[0].step == steps and entry_of(job)["mine"] == 5
+
+
 def test_without_a_home_it_is_a_plain_dict():
     entry = StateEntry({"a": 1})
     entry["exp_avg"] = 2

@@ -1,5 +1,5 @@
 """A device that runs work at once and keeps its order, with kernels that take the gradient off the
-weight, as SGD does."""
+weight, as SGD does, and spoil their copy of it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Kernels:
                 for base in (weight, grad)
             )
             values.sub_(grads)
+            grads.fill_(-1.0)
             self.runs.append((run.begin, run.end))
 
 
