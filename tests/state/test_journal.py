@@ -115,3 +115,24 @@ def test_forgotten_changes_are_never_made_and_later_ones_are():
     journal.begin(Change("b", made))
     journal.finish()
     assert made == ["b"]
+
+
+def test_of_two_equal_changes_the_one_that_ended_is_removed():
+    class Change:
+        def __init__(self) -> None:
+            self.made = 0
+
+        def __call__(self) -> None:
+            self.made += 1
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None
+
+    journal, first, second = Journal(), Change(), Change()
+    journal.begin(first)
+    journal.begin(second)
+    journal.end(second)
+    journal.finish()
+    assert (first.made, second.made) == (1, 1)

@@ -132,3 +132,20 @@ def test_nested_forwards_hold_all_their_units_and_siblings_do_not():
     assert held_nbytes(whole, groups, nbytes) == 101
     groups[1].owners.append(whole.c)  # a backward holds it from its first use to its last
     assert held_nbytes(whole, groups, nbytes) == 111
+
+
+def test_a_named_class_may_stand_inside_another_named_one():
+    """It is a part of the outer unit then. Twin: a class that the model lacks is refused."""
+
+    class Inner(nn.Linear):
+        pass
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner(4, 4)
+
+    model = nn.Sequential(Outer(), Outer())
+    assert [group.name for group in partition(model, ("Outer", "Inner"))] == ["0", "1"]
+    with pytest.raises(ConfigError, match="no module of class Other"):
+        partition(model, ("Outer", "Other"))
