@@ -246,7 +246,7 @@ class OptimizerState:
     def _adopt(self, param: torch.Tensor, state: dict[str, Any]) -> None:
         """Writes ``state``, in torch's per-parameter form, home. Empty is a fresh start."""
         handle, context = handle_of(param), self._context
-        step = saved_step(state, self.moments)
+        step = saved_step(state, (*self.moments, "master"))
         kept = step or any(state.get(name) is not None for name in self.moments)
         if kept or handle.has_state:
             for name, array in self.moments.items():

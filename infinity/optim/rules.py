@@ -205,7 +205,7 @@ def moment_names(rule: native.Rule, groups: Iterable[Mapping[str, Any]]) -> dict
 
 def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
     """Returns the step count in torch's state of one parameter. SGD has none: with one of its
-    ``moments``, by torch's names, its first step is past."""
+    ``moments`` (or ``master``), by their names in the state, its first step is past."""
     return int(state.get("step", any(state.get(name) is not None for name in moments)))
 
 
