@@ -71,6 +71,8 @@ class ParamUnit:
     @property
     def handles(self) -> list[ParamHandle]:
         """The handles of all parameters, in the order of the shards."""
+        if len(self.shards) == 1:
+            return self.shards[0].handles  # most units have one: no list for each use
         return [handle for shard in self.shards for handle in shard.handles]
 
     @property
@@ -139,7 +141,7 @@ class ParamUnit:
     @property
     def is_updating(self) -> bool:
         """Whether an update of the weights was not waited for."""
-        return any(update is not None for update in self._updates)
+        return not self.is_older and any(shard.homes.update is not None for shard in self.shards)
 
     def wait_for_update(self) -> None:
         """Waits until the weights of the last step are at home. Raises its error."""
