@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -89,12 +90,12 @@ class FlatLayout:
         numel = round_up(max(offset, 1), SHARD_ALIGNMENT * ranks.size)
         return cls(tuple(placements), numel, ranks)
 
-    @property
+    @cached_property  # read several times for each use of a unit
     def slice_numel(self) -> int:
         """Elements of a rank's slice."""
         return self.numel // self.ranks.size
 
-    @property
+    @cached_property
     def own_slice(self) -> tuple[int, int]:
         """The elements that the optimizer steps here."""
         return self.ranks.rank * self.slice_numel, (self.ranks.rank + 1) * self.slice_numel
