@@ -2,7 +2,7 @@
 
 modelled disk   a folder whose files the I/O engine moves at a given rate and no faster
                 (csrc/tests/doubles); the ranks share it
-unit            what one block of a model moves at once, cut into equal slices for the ranks
+unit            what one block of a model moves at once, cut into equal shards for the ranks
 lockstep        all ranks read the same unit, and meet before the next
 
 The model is checked by row ``disks.one``: one disk alone gives its rate. A disk of 1 GB/s moves
@@ -35,7 +35,7 @@ from infinity.machine.ledger import Ledger
 from infinity.machine.sizes import round_up
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
-from infinity.storage.store import ShardStore
+from infinity.storage.store import ArrayStore
 
 from .launch import doubles
 
@@ -78,10 +78,10 @@ class Ranks:
         self._processes, self._ends = [], []
         for rank in range(count):
             end, other = context.Pipe()
-            slice_nbytes = round_up(unit_nbytes // count, native.BLOCK_NBYTES)
+            shard_nbytes = round_up(unit_nbytes // count, native.BLOCK_NBYTES)
             process = context.Process(
                 target=serve,
-                args=(other, str(folder), rank, count, slice_nbytes, self._barrier, moves),
+                args=(other, str(folder), rank, count, shard_nbytes, self._barrier, moves),
                 daemon=True,
             )
             process.start()
@@ -111,7 +111,7 @@ class Ranks:
 
 
 def serve(
-    end: Connection, folder: str, rank: int, ranks: int, slice_nbytes: int, barrier, moves: bool
+    end: Connection, folder: str, rank: int, ranks: int, shard_nbytes: int, barrier, moves: bool
 ) -> None:
     """Runs one rank: makes the units, then reads what it is told to and answers with the seconds,
     until it is told None."""
@@ -121,13 +121,13 @@ def serve(
     }
     doubles().install()
     disks, layer = list(doubles().modelled_disks()), doubles().layer(instant=not moves)
-    store = ShardStore(
+    store = ArrayStore(
         disks, Ledger(), Traffic(), service_nbytes=MIB, layer=layer, rank=rank, ranks=ranks
     )
     arrays = [
-        store.arrays.allocate(Tier.NVME, torch.uint8, slice_nbytes, "a unit") for _ in range(UNITS)
+        store.arrays.allocate(Tier.NVME, torch.uint8, shard_nbytes, "a unit") for _ in range(UNITS)
     ]
-    memory = store.arrays.make_region(slice_nbytes)  # of all units: nobody looks at the bytes
+    memory = store.arrays.make_region(shard_nbytes)  # of all units: nobody looks at the bytes
     store.open([memory])
     store.arrays.await_pages()
     end.send(0.0)

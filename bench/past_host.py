@@ -27,7 +27,7 @@ from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.storage.arrays import StateArray
 from infinity.storage.staging import Fetch
-from infinity.storage.store import ShardStore
+from infinity.storage.store import ArrayStore
 
 MIB = 1024 * 1024
 NBYTES = 2048 * MIB
@@ -79,7 +79,7 @@ class _Job:
 
     def __init__(self, folder: str, device: Device, settings: Settings, *, past_host: bool):
         self._device = device
-        self.store = ShardStore(
+        self.store = ArrayStore(
             [folder], Ledger(), device.traffic, service_nbytes=PIECE_NBYTES, device=device
         )
         self.array: StateArray = self.store.arrays.allocate(

@@ -121,7 +121,7 @@ def _system(
     ]
     parts: list[nn.Module] = [_Chunk(chunk) for chunk in chunks]
     if home == "fsdp2":
-        _shard(parts, mesh["dp"])
+        _flat_param(parts, mesh["dp"])
     optimizer = torch.optim.AdamW(
         [p for part in parts for p in part.parameters()], lr=1e-4, fused=home != "fsdp2"
     )
@@ -141,7 +141,7 @@ def _system(
     return made, parts, optimizer, numbers, count
 
 
-def _shard(parts: list[nn.Module], mesh: Any) -> None:
+def _flat_param(parts: list[nn.Module], mesh: Any) -> None:
     """Shards every layer by FSDP2, with its weights and its optimizer's state on the CPU."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 

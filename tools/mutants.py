@@ -1,11 +1,12 @@
 """Runs a sample of mutants of the engine's rooms, each against the tests beside it, and says which
 survive.
 
-    python tools/mutants.py [--count 12] [--seed 1] [--json bench/results/mutants_<date>.json] [room ...]
+    python tools/mutants.py [--count 12] [--seed 1] [--json bench/results/mutants_<date>.json] [room
+    ...]
 
 cosmic-ray makes the mutants, in a copy of the tree below build/; ``--count`` of each file's are
 drawn. A mutant that no test notices is a survivor: it is equivalent, or a test is missing.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ TARGETS = {
     "machine/sizes.py": "machine/test_tiers.py",
     "machine/limits.py": "machine/test_limits.py",
     "machine/cgroups.py": "machine/test_limits.py",
-    "state/shard.py": "api/test_round_trips.py training/test_split_master.py",
+    "state/flat_param.py": "api/test_round_trips.py training/test_split_master.py",
     "state/home_arrays.py": (
         "state/test_unit.py planning/test_speculation.py distributed/test_ranks.py"
     ),

@@ -160,7 +160,7 @@ class Average:
         }
 
     def _whole(self, handle: ParamHandle) -> torch.Tensor:
-        place = handle.shard.layout.placements[handle.index]
+        place = handle.flat_param.layout.placements[handle.index]
         return like(handle.param, self._average.read(handle).as_strided(place.shape, place.stride))
 
     @torch.no_grad()
@@ -188,8 +188,8 @@ class Average:
     def _take(self, parts: Mapping[ParamHandle, torch.Tensor], updates: int) -> None:
         """Sets the average to ``parts``. Restarts from the beginning if it was interrupted."""
         for handle, part in parts.items():
-            shard, index = handle.shard, handle.index
-            begin, end = shard.layout.part_of_param("weight", index)
-            flat = shard.flattened(part, index)[begin:end]
+            flat_param, index = handle.flat_param, handle.index
+            begin, end = flat_param.layout.part_of_param("weight", index)
+            flat = flat_param.flattened(part, index)[begin:end]
             self._average.write_own(handle, flat.to(self._average.dtype_of(handle)))
         self._average.resume(updates)

@@ -77,8 +77,8 @@ class _FullCopy:
     def __init__(self, job: Job, param: nn.Parameter):
         self.handle = managed(param)
         self._version = self.handle.version
-        value = self.handle.shard.read_value(
-            job.store, self.handle.index, self.handle.shard.spec.dtype
+        value = self.handle.flat_param.read_value(
+            job.store, self.handle.index, self.handle.flat_param.spec.dtype
         )
         self.lent = Lent(param, value.to(job.device.where))
         self._digest = self._hash()

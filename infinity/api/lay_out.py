@@ -1,5 +1,5 @@
-"""Lay out: groups a model's parameters into units of shards, and plans their homes. If memory does
-not hold the state, chooses a scratch folder."""
+"""Lay out: groups a model's parameters into units of flat params, and plans their homes. If memory
+does not hold the state, chooses a scratch folder."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from ..machine.tiers import Tier
 from ..optim.rules import moment_names, recognise
 from ..planning.memory_plan import MemoryPlan, term_of
 from ..planning.plan import make_plan
-from ..planning.unit_sizes import ShardSize, UnitSize
+from ..planning.unit_sizes import FlatParamSize, UnitSize
 from ..state.dtensors import is_distributed
+from ..state.flat_param import FlatParam
+from ..state.flat_param_spec import ARRAYS, FlatParamSpec
 from ..state.kept_dtypes import computing_dtypes
 from ..state.partition import Group, held_nbytes, is_managed, partition
-from ..state.shard import ParamShard
-from ..state.shard_spec import ARRAYS, ShardSpec
 from .agreement import free_everywhere
 from .checks import buffers_nbytes, check
 
 logger = logging.getLogger(__name__)
 
-MakeShards = Callable[[Group], list[ParamShard]]
+MakeFlatParams = Callable[[Group], list[FlatParam]]
 
 
 def choose_device(model: nn.Module, config: Config, collectives: Collectives) -> Device:
@@ -95,8 +95,8 @@ def lay_out(
     device = choose_device(model, config, alone)
     try:
         dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
-        shards_of = partial(
-            shards_of_group,
+        flat_params_of = partial(
+            flat_params_of_group,
             group_of=group_of,
             rule=rule,
             optimizer=optimizer,
@@ -104,22 +104,24 @@ def lay_out(
             collectives=alone,
             dtype_of=dtype_of,
         )
-        _, (groups, shards, plan) = lay_out_here(model, config, shards_of, device, alone)
+        _, (groups, flat_params, plan) = lay_out_here(model, config, flat_params_of, device, alone)
     finally:
         device.close()
-    return plan, [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
+    return plan, [
+        unit_size(group, unit_flat_params) for group, unit_flat_params in zip(groups, flat_params)
+    ]
 
 
 def lay_out_groups(
     model: nn.Module,
     config: Config,
-    make_shards: Callable[[Group], list[ParamShard]],
+    make_flat_params: Callable[[Group], list[FlatParam]],
     device: Device,
     free: Mapping[Tier, int] | None = None,
     *,
     reuses: bool = False,
-) -> tuple[list[Group], list[list[ParamShard]], MemoryPlan]:
-    """Makes the groups, their shards and the plan. ``reuses``: see :func:`make_plan`. If the
+) -> tuple[list[Group], list[list[FlatParam]], MemoryPlan]:
+    """Makes the groups, their flat params and the plan. ``reuses``: see :func:`make_plan`. If the
     device's budget is below the bytes that are held together, large layers run in tiles of the
     largest size that fits. Raises CapacityError if no plan fits."""
     refused: CapacityError | None = None
@@ -129,8 +131,11 @@ def lay_out_groups(
         if limit is not None and not tiled:
             continue
         groups = partition(model, cast("str | tuple[str, ...]", config.units), tiled)
-        shards = [make_shards(group) for group in groups]
-        sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
+        flat_params = [make_flat_params(group) for group in groups]
+        sizes = [
+            unit_size(group, unit_flat_params)
+            for group, unit_flat_params in zip(groups, flat_params)
+        ]
         held = held_nbytes(
             model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)}
         )
@@ -153,7 +158,7 @@ def lay_out_groups(
             continue
         if tiled:
             _tell_of_tiles([group for group in groups if group.tile_rows], config)
-        return groups, shards, plan
+        return groups, flat_params, plan
     if refused is None:
         raise InternalError("no plan was tried")
     raise refused
@@ -183,21 +188,25 @@ def _tile_limits(config: Config) -> Iterator[int]:
         yield SMALLEST_TILE_NBYTES
 
 
-def unit_size(group: Group, shards: list[ParamShard]) -> UnitSize:
+def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
     tile_nbytes = (
-        group.tile_rows * group.params[0].size(1) * shards[0].spec.dtype.itemsize
+        group.tile_rows * group.params[0].size(1) * flat_params[0].spec.dtype.itemsize
         if group.tile_rows
         else 0
     )
-    return UnitSize(group.name, tuple(_size_of_shard(shard) for shard in shards), tile_nbytes)
+    return UnitSize(
+        group.name,
+        tuple(_size_of_flat_param(flat) for flat in flat_params),
+        tile_nbytes,
+    )
 
 
-def _size_of_shard(shard: ParamShard) -> ShardSize:
-    ranks = shard.ranks
-    return ShardSize(
-        shard.spec,
-        shard.layout.numel,
-        slices=ranks.size,
+def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
+    ranks = flat_param.ranks
+    return FlatParamSize(
+        flat_param.spec,
+        flat_param.layout.numel,
+        shards=ranks.size,
         replicas=ranks.replicas.size if ranks.replicas is not None else 1,
         data_size=ranks.data_size,
         whole_grad=ranks.keeps_gradients,
@@ -210,7 +219,7 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.T
     return {param: index for index, group in enumerate(groups) for param in group["params"]}
 
 
-def shards_of_group(
+def flat_params_of_group(
     group: Group,
     group_of: dict,
     rule,
@@ -218,28 +227,28 @@ def shards_of_group(
     config: Config,
     collectives: Collectives,
     dtype_of: Callable[[torch.Tensor], torch.dtype],
-) -> list[ParamShard]:
-    """Makes one shard for each kind of parameter in the group. Inside a shard, parameters of one
-    optimizer group are adjacent. ``dtype_of``: the dtype in which a parameter computes."""
-    by_spec: dict[ShardSpec, list[nn.Parameter]] = {}
+) -> list[FlatParam]:
+    """Makes one flat param for each kind of parameter in the group. Inside a flat param, parameters
+    of one optimizer group are adjacent. ``dtype_of``: the dtype in which a parameter computes."""
+    by_spec: dict[FlatParamSpec, list[nn.Parameter]] = {}
     collectives = collectives.of_experts if group.is_divided else collectives
     for param in group.params:
         spec = _spec_of(param, param in group_of, rule, optimizer, config, dtype_of(param))
         by_spec.setdefault(spec, []).append(param)
     return [
-        ParamShard(spec, sorted(params, key=lambda param: group_of.get(param, 0)), collectives)
+        FlatParam(spec, sorted(params, key=lambda param: group_of.get(param, 0)), collectives)
         for spec, params in by_spec.items()
     ]
 
 
 def _spec_of(
     param: nn.Parameter, stepped: bool, rule, optimizer, config: Config, dtype: torch.dtype
-) -> ShardSpec:
+) -> FlatParamSpec:
     # A gradient is not narrower than its parameter: a parameter kept in fp32 has an fp32 gradient.
     grad_dtype = (
         dtype if dtype == torch.float32 else cast("torch.dtype | None", config.grad_dtype) or dtype
     )
-    frozen = ShardSpec(
+    frozen = FlatParamSpec(
         wrapped_dtype=param.dtype,
         dtype=dtype,
         master=native.Master.OWN,
@@ -259,14 +268,14 @@ class Laid(NamedTuple):
     """The result of :func:`lay_out_groups`."""
 
     groups: list[Group]
-    shards: list[list[ParamShard]]
+    flat_params: list[list[FlatParam]]
     plan: MemoryPlan
 
 
 def lay_out_here(
     model: nn.Module,
     config: Config,
-    make_shards: MakeShards,
+    make_flat_params: MakeFlatParams,
     device: Device,
     collectives: Collectives,
     *,
@@ -282,7 +291,7 @@ def lay_out_here(
 
     def lay_out(config: Config) -> Laid:
         free = free_everywhere(config, collectives, device)
-        return Laid(*lay_out_groups(model, config, make_shards, device, free, reuses=reuses))
+        return Laid(*lay_out_groups(model, config, make_flat_params, device, free, reuses=reuses))
 
     if config.nvme_paths != AUTO:
         return config, lay_out(config)
@@ -295,7 +304,7 @@ def lay_out_here(
             _tell(laid.plan, left, limit, None, collectives)
             return in_memory, laid
     found = scratch.candidates()
-    needed = _state_nbytes(model, config, make_shards)
+    needed = _state_nbytes(model, config, make_flat_params)
     chosen = scratch.choose(found, needed * collectives.ranks.local_size)
     everywhere, usable = collectives.least(
         [chosen is not None, chosen.usable_nbytes // collectives.ranks.local_size if chosen else 0],
@@ -310,13 +319,13 @@ def lay_out_here(
     return config, laid
 
 
-def _state_nbytes(model: nn.Module, config: Config, make_shards: MakeShards) -> int:
+def _state_nbytes(model: nn.Module, config: Config, make_flat_params: MakeFlatParams) -> int:
     """Counts the bytes of all arrays that this rank has at home: the upper bound for the disk."""
     sizes = [
-        unit_size(group, make_shards(group))
+        unit_size(group, make_flat_params(group))
         for group in partition(model, cast("str | tuple[str, ...]", config.units), {})
     ]
-    return sum(shard.nbytes(name) for size in sizes for shard in size.shards for name in ARRAYS)
+    return sum(flat.nbytes(name) for size in sizes for flat in size.flat_params for name in ARRAYS)
 
 
 def _nowhere(found: list[Candidate], needed: int, left: int, limit: str) -> ConfigError:

@@ -49,8 +49,8 @@ def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
             engine.wait_idle()
             job.prefetcher.release_all([unit for unit in job.units if not unit.stays])
             for unit in job.units:
-                for shard in unit.shards:
-                    shard.homes.wait_idle()
+                for flat_param in unit.flat_params:
+                    flat_param.homes.wait_idle()
         averages = engine.average.arrays_in_memory if engine.average is not None else []
         where = os.path.abspath(folder) if folder is not None else job.config.nvme_paths[0]
         # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.

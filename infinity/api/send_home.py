@@ -13,8 +13,8 @@ from ..errors import ConfigError
 from ..optim.rules import moment_names
 from ..runtime.job import Job
 from ..state.dtensors import global_of, is_distributed, local_of, part_offset
+from ..state.flat_param import FlatParam
 from ..state.handle import raw_grad
-from ..state.shard import ParamShard
 from ..storage.arrays import ArrayIO
 
 
@@ -24,19 +24,19 @@ class Homes:
 
     def __init__(self, job: Job, store: ArrayIO):
         self._store, self._collectives = store, job.collectives
-        shards = [shard for unit in job.units for shard in unit.shards]
+        flat_params = [flat for unit in job.units for flat in unit.flat_params]
         self._places = {
-            param: (shard, index) for shard in shards for index, param in enumerate(shard.params)
+            param: (flat, index) for flat in flat_params for index, param in enumerate(flat.params)
         }
 
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
-        shard, index = self._places[param]
+        flat_param, index = self._places[param]
         if drawn:  # each rank has drawn its own random values
             values = self._collectives.broadcast(
                 values.clone(), "the initial values", over_tensors=True
             )
         if not is_distributed(param):
-            shard.write_first_values(self._store, index, begin, values)
+            flat_param.write_first_values(self._store, index, begin, values)
             return
         part = self._part(param)
         for box, first in boxes_of_run(
@@ -50,16 +50,16 @@ class Homes:
                     offset * math.prod(part.shape[dim + 1 :])
                     for dim, offset in enumerate(here.offset)
                 )
-                shard.write_first_values(
+                flat_param.write_first_values(
                     self._store, index, at, common.moved(box.offset, -1).of(run).reshape(-1)
                 )
 
     def span(self, param: nn.Parameter) -> tuple[int, int]:
-        shard, index = self._places[param]
-        place = shard.layout.placements[index]
+        flat_param, index = self._places[param]
+        place = flat_param.layout.placements[index]
         if not place.is_row_major:
             return 0, param.numel()
-        begin, end = (at - place.offset for at in shard.layout.slice_part(index))
+        begin, end = (at - place.offset for at in flat_param.layout.shard_part(index))
         if not is_distributed(param) or begin == end:
             return begin, end
         last = torch.unravel_index(torch.tensor([begin, end - 1], device="cpu"), place.shape)
@@ -74,8 +74,8 @@ class Homes:
         return first, behind + 1
 
     def recall(self, param: nn.Parameter) -> torch.Tensor:
-        shard, index = self._places[param]
-        return global_of(param, shard.read_value(self._store, index))
+        flat_param, index = self._places[param]
+        return global_of(param, flat_param.read_value(self._store, index))
 
     @staticmethod
     def _part(param: nn.Parameter) -> Box:
@@ -84,42 +84,42 @@ class Homes:
 
 
 @torch.no_grad()
-def send_shard_home(
+def send_flat_param_home(
     store: ArrayIO,
-    shard: ParamShard,
+    flat_param: FlatParam,
     optimizer: torch.optim.Optimizer | None,
     rule,
     *,
     done: set[nn.Parameter],
 ) -> None:
-    """Copies values (except those of ``done``), moments and gradients to the shard's homes. Every
-    rank calls this."""
-    collectives = shard.collectives
-    for index, param in enumerate(shard.params):
+    """Copies values (except those of ``done``), moments and gradients to the flat param's homes.
+    Every rank calls this."""
+    collectives = flat_param.collectives
+    for index, param in enumerate(flat_param.params):
         if not local_of(param).numel():
             continue
         if param not in done:
-            shard.write_value(
+            flat_param.write_value(
                 store,
                 index,
                 _of_first_rank(collectives, param, "a parameter"),
                 version=0,
                 fresh=True,
             )
-        if optimizer is None or not shard.spec.stepped:
+        if optimizer is None or not flat_param.spec.stepped:
             continue
         state = optimizer.state.get(param, {})
         for name, array in moment_names(rule, optimizer.param_groups).items():
             if state.get(name) is not None:
                 moment = _of_first_rank(collectives, state[name], "the optimizer's state")
-                shard.write_moment(store, array, index, moment, version=0)
+                flat_param.write_moment(store, array, index, moment, version=0)
         if (grad := raw_grad(param)) is not None:
             if collectives.ranks.data_size > 1:
                 raise ConfigError(
                     "a parameter has a gradient already, of one rank's batch: call zero_grad()"
                     " before wrap_model"
                 )
-            shard.write_flat(store, "grad", index, local_of(grad), version=0)
+            flat_param.write_flat(store, "grad", index, local_of(grad), version=0)
 
 
 def _of_first_rank(collectives: Collectives, tensor: torch.Tensor, what: str) -> torch.Tensor:

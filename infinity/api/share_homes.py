@@ -45,15 +45,15 @@ def connect_homes(config: Config, homes: SharedHomes | None, job: Job) -> None:
     Raises ConfigError if ``share_homes=True`` and it is not possible."""
     row = job.ranks.row
     if homes is not None and row is not None:
-        shards = [
-            shard
+        flat_params = [
+            flat
             for unit in job.units
-            for shard in unit.shards
-            if shard.collectives is job.collectives
+            for flat in unit.flat_params
+            if flat.collectives is job.collectives
         ]
         collect = partial(job.collectives.collect, among=[row])
         refusal = homes.connect(
-            collect, job.ranks.rank, [shard.homes.weight_regions for shard in shards]
+            collect, job.ranks.rank, [flat.homes.weight_regions for flat in flat_params]
         )
         if refusal:
             row.share(None)

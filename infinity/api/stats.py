@@ -144,11 +144,11 @@ def _bounds(job: Job, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
         )
     moved = sum(
         2 * sum(spec.nbytes_per_element().values()) - spec.nbytes_per_element()["grad"]
-        for spec in (shard.spec for unit in job.units for shard in unit.shards)
+        for spec in (flat.spec for unit in job.units for flat in unit.flat_params)
         if spec.stepped
     )
     elements = job.updates.updater.elements / steps if job.updates.updater is not None else 0
     if moved and elements:
-        shards = sum(shard.spec.stepped for unit in job.units for shard in unit.shards)
-        bounds["memory traffic of the optimizer"] = elements * moved / shards / memory_rate()
+        flat_params = sum(flat.spec.stepped for unit in job.units for flat in unit.flat_params)
+        bounds["memory traffic of the optimizer"] = elements * moved / flat_params / memory_rate()
     return bounds

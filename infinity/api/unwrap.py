@@ -86,16 +86,19 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
     attributes = managed.own_attributes if managed is not None else {}
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for unit in engine.units:
-        for shard in unit.shards:
-            with shard.assembling_values(engine.store):
-                read = [shard.read_value(engine.store, index) for index in range(len(shard.params))]
-            for param, value in zip(shard.params, read):
+        for flat_param in unit.flat_params:
+            with flat_param.assembling_values(engine.store):
+                read = [
+                    flat_param.read_value(engine.store, index)
+                    for index in range(len(flat_param.params))
+                ]
+            for param, value in zip(flat_param.params, read):
                 grad, place = param.grad, record.came_from[param]
                 if grad is not None and isinstance(local_of(grad), AtHome):
                     grad = grad.clone()  # an assigned tensor stays the gradient
                 values[param] = (
                     value.to(place),
-                    None if grad is None else grad.to(place, shard.spec.wrapped_dtype),
+                    None if grad is None else grad.to(place, flat_param.spec.wrapped_dtype),
                 )
     engine.prefetcher.release_all(engine.units)
 

@@ -38,11 +38,11 @@ from ..runtime.hooks import install_hooks
 from ..runtime.registry import RECORD, Wrapped
 from ..state.dtensors import let_scalers_mix, local_of, mesh_of_parameters
 from ..state.experts import divides_experts
+from ..state.flat_param import FlatParam
 from ..state.handle import managed, raw_grad, set_raw_grad
 from ..state.kept_dtypes import computing_dtypes
 from ..state.partition import Group, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
-from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from .agreement import (
     broadcast_rest,
@@ -60,14 +60,14 @@ from .checks import check, check_tensor_parallel, tell_of_the_rest
 from .lay_out import (
     Laid,
     choose_device,
+    flat_params_of_group,
     groups_of_optimizer,
     lay_out_here,
-    shards_of_group,
     unit_size,
 )
 from .meta_init import Materialized
 from .retie import Ties
-from .send_home import Homes, send_shard_home
+from .send_home import Homes, send_flat_param_home
 from .share_homes import connect_homes, share_homes
 from .state_dict import install_state_dict
 
@@ -180,7 +180,9 @@ def _wrap(
 ) -> tuple:
     rule = recognise(optimizer) if optimizer is not None else None
     config = own_budgets(config, collectives.ranks)
-    device, config, (groups, shards, plan) = _lay_out(model, optimizer, rule, config, collectives)
+    device, config, (groups, flat_params, plan) = _lay_out(
+        model, optimizer, rule, config, collectives
+    )
     engine, trains = None, optimizer is not None
     before = Before(model, optimizer)
     try:
@@ -193,9 +195,9 @@ def _wrap(
                 _check_micro_batch(model, groups)
             units = [
                 ParamUnit(i, group.name, s, device)
-                for i, (group, s) in enumerate(zip(groups, shards))
+                for i, (group, s) in enumerate(zip(groups, flat_params))
             ]
-            sizes = [unit_size(group, unit_shards) for group, unit_shards in zip(groups, shards)]
+            sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
             homes = share_homes(config, device, collectives)
             engine = Engine(
                 config, plan, units, sizes, stepping=trains, device=device, collectives=collectives
@@ -231,8 +233,8 @@ def _lay_out(
     group_of = groups_of_optimizer(optimizer)
     dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
 
-    def make_shards(group: Group) -> list[ParamShard]:
-        return shards_of_group(group, group_of, rule, optimizer, config, collectives, dtype_of)
+    def make_flat_params(group: Group) -> list[FlatParam]:
+        return flat_params_of_group(group, group_of, rule, optimizer, config, collectives, dtype_of)
 
     device = None
     try:
@@ -240,7 +242,7 @@ def _lay_out(
             device = choose_device(model, config, collectives)
             reuses = isinstance(model, Parts) or collectives.ranks.stages is not None
             chosen, laid = lay_out_here(
-                model, config, make_shards, device, collectives, reuses=reuses
+                model, config, make_flat_params, device, collectives, reuses=reuses
             )
         return device, chosen, laid
     except BaseException:  # perhaps raised on another rank
@@ -258,12 +260,12 @@ def _send_home(
     with job.store.writing_behind() as store:
         materialized.fill(Homes(job, store))
         with progress(
-            "sending the values home", sum(size.slice_nbytes for size in engine.sizes)
+            "sending the values home", sum(size.shard_nbytes for size in engine.sizes)
         ) as advance:
             for unit, size in zip(job.units, engine.sizes):
-                for shard in unit.shards:
-                    send_shard_home(store, shard, optimizer, rule, done=materialized.sent)
-                advance(size.slice_nbytes)
+                for flat_param in unit.flat_params:
+                    send_flat_param_home(store, flat_param, optimizer, rule, done=materialized.sent)
+                advance(size.shard_nbytes)
 
 
 def _undo(before: Before, engine: Engine | None, device: Device) -> None:
@@ -286,8 +288,8 @@ def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
 def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], moved: MovedRest) -> tuple:
     """Changes the model. All steps that can fail for lack of space or for bad input are done."""
     job = engine.job
-    shards = [shard for unit in job.units for shard in unit.shards]
-    came_from = {param: param.device for shard in shards for param in shard.params}
+    flat_params = [flat for unit in job.units for flat in unit.flat_params]
+    came_from = {param: param.device for flat in flat_params for param in flat.params}
     prefix = job.ranks.stage_prefix
     named = parameter_names(model).items()
     engine.attach({param: [prefix + name for name in names] for param, names in named})

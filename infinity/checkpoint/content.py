@@ -22,8 +22,8 @@ from ..runtime.job import Job
 from ..runtime.registry import engine_of
 from ..state.dtensors import is_distributed, part_offset
 from ..state.flat_layout import is_dense
+from ..state.flat_param_spec import ARRAYS
 from ..state.handle import ParamHandle, handle_of
-from ..state.shard_spec import ARRAYS
 from ..state.unit import ParamUnit
 from .boxes import Box, boxes_of_run, order_of, view_of_run
 from .saved_tensors import LocalPart
@@ -47,7 +47,7 @@ def engine_of_pair(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 def part_of_rank(handle: ParamHandle) -> LocalPart:
     """Returns the part of a parameter's global tensor with which its unit computes on this rank."""
-    place = handle.shard.layout.placements[handle.index]
+    place = handle.flat_param.layout.placements[handle.index]
     return LocalPart(
         Box(part_offset(handle.param), tuple(place.shape)), order_of(place.shape, place.stride)
     )
@@ -72,7 +72,7 @@ def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
                 or handle.has_state
                 or (name == "master" and handle.grad is not None)
             )
-            if name in handle.shard.arrays and wanted:
+            if name in handle.flat_param.arrays and wanted:
                 for number, (key, entry) in enumerate(_entries(job, handle, name)):
                     if number == len(files):
                         files.append({})
@@ -81,10 +81,10 @@ def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
 
 
 def _entries(job: Job, handle: ParamHandle, name: str) -> Iterator[tuple[str, Entry]]:
-    shard, part = handle.shard, part_of_rank(handle)
-    begin, end = shard.layout.part_of_param(name, handle.index)
-    values = shard.parts.see_own(job.store, name, handle.index)
-    if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
+    flat_param, part = handle.flat_param, part_of_rank(handle)
+    begin, end = flat_param.layout.part_of_param(name, handle.index)
+    values = flat_param.parts.see_own(job.store, name, handle.index)
+    if flat_param.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
         if begin < end or (not part.box.numel and job.ranks.rank == 0):
             told = {"saved_offsets": [begin], "part": part.describe()}
             yield f"{name}/{handle.name}#{'-'.join(map(str, part.box.offset)) or 0}", (values, told)
@@ -113,7 +113,7 @@ def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
     for handle in unit.handles if engine.average is not None and engine.average.count else ():
         if job.gradients.values.counts(handle) and engine.average.has(handle):
             values = engine.average.read_own(handle)
-            run = handle.shard.layout.part_of_param("weight", handle.index)
+            run = handle.flat_param.layout.part_of_param("weight", handle.index)
             entries = _boxes(job, part_of_rank(handle), values, *run)
             for number, entry in enumerate(entries):
                 if number == len(files):
@@ -123,13 +123,13 @@ def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
 
 
 def describe_parameter(handle: ParamHandle) -> dict[str, Any]:
-    spec, param = handle.shard.spec, handle.param
-    place = handle.shard.layout.placements[handle.index]
+    spec, param = handle.flat_param.spec, handle.param
+    place = handle.flat_param.layout.placements[handle.index]
     return {
         "shape": list(param.shape),  # of the global tensor
         "stride": list(_dense_stride(param) if is_distributed(param) else place.stride),
         "dtype": str(spec.dtype).removeprefix("torch."),
-        # Not every parameter of a stepped shard is trained.
+        # Not every parameter of a stepped flat param is trained.
         "master": spec.master.name if handle.grad is not None else None,
         "moments": str(spec.moment_dtype).removeprefix("torch."),
         "step": handle.step,

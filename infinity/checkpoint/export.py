@@ -16,13 +16,13 @@ from .. import native
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError, CorruptionError, InfinityError
 from ..machine.outputs import identity_of, replacing
+from ..state.flat_param_spec import MASTER_DTYPES
 from ..state.kept_dtypes import keeps_fp32
-from ..state.shard_spec import MASTER_DTYPES
 from .boxes import Box
 from .described import described_model, model_described_by
 from .folder import OF_READERS
 from .foreign import foreign_sources, is_foreign
-from .hub_names import SHARD_SIZE, hub_sources, names_to_write, shard_size_of
+from .hub_names import SHARD_SIZE, flat_param_size_of, hub_sources, names_to_write
 from .load import NOT_A_CHECKPOINT, checkpoint_of
 from .manifest import MANIFEST, check_files
 from .model_files import write_sources
@@ -132,7 +132,7 @@ class _Target:
         dtype = self._main_dtype(sources)
         sources = self._as_saved(sources)
         numel = self.model.num_parameters() if self.model is not None else None
-        size = SHARD_SIZE if self.model is None else shard_size_of(self.model)
+        size = SHARD_SIZE if self.model is None else flat_param_size_of(self.model)
         write_sources(self.folder, sources, numel=numel, max_shard_size=size)
         self._write_beside(dtype)
         return {

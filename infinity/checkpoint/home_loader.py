@@ -12,8 +12,8 @@ import torch
 
 from .. import native
 from ..runtime.job import Job
+from ..state.flat_param_spec import MOMENTS, SCALES, elements_each
 from ..state.handle import ParamHandle
-from ..state.shard_spec import MOMENTS, SCALES, elements_each
 from ..storage.arrays import ArrayIO
 from .boxes import boxes_of_run, view_of_run
 from .content import SAVED, part_of_rank
@@ -45,7 +45,7 @@ class HomeLoader:
             saved = ["weight"]
         else:
             saved = SAVED if self._has_state(handle) else ["weight", "master"]
-        return [name for name in handle.shard.arrays if name in saved]
+        return [name for name in handle.flat_param.arrays if name in saved]
 
     def _has_state(self, handle: ParamHandle) -> bool:
         """Returns whether the checkpoint has moments of the parameter."""
@@ -74,11 +74,11 @@ class HomeLoader:
                     arrays = [name for name in arrays if name in ("weight", "master")]
                 for name in arrays:
                     if (handle, name) in once.homes:
-                        handle.shard.arrays[name].extent.version = index
+                        handle.flat_param.arrays[name].extent.version = index
                     else:
                         copies.copy(handle, name)
                 if handle.grad is None:
-                    handle.shard.settle_master(store, handle.index, version=index)
+                    handle.flat_param.settle_master(store, handle.index, version=index)
                 self._restore_step(store, handle)
         if encoded_anew:
             logger.warning(
@@ -91,12 +91,14 @@ class HomeLoader:
 
     def _restore_step(self, store: ArrayIO, handle: ParamHandle) -> None:
         """Restores the step count. A parameter saved without state gets zero moments."""
-        has_state, shard = self._has_state(handle), handle.shard
+        has_state, flat_param = self._has_state(handle), handle.flat_param
         if handle.has_state and not has_state:
-            shape = shard.layout.placements[handle.index].shape
-            for name in (name for name in MOMENTS if name in shard.arrays):
+            shape = flat_param.layout.placements[handle.index].shape
+            for name in (name for name in MOMENTS if name in flat_param.arrays):
                 zeros = torch.zeros(shape, device="cpu")
-                shard.write_moment(store, name, handle.index, zeros, version=self.job.steps.index)
+                flat_param.write_moment(
+                    store, name, handle.index, zeros, version=self.job.steps.index
+                )
         handle.step = self.manifest["parameters"][handle.name]["step"]
         handle.keeps_moments = has_state and not handle.step
         if handle.grad is not None:
@@ -114,26 +116,26 @@ class _Copies:
     def are_exact(self, handle: ParamHandle, moments: list[str]) -> bool:
         """Returns whether the parameter's moments can be copied: 8-bit ones only if the same part
         was saved."""
-        if handle.shard.spec.moment_dtype != torch.uint8:
+        if handle.flat_param.spec.moment_dtype != torch.uint8:
             return True
         part = part_of_rank(handle)
         return all(self.saved.has_part(name, handle.name, part) for name in moments)
 
     def copy(self, handle: ParamHandle, name: str) -> None:
-        shard, stays = handle.shard, False
-        begin, end = handle.shard.layout.part_of_param(name, handle.index)
-        if shard.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
+        flat_param, stays = handle.flat_param, False
+        begin, end = handle.flat_param.layout.part_of_param(name, handle.index)
+        if flat_param.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
             part = part_of_rank(handle)
             values = self.saved.read_codes(name, handle.name, part, begin, end)
         else:
-            dtype = shard.arrays[name].dtype
+            dtype = flat_param.arrays[name].dtype
             values, stays = read_run(self.saved, handle, name, begin, end, dtype)
         self._write(handle, name, values, begin, stays=stays)
 
     def encode(self, handle: ParamHandle, moments: list[str]) -> None:
         """Encodes moments of other parts as 8-bit codes of this rank's."""
         for name in moments:
-            begin, end = handle.shard.layout.part_of_param(name, handle.index)
+            begin, end = handle.flat_param.layout.part_of_param(name, handle.index)
             if begin < end:
                 values, _ = read_run(self.saved, handle, name, begin, end, torch.float32)
                 codes, scales = native.encode_moments(values, sq=name == "exp_avg_sq")
@@ -149,7 +151,7 @@ class _Copies:
         *,
         stays: bool = False,
     ) -> None:
-        handle.shard.parts.write(
+        handle.flat_param.parts.write(
             self.store,
             name,
             handle.index,

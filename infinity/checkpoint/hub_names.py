@@ -35,7 +35,7 @@ def is_transformers(model: nn.Module) -> bool:
     )
 
 
-def shard_size_of(model: nn.Module) -> int | str:
+def flat_param_size_of(model: nn.Module) -> int | str:
     """Returns the default maximum file size of the model's own ``save_pretrained``."""
     for kind in type(model).__mro__ if is_transformers(model) else ():
         if "save_pretrained" in kind.__dict__:

@@ -203,7 +203,7 @@ class _Load:
             if type(step) is not int or not 0 <= step < MOST_STEPS:
                 raise ValueError(f"{handle.name} has taken {step!r} steps")
             for array in homes.arrays_of(handle):
-                saved.check(array, handle.name, handle.shard.arrays[array].dtype)
+                saved.check(array, handle.name, handle.flat_param.arrays[array].dtype)
         self._check_average()
 
     def _check_average(self) -> None:
@@ -239,7 +239,7 @@ class _Load:
         if count:
             with SavedTensors(self.data, self.manifest, files="average-") as saved:
                 for handle in filter(average.has, self.job.trained):
-                    run = handle.shard.layout.part_of_param("weight", handle.index)
+                    run = handle.flat_param.layout.part_of_param("weight", handle.index)
                     dtype = average.dtype_of(handle)
                     average.write_own(handle, read_run(saved, handle, "average", *run, dtype)[0])
         average.resume(count)

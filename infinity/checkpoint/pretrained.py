@@ -21,7 +21,7 @@ from ..state.dtensors import global_of, local_of
 from ..state.handle import handle_of
 from ..state.operations import Operation
 from ..state.parts import parts_of
-from .hub_names import hub_sources, is_transformers, names_to_write, shard_size_of
+from .hub_names import flat_param_size_of, hub_sources, is_transformers, names_to_write
 from .model_files import describe_files, name_files, name_written, split, storing, written
 from .source import Source
 
@@ -151,7 +151,7 @@ def _save_model(
         )
     files = split(
         hub_sources(first, sources_of(model)),
-        shard_size_of(first) if max_shard_size is None else max_shard_size,
+        flat_param_size_of(first) if max_shard_size is None else max_shard_size,
     )
     stages = [] if ranks.stages is None else [ranks.stages]
     mine = describe_files(files), _numel(model)
@@ -205,7 +205,7 @@ def write_configs(model: nn.Module, folder: Path, *, dtype: torch.dtype | None =
 
 def _wrapped_dtype(param: torch.Tensor) -> torch.dtype:
     handle = handle_of(param)
-    return param.dtype if handle is None else handle.shard.spec.wrapped_dtype
+    return param.dtype if handle is None else handle.flat_param.spec.wrapped_dtype
 
 
 def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
@@ -300,9 +300,9 @@ def sources_of(model: nn.Module) -> dict[str, Source]:
         elif handle.is_counted:  # else another stage writes it
             sources[name] = Source(
                 tensor.shape,
-                handle.shard.spec.wrapped_dtype,
+                handle.flat_param.spec.wrapped_dtype,
                 lambda handle=handle: global_of(
-                    handle.param, handle.shard.read_value(store, handle.index)
+                    handle.param, handle.flat_param.read_value(store, handle.index)
                 ),
             )
     return sources

@@ -88,7 +88,7 @@ class ReadOnce:
         try:
             begin_repair(job, why)
             for handle, _ in self.homes:
-                handle.shard.homes.wait_idle()
+                handle.flat_param.homes.wait_idle()
             with progress(
                 "loading the checkpoint", sum(file.nbytes for file in self.files.values())
             ) as advance:
@@ -178,11 +178,15 @@ def choose_files(manifest: dict[str, Any], data: Path, job: Job, homes: Sequence
 def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wanted]:
     """Returns the entries whose values are one home, in memory order; none if no entries cover
     exactly all of it."""
-    shard, part, array = handle.shard, part_of_rank(handle), handle.shard.arrays[name]
+    flat_param, part, array = (
+        handle.flat_param,
+        part_of_rank(handle),
+        handle.flat_param.arrays[name],
+    )
     if array.flat is None or not array.flat.is_cpu:
         return []
-    begin, end = shard.layout.part_of_param(name, handle.index)
-    memory = array.flat[slice(*shard.layout.part_at_home(name, handle.index))]
+    begin, end = flat_param.layout.part_of_param(name, handle.index)
+    memory = array.flat[slice(*flat_param.layout.part_at_home(name, handle.index))]
     if saved.is_coded(name, handle.name):
         found = [(saved.entry_of_codes(name, handle.name, part, begin, end), memory)]
     elif part.order == tuple(range(len(part.order))):

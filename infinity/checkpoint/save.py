@@ -304,8 +304,8 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
     total = sum(
         array.nbytes
         for unit in engine.units
-        for shard in unit.shards
-        for array in shard.arrays.values()
+        for flat in unit.flat_params
+        for array in flat.arrays.values()
     )
     slots = make_slots(total)
 
@@ -336,7 +336,7 @@ def _files_of_rank(engine: Engine) -> Iterator[tuple[str, dict[str, Entry], bool
     job = engine.job
     rank = "" if job.ranks.alone else f"-rank-{job.ranks.job_rank:05d}"
     for unit in job.units:
-        arrays = [array for shard in unit.shards for array in shard.arrays.values()]
+        arrays = [array for flat in unit.flat_params for array in flat.arrays.values()]
         stays = all(array.flat is not None and array.flat.is_cpu for array in arrays)
         for kind, files in (
             ("unit", unit_files(job, unit)),

@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from .. import native
 from ..errors import CorruptionError
-from ..state.shard_spec import MOMENTS, SCALES, elements_each
+from ..state.flat_param_spec import MOMENTS, SCALES, elements_each
 from .boxes import Box, cover, view_of_run
 from .parts import opened_file, read_header
 from .weight_files import FILE_DTYPES

@@ -308,11 +308,15 @@ def _units(plan, units) -> Iterator[dict[str, Any]]:
         unit, tiers, kept = units[index], plan.tiers_of(index), plan.kept_of(index)
         homes = {}
         for what, array in STATE.items():
-            held = any(shard.nbytes(array) for shard in unit.shards)
+            held = any(flat.nbytes(array) for flat in unit.flat_params)
             homes[what] = (
                 str(tiers[array]) + (" (kept on host)" if array in kept else "") if held else "-"
             )
-        return sum(shard.numel for shard in unit.shards), tuple(homes.items()), unit.tile_nbytes
+        return (
+            sum(flat.numel for flat in unit.flat_params),
+            tuple(homes.items()),
+            unit.tile_nbytes,
+        )
 
     for (count, homes, tile), run_of in groupby(range(len(units)), key=entry):
         indices = list(run_of)

@@ -46,10 +46,10 @@ class Bulk:
         *,
         homes: Sequence[native.Region | None] = (),
     ) -> Pending | None:
-        """Gathers every rank's slice into ``flat``, which has this one's. None: nothing to wait
+        """Gathers every rank's shard into ``flat``, which has this one's. None: nothing to wait
         for.
 
-        ``homes``: the memory that starts with that slice, now or after an update; if all ranks
+        ``homes``: the memory that starts with that shard, now or after an update; if all ranks
         share it, they read the bytes there.
         """
         if self.ranks.size == 1:
@@ -73,7 +73,7 @@ class Bulk:
         return self._gather(Kind.GATHER, raw, mine, what)
 
     def gather_in_node(self, flat: torch.Tensor, what: str) -> Pending:
-        """Gathers among this machine's ranks, whose slices of ``flat`` are larger."""
+        """Gathers among this machine's ranks, whose shards of ``flat`` are larger."""
         raw = bytes_of(flat)
         mine = raw.view(self.ranks.node.size, -1)[self.ranks.node.rank]
         return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node")
@@ -138,7 +138,7 @@ class Bulk:
     def reduce(
         self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
     ) -> Pending:
-        """Averages this rank's slice of all ranks' ``flat``. The wait passes it, fp32, to ``done``.
+        """Averages this rank's shard of all ranks' ``flat``. The wait passes it, fp32, to ``done``.
 
         Precondition: after :meth:`agree`, or the next collective of an agreed pass.
         """

@@ -155,7 +155,7 @@ class Collectives:
         return tensor
 
     def collect(self, mine: Any, what: str, among: Sequence[Channel] | None = None) -> list[Any]:
-        """Gathers every rank's ``mine``, anything picklable. Order: slices, then replicas, then
+        """Gathers every rank's ``mine``, anything picklable. Order: shards, then replicas, then
         tensor parts, then stages. ``among``: only over these channels."""
         found = [mine]
         for channel in self.ranks.channels if among is None else among:

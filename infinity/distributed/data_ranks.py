@@ -1,8 +1,8 @@
 """DataRanks: which ranks share a model's arrays and its batch, and what each of them keeps.
 
-slice      a rank's equal part of every flat array
-replica    a rank elsewhere that holds the same slice (hybrid sharding)
-row        the shard group: ranks whose slices together make up the arrays
+shard      a rank's equal part of every flat array
+replica    a rank elsewhere that holds the same shard (hybrid sharding)
+row        the shard group: ranks whose shards together make up the arrays
 tensor     the tensor-parallel group: ranks with other local parts of the same tensors, same batch
 stages     the pipeline group: ranks with the other stages of the same model, and the same batch
 divided    expert parallelism: each data rank of an ep axis has other experts, and tokens go to
@@ -36,7 +36,7 @@ class DataRanks:
     """The data ranks of one job, from the view of this rank. The default is a job of one rank.
 
     rank, size
-        Of the shard group: this rank has slice number ``rank`` of ``size``.
+        Of the shard group: this rank has shard number ``rank`` of ``size``.
     """
 
     wrap: int = 0  # wraps of the job before this one
@@ -44,7 +44,7 @@ class DataRanks:
     size: int = 1
     local_size: int = 1  # ranks on this machine, which share its memory and disks
     machine_share: Fraction = Fraction(1)  # this rank's fraction of the machine's budget
-    shard: str = "parameters"  # also sliced: "optimizer" < "gradients" < "parameters"
+    shard: str = "parameters"  # also sharded: "optimizer" < "gradients" < "parameters"
     compresses: bool = False  # gathered weights are sent as 8-bit codes
     reduction: str = "ordered"  # sums of gradients: "ordered" by rank, or "fast" in the transport
     row: Channel | None = None  # the shard group
@@ -99,7 +99,7 @@ class DataRanks:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes its slice: only the first replica does."""
+        """Whether this rank writes its shard: only the first replica does."""
         return self.replicas is None or self.replicas.rank == 0
 
     @property

@@ -26,18 +26,18 @@ DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float
 class Kind(IntEnum):
     """The kind of a collective."""
 
-    GATHER = 1  # slices within a shard group
+    GATHER = 1  # shards within a shard group
     GATHER_IN_NODE = 2
     REDUCE = 3  # over a shard group
     TELL = 4  # flags of gradients within a shard group
     GATHER_OVER_REPLICAS = 5
     NOTHING = 6  # other shard groups reduce here; this rank has no peer
-    READ = 7  # slices within a shard group, from shared memory
+    READ = 7  # shards within a shard group, from shared memory
 
 
 def begin(ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
     """Starts a collective of this ``kind`` that sends ``given`` and fills ``taken``: flat, of equal
-    size on every rank. READ copies other ranks' slices only."""
+    size on every rank. READ copies other ranks' shards only."""
     if kind is Kind.NOTHING:
         return _Over()
     if kind is Kind.READ:

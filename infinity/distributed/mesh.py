@@ -1,9 +1,9 @@
 """Mesh: which ranks train together, from a DeviceMesh or the default process group.
 
-dp              the data axis: every rank has another part of the batch and a slice of every array
+dp              the data axis: every rank has another part of the batch and a shard of every array
 dp_shard, fsdp  the same, in a job with replicas
 cp, sp          data ranks with other parts of the same sequences
-dp_replicate    ranks with the same slice; only gradients pass between them
+dp_replicate    ranks with the same shard; only gradients pass between them
 tp              ranks with other local parts of the same tensors, and the same batch. Each has its
                 own shard group of data ranks
 ep              ranks with other experts of the same layers, and the same batch: like tp. If tokens
@@ -33,9 +33,9 @@ from .transfer import end_groups, group_timeout
 from .tree import Tree, family_of
 
 # Only one of the first three may be larger than 1
-SLICE_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")
+SHARD_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")
 SEQUENCE_AXES = ("cp", "sp")
-DATA_AXES = ("dp_replicate", *SLICE_AXES)
+DATA_AXES = ("dp_replicate", *SHARD_AXES)
 OTHER_AXES = ("pp", "tp", "ep")  # only one of the last two may be larger than 1
 
 
@@ -65,7 +65,7 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
         return DataRanks()
     own_groups: list[dist.ProcessGroup] = []
     try:
-        # Rows: [stages, parts, replicas, slices]
+        # Rows: [stages, parts, replicas, shards]
         rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)
         farewell.join(
             dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
@@ -86,7 +86,7 @@ def _join(
     own_groups: list[dist.ProcessGroup],
 ) -> DataRanks:
     """Makes this rank's channels. Appends their groups to ``own_groups``. ``rows``: [stages, parts,
-    replicas, slices]."""
+    replicas, shards]."""
     me, local_size = dist.get_rank(), _local_size()
     stage, part, replica, rank = (int(at) for at in (rows == me).nonzero()[0])
     here = rows[stage]
@@ -321,7 +321,7 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
 
 
 def rank_rows(mesh: Any, *, divides_experts: bool = False) -> torch.Tensor:
-    """Returns the global ranks, [stages, parts, replicas, slices]: a stage is a coordinate of the
+    """Returns the global ranks, [stages, parts, replicas, shards]: a stage is a coordinate of the
     pp axis, a part one of tp, or of ep unless experts are divided. Raises ConfigError naming the
     axes that do not fit."""
     world = dist.get_world_size()

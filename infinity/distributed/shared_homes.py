@@ -3,7 +3,7 @@ every byte to every rank.
 
 A gather through shared memory is still one of the collectives of its shard group, in order, after a
 meeting or in lockstep. Only its bytes take another way: each rank publishes the address of its
-slice, and copies the others'. The slice does not change until all have copied it.
+shard, and copies the others'. The shard does not change until all have copied it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Gathering(dist.Work):
         self.ticket, self._whole = ticket, whole  # which a thread of the core writes to
 
     def is_completed(self) -> bool:
-        """Returns whether all ranks have every slice, or the gather failed."""
+        """Returns whether all ranks have every shard, or the gather failed."""
         return self.ticket.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -72,15 +72,15 @@ class SharedHomes:
         """Connects the shard group's weights, once they are allocated. Every rank of the group
         calls this.
 
-        ``place``: this rank's number there. ``regions``: of each of its shards; those that all
+        ``place``: this rank's number there. ``regions``: of each of its flat params; those that all
         ranks have in memory are shared. Returns why none is, equal on all ranks, or "".
         """
         ours = [
-            all(region is not None and self._row.owns(region) for region in of_shard)
-            for of_shard in regions
+            all(region is not None and self._row.owns(region) for region in of_flat_param)
+            for of_flat_param in regions
         ]
         everyones = collect((ours, self._row.self()), "where weights lie")
-        common = [all(of_shard) for of_shard in zip(*(theirs for theirs, _ in everyones))]
+        common = [all(of_flat_param) for of_flat_param in zip(*(theirs for theirs, _ in everyones))]
         refusal = "" if any(common) else "no weights are in memory that all ranks share"
         if not refusal:
             try:
@@ -92,9 +92,14 @@ class SharedHomes:
             self.close()
         else:
             self._row.close_file()
-            shared = (of_shard for of_shard, is_common in zip(regions, common) if is_common)
+            shared = (
+                of_flat_param for of_flat_param, is_common in zip(regions, common) if is_common
+            )
             self._common = {
-                region.address for of_shard in shared for region in of_shard if region is not None
+                region.address
+                for of_flat_param in shared
+                for region in of_flat_param
+                if region is not None
             }
         return refusal
 

@@ -331,7 +331,7 @@ class HeadForward:
 
     def _dtype(self, x: torch.Tensor) -> torch.dtype | None:
         """Returns the dtype of lazy logits, or None if they must be computed now."""
-        dtype = self._tiles.handle.shard.spec.dtype
+        dtype = self._tiles.handle.flat_param.spec.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         elif x.dtype != dtype:

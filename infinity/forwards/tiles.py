@@ -123,20 +123,20 @@ class Tiles:
         """Yields (begin, end, rows on the device) of every tile; charges the device for one at a
         time. Blocks until the weight is at home, and on reading each tile."""
         engine, handle, width = self.engine, self.handle, self.param.shape[1]
-        shard = handle.shard
+        flat_param = handle.flat_param
         engine.store.check_process()
         with engine.store.guarding():
-            shard.homes.wait()
-        offset = shard.layout.placements[handle.index].offset
+            flat_param.homes.wait()
+        offset = flat_param.layout.placements[handle.index].offset
         for begin, end in self.spans():
-            nbytes = (end - begin) * width * shard.spec.dtype.itemsize
+            nbytes = (end - begin) * width * flat_param.spec.dtype.itemsize
             charge = engine.ledger.reserve(
                 Tier.DEVICE, nbytes, f"a tile of {handle.name}", passing=True
             )
             try:
                 with engine.traffic.copying("host->device", nbytes, handle.name):
                     flat = apart(engine.store.read)(
-                        shard.weight, offset + begin * width, offset + end * width
+                        flat_param.weight, offset + begin * width, offset + end * width
                     )
                     flat = flat.to(engine.device.where)
                 yield begin, end, flat.view(end - begin, width)

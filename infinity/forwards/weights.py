@@ -16,7 +16,7 @@ from ..machine.ledger import Ledger
 from ..machine.traffic import Traffic
 from ..state.journal import Journal
 from ..state.unit import ParamUnit
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 
 
 class PlannedActivations(Protocol):
@@ -40,7 +40,7 @@ class Weights(Protocol):
     device: Device
     ledger: Ledger
     traffic: Traffic
-    store: ShardStore
+    store: ArrayStore
     gradients: GradientBank
 
     @property

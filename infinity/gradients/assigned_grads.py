@@ -21,7 +21,7 @@ from ..machine import storage_guard
 from ..state.apart import has_bytes
 from ..state.dtensors import like, local_of
 from ..state.handle import ParamHandle
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .assigned import Assigned
 from .at_home import AtHome
 from .record import GradState, writable
@@ -34,7 +34,7 @@ class AssignedGrads:
     """Gradients of which some were assigned. Used from the thread that runs backward or the
     step."""
 
-    def __init__(self, values: GradValues, store: ShardStore) -> None:
+    def __init__(self, values: GradValues, store: ArrayStore) -> None:
         self.values, self.ranks, self._store = values, values.ranks, store
         self._assigned: set[ParamHandle] = set()  # with an assigned gradient; it may be gone since
         self._viewed: set[int] = set()  # storages of homes
@@ -44,8 +44,8 @@ class AssignedGrads:
         """Notes that a view of a gradient's home is handed out: writes through it cannot be
         observed."""
         handle.grad.viewed = True
-        handle.shard.homes.inputs_change()
-        self._viewed.add(storage_guard.identity(handle.shard.arrays["grad"].flat))
+        handle.flat_param.homes.inputs_change()
+        self._viewed.add(storage_guard.identity(handle.flat_param.arrays["grad"].flat))
 
     # --- assigning ---
 
@@ -87,7 +87,10 @@ class AssignedGrads:
             return False
         if (storage := storage_guard.identity(value)) not in self._viewed:
             return False
-        home, place = handle.shard.arrays["grad"].flat, handle.shard.layout.placements[handle.index]
+        home, place = (
+            handle.flat_param.arrays["grad"].flat,
+            handle.flat_param.layout.placements[handle.index],
+        )
         begin = value.storage_offset() - home.storage_offset() - place.offset
         return storage != storage_guard.identity(home) or not 0 <= begin < place.numel
 
@@ -261,7 +264,7 @@ class AssignedGrads:
         if record.state is GradState.CONSUMED:
             record.move(GradState.LANDED)
         with self._store.guarding():
-            handle.shard.homes.wait()
+            handle.flat_param.homes.wait()
             self.values.put(handle, assigned.bytes)
         assigned.note()
 

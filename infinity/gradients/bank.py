@@ -17,7 +17,7 @@ from ..state.dtensors import is_common, like, part_of
 from ..state.handle import ParamHandle, set_raw_grad
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .assigned_grads import AssignedGrads
 from .homes import GradHomes
 from .lander import Lander
@@ -43,7 +43,7 @@ class GradientBank:
 
     def __init__(
         self,
-        store: ShardStore,
+        store: ArrayStore,
         staging: native.PinnedPool | None,
         collectives: Collectives,
         *,
@@ -110,7 +110,7 @@ class GradientBank:
         given, part = value, part_of(handle.param, value.detach(), f"{handle.name}.grad")
         value = part.clone()
         # Compared over the ranks that share it: with an ep axis each rank has other experts.
-        handle.shard.collectives.same(
+        handle.flat_param.collectives.same(
             f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param)
         )
         self.assigned.part_from(handle)
@@ -119,7 +119,7 @@ class GradientBank:
         handle.grad.averaged = self.ranks.data_size > 1
         handle.grad.move(GradState.LANDED)
         with self._store.guarding():
-            handle.shard.homes.wait()
+            handle.flat_param.homes.wait()
             self.values.put(handle, value)
         self.assigned.watch(handle, given, part)
 
@@ -199,20 +199,20 @@ class GradientBank:
         if waiting is None:
             return
         for unit in units:
-            for shard in unit.shards:
-                got = waiting.pop_got(shard)
+            for flat_param in unit.flat_params:
+                got = waiting.pop_got(flat_param)
                 if not got:
                     continue
-                whole, charge = waiting.pop(shard)
-                for handle in (handle for handle in shard.handles if handle.index in got):
-                    self._land(handle, shard.layout.placements[handle.index].view(whole))
+                whole, charge = waiting.pop(flat_param)
+                for handle in (handle for handle in flat_param.handles if handle.index in got):
+                    self._land(handle, flat_param.layout.placements[handle.index].view(whole))
                 charge.release()
-                self.homes.close_all([shard])
+                self.homes.close_all([flat_param])
 
     def _waits(self, handle: ParamHandle, grad: torch.Tensor) -> bool:
         """Adds ``grad`` to the sums that land at the end of the pass. Returns False if it can be
         added at home, or the device has no room."""
-        is_on_disk = handle.shard.arrays["grad"].tier is Tier.NVME
+        is_on_disk = handle.flat_param.arrays["grad"].tier is Tier.NVME
         if self._waiting is None or not (self.homes.is_remote(handle) or is_on_disk):
             return False
         return self._waiting.add_if_room(handle, grad)
@@ -263,7 +263,7 @@ class GradientBank:
         record.move(GradState.LANDED)
 
     def land_average(self, handle: ParamHandle, average: torch.Tensor) -> None:
-        """Adds this rank's slice of the average of all ranks' gradients, in fp32, to the landed
+        """Adds this rank's shard of the average of all ranks' gradients, in fp32, to the landed
         gradient."""
         if not self.ranks.keeps_gradients:
             self._reopen(handle)
@@ -271,7 +271,7 @@ class GradientBank:
         if record.state is GradState.TORN:
             return
         adds = record.state is not GradState.ABSENT and not self.ranks.keeps_gradients
-        self._lander.land_slice(handle, average.to(handle.shard.spec.grad_dtype), adds=adds)
+        self._lander.land_shard(handle, average.to(handle.flat_param.spec.grad_dtype), adds=adds)
         record.stand_in_norm = None
         record.averaged = True
         record.move(GradState.LANDED)
@@ -309,7 +309,7 @@ class GradientBank:
         result of ``compute()`` to rows ``begin`` to ``end``. Raises UsageError as :meth:`land`
         does."""
         # Never with several ranks: tiles are refused there
-        record, shard = handle.grad, handle.shard
+        record, flat_param = handle.grad, handle.flat_param
         assigned = self.assigned.lands_on(handle)
         self._reopen(handle)
         if record.state is GradState.TORN:
@@ -324,10 +324,10 @@ class GradientBank:
                 assigned.change(lambda tensor: tensor[begin:end].add_(part))
                 return
             with self._store.traffic.copying(
-                "device->host", part.numel() * shard.spec.grad_dtype.itemsize, handle.name
+                "device->host", part.numel() * flat_param.spec.grad_dtype.itemsize, handle.name
             ):
                 with self._store.guarding():
-                    shard.homes.wait()
+                    flat_param.homes.wait()
                     home = self.homes.view(handle, write=True)
                     if not first:
                         self.changes.apply_factors(handle, home)
@@ -346,10 +346,10 @@ def _is_there(handle: ParamHandle) -> bool:
 def _check_value(handle: ParamHandle, value: object) -> None:
     """Raises UsageError for what cannot be the gradient of ``handle``. Nothing has changed
     then."""
-    wanted = handle.shard.spec.grad_dtype
+    wanted = handle.flat_param.spec.grad_dtype
     if not isinstance(value, torch.Tensor) or value.dtype not in (
         wanted,
-        handle.shard.spec.dtype,
+        handle.flat_param.spec.dtype,
     ):
         found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise UsageError(f"{handle.name}.grad must be None or a tensor of {wanted}, not {found}")

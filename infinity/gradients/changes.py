@@ -43,7 +43,7 @@ class GradChanges:
         return bool(self._changing)
 
     def apply_factors(self, handle: ParamHandle, home: torch.Tensor) -> None:
-        """Multiplies ``home``, the bytes of this rank's slice, by the pending factors."""
+        """Multiplies ``home``, the bytes of this rank's shard, by the pending factors."""
         factors = handle.grad.factors
         if factors:
             # Not in a backward, which keeps its mark to its end

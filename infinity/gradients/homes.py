@@ -14,9 +14,9 @@ import torch
 from .. import native
 from ..machine.device import Device, Event
 from ..machine.tiers import Tier
+from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle
-from ..state.shard import ParamShard
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .landing import LandingQueue
 from .opened import OpenedGrads
 
@@ -26,7 +26,7 @@ class GradHomes:
     runs backward or the step."""
 
     def __init__(
-        self, store: ShardStore, staging: native.PinnedPool | None, *, in_flight_nbytes: int = 0
+        self, store: ArrayStore, staging: native.PinnedPool | None, *, in_flight_nbytes: int = 0
     ):
         self.device: Device = store.device
         self.queue = LandingQueue(self.device, store.traffic, in_flight_nbytes)
@@ -47,58 +47,66 @@ class GradHomes:
 
     def is_remote(self, handle: ParamHandle) -> bool:
         """Returns whether the gradient's home is memory that the device cannot compute with."""
-        return not self.device.is_host and handle.shard.arrays["grad"].tier is not Tier.DEVICE
+        return not self.device.is_host and handle.flat_param.arrays["grad"].tier is not Tier.DEVICE
 
     def view(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
         """Returns the whole gradient of ``handle`` as a tensor over its home. ``write``: it is
         about to change. ``wait``: block until landing gradients have arrived."""
-        return handle.shard.layout.placements[handle.index].view(
-            self._flat(handle.shard, write=write, wait=wait)
+        return handle.flat_param.layout.placements[handle.index].view(
+            self._flat(handle.flat_param, write=write, wait=wait)
         )
 
     def flat_view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
         """Returns the gradient's elements at home, flat, in storage order."""
-        place = handle.shard.layout.placements[handle.index]
+        place = handle.flat_param.layout.placements[handle.index]
         home = self.view(handle, write=write, wait=False)
         return home.as_strided((place.numel,), (1,), home.storage_offset())
 
-    def slice(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
+    def shard(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
         """Returns this rank's elements of the gradient, in storage order: a flat view of their
         home."""
-        shard = handle.shard
-        begin, end = shard.layout.slice_part(handle.index)
-        first = shard.layout.own("grad")[0]
-        return self._flat(shard, write=write, wait=wait)[begin - first : end - first]
+        flat_param = handle.flat_param
+        begin, end = flat_param.layout.shard_part(handle.index)
+        first = flat_param.layout.own("grad")[0]
+        return self._flat(flat_param, write=write, wait=wait)[begin - first : end - first]
 
-    def _flat(self, shard: ParamShard, *, write: bool, wait: bool) -> torch.Tensor:
+    def _flat(self, flat_param: FlatParam, *, write: bool, wait: bool) -> torch.Tensor:
         if wait:
-            self.queue.wait(shard)
+            self.queue.wait(flat_param)
         if write:
-            shard.homes.inputs_change()
-        array = shard.arrays["grad"]
-        return array.flat if array.tier is not Tier.NVME else self._opened.flat(shard, write=write)
+            flat_param.homes.inputs_change()
+        array = flat_param.arrays["grad"]
+        return (
+            array.flat
+            if array.tier is not Tier.NVME
+            else self._opened.flat(flat_param, write=write)
+        )
 
-    def whole(self, shard: ParamShard) -> torch.Tensor:
+    def whole(self, flat_param: FlatParam) -> torch.Tensor:
         """Returns this rank's whole flat gradient on the device, if its home is whole (ZeRO-1)."""
-        shard.homes.wait()
-        self.queue.wait(shard)
-        return shard.arrays["grad"].flat.to(self.device.where)
+        flat_param.homes.wait()
+        self.queue.wait(flat_param)
+        return flat_param.arrays["grad"].flat.to(self.device.where)
 
-    def close_shard(self, shard: ParamShard) -> list[native.Ticket]:
-        """Sends a shard's opened gradients to disk. Returns tickets that must complete before they
-        can be read at home."""
-        self._opened.close(shard)
-        landing = self.queue.of(shard)
+    def close_flat_param(self, flat_param: FlatParam) -> list[native.Ticket]:
+        """Sends a flat param's opened gradients to disk. Returns tickets that must complete before
+        they can be read at home."""
+        self._opened.close(flat_param)
+        landing = self.queue.of(flat_param)
         ticket = self.device.ticket(landing) if landing else None
-        written = shard.arrays["grad"].extent.writes_under_way() if "grad" in shard.arrays else None
+        written = (
+            flat_param.arrays["grad"].extent.writes_under_way()
+            if "grad" in flat_param.arrays
+            else None
+        )
         return [each for each in (ticket, written) if each is not None]
 
-    def close_all(self, shards: Iterable[ParamShard]) -> None:
-        """Sends the opened gradients of ``shards`` to disk."""
-        for shard in shards:
-            self._opened.close(shard)
+    def close_all(self, flat_params: Iterable[FlatParam]) -> None:
+        """Sends the opened gradients of ``flat_params`` to disk."""
+        for flat_param in flat_params:
+            self._opened.close(flat_param)
 
-    def landing_of(self, shard: ParamShard) -> list[Event]:
-        """Lists the events that must complete before the device can read a shard's gradients at
-        home."""
-        return self.queue.of(shard)
+    def landing_of(self, flat_param: FlatParam) -> list[Event]:
+        """Lists the events that must complete before the device can read a flat param's gradients
+        at home."""
+        return self.queue.of(flat_param)

@@ -13,7 +13,7 @@ import torch
 
 from ..machine.tiers import Tier
 from ..state.handle import ParamHandle
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .changes import GradChanges, multiply
 from .homes import GradHomes
 from .norms import LandingNorms
@@ -25,7 +25,7 @@ class Lander:
     """Sends gradients and averages home. Used from the thread that runs backward or the step."""
 
     def __init__(
-        self, homes: GradHomes, store: ShardStore, changes: GradChanges, norms: LandingNorms
+        self, homes: GradHomes, store: ArrayStore, changes: GradChanges, norms: LandingNorms
     ):
         self._homes, self._device, self._store, self._changes, self._norms = (
             homes,
@@ -37,7 +37,7 @@ class Lander:
 
     def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
         """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
-        if self._device.overlaps and handle.shard.arrays["grad"].tier is not Tier.DEVICE:
+        if self._device.overlaps and handle.flat_param.arrays["grad"].tier is not Tier.DEVICE:
             self.beside(handle, *self._flat(handle, grad), adds=adds)
         else:
             self._here(
@@ -48,24 +48,24 @@ class Lander:
                 adds=adds,
             )
 
-    def land_slice(self, handle: ParamHandle, own: torch.Tensor, *, adds: bool) -> None:
-        """Sets this rank's slice of the gradient to ``own``, or adds it (``adds``). ``own`` is
+    def land_shard(self, handle: ParamHandle, own: torch.Tensor, *, adds: bool) -> None:
+        """Sets this rank's shard of the gradient to ``own``, or adds it (``adds``). ``own`` is
         flat, in storage order."""
         if self._homes.is_remote(handle):
-            handle.shard.homes.wait()
+            handle.flat_param.homes.wait()
             self.beside(
                 handle,
-                self._homes.slice(handle, write=True, wait=False),
+                self._homes.shard(handle, write=True, wait=False),
                 own,
-                self._norms.of_slice,
+                self._norms.of_shard,
                 adds=adds,
             )
         else:
             self._here(
                 handle,
-                partial(self._homes.slice, handle, write=True),
+                partial(self._homes.shard, handle, write=True),
                 own,
-                self._norms.of_slice,
+                self._norms.of_shard,
                 adds=adds,
             )
 
@@ -80,11 +80,11 @@ class Lander:
     ) -> None:
         """Lands ``value`` at ``home()``. Also takes the requested norm while the bytes are in
         cache, which saves a second read, perhaps from disk."""
-        record, shard = handle.grad, handle.shard
+        record, flat_param = handle.grad, handle.flat_param
         # 0: it stays on the device
-        nbytes = value.numel() * shard.spec.grad_dtype.itemsize if self._device.is_host else 0
+        nbytes = value.numel() * flat_param.spec.grad_dtype.itemsize if self._device.is_host else 0
         with self._store.traffic.copying("device->host", nbytes, handle.name):
-            shard.homes.wait()
+            flat_param.homes.wait()
             there = home()
             if adds:
                 self._changes.apply_factors(handle, there)
@@ -105,7 +105,7 @@ class Lander:
     ) -> None:
         """Lands ``value`` in the copy queue to the host, beside the compute. The sum and the norm
         are computed on the device, so both are the same for every home."""
-        record, shard, where = handle.grad, handle.shard, self._device.where
+        record, flat_param, where = handle.grad, handle.flat_param, self._device.where
         factors = list(record.factors)
         order = None if record.viewed else self._norms.order
         norm = torch.empty((), dtype=torch.float32, device=where) if order is not None else None
@@ -125,7 +125,7 @@ class Lander:
                 norm.copy_(take_norm(total, order))
 
         read = [value] if norm is None else [value, norm]
-        record.landing = self._homes.queue.send(shard, send, home.nbytes, handle.name, *read)
+        record.landing = self._homes.queue.send(flat_param, send, home.nbytes, handle.name, *read)
         record.factors.clear()
         record.norm = None if norm is None else (order, norm)
 
@@ -134,13 +134,16 @@ class Lander:
     ) -> tuple[torch.Tensor, torch.Tensor, TakeNorm]:
         """Returns the gradient's elements at home, flat; those of ``grad`` in the same order; and
         the function that takes their norm."""
-        shard = handle.shard
-        shard.homes.wait()
-        place = shard.layout.placements[handle.index]
+        flat_param = handle.flat_param
+        flat_param.homes.wait()
+        place = flat_param.layout.placements[handle.index]
         home = self._homes.flat_view(handle, write=True)
-        if grad.stride() != place.stride or grad.dtype != shard.spec.grad_dtype:
+        if grad.stride() != place.stride or grad.dtype != flat_param.spec.grad_dtype:
             laid_out = torch.empty_strided(
-                place.shape, place.stride, dtype=shard.spec.grad_dtype, device=self._device.where
+                place.shape,
+                place.stride,
+                dtype=flat_param.spec.grad_dtype,
+                device=self._device.where,
             )
             grad = laid_out.copy_(grad)
 

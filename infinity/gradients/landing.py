@@ -1,6 +1,6 @@
 """LandingQueue: sends gradients home in a copy queue of the device, and signals their arrival.
 
-landing    gradients of a shard that are still on their way home
+landing    gradients of a flat param that are still on their way home
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from ..machine.device import Copy, Device, Event
 from ..machine.in_flight import InFlight
 from ..machine.traffic import Traffic
-from ..state.shard import ParamShard
+from ..state.flat_param import FlatParam
 
 
 class LandingQueue:
@@ -20,12 +20,12 @@ class LandingQueue:
 
     def __init__(self, device: Device, traffic: Traffic, in_flight_nbytes: int):
         self._device, self._traffic = device, traffic
-        self._landing: dict[ParamShard, Event] = {}
+        self._landing: dict[FlatParam, Event] = {}
         self._in_flight = InFlight(in_flight_nbytes)  # gradients that the queue still reads
 
     def send(
         self,
-        shard: ParamShard,
+        flat_param: FlatParam,
         send: Callable[[], None],
         nbytes: int,
         what: str,
@@ -36,27 +36,27 @@ class LandingQueue:
         landing = self._device.put(
             "out", send, behind=[self._device.now()], transfer=Copy("device->host", nbytes, what)
         )
-        self._landing[shard] = landing
+        self._landing[flat_param] = landing
         for tensor in read:
             self._in_flight.keep(tensor, landing)
         return landing
 
-    def wait(self, shard: ParamShard) -> None:
-        """Blocks until the landing gradients of ``shard`` have arrived: the host is about to use
-        them."""
-        if (landing := self._landing.get(shard)) is not None:
+    def wait(self, flat_param: FlatParam) -> None:
+        """Blocks until the landing gradients of ``flat_param`` have arrived: the host is about to
+        use them."""
+        if (landing := self._landing.get(flat_param)) is not None:
             with self._traffic.stalled("device->host", "gradients"):
                 landing.wait()
-            del self._landing[shard]
+            del self._landing[flat_param]
 
-    def of(self, shard: ParamShard) -> list[Event]:
-        """Lists the events that must complete before the device can read a shard's gradients at
-        home."""
-        return [self._landing[shard]] if shard in self._landing else []
+    def of(self, flat_param: FlatParam) -> list[Event]:
+        """Lists the events that must complete before the device can read a flat param's gradients
+        at home."""
+        return [self._landing[flat_param]] if flat_param in self._landing else []
 
-    def forget(self, shard: ParamShard) -> None:
-        """Treats the landing gradients of ``shard`` as landed."""
-        self._landing.pop(shard, None)
+    def forget(self, flat_param: FlatParam) -> None:
+        """Treats the landing gradients of ``flat_param`` as landed."""
+        self._landing.pop(flat_param, None)
 
     def rebuild(self) -> None:
         """Forgets everything after an exception. Only while no transfer is running."""

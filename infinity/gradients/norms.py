@@ -31,8 +31,8 @@ class LandingNorms:
         )
 
     @staticmethod
-    def of_slice(values: torch.Tensor, order: float) -> torch.Tensor:
-        """Computes the norm of this rank's slice of a gradient, in fp32."""
+    def of_shard(values: torch.Tensor, order: float) -> torch.Tensor:
+        """Computes the norm of this rank's shard of a gradient, in fp32."""
         if not values.numel():
             return torch.zeros((), dtype=torch.float32, device=values.device)
         return torch.linalg.vector_norm(values, order, dtype=torch.float32)

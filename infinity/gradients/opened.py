@@ -1,7 +1,7 @@
 """OpenedGrads: gives access to gradients whose home is a disk, in slots of the gradient staging
 pool.
 
-opened     the shard's gradients are in a slot, where they are read and written
+opened     the flat param's gradients are in a slot, where they are read and written
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 import torch
 
 from .. import native
+from ..state.flat_param import FlatParam
 from ..state.handle import handle_of
-from ..state.shard import ParamShard
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .record import GradState
 
 
 @dataclass(eq=False)
-class OpenedShard:
-    """A shard's gradients in a staging slot."""
+class OpenedFlatParam:
+    """A flat param's gradients in a staging slot."""
 
     slot: native.Lease
     flat: torch.Tensor
     dirty: bool = False
 
 
-def _is_empty(shard: ParamShard) -> bool:
-    """Returns whether no parameter of ``shard`` has a gradient at home."""
-    grads = [handle.grad for handle in map(handle_of, shard.params) if handle is not None]
+def _is_empty(flat_param: FlatParam) -> bool:
+    """Returns whether no parameter of ``flat_param`` has a gradient at home."""
+    grads = [handle.grad for handle in map(handle_of, flat_param.params) if handle is not None]
     return all(grad is not None and grad.state is GradState.ABSENT for grad in grads)
 
 
@@ -40,66 +40,66 @@ class OpenedGrads:
 
     def __init__(
         self,
-        store: ShardStore,
+        store: ArrayStore,
         staging: native.PinnedPool | None,
-        wait_landing: Callable[[ParamShard], None],
+        wait_landing: Callable[[FlatParam], None],
     ):
         self._store, self._staging = store, staging
         self._wait_landing = wait_landing  # blocks until no transfer writes to a slot
         # Least recently used first
-        self._opened: OrderedDict[ParamShard, OpenedShard] = OrderedDict()
+        self._opened: OrderedDict[FlatParam, OpenedFlatParam] = OrderedDict()
 
-    def flat(self, shard: ParamShard, *, write: bool) -> torch.Tensor:
-        """Returns this rank's gradient elements of ``shard``, valid until it is closed.
+    def flat(self, flat_param: FlatParam, *, write: bool) -> torch.Tensor:
+        """Returns this rank's gradient elements of ``flat_param``, valid until it is closed.
 
-        ``write``: they are about to change. May block on a read from disk. A shard whose gradients
-        are all absent is zeroed and not read.
+        ``write``: they are about to change. May block on a read from disk. A flat param whose
+        gradients are all absent is zeroed and not read.
         """
-        opened = self._opened.get(shard)
+        opened = self._opened.get(flat_param)
         if opened is None:
-            array = shard.arrays["grad"]
+            array = flat_param.arrays["grad"]
             with self._store.traffic.stalled("host->nvme", "gradients"):
                 slot = self._store.take_lease(self._staging, array.nbytes, self._close_oldest)
             flat = native.tensor_at(self._staging.region, slot.address, array.numel, array.dtype)
-            if _is_empty(shard):
+            if _is_empty(flat_param):
                 flat.zero_()  # parameters without a gradient get defined bytes
             else:
                 with self._store.traffic.stalled("nvme->host", "gradients"):
                     self._store.start_read(array, 0, slot, array.nbytes).wait()
-            opened = self._opened[shard] = OpenedShard(slot, flat)
+            opened = self._opened[flat_param] = OpenedFlatParam(slot, flat)
         opened.dirty |= write
-        self._opened.move_to_end(shard)
+        self._opened.move_to_end(flat_param)
         return opened.flat
 
     def stage_in(self, staging: native.PinnedPool | None) -> None:
         """Opens gradients in ``staging`` from now on. None may be open."""
         self._staging = staging
 
-    def close(self, shard: ParamShard) -> None:
-        """Starts writing the gradients of ``shard`` to disk, if they changed, and releases their
-        slot."""
-        opened = self._opened.get(shard)
+    def close(self, flat_param: FlatParam) -> None:
+        """Starts writing the gradients of ``flat_param`` to disk, if they changed, and releases
+        their slot."""
+        opened = self._opened.get(flat_param)
         if opened is None:
             return
         if opened.dirty:
-            self._wait_landing(shard)
-            array = shard.arrays["grad"]
+            self._wait_landing(flat_param)
+            array = flat_param.arrays["grad"]
             # The write keeps the slot until it completes. If interrupted before the next line, it
             # is repeated.
             self._store.start_write(array, 0, opened.slot, array.nbytes)
-        del self._opened[shard]
+        del self._opened[flat_param]
         opened.slot.release()
 
     def _close_oldest(self) -> bool:
-        """Closes the least recently used shard. Returns False if none is open."""
+        """Closes the least recently used flat param. Returns False if none is open."""
         oldest = next(iter(self._opened), None)
         if oldest is not None:
             self.close(oldest)
         return oldest is not None
 
     def settle(self) -> None:
-        """Closes all opened shards, and blocks until every slot is free."""
-        for shard in list(self._opened):
-            self.close(shard)
+        """Closes all opened flat params, and blocks until every slot is free."""
+        for flat_param in list(self._opened):
+            self.close(flat_param)
         if self._staging is not None:
             self._store.drain(self._staging)

@@ -8,7 +8,7 @@
 sample     a few elements of all that has landed on this rank, if other ranks must have the same
 factor     a requested multiplication that the optimizer kernel applies later, rounding as the
            in-place multiplication would have
-average    with several ranks, the mean of their gradients; each has its slice of it at home
+average    with several ranks, the mean of their gradients; each has its shard of it at home
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GradRecord:
     # The same over all ranks, valid while ``norm`` is known
     stand_in_norm: tuple[float, torch.Tensor] | None = None
     landing: Event = PAST  # when the norm is known
-    averaged: bool = False  # over the ranks: then only this rank's slice is valid
+    averaged: bool = False  # over the ranks: then only this rank's shard is valid
     sample: torch.Tensor | None = None  # fp32; None: nothing has landed, or it was not requested
     edits: int = 0  # digest of users' changes: factors, and values common to all ranks
     own_edits: int = 0  # digest of values of which other ranks have other local parts

@@ -1,6 +1,6 @@
 """Reducer: averages gradients over the ranks, unit by unit, while the backward runs.
 
-average   this rank's slice of the mean of all ranks' whole gradients (see `whole`)
+average   this rank's shard of the mean of all ranks' whole gradients (see `whole`)
 order     of the units' reductions: the first rank's forward reversed, shared units last
 
 [Note: where a reduction starts] All ranks must start the same collectives in the same order. So a
@@ -31,8 +31,8 @@ from ..distributed.collectives import Collectives
 from ..distributed.pending import Pending
 from ..machine.ledger import Ledger
 from ..planning.schedule import Schedule
+from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle
-from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from .bank import GradientBank
 from .record import GradState
@@ -125,8 +125,8 @@ class Reducer:
 
     def _decide(self) -> None:
         """Exchanges which gradients any rank had, then lands the undecided and late ones."""
-        shards = _stepped(self._order)
-        handles = [handle for *_, of_shard in shards for handle in of_shard]
+        flat_params = _stepped(self._order)
+        handles = [handle for *_, of_flat_param in flat_params for handle in of_flat_param]
         while True:
             late = {handle for handle in handles if self._whole.has_gradient(handle)}
             *flags, is_outdated = self._collectives.agree(
@@ -144,7 +144,7 @@ class Reducer:
             undecided, self._undecided, self._got = self._undecided, [], set()
             for handle in undecided:
                 if handle in anywhere:
-                    begin, end = handle.shard.layout.slice_part(handle.index)
+                    begin, end = handle.flat_param.layout.shard_part(handle.index)
                     self._bank.land_average(
                         handle,
                         torch.full((end - begin,), -0.0, device=self._bank.homes.device.where),
@@ -154,11 +154,13 @@ class Reducer:
             }
             if not late_anywhere:
                 return
-            for unit, shard, of_shard in shards:
-                wanted = [handle for handle in of_shard if handle in late_anywhere]
-                got = self._whole.pop_got(shard)
+            for unit, flat_param, of_flat_param in flat_params:
+                wanted = [handle for handle in of_flat_param if handle in late_anywhere]
+                got = self._whole.pop_got(flat_param)
                 if wanted:
-                    self._reduce(unit, shard, got, wanted, f"reducing {unit.name}", decided=True)
+                    self._reduce(
+                        unit, flat_param, got, wanted, f"reducing {unit.name}", decided=True
+                    )
 
     def reduce_all(self) -> None:
         """Ends a joined pass: averages its gradients. Every rank calls this, and all meet once. An
@@ -168,18 +170,22 @@ class Reducer:
             self._unread = True
             return
         self._agree_on_order()
-        shards = _stepped(self._order)
-        got = {shard: self._whole.pop_got(shard) for _, shard, _ in shards}
-        flags = [handle.index in got[shard] for _, shard, handles in shards for handle in handles]
+        flat_params = _stepped(self._order)
+        got = {flat_param: self._whole.pop_got(flat_param) for _, flat_param, _ in flat_params}
+        flags = [
+            handle.index in got[flat_param]
+            for _, flat_param, handles in flat_params
+            for handle in handles
+        ]
         self._collectives.passes.end()
         anywhere = iter(self._collectives.agree(flags, "reducing the gradients of a pass"))
         self._is_reducing_all, self._failure = True, None
         try:
-            for unit, shard, handles in shards:
+            for unit, flat_param, handles in flat_params:
                 wanted = [handle for handle in handles if next(anywhere)]
                 if wanted:
                     what = f"reducing {unit.name}"
-                    self._reduce(unit, shard, got[shard], wanted, what, decided=True)
+                    self._reduce(unit, flat_param, got[flat_param], wanted, what, decided=True)
             self._finish()
         finally:
             self._is_reducing_all = False
@@ -217,33 +223,33 @@ class Reducer:
 
     def _start(self, unit: ParamUnit) -> None:
         is_complete = True
-        for number, (_, shard, handles) in enumerate(_stepped([unit])):
+        for number, (_, flat_param, handles) in enumerate(_stepped([unit])):
             what = f"reducing {unit.name} ({number})"
-            is_complete &= self._average(unit, shard, handles, what)
+            is_complete &= self._average(unit, flat_param, handles, what)
         (self._pending if is_complete else self._incomplete).append(unit)
 
     def _average(
-        self, unit: ParamUnit, shard: ParamShard, handles: list[ParamHandle], what: str
+        self, unit: ParamUnit, flat_param: FlatParam, handles: list[ParamHandle], what: str
     ) -> bool:
-        """Starts averaging a shard's gradients, and finishes the previous reduction. Returns
+        """Starts averaging a flat param's gradients, and finishes the previous reduction. Returns
         whether no rank will add more, as far as is known before the reduction is complete."""
-        got = self._whole.pop_got(shard)
+        got = self._whole.pop_got(flat_param)
         self._got |= {handle for handle in handles if handle.index in got}
         flags = [*(handle.index in got for handle in handles), unit not in self._ready]
         early = self._decides_early()
         if early and not self._collectives.bulk.can_share_flags:
             *anywhere, incomplete = self._collectives.agree(flags, what)
             wanted = [handle for handle, is_wanted in zip(handles, anywhere) if is_wanted]
-            self._reduce(unit, shard, got, wanted, what, decided=True)
+            self._reduce(unit, flat_param, got, wanted, what, decided=True)
             return not incomplete
         self._collectives.passes.meet_before(what)
-        self._reduce(unit, shard, got, handles, what, flags=flags if early else ())
+        self._reduce(unit, flat_param, got, handles, what, flags=flags if early else ())
         return early
 
     def _reduce(
         self,
         unit: ParamUnit,
-        shard: ParamShard,
+        flat_param: FlatParam,
         got: set[int],
         wanted: list[ParamHandle],
         what: str,
@@ -257,11 +263,11 @@ class Reducer:
         ``decided``: each exists on some rank. ``flags``: per gradient
         whether this rank has it, then whether more may come; others' arrive with the average."""
         if self._ranks.keeps_gradients:
-            whole = self._bank.homes.whole(shard)
+            whole = self._bank.homes.whole(flat_param)
         else:
-            self._whole.take(unit, shard)
-            whole, charge = self._whole.pop(shard)
-        reduction = Reduction(shard, wanted, got, is_decided=decided)
+            self._whole.take(unit, flat_param)
+            whole, charge = self._whole.pop(flat_param)
+        reduction = Reduction(flat_param, wanted, got, is_decided=decided)
         reduction.bring_nothing(whole)
 
         def done(average: torch.Tensor) -> None:
@@ -272,7 +278,7 @@ class Reducer:
             with self._landing():
                 self._undecided += reduction.land(average, self._bank.land_average)
 
-        pending = shard.collectives.bulk.reduce(whole, what, done)
+        pending = flat_param.collectives.bulk.reduce(whole, what, done)
         telling = (
             self._collectives.bulk.share_flags(flags, f"{what}: who has them", reduction.hear)
             if flags
@@ -317,28 +323,29 @@ class Reducer:
         self._unread &= not are_gone
         if not self._unread:
             return
-        shards = _stepped(self._units)
+        flat_params = _stepped(self._units)
         got = [
             {h.index for h in handles if h.grad.state is GradState.LANDED and not h.grad.averaged}
-            for *_, handles in shards
+            for *_, handles in flat_params
         ]
-        flags = [h.index in had for (*_, handles), had in zip(shards, got) for h in handles]
+        flags = [h.index in had for (*_, handles), had in zip(flat_params, got) for h in handles]
         anywhere = iter(self._collectives.agree(flags, "averaging the gradients"))
-        for (unit, shard, handles), had in zip(shards, got):
+        for (unit, flat_param, handles), had in zip(flat_params, got):
             wanted = [handle for handle in handles if next(anywhere)]
             if wanted:
-                self._reduce(unit, shard, had, wanted, f"reducing {unit.name}", decided=True)
+                self._reduce(unit, flat_param, had, wanted, f"reducing {unit.name}", decided=True)
         self._finish()
         self._unread = False
 
 
-def _stepped(units: Iterable[ParamUnit]) -> list[tuple[ParamUnit, ParamShard, list[ParamHandle]]]:
-    """Lists the shards of ``units`` that an optimizer steps, each with its unit and handles."""
+def _stepped(units: Iterable[ParamUnit]) -> list[tuple[ParamUnit, FlatParam, list[ParamHandle]]]:
+    """Lists the flat params of ``units`` that an optimizer steps, each with its unit and
+    handles."""
     return [
-        (unit, shard, [handle for handle in unit.handles if handle.shard is shard])
+        (unit, flat, [handle for handle in unit.handles if handle.flat_param is flat])
         for unit in units
-        for shard in unit.shards
-        if shard.spec.stepped
+        for flat in unit.flat_params
+        if flat.spec.stepped
     ]
 
 

@@ -1,4 +1,4 @@
-"""Reduction: averages one shard's gradients, and tracks which of them any rank has."""
+"""Reduction: averages one flat param's gradients, and tracks which of them any rank has."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle
-from ..state.shard import ParamShard
 
 
 class Reduction:
@@ -19,13 +19,13 @@ class Reduction:
 
     def __init__(
         self,
-        shard: ParamShard,
+        flat_param: FlatParam,
         wanted: Sequence[ParamHandle],
         got: Collection[int],
         *,
         is_decided: bool,
     ):
-        self._shard, self._wanted, self._got = shard, wanted, got
+        self._flat_param, self._wanted, self._got = flat_param, wanted, got
         self._is_decided, self._anywhere = is_decided, [True] * len(wanted)
         self.more_comes = False  # some rank reported that more of its gradients may come
 
@@ -34,7 +34,7 @@ class Reduction:
         changes no bit."""
         for handle in self._wanted:
             if handle.index not in self._got:
-                self._shard.layout.placements[handle.index].view(whole).fill_(-0.0)
+                self._flat_param.layout.placements[handle.index].view(whole).fill_(-0.0)
 
     def hear(self, told: list[bool]) -> None:
         """Takes the exchanged flags: which of the gradients any rank has, then whether more may
@@ -45,11 +45,11 @@ class Reduction:
     def land(
         self, average: torch.Tensor, land: Callable[[ParamHandle, torch.Tensor], None]
     ) -> list[ParamHandle]:
-        """Calls ``land`` for each gradient's part of this rank's slice of the ``average``. Returns
+        """Calls ``land`` for each gradient's part of this rank's shard of the ``average``. Returns
         the gradients that perhaps no rank had."""
-        undecided, first = [], self._shard.layout.own_slice[0]
+        undecided, first = [], self._flat_param.layout.own_shard[0]
         for handle, has in zip(self._wanted, self._anywhere):
-            begin, end = self._shard.layout.slice_part(handle.index)
+            begin, end = self._flat_param.layout.shard_part(handle.index)
             part = average[begin - first : end - first]
             if has and (self._is_decided or handle.index in self._got or not _is_nothing(part)):
                 land(handle, part)

@@ -41,8 +41,8 @@ class LandedGrad(AtHome):
 
     @staticmethod
     def __new__(cls, handle: ParamHandle):
-        place = handle.shard.layout.placements[handle.index]
-        dtype, device = handle.shard.spec.grad_dtype, handle.engine.device.where
+        place = handle.flat_param.layout.placements[handle.index]
+        dtype, device = handle.flat_param.spec.grad_dtype, handle.engine.device.where
         return cls.make(handle, place.shape, stride=place.stride, dtype=dtype, device=device)
 
     @property
@@ -53,7 +53,7 @@ class LandedGrad(AtHome):
     def _bank(self) -> Any:
         """The GradientBank, whose module imports this one."""
         handle = self._infinity_grad
-        if not handle.is_alive or not handle.shard.arrays:
+        if not handle.is_alive or not handle.flat_param.arrays:
             raise UsageError(f"the gradient of {handle.name} went with its model")
         if handle.grad.stand_in is not self:
             raise UsageError(
@@ -122,7 +122,9 @@ class _Loan:
         # A gradient from disk is lent in its staging slot. Several may not fit there at once, so
         # those are copied.
         self.from_disk = [
-            grad for grad in grads if grad._infinity_grad.shard.arrays["grad"].tier is Tier.NVME
+            grad
+            for grad in grads
+            if grad._infinity_grad.flat_param.arrays["grad"].tier is Tier.NVME
         ]
         self._lent: dict[int, torch.Tensor] = {}
 

@@ -12,7 +12,7 @@ from .. import native
 from ..distributed.collectives import Collectives
 from ..state.dtensors import counts_here, is_common, is_distributed
 from ..state.handle import ParamHandle
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .changes import GradChanges, multiply
 from .homes import GradHomes
 from .norms import LandingNorms
@@ -22,7 +22,7 @@ from .record import GradRecord, GradState
 class GradValues:
     """Values and norms of gradients. Used from the thread that runs backward or the step."""
 
-    def __init__(self, homes: GradHomes, store: ShardStore, collectives: Collectives):
+    def __init__(self, homes: GradHomes, store: ArrayStore, collectives: Collectives):
         self.homes, self.device = homes, homes.device
         self.collectives, self.ranks = collectives, collectives.ranks
         self.changes, self.norms = GradChanges(), LandingNorms(collectives.ranks)
@@ -38,22 +38,22 @@ class GradValues:
 
     def apply_factors(self, handle: ParamHandle) -> None:
         """Multiplies the gradient by its pending factors."""
-        self.changes.apply_factors(handle, self._arrived_slice(handle))
+        self.changes.apply_factors(handle, self._arrived_shard(handle))
 
     def value(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
         """Returns the gradient as a tensor over its home, with every factor applied.
 
-        With several ranks it is a copy, gathered from all slices: every rank calls this. If the
+        With several ranks it is a copy, gathered from all shards: every rank calls this. If the
         device cannot compute with the home, it is a copy on the device. :meth:`put` sends changes
         of a copy home.
         """
-        if handle.shard.ranks.size > 1:
+        if handle.flat_param.ranks.size > 1:
             return self._gathered(handle)
         if self.homes.is_remote(handle):
             return self._fetched(handle)
         record = handle.grad
         with self._store.guarding():
-            handle.shard.homes.wait()
+            handle.flat_param.homes.wait()
             if record.state is GradState.CONSUMED:
                 view = self.homes.view(handle, write=False)
                 return multiply(view.clone(), record.factors) if record.factors else view
@@ -65,15 +65,15 @@ class GradValues:
 
     def lends_copies(self, handle: ParamHandle) -> bool:
         """Returns whether :meth:`value` returns a copy, whose changes need :meth:`put`."""
-        return handle.shard.ranks.size > 1 or self.homes.is_remote(handle)
+        return handle.flat_param.ranks.size > 1 or self.homes.is_remote(handle)
 
     def _fetched(self, handle: ParamHandle) -> torch.Tensor:
         """Returns a copy on the device, with every factor applied."""
-        place = handle.shard.layout.placements[handle.index]
+        place = handle.flat_param.layout.placements[handle.index]
         with self._store.guarding():
-            handle.shard.homes.wait()
+            handle.flat_param.homes.wait()
             flat = self.homes.flat_view(handle, write=False)
-            self.homes.queue.wait(handle.shard)
+            self.homes.queue.wait(handle.flat_param)
             with self._store.traffic.copying("host->device", flat.nbytes, handle.name):
                 value = torch.empty_like(flat, device=self.device.where).copy_(flat)
         return multiply(value, handle.grad.factors).as_strided(place.shape, place.stride)
@@ -88,21 +88,21 @@ class GradValues:
 
     def put(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Copies ``value`` to the gradient's home."""
-        if handle.shard.ranks.size == 1 and self.homes.is_remote(handle):
+        if handle.flat_param.ranks.size == 1 and self.homes.is_remote(handle):
             home = self.homes.view(handle, write=True)
             handle.grad.factors.clear()
             handle.grad.norm = None
             with self._store.traffic.copying("device->host", home.nbytes, handle.name):
                 home.copy_(value)
             return
-        if handle.shard.ranks.size == 1:
+        if handle.flat_param.ranks.size == 1:
             self.value(handle, write=True).copy_(value)
             return
-        place = handle.shard.layout.placements[handle.index]
-        flat = torch.empty(place.numel, dtype=handle.shard.spec.grad_dtype, device="cpu")
+        place = handle.flat_param.layout.placements[handle.index]
+        flat = torch.empty(place.numel, dtype=handle.flat_param.spec.grad_dtype, device="cpu")
         flat.as_strided(place.shape, place.stride).copy_(value)
-        begin, end = handle.shard.layout.slice_part(handle.index)
-        self.homes.slice(handle, write=True).copy_(flat[begin - place.offset : end - place.offset])
+        begin, end = handle.flat_param.layout.shard_part(handle.index)
+        self.homes.shard(handle, write=True).copy_(flat[begin - place.offset : end - place.offset])
         handle.grad.factors.clear()
         handle.grad.norm = None
         handle.grad.averaged = True
@@ -125,10 +125,10 @@ class GradValues:
         self.norms.ask(order)
         if record.norm is not None and record.norm[0] == order and not record.viewed:
             record.landing.precede()
-            return record.norm[1].to(handle.shard.spec.grad_dtype, copy=True)
+            return record.norm[1].to(handle.flat_param.spec.grad_dtype, copy=True)
         norm = self.norms.of(self.value(handle, write=False), order)
         record.norm = order, norm.clone()
-        return norm.to(handle.shard.spec.grad_dtype)
+        return norm.to(handle.flat_param.spec.grad_dtype)
 
     def total_norm(self, order: float, *, among: Container[ParamHandle]) -> torch.Tensor:
         """Computes the norm of the gradients of ``among`` together, in fp32: the same bits on every
@@ -190,8 +190,8 @@ class GradValues:
         if not self.homes.is_remote(handle):
             change(self.own(handle))
             return
-        self._arrived_slice(handle)
-        home = self.homes.slice(handle, write=True)
+        self._arrived_shard(handle)
+        home = self.homes.shard(handle, write=True)
         there = torch.empty_like(home, device=self.device.where).copy_(home)
         change(there)
         home.copy_(there)
@@ -199,35 +199,38 @@ class GradValues:
 
     def own(self, handle: ParamHandle) -> torch.Tensor:
         """Returns this rank's elements of the gradient, to be changed in place."""
-        if handle.shard.ranks.size == 1:
+        if handle.flat_param.ranks.size == 1:
             return self.value(handle, write=True)
-        home = self._arrived_slice(handle)
+        home = self._arrived_shard(handle)
         handle.grad.norm = None
         return (
-            self.homes.slice(handle, write=True) if handle.grad.state is GradState.LANDED else home
+            self.homes.shard(handle, write=True) if handle.grad.state is GradState.LANDED else home
         )
 
-    def _arrived_slice(self, handle: ParamHandle) -> torch.Tensor:
+    def _arrived_shard(self, handle: ParamHandle) -> torch.Tensor:
         """Returns this rank's elements of the gradient, with every factor applied, for reading."""
         record = handle.grad
         with self._store.guarding():
-            handle.shard.homes.wait()
+            handle.flat_param.homes.wait()
             if record.state is GradState.CONSUMED:
-                return multiply(self.homes.slice(handle, write=False).clone(), record.factors)
-            home = self.homes.slice(handle, write=bool(record.factors))
+                return multiply(self.homes.shard(handle, write=False).clone(), record.factors)
+            home = self.homes.shard(handle, write=bool(record.factors))
             if record.factors:
                 record.norm = None
             self.changes.apply_factors(handle, home)
             return home
 
     def _gathered(self, handle: ParamHandle) -> torch.Tensor:
-        shard, place = handle.shard, handle.shard.layout.placements[handle.index]
-        out = torch.empty(place.numel, dtype=shard.spec.grad_dtype, device="cpu")
-        spans = [shard.layout.slice_part(handle.index, rank) for rank in range(shard.ranks.size)]
+        flat_param, place = handle.flat_param, handle.flat_param.layout.placements[handle.index]
+        out = torch.empty(place.numel, dtype=flat_param.spec.grad_dtype, device="cpu")
+        spans = [
+            flat_param.layout.shard_part(handle.index, rank)
+            for rank in range(flat_param.ranks.size)
+        ]
         pieces = [(begin - place.offset, end - place.offset) for begin, end in spans]
-        begin, end = pieces[shard.ranks.rank]
-        out[begin:end] = self._arrived_slice(handle)
-        shard.collectives.assemble(out, pieces, f"reading the gradient of {handle.name}")
+        begin, end = pieces[flat_param.ranks.rank]
+        out[begin:end] = self._arrived_shard(handle)
+        flat_param.collectives.assemble(out, pieces, f"reading the gradient of {handle.name}")
         return out.to(self.device.where).as_strided(place.shape, place.stride)
 
     def _norm_over_ranks(self, handle: ParamHandle, order: float) -> torch.Tensor:
@@ -244,11 +247,11 @@ class GradValues:
             if (experts := self.ranks.experts) is not None:
                 of_parts = torch.linalg.vector_norm(everyones[list(experts.places)], order, dim=0)
                 is_part = torch.tensor(
-                    [h.shard.ranks.divided > 1 for h in handles], device=norms.device
+                    [h.flat_param.ranks.divided > 1 for h in handles], device=norms.device
                 )
                 norms = torch.where(is_part, of_parts, norms)
             for h, norm in zip(handles, norms):
-                h.grad.stand_in_norm = order, norm.to(h.shard.spec.grad_dtype)
+                h.grad.stand_in_norm = order, norm.to(h.flat_param.spec.grad_dtype)
         return record.stand_in_norm[1].clone()
 
     def _own_norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
@@ -259,7 +262,7 @@ class GradValues:
         if record.norm is None or record.norm[0] != order:
             record.norm = (
                 order,
-                self.norms.of_slice(self._arrived_slice(handle).to(self.device.where), order),
+                self.norms.of_shard(self._arrived_shard(handle).to(self.device.where), order),
             )
         record.landing.precede()
         return record.norm[1]
@@ -269,10 +272,10 @@ class GradValues:
         record = handle.grad
         if record.state is GradState.TORN:
             record = handle.grad = GradRecord(stand_in=record.stand_in, shown=record.shown)
-        handle.shard.homes.wait()
+        handle.flat_param.homes.wait()
         whole = self.ranks.size == 1 or self.ranks.keeps_gradients
         (
-            self.homes.view(handle, write=True) if whole else self.homes.slice(handle, write=True)
+            self.homes.view(handle, write=True) if whole else self.homes.shard(handle, write=True)
         ).zero_()
         record.factors.clear()
         record.norm, record.stand_in_norm = (
@@ -290,5 +293,5 @@ class GradValues:
         self.note_edit(handle, factor)
         record.norm = None
         if len(record.factors) == native.MAX_GRAD_FACTORS:
-            self.changes.apply_factors(handle, self.homes.slice(handle, write=True))
+            self.changes.apply_factors(handle, self.homes.shard(handle, write=True))
         record.factors.append(factor)

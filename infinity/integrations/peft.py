@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..api.full_params import full_params
-from ..checkpoint.hub_names import hub_sources, shard_size_of
+from ..checkpoint.hub_names import flat_param_size_of, hub_sources
 from ..checkpoint.model_files import write_sources
 from ..checkpoint.pretrained import (
     adapter_tensors,
@@ -116,7 +116,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
             place,
             written,
             writes=job.ranks.is_first,
-            max_shard_size=shard_size_of(base),
+            max_shard_size=flat_param_size_of(base),
             numel=numel,
         )
         if job.ranks.is_first:

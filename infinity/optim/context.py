@@ -19,7 +19,7 @@ from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..state.uses import Uses
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .lent_state import LentState
 from .updates import Updates
 
@@ -33,7 +33,7 @@ class StepContext:
     trained: list[ParamHandle]  # the parameters that have optimizer state
     collectives: Collectives
     device: Device
-    store: ShardStore
+    store: ArrayStore
     uses: Uses
     journal: Journal
     schedule: Schedule

@@ -21,21 +21,23 @@ from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..planning.device_slots import DEVICE_SLOTS, SLOT_ALIGNMENT
 from ..state.flat_layout import SHARD_ALIGNMENT
-from ..state.shard import ParamShard
-from ..state.shard_spec import elements_each
+from ..state.flat_param import FlatParam
+from ..state.flat_param_spec import elements_each
 from ..storage.arrays import StateArray
 
 Span = tuple[int, int, native.Hyperparameters]  # first element, end, hyperparameters
 
 
-def passing(shard: ParamShard) -> list[str]:
+def passing(flat_param: FlatParam) -> list[str]:
     """Lists a step's arrays that are in host memory."""
-    return [name for name, array in shard.arrays.items() if array.tier is Tier.HOST]
+    return [name for name, array in flat_param.arrays.items() if array.tier is Tier.HOST]
 
 
-def steps_on_device(shard: ParamShard) -> bool:
-    """Returns whether a shard's state is on a device that the processor cannot access."""
-    return any(array.tier is Tier.DEVICE for name, array in shard.arrays.items() if name != "grad")
+def steps_on_device(flat_param: FlatParam) -> bool:
+    """Returns whether a flat param's state is on a device that the processor cannot access."""
+    return any(
+        array.tier is Tier.DEVICE for name, array in flat_param.arrays.items() if name != "grad"
+    )
 
 
 @dataclass
@@ -65,7 +67,7 @@ class _Slot:
 
 
 class DeviceStepper:
-    """Steps shards on ``device``, whose memory the processor cannot access."""
+    """Steps flat params on ``device``, whose memory the processor cannot access."""
 
     def __init__(self, device: Device, traffic: Traffic, slot_nbytes: int):
         self._device, self._traffic = device, traffic
@@ -76,30 +78,32 @@ class DeviceStepper:
         self._turn = 0
         self.share = 0.0  # of the elements of state on the host
 
-    def choose_share(self, processor_rate: float, shard_bytes: float) -> None:
+    def choose_share(self, processor_rate: float, flat_param_bytes: float) -> None:
         """Splits the update so that device and processor finish together. ``processor_rate``:
         elements per second. ``shard_bytes``: bytes per element in the busier direction."""
         edge = self._traffic.edges["host->device"]
-        if self._slots and processor_rate and edge.busy_seconds and shard_bytes:
-            own_rate = edge.nbytes / edge.busy_seconds / shard_bytes
+        if self._slots and processor_rate and edge.busy_seconds and flat_param_bytes:
+            own_rate = edge.nbytes / edge.busy_seconds / flat_param_bytes
             self.share = own_rate / (own_rate + processor_rate)
 
-    def first_own(self, shard: ParamShard) -> int:
-        """Returns the first element of a host shard that is stepped here. The processor steps those
-        before it."""
+    def first_own(self, flat_param: FlatParam) -> int:
+        """Returns the first element of a host flat param that is stepped here. The processor steps
+        those before it."""
         if (
             not self.share
             or not self._slots
-            or any(array.tier is not Tier.HOST for array in shard.arrays.values())
+            or any(array.tier is not Tier.HOST for array in flat_param.arrays.values())
         ):
-            return shard.layout.slice_numel
+            return flat_param.layout.shard_numel
         return (
-            round(shard.layout.slice_numel * (1 - self.share)) // SHARD_ALIGNMENT * SHARD_ALIGNMENT
+            round(flat_param.layout.shard_numel * (1 - self.share))
+            // SHARD_ALIGNMENT
+            * SHARD_ALIGNMENT
         )
 
     def step(
         self,
-        shard: ParamShard,
+        flat_param: FlatParam,
         layout: native.Layout,
         spans: Sequence[Span],
         *,
@@ -107,45 +111,45 @@ class DeviceStepper:
         behind: Sequence[Event],
         newer: StateArray | None = None,
     ) -> DeviceUpdate:
-        """Steps ``spans`` of a shard, after the compute enqueued so far and ``behind``. ``newer``:
-        receives the new weights; None: in place."""
-        names, arrays = passing(shard), shard.arrays
+        """Steps ``spans`` of a flat param, after the compute enqueued so far and ``behind``.
+        ``newer``: receives the new weights; None: in place."""
+        names, arrays = passing(flat_param), flat_param.arrays
         behind = [self._device.now(), *behind]
         event: Event = PAST
         if newer is not None:
             arrays = arrays | {"weight": newer}
-            event = self._copy_weights(shard, newer, behind)
+            event = self._copy_weights(flat_param, newer, behind)
             behind.append(event)
         for begin, end, part in _chunks(
-            spans, self._chunk(shard, names) if names else shard.layout.slice_numel
+            spans, self._chunk(flat_param, names) if names else flat_param.layout.shard_numel
         ):
-            event = self._step_chunk(shard, arrays, layout, names, begin, end, part, behind)
+            event = self._step_chunk(flat_param, arrays, layout, names, begin, end, part, behind)
         for array in arrays.values():
             array.extent.version = version
         return DeviceUpdate(event, on_device=not names)
 
-    def _copy_weights(self, shard: ParamShard, newer: StateArray, behind: list[Event]) -> Event:
+    def _copy_weights(self, flat_param: FlatParam, newer: StateArray, behind: list[Event]) -> Event:
         """Copies the weights to ``newer``, where they are stepped."""
-        weight = shard.weight.flat  # taken now: soon the shard's weight is the newer one
-        if shard.weight.tier is Tier.HOST:
-            shard.homes.last_read.wait()
+        weight = flat_param.weight.flat  # taken now: soon the flat param's weight is the newer one
+        if flat_param.weight.tier is Tier.HOST:
+            flat_param.homes.last_read.wait()
             native.copy_flat(newer.flat, weight)
             return PAST
 
         def copy() -> None:
             newer.flat.copy_(weight, non_blocking=True)
 
-        return self._device.put("step", copy, behind=[*behind, shard.homes.last_read])
+        return self._device.put("step", copy, behind=[*behind, flat_param.homes.last_read])
 
-    def _chunk(self, shard: ParamShard, names: list[str]) -> int:
+    def _chunk(self, flat_param: FlatParam, names: list[str]) -> int:
         """Returns how many elements fit a slot."""
-        sizes = [shard.arrays[name].dtype.itemsize / elements_each(name) for name in names]
+        sizes = [flat_param.arrays[name].dtype.itemsize / elements_each(name) for name in names]
         fitting = int((self._slots[0].memory.numel() - len(names) * SLOT_ALIGNMENT) / sum(sizes))
         return fitting // SHARD_ALIGNMENT * SHARD_ALIGNMENT
 
     def _step_chunk(
         self,
-        shard: ParamShard,
+        flat_param: FlatParam,
         arrays: dict[str, StateArray],
         layout: native.Layout,
         names: list[str],
@@ -156,8 +160,8 @@ class DeviceStepper:
     ) -> Event:
         def part(name: str) -> torch.Tensor:
             each = elements_each(name)
-            # Of the whole gradient (ZeRO-1)
-            before = shard.layout.own_slice[0] - shard.layout.own(name)[0] if name == "grad" else 0
+            own = flat_param.layout  # under ZeRO-1 the gradient is whole
+            before = own.own_shard[0] - own.own(name)[0] if name == "grad" else 0
             return arrays[name].flat[before + begin // each : before - (-end // each)]
 
         runs = [native.Run(*span) for span in spans]
@@ -170,7 +174,7 @@ class DeviceStepper:
         self._turn = (self._turn + 1) % len(self._slots)
         there = dict(zip(names, _lay_out(slot.memory, [part(name) for name in names])))
         parts = {name: there[name] if name in there else part(name) for name in arrays}
-        label = f"state of {shard.names[0]}"
+        label = f"state of {flat_param.names[0]}"
 
         def come() -> None:
             for name, target in there.items():
@@ -201,9 +205,9 @@ class DeviceStepper:
         begin: int,
         runs: list[native.Run],
     ) -> None:
-        """Launches the kernel. ``parts`` start at element ``begin`` of the shard. Addresses are
-        offset to the shard's start, because random rounding depends on an element's index in the
-        shard."""
+        """Launches the kernel. ``parts`` start at element ``begin`` of the flat param. Addresses
+        are offset to the flat param's start, because random rounding depends on an element's index
+        in the flat param."""
         addresses = {
             name: (flat.data_ptr() - begin // elements_each(name) * flat.element_size()) % 2**64
             for name, flat in parts.items()

@@ -24,7 +24,7 @@ from ..state.dtensors import is_distributed, like, local_of, part_of
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 
 STEP = "step"  # the key of a step count, kept in the handle and in no array
 MOST_STEPS = 2**31
@@ -83,7 +83,7 @@ class _Lent:
 class LentState:
     """The lent tensors of one engine. Used inside a use of the engine, from one thread."""
 
-    def __init__(self, store: ShardStore, steps: StepCounter, journal: Journal):
+    def __init__(self, store: ArrayStore, steps: StepCounter, journal: Journal):
         self._store, self._steps, self._journal = store, steps, journal
         self._lent: dict[tuple[ParamHandle, str], _Lent] = {}
         self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
@@ -194,7 +194,7 @@ class LentState:
         self._refuse_shared()
         for (handle, name), lent in list(self._lent.items()):
             if lent.is_changed:
-                if lent.index != self._steps.index and not handle.shard.ranks.alone:
+                if lent.index != self._steps.index and not handle.flat_param.ranks.alone:
                     raise UsageError(
                         f"optimizer.state: {name} of {handle.name} was read at step {lent.index}"
                         f" and changed after step {self._steps.index}. With several ranks read it"
@@ -260,7 +260,7 @@ class LentState:
     def _refresh(self, handle: ParamHandle, name: str, lent: _Lent) -> bool:
         """Returns False, with the tensor unchanged, if there are other ranks: they do not read
         now."""
-        if not handle.shard.ranks.alone:
+        if not handle.flat_param.ranks.alone:
             return False
         with torch.no_grad():
             lent.bytes.copy_(local_of(self._read(handle, name)))
@@ -278,7 +278,7 @@ class LentState:
     def _read(self, handle: ParamHandle, name: str) -> torch.Tensor:
         if name == STEP:
             return torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")
-        value = handle.shard.read_moment(self._store, name, handle.index)
+        value = handle.flat_param.read_moment(self._store, name, handle.index)
         return like(handle.param, value.to(local_of(handle.param).device))
 
     def _write(
@@ -290,7 +290,7 @@ class LentState:
                 if name == STEP:
                     handle.step = int(value.item())
                 else:
-                    handle.shard.write_moment(
+                    handle.flat_param.write_moment(
                         self._store, name, handle.index, value, version=self._steps.index
                     )
         handle.keeps_moments = not handle.step

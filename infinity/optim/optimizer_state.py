@@ -13,8 +13,8 @@ from .. import native
 from ..distributed.collectives import in_turn
 from ..errors import UsageError
 from ..state.dtensors import is_common, like, local_of, part_of
+from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle, handle_of
-from ..state.shard import ParamShard
 from .books import OptimizerBooks
 from .context import StepContext
 from .lent_state import STEP
@@ -50,13 +50,13 @@ class OptimizerState:
             packed = {key: value for key, value in group.items() if key != "params"}
             groups.append(packed | {"params": [indices[param] for param in group["params"]]})
         state: dict[Any, Any] = {}
-        of_shards: dict[ParamShard, list[torch.Tensor]] = {}
+        of_flat_params: dict[FlatParam, list[torch.Tensor]] = {}
         for param in indices:
             if handle_of(param).has_state:
-                of_shards.setdefault(handle_of(param).shard, []).append(param)
-        for shard, params in of_shards.items():
-            with_masters = masters and shard.hides_bits
-            with shard.assembling_state(store, self.moments.values(), masters=with_masters):
+                of_flat_params.setdefault(handle_of(param).flat_param, []).append(param)
+        for flat_param, params in of_flat_params.items():
+            with_masters = masters and flat_param.hides_bits
+            with flat_param.assembling_state(store, self.moments.values(), masters=with_masters):
                 state |= {
                     indices[param]: self._read_one(param, with_master=with_masters)
                     for param in params
@@ -93,9 +93,9 @@ class OptimizerState:
         if self.moments and self._rule in (native.Rule.ADAMW, native.Rule.ADAM):
             found["step"] = torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")
         for name, array in self.moments.items():
-            found[name] = like(param, handle.shard.read_moment(store, array, handle.index))
+            found[name] = like(param, handle.flat_param.read_moment(store, array, handle.index))
         if with_master:
-            found["master"] = like(param, handle.shard.read_master(store, handle.index))
+            found["master"] = like(param, handle.flat_param.read_master(store, handle.index))
         return found
 
     def hand_out(self, books: OptimizerBooks) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class OptimizerState:
         for index, param in params.items():
             state = state_dict["state"].get(index, {})
             values = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            found[handle_of(param).shard.collectives is collectives] += values
+            found[handle_of(param).flat_param.collectives is collectives] += values
             common += values if is_common(param) else []
         comparisons: list[Callable] = []
         if (view := collectives.of_experts) is not collectives:
@@ -209,11 +209,11 @@ class OptimizerState:
         for index, param in params.items():
             state, handle = state_dict["state"].get(index, {}), handle_of(param)
             self._adopt(param, state)
-            if handle.shard.hides_bits and handle.step:
+            if handle.flat_param.hides_bits and handle.step:
                 master = state.get("master")
                 if master is None or master.dtype != torch.float32:
                     absent.append(handle.name)
-                elif handle.shard.write_master(
+                elif handle.flat_param.write_master(
                     self._context.store,
                     handle.index,
                     part_of(param, master, f"the master of {handle.name}"),
@@ -255,7 +255,7 @@ class OptimizerState:
                     value = torch.zeros(local_of(param).shape, dtype=torch.float32, device="cpu")
                 else:
                     value = part_of(param, value, f"{name} of {handle.name}")
-                handle.shard.write_moment(
+                handle.flat_param.write_moment(
                     context.store, array, handle.index, value, version=context.steps.index
                 )
         handle.step, handle.keeps_moments = step, bool(kept and not step)

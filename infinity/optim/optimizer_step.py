@@ -21,7 +21,7 @@ from ..state.unit import ParamUnit
 from .context import StepContext
 from .members import Members
 from .step_inputs import StepInputs
-from .stepper import ShardStep, Stepper
+from .stepper import FlatParamStep, Stepper
 
 Groups = list[dict[str, Any]]
 
@@ -55,7 +55,7 @@ class OptimizerStep:
         if not begun:
             context.updates.begin_step()
         version = context.steps.index if begun else context.steps.index + 1
-        steps: list[ShardStep] = []
+        steps: list[FlatParamStep] = []
         stepper, backwards = self._stepper(groups), context.steps.backwards
         with context.store.guarding():
             for index in self._order():
@@ -65,8 +65,8 @@ class OptimizerStep:
             )
             if (policy := context.updates.shadows) is not None:
                 # Drop shadows that this step did not use
-                for shard in (shard for unit in context.units for shard in unit.shards):
-                    shard.homes.drop_shadow()
+                for flat_param in (flat for unit in context.units for flat in unit.flat_params):
+                    flat_param.homes.drop_shadow()
                 kept = sum(step.shadow is not None for step in steps)
                 policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
                 self._shadowed = 0
@@ -97,7 +97,7 @@ class OptimizerStep:
             inputs, over_stages=stages, trace=trace, in_common=context.in_common, then=then
         )
 
-    def _finish(self, stepper: Stepper, steps: list[ShardStep], version: int) -> None:
+    def _finish(self, stepper: Stepper, steps: list[FlatParamStep], version: int) -> None:
         stepper.carry_out(steps)
         self._context.lent.forget_edits()
         self._context.gradients.clips.clear()
@@ -143,8 +143,8 @@ class OptimizerStep:
         """Steps a unit, unless it has frozen parameters: the backward may still need them, and a
         unit's values change together."""
         context = self._context
-        params = [param for shard in unit.shards for param in shard.params]
-        if all(shard.spec.stepped for shard in unit.shards) and all(
+        params = [param for flat in unit.flat_params for param in flat.params]
+        if all(flat.spec.stepped for flat in unit.flat_params) and all(
             param.requires_grad for param in params
         ):
             stepper = self._stepper(groups)

@@ -194,7 +194,7 @@ def check_groups(
 
 
 def moment_names(rule: native.Rule, groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Maps torch's name of each moment to the shard's array for it."""
+    """Maps torch's name of each moment to the flat param's array for it."""
     if rule == native.Rule.SGD:
         moving = any(group["momentum"] != 0 for group in groups)
         return {"momentum_buffer": "exp_avg"} if moving else {}

@@ -253,7 +253,7 @@ class StateAtHome:
             return False
         if not is_dense(value.shape, value.stride()):
             return False
-        dtype = handle.shard.arrays[array].dtype if array != STEP else torch.float32
+        dtype = handle.flat_param.arrays[array].dtype if array != STEP else torch.float32
         kept = torch.float32 if dtype == torch.uint8 else dtype
         return value.dtype == kept and (array == STEP or value.device == handle.param.device)
 

@@ -1,6 +1,6 @@
-"""Stepper: plans the step of each shard, and submits it to the updater.
+"""Stepper: plans the step of each flat param, and submits it to the updater.
 
-span    consecutive parameters of a shard with the same hyperparameters and step count: one
+span    consecutive parameters of a flat param with the same hyperparameters and step count: one
         kernel call
 shadow  an update made ahead in the backward, in case the step turns out to be equal
 """
@@ -16,9 +16,9 @@ import torch
 
 from .. import native
 from ..gradients.record import GradState, has_landed
+from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle, handle_of
 from ..state.home_arrays import Shadow, Update
-from ..state.shard import ParamShard
 from ..state.unit import ParamUnit
 from ..storage.arrays import StateArray
 from .context import StepContext
@@ -26,10 +26,10 @@ from .device_step import DeviceUpdate, Span, steps_on_device
 
 
 @dataclass(eq=False)
-class ShardStep:
-    """The step of one shard."""
+class FlatParamStep:
+    """The step of one flat param."""
 
-    shard: ParamShard
+    flat_param: FlatParam
     landed: list[tuple[ParamHandle, int]]  # whose gradients are applied, and the new step counts
     shadow: Shadow | None = None  # already is this update
     newer: StateArray | None = None  # receives the new weights; None: in place
@@ -69,30 +69,32 @@ class Stepper:
     def _is_stepped(self, handle: ParamHandle) -> bool:
         return has_landed(handle) and handle in self._group_of
 
-    def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ShardStep]:
+    def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[FlatParamStep]:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""
         context, beside = self._context, self._context.keeps_older()
-        # A second buffer needs all shards: parameters without a gradient are copied there.
+        # A second buffer needs all flat params: parameters without a gradient are copied there.
         planned = [
-            shard
-            for shard in unit.shards
-            if shard.spec.stepped and (beside or self._has_landed(shard))
+            flat
+            for flat in unit.flat_params
+            if flat.spec.stepped and (beside or self._has_landed(flat))
         ]
         if planned and not beside:  # if beside, gathered weights stay valid
             context.release([unit])
         if context.steps.streaming:
             context.gradients.assigned.settle_early(unit.handles)
         steps = []
-        for shard in planned:
-            handles = [handle_of(param) for param in shard.params]
-            shard.homes.wait()
+        for flat_param in planned:
+            handles = [handle_of(param) for param in flat_param.params]
+            flat_param.homes.wait()
             for handle in handles if clip != 1.0 else ():
                 if has_landed(handle) and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
                     context.gradients.values.apply_factors(handle)  # no room for another factor
-            after = context.gradients.homes.close_shard(shard)
-            spans = list(self._spans(shard, handles, clip))
-            step = ShardStep(shard, [(h, h.step + 1) for h in handles if self._is_stepped(h)])
-            shadow = shard.homes.shadow
+            after = context.gradients.homes.close_flat_param(flat_param)
+            spans = list(self._spans(flat_param, handles, clip))
+            step = FlatParamStep(
+                flat_param, [(h, h.step + 1) for h in handles if self._is_stepped(h)]
+            )
+            shadow = flat_param.homes.shadow
             if (
                 shadow is not None
                 and shadow.ticket is not None
@@ -100,14 +102,14 @@ class Stepper:
             ):
                 step.shadow = shadow
             elif beside:
-                step.newer = shard.homes.older
+                step.newer = flat_param.homes.older
                 self._plan_beside(step, spans, after, label=unit.index, version=version)
-            elif spans:  # without spans other ranks have these parameters in their slices
+            elif spans:  # without spans other ranks have these parameters in their shards
                 self._plan_update(step, spans, after, label=unit.index, version=version)
             steps.append(step)
         return steps
 
-    def carry_out(self, steps: list[ShardStep]) -> None:
+    def carry_out(self, steps: list[FlatParamStep]) -> None:
         """Runs the planned ``steps``. After an interrupt it can be called again, and does the rest,
         unless a step was interrupted on the device: that halts the engine."""
         context = self._context
@@ -121,10 +123,10 @@ class Stepper:
             [step.update for step in steps if step.update is not None]
         )
         for step in steps:
-            shard = step.shard
+            flat_param = step.flat_param
             if step.shadow is not None:
-                if shard.homes.shadow is step.shadow:
-                    shard.homes.keep_shadow()
+                if flat_param.homes.shadow is step.shadow:
+                    flat_param.homes.keep_shadow()
             elif step.device_update is not None:
                 step.device_update.ticket = step.update.ticket if step.update is not None else None
                 self._enter(step, step.device_update)
@@ -136,71 +138,78 @@ class Stepper:
                 handle.grad.move(GradState.CONSUMED)
 
     @staticmethod
-    def _enter(step: ShardStep, update: Update) -> None:
-        """Records a submitted update in its shard."""
+    def _enter(step: FlatParamStep, update: Update) -> None:
+        """Records a submitted update in its flat param."""
         if step.newer is None:
-            step.shard.homes.submit(update)
+            step.flat_param.homes.submit(update)
         else:
-            step.shard.homes.advance(update, step.newer)
+            step.flat_param.homes.advance(update, step.newer)
 
     @torch.no_grad()
     def shadow(self, unit: ParamUnit) -> int:
         """Makes the update of ``unit``, whose gradients have landed, beside its state: the step may
-        turn out to be equal. Returns how many of its shards have a shadow."""
+        turn out to be equal. Returns how many of its flat params have a shadow."""
         context, made = self._context, 0
         if not context.updates.shadows.is_wanted(context.steps.backwards + 1):
             return made
         with context.store.guarding():
-            for shard in unit.shards:
-                handles = [handle_of(param) for param in shard.params]
-                if not shard.homes.shadow_extents or any(
+            for flat_param in unit.flat_params:
+                handles = [handle_of(param) for param in flat_param.params]
+                if not flat_param.homes.shadow_extents or any(
                     h.grad.viewed or h.grad.assigned is not None for h in handles
                 ):
                     continue
-                spans = list(self._spans(shard, handles))
+                spans = list(self._spans(flat_param, handles))
                 if not spans:
                     continue
-                shard.homes.wait()
-                shard.homes.drop_shadow()
-                after, version = context.gradients.homes.close_shard(shard), context.steps.index + 1
-                update = self._processor_update(
-                    shard, spans, after, label=unit.index, version=version, ahead=True
+                flat_param.homes.wait()
+                flat_param.homes.drop_shadow()
+                after, version = (
+                    context.gradients.homes.close_flat_param(flat_param),
+                    context.steps.index + 1,
                 )
-                shard.homes.cast_shadow(Shadow(update, _inputs_of(spans)))
+                update = self._processor_update(
+                    flat_param, spans, after, label=unit.index, version=version, ahead=True
+                )
+                flat_param.homes.cast_shadow(Shadow(update, _inputs_of(spans)))
                 context.updates.updater.submit_all([update])
                 made += 1
         return made
 
-    def _has_landed(self, shard: ParamShard) -> bool:
-        return any(self._is_stepped(handle) for handle in shard.handles)
+    def _has_landed(self, flat_param: FlatParam) -> bool:
+        return any(self._is_stepped(handle) for handle in flat_param.handles)
 
     def _plan_update(
         self,
-        step: ShardStep,
+        step: FlatParamStep,
         spans: list[Span],
         after: list[native.Ticket],
         *,
         label: int,
         version: int,
     ) -> None:
-        """Plans the update of ``spans`` where the shard's state is. Of state on the host, the
+        """Plans the update of ``spans`` where the flat param's state is. Of state on the host, the
         device may take a part."""
-        context, shard = self._context, step.shard
+        context, flat_param = self._context, step.flat_param
         stepper = context.updates.stepper
         if stepper is None:
-            step.update = self._processor_update(shard, spans, after, label=label, version=version)
+            step.update = self._processor_update(
+                flat_param, spans, after, label=label, version=version
+            )
             return
-        first = 0 if steps_on_device(shard) else stepper.first_own(shard)
+        first = 0 if steps_on_device(flat_param) else stepper.first_own(flat_param)
         own = [(max(begin, first), end, hyper) for begin, end, hyper in spans if end > first]
         rest = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
         if rest:
-            step.update = self._processor_update(shard, rest, after, label=label, version=version)
+            step.update = self._processor_update(
+                flat_param, rest, after, label=label, version=version
+            )
         if own:
-            behind = context.gradients.homes.landing_of(shard)
+            behind = context.gradients.homes.landing_of(flat_param)
             step.device_step = partial(
                 stepper.step,
-                shard,
-                shard.homes.native_layout(self._rule),
+                flat_param,
+                flat_param.homes.native_layout(self._rule),
                 own,
                 version=version,
                 behind=behind,
@@ -208,7 +217,7 @@ class Stepper:
 
     def _plan_beside(
         self,
-        step: ShardStep,
+        step: FlatParamStep,
         spans: list[Span],
         after: list[native.Ticket],
         *,
@@ -217,22 +226,28 @@ class Stepper:
     ) -> None:
         """Plans the same, out of place: new weights go to a second buffer; no split between CPU and
         GPU."""
-        context, shard = self._context, step.shard
+        context, flat_param = self._context, step.flat_param
         stepper = context.updates.stepper
-        if stepper is None or not steps_on_device(shard):
+        if stepper is None or not steps_on_device(flat_param):
             step.update = self._processor_update(
-                shard, spans, after, label=label, version=version, ahead=True
+                flat_param, spans, after, label=label, version=version, ahead=True
             )
             return
-        behind = context.gradients.homes.landing_of(shard)
-        layout = shard.homes.native_layout(self._rule)
+        behind = context.gradients.homes.landing_of(flat_param)
+        layout = flat_param.homes.native_layout(self._rule)
         step.device_step = partial(
-            stepper.step, shard, layout, spans, version=version, behind=behind, newer=step.newer
+            stepper.step,
+            flat_param,
+            layout,
+            spans,
+            version=version,
+            behind=behind,
+            newer=step.newer,
         )
 
     def _processor_update(
         self,
-        shard: ParamShard,
+        flat_param: FlatParam,
         spans: list[Span],
         after: list[native.Ticket],
         *,
@@ -240,18 +255,18 @@ class Stepper:
         version: int,
         ahead: bool = False,
     ) -> native.UnitUpdate:
-        """Makes the processor's update of ``spans`` of a shard. ``ahead``: beside its state, for
-        the arrays that have a shadow."""
-        extents = {name: array.extent for name, array in shard.arrays.items()}
-        if shard.ranks.keeps_gradients:
-            extents["grad"] = shard.homes.slice_of_grad()
+        """Makes the processor's update of ``spans`` of a flat param. ``ahead``: beside its state,
+        for the arrays that have a shadow."""
+        extents = {name: array.extent for name, array in flat_param.arrays.items()}
+        if flat_param.ranks.keeps_gradients:
+            extents["grad"] = flat_param.homes.shard_of_grad()
         # A copy to the device may still read bytes that change
-        read = self._context.device.ticket([shard.homes.last_read])
+        read = self._context.device.ticket([flat_param.homes.last_read])
         after = [*after, read] if read is not None else after
-        beside = shard.homes.shadow_extents if ahead else {}
+        beside = flat_param.homes.shadow_extents if ahead else {}
         return native.UnitUpdate(
-            layout=shard.homes.native_layout(self._rule),
-            count=shard.layout.slice_numel,
+            layout=flat_param.homes.native_layout(self._rule),
+            count=flat_param.layout.shard_numel,
             weight=extents["weight"],
             master=extents.get("master"),
             exp_avg=extents.get("exp_avg"),
@@ -267,15 +282,15 @@ class Stepper:
         )
 
     def _spans(
-        self, shard: ParamShard, handles: list[ParamHandle], clip: float = 1.0
+        self, flat_param: FlatParam, handles: list[ParamHandle], clip: float = 1.0
     ) -> Iterator[Span]:
         """Yields the spans of landed gradients. Neighbours with the same hyperparameters, step and
         factors form one. ``clip``: applied after the gradients' own factors."""
         last = () if clip == 1.0 else (clip,)
         key, begin, end = None, 0, 0
-        first = shard.layout.own_slice[0]
+        first = flat_param.layout.own_shard[0]
         for handle in handles:
-            low, high = shard.layout.slice_part(handle.index)
+            low, high = flat_param.layout.shard_part(handle.index)
             current = None
             if self._is_stepped(handle) and low < high:
                 current = (self._group_of[handle], handle.step + 1, (*handle.grad.factors, *last))

@@ -58,7 +58,9 @@ class Updates:
 
     def _passing_nbytes(self) -> float:
         """Returns the bytes of state per element that the device would have to copy in."""
-        specs = [shard.spec for unit in self._units for shard in unit.shards if shard.spec.stepped]
+        specs = [
+            flat.spec for unit in self._units for flat in unit.flat_params if flat.spec.stepped
+        ]
         return max((sum(spec.nbytes_per_element().values()) for spec in specs), default=0.0)
 
     def end_step(self) -> None:

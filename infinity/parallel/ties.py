@@ -54,14 +54,14 @@ class Ties:
         for handle in map(handle_of, self._params):
             with job.uses.begin():
                 for name in ("weight", "master"):
-                    if name in handle.shard.arrays:
-                        values = handle.shard.parts.read_own(job.store, name, handle.index)
+                    if name in handle.flat_param.arrays:
+                        values = handle.flat_param.parts.read_own(job.store, name, handle.index)
                         theirs = self._exchange(between, values)
                         if not self._counts:
-                            begin, _ = handle.shard.layout.part_of_param(name, handle.index)
+                            begin, _ = handle.flat_param.layout.part_of_param(name, handle.index)
                             handle.changed()
                             job.prefetcher.release_all([handle.unit])
-                            handle.shard.parts.write(
+                            handle.flat_param.parts.write(
                                 job.store,
                                 name,
                                 handle.index,

@@ -155,7 +155,7 @@ def predict_cluster(
 ) -> ClusterPrediction:
     """Predicts a step of ``nodes`` machines with one rank per device, sharded over all ranks.
 
-    ``units``: one rank's sizes, sliced. ``flops``: operations of one rank's forward and backward.
+    ``units``: one rank's sizes, sharded. ``flops``: operations of one rank's forward and backward.
     """
     ranks = nodes * machine.devices
     gathers = gathers_of(units, plan.device_window_nbytes)
@@ -226,19 +226,21 @@ def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]
         from_disk = tiers["weight"] is Tier.NVME and "weight" not in plan.kept_of(index)
         if tiers["weight"] is Tier.DEVICE:  # gathered there, and averaged there
             edges["host->device"] -= 2 * sum(
-                shard.nbytes("weight") for shard in unit.shards if shard.slices > 1
+                flat.nbytes("weight") for flat in unit.flat_params if flat.shards > 1
             )
         else:
-            edges["host->device"] -= (2 - count) * unit.slice_nbytes
+            edges["host->device"] -= (2 - count) * unit.shard_nbytes
         if tiers["grad"] is Tier.DEVICE:
             edges["device->host"] -= sum(
-                shard.nbytes("grad") for shard in unit.shards if shard.spec.stepped
+                flat.nbytes("grad") for flat in unit.flat_params if flat.spec.stepped
             )
-        edges["nvme->host"] -= (2 - count) * unit.slice_nbytes * from_disk
-        for shard in unit.shards:
-            others = shard.numel - shard.numel // shard.slices
-            edges["all-gather"] += count * others * shard.spec.dtype.itemsize
-            edges["reduce-scatter"] += others * shard.spec.grad_dtype.itemsize * shard.spec.stepped
+        edges["nvme->host"] -= (2 - count) * unit.shard_nbytes * from_disk
+        for flat_param in unit.flat_params:
+            others = flat_param.numel - flat_param.numel // flat_param.shards
+            edges["all-gather"] += count * others * flat_param.spec.dtype.itemsize
+            edges["reduce-scatter"] += (
+                others * flat_param.spec.grad_dtype.itemsize * flat_param.spec.stepped
+            )
     return edges
 
 

@@ -8,8 +8,8 @@ SLOT_ALIGNMENT = 256  # bytes, of each array in a slot
 
 
 def device_slot_nbytes(nbytes_per_element: float, numel: int) -> int:
-    """Counts the bytes of a slot for one chunk of all arrays of a shard.
+    """Counts the bytes of a slot for one chunk of all arrays of a flat param.
 
-    ``nbytes_per_element``: of all arrays together. ``numel``: elements of the largest shard.
+    ``nbytes_per_element``: of all arrays together. ``numel``: elements of the largest flat param.
     """
     return int(nbytes_per_element * min(DEVICE_CHUNK, numel)) + 8 * SLOT_ALIGNMENT

@@ -9,7 +9,7 @@ from ..config.config import Config
 from ..machine.device import Device
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
-from ..state.shard_spec import ARRAYS, home_of
+from ..state.flat_param_spec import ARRAYS, home_of
 from ..storage.past_host import SLACK_NBYTES
 from .device_slots import DEVICE_SLOTS
 from .memory_plan import BUFFERS, LADDER, MemoryPlan, Rung, term_of
@@ -52,8 +52,8 @@ class MemoryTerms:
             device,
         )
         self._params, self._optimizer, self._grad = homes
-        self._shards = [shard for unit in units for shard in unit.shards]
-        self._stepped = [shard for shard in self._shards if shard.spec.stepped]
+        self._flat_params = [flat for unit in units for flat in unit.flat_params]
+        self._stepped = [flat for flat in self._flat_params if flat.spec.stepped]
         self._whole_units = [unit for unit in units if not unit.tile_nbytes]
         self.tiers = {name: home_of(name, *homes) for name in ARRAYS}
         self.terms: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
@@ -61,7 +61,11 @@ class MemoryTerms:
     def plan(self) -> MemoryPlan:
         """Adds up all terms to a plan. Call once."""
         for name, tier in self.tiers.items():
-            self._add(tier, term_of(name), sum(shard.nbytes(name) for shard in self._shards))
+            self._add(
+                tier,
+                term_of(name),
+                sum(flat.nbytes(name) for flat in self._flat_params),
+            )
         staging, grads, activations = (
             self._staging(),
             self._grad_staging(),
@@ -107,12 +111,12 @@ class MemoryTerms:
         return nbytes
 
     def _staging(self) -> int:
-        slices = sorted((unit.slice_nbytes for unit in self._whole_units), reverse=True)
-        nbytes = sum(slices[: 1 + self._rung.units_ahead]) if self._params is Tier.NVME else 0
+        shards = sorted((unit.shard_nbytes for unit in self._whole_units), reverse=True)
+        nbytes = sum(shards[: 1 + self._rung.units_ahead]) if self._params is Tier.NVME else 0
         return self._add(Tier.HOST, "staged weights", nbytes)
 
     def _grad_staging(self) -> int:
-        sizes = sorted((shard.nbytes("grad") for shard in self._shards), reverse=True)
+        sizes = sorted((flat.nbytes("grad") for flat in self._flat_params), reverse=True)
         count = 1 if self._rung is LADDER[-1] else GRADS_AT_ONCE
         return self._add(
             Tier.HOST, "staged gradients", sum(sizes[:count]) if self._grad is Tier.NVME else 0
@@ -127,14 +131,14 @@ class MemoryTerms:
         )
 
     def _slot(self) -> int:
-        slot = optimizer_slot_nbytes(self._shards, self.tiers, self._rung.chunk)
+        slot = optimizer_slot_nbytes(self._flat_params, self.tiers, self._rung.chunk)
         self._add(Tier.HOST, "optimizer slots", self._rung.slot_count * slot)
         return slot
 
     def _service(self) -> int:
         blocks = (
             sum(self.terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES
-            + len(self._shards) * CHECKSUMMED
+            + len(self._flat_params) * CHECKSUMMED
         )
         service = (
             self._rung.service_nbytes if Tier.NVME in self.tiers.values() else native.BLOCK_NBYTES
@@ -147,30 +151,30 @@ class MemoryTerms:
 
     def _add_ranks(self) -> None:
         """Adds the terms that only several ranks need."""
-        shards = self._shards
-        if node_size := max((shard.node_size for shard in shards), default=0):
+        flat_params = self._flat_params
+        if node_size := max((flat.node_size for flat in flat_params), default=0):
             self._add(
                 Tier.DEVICE,
-                "second slices",
-                sum(shard.whole_nbytes("weight") for shard in shards) // node_size,
+                "node shards",
+                sum(flat.whole_nbytes("weight") for flat in flat_params) // node_size,
             )
-        averaged = [shard for shard in self._stepped if shard.is_averaged]  # reduced whole
+        averaged = [flat for flat in self._stepped if flat.is_averaged]  # reduced whole
         if averaged:
-            whole = max(shard.whole_nbytes("grad") for shard in averaged)
-            if not any(shard.whole_grad for shard in shards):
+            whole = max(flat.whole_nbytes("grad") for flat in averaged)
+            if not any(flat.whole_grad for flat in flat_params):
                 # Filled while weights of the same units are held; one waits, and one more is being
                 # reduced.
                 ratio = max(
-                    shard.spec.grad_dtype.itemsize / shard.spec.dtype.itemsize for shard in averaged
+                    flat.spec.grad_dtype.itemsize / flat.spec.dtype.itemsize for flat in averaged
                 )
                 filled = round_up(int(self._held * ratio), native.BLOCK_NBYTES)
                 self._add(Tier.DEVICE, "gradients to be averaged", 2 * whole + filled)
             # As received, and their sum in fp32, also of each replica; plus a whole gradient whose
             # home is not this memory.
-            sums = max(FLOAT32_NBYTES * (shard.numel // shard.slices) for shard in averaged)
-            replicas = max(shard.replicas for shard in averaged)
+            sums = max(FLOAT32_NBYTES * (flat.numel // flat.shards) for flat in averaged)
+            replicas = max(flat.replicas for flat in averaged)
             of_replicas = (replicas + 1) * sums if replicas > 1 else 0
-            own = whole * (not self._device.is_host) * any(shard.whole_grad for shard in shards)
+            own = whole * (not self._device.is_host) * any(flat.whole_grad for flat in flat_params)
             self._add(Tier.DEVICE, "gradients of other ranks", 2 * whole + of_replicas + own)
 
     def _window(self) -> int:
@@ -178,14 +182,14 @@ class MemoryTerms:
         unit arrives while the last one's gradients are still accumulated."""
         config, window = self._config, 0
         tile = max((unit.tile_nbytes for unit in self._units), default=0)
-        sliced = any(unit.is_sliced for unit in self._units)
-        if self._params is not Tier.DEVICE or sliced:
+        sharded = any(unit.is_sharded for unit in self._units)
+        if self._params is not Tier.DEVICE or sharded:
             sizes = [unit.weight_nbytes for unit in self._whole_units]
             largest, total = max(sizes, default=0), sum(sizes)
             least = self._held + largest
             if config.device_memory is None:
                 least += self._device.overlaps * largest  # one more is being copied meanwhile
-            window = total if sliced and config.shard != "parameters" else min(least, total)
+            window = total if sharded and config.shard != "parameters" else min(least, total)
             # With params="auto", units get a home in the rest instead.
             if config.device_memory is not None and config.params != "auto":
                 rest = int(config.device_memory) - tile - sum(self.terms[Tier.DEVICE].values())
@@ -199,7 +203,7 @@ class MemoryTerms:
         state that it steps."""
         landing = device_slot = 0
         if not self._device.is_host and self._stepped:
-            landing = max(shard.nbytes("grad") for shard in self._shards)
+            landing = max(flat.nbytes("grad") for flat in self._flat_params)
             self._add(Tier.DEVICE, "gradients on their way", GRADS_IN_FLIGHT * landing)
             if self._params is not self._optimizer and Tier.DEVICE in (
                 self._params,

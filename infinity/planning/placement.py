@@ -11,7 +11,7 @@ from ..errors import CapacityError
 from ..machine.device import Device
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
-from ..state.shard_spec import ARRAYS, SCALES
+from ..state.flat_param_spec import ARRAYS, SCALES
 from .budgets import SHARED, Budgets
 from .device_slots import DEVICE_SLOTS
 from .memory_plan import MemoryPlan, term_of
@@ -99,12 +99,12 @@ class Placement:
             range(len(self._units)), key=lambda index: self._units[index].weight_nbytes
         ):
             unit, tiers = self._units[index], self._plan.tiers_of(index)
-            sizes = {name: sum(shard.nbytes(name) for shard in unit.shards) for name in ARRAYS}
+            sizes = {name: sum(flat.nbytes(name) for flat in unit.flat_params) for name in ARRAYS}
             moved = {
                 name: nbytes for name, nbytes in sizes.items() if nbytes and tiers[name] is not tier
             }
             nbytes = sum(moved.values())
-            if not moved or nbytes > self._spare[tier] or unit.tile_nbytes or unit.is_sliced:
+            if not moved or nbytes > self._spare[tier] or unit.tile_nbytes or unit.is_sharded:
                 continue
             for name, size in moved.items():
                 self._terms[tiers[name]][term_of(name)] -= size
@@ -130,12 +130,12 @@ class Placement:
         fit."""
         homes = [self._plan.tiers_of(index)["grad"] for index in range(len(self._units))]
         nbytes = sum(
-            shard.whole_nbytes("grad")
+            flat.whole_nbytes("grad")
             for unit, home in zip(self._units, homes)
-            for shard in unit.shards
-            if shard.spec.stepped
+            for flat in unit.flat_params
+            if flat.spec.stepped
             and (
-                shard.is_averaged or home is Tier.NVME or (home is Tier.HOST and not device.is_host)
+                flat.is_averaged or home is Tier.NVME or (home is Tier.HOST and not device.is_host)
             )
         )
         if 0 < nbytes <= self._spare[Tier.DEVICE]:
@@ -183,17 +183,17 @@ class Placement:
             needed: dict[Tier, int] = {}
             for name in (*STATE, *SCALES.values()):
                 tier = Tier.HOST if name in kept else tiers[name]
-                nbytes = sum(shard.nbytes(name) for shard in unit.shards if shard.spec.stepped)
+                nbytes = sum(flat.nbytes(name) for flat in unit.flat_params if flat.spec.stepped)
                 needed[tier] = needed.get(tier, 0) + nbytes
             needed = {tier: nbytes for tier, nbytes in needed.items() if nbytes}
             on_disk = needed.get(Tier.NVME, 0)
             checksums = (
                 CHECKSUM_ENTRY_NBYTES
-                * (on_disk // native.CHECKSUM_NBYTES + CHECKSUMMED * len(unit.shards))
+                * (on_disk // native.CHECKSUM_NBYTES + CHECKSUMMED * len(unit.flat_params))
                 if on_disk
                 else 0
             )
-            stays = tiers["weight"] is Tier.DEVICE and not unit.is_sliced
+            stays = tiers["weight"] is Tier.DEVICE and not unit.is_sharded
             if not needed or stays or (Tier.DEVICE in needed and not device.is_host):
                 continue
             charges = [
@@ -227,7 +227,7 @@ class Placement:
         """Takes the units that fit the leftover of ``tier``, smallest first, up to ``numel``
         elements together. Returns their indices and their bytes."""
         sizes = [
-            sum(shard.nbytes(name) for shard in unit.shards for name in names)
+            sum(flat.nbytes(name) for flat in unit.flat_params for name in names)
             for unit in self._units
         ]
         by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
@@ -235,7 +235,7 @@ class Placement:
         for index in by_size if all_of_them else by_size[:-1]:
             placed = index in self._placed.get(names[0], ())
             tiled = tier is Tier.DEVICE and self._units[index].tile_nbytes
-            count = sum(shard.numel // shard.slices for shard in self._units[index].shards)
+            count = sum(flat.numel // flat.shards for flat in self._units[index].flat_params)
             if (
                 0 < sizes[index] <= self._spare[tier]
                 and not placed
@@ -256,9 +256,9 @@ def no_room_for_shadows(
 ) -> CapacityError:
     """Makes the error for ``speculate`` without a shadow in ``plan``."""
     sizes = [
-        sum(shard.nbytes(name) for shard in unit.shards for name in (*STATE, *SCALES.values()))
+        sum(flat.nbytes(name) for flat in unit.flat_params for name in (*STATE, *SCALES.values()))
         for unit in units
-        if any(shard.spec.stepped for shard in unit.shards)
+        if any(flat.spec.stepped for flat in unit.flat_params)
     ]
     if all(plan.tiers_of(index)["weight"] is Tier.DEVICE for index in range(len(units))):
         return CapacityError(

@@ -46,7 +46,7 @@ def make_plan(
     Raises CapacityError with the least workable budget, ConfigError if a home has no folder.
     """
     check_folders(config)
-    if config.speculate and any(shard.whole_grad for unit in units for shard in unit.shards):
+    if config.speculate and any(flat.whole_grad for unit in units for flat in unit.flat_params):
         raise ConfigError(
             "speculate=True with shard='optimizer': gradients are averaged over the ranks in the"
             " step itself, so that nothing can be updated before. Use shard='gradients', or leave"
@@ -92,7 +92,7 @@ class _Choices:
     @property
     def are_stepped(self) -> bool:
         """Whether the optimizer steps any of the units."""
-        return any(shard.spec.stepped for unit in self.units for shard in unit.shards)
+        return any(flat.spec.stepped for unit in self.units for flat in unit.flat_params)
 
     def plans(self) -> tuple[list[MemoryPlan], MemoryPlan | None]:
         """Makes the plans that fit, at most one for each choice of homes. Also returns the one that
@@ -190,7 +190,7 @@ def _grad_homes(
         else []
     )
     # Whole gradients (ZeRO-1) are averaged in memory.
-    whole_grads = any(shard.whole_grad for unit in units for shard in unit.shards)
+    whole_grads = any(flat.whole_grad for unit in units for flat in unit.flat_params)
     return homes + (
         [Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST]
     )

@@ -15,7 +15,7 @@ LONGEST_PAUSE = 256  # steps
 
 @dataclass
 class ShadowPolicy:
-    """Decides when shadows are made, and counts those made and kept, one per shard."""
+    """Decides when shadows are made, and counts those made and kept, one per flat param."""
 
     made: int = 0
     kept: int = 0

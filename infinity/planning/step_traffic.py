@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..machine.tiers import Tier
-from ..state.shard_spec import SCALES
+from ..state.flat_param_spec import SCALES
 from .memory_plan import MemoryPlan
 from .unit_sizes import STATE, UnitSize
 
@@ -18,22 +18,22 @@ def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> 
     )
     for index, unit in enumerate(units):
         tiers, kept = plan.tiers_of(index), plan.kept_of(index)
-        for shard in unit.shards:
-            weight = shard.nbytes("weight")
+        for flat_param in unit.flat_params:
+            weight = flat_param.nbytes("weight")
             on_disk = {name: tiers[name] is Tier.NVME and name not in kept for name in tiers}
-            if tiers["weight"] is not Tier.DEVICE or shard.slices > 1:
+            if tiers["weight"] is not Tier.DEVICE or flat_param.shards > 1:
                 edges["host->device"] += 2 * passes * weight
                 edges["nvme->host"] += 2 * passes * weight * on_disk["weight"]
-            if not shard.spec.stepped:
+            if not flat_param.spec.stepped:
                 continue
-            grad = shard.nbytes("grad")
+            grad = flat_param.nbytes("grad")
             edges["device->host"] += passes * grad
             # Read by every backward after the first, which adds to it, and by the step.
             edges["nvme->host"] += passes * grad * on_disk["grad"]
             edges["host->nvme"] += passes * grad * on_disk["grad"]
             for name in STATE:
-                edges["nvme->host"] += shard.nbytes(name) * on_disk[name]
-                edges["host->nvme"] += shard.nbytes(name) * on_disk[name]
+                edges["nvme->host"] += flat_param.nbytes(name) * on_disk[name]
+                edges["host->nvme"] += flat_param.nbytes(name) * on_disk[name]
     edges["optimizer"] = sum(optimizer_traffic(plan, units).values())
     return edges
 
@@ -44,12 +44,12 @@ def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier,
     passed = {Tier.DEVICE: 0, Tier.HOST: 0}
     for index, unit in enumerate(units):
         tiers = plan.tiers_of(index)
-        for shard in unit.shards:
-            for name in ("grad", *STATE, *SCALES.values()) if shard.spec.stepped else ():
+        for flat_param in unit.flat_params:
+            for name in ("grad", *STATE, *SCALES.values()) if flat_param.spec.stepped else ():
                 home = tiers.get(name, tiers[name.removesuffix("_scale")])
                 times = 1 if name == "grad" else 2  # a gradient is only read
-                passed[Tier.DEVICE if home is Tier.DEVICE else Tier.HOST] += times * shard.nbytes(
-                    name
+                passed[Tier.DEVICE if home is Tier.DEVICE else Tier.HOST] += (
+                    times * flat_param.nbytes(name)
                 )
     return passed
 

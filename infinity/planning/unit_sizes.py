@@ -1,4 +1,4 @@
-"""Unit sizes: the bytes of shards and units, which is all that a plan needs of them."""
+"""Unit sizes: the bytes of flat params and units, which is all that a plan needs of them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from functools import cached_property
 
 from .. import native
 from ..machine.sizes import round_up
-from ..state.shard_spec import ShardSpec
+from ..state.flat_param_spec import FlatParamSpec
 
 MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
 STATE = ("weight", "master", "exp_avg", "exp_avg_sq")
-CHECKSUMMED = 5  # arrays of a shard that can be on disk, each with a partial last block
+CHECKSUMMED = 5  # arrays of a flat param that can be on disk, each with a partial last block
 
 
 @dataclass(frozen=True)
-class ShardSize:
-    """Holds the sizes of one shard."""
+class FlatParamSize:
+    """Holds the sizes of one flat param."""
 
-    spec: ShardSpec
+    spec: FlatParamSpec
     numel: int
-    slices: int = 1  # ranks that hold an equal slice each
-    replicas: int = 1  # ranks that hold the same slice
+    shards: int = 1  # ranks that hold an equal shard each
+    replicas: int = 1  # ranks that hold the same shard
     data_size: int = 1  # ranks whose gradients are averaged; includes those with other experts
     whole_grad: bool = False  # every rank holds its whole gradient (ZeRO-1)
     node_size: int = 0  # ranks of a machine that share gathered weights (``shard_in_node``); else 0
@@ -29,26 +29,26 @@ class ShardSize:
     @property
     def is_averaged(self) -> bool:
         """Whether gradients are averaged over ranks. A rank then adds up its whole ones first."""
-        return max(self.slices * self.replicas, self.data_size) > 1
+        return max(self.shards * self.replicas, self.data_size) > 1
 
     def nbytes(self, name: str) -> int:
-        """Counts the bytes of array ``name`` at home on one rank; 0 if the shard has none."""
+        """Counts the bytes of array ``name`` at home on one rank; 0 if the flat param has none."""
         if name == "grad" and self.whole_grad:
             return round_up(
                 int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES
             )
-        return self._slice_nbytes.get(name, 0)
+        return self._shard_nbytes.get(name, 0)
 
     def whole_nbytes(self, name: str) -> int:
         """Counts the bytes of array ``name`` of all ranks."""
-        return self.slices * self._slice_nbytes.get(name, 0)
+        return self.shards * self._shard_nbytes.get(name, 0)
 
     @cached_property
-    def _slice_nbytes(self) -> dict[str, int]:
-        """The bytes of every array's slice on one rank."""
+    def _shard_nbytes(self) -> dict[str, int]:
+        """The bytes of every array's shard on one rank."""
         sizes = self.spec.nbytes_per_element()
         return {
-            name: round_up(int(self.numel // self.slices * size), native.BLOCK_NBYTES)
+            name: round_up(int(self.numel // self.shards * size), native.BLOCK_NBYTES)
             for name, size in sizes.items()
         }
 
@@ -58,23 +58,23 @@ class UnitSize:
     """Holds the sizes of one unit."""
 
     name: str
-    shards: tuple[ShardSize, ...]
+    flat_params: tuple[FlatParamSize, ...]
     tile_nbytes: int = 0  # bytes of a tile, if its weight is tiled; 0: it is gathered whole
 
     @property
     def weight_nbytes(self) -> int:
         """Bytes of the whole weights, as gathered on the device."""
-        return sum(shard.whole_nbytes("weight") for shard in self.shards)
+        return sum(flat.whole_nbytes("weight") for flat in self.flat_params)
 
     @property
-    def slice_nbytes(self) -> int:
+    def shard_nbytes(self) -> int:
         """Bytes of the weights at home on one rank."""
-        return sum(shard.nbytes("weight") for shard in self.shards)
+        return sum(flat.nbytes("weight") for flat in self.flat_params)
 
     @property
-    def is_sliced(self) -> bool:
-        return any(shard.slices > 1 for shard in self.shards)
+    def is_sharded(self) -> bool:
+        return any(flat.shards > 1 for flat in self.flat_params)
 
     @property
     def is_averaged(self) -> bool:
-        return any(shard.is_averaged for shard in self.shards)
+        return any(flat.is_averaged for flat in self.flat_params)

@@ -14,7 +14,7 @@ import torch
 from .. import native
 from ..machine.device import Copy, Event
 from ..storage.arrays import bytes_of
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from ..storage.transfers import Window
 from .saved_tensor import Saved, SavingOrder, blocks
 
@@ -34,7 +34,7 @@ class ActivationsOnDisk:
     """Transfers between the device and the disk, through staging memory. Used from the threads that
     run forward and backward."""
 
-    def __init__(self, store: ShardStore, staging: native.PinnedPool, order: SavingOrder):
+    def __init__(self, store: ArrayStore, staging: native.PinnedPool, order: SavingOrder):
         self._store, self._staging, self._order = store, staging, order
         self._device = store.device
 

@@ -15,7 +15,7 @@ from .. import native
 from ..errors import CapacityError, UsageError
 from ..machine.tiers import Tier
 from ..storage.arrays import StateArray
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .activation_copies import ActivationCopies
 from .activation_disk import ActivationsOnDisk
 from .saved_tensor import Saved, SavingOrder, blocks, raw_bytes
@@ -24,7 +24,7 @@ from .saved_tensor import Saved, SavingOrder, blocks, raw_bytes
 class ActivationHome:
     """Buffers at home for saved storages. Used from the threads that run forward and backward."""
 
-    def __init__(self, store: ShardStore, tier: Tier, staging: native.PinnedPool | None):
+    def __init__(self, store: ArrayStore, tier: Tier, staging: native.PinnedPool | None):
         self._store, self._tier = store, tier
         self._device = store.device
         self._order = SavingOrder()

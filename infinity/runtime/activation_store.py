@@ -27,7 +27,7 @@ from ..errors import CapacityError
 from ..forwards.recompute import ActivationPlanner, PlannedBlock
 from ..machine.tiers import Tier
 from ..planning.activation_choice import ActivationChoice
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .activation_home import ActivationHome
 from .saved_tensor import (
     LARGEST_EXCESS,
@@ -49,7 +49,7 @@ class ActivationStore:
 
     def __init__(
         self,
-        store: ShardStore,
+        store: ArrayStore,
         tier: Tier,
         staging: native.PinnedPool | None,
         *,

@@ -1,7 +1,7 @@
 """Admission: starts training parameters that were frozen at wrap time.
 
 latecomer   a parameter that is admitted
-growth      the arrays that a shard with latecomers lacks. They are flat and span all of its
+growth      the arrays that a flat param with latecomers lacks. They are flat and span all of its
             parameters, of which only the latecomers are stepped
 
 All steps that can fail come first and change nothing. The change itself is then completed, even if
@@ -22,10 +22,10 @@ from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
 from ..planning.budgets import measured_free
 from ..planning.memory_plan import MemoryPlan, term_of
-from ..planning.unit_sizes import ShardSize, UnitSize
+from ..planning.unit_sizes import FlatParamSize, UnitSize
+from ..state.flat_param import FlatParam
+from ..state.flat_param_spec import FlatParamSpec
 from ..state.handle import ParamHandle, handle_of, raw_grad
-from ..state.shard import ParamShard
-from ..state.shard_spec import ShardSpec
 from ..state.unit import ParamUnit
 from ..storage.arrays import ArrayIO, StateArray
 from .job import Job, wait_idle
@@ -41,10 +41,10 @@ ZEROED_AT_ONCE = 4 * 1024 * 1024  # elements
 
 @dataclass
 class Growth:
-    """The spec and arrays that one shard gains."""
+    """The spec and arrays that one flat param gains."""
 
     unit: ParamUnit
-    spec: ShardSpec
+    spec: FlatParamSpec
     arrays: dict[str, StateArray] = field(default_factory=dict)
 
 
@@ -61,9 +61,9 @@ def admit(
     home."""
     handles, master = _latecomers(job, params), job.config.master
     growths = {
-        handle.shard: Growth(handle.unit, handle.shard.spec.trained(master, moment_count))
+        handle.flat_param: Growth(handle.unit, handle.flat_param.spec.trained(master, moment_count))
         for handle in handles
-        if not handle.shard.spec.stepped
+        if not handle.flat_param.spec.stepped
     }
     sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]
     wait_idle(job)
@@ -71,8 +71,8 @@ def admit(
     job.prefetcher.release_all(job.units)
     _check_room(job, growths)
     try:
-        for shard, growth in growths.items():
-            _allocate(job, shard, growth)
+        for flat_param, growth in growths.items():
+            _allocate(job, flat_param, growth)
         is_refitted = resources.refit(sizes)
         updater = resources.make_updater() if is_refitted else None
     except BaseException:
@@ -86,8 +86,8 @@ def admit(
         if updater is not None and job.updates.updater is not updater:
             job.updates.use(updater, job.device, job.planned.plan.device_slot_nbytes)
         job.gradients.homes.stage_in(resources.grad_staging)
-        for shard, growth in growths.items():
-            shard.homes.grow(growth.spec, growth.arrays)
+        for flat_param, growth in growths.items():
+            flat_param.homes.grow(growth.spec, growth.arrays)
         for handle in handles:
             if handle.grad is None:
                 hook(handle.param)
@@ -129,31 +129,34 @@ def _latecomers(job: Job, params: Iterable[torch.Tensor]) -> list[ParamHandle]:
     return handles
 
 
-def _grown(size: UnitSize, unit: ParamUnit, growths: Mapping[ParamShard, Growth]) -> UnitSize:
-    shards = zip(size.shards, unit.shards)
+def _grown(size: UnitSize, unit: ParamUnit, growths: Mapping[FlatParam, Growth]) -> UnitSize:
+    flat_params = zip(size.flat_params, unit.flat_params)
     return replace(
         size,
-        shards=tuple(
-            replace(one, spec=growths[shard].spec) if shard in growths else one
-            for one, shard in shards
+        flat_params=tuple(
+            replace(one, spec=growths[flat_param].spec) if flat_param in growths else one
+            for one, flat_param in flat_params
         ),
     )
 
 
-def _sizes(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> list[tuple[Tier, str, int]]:
+def _sizes(plan: MemoryPlan, growths: Mapping[FlatParam, Growth]) -> list[tuple[Tier, str, int]]:
     """Lists tier, array name and bytes of every array that is missing."""
     found = []
-    for shard, growth in growths.items():
-        tiers, size = plan.tiers_of(growth.unit.index), ShardSize(growth.spec, shard.layout.numel)
+    for flat_param, growth in growths.items():
+        tiers, size = (
+            plan.tiers_of(growth.unit.index),
+            FlatParamSize(growth.spec, flat_param.layout.numel),
+        )
         found += [
             (tiers[name], name, size.nbytes(name))
             for name in growth.spec.array_dtypes()
-            if name not in shard.arrays
+            if name not in flat_param.arrays
         ]
     return found
 
 
-def _check_room(job: Job, growths: Mapping[ParamShard, Growth]) -> None:
+def _check_room(job: Job, growths: Mapping[FlatParam, Growth]) -> None:
     """Raises CapacityError if free memory does not hold the growth. The ledger checks budgets."""
     needed: dict[Tier, int] = {}
     for tier, _, nbytes in _sizes(job.planned.plan, growths):
@@ -163,29 +166,29 @@ def _check_room(job: Job, growths: Mapping[ParamShard, Growth]) -> None:
         free = measured_free(tier, job.config, job.device)
         if nbytes > free:
             raise CapacityError(
-                f"add_param_group: gradients and optimizer state of {len(growths)} shards need"
+                f"add_param_group: gradients and optimizer state of {len(growths)} flat params need"
                 f" {format_nbytes(nbytes)} on {tier}, of which {format_nbytes(free)} may be used."
                 " Give them a farther home, Config(optimizer='nvme', nvme_paths=[...]), or free as"
                 " much."
             )
 
 
-def _terms(plan: MemoryPlan, growths: Mapping[ParamShard, Growth]) -> dict[Tier, dict[str, int]]:
+def _terms(plan: MemoryPlan, growths: Mapping[FlatParam, Growth]) -> dict[Tier, dict[str, int]]:
     terms = {tier: dict(of_tier) for tier, of_tier in plan.terms.items()}
     for tier, name, nbytes in _sizes(plan, growths):
         terms[tier][term_of(name)] = terms[tier].get(term_of(name), 0) + nbytes
     return terms
 
 
-def _allocate(job: Job, shard: ParamShard, growth: Growth) -> None:
+def _allocate(job: Job, flat_param: FlatParam, growth: Growth) -> None:
     """Allocates the arrays: moments are zero, masters are copies of the weights."""
     store, unit = job.store, growth.unit
-    growth.arrays = shard.homes.allocate_missing(
+    growth.arrays = flat_param.homes.allocate_missing(
         store, growth.spec, job.planned.plan.tiers_of(unit.index), f"unit {unit.name}"
     )
     for name, array in growth.arrays.items():
         if name == "master" and growth.spec.master == native.Master.FLOAT32:
-            make: Callable[[int, int], torch.Tensor] = partial(_masters, store, shard)
+            make: Callable[[int, int], torch.Tensor] = partial(_masters, store, flat_param)
         elif array.tier is Tier.NVME:  # disk space may hold old bytes
             make = lambda begin, end, dtype=array.dtype: torch.zeros(
                 end - begin, dtype=dtype, device="cpu"
@@ -197,5 +200,5 @@ def _allocate(job: Job, shard: ParamShard, growth: Growth) -> None:
             store.write(array, begin, make(begin, end), version=job.steps.index)
 
 
-def _masters(store: ArrayIO, shard: ParamShard, begin: int, end: int) -> torch.Tensor:
-    return store.read(shard.weight, begin, end).to(torch.float32)
+def _masters(store: ArrayIO, flat_param: FlatParam, begin: int, end: int) -> torch.Tensor:
+    return store.read(flat_param.weight, begin, end).to(torch.float32)

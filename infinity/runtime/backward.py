@@ -1,7 +1,7 @@
 """Backward: holds units while a backward of the model needs them, and sends their gradients home.
 
 awaited    a unit that the backward holds until all its gradients have landed
-lockstep   with slices on several ranks: all ranks must gather the same units in the same order,
+lockstep   with shards on several ranks: all ranks must gather the same units in the same order,
            whichever gradients each gets
 
 A unit is held from the first use of a tensor saved from it, or from the gradient of its owner's
@@ -64,7 +64,7 @@ class Backward:
         if self.in_lockstep:
             for other in list(self._pass.awaited)[:-1]:
                 self.let_go(other)
-        trained = zip(unit.handles, (param for shard in unit.shards for param in shard.params))
+        trained = zip(unit.handles, (param for flat in unit.flat_params for param in flat.params))
         expected = {
             h for h, p in trained if h.grad is not None and p.requires_grad
         } - self._without_grad.get(unit, set())
@@ -85,7 +85,7 @@ class Backward:
             del self._pass.awaited[unit]
             self.job.traffic.mark("backward", unit.name, self._pass.since.pop(unit))
             self.job.prefetcher.unhold(unit)
-            self.job.gradients.homes.close_all(unit.shards)
+            self.job.gradients.homes.close_all(unit.flat_params)
 
     def give_way(self) -> bool:
         """Releases the unit that the backward has not used for longest, because the device window
@@ -215,6 +215,6 @@ class Backward:
         job = self.job
         job.steps.count_backwards(job.steps.backwards + 1)
         job.gradients.end_backward()
-        job.gradients.homes.close_all([shard for unit in job.units for shard in unit.shards])
+        job.gradients.homes.close_all([flat for unit in job.units for flat in unit.flat_params])
         if not self._pass.frames:
             job.prefetcher.release_idle()

@@ -103,7 +103,7 @@ class Engine:
         self.lent = LentState(self.store, self.steps, self.journal)
         self.parking, self.uses = Parking(self.store), self._make_uses()
         # None of which refers back to this object.
-        homes = [shard.homes for unit in units for shard in unit.shards]
+        homes = [flat.homes for unit in units for flat in unit.flat_params]
         given_back = (
             self.scopes,
             self.store,
@@ -207,7 +207,7 @@ class Engine:
         me, steps, makes_ahead = weakref.ref(self), self.steps, self.updates.are_made_ahead
         reducer = Reducer(
             self.collectives,
-            [unit for unit in self.units if any(shard.spec.stepped for shard in unit.shards)],
+            [unit for unit in self.units if any(flat.spec.stepped for flat in unit.flat_params)],
             self.gradients,
             self.ledger,
             self.schedule,
@@ -221,15 +221,15 @@ class Engine:
         """Makes the parameters managed ones. Their values are at home: this needs no space and no
         disk."""
         for unit in self.units:
-            for shard in unit.shards:
-                shard.name([names[param][0] for param in shard.params])
-                for index, param in enumerate(shard.params):
-                    handle = ParamHandle(names[param], unit, shard, index, self)
-                    if shard.spec.stepped:
+            for flat_param in unit.flat_params:
+                flat_param.name([names[param][0] for param in flat_param.params])
+                for index, param in enumerate(flat_param.params):
+                    handle = ParamHandle(names[param], unit, flat_param, index, self)
+                    if flat_param.spec.stepped:
                         self.gradients.values.track(handle)
                         self.trained.append(handle)
                     param._infinity = handle
-                    shard.handles.append(handle)
+                    flat_param.handles.append(handle)
             unit.attach()
             unit.buffers.list_in(self.storages, unit)
 
@@ -240,7 +240,7 @@ class Engine:
         return [
             unit
             for unit in whole
-            if any(p in params for shard in unit.shards for p in shard.params)
+            if any(p in params for flat in unit.flat_params for p in flat.params)
         ]
 
     # --- uses of the engine ---
@@ -321,7 +321,7 @@ class Engine:
         instead = mistakes.advice(handle.param) or mistakes.LENT.format(own_name)
         return UsageError(
             f"{operation} on parameter {handle.name}, which is at home on"
-            f" {handle.shard.weight.tier}. {instead}"
+            f" {handle.flat_param.weight.tier}. {instead}"
         )
 
     def saving_tensors(self) -> AbstractContextManager:
@@ -336,7 +336,7 @@ class Engine:
     def read_value(self, handle: ParamHandle) -> torch.Tensor:
         """Reads the value at home, outside a forward."""
         with self.uses.begin(), self.handed.settled():
-            return handle.shard.read_value(self.store, handle.index)
+            return handle.flat_param.read_value(self.store, handle.index)
 
     # --- what blocks ask that run another way ---
 

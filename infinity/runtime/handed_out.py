@@ -35,7 +35,7 @@ from ..state.operations import Operation, State
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..state.uses import Uses
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .handed_tensor import VALUE, HandedTensor, Homes
 from .value_edits import ValueEdits
 
@@ -46,7 +46,7 @@ class HandedOut:
 
     def __init__(
         self,
-        store: ShardStore,
+        store: ArrayStore,
         steps: StepCounter,
         ranks: DataRanks,
         lent: LentState,

@@ -22,7 +22,7 @@ from ..state.dtensors import is_distributed, local_of
 from ..state.encoding import same_bits
 from ..state.handle import ParamHandle
 from ..state.step_counter import StepCounter
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 
 VALUE = "value"  # of a parameter; the other names are MASTER, STEP and the moments' arrays
 PROBED_NBYTES, PROBES = 4096, 128  # compared whole up to this size; probes of a larger tensor
@@ -32,7 +32,7 @@ PROBED_NBYTES, PROBES = 4096, 128  # compared whole up to this size; probes of a
 class Homes:
     """The parts of a job that read the values at home."""
 
-    store: ShardStore
+    store: ArrayStore
     steps: StepCounter
     ranks: DataRanks
 
@@ -132,15 +132,17 @@ class HandedTensor:
         if is_stale or self.array in (STEP, MASTER):
             return False
         if self.array == VALUE:
-            return bool(self.handle.shard.changes(homes.store, self.handle.index, self.bytes))
-        shard, index = self.handle.shard, self.handle.index
+            return bool(self.handle.flat_param.changes(homes.store, self.handle.index, self.bytes))
+        flat_param, index = self.handle.flat_param, self.handle.index
         if homes.ranks.alone:
-            home = shard.flattened(shard.read_moment(homes.store, self.array, index), index)
-            return not bool(same_bits(shard.flattened(self.bytes, index), home).all())
-        begin, end = shard.layout.part_of_param(self.array, index)
+            home = flat_param.flattened(
+                flat_param.read_moment(homes.store, self.array, index), index
+            )
+            return not bool(same_bits(flat_param.flattened(self.bytes, index), home).all())
+        begin, end = flat_param.layout.part_of_param(self.array, index)
         home, here = (
-            shard.parts.read_own(homes.store, self.array, index),
-            shard.flattened(self.bytes, index)[begin:end],
+            flat_param.parts.read_own(homes.store, self.array, index),
+            flat_param.flattened(self.bytes, index)[begin:end],
         )
         return home.dtype == here.dtype and not bool(same_bits(here, home).all())
 

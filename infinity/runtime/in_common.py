@@ -268,7 +268,7 @@ class InCommon:
         )
 
     def _tolerance(self) -> float:
-        dtypes = {handle.shard.spec.grad_dtype for handle, _ in self._samples()}
+        dtypes = {handle.flat_param.spec.grad_dtype for handle, _ in self._samples()}
         return max(
             (TOLERANCES.get(dtype, OTHER_TOLERANCE) for dtype in dtypes), default=OTHER_TOLERANCE
         )

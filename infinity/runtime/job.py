@@ -29,7 +29,7 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..state.uses import Uses
 from ..state.weight_storages import WeightStorages
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .activation_store import ActivationStore
 from .handed_out import HandedOut
 from .in_common import InCommon
@@ -61,7 +61,7 @@ class Job:
     ranks: DataRanks
     traffic: Traffic
     ledger: Ledger
-    store: ShardStore
+    store: ArrayStore
 
     # Progress of training, and the journal of changes that must not stay half done.
     uses: Uses
@@ -92,6 +92,6 @@ def wait_idle(job: Job) -> None:
     state. Blocks on disk. Raises the error of a failed transfer or update."""
     job.handed.settle_with_lent()
     for unit in job.units:
-        for shard in unit.shards:
-            shard.homes.wait()
+        for flat_param in unit.flat_params:
+            flat_param.homes.wait()
     job.updates.draw()

@@ -28,14 +28,16 @@ class OlderWeights:
         self._first = 0  # the engine's step when the run began
         self._versions: list[UnitVersions] = []
         units = [unit for unit in job.units if UnitVersions.has(unit)]
-        shards = [(unit, shard) for unit in units for shard in unit.shards if shard.spec.stepped]
+        flat_params = [
+            (unit, flat) for unit in units for flat in unit.flat_params if flat.spec.stepped
+        ]
         taken = []
         try:
             with job.collectives.together("taking room for a second version of the weights"):
-                for unit, shard in shards:
-                    shard.homes.wait_idle()
-                    taken.append(shard)
-                    shard.homes.keep_older(job.store, f"unit {unit.name}")
+                for unit, flat_param in flat_params:
+                    flat_param.homes.wait_idle()
+                    taken.append(flat_param)
+                    flat_param.homes.keep_older(job.store, f"unit {unit.name}")
                 job.prefetcher.release_all(units)
                 self._versions = [
                     UnitVersions(unit, len(job.units) + number) for number, unit in enumerate(units)
@@ -43,8 +45,8 @@ class OlderWeights:
         except BaseException:
             for unit in units:
                 unit.older = None
-            for shard in taken:
-                shard.homes.drop_older(job.store)
+            for flat_param in taken:
+                flat_param.homes.drop_older(job.store)
             raise
         for versions in self._versions:
             versions.older.buffers.list_in(job.storages, versions.unit)

@@ -14,10 +14,10 @@ import torch
 from .. import native
 from ..gradients.record import GradState
 from ..machine.tiers import Tier
-from ..state.shard import ParamShard
+from ..state.flat_param import FlatParam
 from ..state.unit import ParamUnit
 from ..storage.arrays import StateArray
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 
 PIECE_NBYTES = 8 * 1024 * 1024  # in memory at once
 
@@ -25,7 +25,7 @@ PIECE_NBYTES = 8 * 1024 * 1024  # in memory at once
 class Parking:
     """The parked arrays of one engine. Used from one thread, inside a use of the engine."""
 
-    def __init__(self, store: ShardStore):
+    def __init__(self, store: ArrayStore):
         self._store = store
         self._parked: list[tuple[StateArray, StateArray]] = []  # each array, and its copy on disk
 
@@ -69,25 +69,25 @@ class Parking:
 def arrays_in_memory(units: list[ParamUnit]) -> list[StateArray]:
     """Lists the arrays of all units that are not on a disk, without gradient arrays that hold no
     gradient."""
-    shards = [shard for unit in units for shard in unit.shards]
+    flat_params = [flat for unit in units for flat in unit.flat_params]
     there = {
-        handle.shard
+        handle.flat_param
         for unit in units
         for handle in unit.handles
         if handle.grad and handle.grad.state is not GradState.ABSENT
     }
     return [
         array
-        for shard in shards
-        for name, array in _arrays(shard)
-        if array.tier is not Tier.NVME and (name != "grad" or shard in there)
+        for flat in flat_params
+        for name, array in _arrays(flat)
+        if array.tier is not Tier.NVME and (name != "grad" or flat in there)
     ]
 
 
-def _arrays(shard: ParamShard) -> list[tuple[str, StateArray]]:
+def _arrays(flat_param: FlatParam) -> list[tuple[str, StateArray]]:
     return [
         (name, array)
-        for name, array in (*shard.arrays.items(), *shard.homes.beside.items())
+        for name, array in (*flat_param.arrays.items(), *flat_param.homes.beside.items())
         if array.flat is not None
     ]
 

@@ -259,7 +259,7 @@ class Passes:
         frozen = [
             unit
             for unit in units
-            if not any(p.requires_grad for shard in unit.shards for p in shard.params)
+            if not any(p.requires_grad for flat in unit.flat_params for p in flat.params)
         ]
         if frozen:
 

@@ -26,7 +26,7 @@ from ..state.apart import apart
 from ..state.journal import Journal
 from ..state.residency import Residency
 from ..state.unit import ParamUnit
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .pass_state import Pass
 from .staging_slots import StagingSlots
 from .window import Window
@@ -43,7 +43,7 @@ class Prefetcher:
     def __init__(
         self,
         units: Sequence[ParamUnit],
-        store: ShardStore,
+        store: ArrayStore,
         ledger: Ledger,
         schedule: Schedule,
         *,

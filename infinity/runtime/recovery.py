@@ -29,7 +29,8 @@ def begin_repair(job: Job, why: str) -> None:
     try:
         # So that submitted updates are known, and waited for, before any write.
         job.journal.finish()
-    except Exception:  # noqa: BLE001 - the journal cannot be completed; all state is about to be loaded anyway
+    # The journal cannot be completed, but all state is about to be loaded anyway.
+    except Exception:  # noqa: BLE001
         job.uses.halt(why)
         job.journal.forget()
     job.lent.forget()
@@ -80,5 +81,5 @@ def _rebuild_homes(job: Job, *, finishing: bool) -> None:
             return
         job.journal.finish()  # finishing a step may use what was updated ahead
         for unit in job.units:
-            for shard in unit.shards:
-                shard.homes.inputs_change()
+            for flat_param in unit.flat_params:
+                flat_param.homes.inputs_change()

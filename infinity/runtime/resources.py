@@ -25,7 +25,7 @@ from ..planning.memory_terms import GRADS_AT_ONCE
 from ..planning.slots import optimizer_slot_nbytes
 from ..planning.unit_sizes import UnitSize
 from ..state.unit import ParamUnit
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .activation_store import ActivationStore
 
 
@@ -36,11 +36,11 @@ def make_store(
     traffic: Traffic,
     device: Device,
     collectives: Collectives,
-) -> ShardStore:
+) -> ArrayStore:
     """Makes the store of a plan's arrays, which reports a failure to the other ranks. Allocates
     nothing yet."""
     ranks = collectives.ranks
-    return ShardStore(
+    return ArrayStore(
         (
             config.nvme_paths
             if Tier.NVME in plan.tiers.values() or config.activations == "nvme"
@@ -65,7 +65,7 @@ class Resources:
     Raises CapacityError or StorageError; what was allocated by then is freed with the store.
     """
 
-    def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], store: ShardStore):
+    def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], store: ArrayStore):
         self._config, self._plan, self._store = config, plan, store
         self._charges: dict[tuple[Tier, str], native.Charge] = {}
         self._regions: dict[str, native.Region] = {}
@@ -75,8 +75,8 @@ class Resources:
                 plan.kept_of(unit.index),
                 unit.index in plan.shadowed,
             )
-            for shard in unit.shards:
-                shard.homes.allocate(
+            for flat_param in unit.flat_params:
+                flat_param.homes.allocate(
                     store, tiers, f"unit {unit.name}", kept=kept, shadowed=shadowed
                 )
         weights = self._pool(plan.staging_nbytes, "staged weights")
@@ -86,7 +86,7 @@ class Resources:
         self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")
         self._charge(Tier.HOST, plan.terms[Tier.HOST].get("checksums", 0), "checksums")
         for what in (
-            "second slices",
+            "node shards",
             "gradients on their way",
             "optimizer slots",
             "staged weights",
@@ -121,8 +121,11 @@ class Resources:
 
         Raises CapacityError, with nothing changed, if not even the smallest size fits.
         """
-        shards, tiers = [shard for unit in sizes for shard in unit.shards], self._plan.tiers
-        grads = sorted((shard.nbytes("grad") for shard in shards), reverse=True)
+        flat_params, tiers = (
+            [flat for unit in sizes for flat in unit.flat_params],
+            self._plan.tiers,
+        )
+        grads = sorted((flat.nbytes("grad") for flat in flat_params), reverse=True)
         wanted = (
             [sum(grads[:count]) for count in (GRADS_AT_ONCE, 1)]
             if tiers["grad"] is Tier.NVME
@@ -134,7 +137,7 @@ class Resources:
             self.grad_staging = native.PinnedPool(staging)
             self._plan = replace(self._plan, grad_staging_nbytes=staging.nbytes)
         count = self._plan.slot_count
-        wanted = [count * optimizer_slot_nbytes(shards, tiers, rung.chunk) for rung in LADDER]
+        wanted = [count * optimizer_slot_nbytes(flat_params, tiers, rung.chunk) for rung in LADDER]
         if (
             slots := self._larger(wanted, count * self._plan.slot_nbytes, "optimizer slots")
         ) is None:
@@ -159,7 +162,7 @@ class Resources:
         return None
 
     def make_updater(self) -> native.Updater:
-        """Makes the updater, which steps shards on the CPU in threads of its own."""
+        """Makes the updater, which steps flat params on the CPU in threads of its own."""
         slots, plan = self._slots, self._plan
         return native.Updater(
             self._store.io,

@@ -11,13 +11,13 @@ from ..errors import UsageError
 from ..machine.device import Device
 from ..optim.updates import draw_updates
 from ..state.home_arrays import HomeArrays
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .one_thread import wait_for_others
 
 
 def shut_down(
     scopes: native.Scopes,
-    store: ShardStore,
+    store: ArrayStore,
     homes: list[HomeArrays],
     updaters: list[native.Updater],
     names: list[str],
@@ -38,8 +38,8 @@ def shut_down(
         wait_for_others(scopes)
     except UsageError:
         pass  # it makes no progress
-    for of_shard in homes:
-        of_shard.settle()
+    for of_flat_param in homes:
+        of_flat_param.settle()
     device.close()
     for updater in updaters:
         draw_updates(updater, store.traffic, names)
@@ -48,5 +48,5 @@ def shut_down(
     collectives.close()
     if store.traffic.timeline is not None:
         store.traffic.timeline.close()
-    for of_shard in homes:
-        of_shard.clear()
+    for of_flat_param in homes:
+        of_flat_param.clear()

@@ -1,4 +1,5 @@
-"""StagingSlots: leases staging memory for units on their way from disk, one slot for each shard."""
+"""StagingSlots: leases staging memory for units on their way from disk, one slot for each flat
+param."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ..machine.sizes import format_nbytes
 from ..planning.lookahead import DEEPEST
 from ..state.residency import Residency
 from ..state.unit import ParamUnit
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 
 REACH = 4 * DEEPEST  # upcoming units that are searched for the next ones from disk
 
@@ -19,7 +20,7 @@ REACH = 4 * DEEPEST  # upcoming units that are searched for the next ones from d
 class StagingSlots:
     """The slots of ``units``. Used from the thread that runs the model."""
 
-    def __init__(self, units: Sequence[ParamUnit], store: ShardStore):
+    def __init__(self, units: Sequence[ParamUnit], store: ArrayStore):
         self._units, self._store = units, store
         self._reads_disk = any(unit.lies_on_disk for unit in units)
 
@@ -47,8 +48,8 @@ class StagingSlots:
         """Takes slots for ``unit``, or returns None if the pool has no room now."""
         self._store.staging.collect()
         slots = []
-        for shard in unit.shards:
-            slot = self._store.staging.pool.try_lease(shard.slice_nbytes)
+        for flat_param in unit.flat_params:
+            slot = self._store.staging.pool.try_lease(flat_param.shard_nbytes)
             if slot is None:
                 return None  # leased slots go back with the list
             slots.append(slot)

@@ -15,7 +15,7 @@ from ..state.dtensors import is_common, part_of
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .prefetch import Prefetcher
 
 
@@ -24,7 +24,7 @@ class ValueEdits:
 
     def __init__(
         self,
-        store: ShardStore,
+        store: ArrayStore,
         prefetcher: Prefetcher,
         journal: Journal,
         collectives: Collectives,
@@ -63,26 +63,26 @@ class ValueEdits:
 
     def _write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         value = part_of(handle.param, value.detach(), f"setting {handle.name}").expand(
-            tuple(handle.shard.layout.placements[handle.index].shape)
+            tuple(handle.flat_param.layout.placements[handle.index].shape)
         )
-        flat = handle.shard.flattened(value, handle.index)
+        flat = handle.flat_param.flattened(value, handle.index)
         self._prefetcher.release_all([handle.unit])
         is_there = False
         # Optimizer state was loaded first: it may include this value's master.
         if handle.has_loaded_master:
-            holds = handle.shard.holds(self._store, handle.index, value)
+            holds = handle.flat_param.holds(self._store, handle.index, value)
             is_there = bool(self._collectives.least([holds], f"setting {handle.name}")[0])
 
         def change() -> None:
             if not is_there:
                 handle.changed()
                 handle.note_edit(value)
-                handle.shard.write_flattened(
+                handle.flat_param.write_flattened(
                     self._store, handle.index, flat, version=self._steps.index
                 )
 
         def meet(then: Callable[[], None]) -> None:
-            same = handle.shard.collectives.same
+            same = handle.flat_param.collectives.same
             same(f"setting {handle.name}", value, over_tensors=is_common(handle.param), then=then)
 
         self._journal.carry_out(change, meet)
@@ -98,7 +98,7 @@ class ValueEdits:
         ``then`` ends it."""
         self._prefetcher.release_all([handle.unit for handle, _ in edited])
         found = [
-            (handle, value, handle.shard.changes(self._store, handle.index, value))
+            (handle, value, handle.flat_param.changes(self._store, handle.index, value))
             for handle, value in edited
         ]
 
@@ -106,7 +106,7 @@ class ValueEdits:
             for handle, value, parts in found:
                 handle.changed()
                 handle.note_edit(value)
-                handle.shard.write_changes(
+                handle.flat_param.write_changes(
                     self._store, handle.index, parts, version=self._steps.index
                 )
             then()
@@ -124,7 +124,7 @@ class ValueEdits:
         collectives, comparisons = self._collectives, []
         views = dict.fromkeys((collectives, collectives.of_experts))
         for view in views if collectives.ranks.data_size > 1 else ():
-            values = [value for handle, value in edited if handle.shard.collectives is view]
+            values = [value for handle, value in edited if handle.flat_param.collectives is view]
             comparisons.append(partial(view.same, f"{what} with {len(values)} edited", *values))
         if collectives.ranks.tensor is not None:
             common = [value for handle, value in edited if is_common(handle.param)]

@@ -24,9 +24,9 @@ from .. import native
 from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state.encoding import encode
+from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle
 from ..state.operations import State
-from ..state.shard import ParamShard
 from ..storage.arrays import StateArray
 from .job import Job, wait_idle
 
@@ -37,9 +37,9 @@ PIECE_NUMEL = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``begin`` to ``end`` of this rank's slice of a shard, all of one parameter."""
+    """Elements ``begin`` to ``end`` of this rank's shard of a flat param, all of one parameter."""
 
-    shard: ParamShard
+    flat_param: FlatParam
     begin: int
     end: int
 
@@ -62,13 +62,15 @@ class WeightAverage:
         self.count = 0  # updates
         self.is_exchanged = False
         self.is_wanted = False  # as the weights: else the next use brings the weights back
-        self._arrays: dict[ParamShard, StateArray] = {}
+        self._arrays: dict[FlatParam, StateArray] = {}
         self._taken: list[StateArray] = []
         try:
             for unit in job.units:
-                for shard in unit.shards:
-                    if shard.spec.stepped:
-                        self._arrays[shard] = self._allocate(shard, f"average of unit {unit.name}")
+                for flat_param in unit.flat_params:
+                    if flat_param.spec.stepped:
+                        self._arrays[flat_param] = self._allocate(
+                            flat_param, f"average of unit {unit.name}"
+                        )
         except BaseException:
             self.free()
             raise
@@ -85,11 +87,11 @@ class WeightAverage:
             raise UsageError("the average went with its model, which was unwrapped or is gone")
         return job
 
-    def _allocate(self, shard: ParamShard, what: str) -> StateArray:
-        home = shard.arrays.get("master", shard.weight)
-        dtype = torch.float32 if "master" in shard.arrays else shard.spec.dtype
+    def _allocate(self, flat_param: FlatParam, what: str) -> StateArray:
+        home = flat_param.arrays.get("master", flat_param.weight)
+        dtype = torch.float32 if "master" in flat_param.arrays else flat_param.spec.dtype
         raw = self.job.store.arrays.allocate_more(
-            home.tier, shard.layout.slice_numel * dtype.itemsize, what
+            home.tier, flat_param.layout.shard_numel * dtype.itemsize, what
         )
         self._taken.append(raw)
         # Disk space may hold old bytes, which writes of partial blocks would keep.
@@ -100,7 +102,9 @@ class WeightAverage:
                 )
                 self.job.store.write(raw, at, zeros, version=self.job.steps.index)
         flat = raw.flat.view(dtype) if raw.flat is not None else None
-        return StateArray(raw.tier, dtype, shard.layout.slice_numel, raw.extent, flat, raw.charge)
+        return StateArray(
+            raw.tier, dtype, flat_param.layout.shard_numel, raw.extent, flat, raw.charge
+        )
 
     @property
     def arrays_in_memory(self) -> list[StateArray]:
@@ -116,31 +120,35 @@ class WeightAverage:
     # --- pieces ---
 
     def _pieces(self) -> Iterator[Piece]:
-        for shard in self._arrays:
-            for index in range(len(shard.params)):
-                begin, end = shard.layout.part_at_home("weight", index)
+        for flat_param in self._arrays:
+            for index in range(len(flat_param.params)):
+                begin, end = flat_param.layout.part_at_home("weight", index)
                 for at in range(begin, end, PIECE_NUMEL):
-                    yield Piece(shard, at, min(end, at + PIECE_NUMEL))
+                    yield Piece(flat_param, at, min(end, at + PIECE_NUMEL))
 
     def _value(self, piece: Piece) -> torch.Tensor:
         """Reads the value that the optimizer steps: the master, or the parameter itself."""
-        store, shard = self.job.store, piece.shard
-        weight = store.read(shard.weight, piece.begin, piece.end)
-        if "master" not in shard.arrays:
+        store, flat_param = self.job.store, piece.flat_param
+        weight = store.read(flat_param.weight, piece.begin, piece.end)
+        if "master" not in flat_param.arrays:
             return weight
-        master = store.read(shard.arrays["master"], piece.begin, piece.end)
+        master = store.read(flat_param.arrays["master"], piece.begin, piece.end)
         return (
             native.join_master(weight, master)
-            if shard.spec.master == native.Master.SPLIT
+            if flat_param.spec.master == native.Master.SPLIT
             else master
         )
 
     def _average(self, piece: Piece) -> torch.Tensor:
-        return self.job.store.read(self._arrays[piece.shard], piece.begin, piece.end)
+        return self.job.store.read(self._arrays[piece.flat_param], piece.begin, piece.end)
 
     def _write(self, piece: Piece, parts: dict[str, torch.Tensor]) -> None:
         for name, part in parts.items():
-            array = self._arrays[piece.shard] if name == "average" else piece.shard.arrays[name]
+            array = (
+                self._arrays[piece.flat_param]
+                if name == "average"
+                else piece.flat_param.arrays[name]
+            )
             self.job.store.write(array, piece.begin, part, version=self.job.steps.index)
 
     # --- changes ---
@@ -148,8 +156,8 @@ class WeightAverage:
     def update(self) -> None:
         """Adds the present parameters to the average. Blocks on running updates and on the disk."""
         job = self.job
-        for shard in self._arrays:
-            shard.homes.wait()
+        for flat_param in self._arrays:
+            flat_param.homes.wait()
         job.journal.carry_out(
             partial(self._carry_out, self._updated, Progress(), self._end_update, self.count + 1)
         )
@@ -171,8 +179,8 @@ class WeightAverage:
         job = self.job
         wait_idle(job)
         job.prefetcher.release_all(job.units)
-        for shard in self._arrays:
-            shard.homes.wait_idle()
+        for flat_param in self._arrays:
+            flat_param.homes.wait_idle()
         for handle in job.trained:
             handle.changed()
         job.journal.carry_out(
@@ -194,7 +202,7 @@ class WeightAverage:
 
     def _exchanged(self, piece: Piece) -> dict[str, torch.Tensor]:
         average = self._average(piece)
-        return {"average": self._value(piece)} | encode(piece.shard.spec, average)
+        return {"average": self._value(piece)} | encode(piece.flat_param.spec, average)
 
     def _end_exchange(self, exchanged: bool) -> None:
         self.is_exchanged = exchanged
@@ -217,33 +225,33 @@ class WeightAverage:
 
     def has(self, handle: ParamHandle) -> bool:
         """Tells whether a parameter is averaged: those that the optimizer steps are."""
-        return handle.shard in self._arrays
+        return handle.flat_param in self._arrays
 
     def dtype_of(self, handle: ParamHandle) -> torch.dtype:
-        return self._arrays[handle.shard].dtype
+        return self._arrays[handle.flat_param].dtype
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
         """Reads a parameter's average, flat, in the order of its array. Every rank calls this."""
-        return handle.shard.parts.read(
-            self.job.store, "weight", handle.index, array=self._arrays[handle.shard]
+        return handle.flat_param.parts.read(
+            self.job.store, "weight", handle.index, array=self._arrays[handle.flat_param]
         )
 
     def read_own(self, handle: ParamHandle) -> torch.Tensor:
-        """Reads this rank's slice of a parameter's average, flat."""
-        shard = handle.shard
-        begin, end = shard.layout.part_at_home("weight", handle.index)
+        """Reads this rank's shard of a parameter's average, flat."""
+        flat_param = handle.flat_param
+        begin, end = flat_param.layout.part_at_home("weight", handle.index)
         return (
-            self.job.store.read(self._arrays[shard], begin, end)
+            self.job.store.read(self._arrays[flat_param], begin, end)
             if begin < end
             else torch.empty(0, dtype=self.dtype_of(handle))
         )
 
     def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
-        """Writes this rank's slice of a parameter's average."""
-        begin, end = handle.shard.layout.part_at_home("weight", handle.index)
+        """Writes this rank's shard of a parameter's average."""
+        begin, end = handle.flat_param.layout.part_at_home("weight", handle.index)
         if begin < end:
             self.job.store.write(
-                self._arrays[handle.shard], begin, values, version=self.job.steps.index
+                self._arrays[handle.flat_param], begin, values, version=self.job.steps.index
             )
 
     def resume(self, count: int) -> None:

@@ -1,1 +1,2 @@
-"""The state of a model: units, shards and their arrays, and the parameters that represent them."""
+"""The state of a model: units, flat params and their arrays, and the parameters that represent
+them."""

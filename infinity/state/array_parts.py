@@ -1,6 +1,6 @@
-"""ArrayParts: reads and writes each parameter's part of one shard's flat arrays.
+"""ArrayParts: reads and writes each parameter's part of one flat param's flat arrays.
 
-slice   a rank's equal part of every array's flat elements; with one rank, all of them
+shard   a rank's equal part of every array's flat elements; with one rank, all of them
 part    the elements of an array that belong to one parameter
 """
 
@@ -17,7 +17,8 @@ from .home_arrays import HomeArrays
 
 
 class ArrayParts:
-    """The parts of one shard's arrays, by array name and the parameter's index in the shard."""
+    """The parts of one flat param's arrays, by array name and the parameter's index in the flat
+    param."""
 
     def __init__(self, homes: HomeArrays, collectives: Collectives, names: list[str]):
         """``names``: of the parameters, for messages."""

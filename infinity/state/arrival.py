@@ -1,4 +1,4 @@
-"""Arrival: copies one unit's weights into its device buffers, and gathers the other ranks' slices
+"""Arrival: copies one unit's weights into its device buffers, and gathers the other ranks' shards
 there."""
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ..errors import InfinityError
 from ..machine.device import PAST, Copy, Device, Event
 from ..machine.tiers import Tier
 from ..storage.arrays import StateArray
-from ..storage.store import ShardStore
-from .shard import ParamShard
+from ..storage.store import ArrayStore
+from .flat_param import FlatParam
 from .staged_reads import StagedReads
-from .unit_buffers import SecondSlices, UnitBuffers
+from .unit_buffers import NodeShards, UnitBuffers
 
 
 class Arrival:
@@ -28,32 +28,34 @@ class Arrival:
     def __init__(
         self,
         name: str,
-        shards: Sequence[ParamShard],
+        flat_params: Sequence[FlatParam],
         buffers: UnitBuffers,
-        second: SecondSlices,
+        second: NodeShards,
         collectives: Collectives,
         device: Device,
     ):
-        self._name, self._shards, self._device = name, shards, device
+        self._name, self._flat_params, self._device = name, flat_params, device
         self._buffers, self._second, self._collectives = buffers, second, collectives
         self.event: Event = PAST
         self._pending: list[Pending] = []  # running gathers
 
     def start(
         self,
-        store: ShardStore,
+        store: ArrayStore,
         homes: Sequence[StateArray],
         reads: StagedReads | None,
         *,
         in_node: bool,
     ) -> None:
-        """Starts copying this rank's slices, and gathering the other ranks'.
+        """Starts copying this rank's shards, and gathering the other ranks'.
 
         ``homes``: the weights at home; ``reads``: those of their bytes, if they are on disk.
-        ``in_node``: only the ranks of this machine are needed, with the second slices.
+        ``in_node``: only the ranks of this machine are needed, with the node shards.
         """
         transfer = Copy(
-            "host->device", sum(shard.slice_nbytes for shard in self._shards), self._name
+            "host->device",
+            sum(flat.shard_nbytes for flat in self._flat_params),
+            self._name,
         )
         # The optimizer stepped device homes on a queue that only compute has waited for.
         there = any(home.tier is Tier.DEVICE for home in homes)
@@ -64,12 +66,12 @@ class Arrival:
         if self._collectives.ranks.size > 1:
             self.event = self._device.put("in", partial(self._gather_in, in_node))
         if self.event is not PAST:
-            for shard in self._shards:
-                shard.homes.lend(self.event)
+            for flat_param in self._flat_params:
+                flat_param.homes.lend(self.event)
 
     def _copy_in(
         self,
-        store: ShardStore,
+        store: ArrayStore,
         homes: Sequence[StateArray],
         reads: StagedReads | None,
         in_node: bool,
@@ -80,27 +82,27 @@ class Arrival:
         if in_node:
             self._second.copy_out(flats)
         elif reads is not None:
-            reads.copy(store, self._shards, flats, self._name)
+            reads.copy(store, self._flat_params, flats, self._name)
         else:
-            for shard, home, flat in zip(self._shards, homes, flats):
-                flat[slice(*shard.layout.own("weight"))].copy_(home.flat, non_blocking=True)
+            for flat_param, home, flat in zip(self._flat_params, homes, flats):
+                flat[slice(*flat_param.layout.own("weight"))].copy_(home.flat, non_blocking=True)
 
     def _gather_in(self, in_node: bool) -> None:
-        """Gathers the other ranks' slices, after this rank's copy, on the same queue."""
-        for i, (shard, flat) in enumerate(zip(self._shards, self._buffers.flats)):
+        """Gathers the other ranks' shards, after this rank's copy, on the same queue."""
+        for i, (flat_param, flat) in enumerate(zip(self._flat_params, self._buffers.flats)):
             what = f"{self._name} ({i})"
             if in_node:
                 pending = self._collectives.bulk.gather_in_node(flat, what)
             else:
                 pending = self._collectives.bulk.gather(
-                    flat, what, homes=shard.homes.weight_regions
+                    flat, what, homes=flat_param.homes.weight_regions
                 )
             if pending is not None:
                 self._pending.append(pending)
                 if pending.lent is not None:
-                    shard.homes.lend(pending.lent)
+                    flat_param.homes.lend(pending.lent)
 
-    def finish(self, store: ShardStore) -> None:
+    def finish(self, store: ArrayStore) -> None:
         """Orders later compute after the weights. May block on other ranks."""
         if self.event is not PAST:
             with store.traffic.stalled("host->device", self._name):

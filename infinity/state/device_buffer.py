@@ -1,5 +1,5 @@
-"""DeviceBuffer: holds the weights of one shard on the device, and makes its parameters views of
-them.
+"""DeviceBuffer: holds the weights of one flat param on the device, and makes its parameters views
+of them.
 
 The storage of a buffer is resized to zero and back, not replaced, so that views kept by a graph or
 a module stay valid.
@@ -26,8 +26,8 @@ from ..machine.device import Device, Event
 from ..machine.sizes import format_nbytes
 from ..storage.arrays import StateArray
 from .dtensors import local_of, set_bytes
+from .flat_param import FlatParam
 from .handle import DisableTorchFunction
-from .shard import ParamShard
 from .tensors import sum_of_bits
 from .weight_storages import WeightStorages
 
@@ -35,14 +35,16 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceBuffer:
-    """The device memory of one shard. ``flat`` is the whole of it, and stays the same object.
+    """The device memory of one flat param. ``flat`` is the whole of it, and stays the same object.
     Properties of its storage are read only while that is accessible."""
 
     _has_told = False  # whether the warning about left memory was logged
 
-    def __init__(self, shard: ParamShard, flat: torch.Tensor, device: Device):
-        self.shard, self.flat, self._device = shard, flat, device
-        self._views = [place.view(flat) for place in shard.layout.placements]  # of the parameters
+    def __init__(self, flat_param: FlatParam, flat: torch.Tensor, device: Device):
+        self.flat_param, self.flat, self._device = flat_param, flat, device
+        self._views = [
+            place.view(flat) for place in flat_param.layout.placements
+        ]  # of the parameters
         self._storages: WeightStorages | None = None  # the registry of its storage
         self._left_sum: int | None = None  # sum of bits of left memory
 
@@ -55,7 +57,7 @@ class DeviceBuffer:
     def show(self) -> None:
         """Makes the parameters views of this buffer. They are at rest, or not managed yet."""
         with DisableTorchFunction():
-            for param, view in zip(self.shard.params, self._views):
+            for param, view in zip(self.flat_param.params, self._views):
                 set_bytes(param, view)
 
     @property
@@ -63,14 +65,14 @@ class DeviceBuffer:
         """Whether the parameters are views of this buffer, not of another version of the
         weights."""
         with DisableTorchFunction():
-            return storage_guard.identity(local_of(self.shard.params[0])) == storage_guard.identity(
-                self.flat
-            )
+            return storage_guard.identity(
+                local_of(self.flat_param.params[0])
+            ) == storage_guard.identity(self.flat)
 
     @property
     def is_held(self) -> bool:
         """Whether anything beside the engine refers to its storage."""
-        shown = len(self.shard.params) if self._is_shown else 0
+        shown = len(self.flat_param.params) if self._is_shown else 0
         return storage_guard.references(self.flat) > 1 + len(self._views) + shown
 
     @property
@@ -92,7 +94,7 @@ class DeviceBuffer:
 
     def fill(self) -> None:
         """Allocates its memory. Called inside work of the queue ``in``."""
-        self._device.resize(self.flat.untyped_storage(), self.shard.weight_nbytes)
+        self._device.resize(self.flat.untyped_storage(), self.flat_param.weight_nbytes)
         self._left_sum = None
 
     def empty(self, behind: Event) -> None:
@@ -103,7 +105,9 @@ class DeviceBuffer:
             self._leave(behind)
             return
         if self.is_fixed:
-            self._move_to(torch.UntypedStorage(self.shard.weight_nbytes, device=self.flat.device))
+            self._move_to(
+                torch.UntypedStorage(self.flat_param.weight_nbytes, device=self.flat.device)
+            )
         self._left_sum = None
         self._device.resize(self.flat.untyped_storage(), 0, behind=behind)
 
@@ -123,8 +127,8 @@ class DeviceBuffer:
                 "%s of weights (%s, ...) stay in memory after their forward, beside the budget: an"
                 " array of NumPy, an export by DLPack or a view of a weight outside of it holds"
                 " them. Keep a copy instead: weight.detach().clone(). This is said once.",
-                format_nbytes(self.shard.weight_nbytes),
-                self.shard.names[0],
+                format_nbytes(self.flat_param.weight_nbytes),
+                self.flat_param.names[0],
             )
 
     def check_left(self) -> None:
@@ -138,7 +142,7 @@ class DeviceBuffer:
         storage_guard.close(storage)
         if is_written:
             raise UsageError(
-                f"weights of {self.shard.names[0]}, ... were written to outside of a forward,"
+                f"weights of {self.flat_param.names[0]}, ... were written to outside of a forward,"
                 " through an array or an export that was made inside one. The change is lost, and"
                 " the values at home stand: edit weights in `with infinity.full_params(model,"
                 " names, writeback=True)`."

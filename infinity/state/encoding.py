@@ -1,14 +1,14 @@
-"""Encodes parameter values as the arrays of a shard: weights, and masters if there are any."""
+"""Encodes parameter values as the arrays of a flat param: weights, and masters if there are any."""
 
 from __future__ import annotations
 
 import torch
 
 from .. import native
-from .shard_spec import ShardSpec
+from .flat_param_spec import FlatParamSpec
 
 
-def encode(spec: ShardSpec, value: torch.Tensor) -> dict[str, torch.Tensor]:
+def encode(spec: FlatParamSpec, value: torch.Tensor) -> dict[str, torch.Tensor]:
     """Encodes flat values of any float dtype as the arrays of weight and, if there is one,
     master."""
     dtype = spec.dtype

@@ -9,13 +9,13 @@ import torch
 
 from ..distributed.collectives import Collectives
 from ..errors import UsageError
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .dtensors import is_distributed
+from .flat_param import FlatParam
 from .forward_edits import ForwardEdits
 from .handle import own_bytes
 from .journal import Journal
 from .parameter import RESIDENT, STORED
-from .shard import ParamShard
 from .unit_buffers import UnitBuffers
 
 
@@ -29,16 +29,16 @@ class Exposure:
     def __init__(
         self,
         name: str,
-        shards: Sequence[ParamShard],
+        flat_params: Sequence[FlatParam],
         buffers: UnitBuffers,
         collectives: Collectives,
         *,
         is_older: bool,
     ):
-        self._name, self._shards, self._buffers = name, shards, buffers
+        self._name, self._flat_params, self._buffers = name, flat_params, buffers
         self._collectives, self._ranks = collectives, collectives.ranks
         self._is_older = is_older
-        self._edits = ForwardEdits(shards)
+        self._edits = ForwardEdits(flat_params)
 
     def begin(self) -> None:
         """Makes the parameters ordinary ones, for a forward or backward that uses them."""
@@ -49,7 +49,7 @@ class Exposure:
                 param
                 for buffer in self._buffers
                 if buffer.is_exported
-                for param in buffer.shard.params
+                for param in buffer.flat_param.params
             ]
         )
 
@@ -69,8 +69,8 @@ class Exposure:
 
     def _switch(self, classes: tuple[type, type]) -> None:
         plain, distributed = classes
-        for shard in self._shards:
-            for param in shard.params:
+        for flat_param in self._flat_params:
+            for param in flat_param.params:
                 param.__class__ = distributed if is_distributed(param) else plain
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, stays: bool) -> None:
@@ -81,10 +81,10 @@ class Exposure:
     def _can_be_compared(self, stays: bool) -> bool:
         """Returns whether a comparison with home shows a change. Not for a device home, which has
         no other copy, nor for compressed gathers, whose values differ anyway. Older weights' home
-        may have a slice only: each rank compares with a whole copy, so that all find the same."""
+        may have a shard only: each rank compares with a whole copy, so that all find the same."""
         return not self._is_older and not stays and not self._ranks.compresses
 
-    def find_edits(self, store: ShardStore, *, stays: bool) -> bool:
+    def find_edits(self, store: ArrayStore, *, stays: bool) -> bool:
         """Returns whether a forward may have changed its own parameters (clamping a weight, for
         example). ``stays``: the device's bytes are the home.
 
@@ -101,14 +101,14 @@ class Exposure:
         self._look_at_exports(store, stays)
         return self._edits.look()
 
-    def write_edits(self, store: ShardStore, journal: Journal, *, stays: bool) -> None:
+    def write_edits(self, store: ArrayStore, journal: Journal, *, stays: bool) -> None:
         """Sends home what :meth:`find_edits` has found. Raises UsageError if a change cannot be
         distinguished from the earlier value."""
         self._edits.write(
             store, journal, self._collectives, compresses=self._ranks.compresses, stays=stays
         )
 
-    def _look_at_exports(self, store: ShardStore, stays: bool) -> None:
+    def _look_at_exports(self, store: ArrayStore, stays: bool) -> None:
         """Watches parameters changed through an export (NumPy, DLPack), which torch does not count.
 
         Raises UsageError if an export moved them to other memory, or if other ranks would need the
@@ -119,18 +119,20 @@ class Exposure:
                 raise UsageError(
                     f"share_memory_() of weights of unit {self._name}: what other processes would"
                     " see of them is not what is trained, whose home is on"
-                    f" {buffer.shard.weight.tier}. Share a copy:"
+                    f" {buffer.flat_param.weight.tier}. Share a copy:"
                     " weight.detach().clone().share_memory_()."
                 )
             if not self._can_be_compared(stays) or not buffer.is_exported:
                 continue
-            for index, param in enumerate(buffer.shard.params):
-                if self._edits.knows(param) or buffer.shard.holds(store, index, own_bytes(param)):
+            for index, param in enumerate(buffer.flat_param.params):
+                if self._edits.knows(param) or buffer.flat_param.holds(
+                    store, index, own_bytes(param)
+                ):
                     continue
                 if not self._ranks.alone:
                     raise UsageError(
-                        f"{buffer.shard.names[index]} was changed in a forward through an array or"
-                        " an export of it. With several ranks change it through .data, or inside"
+                        f"{buffer.flat_param.names[index]} was changed in a forward through an"
+                        " array or an export of it. With several ranks change it through .data, or inside"
                         " infinity.full_params(..., writeback=True)."
                     )
                 self._edits.watch(param, own_bytes(param), True)

@@ -1,12 +1,13 @@
-"""FlatLayout: the place of each parameter of a shard in its flat arrays, whole and on each rank.
+"""FlatLayout: the place of each parameter of a flat param in its flat arrays, whole and on each
+rank.
 
 Offsets are multiples of 64 elements, so every parameter is as aligned as torch would allocate it,
 and starts at a block of 8-bit moments. The length is padded to 4096 elements per rank. So each
-rank's slice is whole disk blocks, for any element size.
+rank's shard is whole disk blocks, for any element size.
 
-slice   a rank's equal part of every array's flat elements; with one rank, all of them
+shard   a rank's equal part of every array's flat elements; with one rank, all of them
 part    the elements of an array that belong to one parameter
-own     at home on this rank: its slice, or the whole gradient under ZeRO-1
+own     at home on this rank: its shard, or the whole gradient under ZeRO-1
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from ..distributed.data_ranks import DataRanks
 from ..machine.sizes import round_up
 from .dtensors import local_of, span_of
-from .shard_spec import elements_each
+from .flat_param_spec import elements_each
 
 PARAM_ALIGNMENT = 64  # elements
 SHARD_ALIGNMENT = 4096  # elements
@@ -68,8 +69,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The placements of a shard's parameters, in order, and the padded length of the whole, which
-    ``ranks`` divide. Ranges are (begin, end), in elements of the array in question."""
+    """The placements of a flat param's parameters, in order, and the padded length of the whole,
+    which ``ranks`` divide. Ranges are (begin, end), in elements of the array in question."""
 
     placements: tuple[Placement, ...]
     numel: int
@@ -91,27 +92,27 @@ class FlatLayout:
         return cls(tuple(placements), numel, ranks)
 
     @cached_property  # read several times for each use of a unit
-    def slice_numel(self) -> int:
-        """Elements of a rank's slice."""
+    def shard_numel(self) -> int:
+        """Elements of a rank's shard."""
         return self.numel // self.ranks.size
 
     @cached_property
-    def own_slice(self) -> tuple[int, int]:
+    def own_shard(self) -> tuple[int, int]:
         """The elements that the optimizer steps here."""
-        return self.ranks.rank * self.slice_numel, (self.ranks.rank + 1) * self.slice_numel
+        return self.ranks.rank * self.shard_numel, (self.ranks.rank + 1) * self.shard_numel
 
-    def slice_part(self, index: int, rank: int | None = None) -> tuple[int, int]:
-        """Returns the elements, maybe none, of parameter ``index`` in its rank's slice."""
+    def shard_part(self, index: int, rank: int | None = None) -> tuple[int, int]:
+        """Returns the elements, maybe none, of parameter ``index`` in its rank's shard."""
         place = self.placements[index]
-        first = (self.ranks.rank if rank is None else rank) * self.slice_numel
-        begin, end = max(place.offset, first), min(place.end, first + self.slice_numel)
+        first = (self.ranks.rank if rank is None else rank) * self.shard_numel
+        begin, end = max(place.offset, first), min(place.end, first + self.shard_numel)
         return begin, max(begin, end)
 
     def own(self, name: str, rank: int | None = None) -> tuple[int, int]:
         """Returns the elements of the whole array ``name`` at home here (or on ``rank``)."""
         if name == "grad" and self.ranks.keeps_gradients:
             return 0, self.numel
-        each = self.slice_numel // elements_each(name)
+        each = self.shard_numel // elements_each(name)
         rank = self.ranks.rank if rank is None else rank
         return rank * each, (rank + 1) * each
 

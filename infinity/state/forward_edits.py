@@ -10,12 +10,12 @@ import torch
 
 from ..distributed.collectives import Collectives
 from ..errors import UsageError
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .dtensors import is_common, is_distributed, local_of
 from .encoding import same_bits
+from .flat_param import FlatParam
 from .handle import own_bytes
 from .journal import Journal
-from .shard import ParamShard
 from .tensors import sum_of_bits
 
 COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards
@@ -30,15 +30,15 @@ class ForwardEdits:
     """Changes of one unit's parameters while they are resident, by version counter or, for
     ``.data``, by comparison."""
 
-    def __init__(self, shards: Sequence[ParamShard]):
-        self._shards = shards
+    def __init__(self, flat_params: Sequence[FlatParam]):
+        self._flat_params = flat_params
         # With the value before, if home does not have it.
         self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._versions: list[int] = []  # torch's counters when the parameters became resident
         # No counter shows changes of DTensors through .data or detach(). They are compared the
         # first times, and always after a change was found.
         self._distributed = [
-            param for shard in shards for param in shard.params if is_distributed(param)
+            param for flat in flat_params for param in flat.params if is_distributed(param)
         ]
         self._compared = 0
         self._edited: set[torch.nn.Parameter] = set()
@@ -48,7 +48,7 @@ class ForwardEdits:
         """Begins to watch for changes, before compute. ``exported``: parameters that may be changed
         in a way that torch does not count."""
         self._watched.clear()
-        self._versions = [_count(param) for shard in self._shards for param in shard.params]
+        self._versions = [_count(param) for flat in self._flat_params for param in flat.params]
         compared = self._distributed if self._compared < COMPARED_FIRST else self._edited
         self._sums = {param: sum_of_bits(own_bytes(param)) for param in (*compared, *exported)}
         self._compared += bool(self._distributed)
@@ -76,7 +76,7 @@ class ForwardEdits:
                 if is_distributed(param):
                     self._edited.add(param)
                 self._watched.setdefault(param, None)
-        params = [param for shard in self._shards for param in shard.params]
+        params = [param for flat in self._flat_params for param in flat.params]
         return any(
             _count(param) != counted or param in self._watched
             for param, counted in zip(params, self._versions)
@@ -87,7 +87,7 @@ class ForwardEdits:
         before, or counts as changed if that was not kept."""
         if not self.look():
             return False
-        params = [param for shard in self._shards for param in shard.params]
+        params = [param for flat in self._flat_params for param in flat.params]
         return any(
             _count(param) != counted or self._differs(param)
             for param, counted in zip(params, self._versions)
@@ -101,7 +101,7 @@ class ForwardEdits:
 
     def write(
         self,
-        store: ShardStore,
+        store: ArrayStore,
         journal: Journal,
         collectives: Collectives,
         *,
@@ -115,9 +115,9 @@ class ForwardEdits:
         home. Raises UsageError if a change cannot be distinguished from the value before.
         """
         params = [
-            (shard, i, param) for shard in self._shards for i, param in enumerate(shard.params)
+            (flat, i, param) for flat in self._flat_params for i, param in enumerate(flat.params)
         ]
-        for (shard, index, param), counted in zip(params, self._versions):
+        for (flat_param, index, param), counted in zip(params, self._versions):
             if _count(param) == counted and param not in self._watched:
                 continue
             before = self._watched.get(param)
@@ -132,13 +132,15 @@ class ForwardEdits:
                     " or set compress_gathers=False."
                 )
             if stays and before is None:
-                if "master" not in shard.arrays:
+                if "master" not in flat_param.arrays:
                     continue  # the device's bytes are the master
                 raise UsageError(
                     f"{name} was changed in place inside a forward, and its master cannot follow. "
                     "Change it through .data, or inside infinity.full_params(..., writeback=True)."
                 )
-            parts = shard.changes(store, index, own_bytes(param), before=before)
-            version = shard.weight.extent.version
+            parts = flat_param.changes(store, index, own_bytes(param), before=before)
+            version = flat_param.weight.extent.version
             param._infinity.forward_edits += 1
-            journal.carry_out(partial(shard.write_changes, store, index, parts, version=version))
+            journal.carry_out(
+                partial(flat_param.write_changes, store, index, parts, version=version)
+            )

@@ -1,4 +1,4 @@
-"""ParamHandle: links a parameter to its unit, shard and engine.
+"""ParamHandle: links a parameter to its unit, flat param and engine.
 
 Owner and Unit: the interfaces that a parameter needs of its engine and its unit.
 """
@@ -14,7 +14,7 @@ import torch
 from ..errors import InternalError, UsageError
 from ..machine.device import Device
 from .dtensors import local_of
-from .shard import ParamShard
+from .flat_param import FlatParam
 from .shared import is_counted, is_shared
 from .step_counter import StepCounter
 from .tensors import checksum_of
@@ -72,8 +72,8 @@ class Unit(Protocol):
 
 
 class ParamHandle:
-    """Links a parameter to its unit, shard and engine. All three are weak references. A parameter
-    must not keep them alive, nor itself through its unit."""
+    """Links a parameter to its unit, flat param and engine. All three are weak references. A
+    parameter must not keep them alive, nor itself through its unit."""
 
     __slots__ = (
         "names",
@@ -89,13 +89,15 @@ class ParamHandle:
         "is_tied",
         "edits",
         "_unit",
-        "_shard",
+        "_flat_param",
         "_engine",
     )
 
-    def __init__(self, names: list[str], unit: Unit, shard: ParamShard, index: int, engine: Owner):
+    def __init__(
+        self, names: list[str], unit: Unit, flat_param: FlatParam, index: int, engine: Owner
+    ):
         self.names, self.index = names, index
-        self._unit, self._shard = weakref.ref(unit), weakref.ref(shard)
+        self._unit, self._flat_param = weakref.ref(unit), weakref.ref(flat_param)
         # The GradientBank's record; None if the optimizer does not step this parameter.
         self.grad: Any = None
         self.step = 0  # optimizer steps applied
@@ -124,14 +126,14 @@ class ParamHandle:
         return self._there(self._unit)
 
     @property
-    def shard(self) -> ParamShard:
-        """The shard. Raises UsageError if the engine is gone."""
-        return self._there(self._shard)
+    def flat_param(self) -> FlatParam:
+        """The flat param. Raises UsageError if the engine is gone."""
+        return self._there(self._flat_param)
 
     @property
     def param(self) -> torch.nn.Parameter:
         """The parameter itself."""
-        return self.shard.params[self.index]
+        return self.flat_param.params[self.index]
 
     @property
     def has_state(self) -> bool:

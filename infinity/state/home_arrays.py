@@ -1,4 +1,4 @@
-"""HomeArrays: one shard's flat arrays at their homes, and the running updates of them.
+"""HomeArrays: one flat param's flat arrays at their homes, and the running updates of them.
 
     AT_HOME    nothing is running
     STEPPING   an update is running, and defines the bytes at home once it is done
@@ -27,13 +27,13 @@ from ..errors import InternalError
 from ..machine.device import PAST, Event
 from ..machine.tiers import Tier
 from ..storage.arrays import StateArray
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .flat_layout import FlatLayout
-from .shard_spec import ShardSpec
+from .flat_param_spec import FlatParamSpec
 
 
 class Activity(Enum):
-    """The running activity in a shard's arrays."""
+    """The running activity in a flat param's arrays."""
 
     AT_HOME = auto()
     STEPPING = auto()
@@ -72,9 +72,9 @@ class Shadow:
 
 
 class HomeArrays:
-    """The arrays of one shard, and their running updates."""
+    """The arrays of one flat param, and their running updates."""
 
-    def __init__(self, spec: ShardSpec, layout: FlatLayout, names: list[str]):
+    def __init__(self, spec: FlatParamSpec, layout: FlatLayout, names: list[str]):
         """``names``: of the parameters, for messages."""
         self.spec, self.layout, self._names = spec, layout, names
         self.arrays: dict[str, StateArray] = {}
@@ -103,7 +103,7 @@ class HomeArrays:
 
     def allocate(
         self,
-        store: ShardStore,
+        store: ArrayStore,
         tiers: dict[str, Tier],
         what: str,
         *,
@@ -132,7 +132,7 @@ class HomeArrays:
                 )
 
     def allocate_missing(
-        self, store: ShardStore, spec: ShardSpec, tiers: dict[str, Tier], what: str
+        self, store: ArrayStore, spec: FlatParamSpec, tiers: dict[str, Tier], what: str
     ) -> dict[str, StateArray]:
         """Allocates, after the wrap, ``spec``'s missing arrays, zeroed, for :meth:`grow`."""
         made: dict[str, StateArray] = {}
@@ -149,16 +149,16 @@ class HomeArrays:
             raise
         return made
 
-    def grow(self, spec: ShardSpec, arrays: dict[str, StateArray]) -> None:
+    def grow(self, spec: FlatParamSpec, arrays: dict[str, StateArray]) -> None:
         """Makes these the arrays of ``spec``, with more ``arrays`` (AT_HOME only). Idempotent."""
         self.spec, self.arrays = spec, self.arrays | arrays
 
-    def keep_older(self, store: ShardStore, what: str) -> None:
+    def keep_older(self, store: ArrayStore, what: str) -> None:
         """Allocates the older weights' array (AT_HOME only). Raises CapacityError without room."""
         if self.beside:
             raise InternalError(
-                f"the shard of {self._names[0]} has room for a shadow, which cannot be an older"
-                " version's"
+                f"the flat param of {self._names[0]} has room for a shadow, which cannot be an"
+                " older version's"
             )
         weight = self.weight
         array = store.arrays.allocate_later(
@@ -166,7 +166,7 @@ class HomeArrays:
         )
         self.beside = {"weight": array}
 
-    def drop_older(self, store: ShardStore) -> None:
+    def drop_older(self, store: ArrayStore) -> None:
         """Frees the memory of :meth:`keep_older`, before any update has used it."""
         if self.beside:
             store.arrays.free_more(self.beside.pop("weight"))
@@ -191,7 +191,8 @@ class HomeArrays:
     def _check_move(self, to: Activity) -> None:
         if to not in MOVES[self.activity]:
             raise InternalError(
-                f"the shard of {self._names[0]} is {self.activity.name} and cannot go to {to.name}"
+                f"the flat param of {self._names[0]} is {self.activity.name} and cannot go to"
+                f" {to.name}"
             )
 
     @property
@@ -264,14 +265,15 @@ class HomeArrays:
         for wait in (self.drop_shadow, self.wait):
             try:
                 wait()
-            except Exception:  # noqa: BLE001 - whoever needed these bytes was told; here they are thrown away
+            # Whoever needed these bytes got the error; here they are discarded.
+            except Exception:  # noqa: BLE001
                 pass
         self.update = self.shadow = None
 
     # --- for the optimizer ---
 
     def native_layout(self, rule: native.Rule) -> native.Layout:
-        """Describes this shard to the kernel."""
+        """Describes this flat param to the kernel."""
         spec = self.spec
         return native.Layout(
             rule=rule,
@@ -281,9 +283,9 @@ class HomeArrays:
             moments=native.MOMENT_DTYPES[spec.moment_dtype],
         )
 
-    def slice_of_grad(self) -> native.Extent:
-        """Returns the extent of this rank's slice in a gradient that is whole in memory."""
+    def shard_of_grad(self) -> native.Extent:
+        """Returns the extent of this rank's shard in a gradient that is whole in memory."""
         size, layout = self.spec.grad_dtype.itemsize, self.layout
         return self.arrays["grad"].extent.part(
-            layout.own_slice[0] * size, layout.slice_numel * size
+            layout.own_shard[0] * size, layout.shard_numel * size
         )

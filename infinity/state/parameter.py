@@ -145,7 +145,7 @@ class _Stored:
 
     def __repr__(self, *, tensor_contents=None):
         handle = handle_of(self)
-        home = handle.shard.weight.tier if handle.is_alive else "gone"
+        home = handle.flat_param.weight.tier if handle.is_alive else "gone"
         return (
             f"{type(self).__name__}({handle.name}, shape={tuple(self.shape)}, dtype={self.dtype},"
             f" home={home})"
@@ -236,7 +236,7 @@ class StoredAlias(_Stored, torch.Tensor):
     def gathered(self) -> torch.Tensor:
         """Returns the parameter's own bytes, once they are on the device."""
         handle = handle_of(self)
-        param = handle.shard.params[handle.index]
+        param = handle.flat_param.params[handle.index]
         data = own_bytes(param)
         handle.unit.watch(param, data)
         return data

@@ -3,7 +3,7 @@
 STORED     home only; costs nothing above it
 FETCHING   home -> staging slots in flight, piece by piece; slots charged
 STAGED     bytes in staging slots, each piece verified as it arrived; slots charged
-GATHERING  slots (or a memory home), and the other ranks' slices -> device
+GATHERING  slots (or a memory home), and the other ranks' shards -> device
 RESIDENT   parameters usable; device bytes charged
 """
 

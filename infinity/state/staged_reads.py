@@ -12,9 +12,9 @@ from .. import native
 from ..errors import CorruptionError, InfinityError, StorageError
 from ..storage.arrays import StateArray
 from ..storage.staging import Fetch
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
+from .flat_param import FlatParam
 from .home_arrays import Update
-from .shard import ParamShard
 
 # Reads in pieces of this size overlap with copies to a device. Whole checksum blocks.
 PIECE_NBYTES = 8 * 1024 * 1024
@@ -22,15 +22,15 @@ PIECE_NBYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True)
 class ReadPiece:
-    """A part of a shard on its way from the disk into the shard's slot."""
+    """A part of a flat param on its way from the disk into the flat param's slot."""
 
-    shard: int  # index in the unit
-    begin: int  # byte of the slice
+    flat_param: int  # index in the unit
+    begin: int  # byte of the shard
     read: Fetch
 
 
 class StagedReads:
-    """The reads of one unit into ``slots``, one for each shard, until they go back."""
+    """The reads of one unit into ``slots``, one for each flat param, until they go back."""
 
     def __init__(self, slots: list[native.Lease]):
         self.slots = slots
@@ -39,13 +39,13 @@ class StagedReads:
 
     def start(
         self,
-        store: ShardStore,
+        store: ArrayStore,
         weights: Sequence[StateArray],
         after: Sequence[Update | None],
         *,
         in_pieces: bool,
     ) -> None:
-        """Starts reading this rank's slices at home, ``weights``, each ``after`` an update of it.
+        """Starts reading this rank's shards at home, ``weights``, each ``after`` an update of it.
         ``in_pieces``: each piece can be used as soon as it is there."""
         for index, (weight, slot, update) in enumerate(zip(weights, self.slots, after)):
             size = PIECE_NBYTES if in_pieces or store.staging.needs_pieces else weight.nbytes
@@ -89,8 +89,8 @@ class StagedReads:
 
     def copy(
         self,
-        store: ShardStore,
-        shards: Sequence[ParamShard],
+        store: ArrayStore,
+        flat_params: Sequence[FlatParam],
         flats: Sequence[torch.Tensor],
         name: str,
     ) -> None:
@@ -98,13 +98,20 @@ class StagedReads:
         remaining reads. ``name``: of the unit, for the timeline."""
         try:
             for piece in self.pieces:
-                self._copy_piece(store, shards[piece.shard], flats[piece.shard], piece, name)
+                self._copy_piece(
+                    store, flat_params[piece.flat_param], flats[piece.flat_param], piece, name
+                )
         except BaseException:
             self.first_error()
             raise
 
     def _copy_piece(
-        self, store: ShardStore, shard: ParamShard, flat: torch.Tensor, piece: ReadPiece, name: str
+        self,
+        store: ArrayStore,
+        flat_param: FlatParam,
+        flat: torch.Tensor,
+        piece: ReadPiece,
+        name: str,
     ) -> None:
         if not piece.read.done:
             with store.traffic.stalled("nvme->host", name):
@@ -115,8 +122,8 @@ class StagedReads:
         self.times = (
             (min(start, self.times[0]), max(end, self.times[1])) if self.times else (start, end)
         )
-        source = piece.read.values(shard.spec.dtype)
-        first = shard.layout.own("weight")[0] + piece.begin // shard.spec.dtype.itemsize
+        source = piece.read.values(flat_param.spec.dtype)
+        first = flat_param.layout.own("weight")[0] + piece.begin // flat_param.spec.dtype.itemsize
         flat[first : first + source.numel()].copy_(source, non_blocking=True)
 
     def release(self) -> None:

@@ -13,20 +13,20 @@ from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..storage.arrays import StateArray
-from ..storage.store import ShardStore
+from ..storage.store import ArrayStore
 from .arrival import Arrival
 from .exposure import Exposure
+from .flat_param import FlatParam
 from .handle import ParamHandle
 from .home_arrays import Update
 from .journal import Journal
 from .residency import Moves, Residency
-from .shard import ParamShard
 from .staged_reads import StagedReads
-from .unit_buffers import SecondSlices, UnitBuffers
+from .unit_buffers import NodeShards, UnitBuffers
 
 
 class ParamUnit:
-    """One unit: its shards, its residency, and the moves between residencies.
+    """One unit: its flat params, its residency, and the moves between residencies.
 
     buffers
         The device memory of the weights.
@@ -42,21 +42,23 @@ class ParamUnit:
         self,
         index: int,
         name: str,
-        shards: list[ParamShard],
+        flat_params: list[FlatParam],
         device: Device | None = None,
         *,
         is_older: bool = False,
     ):
-        self.index, self.name, self.shards, self.is_older = index, name, shards, is_older
+        self.index, self.name, self.flat_params, self.is_older = index, name, flat_params, is_older
         self._device = device or Device(torch.device("cpu"), Traffic())
-        self._collectives = shards[0].collectives if shards else Collectives()
+        self._collectives = flat_params[0].collectives if flat_params else Collectives()
         self._ranks = self._collectives.ranks
-        self.buffers = UnitBuffers(shards, self._device)
-        self.exposure = Exposure(name, shards, self.buffers, self._collectives, is_older=is_older)
+        self.buffers = UnitBuffers(flat_params, self._device)
+        self.exposure = Exposure(
+            name, flat_params, self.buffers, self._collectives, is_older=is_older
+        )
         # No memory was planned for those of older weights, so all ranks gather them each time.
-        self._second = SecondSlices(None if is_older else self._ranks.node)
+        self._second = NodeShards(None if is_older else self._ranks.node)
         self.arrival = Arrival(
-            name, shards, self.buffers, self._second, self._collectives, self._device
+            name, flat_params, self.buffers, self._second, self._collectives, self._device
         )
         self.residency = Residency.STORED
         self.version = 0  # counts changes of the values at home
@@ -70,10 +72,10 @@ class ParamUnit:
 
     @property
     def handles(self) -> list[ParamHandle]:
-        """The handles of all parameters, in the order of the shards."""
-        if len(self.shards) == 1:
-            return self.shards[0].handles  # most units have one: no list for each use
-        return [handle for shard in self.shards for handle in shard.handles]
+        """The handles of all parameters, in the order of the flat params."""
+        if len(self.flat_params) == 1:
+            return self.flat_params[0].handles  # most units have one: no list for each use
+        return [handle for flat in self.flat_params for handle in flat.handles]
 
     @property
     def in_use(self) -> ParamUnit:
@@ -83,34 +85,34 @@ class ParamUnit:
     @cached_property
     def weight_nbytes(self) -> int:
         """Bytes on the device while resident, and in staging while staged."""
-        return sum(shard.weight_nbytes for shard in self.shards)
+        return sum(flat.weight_nbytes for flat in self.flat_params)
 
     @cached_property  # cached: a late backward needs it when the homes are gone
     def stays(self) -> bool:
         """Whether the unit's home is the device, and whole: it is resident always."""
         return self._ranks.size == 1 and all(
-            shard.weight.tier is Tier.DEVICE for shard in self.shards
+            flat.weight.tier is Tier.DEVICE for flat in self.flat_params
         )
 
     @property
-    def is_sliced(self) -> bool:
-        """Whether other ranks have other slices, so that it has to be gathered. Divided experts may
+    def is_sharded(self) -> bool:
+        """Whether other ranks have other shards, so that it has to be gathered. Divided experts may
         be whole."""
         return self._ranks.size > 1
 
     @property
-    def has_second_slice(self) -> bool:
+    def has_node_shard(self) -> bool:
         """Whether the current weights can be gathered inside the machine."""
         return self._second.have(self.version)
 
     @cached_property  # read for every unit that may come next, at each use of one
     def lies_on_disk(self) -> bool:
         """Whether the weights' home is NVMe."""
-        return any(shard.weight.tier is Tier.NVME for shard in self.shards)
+        return any(flat.weight.tier is Tier.NVME for flat in self.flat_params)
 
     @property
     def is_staged_from_disk(self) -> bool:
-        return self.lies_on_disk and not self.has_second_slice
+        return self.lies_on_disk and not self.has_node_shard
 
     @property
     def copies_while_fetching(self) -> bool:
@@ -130,28 +132,32 @@ class ParamUnit:
 
     @property
     def _homes(self) -> list[StateArray]:
-        """The weights at home, one array for each shard."""
-        return [shard.homes.older if self.is_older else shard.homes.weight for shard in self.shards]
+        """The weights at home, one array for each flat param."""
+        return [
+            flat.homes.older if self.is_older else flat.homes.weight for flat in self.flat_params
+        ]
 
     @property
     def _updates(self) -> list[Update | None]:
         """The running updates of the weights."""
-        return [None if self.is_older else shard.homes.update for shard in self.shards]
+        return [None if self.is_older else flat.homes.update for flat in self.flat_params]
 
     @property
     def is_updating(self) -> bool:
         """Whether an update of the weights was not waited for."""
-        return not self.is_older and any(shard.homes.update is not None for shard in self.shards)
+        return not self.is_older and any(flat.homes.update is not None for flat in self.flat_params)
 
     def wait_for_update(self) -> None:
         """Waits until the weights of the last step are at home. Raises its error."""
-        for shard in self.shards if not self.is_older else ():
-            shard.homes.wait()
+        for flat_param in self.flat_params if not self.is_older else ():
+            flat_param.homes.wait()
 
     def make_older(self, index: int) -> ParamUnit:
         """Makes the unit ``index`` of the weights before the last update, with their buffers.
         Raises CapacityError if the device has no room."""
-        older = ParamUnit(index, f"{self.name}, older", self.shards, self._device, is_older=True)
+        older = ParamUnit(
+            index, f"{self.name}, older", self.flat_params, self._device, is_older=True
+        )
         older.allocate()
         self.older = older
         return older
@@ -159,8 +165,8 @@ class ParamUnit:
     # --- parameters ---
 
     def attach(self) -> None:
-        """Makes every parameter a view of its shard's device buffer. The values must be at home.
-        Allocates nothing: see :meth:`allocate`."""
+        """Makes every parameter a view of its flat param's device buffer. The values must be at
+        home. Allocates nothing: see :meth:`allocate`."""
         self.buffers.show()  # before the class changes: this needs torch's own setter
         self.exposure.end()
 
@@ -179,7 +185,7 @@ class ParamUnit:
         unit = self.in_use
         unit.exposure.watch(param, data, stays=unit.stays)
 
-    def write_edits(self, store: ShardStore, journal: Journal) -> None:
+    def write_edits(self, store: ArrayStore, journal: Journal) -> None:
         """Sends home the changes that a forward made to its own parameters. Raises UsageError for
         changes that cannot be."""
         if self.exposure.find_edits(store, stays=self.stays):
@@ -192,9 +198,9 @@ class ParamUnit:
 
     # --- moves ---
 
-    def fetch(self, store: ShardStore, slots: list[native.Lease]) -> None:
-        """Starts reading into ``slots``, one per shard (STORED -> FETCHING), after the last step's
-        writes."""
+    def fetch(self, store: ArrayStore, slots: list[native.Lease]) -> None:
+        """Starts reading into ``slots``, one per flat param (STORED -> FETCHING), after the last
+        step's writes."""
         self._move(Residency.FETCHING)
         self._reads = StagedReads(slots)
         self._reads.start(store, self._homes, self._updates, in_pieces=self.copies_while_fetching)
@@ -219,9 +225,9 @@ class ParamUnit:
         if error is not None:
             raise error
 
-    def start_gather(self, store: ShardStore, ledger: Ledger) -> None:
+    def start_gather(self, store: ArrayStore, ledger: Ledger) -> None:
         """Starts a gather (STAGED, or STORED for a memory home, -> GATHERING): copies this rank's
-        slice to the device, and starts gathering the other ranks'. FETCHING -> GATHERING if copies
+        shard to the device, and starts gathering the other ranks'. FETCHING -> GATHERING if copies
         overlap reads: each piece is verified and copied as it arrives."""
         from_disk = self.is_staged_from_disk
         fetching = self.residency is Residency.FETCHING and self.copies_while_fetching
@@ -235,14 +241,14 @@ class ParamUnit:
         reads = self._reads if from_disk else None
         self._charge, self._copied = charge, reads or self._copied
         try:
-            self.arrival.start(store, self._homes, reads, in_node=self.has_second_slice)
+            self.arrival.start(store, self._homes, reads, in_node=self.has_node_shard)
         except BaseException:
             self._fail_gather()
             raise
         store.staging.take_back(self._reads.slots, self.arrival.event)
         self._reads = StagedReads([])
 
-    def finish_gather(self, store: ShardStore) -> None:
+    def finish_gather(self, store: ArrayStore) -> None:
         """Ends a gather (GATHERING -> RESIDENT): later compute is ordered after it. May block on
         other ranks."""
         try:

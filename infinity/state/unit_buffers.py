@@ -1,8 +1,8 @@
 """UnitBuffers: the device memory of one unit's weights, of which its parameters are views.
 
-A parameter is one view of its shard's device buffer (:mod:`.device_buffer`).
+A parameter is one view of its flat param's device buffer (:mod:`.device_buffer`).
 
-second slice   this rank's part of gathered weights, among the ranks of its machine: until they
+node shard   this rank's part of gathered weights, among the ranks of its machine: until they
                change, the next gather needs no other machine and no home
 """
 
@@ -16,15 +16,15 @@ from ..distributed.channel import Channel
 from ..machine.device import PAST, Device, Event
 from ..storage.arrays import StateArray
 from .device_buffer import DeviceBuffer
-from .shard import ParamShard
+from .flat_param import FlatParam
 from .weight_storages import WeightStorages
 
 
 class UnitBuffers:
-    """The device buffers of one unit, one for each shard."""
+    """The device buffers of one unit, one for each flat param."""
 
-    def __init__(self, shards: Sequence[ParamShard], device: Device):
-        self._shards, self._device = shards, device
+    def __init__(self, flat_params: Sequence[FlatParam], device: Device):
+        self._flat_params, self._device = flat_params, device
         self._buffers: list[DeviceBuffer] = []
         self._last_use: Event = PAST  # the end of the last compute with them
 
@@ -42,8 +42,8 @@ class UnitBuffers:
         flats: list[torch.Tensor] = []
 
         def make() -> None:
-            for shard in self._shards:
-                numel, dtype = shard.layout.numel, shard.spec.dtype
+            for flat_param in self._flat_params:
+                numel, dtype = flat_param.layout.numel, flat_param.spec.dtype
                 flats.append(torch.empty(numel, dtype=dtype, device=self._device.where))
 
         if homes is not None:
@@ -51,7 +51,8 @@ class UnitBuffers:
         else:
             self._device.put("in", make).wait()
         self._buffers = [
-            DeviceBuffer(shard, flat, self._device) for shard, flat in zip(self._shards, flats)
+            DeviceBuffer(flat_param, flat, self._device)
+            for flat_param, flat in zip(self._flat_params, flats)
         ]
 
     def show(self) -> None:
@@ -98,19 +99,19 @@ class UnitBuffers:
         self._last_use, other._last_use = other._last_use, self._last_use
 
 
-class SecondSlices:
+class NodeShards:
     """This rank's parts of a unit's gathered weights, among the ranks ``node`` of its machine."""
 
     def __init__(self, node: Channel | None):
         """``node``: None: there are none, since machines do not share gathered weights."""
         self._node = node
-        self._slices: list[torch.Tensor] = []  # one for each shard
+        self._node_shards: list[torch.Tensor] = []  # one for each flat param
         self._version = -1  # of their values
 
     def allocate(self, flats: Sequence[torch.Tensor]) -> None:
-        """Allocates the slices of the device buffers ``flats``."""
+        """Allocates the shards of the device buffers ``flats``."""
         if self._node is not None:
-            self._slices = [flat.new_empty(flat.numel() // self._node.size) for flat in flats]
+            self._node_shards = [flat.new_empty(flat.numel() // self._node.size) for flat in flats]
 
     def have(self, version: int) -> bool:
         """Tells whether they have the values of ``version``."""
@@ -118,14 +119,14 @@ class SecondSlices:
 
     def copy_out(self, flats: Sequence[torch.Tensor]) -> None:
         """Copies them to this rank's parts of ``flats``."""
-        for own, flat in zip(self._slices, flats):
+        for own, flat in zip(self._node_shards, flats):
             self._part(flat).copy_(own)
 
     def keep(self, flats: Sequence[torch.Tensor], version: int) -> None:
         """Copies this rank's parts of gathered ``flats``, the values of ``version``, unless they
         are here already."""
         if self._node is not None and not self.have(version):
-            for own, flat in zip(self._slices, flats):
+            for own, flat in zip(self._node_shards, flats):
                 own.copy_(self._part(flat))
             self._version = version
 

@@ -26,7 +26,7 @@ class UnitVersions:
     @staticmethod
     def has(unit: ParamUnit) -> bool:
         """Tells whether updates change a unit's weights."""
-        return any(shard.spec.stepped for shard in unit.shards)
+        return any(flat.spec.stepped for flat in unit.flat_params)
 
     def compute_with(self, *, older: bool) -> None:
         """Makes later compute use the older weights, or the newest."""
@@ -49,8 +49,8 @@ class UnitVersions:
         """Restores the buffers of device homes after an interrupted update, and computes with the
         newest weights."""
         if self.unit.stays and any(
-            flat is not shard.weight.flat
-            for flat, shard in zip(self.unit.buffers.flats, self.unit.shards)
+            flat is not flat_param.weight.flat
+            for flat, flat_param in zip(self.unit.buffers.flats, self.unit.flat_params)
         ):
             self._swap()
         self.unit.uses_older = False

@@ -34,10 +34,10 @@ class StateArray:
 
 
 class ArrayIO(Protocol):
-    """Reads and writes the arrays of a shard."""
+    """Reads and writes the arrays of a flat param."""
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
-        """Reads as :meth:`ShardStore.read` does."""
+        """Reads as :meth:`ArrayStore.read` does."""
 
     def write(
         self,
@@ -48,11 +48,11 @@ class ArrayIO(Protocol):
         version: int,
         stays: bool = False,
     ) -> None:
-        """Writes as :meth:`ShardStore.write` does. ``stays``: ``source`` does not change until all
+        """Writes as :meth:`ArrayStore.write` does. ``stays``: ``source`` does not change until all
         of it is at home."""
 
     def guarding(self) -> AbstractContextManager[None]:
-        """Guards a block as :meth:`ShardStore.guarding` does."""
+        """Guards a block as :meth:`ArrayStore.guarding` does."""
 
 
 def bytes_of(pool: native.PinnedPool, lease: native.Lease, nbytes: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Staging: brings weights from disk towards the device, through slots of host memory or past it.
 
-slot      a lease of the staging pool, for the bytes of one shard
+slot      a lease of the staging pool, for the bytes of one flat param
 fetch     a read into a slot, or into the slot's counterpart on the device (:mod:`.past_host`)
 """
 

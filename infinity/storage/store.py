@@ -1,6 +1,7 @@
-"""ShardStore: reads, writes and verifies flat arrays at their homes.
+"""ArrayStore: reads, writes and verifies flat arrays at their homes.
 
-array       one flat array of one shard (its weights, its moments, ...), with its tier and extent
+array       one flat array of one flat param (its weights, its moments, ...), with its tier and
+            extent
 service     a small staging buffer of the store's own, for transfers outside the training loop
 
 A transfer keeps the lease of its memory until it is over (:mod:`csrc/io`). So after an interrupted
@@ -41,7 +42,7 @@ MIB = 1024 * 1024
 AT_ONCE = 4  # transfers of one array outside the training loop
 
 
-class ShardStore:
+class ArrayStore:
     """Moves parts of arrays for everything outside the training loop, and remembers a failed disk.
 
     arrays

@@ -40,7 +40,7 @@ def said_at_wrap(model: nn.Module, config: dict[str, Any], caplog) -> list[str]:
 
 
 def flat(model: nn.Module) -> torch.Tensor:
-    """All weights as slices of one buffer."""
+    """All weights as shards of one buffer."""
     buffer = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
     at = 0
     for param in model.parameters():

@@ -17,7 +17,7 @@ from torch import nn
 import infinity
 from infinity.runtime.handed_out import HandedOut
 from infinity.runtime.registry import wrapped
-from infinity.state.shard import ParamShard
+from infinity.state.flat_param import FlatParam
 
 HOMES = ("device", "host", "nvme")
 WIDTH = 40  # weights are of more bytes than are looked at whole
@@ -479,7 +479,7 @@ def test_what_is_struck_on_its_way_home_comes_there(of, home, tmp_path, monkeypa
     them, and a write from between."""
     model, optimizer = wrap(home, tmp_path)
     train(model, optimizer, 0)
-    kind, name = (ParamShard, "write_changes") if of == "weights" else (ParamShard, "write_moment")
+    kind, name = (FlatParam, "write_changes") if of == "weights" else (FlatParam, "write_moment")
     real, calls = getattr(kind, name), []
 
     def strike(*given: Any, **more: Any) -> None:

@@ -81,8 +81,8 @@ def wrapped(home: str, folder: Path, *, tiles: bool = False, **more: Any) -> tup
 def of(model: nn.Module, *others: Any) -> Gone:
     """Refers to a wrapped model and all that it has."""
     engine = model.__dict__["_infinity"].engine
-    shards = [shard for unit in engine.units for shard in unit.shards]
-    params = [param for shard in shards for param in shard.params]
+    flat_params = [flat for unit in engine.units for flat in unit.flat_params]
+    params = [param for flat in flat_params for param in flat.params]
     handles = [param._infinity.grad for param in params if param._infinity.grad is not None]
     parts = [
         engine.store,
@@ -92,7 +92,7 @@ def of(model: nn.Module, *others: Any) -> Gone:
     ]
     return [
         weakref.ref(each)
-        for each in (model, *others, engine, *engine.units, *shards, *params, *handles, *parts)
+        for each in (model, *others, engine, *engine.units, *flat_params, *params, *handles, *parts)
     ]
 
 
@@ -438,7 +438,7 @@ def grown(names: Iterable[str], home: str, folder: Path, rounds: int) -> list[st
 @every_home
 @pytest.mark.parametrize("name", WAYS)
 def test_nothing_stays_whichever_way_a_job_is_let_go(name, home, swap):
-    """Method: three rounds of a way in a child; model, optimizer, engine, units, shards,
+    """Method: three rounds of a way in a child; model, optimizer, engine, units, flat params,
     parameters, gradients and buffers are gone once the garbage collector ran, and no live objects,
     tensors' bytes, descriptors, threads or swap files are added.
     """
@@ -495,7 +495,7 @@ def holds_its_parameter(monkeypatch) -> None:
 
 
 def holds_the_shards(monkeypatch) -> None:
-    """A table of the process with the shards, and so with the parameters."""
+    """A table of the process with the flat params, and so with the parameters."""
     shut_down = engines.shut_down
 
     class Held(list):
@@ -503,9 +503,11 @@ def holds_the_shards(monkeypatch) -> None:
 
     def partial(function, scopes, store, contents, *rest):
         own = {id(each) for each in contents}
-        shards = Held(each for each in gc.get_objects() if isinstance(each, engines.ParamUnit))
-        shards = Held(shard for unit in shards for shard in unit.shards if id(shard.homes) in own)
-        return lambda: (shards.clear(), shut_down(scopes, store, contents, *rest))
+        flat_params = Held(each for each in gc.get_objects() if isinstance(each, engines.ParamUnit))
+        flat_params = Held(
+            flat for unit in flat_params for flat in unit.flat_params if id(flat.homes) in own
+        )
+        return lambda: (flat_params.clear(), shut_down(scopes, store, contents, *rest))
 
     real = engines.partial
     monkeypatch.setattr(

@@ -276,7 +276,7 @@ def test_a_failed_wrap_leaves_everything_as_it_was(cause, tmp_path, monkeypatch)
             (tmp_path / "w.safetensors").write_bytes(b"nonsense" * 100)
             bad["weights"] = tmp_path / "w.safetensors"
         elif cause == "interrupted":
-            from infinity.state.shard import ParamShard
+            from infinity.state.flat_param import FlatParam
 
             written = []
 
@@ -286,8 +286,8 @@ def test_a_failed_wrap_leaves_everything_as_it_was(cause, tmp_path, monkeypatch)
                     raise KeyboardInterrupt
                 return original(self, *args, **kwargs)
 
-            original = ParamShard.write_value
-            patch.setattr(ParamShard, "write_value", interrupted)
+            original = FlatParam.write_value
+            patch.setattr(FlatParam, "write_value", interrupted)
             kind = KeyboardInterrupt
         elif cause == "bad environment":
             patch.setenv("INFINITY_FAULTS", "nonsense=1")

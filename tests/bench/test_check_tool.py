@@ -52,15 +52,15 @@ def test_every_module_of_the_package_has_a_room(tool):
 @pytest.mark.parametrize(
     "line, found",
     [
-        ("from infinity.state.shard import ParamShard", True),
-        ("from infinity.state import handle, shard", True),
-        ("import infinity.state.shard", True),
+        ("from infinity.state.flat_param import FlatParam", True),
+        ("from infinity.state import handle, flat_param", True),
+        ("import infinity.state.flat_param", True),
         ("from infinity.state import handle", False),
-        ("from infinity.state.shard_spec import a", False),
+        ("from infinity.state.flat_param_spec import a", False),
     ],
 )
 def test_an_import_of_the_module_brings_a_file_forward(tool, line, found):
-    assert tool.imports(f"import torch\n{line}\n", "infinity.state.shard") == found
+    assert tool.imports(f"import torch\n{line}\n", "infinity.state.flat_param") == found
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch import nn
 
 import infinity
 from infinity.storage.loans import Loans
-from infinity.storage.store import ShardStore
+from infinity.storage.store import ArrayStore
 from infinity.storage.write_behind import WriteBehind
 
 Line = tuple[str, int]
@@ -35,7 +35,7 @@ def struck_at(found: set[Line]) -> Iterator[list[Line]]:
     """Raises KeyboardInterrupt in the block at the first line of a writer behind, and of what makes
     and ends it, that is not ``found`` yet. Yields a list that gets where."""
     watched: set[CodeType] = {
-        ShardStore.writing_behind.__wrapped__.__code__,
+        ArrayStore.writing_behind.__wrapped__.__code__,
         *(
             getattr(WriteBehind, name).__code__
             for name in (
@@ -148,7 +148,7 @@ def test_wherever_a_writer_behind_is_struck_the_next_load_is_whole(saved, uninte
         job.load(saved)
         check_like(job, uninterrupted, 2)
     assert {name for name, _ in found} >= {
-        "ShardStore.writing_behind",
+        "ArrayStore.writing_behind",
         "WriteBehind.write",
         "WriteBehind.flush",
         "WriteBehind.close",

@@ -77,7 +77,7 @@ def both(monkeypatch) -> Callable[..., list]:
 def filled(
     collectives: Collectives, numel: int = 512, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """A flat array of which this rank's slice is there."""
+    """A flat array of which this rank's shard is there."""
     flat = torch.full((numel,), -1.0, dtype=dtype)
     rank = collectives.ranks.rank
     flat.view(2, -1)[rank] = torch.arange(numel // 2) + 1000 * rank

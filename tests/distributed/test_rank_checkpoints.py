@@ -165,7 +165,7 @@ def test_a_checkpoint_of_four_ranks_is_loaded_by_one(four):
 
 @pytest.mark.slow
 def test_torch_distributed_checkpoint_loads_what_four_ranks_wrote(four):
-    """torch's own reader puts the slices together: weights and moments, in one process without
+    """torch's own reader puts the shards together: weights and moments, in one process without
     Infinity."""
     import torch.distributed.checkpoint as dcp
 

@@ -1,4 +1,4 @@
-"""Many ranks: the same bits as one process, equal slices, the papers' bytes, and no rank that fails
+"""Many ranks: the same bits as one process, equal shards, the papers' bytes, and no rank that fails
 alone.
 
 Words used here: see `ranks` (job, launch) and `rank_jobs`.
@@ -286,7 +286,7 @@ def one_process(
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("mode", MODES)
 def test_two_ranks_have_the_bits_of_one_process(two, mode, home):
-    """Weights and moments after three steps, on every rank, whatever is sliced and wherever it
+    """Weights and moments after three steps, on every rank, whatever is sharded and wherever it
     lives."""
     weights, optimizer, _ = one_process(2)
     for found in two[f"parity:{mode}-{home}"]:
@@ -296,7 +296,7 @@ def test_two_ranks_have_the_bits_of_one_process(two, mode, home):
 
 
 def test_a_mesh_may_name_its_ranks_in_any_order(two):
-    """torch numbers the ranks of a group its own way: slices must go by that."""
+    """torch numbers the ranks of a group its own way: shards must go by that."""
     assert not models.differing(
         two["parity:reversed"][0]["weights"], two["parity:parameters-host"][0]["weights"]
     )
@@ -354,7 +354,7 @@ def test_int8_moments_are_the_same_on_all_ranks(two):
 
 
 def test_clipping_is_by_the_norm_of_all_ranks(two):
-    """The norm is put together from slices: equal on all ranks and modes, and to one process within
+    """The norm is put together from shards: equal on all ranks and modes, and to one process within
     rounding."""
     weights, _, norms = one_process(2, clip=0.5)
     reference = two["parity:clip-parameters"][0]
@@ -481,7 +481,8 @@ def elements_of_units(world: int = 2) -> list[int]:
     units = infinity.runtime.registry.wrapped(model).engine.units
     padding = 4096 * world
     of_units = [
-        sum(-(-shard.layout.numel // padding) * padding for shard in unit.shards) for unit in units
+        sum(-(-flat.layout.numel // padding) * padding for flat in unit.flat_params)
+        for unit in units
     ]
     infinity.unwrap_model(model, optimizer)
     return of_units

@@ -44,11 +44,11 @@ def is_beside(job: AtHome) -> bool:
 
 
 def land(job: AtHome, grad: torch.Tensor, *, adds: bool, whole: bool = True) -> None:
-    """As a whole, or as this rank's slice, which is flat and by columns."""
+    """As a whole, or as this rank's shard, which is flat and by columns."""
     if whole:
         lander(job).land(job.handles[0], grad, adds=adds)
     else:
-        lander(job).land_slice(job.handles[0], grad.t().reshape(-1).clone(), adds=adds)
+        lander(job).land_shard(job.handles[0], grad.t().reshape(-1).clone(), adds=adds)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -118,19 +118,19 @@ def test_the_bytes_of_a_gradient_are_counted_on_their_way_home(job, whole):
     land(job, ODD.double(), adds=False, whole=whole) if whole else land(
         job, ODD, adds=False, whole=False
     )
-    job.engine.gradients.homes.queue.wait(job.handles[0].shard)
+    job.engine.gradients.homes.queue.wait(job.handles[0].flat_param)
     assert edge.nbytes - before == ODD.numel() * 4  # as they are at home
 
 
 def test_a_change_at_home_ends_an_update_made_ahead(monkeypatch):
-    """Twin: of the other shard nothing landed."""
+    """Twin: of the other flat param nothing landed."""
     for beside in (False, True):
         if beside:
             monkeypatch.setitem(accelerator.KINDS, "cpu", Elsewhere)
         for whole in (True, False):
             job, given = small_at_home(make=columns, speculate=True), RAMP.clone().requires_grad_()
             job.backward(given, given)
-            first, second = (handle.shard for handle in job.handles[:2])
+            first, second = (handle.flat_param for handle in job.handles[:2])
             assert first.homes.shadow is not None
             land(job, ODD, adds=True, whole=whole)
             assert first.homes.shadow is None and second.homes.shadow is not None
@@ -138,9 +138,9 @@ def test_a_change_at_home_ends_an_update_made_ahead(monkeypatch):
 
 def test_only_a_device_with_transfers_of_its_own_lands_beside_the_compute(job):
     """Method: whether the gradient's arrival is still listed."""
-    shard = job.handles[0].shard
+    flat_param = job.handles[0].flat_param
     land(job, ODD, adds=False)
-    assert len(job.engine.gradients.homes.landing_of(shard)) == is_beside(job)
-    job.engine.gradients.homes.queue.wait(shard)
+    assert len(job.engine.gradients.homes.landing_of(flat_param)) == is_beside(job)
+    job.engine.gradients.homes.queue.wait(flat_param)
     land(job, ODD, adds=False, whole=False)
-    assert len(job.engine.gradients.homes.landing_of(shard)) == is_beside(job)
+    assert len(job.engine.gradients.homes.landing_of(flat_param)) == is_beside(job)

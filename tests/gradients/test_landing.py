@@ -32,13 +32,13 @@ class Way:
         self.device = ThreadedDevice(torch.device("cpu"), self.traffic)
         self.queue = LandingQueue(self.device, self.traffic, in_flight_nbytes)
 
-    def send(self, shard: object, value: torch.Tensor, *, is_gated: bool = True):
+    def send(self, flat_param: object, value: torch.Tensor, *, is_gated: bool = True):
         def send() -> None:
             if is_gated:
                 self.gate.wait(SECONDS)
             self.home.copy_(value)
 
-        return self.queue.send(shard, send, NBYTES, "a.weight", value)
+        return self.queue.send(flat_param, send, NBYTES, "a.weight", value)
 
 
 @pytest.fixture
@@ -149,7 +149,8 @@ def test_what_is_sent_comes_after_the_compute_so_far():
 
 
 def test_what_is_forgotten_is_not_waited_for(way):
-    """Of one shard, or of all after an exception. Twin: another shard's is still on its way."""
+    """Of one flat param, or of all after an exception. Twin: another flat param's is still on its
+    way."""
     way.send(SHARD, torch.ones(4))
     event = way.send(OTHER, torch.ones(4))
     way.queue.forget(SHARD)

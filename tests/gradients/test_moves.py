@@ -1,4 +1,4 @@
-"""States move along their tables only: gradients, shards, units."""
+"""States move along their tables only: gradients, flat params, units."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from infinity import native
 from infinity.errors import InternalError
 from infinity.gradients.record import MOVES, GradRecord, GradState
 from infinity.state import home_arrays
+from infinity.state.flat_param import FlatParam
+from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.home_arrays import Activity, Shadow
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
 
 
 @pytest.mark.parametrize(
@@ -40,26 +40,29 @@ class Over:
         pass
 
 
-def a_shard() -> ParamShard:
-    spec = ShardSpec(
+def a_shard() -> FlatParam:
+    spec = FlatParamSpec(
         torch.float32, torch.float32, native.Master.OWN, torch.float32, torch.float32, 2, True
     )
-    return ParamShard(spec, [torch.nn.Parameter(torch.zeros(4))])
+    return FlatParam(spec, [torch.nn.Parameter(torch.zeros(4))])
 
 
-def in_state(activity: Activity) -> ParamShard:
-    shard = a_shard()
+def in_state(activity: Activity) -> FlatParam:
+    flat_param = a_shard()
     if activity is Activity.STEPPING:
-        shard.homes.submit(Over())
+        flat_param.homes.submit(Over())
     elif activity is Activity.SHADOWED:
-        shard.homes.cast_shadow(Shadow(Over(), None))
-    assert shard.homes.activity is activity
-    return shard
+        flat_param.homes.cast_shadow(Shadow(Over(), None))
+    assert flat_param.homes.activity is activity
+    return flat_param
 
 
 VERBS = {
-    "submit": (Activity.STEPPING, lambda shard: shard.homes.submit(Over())),
-    "cast_shadow": (Activity.SHADOWED, lambda shard: shard.homes.cast_shadow(Shadow(Over(), None))),
+    "submit": (Activity.STEPPING, lambda flat_param: flat_param.homes.submit(Over())),
+    "cast_shadow": (
+        Activity.SHADOWED,
+        lambda flat_param: flat_param.homes.cast_shadow(Shadow(Over(), None)),
+    ),
 }
 
 
@@ -67,23 +70,23 @@ VERBS = {
 @pytest.mark.parametrize("start", Activity, ids=lambda activity: activity.name)
 def test_a_shard_moves_along_its_table(start, verb):
     """Method: every verb in every state; what is not in the table raises, and changes nothing."""
-    shard, (to, act) = in_state(start), VERBS[verb]
+    flat_param, (to, act) = in_state(start), VERBS[verb]
     if to in home_arrays.MOVES[start]:
-        act(shard)
-        assert shard.homes.activity is to
+        act(flat_param)
+        assert flat_param.homes.activity is to
     else:
         with pytest.raises(InternalError, match=start.name):
-            act(shard)
-        assert shard.homes.activity is start
+            act(flat_param)
+        assert flat_param.homes.activity is start
 
 
 def test_a_shard_that_is_waited_for_is_at_home():
     """From every state, and the same update may be submitted twice."""
     for activity in Activity:
-        shard = in_state(activity)
-        shard.homes.wait_idle()
-        assert shard.homes.activity is Activity.AT_HOME
-    shard, update = a_shard(), Over()
-    shard.homes.submit(update)
-    shard.homes.submit(update)
-    assert shard.homes.activity is Activity.STEPPING
+        flat_param = in_state(activity)
+        flat_param.homes.wait_idle()
+        assert flat_param.homes.activity is Activity.AT_HOME
+    flat_param, update = a_shard(), Over()
+    flat_param.homes.submit(update)
+    flat_param.homes.submit(update)
+    assert flat_param.homes.activity is Activity.STEPPING

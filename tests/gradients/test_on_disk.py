@@ -40,7 +40,7 @@ class TwoPaths(nn.Module):
 
 @pytest.mark.parametrize("micro", [1, 3])
 def test_only_gradients_that_are_added_to_are_read(tmp_path, monkeypatch, micro):
-    """Method: shards whose gradients the store reads, in every backward of three steps; in the
+    """Method: flat params whose gradients the store reads, in every backward of three steps; in the
     second step half of the parameters get none. The first backward of a step reads none, each
     further one all. The twin: with everything in memory the final bits are the same.
     """
@@ -54,7 +54,7 @@ def test_only_gradients_that_are_added_to_are_read(tmp_path, monkeypatch, micro)
             config["host_memory"] = least_host_memory(model, optimizer, config)
         model, optimizer = infinity.wrap_model(model, optimizer, config)
         engine, read = wrapped(model).engine, []
-        grads = {shard.arrays["grad"]: shard for unit in engine.units for shard in unit.shards}
+        grads = {flat.arrays["grad"]: flat for unit in engine.units for flat in unit.flat_params}
         assert engine.plan.tiers["grad"] is (Tier.NVME if home == "nvme" else Tier.HOST)
         start_read = engine.store.start_read
         monkeypatch.setattr(

@@ -9,23 +9,25 @@ from small import RAMP, small_at_home
 from infinity import native
 from infinity.gradients.opened import OpenedGrads
 
-NBYTES = 4 * 4096  # of one shard
+NBYTES = 4 * 4096  # of one flat param
 
 
 class Desk:
-    """A pool with room for so many shards, and what is done between it and the disk."""
+    """A pool with room for so many flat params, and what is done between it and the disk."""
 
     def __init__(self, folder, monkeypatch, slots: int = 2):
         self.job = small_at_home("nvme", folder)
         self.store, self.done = self.job.engine.store, []
-        self.shards = [handle.shard for handle in self.job.handles]
+        self.flat_params = [handle.flat_param for handle in self.job.handles]
         self.region = native.Region(slots * NBYTES)
         self.memory().fill_(8.0)
         self.pool = native.PinnedPool(self.region)
-        self.opened = OpenedGrads(self.store, self.pool, lambda shard: self.note("wait", shard))
+        self.opened = OpenedGrads(
+            self.store, self.pool, lambda flat_param: self.note("wait", flat_param)
+        )
         self.job.backward(RAMP, 2 * RAMP)
         self.job.engine.gradients.homes.settle()
-        arrays = {shard.arrays["grad"]: shard for shard in self.shards}
+        arrays = {flat.arrays["grad"]: flat for flat in self.flat_params}
         for name in ("read", "write"):
             start = getattr(self.store, f"start_{name}")
 
@@ -35,15 +37,15 @@ class Desk:
 
             monkeypatch.setattr(self.store, f"start_{name}", started)
 
-    def note(self, what: str, shard) -> None:
-        self.done.append((what, self.shards.index(shard)))
+    def note(self, what: str, flat_param) -> None:
+        self.done.append((what, self.flat_params.index(flat_param)))
 
     def memory(self) -> torch.Tensor:
         numel = self.region.nbytes // 4
         return native.tensor_at(self.region, self.region.address, numel, torch.float32)
 
     def flat(self, index: int, *, write: bool = False) -> torch.Tensor:
-        return self.opened.flat(self.shards[index], write=write)
+        return self.opened.flat(self.flat_params[index], write=write)
 
     def take_done(self) -> list[tuple[str, int]]:
         done, self.done = self.done, []
@@ -56,7 +58,7 @@ def desk(tmp_path, monkeypatch) -> Desk:
 
 
 def test_a_gradient_is_read_once_into_a_slot(desk):
-    """Twin: each shard has its own."""
+    """Twin: each flat param has its own."""
     flat = desk.flat(0)
     assert flat[:8].tolist() == RAMP.tolist() * 2 and flat.numel() == 4096
     assert desk.flat(0).data_ptr() == flat.data_ptr()
@@ -80,8 +82,8 @@ def test_a_shard_with_one_gradient_is_read(tmp_path):
     bias.param.grad = None
     job.engine.gradients.homes.settle()
     pool = native.PinnedPool(native.Region(NBYTES))
-    opened = OpenedGrads(job.engine.store, pool, lambda shard: None)
-    assert opened.flat(weight.shard, write=False)[:8].tolist() == RAMP.tolist() * 2
+    opened = OpenedGrads(job.engine.store, pool, lambda flat_param: None)
+    assert opened.flat(weight.flat_param, write=False)[:8].tolist() == RAMP.tolist() * 2
 
 
 @pytest.mark.parametrize("writes", [(False, False), (True, False), (False, True)])
@@ -91,9 +93,9 @@ def test_only_a_gradient_that_changed_is_written_when_it_is_closed(desk, writes)
         desk.flat(0, write=write)
     desk.take_done()
     for _ in range(2):
-        desk.opened.close(desk.shards[0])
+        desk.opened.close(desk.flat_params[0])
     assert desk.take_done() == [("wait", 0), ("write", 0)] * any(writes)
-    desk.opened.close(desk.shards[1])  # which was never opened
+    desk.opened.close(desk.flat_params[1])  # which was never opened
     assert desk.take_done() == []
 
 
@@ -133,7 +135,7 @@ def test_slots_are_free_once_all_is_settled(desk):
 def test_a_closed_shard_gives_its_slot_back_alone(desk):
     desk.flat(0)
     desk.flat(1)
-    desk.opened.close(desk.shards[0])
+    desk.opened.close(desk.flat_params[0])
     assert desk.pool.leased_nbytes == NBYTES
     desk.take_done()
     desk.flat(1)
@@ -150,4 +152,4 @@ def test_another_pool_is_used_from_the_time_it_is_given(desk):
 
 
 def test_without_a_pool_there_is_nothing_to_settle(desk):
-    OpenedGrads(desk.store, None, lambda shard: None).settle()
+    OpenedGrads(desk.store, None, lambda flat_param: None).settle()

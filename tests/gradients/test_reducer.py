@@ -28,7 +28,7 @@ from infinity.planning.schedule import Schedule
 from infinity.state.flat_layout import FlatLayout
 from infinity.state.unit import ParamUnit
 
-UNITS, NUMEL = 4, 4096  # each unit of two parameters, of which each rank's slice is one
+UNITS, NUMEL = 4, 4096  # each unit of two parameters, of which each rank's shard is one
 
 
 class Collectives:
@@ -36,7 +36,10 @@ class Collectives:
 
     def __init__(self, pair: Pair, rank: int, shard: str):
         self._pair, self._rank, self.traffic = pair, rank, Traffic()
-        keeps = {"keeps_weights": shard != "parameters", "keeps_gradients": shard == "optimizer"}
+        keeps = {
+            "keeps_weights": shard != "parameters",
+            "keeps_gradients": shard == "optimizer",
+        }
         self.ranks = SimpleNamespace(rank=rank, size=2, data_size=2, **keeps)
 
     can_share_flags = True
@@ -86,19 +89,19 @@ class Shard:
 class Handle(SimpleNamespace):
     """One parameter's."""
 
-    def __init__(self, unit: Any, shard: Shard, index: int):
-        super().__init__(unit=unit, shard=shard, index=index)
+    def __init__(self, unit: Any, flat_param: Shard, index: int):
+        super().__init__(unit=unit, flat_param=flat_param, index=index)
 
     __hash__, __eq__ = object.__hash__, object.__eq__
 
 
 class Unit(ParamUnit):
-    """One with shards of a row of two, which needs no store."""
+    """One with flat params of a row of two, which needs no store."""
 
     def __init__(self, index: int, rank: int, is_shared: bool):
         self.index, self.name, self.is_shared = index, f"unit {index}", is_shared
-        self.shards = [Shard(rank, [torch.zeros(NUMEL), torch.zeros(NUMEL)])]
-        self.shards[0].handles = [Handle(self, self.shards[0], i) for i in range(2)]
+        self.flat_params = [Shard(rank, [torch.zeros(NUMEL), torch.zeros(NUMEL)])]
+        self.flat_params[0].handles = [Handle(self, self.flat_params[0], i) for i in range(2)]
 
 
 class Bank:
@@ -106,7 +109,7 @@ class Bank:
 
     def __init__(self, device: Device):
         self.landed, self.fails = {}, False
-        self.homes = SimpleNamespace(device=device, whole=lambda shard: shard.at_home)
+        self.homes = SimpleNamespace(device=device, whole=lambda flat_param: flat_param.at_home)
 
     def land_average(self, handle: Any, average: torch.Tensor) -> None:
         if self.fails:
@@ -131,7 +134,7 @@ class Rank:
         self.bank, self.reduced = Bank(device), []
         collectives = Collectives(pair, rank, shard)
         for of_unit in self.units:
-            of_unit.shards[0].collectives = collectives
+            of_unit.flat_params[0].collectives = collectives
         self.reducer = Reducer(
             collectives,
             self.units,
@@ -408,7 +411,7 @@ def test_zero_1_averages_what_is_at_home_when_somebody_looks_once():
 
     def work(rank: Rank) -> None:
         for unit in rank.units:
-            unit.shards[0].at_home = torch.full((2 * NUMEL,), 4.0 + 4 * rank.rank)
+            unit.flat_params[0].at_home = torch.full((2 * NUMEL,), 4.0 + 4 * rank.rank)
             for handle in unit.handles:
                 handle.grad = GradRecord(GradState.LANDED if unit.index else GradState.ABSENT)
         rank.units[2].handles[0].grad.averaged = rank.units[2].handles[1].grad.averaged = True

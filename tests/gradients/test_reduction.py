@@ -12,27 +12,27 @@ from infinity import native
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.data_ranks import DataRanks
 from infinity.gradients.reduction import Reduction
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
+from infinity.state.flat_param import FlatParam
+from infinity.state.flat_param_spec import FlatParamSpec
 
 NUMEL = 3000  # of each of the three parameters; all are padded to 16384, of which a rank has half
 OFFSETS = (0, 3008, 6016)  # multiples of 64
 
 
-def a_shard(rank: int = 1) -> ParamShard:
+def a_shard(rank: int = 1) -> FlatParam:
     """The last parameter is on both ranks, the others on the first alone."""
-    spec = ShardSpec(
+    spec = FlatParamSpec(
         torch.float32, torch.float32, native.Master.OWN, torch.float32, torch.float32, 2, True
     )
     params = [nn.Parameter(torch.zeros(NUMEL)) for _ in range(3)]
-    return ParamShard(spec, params, Collectives(DataRanks(rank=rank, size=2)))
+    return FlatParam(spec, params, Collectives(DataRanks(rank=rank, size=2)))
 
 
 HANDLES = [SimpleNamespace(name=str(index), index=index) for index in range(3)]
 
 
-def reduction(shard: ParamShard, *got: int, is_decided: bool = False) -> Reduction:
-    return Reduction(shard, HANDLES, got, is_decided=is_decided)
+def reduction(flat_param: FlatParam, *got: int, is_decided: bool = False) -> Reduction:
+    return Reduction(flat_param, HANDLES, got, is_decided=is_decided)
 
 
 def land(reduction: Reduction, average: torch.Tensor) -> tuple[dict[str, list], list[str]]:

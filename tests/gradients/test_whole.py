@@ -11,7 +11,7 @@ from infinity.gradients.whole import WholeGradients
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 
-NBYTES = 4 * 4096  # of one shard: its elements are padded to 4096, each of four bytes
+NBYTES = 4 * 4096  # of one flat param: its elements are padded to 4096, each of four bytes
 
 
 def sums(job: AtHome, budget: int | None = None) -> tuple[WholeGradients, Ledger]:
@@ -25,38 +25,38 @@ def charged(ledger: Ledger) -> int:
 
 
 def values(whole: torch.Tensor, handle) -> torch.Tensor:
-    """The elements of one parameter in a shard's flat memory."""
-    place = handle.shard.layout.placements[handle.index]
+    """The elements of one parameter in a flat param's flat memory."""
+    place = handle.flat_param.layout.placements[handle.index]
     return whole[place.offset : place.offset + place.numel]
 
 
 def test_the_first_gradient_replaces_what_is_in_the_memory_and_others_are_added():
     job = small_at_home(bias=True)
     (weights, ledger), (weight, bias, *_) = sums(job), job.handles
-    weights.take(weight.unit, weight.shard).fill_(float("nan"))
+    weights.take(weight.unit, weight.flat_param).fill_(float("nan"))
     weights.add(weight, torch.full((2, 4), 1.0))
     weights.add(weight, torch.full((2, 4), 2.0))
     weights.add(bias, torch.full((2,), 5.0))
-    whole, charge = weights.pop(weight.shard)
+    whole, charge = weights.pop(weight.flat_param)
     assert values(whole, weight).tolist() == [3.0] * 8 and values(whole, bias).tolist() == [5.0] * 2
     assert whole.dtype == torch.float32 and whole.numel() == 4096
     assert charged(ledger) == charge.nbytes == NBYTES
 
 
 def test_it_is_known_which_parameters_have_a_gradient():
-    """Memory alone is no gradient. Twin: the other parameter, and the other shard."""
+    """Memory alone is no gradient. Twin: the other parameter, and the other flat param."""
     job = small_at_home(bias=True)
     (weights, _), (weight, bias, other, *_) = sums(job), job.handles
-    weights.take(weight.unit, weight.shard)
-    assert weights.is_empty and not weights.has(weight.shard)
+    weights.take(weight.unit, weight.flat_param)
+    assert weights.is_empty and not weights.has(weight.flat_param)
     weights.add(bias, torch.ones(2))
     assert not weights.is_empty
-    assert weights.has(weight.shard) and not weights.has(other.shard)
+    assert weights.has(weight.flat_param) and not weights.has(other.flat_param)
     assert weights.has_gradient(bias) and not weights.has_gradient(weight)
     assert not weights.has_gradient(other)
-    assert weights.pop_got(other.shard) == set()
-    assert weights.pop_got(weight.shard) == {bias.index} == {1}
-    assert weights.is_empty and weights.pop_got(weight.shard) == set()
+    assert weights.pop_got(other.flat_param) == set()
+    assert weights.pop_got(weight.flat_param) == {bias.index} == {1}
+    assert weights.is_empty and weights.pop_got(weight.flat_param) == set()
 
 
 def test_after_it_is_handed_over_the_next_gradient_is_the_first_again():
@@ -66,13 +66,13 @@ def test_after_it_is_handed_over_the_next_gradient_is_the_first_again():
     for _ in range(2):
         weights.add(weight, torch.ones(2, 4))
         assert charged(ledger) == NBYTES
-    _, charge = weights.pop(weight.shard)
-    weights.pop_got(weight.shard)
+    _, charge = weights.pop(weight.flat_param)
+    weights.pop_got(weight.flat_param)
     weights.add(weight, torch.full((2, 4), 7.0))
     assert charged(ledger) == 2 * NBYTES
     charge.release()
     assert charged(ledger) == NBYTES
-    assert values(weights.take(weight.unit, weight.shard), weight).tolist() == [7.0] * 8
+    assert values(weights.take(weight.unit, weight.flat_param), weight).tolist() == [7.0] * 8
 
 
 @pytest.mark.parametrize("fits", [False, True])
@@ -83,13 +83,13 @@ def test_a_shard_without_room_is_refused_and_nothing_is_kept_of_it(fits):
     weights.add(first, torch.ones(2, 4))
     if fits:
         weights.add(second, torch.ones(2, 4))
-        assert weights.has(second.shard)
+        assert weights.has(second.flat_param)
         return
     with pytest.raises(CapacityError, match=r"the gradients of unit layers\.1"):
         weights.add(second, torch.ones(2, 4))
-    assert not weights.has(second.shard) and charged(ledger) == NBYTES
+    assert not weights.has(second.flat_param) and charged(ledger) == NBYTES
     weights.add(first, torch.ones(2, 4))  # what has room goes on
-    assert values(weights.take(first.unit, first.shard), first).tolist() == [2.0] * 8
+    assert values(weights.take(first.unit, first.flat_param), first).tolist() == [2.0] * 8
 
 
 def test_all_memory_is_given_back_at_once():
@@ -101,7 +101,7 @@ def test_all_memory_is_given_back_at_once():
     assert charged(ledger) == 0 and weights.is_empty
     for handle in handles:
         weights.add(handle, torch.full((2, 4), 9.0))
-        assert values(weights.take(handle.unit, handle.shard), handle).tolist() == [9.0] * 8
+        assert values(weights.take(handle.unit, handle.flat_param), handle).tolist() == [9.0] * 8
     assert charged(ledger) == 2 * NBYTES
 
 

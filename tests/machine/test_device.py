@@ -215,16 +215,16 @@ def test_state_on_the_device_is_stepped_there_with_the_same_bits(
 
 @pytest.mark.parametrize("moments", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_step_that_is_split_has_the_same_bits(moments, kernels, compute_on, monkeypatch):
-    """Half of each shard by the device and half by the processor; the device's share is chosen by
-    measured rates. With 8-bit moments this fails when the random bits of rounding go by an
+    """Half of each flat param by the device and half by the processor; the device's share is chosen
+    by measured rates. With 8-bit moments this fails when the random bits of rounding go by an
     element's place in its slot."""
     config = {"params": "host", "optimizer": "host", "moments": moments}
     by_processor = trained(config, clip=True)
     compute_on(Elsewhere, kernels)
     shares = []
 
-    def half(stepper, processor_rate, shard_bytes):
-        assert processor_rate > 0 and shard_bytes > 0
+    def half(stepper, processor_rate, flat_param_bytes):
+        assert processor_rate > 0 and flat_param_bytes > 0
         stepper.share = 0.5
         shares.append(stepper.share)
 
@@ -389,11 +389,11 @@ def test_pieces_of_a_unit_are_copied_as_they_are_read(compute_on, monkeypatch, t
     monkeypatch.setattr("infinity.state.staged_reads.PIECE_NBYTES", native.CHECKSUM_NBYTES)
     real, counts = StagedReads._copy_piece, []
 
-    def copy_piece(reads, store, shard, flat, piece, name, *, beside=False):
+    def copy_piece(reads, store, flat_param, flat, piece, name, *, beside=False):
         counts.append(piece.begin)
         moved = beside and piece.read.nbytes == native.CHECKSUM_NBYTES
         placed = dataclasses.replace(piece, begin=0) if moved else piece
-        real(reads, store, shard, flat, placed, name)
+        real(reads, store, flat_param, flat, placed, name)
 
     monkeypatch.setattr(StagedReads, "_copy_piece", copy_piece)
     assert same(trained(config, clip=True), at_once)
@@ -537,7 +537,7 @@ def _finish_gather(unit, store, *, real=ParamUnit.finish_gather):
 
 
 def _norm_taken_anew(grads, handle, order):
-    grads.homes.queue.forget(handle.shard)
+    grads.homes.queue.forget(handle.flat_param)
     return torch.linalg.vector_norm(grads.value(handle, write=False), order)
 
 
@@ -563,7 +563,7 @@ TWINS = {
     "updates that do not wait for gradients": (
         homes.GradHomes,
         "close_shard",
-        lambda self, shard: [],
+        lambda self, flat_param: [],
     ),
     "a gradient that is read before it landed": (values.GradValues, "norm", _norm_taken_anew),
 }
@@ -586,7 +586,7 @@ def test_nobody_stands_still_between_two_steps(monkeypatch):
 
     def value(self, handle, *args, real=lander.Lander.beside, **how):
         real(self, handle, *args, **how)
-        self._homes.queue.wait(handle.shard)
+        self._homes.queue.wait(handle.flat_param)
 
     monkeypatch.setattr(lander.Lander, "beside", value)
     assert races_of(monkeypatch, config)[1] > 0

@@ -35,16 +35,16 @@ def job() -> SimpleNamespace:
     model, optimizer = infinity.wrap_model(
         model, torch.optim.SGD(model.parameters(), lr=1.0), {"params": "host", "optimizer": "host"}
     )
-    shard = model.weight._infinity.shard
+    flat_param = model.weight._infinity.flat_param
     return SimpleNamespace(
-        model=model, optimizer=optimizer, engine=wrapped(model).engine, shard=shard
+        model=model, optimizer=optimizer, engine=wrapped(model).engine, flat_param=flat_param
     )
 
 
 @pytest.fixture
 def state(job) -> SimpleNamespace:
-    """The shard's weights count up, and its gradients are halves."""
-    arrays = job.shard.arrays
+    """The flat param's weights count up, and its gradients are halves."""
+    arrays = job.flat_param.arrays
     arrays["weight"].flat.copy_(torch.arange(float(NUMEL)))
     arrays["grad"].flat.fill_(0.5)
     return SimpleNamespace(weight=arrays["weight"].flat, arrays=arrays, job=job)
@@ -52,10 +52,10 @@ def state(job) -> SimpleNamespace:
 
 def step(state, device: Recorder, *spans: tuple[int, int], behind=(), **more) -> DeviceUpdate:
     stepper = DeviceStepper(device, device.traffic, SLOT_NBYTES)
-    shard, hyper = state.job.shard, native.Hyperparameters()
+    flat_param, hyper = state.job.flat_param, native.Hyperparameters()
     return stepper.step(
-        shard,
-        shard.homes.native_layout(native.Rule.SGD),
+        flat_param,
+        flat_param.homes.native_layout(native.Rule.SGD),
         [(begin, end, hyper) for begin, end in spans],
         behind=behind,
         **{"version": 7} | more,
@@ -128,15 +128,17 @@ def test_new_weights_are_made_beside_the_old_ones(state):
 def test_only_state_on_the_device_itself_is_stepped_in_place(state):
     """Method: the tiers of arrays are made up. Gradients alone do not count."""
 
-    def shard(**tiers: Tier) -> SimpleNamespace:
+    def flat_param(**tiers: Tier) -> SimpleNamespace:
         return SimpleNamespace(
             arrays={name: SimpleNamespace(tier=tier) for name, tier in tiers.items()}
         )
 
-    assert passing(state.job.shard) == ["weight", "grad"] and not steps_on_device(state.job.shard)
-    assert steps_on_device(shard(weight=Tier.DEVICE, grad=Tier.HOST))
-    assert passing(shard(weight=Tier.DEVICE, grad=Tier.HOST, exp_avg=Tier.NVME)) == ["grad"]
-    assert not steps_on_device(shard(weight=Tier.HOST, grad=Tier.DEVICE))
+    assert passing(state.job.flat_param) == ["weight", "grad"] and not steps_on_device(
+        state.job.flat_param
+    )
+    assert steps_on_device(flat_param(weight=Tier.DEVICE, grad=Tier.HOST))
+    assert passing(flat_param(weight=Tier.DEVICE, grad=Tier.HOST, exp_avg=Tier.NVME)) == ["grad"]
+    assert not steps_on_device(flat_param(weight=Tier.HOST, grad=Tier.DEVICE))
 
 
 SHARES = [(0.0, NUMEL), (1.0, 0), (0.4, 3 * CHUNK), (0.3, 3 * CHUNK), (1e-9, NUMEL)]
@@ -146,10 +148,10 @@ SHARES = [(0.0, NUMEL), (1.0, 0), (0.4, 3 * CHUNK), (0.3, 3 * CHUNK), (1e-9, NUM
 def test_the_device_steps_the_last_elements_from_a_whole_block_on(job, share, first):
     stepper = DeviceStepper(device := Recorder(), device.traffic, SLOT_NBYTES)
     stepper.share = share
-    assert stepper.first_own(job.shard) == first
+    assert stepper.first_own(job.flat_param) == first
     without = DeviceStepper(device, device.traffic, 0)
     without.share = share
-    assert without.first_own(job.shard) == NUMEL
+    assert without.first_own(job.flat_param) == NUMEL
 
 
 def test_device_and_processor_take_shares_that_end_together():

@@ -160,14 +160,14 @@ def test_updates_made_ahead_are_counted_and_kept_if_the_step_is_equal(clip, kept
     """Twin: a clipped step drops them, with the same result as without."""
     job = small_at_home(speculate=True)
     job.backward(GIVEN, GIVEN)
-    shards = [handle.shard for handle in job.handles[:2]]
-    assert all(shard.homes.shadow is not None for shard in shards)
+    flat_params = [handle.flat_param for handle in job.handles[:2]]
+    assert all(flat.homes.shadow is not None for flat in flat_params)
     policy = job.engine.updates.shadows
     job.optimizer._stepping.prepare()
     job.optimizer._stepping.make(job.optimizer.param_groups, clip)
     assert (policy.made, policy.kept) == (2, kept)
     assert weights(job) == less(RAMP * clip, RAMP * clip, 0.0)
-    assert all(shard.homes.shadow is None for shard in shards)
+    assert all(flat.homes.shadow is None for flat in flat_params)
     assert policy.is_wanted(1) == (kept == 2) and not policy.is_wanted(2)
     job.optimizer.zero_grad()
     job.backward(GIVEN, GIVEN)
@@ -182,5 +182,5 @@ def test_an_update_made_ahead_of_what_is_not_stepped_is_dropped():
     second = job.handles[1]
     second.param.grad = None
     job.optimizer.step()
-    assert second.shard.homes.shadow is None and second.step == 0
+    assert second.flat_param.homes.shadow is None and second.step == 0
     assert weights(job) == less(RAMP, 0.0, 0.0)

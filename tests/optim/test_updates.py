@@ -11,7 +11,7 @@ from small import RAMP, small_at_home
 from infinity.machine.device import Device
 from infinity.machine.traffic import Traffic
 from infinity.optim.updates import Updates, draw_updates
-from infinity.state.shard_spec import MOMENTS
+from infinity.state.flat_param_spec import MOMENTS
 
 
 class Line:

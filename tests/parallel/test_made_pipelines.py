@@ -328,7 +328,7 @@ def test_stages_data_ranks_and_parts_together(tmp_path, world, axes):
     ("axes", "largest"), [({"tp": 2}, TABLE // 2), ({}, 4096 * 4)], ids=["pp2 x tp2", "pp2 x dp2"]
 )
 def test_a_tie_sends_each_rank_its_part_of_the_gradient(axes, largest, tmp_path):
-    """Of a table that t ranks have parts of, and d ranks slices of (in whole runs of 4,096
+    """Of a table that t ranks have parts of, and d ranks shards of (in whole runs of 4,096
     elements): each sends its own to the one at its place in the other stage, so that a stage sends
     the table once, whatever t and d."""
     swap = tmp_path / "swap"

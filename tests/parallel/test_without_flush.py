@@ -307,12 +307,12 @@ def test_a_micro_batch_has_one_version_and_two_are_there(two):
 def test_a_second_version_takes_the_bytes_of_the_weights_and_the_window_holds(two, home):
     for rank in two[f"room:{home}"]:
         assert (
-            rank["slices"] <= rank["taken"] <= rank["slices"] + 4096 * 100
+            rank["shards"] <= rank["taken"] <= rank["shards"] + 4096 * 100
             if home != "nvme"
-            else rank["slices"] <= rank["taken"]
+            else rank["shards"] <= rank["taken"]
         )
         assert rank["most"] <= rank["window"] and (
-            home != "narrow" or rank["window"] < NARROW < 2 * rank["slices"]
+            home != "narrow" or rank["window"] < NARROW < 2 * rank["shards"]
         )
     if (
         home
@@ -322,7 +322,7 @@ def test_a_second_version_takes_the_bytes_of_the_weights_and_the_window_holds(tw
         )
         # with a wide window the first stage has both there, and loads each of two versions once
     ):
-        assert two[f"room:{home}"][0]["most"] == 2 * two[f"room:{home}"][0]["slices"]
+        assert two[f"room:{home}"][0]["most"] == 2 * two[f"room:{home}"][0]["shards"]
         assert [rank["loads"] for rank in two[f"room:{home}"]] == [2.0, 2.0]
 
 

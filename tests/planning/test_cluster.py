@@ -11,10 +11,10 @@ from infinity import native
 from infinity.machine.tiers import Tier
 from infinity.planning.cluster import MACHINES, Machine, gathers_of, predict_cluster
 from infinity.planning.memory_plan import MemoryPlan
-from infinity.planning.unit_sizes import ShardSize, UnitSize
-from infinity.state.shard_spec import ShardSpec
+from infinity.planning.unit_sizes import FlatParamSize, UnitSize
+from infinity.state.flat_param_spec import FlatParamSpec
 
-SPEC = ShardSpec(
+SPEC = FlatParamSpec(
     wrapped_dtype=float32,
     dtype=float32,
     master=native.Master.OWN,
@@ -27,7 +27,9 @@ HOST = {name: Tier.HOST for name in ("weight", "master", "exp_avg", "exp_avg_sq"
 
 
 def units_of(count: int, ranks: int = 2, numel: int = 1 << 20) -> list[UnitSize]:
-    return [UnitSize(f"unit {index}", (ShardSize(SPEC, numel, ranks),)) for index in range(count)]
+    return [
+        UnitSize(f"unit {index}", (FlatParamSize(SPEC, numel, ranks),)) for index in range(count)
+    ]
 
 
 def plan_of(window: int, tiers: dict = HOST) -> MemoryPlan:
@@ -107,9 +109,9 @@ def test_state_on_the_device_is_stepped_at_the_devices_rate(tmp_path):
     device = dict.fromkeys(HOST, Tier.DEVICE)
     found = predict_cluster(plan_of(1 << 40, device), units, machine, 1, flops=1.0)
     nbytes = sum(
-        shard.nbytes("grad") + 2 * sum(map(shard.nbytes, ("weight", "exp_avg", "exp_avg_sq")))
+        flat.nbytes("grad") + 2 * sum(map(flat.nbytes, ("weight", "exp_avg", "exp_avg_sq")))
         for unit in units
-        for shard in unit.shards
+        for flat in unit.flat_params
     )
     assert found.edges["optimizer"] == nbytes and found.seconds[
         "optimizer on device"
@@ -154,7 +156,7 @@ def test_the_slowest_resource_decides():
     assert found.bottleneck == "disks"
     nbytes = (
         2
-        * sum(shard.nbytes("exp_avg") for unit in units for shard in unit.shards)
+        * sum(flat.nbytes("exp_avg") for unit in units for flat in unit.flat_params)
         * machine.devices
     )
     assert found.seconds["disks"] == pytest.approx(

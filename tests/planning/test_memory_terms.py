@@ -22,15 +22,15 @@ from infinity.state.partition import Group, held_nbytes, partition
 NUMEL = MIB  # elements of a unit: 2 MiB of bf16 weights, as much of gradients
 
 
-def sliced(count: int, *, slices: int, whole_grad: bool = False, node_size: int = 0) -> list:
+def sharded(count: int, *, shards: int, whole_grad: bool = False, node_size: int = 0) -> list:
     """Units of a job of some ranks."""
     units = equal_units(count, NUMEL)
     return [
         dataclasses.replace(
             u,
-            shards=tuple(
-                dataclasses.replace(s, slices=slices, whole_grad=whole_grad, node_size=node_size)
-                for s in u.shards
+            flat_params=tuple(
+                dataclasses.replace(s, shards=shards, whole_grad=whole_grad, node_size=node_size)
+                for s in u.flat_params
             ),
         )
         for u in units
@@ -41,12 +41,12 @@ def test_ranks_add_gradients_to_be_averaged_and_those_of_others(tmp_path):
     """Two whole gradients beside what is held while they fill, and two more that come from the
     others."""
     plan = plan_of(
-        sliced(4, slices=4), config_of(tmp_path, params="host", optimizer="host"), held=2 * MIB
+        sharded(4, shards=4), config_of(tmp_path, params="host", optimizer="host"), held=2 * MIB
     )
     device = plan.terms[Tier.DEVICE]
     assert device["gradients to be averaged"] == 2 * 2 * MIB + 2 * MIB
     assert device["gradients of other ranks"] == 2 * 2 * MIB
-    assert "second slices" not in device
+    assert "node shards" not in device
     assert (
         "gradients of other ranks"
         not in plan_of(
@@ -57,7 +57,7 @@ def test_ranks_add_gradients_to_be_averaged_and_those_of_others(tmp_path):
 
 def test_whole_gradients_at_home_wait_for_nothing_on_the_device(tmp_path):
     plan = plan_of(
-        sliced(4, slices=4, whole_grad=True),
+        sharded(4, shards=4, whole_grad=True),
         config_of(tmp_path, params="host", optimizer="host", shard="optimizer"),
     )
     assert "gradients to be averaged" not in plan.terms[Tier.DEVICE]
@@ -68,10 +68,10 @@ def test_whole_gradients_at_home_wait_for_nothing_on_the_device(tmp_path):
 
 def test_a_machines_ranks_keep_their_part_of_every_weight(tmp_path):
     plan = plan_of(
-        sliced(4, slices=8, node_size=4),
+        sharded(4, shards=8, node_size=4),
         config_of(tmp_path, params="nvme", optimizer="nvme", shard_in_node=True),
     )
-    assert plan.terms[Tier.DEVICE]["second slices"] == 4 * 2 * MIB // 4
+    assert plan.terms[Tier.DEVICE]["node shards"] == 4 * 2 * MIB // 4
 
 
 def test_activations_on_the_disk_are_staged_in_eight_slots(tmp_path):

@@ -41,9 +41,9 @@ from infinity.planning.plan import make_plan
 from infinity.planning.predict import predict
 from infinity.planning.slots import needed_device_slot_nbytes
 from infinity.planning.step_traffic import traffic
-from infinity.planning.unit_sizes import CHECKSUMMED, ShardSize, UnitSize
+from infinity.planning.unit_sizes import CHECKSUMMED, FlatParamSize, UnitSize
 from infinity.runtime.registry import wrapped
-from infinity.state.shard_spec import ShardSpec
+from infinity.state.flat_param_spec import FlatParamSpec
 
 SEED = 5
 KIB, MIB = 1024, 1024 * 1024
@@ -51,30 +51,30 @@ PAGE = 4096
 
 bf16, fp32 = torch.bfloat16, torch.float32
 SPECS = [
-    ShardSpec(bf16, bf16, native.Master.SPLIT, bf16, fp32, 2, True),
-    ShardSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 2, True),
-    ShardSpec(bf16, bf16, native.Master.SPLIT, bf16, torch.uint8, 2, True),
-    ShardSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 1, True),
-    ShardSpec(bf16, bf16, native.Master.OWN, bf16, fp32, 0, False),
+    FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, fp32, 2, True),
+    FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 2, True),
+    FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, torch.uint8, 2, True),
+    FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 1, True),
+    FlatParamSpec(bf16, bf16, native.Master.OWN, bf16, fp32, 0, False),
 ]
 
 
 def random_units(rng: random.Random) -> list[UnitSize]:
-    def shard() -> ShardSize:
-        return ShardSize(rng.choice(SPECS), 4096 * rng.choice([1, 2, 9, 33, 100, 700]))
+    def flat_param() -> FlatParamSize:
+        return FlatParamSize(rng.choice(SPECS), 4096 * rng.choice([1, 2, 9, 33, 100, 700]))
 
     return [
-        UnitSize(f"u{i}", tuple(shard() for _ in range(rng.choice([1, 1, 2]))))
+        UnitSize(f"u{i}", tuple(flat_param() for _ in range(rng.choice([1, 1, 2]))))
         for i in range(rng.randint(2, 14))
     ]
 
 
 def total_nbytes(units: list[UnitSize]) -> int:
     return sum(
-        shard.nbytes(name)
+        flat.nbytes(name)
         for unit in units
-        for shard in unit.shards
-        for name in shard.spec.array_dtypes()
+        for flat in unit.flat_params
+        for name in flat.spec.array_dtypes()
     )
 
 
@@ -135,10 +135,10 @@ def test_auto_plans_stay_within_every_budget(tmp_path, seed):
     by_tier = {tier: 0 for tier in Tier}
     kept = 0
     for index, unit in enumerate(units):
-        for shard in unit.shards:
-            for name in shard.spec.array_dtypes():
-                by_tier[plan.tiers_of(index)[name]] += shard.nbytes(name)
-                kept += shard.nbytes(name) * (name in plan.kept_of(index))
+        for flat_param in unit.flat_params:
+            for name in flat_param.spec.array_dtypes():
+                by_tier[plan.tiers_of(index)[name]] += flat_param.nbytes(name)
+                kept += flat_param.nbytes(name) * (name in plan.kept_of(index))
                 assert name not in plan.kept_of(index) or plan.tiers_of(index)[name] is Tier.NVME
     assert sum(by_tier.values()) == total_nbytes(units)
     held = ("weights", "optimizer state", "gradients")
@@ -158,7 +158,7 @@ def test_more_of_a_budget_never_makes_more_traffic(tmp_path, tier, scale):
     for seed in range(24):
         rng = random.Random(seed)
         units = [
-            UnitSize(u.name, tuple(ShardSize(s.spec, scale * s.numel) for s in u.shards))
+            UnitSize(u.name, tuple(FlatParamSize(s.spec, scale * s.numel) for s in u.flat_params))
             for u in random_units(rng)
         ]
         budgets = dict(zip(Tier, random_budgets(rng, units)))
@@ -188,7 +188,7 @@ def test_equal_units_and_more_host_memory_never_make_more_disk_traffic(tmp_path)
     to all, in steps of 1 MiB. The bytes through the disk must not grow on the way, and are none at
     the end of "auto".
     """
-    units = [UnitSize(f"b{i}", (ShardSize(SPECS[0], 200 * 4096),)) for i in range(24)]
+    units = [UnitSize(f"b{i}", (FlatParamSize(SPECS[0], 200 * 4096),)) for i in range(24)]
     for homes in ("nvme", "auto"):
         before, rises = None, []
         for host in range(MIB, 400 * MIB, MIB):
@@ -213,7 +213,7 @@ def test_equal_units_and_more_host_memory_never_make_more_disk_traffic(tmp_path)
 def test_gradients_do_not_go_to_disk_while_the_host_is_empty(tmp_path):
     """20 equal units of 1 GiB of fp32 weights; the host has 1 TiB. Whatever the device holds,
     nothing needs the disk."""
-    units = [UnitSize(f"b{i}", (ShardSize(SPECS[1], 1 << 28),)) for i in range(20)]
+    units = [UnitSize(f"b{i}", (FlatParamSize(SPECS[1], 1 << 28),)) for i in range(20)]
     for device in (10, 25, 50, 65, 70, 85, 200):
         plan = plan_of(units, config_of(tmp_path, f"{device}GiB", "1TiB", "1TiB"))
         on_disk = {what: nbytes for what, nbytes in plan.terms[Tier.NVME].items() if nbytes}
@@ -226,7 +226,7 @@ def test_gradients_do_not_go_to_disk_while_the_host_is_empty(tmp_path):
 def test_where_units_lie_follows_the_device_budget(tmp_path):
     """params="auto", 10 equal units: each budget that has room for one more holds one more of them;
     traffic falls by two copies each."""
-    units = [UnitSize(f"b{i}", (ShardSize(SPECS[1], 64 * 4096),)) for i in range(10)]
+    units = [UnitSize(f"b{i}", (FlatParamSize(SPECS[1], 64 * 4096),)) for i in range(10)]
     one = units[0].weight_nbytes
     seen = []
     for count in range(2, 10):
@@ -303,7 +303,7 @@ class Elsewhere(Device):
 
 def equal_units(count: int) -> list[UnitSize]:
     """Units with 2 MiB of weights, 2 of gradients and 10 of the optimizer's."""
-    return [UnitSize(f"b{i}", (ShardSize(SPECS[0], MIB),)) for i in range(count)]
+    return [UnitSize(f"b{i}", (FlatParamSize(SPECS[0], MIB),)) for i in range(count)]
 
 
 def spending(
@@ -374,7 +374,7 @@ def test_weights_that_stay_on_the_device_need_no_window(tmp_path):
 
 def test_a_unit_that_does_not_fit_keeps_no_other_away(tmp_path):
     """The first has less weights, but state besides: there is room for the frozen one only."""
-    units = [*equal_units(1), UnitSize("frozen", (ShardSize(SPECS[4], MIB + MIB // 2),))]
+    units = [*equal_units(1), UnitSize("frozen", (FlatParamSize(SPECS[4], MIB + MIB // 2),))]
     _, placement = spending(units, Tier.HOST, Elsewhere, tmp_path, more={Tier.DEVICE: 3 * MIB})
     placement.place_whole(Tier.DEVICE)
     plan = placement.result()
@@ -524,13 +524,13 @@ def measure(model, optimizer, micro: int) -> tuple[dict[str, int], dict[str, int
     for seed in range(3):
         step(seed)
     for unit in engine.units:  # what the last step left under way
-        for shard in unit.shards:
-            shard.homes.wait()
+        for flat_param in unit.flat_params:
+            flat_param.homes.wait()
     before = {name: edge.nbytes for name, edge in infinity.stats(model).edges.items()}
     step(3)
     for unit in engine.units:
-        for shard in unit.shards:
-            shard.homes.wait()
+        for flat_param in unit.flat_params:
+            flat_param.homes.wait()
     after = {name: edge.nbytes for name, edge in infinity.stats(model).edges.items()}
     expected = traffic(engine.plan, engine.sizes, passes=micro)
     return {name: after[name] - before[name] for name in after}, expected
@@ -668,7 +668,7 @@ def test_traffic_of_tiled_units(tied):
 def test_predicted_seconds_are_the_slower_of_processor_and_disk():
     """By hand on one unit at home on disk: each resource's seconds, and the step is the larger of
     their sum and the disk's. Twin: with a fast disk the processor decides."""
-    units = [UnitSize("u", (ShardSize(SPECS[1], 1 << 20),))]
+    units = [UnitSize("u", (FlatParamSize(SPECS[1], 1 << 20),))]
     plan = make_plan(
         units,
         Config(params="host", optimizer="host", host_memory="1GiB", device_memory="1GiB"),
@@ -690,7 +690,7 @@ def test_predicted_seconds_are_the_slower_of_processor_and_disk():
 def test_a_device_with_a_memory_of_its_own_steps_what_is_at_home_there():
     """Method: a state on the device, with the rate of the device's memory and without. Twin: the
     same on the host."""
-    units = [UnitSize("u", (ShardSize(SPECS[1], 1 << 20),))]
+    units = [UnitSize("u", (FlatParamSize(SPECS[1], 1 << 20),))]
     for home, resource in (("device", "optimizer on device"), ("host", "optimizer")):
         config = Config(params=home, optimizer=home, host_memory="1GiB", device_memory="1GiB")
         plan = make_plan(units, config, held_nbytes=4 << 20)
@@ -731,7 +731,7 @@ def test_times_have_a_unit_that_shows_them(seconds, text):
 def test_predicted_seconds_with_a_disk(tmp_path):
     """The same on disk: reads of weights (twice) and state, writes back; a slow disk decides, a
     fast one does not."""
-    units = [UnitSize("u", (ShardSize(SPECS[1], 1 << 20),))]
+    units = [UnitSize("u", (FlatParamSize(SPECS[1], 1 << 20),))]
     config = config_of(tmp_path, "1GiB", "1GiB", "1GiB", params="nvme", optimizer="nvme")
     plan = make_plan(units, config, held_nbytes=4 << 20)
     assert not plan.kept  # the largest unit stays on disk

@@ -25,8 +25,8 @@ from infinity.errors import CapacityError, ConfigError
 from infinity.machine.tiers import Tier
 from infinity.planning.memory_plan import LADDER, MemoryPlan
 from infinity.planning.plan import make_plan
-from infinity.planning.unit_sizes import MIN_CHUNK, ShardSize, UnitSize
-from infinity.state.shard_spec import ShardSpec
+from infinity.planning.unit_sizes import MIN_CHUNK, FlatParamSize, UnitSize
+from infinity.state.flat_param_spec import FlatParamSpec
 
 MIB = 1024 * 1024
 AMPLE = "1TiB"  # so that nothing is measured on the machine that runs the tests
@@ -34,17 +34,17 @@ HOMES = ("device", "host", "nvme")
 
 bf16, fp32 = torch.bfloat16, torch.float32
 SPECS = {
-    "split": ShardSpec(bf16, bf16, native.Master.SPLIT, bf16, fp32, 2, True),
-    "fp32": ShardSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 2, True),
-    "whole": ShardSpec(bf16, bf16, native.Master.FLOAT32, fp32, bf16, 2, True),
-    "int8": ShardSpec(bf16, bf16, native.Master.SPLIT, bf16, torch.uint8, 2, True),
-    "momentum": ShardSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 1, True),
-    "frozen": ShardSpec(bf16, bf16, native.Master.OWN, bf16, fp32, 0, False),
+    "split": FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, fp32, 2, True),
+    "fp32": FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 2, True),
+    "whole": FlatParamSpec(bf16, bf16, native.Master.FLOAT32, fp32, bf16, 2, True),
+    "int8": FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, torch.uint8, 2, True),
+    "momentum": FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 1, True),
+    "frozen": FlatParamSpec(bf16, bf16, native.Master.OWN, bf16, fp32, 0, False),
 }
 
 
-def unit(name: str, *shards: tuple[str, int]) -> UnitSize:
-    return UnitSize(name, tuple(ShardSize(SPECS[kind], numel) for kind, numel in shards))
+def unit(name: str, *flat_params: tuple[str, int]) -> UnitSize:
+    return UnitSize(name, tuple(FlatParamSize(SPECS[kind], numel) for kind, numel in flat_params))
 
 
 def equal_units(count: int, numel: int, kind: str = "split") -> list[UnitSize]:
@@ -52,11 +52,11 @@ def equal_units(count: int, numel: int, kind: str = "split") -> list[UnitSize]:
 
 
 def random_units(rng: random.Random) -> list[UnitSize]:
-    def shard() -> tuple[str, int]:
+    def flat_param() -> tuple[str, int]:
         return rng.choice(list(SPECS)), 4096 * rng.choice([1, 2, 8, 9, 33, 100, 400])
 
     return [
-        unit(f"u{i}", *(shard() for _ in range(rng.choice([1, 1, 2]))))
+        unit(f"u{i}", *(flat_param() for _ in range(rng.choice([1, 1, 2]))))
         for i in range(rng.randint(1, 12))
     ]
 
@@ -88,7 +88,7 @@ def terms_by_hand(
     units, plan: MemoryPlan, choice, held: int, device_memory: int
 ) -> dict[Tier, dict[str, int]]:
     """The plan's terms from the definitions in its comments, written a second time."""
-    shards = [shard for each in units for shard in each.shards]
+    flat_params = [flat for each in units for flat in each.flat_params]
     kinds = {
         "weight": "weights",
         "master": "optimizer state",
@@ -102,9 +102,12 @@ def terms_by_hand(
     for name in plan.tiers:
         for index, each in enumerate(units):
             tier = plan.tiers_of(index)[name]
-            for shard in each.shards:
+            for flat_param in each.flat_params:
                 nbytes = (
-                    -(-int(shard.numel * shard.spec.nbytes_per_element().get(name, 0)) // 4096)
+                    -(
+                        -int(flat_param.numel * flat_param.spec.nbytes_per_element().get(name, 0))
+                        // 4096
+                    )
                     * 4096
                 )
                 places = [(tier, kinds[name])]
@@ -118,25 +121,27 @@ def terms_by_hand(
     if plan.tiers["weight"] is Tier.NVME:
         host["staged weights"] = sum(weights[: choice.units_ahead + 1])
     if plan.tiers["grad"] is Tier.NVME:
-        grads = sorted((shard.nbytes("grad") for shard in shards), reverse=True)
+        grads = sorted((flat.nbytes("grad") for flat in flat_params), reverse=True)
         host["staged gradients"] = sum(grads[: 1 if choice is LADDER[-1] else 3])
     slot = 0
-    for shard in shards:
-        if shard.spec.stepped:
+    for flat_param in flat_params:
+        if flat_param.spec.stepped:
             per = sum(
                 size
-                for name, size in shard.spec.nbytes_per_element().items()
+                for name, size in flat_param.spec.nbytes_per_element().items()
                 if plan.tiers[name] is Tier.NVME
             )
             chunk = (
-                max(choice.chunk, 65536) if shard.spec.moment_dtype == torch.uint8 else choice.chunk
+                max(choice.chunk, 65536)
+                if flat_param.spec.moment_dtype == torch.uint8
+                else choice.chunk
             )
-            slot = max(slot, int(per) * min(chunk, shard.numel))
+            slot = max(slot, int(per) * min(chunk, flat_param.numel))
     host["optimizer slots"] = choice.slot_count * slot
     host["service buffer"] = choice.service_nbytes if on_disk else native.BLOCK_NBYTES
     if terms[Tier.NVME] and sum(terms[Tier.NVME].values()):
         host["checksums"] = 4 * (
-            sum(terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES + 5 * len(shards)
+            sum(terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES + 5 * len(flat_params)
         )
     if plan.tiers["weight"] is not Tier.DEVICE:
         needed = min(held + weights[0], sum(weights))
@@ -241,7 +246,7 @@ def test_gradients_move_to_the_disk_when_the_host_is_too_small_for_them(tmp_path
     memory is the twin."""
     units = equal_units(16, 4 * MIB)
     homes = dict(params="nvme", optimizer="nvme")
-    grads = sum(shard.nbytes("grad") for u in units for shard in u.shards)
+    grads = sum(flat.nbytes("grad") for u in units for flat in u.flat_params)
     small = plan_of(units, config_of(tmp_path, host_memory=grads, **homes))
     assert small.tiers["grad"] is Tier.NVME and small.grad_staging_nbytes > 0
     assert plan_of(units, config_of(tmp_path, **homes)).tiers["grad"] is Tier.HOST
@@ -501,7 +506,9 @@ def test_updates_ahead_are_refused_where_they_cannot_be(tmp_path):
     ahead = dict(params="host", optimizer="host", speculate=True)
     units = equal_units(3, 4096 * 8)
     whole = [
-        UnitSize(u.name, tuple(ShardSize(s.spec, s.numel, 2, whole_grad=True) for s in u.shards))
+        UnitSize(
+            u.name, tuple(FlatParamSize(s.spec, s.numel, 2, whole_grad=True) for s in u.flat_params)
+        )
         for u in units
     ]
     with pytest.raises(ConfigError, match="shard='gradients'"):

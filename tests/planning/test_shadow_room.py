@@ -97,8 +97,8 @@ def test_checksums_of_shadows_are_planned(tmp_path):
     )
     arrays = [
         array
-        for shard in job.shards
-        for array in (*shard.arrays.values(), *shard.homes.beside.values())
+        for flat in job.flat_params
+        for array in (*flat.arrays.values(), *flat.homes.beside.values())
     ]
     needed = sum(
         4 * -(-array.nbytes // native.CHECKSUM_NBYTES)

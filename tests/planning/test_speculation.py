@@ -503,7 +503,7 @@ def test_next_to_nothing_is_spent_on_shadows_that_always_miss(how, tmp_path):
         steps(40, spoil, at=tuple(range(40)))(job)
         job.engine.wait_idle()
         assert job.engine.updates.updater.elements <= 1.25 * 40 * sum(
-            shard.layout.slice_numel for shard in job.shards
+            flat.layout.shard_numel for flat in job.flat_params
         )
         assert sum(kept == 4 for kept in job.kept) >= least
         steps(40)(job)

@@ -110,11 +110,11 @@ class Shard:
     def value():
         '''``value`` that was sent.'''
 """
-    assert sorted(violations({"state/shard.py": wrong})) == [
-        "state/shard.py:fetch: STORED -> FETCHING: starts reading.",
-        "state/shard.py:inside: Whether it is there.",
-        "state/shard.py:nbytes: Bytes of a parameter.",
-        "state/shard.py:value: ``value`` that was sent.",
+    assert sorted(violations({"state/flat_param.py": wrong})) == [
+        "state/flat_param.py:fetch: STORED -> FETCHING: starts reading.",
+        "state/flat_param.py:inside: Whether it is there.",
+        "state/flat_param.py:nbytes: Bytes of a parameter.",
+        "state/flat_param.py:value: ``value`` that was sent.",
     ]
     right = """
 def nbytes():
@@ -139,4 +139,4 @@ class Shard:
     def size(self, value):
         '''The size.'''
 """
-    assert not violations({"state/shard.py": right})
+    assert not violations({"state/flat_param.py": right})

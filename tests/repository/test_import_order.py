@@ -272,7 +272,7 @@ def test_a_violation_is_found():
         "machine/tiers.py": "from ..config.config import Config",
         "storage/store.py": "def f():\n    from infinity.runtime.engine import Engine",
         "state/unit.py": "import infinity.api.wrap",
-        "state/shard.py": "from .. import _C",
+        "state/flat_param.py": "from .. import _C",
         "planning/plan.py": "from infinity import _C",
         "gradients/bank.py": "from .. import _cuda",
         "api/wrap.py": "import infinity",

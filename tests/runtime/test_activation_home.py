@@ -16,7 +16,7 @@ from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.runtime.activation_home import ActivationHome
 from infinity.runtime.saved_tensor import Saved
-from infinity.storage.store import ShardStore
+from infinity.storage.store import ArrayStore
 
 BLOCK = native.CHECKSUM_NBYTES
 TIERS = [Tier.HOST, Tier.NVME]
@@ -27,7 +27,7 @@ class Home:
 
     def __init__(self, tier: Tier, folder: Path):
         self.tier = tier
-        self.store = ShardStore(
+        self.store = ArrayStore(
             [str(folder)], Ledger(), Traffic(), service_nbytes=native.BLOCK_NBYTES
         )
         region = native.Region(8 * BLOCK, huge_pages=False, touch_threads=0)

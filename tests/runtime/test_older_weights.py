@@ -126,7 +126,7 @@ def test_a_graph_goes_on_with_the_weights_that_it_began_with(home, tmp_path):
 @pytest.mark.parametrize("home", HOMES)
 def test_an_update_that_fails_leaves_one_version(home, tmp_path):
     """Before it has begun: the weights of before, and the same gradient is applied by a step.
-    Between two of its shards: it is carried to its end, by which the weights are those of an
+    Between two of its flat params: it is carried to its end, by which the weights are those of an
     undisturbed one."""
     expected: dict[str, torch.Tensor] = {}
     for fails in ("never", "before", "between"):

@@ -19,13 +19,13 @@ from infinity.runtime import parking
 from infinity.runtime.parking import Parking, arrays_in_memory
 from infinity.runtime.registry import wrapped
 from infinity.storage.arrays import StateArray
-from infinity.storage.store import ShardStore
+from infinity.storage.store import ArrayStore
 
 BLOCK = native.CHECKSUM_NBYTES
 SIZES = (BLOCK, 2 * BLOCK + 24, 40)  # bytes
 
 
-class Store(ShardStore):
+class Store(ArrayStore):
     """One that is interrupted at its read or write of the number told, counted from one, or after
     it freed so many arrays' memory."""
 

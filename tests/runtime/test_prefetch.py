@@ -79,11 +79,11 @@ class Gathered(Unit):
     """One of several, whose weights other ranks have parts of; what it is asked is noted by all in
     one list."""
 
-    weight_nbytes, is_ready, is_sliced = 8, True, True
+    weight_nbytes, is_ready, is_sharded = 8, True, True
 
     def __init__(self, index: int, asked: list[tuple[str, int]], *, on_disk: bool = False):
         super().__init__(Residency.STAGED if on_disk else Residency.STORED)
-        self.index, self.shards, self.asked = index, (), asked
+        self.index, self.flat_params, self.asked = index, (), asked
         self.is_staged_from_disk = self.lies_on_disk = on_disk
         self.copies_while_fetching, self.is_updating = False, False
         self.arrival = SimpleNamespace(event=PAST)

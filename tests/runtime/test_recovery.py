@@ -25,8 +25,8 @@ from torch import nn
 import infinity
 from infinity.gradients.record import GradRecord, GradState
 from infinity.runtime.engine import Engine
+from infinity.state.flat_param import FlatParam
 from infinity.state.journal import Journal
-from infinity.state.shard import ParamShard
 
 CAMPAIGN = Path(campaign.__file__)
 SHORT = 12  # points of each operation
@@ -423,13 +423,13 @@ def test_edits_that_were_cut_short_are_whole_in_what_is_saved(tmp_path, monkeypa
     model, _ = small(tmp_path)
     count = []
 
-    def struck(self, *args, write=ParamShard.write_changes, **how):
+    def struck(self, *args, write=FlatParam.write_changes, **how):
         count.append(0)
         if len(count) == 2:
             raise KeyboardInterrupt
         return write(self, *args, **how)
 
-    monkeypatch.setattr(ParamShard, "write_changes", struck)
+    monkeypatch.setattr(FlatParam, "write_changes", struck)
     with pytest.raises(KeyboardInterrupt):
         with infinity.full_params(model, writeback=True) as params:
             for value in params.values():

@@ -69,13 +69,13 @@ class Store:
 
 
 class Unit:
-    """One of as many shards as it is told."""
+    """One of as many flat params as it is told."""
 
     lies_on_disk, weight_nbytes = True, BLOCK
 
-    def __init__(self, name: str, shards: int = 1, *, staged: bool = True):
+    def __init__(self, name: str, flat_params: int = 1, *, staged: bool = True):
         self.name, self.residency, self.slots = name, Residency.STORED, []
-        self.shards = [SimpleNamespace(slice_nbytes=BLOCK) for _ in range(shards)]
+        self.flat_params = [SimpleNamespace(shard_nbytes=BLOCK) for _ in range(flat_params)]
         self.is_staged_from_disk = staged
 
     def fetch(self, store: Store, slots: list[Slot]) -> None:
@@ -87,8 +87,8 @@ class Unit:
         self.residency, self.slots = Residency.STORED, []
 
 
-def made(room: int, *shards: int) -> tuple[StagingSlots, Store, list[Unit]]:
-    units, store = [Unit(str(i), count) for i, count in enumerate(shards)], Store(room)
+def made(room: int, *flat_params: int) -> tuple[StagingSlots, Store, list[Unit]]:
+    units, store = [Unit(str(i), count) for i, count in enumerate(flat_params)], Store(room)
     for unit in units:
         unit.told = store.pool.told
     return StagingSlots(units, store), store, units

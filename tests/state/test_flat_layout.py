@@ -1,4 +1,4 @@
-"""FlatLayout: where parameters lie in a shard's flat arrays, and which elements a rank has."""
+"""FlatLayout: where parameters lie in a flat param's flat arrays, and which elements a rank has."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_parameters_begin_at_multiples_of_64_in_their_order():
 )
 def test_the_length_is_padded_to_4096_elements_on_each_rank(elements, ranks, length):
     layout = FlatLayout.of([torch.ones(elements)] if elements else [], over(ranks))
-    assert (layout.numel, layout.slice_numel) == (length, length // ranks)
+    assert (layout.numel, layout.shard_numel) == (length, length // ranks)
 
 
 def test_dense_parameters_keep_their_strides_and_others_become_row_major():
@@ -69,15 +69,15 @@ def test_a_view_has_the_elements_of_its_place_and_shares_their_memory():
 
 def test_ranks_have_equal_slices_one_after_the_other():
     layouts = [FlatLayout.of([torch.ones(5000)], over(3, rank)) for rank in range(3)]
-    assert [layout.own_slice for layout in layouts] == [(0, 4096), (4096, 8192), (8192, 12288)]
-    assert [layout.own("weight") for layout in layouts] == [each.own_slice for each in layouts]
+    assert [layout.own_shard for layout in layouts] == [(0, 4096), (4096, 8192), (8192, 12288)]
+    assert [layout.own("weight") for layout in layouts] == [each.own_shard for each in layouts]
     # A scale is for 64 elements.
     assert [layout.own("exp_avg_scale") for layout in layouts] == [(0, 64), (64, 128), (128, 192)]
     assert layouts[0].own("exp_avg_scale", rank=2) == (128, 192)
 
 
 def test_a_whole_gradient_is_at_home_if_ranks_keep_theirs_and_a_slice_if_not():
-    """Twin: the weights are sliced either way."""
+    """Twin: the weights are sharded either way."""
     for shard, grad in (("optimizer", (0, 8192)), ("gradients", (4096, 8192))):
         layout = FlatLayout.of([torch.ones(5000)], over(2, 1, shard=shard))
         assert layout.own("grad") == grad
@@ -87,13 +87,13 @@ def test_a_whole_gradient_is_at_home_if_ranks_keep_theirs_and_a_slice_if_not():
 def test_a_parameter_across_two_slices_has_a_part_on_each_and_none_elsewhere():
     params = [torch.ones(100), torch.ones(4096), torch.ones(10)]  # at 0, 128 and 4224
     first, second, third = (FlatLayout.of(params, over(3, rank)) for rank in range(3))
-    assert first.slice_part(1) == (128, 4096)
-    assert second.slice_part(1) == first.slice_part(1, rank=1) == (4096, 4224)
-    begin, end = third.slice_part(1)
+    assert first.shard_part(1) == (128, 4096)
+    assert second.shard_part(1) == first.shard_part(1, rank=1) == (4096, 4224)
+    begin, end = third.shard_part(1)
     assert begin == end
-    begin, end = second.slice_part(0)
+    begin, end = second.shard_part(0)
     assert begin == end
-    assert second.slice_part(2) == (4224, 4234)
+    assert second.shard_part(2) == (4224, 4234)
     # The same part in three ways: in the whole array, in the array at home, in the parameter.
     assert second.own_part("weight", 1) == (4096, 4224)
     assert second.part_at_home("weight", 1) == (0, 128)

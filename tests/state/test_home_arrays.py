@@ -1,4 +1,5 @@
-"""HomeArrays: the activities of a shard's arrays, what may follow which, and what is swapped."""
+"""HomeArrays: the activities of a flat param's arrays, what may follow which, and what is
+swapped."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from infinity import native
 from infinity.errors import InternalError
 from infinity.machine.device import PAST
 from infinity.state.flat_layout import FlatLayout
+from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.home_arrays import Activity, HomeArrays, Shadow
-from infinity.state.shard_spec import ShardSpec
 
 AT_HOME, STEPPING, SHADOWED = Activity
 F32 = torch.float32
@@ -38,7 +39,7 @@ def shadow(ticket: Update | None) -> Shadow:
 @pytest.fixture
 def home() -> HomeArrays:
     """With room for a shadow; the arrays are names, which are only moved."""
-    spec = ShardSpec(F32, F32, native.Master.OWN, F32, F32, 1, stepped=True)
+    spec = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 1, stepped=True)
     made = HomeArrays(spec, FlatLayout.of([torch.ones(1)]), ["a.weight"])
     made.arrays = {"weight": "W", "exp_avg": "M", "grad": "G"}
     made.beside = {"weight": "w", "exp_avg": "m"}
@@ -69,7 +70,7 @@ def test_an_update_follows_what_it_may_and_nothing_else(start, home):
             home.settle()
             brought_to(home, start)
         else:
-            refusal = f"the shard of a.weight is {start.name} and cannot go to {end.name}"
+            refusal = f"the flat param of a.weight is {start.name} and cannot go to {end.name}"
             with pytest.raises(InternalError, match=refusal):
                 move()
             assert home.activity is start

@@ -23,14 +23,14 @@ from infinity.errors import CorruptionError, InfinityError, StorageError, UsageE
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
+from infinity.state.flat_param import FlatParam
+from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.parameter import ResidentParameter, StoredParameter
 from infinity.state.residency import MOVES, Residency
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
 from infinity.state.staged_reads import ReadPiece, StagedReads
 from infinity.state.unit import ParamUnit
 from infinity.storage.staging import Staging
-from infinity.storage.store import ShardStore
+from infinity.storage.store import ArrayStore
 
 VERBS = ("fetch", "stage", "drop", "gather", "release")
 OF_STATE = {  # of a unit at home on NVMe; GATHERING is passed through inside `gather`
@@ -41,37 +41,37 @@ OF_STATE = {  # of a unit at home on NVMe; GATHERING is passed through inside `g
 }
 
 
-def spec(dtype: torch.dtype) -> ShardSpec:
-    return ShardSpec(dtype, dtype, native.Master.OWN, dtype, torch.float32, 0, stepped=False)
+def spec(dtype: torch.dtype) -> FlatParamSpec:
+    return FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, torch.float32, 0, stepped=False)
 
 
 class Home:
-    """A store with one unit of an fp32 and a bf16 shard, and what is needed to move it."""
+    """A store with one unit of an fp32 and a bf16 flat param, and what is needed to move it."""
 
     def __init__(self, folder, tier: Tier = Tier.NVME, *, dtypes=(torch.float32, torch.bfloat16)):
         generator = seeded(1)
         self.ledger, self.traffic = Ledger(), Traffic()
         paths = [str(folder)] if tier is Tier.NVME else []
-        self.store = ShardStore(paths, self.ledger, self.traffic, service_nbytes=MIB)
+        self.store = ArrayStore(paths, self.ledger, self.traffic, service_nbytes=MIB)
         self.values = [torch.randn(3, 5000, generator=generator).to(dtype) for dtype in dtypes]
-        shards = [
-            ParamShard(spec(value.dtype), [torch.nn.Parameter(value.clone())])
+        flat_params = [
+            FlatParam(spec(value.dtype), [torch.nn.Parameter(value.clone())])
             for value in self.values
         ]
-        self.unit = ParamUnit(0, "block", shards)
-        for shard in shards:
-            shard.homes.allocate(self.store, {"weight": tier}, "unit block")
+        self.unit = ParamUnit(0, "block", flat_params)
+        for flat_param in flat_params:
+            flat_param.homes.allocate(self.store, {"weight": tier}, "unit block")
         region = native.Region(MIB)
         self.store.open([region], staging=native.PinnedPool(region))
-        for shard, value in zip(shards, self.values):
-            shard.write_value(self.store, 0, value, version=0)
+        for flat_param, value in zip(flat_params, self.values):
+            flat_param.write_value(self.store, 0, value, version=0)
         self.unit.allocate()
         self.unit.attach()
         self.idle = self.charged()
 
     def slots(self) -> list[native.Lease]:
         return [
-            self.store.staging.pool.try_lease(shard.weight_nbytes) for shard in self.unit.shards
+            self.store.staging.pool.try_lease(flat.weight_nbytes) for flat in self.unit.flat_params
         ]
 
     def do(self, verb: str) -> None:
@@ -108,8 +108,10 @@ class Home:
 
     def check_values(self) -> None:
         """The resident unit has the bits that were stored."""
-        for shard, flat, value in zip(self.unit.shards, self.unit.buffers.flats, self.values):
-            assert same_bits(shard.layout.placements[0].view(flat).contiguous(), value)
+        for flat_param, flat, value in zip(
+            self.unit.flat_params, self.unit.buffers.flats, self.values
+        ):
+            assert same_bits(flat_param.layout.placements[0].view(flat).contiguous(), value)
 
 
 @pytest.fixture(params=ENGINES)
@@ -179,7 +181,7 @@ def test_parameters_keep_identity_and_change_class_with_exposure(tmp_path):
     """Exposes and conceals a resident unit: the objects stay, their class says who may touch
     them."""
     home = Home(tmp_path)
-    params = [param for shard in home.unit.shards for param in shard.params]
+    params = [param for flat in home.unit.flat_params for param in flat.params]
     assert all(type(param) is StoredParameter for param in params)
     home.go(Residency.RESIDENT)
     home.unit.exposure.begin()
@@ -187,7 +189,7 @@ def test_parameters_keep_identity_and_change_class_with_exposure(tmp_path):
     assert all(same_bits(param.detach(), value) for param, value in zip(params, home.values))
     home.unit.exposure.end()
     assert all(type(param) is StoredParameter for param in params)
-    assert params == [param for shard in home.unit.shards for param in shard.params]
+    assert params == [param for flat in home.unit.flat_params for param in flat.params]
 
 
 # --- illegal moves ---
@@ -276,7 +278,7 @@ def test_a_changed_block_is_found_before_it_is_used(tmp_path, kind):
     """Flips a bit of the swap file: staging raises, nothing is charged, the parameters stay without
     storage. A read that is dropped says nothing; flipped back, the unit is gathered."""
     home = Home(tmp_path)
-    extent = home.unit.shards[1].weight.extent
+    extent = home.unit.flat_params[1].weight.extent
     swap = swap_files(tmp_path)[0]
 
     def flip() -> None:

@@ -28,7 +28,7 @@ from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.storage import loans
-from infinity.storage.store import ShardStore
+from infinity.storage.store import ArrayStore
 
 SEED = 77
 TYPED = (StorageError, CorruptionError)
@@ -98,7 +98,7 @@ def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeyp
     kept: list[torch.Tensor] = []
     monkeypatch.setattr(loans, "never_freed", kept)
     with environment(INFINITY_IO_TIMEOUT="0.5"):
-        store = ShardStore(
+        store = ArrayStore(
             [str(tmp_path)],
             Ledger(),
             Traffic(),

@@ -38,7 +38,7 @@ from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.runtime.registry import wrapped
 from infinity.storage import swap_folders, swap_space
-from infinity.storage.store import ShardStore
+from infinity.storage.store import ArrayStore
 from infinity.storage.swap_folders import Place, split
 from infinity.storage.swap_space import SwapSpace
 
@@ -74,8 +74,8 @@ class Disks:
             lambda folder: Usage(0, 0, self.room.get(folder, usage(folder).free)),
         )
 
-    def store(self, **options) -> ShardStore:
-        return ShardStore(self.folders, Ledger(), Traffic(), service_nbytes=MIB, **options)
+    def store(self, **options) -> ArrayStore:
+        return ArrayStore(self.folders, Ledger(), Traffic(), service_nbytes=MIB, **options)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def make_disks(tmp_path, monkeypatch):
         store.close()
 
 
-def held(store: ShardStore, offset: int, nbytes: int, *, added: bool = False) -> Counter:
+def held(store: ArrayStore, offset: int, nbytes: int, *, added: bool = False) -> Counter:
     """Counts the bytes of each file in a range of the store's first volume, or of the one that was
     ``added`` first."""
     volume = store.space.added[0].volume if added else store.space.first
@@ -213,7 +213,7 @@ def test_folders_on_one_file_system_are_one(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_profile, "disk_profile", lambda folder: disk_profile.GUESS)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(0, 0, 7 * MIB))
     assert disk_profile.free_nbytes(folders) == 7 * MIB
-    store = ShardStore(folders, Ledger(), Traffic(), service_nbytes=MIB)
+    store = ArrayStore(folders, Ledger(), Traffic(), service_nbytes=MIB)
     store.arrays.allocate(Tier.NVME, torch.uint8, 5 * MIB, "an array")
     store.open([])
     assert held(store, 0, 5 * MIB) == {0: 5 * MIB}

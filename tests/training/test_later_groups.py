@@ -153,8 +153,8 @@ def test_masters_are_as_if_the_groups_had_been_there(home, more, tmp_path):
 @pytest.mark.parametrize("groups", ["added again", "there from the start"])
 def test_a_checkpoint_after_a_group_was_added_resumes(dtype, groups, tmp_path):
     """Method: biases of a block are added first, its other parameters stay frozen in the same
-    shard; saved in mid-run, loaded into a model whose groups are added again, or were there when it
-    was wrapped, of other values: both end with the same bits.
+    flat param; saved in mid-run, loaded into a model whose groups are added again, or were there
+    when it was wrapped, of other values: both end with the same bits.
     """
     model = frozen(dtype)
     model, optimizer = infinity.wrap_model(

@@ -189,8 +189,8 @@ def play(
     at_home = sum(
         array.nbytes
         for unit in engine_of(model).units
-        for shard in unit.shards
-        for array in shard.arrays.values()
+        for flat in unit.flat_params
+        for array in flat.arrays.values()
     )
     for tier_name, tier in infinity.stats(model).tiers.items():
         kept = at_home if tier_name == "host" else 0  # at most, by a load, for a moment

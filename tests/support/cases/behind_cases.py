@@ -25,7 +25,7 @@ from infinity import native
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
-from infinity.storage.store import ShardStore
+from infinity.storage.store import ArrayStore
 from infinity.storage.write_behind import WriteBehind
 
 SEED = 77
@@ -117,7 +117,7 @@ class Home:
         **options: Any,
     ):
         layer = doubles.layer(faults)
-        self.store = ShardStore(
+        self.store = ArrayStore(
             [str(folder)],
             Ledger(),
             Traffic(),
@@ -164,7 +164,7 @@ class Home:
         raw.fill_(0xEE)  # it is the caller's again
 
     def check_read(
-        self, reader: ShardStore | WriteBehind, index: int, begin: int, count: int
+        self, reader: ArrayStore | WriteBehind, index: int, begin: int, count: int
     ) -> None:
         found = reader.read(self.arrays[index], begin, begin + count)
         assert torch.equal(as_bytes(found), as_bytes(self.plain[index][begin : begin + count])), (

@@ -111,7 +111,7 @@ class Job:
             )  # checksums of shadows
         self.model, self.optimizer = infinity.wrap_model(model, make(model), config)
         self.engine = wrapped(self.model).engine
-        self.shards = [shard for unit in self.engine.units for shard in unit.shards]
+        self.flat_params = [flat for unit in self.engine.units for flat in unit.flat_params]
         self.seen: list[torch.Tensor] = []
         self.shadows: list[tuple[int, int]] = []
 
@@ -125,7 +125,7 @@ class Job:
 
     def count(self) -> int:
         """Shadows that are there now."""
-        return sum(shard.homes.shadow is not None for shard in self.shards)
+        return sum(flat.homes.shadow is not None for flat in self.flat_params)
 
     def see(self, value: torch.Tensor) -> None:
         self.seen.append(value.detach().clone())

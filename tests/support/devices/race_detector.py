@@ -299,15 +299,15 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         told.update(given)
         return real_update(**given)
 
-    def processor_update(self, shard, spans, after, **how):
-        planned_update, detector = plan_update(self, shard, spans, after, **how), detector_of()
+    def processor_update(self, flat_param, spans, after, **how):
+        planned_update, detector = plan_update(self, flat_param, spans, after, **how), detector_of()
         detector.tick("updater")
         detector.join("updater", detector.clocks["host"])
         if told["after"] is not None:
             detector.join("updater", detector.tickets[told["after"]])
         first, last = spans[0][0], spans[-1][1]
-        written = (shard.homes.beside if how.get("ahead") else shard.arrays) | {
-            "grad": shard.arrays["grad"]
+        written = (flat_param.homes.beside if how.get("ahead") else flat_param.arrays) | {
+            "grad": flat_param.arrays["grad"]
         }
         for name, array in written.items():
             if not array.extent.is_file:

@@ -78,7 +78,7 @@ def elements_at_home(model: nn.Module) -> dict[str, int]:
     found = {"experts": 0, "rest": 0}
     for unit in wrapped(model).engine.units:
         for handle in unit.handles:
-            begin, end = handle.shard.layout.slice_part(handle.index)
+            begin, end = handle.flat_param.layout.shard_part(handle.index)
             found["experts" if ".experts." in handle.name else "rest"] += end - begin
     return found
 
@@ -111,7 +111,7 @@ def divided(
 
     Channel.announce = counting
     engine = wrapped(model).engine
-    sliced = sum(
+    sharded = sum(
         u.weight_nbytes
         for u in engine.units
         if not any(".experts." in handle.name for handle in u.handles)
@@ -147,7 +147,7 @@ def divided(
     }  # the last step's
     found["weights"] = whole(model.state_dict())
     found["passed"] = {
-        edge: (counted.nbytes - passed[edge]) / (sliced / 2)
+        edge: (counted.nbytes - passed[edge]) / (sharded / 2)
         for edge, counted in engine.traffic.collectives.items()
     }
     of_experts = torch.stack(

@@ -210,10 +210,10 @@ def trained(
     ]
     arrays: dict[str, int] = {}
     for unit in engine.units:
-        for shard in unit.shards:
-            for name, array in shard.arrays.items():
+        for flat_param in unit.flat_params:
+            for name, array in flat_param.arrays.items():
                 arrays[name] = arrays.get(name, 0) + array.numel
-    padded = sum(shard.layout.numel for unit in engine.units for shard in unit.shards)
+    padded = sum(flat.layout.numel for unit in engine.units for flat in unit.flat_params)
     local = sum(
         (p._local_tensor if isinstance(p, DTensor) else p).numel() for p in model.parameters()
     )

@@ -34,7 +34,7 @@ from infinity.gradients.whole import WholeGradients
 from infinity.planning.cluster import edges_of, gathers_of
 from infinity.runtime.registry import wrapped
 from infinity.runtime.staging_slots import StagingSlots
-from infinity.state.shard import ParamShard
+from infinity.state.flat_param import FlatParam
 from infinity.state.step_counter import StepCounter
 from infinity.state.unit import ParamUnit
 
@@ -74,7 +74,12 @@ def data(step: int, of_rank: int) -> torch.Tensor:
 def wrap(shard: str, tight: bool, mesh: Any = None, **options: Any) -> tuple[Any, Any]:
     """Wraps the blocks. ``tight``: in the least device memory that works, so that the backward
     gathers, too."""
-    config = {"params": "host", "optimizer": "host", "shard": shard, "units": ["Linear"]} | options
+    config = {
+        "params": "host",
+        "optimizer": "host",
+        "shard": shard,
+        "units": ["Linear"],
+    } | options
     if tight:
         try:
             model = build()
@@ -417,13 +422,13 @@ def changes(shard: str) -> dict[str, Any]:
     return {"weights": weights, "grads": grads}
 
 
-def kept(count: list[int]) -> Callable[[WholeGradients, ParamUnit, ParamShard], torch.Tensor]:
-    """Counts how many shards have a whole gradient on the device at once: the most, in
+def kept(count: list[int]) -> Callable[[WholeGradients, ParamUnit, FlatParam], torch.Tensor]:
+    """Counts how many flat params have a whole gradient on the device at once: the most, in
     ``count``."""
     take = WholeGradients.take
 
-    def counting(self: WholeGradients, unit: ParamUnit, shard: ParamShard) -> torch.Tensor:
-        whole = take(self, unit, shard)
+    def counting(self: WholeGradients, unit: ParamUnit, flat_param: FlatParam) -> torch.Tensor:
+        whole = take(self, unit, flat_param)
         count[0] = max(count[0], len(self._kept))
         return whole
 

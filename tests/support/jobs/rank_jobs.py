@@ -32,6 +32,12 @@ from infinity.optim.device_step import DeviceStepper
 from infinity.runtime.registry import wrapped
 
 
+def home_nbytes(model: torch.nn.Module) -> int:
+    """Counts the bytes of this rank's arrays at home."""
+    flat_params = [flat for unit in wrapped(model).engine.units for flat in unit.flat_params]
+    return sum(array.nbytes for flat in flat_params for array in flat.arrays.values())
+
+
 def build(seed: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:
     return models.transformer(seed, dropout=0.0).to(dtype)
 
@@ -134,12 +140,7 @@ def parity(
         "weights": cloned(model.state_dict()),
         "optimizer": optimizer.state_dict(),
         "stats": stats.as_dict(),
-        "home": sum(
-            a.nbytes
-            for u in wrapped(model).engine.units
-            for s in u.shards
-            for a in s.arrays.values()
-        ),
+        "home": home_nbytes(model),
         "swap": models.leftovers(Path(config["nvme_paths"][0])) if config.get("nvme_paths") else [],
     }
     plain, plain_optimizer = infinity.unwrap_model(model, optimizer)
@@ -688,7 +689,7 @@ def refused(what: str) -> dict[str, Any]:
 
 
 def generate() -> dict[str, Any]:
-    """Inference: a transformers model generates on every rank with the weights in slices."""
+    """Inference: a transformers model generates on every rank with the weights in shards."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -709,9 +710,7 @@ def generate() -> dict[str, Any]:
     size = sum(p.nbytes for p in model.parameters())
     model, _ = infinity.wrap_model(model, None, {"params": "host"})
     ours = model.generate(ids, max_new_tokens=12, do_sample=False)
-    home = sum(
-        a.nbytes for u in wrapped(model).engine.units for s in u.shards for a in s.arrays.values()
-    )
+    home = home_nbytes(model)
     infinity.unwrap_model(model)
     return {"same": torch.equal(plain, ours), "share": home / size}
 

@@ -101,15 +101,15 @@ def partly() -> dict[str, Any]:
     ):
         model, optimizer = _wrap({})
     engine = wrapped(model).engine
-    shards = [shard for unit in engine.units for shard in unit.shards]
+    flat_params = [flat for unit in engine.units for flat in unit.flat_params]
 
     def read() -> list[bool]:
-        return [engine.ranks.row.homes.have(shard.homes.weight_regions) for shard in shards]
+        return [engine.ranks.row.homes.have(flat.homes.weight_regions) for flat in flat_params]
 
     shared = [read()]
-    shards[1].homes.keep_older(engine.store, "a unit")
+    flat_params[1].homes.keep_older(engine.store, "a unit")
     shared.append(read())
-    shards[1].homes.drop_older(engine.store)
+    flat_params[1].homes.drop_older(engine.store)
     shared.append(read())
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())
@@ -199,7 +199,7 @@ def held_back(share: bool) -> dict[str, Any]:
         f"held back {share}",
     )
     unit = engine.units[0]
-    shard = unit.shards[0]
+    flat_param = unit.flat_params[0]
     free: list[bool] = []
     dist.barrier()
     if dist.get_rank() == 1:
@@ -213,12 +213,14 @@ def held_back(share: bool) -> dict[str, Any]:
         unit.start_gather(engine.store, engine.ledger)
     if dist.get_rank() == 0:
         time.sleep(0.2)
-        ticket = engine.device.ticket([shard.homes.last_read])  # what an update would come behind
+        ticket = engine.device.ticket(
+            [flat_param.homes.last_read]
+        )  # what an update would come behind
         free.append(ticket is None)
         store.set(key, "")
         if ticket is not None:
             ticket.wait()
-            free.append(engine.device.ticket([shard.homes.last_read]) is None)
+            free.append(engine.device.ticket([flat_param.homes.last_read]) is None)
     unit.finish_gather(engine.store)
     unit.release()
     dist.barrier()

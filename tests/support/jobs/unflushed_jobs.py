@@ -231,11 +231,11 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
     unflushed.run(pairs(range(3)))
     ParamUnit.start_gather = start
     weights, window = weights_of(chunks), engine.prefetcher._window.nbytes
-    slices = sum(shard.slice_nbytes for unit in engine.units for shard in unit.shards)
+    shards = sum(flat.slice_nbytes for unit in engine.units for flat in unit.flat_params)
     infinity.unwrap_model(chunks, optimizer)
     return {
         "taken": sum(taken.values()),
-        "slices": slices,
+        "shards": shards,
         "most": most,
         "loads": loads / len(engine.units),
         "window": window,

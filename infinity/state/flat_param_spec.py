@@ -1,4 +1,4 @@
-"""ShardSpec: which arrays a shard has, and their dtypes."""
+"""FlatParamSpec: which arrays a flat param has, and their dtypes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.
 
 
 @dataclass(frozen=True)
-class ShardSpec:
-    """The common properties of one shard's parameters, which decide its arrays."""
+class FlatParamSpec:
+    """The common properties of one flat param's parameters, which decide its arrays."""
 
     wrapped_dtype: torch.dtype  # dtype at the wrap, and of state_dict
     dtype: torch.dtype  # compute dtype
@@ -29,7 +29,7 @@ class ShardSpec:
     moment_count: int
     stepped: bool
 
-    def trained(self, master: str, moment_count: int) -> ShardSpec:
+    def trained(self, master: str, moment_count: int) -> FlatParamSpec:
         """Describes the same parameters when the optimizer steps them. ``master``: the
         configuration's."""
         kind = native.Master.OWN
@@ -39,7 +39,7 @@ class ShardSpec:
         return replace(self, master=kind, moment_count=moment_count, stepped=True)
 
     def array_dtypes(self) -> dict[str, torch.dtype]:
-        """Maps the name of every array of such a shard to its dtype."""
+        """Maps the name of every array of such a flat param to its dtype."""
         dtypes = {"weight": self.dtype}
         if self.stepped:
             if self.master != native.Master.OWN:

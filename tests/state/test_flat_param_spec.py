@@ -1,4 +1,4 @@
-"""ShardSpec: the arrays of a shard, their dtypes, bytes and homes."""
+"""FlatParamSpec: the arrays of a flat param, their dtypes, bytes and homes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 
 from infinity import native
 from infinity.machine.tiers import Tier
-from infinity.state.shard_spec import ShardSpec, elements_each, home_of
+from infinity.state.flat_param_spec import FlatParamSpec, elements_each, home_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 OWN, SPLIT, FLOAT32 = native.Master.OWN, native.Master.SPLIT, native.Master.FLOAT32
 
 
-def frozen(dtype: torch.dtype = BF16, moments: torch.dtype = F32) -> ShardSpec:
-    return ShardSpec(F32, dtype, OWN, BF16, moments, 0, stepped=False)
+def frozen(dtype: torch.dtype = BF16, moments: torch.dtype = F32) -> FlatParamSpec:
+    return FlatParamSpec(F32, dtype, OWN, BF16, moments, 0, stepped=False)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_each_moment_has_a_scale_if_it_is_8_bit_and_none_otherwise(count):
 
 
 def test_bytes_are_counted_per_element_and_a_scale_is_for_64():
-    """Twin: the same shard with other moments has other bytes."""
+    """Twin: the same flat param with other moments has other bytes."""
     wide, eight = (
         frozen(BF16, dtype).trained("split", 2).nbytes_per_element() for dtype in (F32, torch.uint8)
     )

@@ -1,11 +1,11 @@
-"""ParamShard: converts between parameters of one dtype in one unit and their flat arrays, exactly.
+"""FlatParam: converts between parameters of one dtype in one unit and their flat arrays, exactly.
 
 weight      the values that the model computes with, in the compute dtype
 master      the optimizer's copy, unless it updates the weight: the low 16 bits (split) or fp32
 moments     exp_avg and exp_avg_sq, or those of them that the optimizer has
 scales      of 8-bit moments: one byte for each block of 64 elements, always in memory
 gradient    accumulated by the backward, until the step consumes it
-stepped     whether the optimizer updates these parameters; else the shard has weights only
+stepped     whether the optimizer updates these parameters; else the flat param has weights only
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..storage.arrays import ArrayIO, StateArray
 from .array_parts import ArrayParts
 from .encoding import encode, same_bits
 from .flat_layout import FlatLayout
+from .flat_param_spec import MOMENTS, SCALES, FlatParamSpec
 from .home_arrays import HomeArrays
-from .shard_spec import MOMENTS, SCALES, ShardSpec
 
 ENCODED_AT_ONCE = 1024 * 1024  # elements
 
 
-class ParamShard:
+class FlatParam:
     """Parameters of one dtype in one unit, and exact conversion between their values and arrays.
 
     layout
@@ -43,13 +43,13 @@ class ParamShard:
 
     def __init__(
         self,
-        spec: ShardSpec,
+        spec: FlatParamSpec,
         params: Sequence[torch.nn.Parameter],
         collectives: Collectives | None = None,
     ):
         self.params, self.collectives = tuple(params), collectives or Collectives()
         self.ranks = self.collectives.ranks
-        self.names = [f"parameter {i} of a shard" for i in range(len(params))]  # until set
+        self.names = [f"parameter {i} of a flat param" for i in range(len(params))]  # until set
         self.handles: list[Any] = []  # the ParamHandles of ``params``, once they are managed
         self.layout = FlatLayout.of(params, self.ranks)
         self.homes = HomeArrays(spec, self.layout, self.names)
@@ -60,7 +60,7 @@ class ParamShard:
         self.names[:] = names
 
     @property
-    def spec(self) -> ShardSpec:
+    def spec(self) -> FlatParamSpec:
         return self.homes.spec
 
     @property
@@ -78,9 +78,9 @@ class ParamShard:
         return self.layout.numel * self.spec.dtype.itemsize
 
     @property
-    def slice_nbytes(self) -> int:
-        """Bytes of this rank's slice of the weights, as at home."""
-        return self.layout.slice_numel * self.spec.dtype.itemsize
+    def shard_nbytes(self) -> int:
+        """Bytes of this rank's shard of the weights, as at home."""
+        return self.layout.shard_numel * self.spec.dtype.itemsize
 
     # --- parameter values ---
 
@@ -150,8 +150,8 @@ class ParamShard:
     def write_first_values(
         self, store: ArrayIO, index: int, begin: int, values: torch.Tensor
     ) -> None:
-        """Sets elements of parameter ``index`` of a fresh shard to flat ``values``, from ``begin``
-        on in row-major order."""
+        """Sets elements of parameter ``index`` of a fresh flat param to flat ``values``, from
+        ``begin`` on in row-major order."""
         self.homes.wait_idle()
         place = self.layout.placements[index]
         values = values.to(self.spec.wrapped_dtype)
