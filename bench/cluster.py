@@ -31,7 +31,7 @@ from infinity.api.lay_out import lay_out
 from infinity.bench.results import Measured, Row, row
 from infinity.bench.settings import Settings
 from infinity.config.config import Config
-from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.machine.disk_profile import DiskProfile
 from infinity.planning.cluster import ClusterPrediction, Machine, predict_cluster
 from infinity.runtime.registry import wrapped
@@ -162,7 +162,9 @@ def _predict_and_run(
     model: nn.Module, config: dict[str, Any], machine: Machine, nodes: int, rounds: int
 ) -> tuple[ClusterPrediction, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    plan, units = lay_out(model, optimizer, Config(**config), DataRanks(size=nodes, local_size=1))
+    plan, units = lay_out(
+        model, optimizer, Config(**config), ParallelDims(size=nodes, local_size=1)
+    )
     predicted = predict_cluster(plan, units, machine, nodes, flops=1.0)
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     inputs = torch.ones(ROWS, model[0].in_features, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from torch import nn
 from ..config.choices import AUTO
 from ..config.config import Config
 from ..distributed.collectives import Collectives
-from ..distributed.data_ranks import DataRanks
+from ..distributed.parallel_dims import ParallelDims
 from ..errors import ConfigError
 from ..machine import processors
 from ..machine.device import Device
@@ -94,7 +94,7 @@ def describe(
 def check_stages(model: nn.Module, description: dict[str, str], collectives: Collectives) -> None:
     """Raises ConfigError if stages of a pipeline have different configurations. Every rank calls
     this."""
-    if collectives.ranks.stages is not None:
+    if collectives.ranks.pp_group is not None:
         settings = {
             key: value
             for key, value in description.items()
@@ -106,7 +106,7 @@ def check_stages(model: nn.Module, description: dict[str, str], collectives: Col
 def prefix_of_stage(model: nn.Module, collectives: Collectives) -> str:
     """Makes the prefix of this stage's names in checkpoints. It is empty if the names of all stages
     are distinct, so that checkpoints have the names of the whole model. Every rank calls this."""
-    stages = collectives.ranks.stages
+    stages = collectives.ranks.pp_group
     if stages is None:
         return ""
     names = {
@@ -207,7 +207,7 @@ def tell_of_untied(model: nn.Module, collectives: Collectives) -> None:
 def compare_common_values(model: nn.Module, collectives: Collectives) -> None:
     """Raises ConfigError if parameters that are whole on every tp rank have different values. Every
     rank calls this."""
-    channel = collectives.ranks.tensor
+    channel = collectives.ranks.tp_group
     if channel is None:
         return
     with collectives.together("comparing what the tp ranks have in common"):
@@ -264,7 +264,7 @@ def share_of_machine(model: nn.Module, collectives: Collectives, local_size: int
     """Returns this rank's fraction of its machine's memory and disks. Fractions are equal, except
     that those of pipeline stages follow the bytes of their parameters. Ranks with the same units
     get the least of their fractions, because their plans must not differ. Every rank calls this."""
-    if collectives.ranks.stages is None or local_size == 1:
+    if collectives.ranks.pp_group is None or local_size == 1:
         return Fraction(1, local_size)
     own = sum(local_of(param).nbytes for param in model.parameters() if is_managed(param))
     me = dist.get_rank() // local_size  # torchrun numbers ranks machine by machine
@@ -288,7 +288,7 @@ def share_processors(collectives: Collectives) -> None:
     )
 
 
-def own_budgets(config: Config, ranks: DataRanks) -> Config:
+def own_budgets(config: Config, ranks: ParallelDims) -> Config:
     """Returns the configuration with this rank's part of the machine's budgets."""
     shared = {name: getattr(config, name) for name in ("host_memory", "nvme_capacity")}
     own: dict[str, Any] = {

@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import native
 from ..config.config import Config
-from ..distributed.data_ranks import DataRanks
+from ..distributed.parallel_dims import ParallelDims
 from ..errors import ConfigError, UsageError
 from ..machine.sizes import format_nbytes
 from ..optim.optimizer import InfinityOptimizer
@@ -103,10 +103,10 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
         _check_optimizer(optimizer, names, config)
 
 
-def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) -> None:
+def check_tensor_parallel(model: nn.Module, config: Config, ranks: ParallelDims) -> None:
     """Raises ConfigError if a model's DTensors do not fit the mesh, and for options that are not
     available with them."""
-    parts = ranks.tensor.size if ranks.tensor is not None else 1
+    parts = ranks.tp_group.size if ranks.tp_group is not None else 1
     distributed = {name: param for name, param in model.named_parameters() if is_distributed(param)}
     for name, buffer in model.named_buffers():
         if is_distributed(buffer):
@@ -114,7 +114,7 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
                 f"buffer {name} is a DTensor: buffers have to be whole on every rank; take"
                 " buffer.full_tensor()"
             )
-    members = ranks.tensor.ranks if ranks.tensor is not None else [ranks.world_rank]
+    members = ranks.tp_group.ranks if ranks.tp_group is not None else [ranks.world_rank]
     divided = {param for module in model.modules() for param in divided_parameters(module)}
     for name, param in distributed.items():
         over = ranks_over(param)
@@ -132,14 +132,14 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
                 f" given has tp={parts}: give it the mesh of the whole job, whose tp axis the model"
                 " was cut over"
             )
-    if parts == 1 and not distributed and ranks.stages is None:
+    if parts == 1 and not distributed and ranks.pp_group is None:
         return
     _check_adapters(model)
     is_cut = parts > 1 or bool(distributed)
-    stages = ranks.stages.size if ranks.stages is not None else 1
+    stages = ranks.pp_group.size if ranks.pp_group is not None else 1
     of = f"tensor parallelism (tp={parts})" if is_cut else f"pipeline parallelism (pp={stages})"
-    if ranks.experts is not None:
-        of = f"divided experts (ep={len(ranks.experts.over)})"
+    if ranks.expert_group is not None:
+        of = f"divided experts (ep={len(ranks.expert_group.over)})"
     for field, instead in (
         ("micro_batch", "use a smaller batch, or recompute blocks with torch's checkpoint"),
         ("speculate", "leave it out: updates still overlap with the next forward"),
@@ -149,10 +149,12 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: DataRanks) ->
             raise ConfigError(f"{field}: not available with {of} in this version: {instead}")
 
 
-def _check_divided(name: str, over: list[int], ranks: DataRanks) -> None:
+def _check_divided(name: str, over: list[int], ranks: ParallelDims) -> None:
     """Raises ConfigError for a parameter of divided experts that is sharded ``over`` other ranks
     than the mesh says."""
-    members = list(ranks.experts.over) if ranks.experts is not None else [ranks.world_rank]
+    members = (
+        list(ranks.expert_group.over) if ranks.expert_group is not None else [ranks.world_rank]
+    )
     if sorted(over) != sorted(members):
         raise ConfigError(
             f"the experts of {name} are divided among ranks {over}, but the ep axis of the mesh"

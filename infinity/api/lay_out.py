@@ -18,7 +18,7 @@ from .. import native
 from ..config.choices import AUTO, MOMENT_DTYPES
 from ..config.config import Config
 from ..distributed.collectives import Collectives
-from ..distributed.data_ranks import DataRanks
+from ..distributed.parallel_dims import ParallelDims
 from ..errors import CapacityError, ConfigError, InternalError
 from ..forwards.tiles import SMALLEST_TILE_NBYTES, candidates
 from ..machine import limits, scratch
@@ -82,7 +82,7 @@ def lay_out(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     config: Config,
-    ranks: DataRanks | None = None,
+    ranks: ParallelDims | None = None,
 ) -> tuple[MemoryPlan, list[UnitSize]]:
     """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units, without
     allocating or changing anything. ``ranks``: the planned ranks, which need not exist; None: one.
@@ -207,10 +207,10 @@ def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
         flat_param.spec,
         flat_param.layout.numel,
         shards=ranks.size,
-        replicas=ranks.replicas.size if ranks.replicas is not None else 1,
+        replicas=ranks.replicate_group.size if ranks.replicate_group is not None else 1,
         data_size=ranks.data_size,
         whole_grad=ranks.keeps_gradients,
-        node_size=ranks.node.size if ranks.node is not None else 0,
+        node_size=ranks.node_group.size if ranks.node_group is not None else 0,
     )
 
 

@@ -22,7 +22,7 @@ def share_homes(config: Config, device: Device, collectives: Collectives) -> Sha
     None if that is not possible. Every rank calls this. Raises ConfigError if ``share_homes=True``
     and it is not possible."""
     ranks = collectives.ranks
-    if config.share_homes is False or ranks.row is None:  # the same on all ranks
+    if config.share_homes is False or ranks.shard_group is None:  # the same on all ranks
         return None
     homes, refusal = None, why_not(computes_on_host=device.is_host, compresses=ranks.compresses)
     if not refusal:
@@ -30,20 +30,20 @@ def share_homes(config: Config, device: Device, collectives: Collectives) -> Sha
             homes = SharedHomes(patience_seconds())
         except StorageError as error:
             refusal = str(error)
-    refusal = agree_to_share(partial(collectives.collect, among=[ranks.row]), refusal)
+    refusal = agree_to_share(partial(collectives.collect, among=[ranks.shard_group]), refusal)
     if refusal:
         if homes is not None:
             homes.close()
         _tell(config, refusal)
         return None
-    ranks.row.share(homes)
+    ranks.shard_group.share(homes)
     return homes
 
 
 def connect_homes(config: Config, homes: SharedHomes | None, job: Job) -> None:
     """Maps the other ranks' weights in ``homes``, which are allocated. Every rank calls this.
     Raises ConfigError if ``share_homes=True`` and it is not possible."""
-    row = job.ranks.row
+    row = job.ranks.shard_group
     if homes is not None and row is not None:
         flat_params = [
             flat

@@ -180,7 +180,7 @@ class Watch:
             "host": os.uname().nodename,
             "space": process_space(),
             "rank": self._rank,
-            "ranks": job.ranks.data_size * job.ranks.parts,
+            "ranks": job.ranks.data_size * job.ranks.tp_size,
             "tokens_per_second": rate,
             "step_seconds": self._step_seconds,
             "remaining_seconds": (

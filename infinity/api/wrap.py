@@ -21,8 +21,8 @@ from .. import native
 from ..config.choices import AUTO
 from ..config.config import Config
 from ..distributed.collectives import Collectives
-from ..distributed.data_ranks import DataRanks
-from ..distributed.mesh import data_ranks, join_device, join_node
+from ..distributed.mesh import join_device, join_node, parallel_dims
+from ..distributed.parallel_dims import ParallelDims
 from ..errors import ConfigError
 from ..forwards.micro_batch import check_block, install_chunks
 from ..forwards.replaced_forward import ReplacedForward
@@ -112,7 +112,7 @@ def wrap_model(
         return list(model), stepping
     if mesh is None and isinstance(model, nn.Module):
         mesh = mesh_of_parameters(model.parameters())
-    ranks, traffic = data_ranks(mesh, divides_experts=divides_experts(model)), Traffic()
+    ranks, traffic = parallel_dims(mesh, divides_experts=divides_experts(model)), Traffic()
     let_scalers_mix()
     collectives, ties = Collectives(ranks, traffic), Ties()
     try:
@@ -129,7 +129,7 @@ def wrap_model(
         raise
 
 
-def _settle(model: nn.Module, config: Config, collectives: Collectives, mesh: Any) -> DataRanks:
+def _settle(model: nn.Module, config: Config, collectives: Collectives, mesh: Any) -> ParallelDims:
     """Completes the description of the ranks from the configuration and the machine. Every rank
     calls this."""
     local_size = -collectives.least(
@@ -240,7 +240,7 @@ def _lay_out(
     try:
         with collectives.together("planning"):
             device = choose_device(model, config, collectives)
-            reuses = isinstance(model, Parts) or collectives.ranks.stages is not None
+            reuses = isinstance(model, Parts) or collectives.ranks.pp_group is not None
             chosen, laid = lay_out_here(
                 model, config, make_flat_params, device, collectives, reuses=reuses
             )

@@ -182,7 +182,7 @@ def groups_of_stages(
 ) -> list[dict[str, Any]] | None:
     """Describes an optimizer's groups with the parameters of all pipeline stages. Raises UsageError
     if stages have different group counts. Every rank calls this."""
-    mine, stages = describe_groups(optimizer), collectives.ranks.stages
+    mine, stages = describe_groups(optimizer), collectives.ranks.pp_group
     if stages is None or mine is None:
         return mine
     everyones = collectives.collect(

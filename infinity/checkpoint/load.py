@@ -248,13 +248,15 @@ class _Load:
         """Returns the rank whose saved generators (``of_stage``: buffers) this rank takes."""
         manifest, ranks = self.manifest, self.job.ranks
         count = len(manifest["random"])
-        saved = manifest.get("data_ranks", count)
+        saved = manifest.get("parallel_dims", count)
         if type(saved) is not int or saved < 1:
-            raise TypeError(f"data_ranks is {saved!r}")
+            raise TypeError(f"parallel_dims is {saved!r}")
         parts = manifest.get("parts", 1)
         if type(parts) is not int or parts < 1:
             raise TypeError(f"parts is {parts!r}")
-        place = ranks.data_rank + saved * (ranks.part + (0 if of_stage else parts * ranks.stage))
+        place = ranks.data_rank + saved * (
+            ranks.tp_rank + (0 if of_stage else parts * ranks.pp_rank)
+        )
         return place if ranks.data_rank < saved and place < count else ranks.data_rank
 
 
@@ -263,7 +265,7 @@ def _check_parameters(job: Job, saved: dict[str, Any]) -> None:
         handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles
     }
     everyones = ours.keys()
-    if (stages := job.ranks.stages) is not None:
+    if (stages := job.ranks.pp_group) is not None:
         everyones = set().union(
             *job.collectives.collect(set(ours), "names of the stages' parameters", [stages])
         )

@@ -153,12 +153,12 @@ def _save_model(
         hub_sources(first, sources_of(model)),
         flat_param_size_of(first) if max_shard_size is None else max_shard_size,
     )
-    stages = [] if ranks.stages is None else [ranks.stages]
+    stages = [] if ranks.pp_group is None else [ranks.pp_group]
     mine = describe_files(files), _numel(model)
     everyones = job.collectives.collect(mine, "the files of the stages", stages)
     names = name_files([len(files) for files, _ in everyones])
-    is_writer = ranks.rank == 0 and ranks.writes and ranks.part == 0
-    with written(folder, files, names[ranks.stage], writes=is_writer):
+    is_writer = ranks.rank == 0 and ranks.writes and ranks.tp_rank == 0
+    with written(folder, files, names[ranks.pp_rank], writes=is_writer):
         # A failed rank raises on all of them here.
         job.collectives.rendezvous("the files of all stages")
     of_all = dict(

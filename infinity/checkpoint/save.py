@@ -129,8 +129,8 @@ def _save_all(
         "groups": encode_value(groups_of_stages(optimizer, collectives), tensors, "groups"),
         **({"own_state": own_state} if own_state is not None else {}),
         "random": collectives.collect(read_random_state(), "random state"),
-        "data_ranks": job.ranks.data_size,
-        "parts": job.ranks.parts,
+        "parallel_dims": job.ranks.data_size,
+        "parts": job.ranks.tp_size,
         "step_index": engine.step_index,
         "average": engine.average.count if engine.average is not None else 0,  # number of updates
         "extra": encode_value(extra, tensors, "extra"),
@@ -273,7 +273,7 @@ def _buffers_of_others(
         "buffers that differ",
     )
     # Ranks of a stage; each stage's buffers have their own names.
-    each = collectives.ranks.data_size * collectives.ranks.parts
+    each = collectives.ranks.data_size * collectives.ranks.tp_size
     return {
         f"buffer-of-rank/{rank % each}/{name}": buffer
         for rank, of_one in enumerate(others)
@@ -284,10 +284,10 @@ def _buffers_of_others(
 def _of_stages(mine: dict[str, Any], collectives: Collectives) -> dict[str, Any]:
     """Joins the dicts of all pipeline stages; earlier stages take precedence. Every rank calls
     this."""
-    if collectives.ranks.stages is None:
+    if collectives.ranks.pp_group is None:
         return mine
     found: dict[str, Any] = {}
-    for theirs in collectives.collect(mine, "what each stage has", [collectives.ranks.stages]):
+    for theirs in collectives.collect(mine, "what each stage has", [collectives.ranks.pp_group]):
         found |= {key: value for key, value in theirs.items() if key not in found}
     return found
 

@@ -217,11 +217,11 @@ def _plan_here(job: _Job, dtype: Any) -> dict[str, Any]:
 def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
     """Plans one rank of ``nodes`` machines. Measures nothing on this machine."""
     from ..api.lay_out import lay_out
-    from ..distributed.data_ranks import DataRanks
+    from ..distributed.parallel_dims import ParallelDims
     from ..planning.cluster import predict_cluster
     from .training.compute import step_flops
 
-    ranks = DataRanks(size=nodes * machine.devices, local_size=machine.devices)
+    ranks = ParallelDims(size=nodes * machine.devices, local_size=machine.devices)
     plan, units = lay_out(job.model, job.optimizer, job.config, ranks)
     flops = step_flops(job.model, job.model_config, **job.batch)
     found = predict_cluster(plan, units, machine, nodes, flops=flops)

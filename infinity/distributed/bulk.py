@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from .. import native
 from ..machine.traffic import Traffic
-from .data_ranks import DataRanks
 from .kinds import Kind, bytes_of, count_begun, describe
 from .kinds import begin as begin_kind
 from .lockstep import Collective
+from .parallel_dims import ParallelDims
 from .pass_agreement import PassAgreement, Progress
 from .pending import Pending, ranks_lost
 from .quantize import decode_blocks, encode_blocks
@@ -32,7 +32,7 @@ class Bulk:
     model."""
 
     def __init__(
-        self, ranks: DataRanks, traffic: Traffic, passes: PassAgreement, progress: Progress
+        self, ranks: ParallelDims, traffic: Traffic, passes: PassAgreement, progress: Progress
     ):
         self.ranks, self.traffic = ranks, traffic
         self._passes, self._progress = passes, progress
@@ -67,7 +67,7 @@ class Bulk:
             )
         raw = bytes_of(flat)
         mine = raw.view(self.ranks.size, -1)[self.ranks.rank]
-        if homes and (shared := self.ranks.row.homes) is not None and shared.have(homes):
+        if homes and (shared := self.ranks.shard_group.homes) is not None and shared.have(homes):
             begin = partial(shared.read, homes[0], raw, mine.numel(), what)
             return self._gather(Kind.READ, raw, mine, f"{what} where it lies", begin=begin)
         return self._gather(Kind.GATHER, raw, mine, what)
@@ -75,7 +75,7 @@ class Bulk:
     def gather_in_node(self, flat: torch.Tensor, what: str) -> Pending:
         """Gathers among this machine's ranks, whose shards of ``flat`` are larger."""
         raw = bytes_of(flat)
-        mine = raw.view(self.ranks.node.size, -1)[self.ranks.node.rank]
+        mine = raw.view(self.ranks.node_group.size, -1)[self.ranks.node_group.rank]
         return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node")
 
     def _gather(
@@ -89,7 +89,7 @@ class Bulk:
     ) -> Pending:
         self._passes.enter()
         collective = Collective(what, whole.numel(), describe(self.ranks, kind, mine, whole))
-        if self.ranks.data.lockstep.next != collective:
+        if self.ranks.dp_group.lockstep.next != collective:
             self._passes.meet_for(what)
         start = time.perf_counter()
         work = self._start(collective, kind, mine, whole, begin)
@@ -112,7 +112,7 @@ class Bulk:
         finish: Callable[[], None],
         device: torch.device,
     ) -> Pending:
-        place = self.ranks.data
+        place = self.ranks.dp_group
 
         def hear(settling: bool) -> None:
             if place is not None and place.hears_alarm():
@@ -152,7 +152,7 @@ class Bulk:
                 else torch.empty_like(flat)
             )
             works.append(self._go_on_with(what, Kind.REDUCE, flat, received))
-        elif self.ranks.divided > 1:
+        elif self.ranks.ep_size > 1:
             self._go_on_with(what, Kind.NOTHING, flat, flat)  # keeps its place in the order
 
         def finish() -> None:
@@ -160,7 +160,7 @@ class Bulk:
             total = (
                 received.float() if is_fast else _ordered_sum(received.view(self.ranks.size, -1))
             )
-            if self.ranks.replicas is not None:
+            if self.ranks.replicate_group is not None:
                 everyones = self._gather_over_replicas(total, what)
                 total = _ordered_sum(everyones)
                 moved += everyones.nbytes - total.nbytes
@@ -172,7 +172,11 @@ class Bulk:
     @property
     def can_share_flags(self) -> bool:
         """Whether :meth:`share_flags`, in the shard group, reaches every rank."""
-        return self.ranks.size > 1 and self.ranks.replicas is None and self.ranks.tensor is None
+        return (
+            self.ranks.size > 1
+            and self.ranks.replicate_group is None
+            and self.ranks.tp_group is None
+        )
 
     def share_flags(
         self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]
@@ -191,7 +195,7 @@ class Bulk:
 
     def _gather_over_replicas(self, total: torch.Tensor, what: str) -> torch.Tensor:
         what = f"{what} over replicas"
-        everyones = total.new_empty(self.ranks.replicas.size, total.numel())
+        everyones = total.new_empty(self.ranks.replicate_group.size, total.numel())
         work = self._go_on_with(
             what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1))
         )
@@ -204,7 +208,7 @@ class Bulk:
         """Starts a collective. Meets first if the agreed pass continues with another one."""
         self._passes.enter()
         passing, collective = (
-            self.ranks.data.lockstep,
+            self.ranks.dp_group.lockstep,
             Collective(what, given.nbytes, describe(self.ranks, kind, given, taken)),
         )
         if passing.is_agreed and passing.next != collective:
@@ -224,15 +228,15 @@ class Bulk:
         begin = begin or partial(begin_kind, self.ranks, kind, given, taken)
         count = partial(count_begun, self.ranks, kind, given.device)
         try:
-            return self.ranks.data.lockstep.start(collective, begin, count)
+            return self.ranks.dp_group.lockstep.start(collective, begin, count)
         except RuntimeError as error:
             raise ranks_lost(collective.what, error) from error
 
     def drop_lost(self) -> None:
         """Waits for all transfers. After an interrupt the last one may or may not have started."""
-        lost = self.ranks.data.lockstep.under_way() if self.ranks.data is not None else []
-        if self.ranks.row is not None and self.ranks.row.homes is not None:
-            lost += self.ranks.row.homes.under_way()
+        lost = self.ranks.dp_group.lockstep.under_way() if self.ranks.dp_group is not None else []
+        if self.ranks.shard_group is not None and self.ranks.shard_group.homes is not None:
+            lost += self.ranks.shard_group.homes.under_way()
         for work in lost:
             self._pending(
                 [work], "what an exception left", lambda: None, torch.device("cpu")

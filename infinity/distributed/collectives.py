@@ -22,8 +22,8 @@ from ..machine.traffic import Traffic
 from .bulk import Bulk
 from .channel import HEARING_SECONDS, Channel
 from .comparing import Comparison, Inputs, compare
-from .data_ranks import DataRanks
 from .kinds import StandIns, bytes_of
+from .parallel_dims import ParallelDims
 from .pass_agreement import PassAgreement, Progress
 from .transfer import Operation, Transfer, all_gather, broadcast, end_groups, exchange_objects
 
@@ -34,25 +34,25 @@ class Collectives:
 
     def __init__(
         self,
-        ranks: DataRanks | None = None,
+        ranks: ParallelDims | None = None,
         traffic: Traffic | None = None,
         progress: Progress | None = None,
     ):
-        self.ranks = ranks if ranks is not None else DataRanks()
+        self.ranks = ranks if ranks is not None else ParallelDims()
         self.traffic = traffic if traffic is not None else Traffic()
         self._progress = progress if progress is not None else Progress()
         self.passes = PassAgreement(self.ranks, self._progress)
         self.bulk = Bulk(self.ranks, self.traffic, self.passes, self._progress)
         self._is_closed = False
-        if self.ranks.data is not None and self.ranks.divided == 1:
-            self.ranks.data.lockstep.stand_ins = StandIns(
+        if self.ranks.dp_group is not None and self.ranks.ep_size == 1:
+            self.ranks.dp_group.lockstep.stand_ins = StandIns(
                 lambda of_experts: (self.of_experts if of_experts else self).ranks
             )
 
     @cached_property
     def of_experts(self) -> Collectives:
         """For divided experts: bytes pass between ranks with the same ones; all data ranks meet."""
-        if self.ranks.experts is None:
+        if self.ranks.expert_group is None:
             return self
         return Collectives(self.ranks.as_experts_see, self.traffic, self._progress)
 
@@ -68,7 +68,7 @@ class Collectives:
 
     def _progress_on(self, channel: Channel) -> str:
         """Returns the progress to announce on ``channel``."""
-        return self._progress.of_steps if channel is self.ranks.stages else str(self._progress)
+        return self._progress.of_steps if channel is self.ranks.pp_group else str(self._progress)
 
     def allow_flags(self, count: int) -> None:
         """Makes room for ``count`` flags at meetings of ranks with the same units. Each passes the
@@ -98,8 +98,8 @@ class Collectives:
         same order on every rank. ``over_tensors``: also over the tensor-parallel group.
         ``over_stages``: also over stages."""
         found, ranks = values.unsqueeze(0), self.ranks
-        tensors, stages = ranks.tensor if over_tensors else None, ranks.stages
-        for channel in (ranks.row, tensors, stages if over_stages else None):
+        tensors, stages = ranks.tp_group if over_tensors else None, ranks.pp_group
+        for channel in (ranks.shard_group, tensors, stages if over_stages else None):
             if channel is not None:
                 said = f"{what} {self._progress_on(channel)}"
                 found = self._from_all(channel, found, said).flatten(0, 1)
@@ -128,25 +128,25 @@ class Collectives:
         rank, which it has filled."""
         if self.ranks.size == 1:
             return
-        group = self.ranks.row.group
+        group = self.ranks.shard_group.group
         parts = [
             (peer, bytes_of(out[begin:end]))
             for peer, (begin, end) in enumerate(pieces)
             if begin < end
         ]
         transfer = Transfer(lambda: [broadcast(group, raw, peer) for peer, raw in parts])
-        self.ranks.data.pass_on(f"{what} {self._progress}", transfer)
+        self.ranks.dp_group.pass_on(f"{what} {self._progress}", transfer)
 
     def broadcast(
         self, tensor: torch.Tensor, what: str, *, over_tensors: bool = False
     ) -> torch.Tensor:
         """Broadcasts contiguous ``tensor`` from the first data rank, in place. ``over_tensors``:
         from the first of all ranks with these units."""
-        if self.ranks.data_size > 1 or (over_tensors and self.ranks.tensor is not None):
+        if self.ranks.data_size > 1 or (over_tensors and self.ranks.tp_group is not None):
             raw = bytes_of(tensor.view(-1))
-            sent, tensors = raw.cpu(), self.ranks.tensor if over_tensors else None
+            sent, tensors = raw.cpu(), self.ranks.tp_group if over_tensors else None
             # To the first rank of each tensor part, of each replica, then along the shard group.
-            for channel in (tensors, self.ranks.replicas, self.ranks.row):
+            for channel in (tensors, self.ranks.replicate_group, self.ranks.shard_group):
                 if channel is not None:
                     transfer = Transfer(partial(_first_to_all, channel.group, sent))
                     self.ranks.place_of(channel).pass_on(what, transfer)
@@ -241,7 +241,7 @@ class Collectives:
     def meet_stages(self, what: str, *, then: Callable[[], None] = lambda: None) -> None:
         """Blocks until every stage is at ``what``. Errors are raised on the ranks with the same
         units, too. ``then``: called as soon as all are known to be there."""
-        if (stages := self.ranks.stages) is not None:
+        if (stages := self.ranks.pp_group) is not None:
             try:
                 stages.rendezvous(f"{what} {self._progress_on(stages)}", then=lambda found: then())
             except InfinityError as error:
@@ -264,13 +264,13 @@ class Collectives:
         interrupted.
         """
         meetings: list[Callable] = []
-        if over_stages is not None and (stages := self.ranks.stages) is not None:
+        if over_stages is not None and (stages := self.ranks.pp_group) is not None:
             spans = partial(self.spans_over, stages)
             meetings.append(partial(compare, spans, over_stages.of_stages, over_stages))
-        if (tensor := self.ranks.tensor) is not None:
+        if (tensor := self.ranks.tp_group) is not None:
             spans = partial(self.spans_over, tensor)
             meetings.append(partial(compare, spans, inputs.common, in_common))
-        if self.ranks.data is not None:
+        if self.ranks.dp_group is not None:
             what = f"{inputs.common}{inputs.own}"
             meetings.append(lambda then: self.passes.predict(what, trace, then))
         in_turn(meetings, then)  # data ranks last: others' errors are raised before they meet
@@ -295,7 +295,7 @@ class Collectives:
     def fail_elsewhere(self, channel: Channel, error: BaseException) -> None:
         """Reports ``error``, which all ranks of ``channel`` raise, to the other ranks with the same
         units, at their next meeting."""
-        of_sequences = [self.ranks.sequences] if self.ranks.sequences is not None else []
+        of_sequences = [self.ranks.cp_group] if self.ranks.cp_group is not None else []
         for other in (*of_sequences, *reversed(self.ranks.unit_places)):
             if other is not channel:
                 other.fail(error)

@@ -14,7 +14,7 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
-from .data_ranks import DataRanks
+from .parallel_dims import ParallelDims
 
 # Renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,13 +35,13 @@ class Kind(IntEnum):
     READ = 7  # shards within a shard group, from shared memory
 
 
-def begin(ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
+def begin(ranks: ParallelDims, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
     """Starts a collective of this ``kind`` that sends ``given`` and fills ``taken``: flat, of equal
     size on every rank. READ copies other ranks' shards only."""
     if kind is Kind.NOTHING:
         return _Over()
     if kind is Kind.READ:
-        return ranks.row.homes.complete(taken, given.numel())
+        return ranks.shard_group.homes.complete(taken, given.numel())
     group = _group_of(ranks, kind)
     if kind is not Kind.REDUCE:
         return all_gather(taken, given, group=group, async_op=True)
@@ -52,13 +52,13 @@ def begin(ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor
     return dist.all_to_all_single(bytes_of(taken), bytes_of(given), group=group, async_op=True)
 
 
-def count_begun(ranks: DataRanks, kind: Kind, where: torch.device) -> int:
+def count_begun(ranks: ParallelDims, kind: Kind, where: torch.device) -> int:
     """Counts the collectives that the transport of this ``kind`` has started. 0 if it does not
     count."""
     if kind is Kind.NOTHING:
         return 0
     if kind is Kind.READ:
-        return ranks.row.homes.begun
+        return ranks.shard_group.homes.begun
     try:
         return _group_of(ranks, kind)._get_backend(where)._get_sequence_number_for_group()
     except (AttributeError, RuntimeError):
@@ -66,13 +66,13 @@ def count_begun(ranks: DataRanks, kind: Kind, where: torch.device) -> int:
 
 
 def describe(
-    ranks: DataRanks, kind: Kind, given: torch.Tensor, taken: torch.Tensor
+    ranks: ParallelDims, kind: Kind, given: torch.Tensor, taken: torch.Tensor
 ) -> tuple[int, ...]:
     """Encodes a collective as numbers: kind, whether it is among ranks with the same experts, both
     element counts, dtype, whether it is in host memory."""
     return (
         kind,
-        ranks.divided > 1,
+        ranks.ep_size > 1,
         given.numel(),
         taken.numel(),
         DTYPES.index(given.dtype),
@@ -85,7 +85,7 @@ class StandIns:
     """Starts collectives from their numbers. ``ranks_of``: the ranks, given whether only those with
     the same experts take part."""
 
-    ranks_of: Callable[[bool], DataRanks]
+    ranks_of: Callable[[bool], ParallelDims]
 
     def begin(self, numbers: Sequence[int]) -> dist.Work:
         """Starts the collective of these ``numbers``, with zeros."""
@@ -111,15 +111,15 @@ def bytes_of(flat: torch.Tensor) -> torch.Tensor:
     return flat.detach().view(torch.uint8)
 
 
-def _group_of(ranks: DataRanks, kind: Kind) -> dist.ProcessGroup:
+def _group_of(ranks: ParallelDims, kind: Kind) -> dist.ProcessGroup:
     if kind is Kind.GATHER_OVER_REPLICAS:
-        return ranks.replicas.bulk
+        return ranks.replicate_group.bulk
     if kind is Kind.GATHER_IN_NODE:
-        return ranks.node.bulk
+        return ranks.node_group.bulk
     return {
-        Kind.GATHER: ranks.row.bulk,
-        Kind.REDUCE: ranks.row.reductions,
-        Kind.TELL: ranks.row.group,
+        Kind.GATHER: ranks.shard_group.bulk,
+        Kind.REDUCE: ranks.shard_group.reductions,
+        Kind.TELL: ranks.shard_group.group,
     }[kind]
 
 

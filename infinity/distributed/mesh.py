@@ -27,7 +27,7 @@ from ..machine import numa
 from . import farewell
 from .attempt import Attempt
 from .channel import Channel
-from .data_ranks import DataRanks, ExpertRow
+from .parallel_dims import ExpertGroup, ParallelDims
 from .pending import ranks_lost
 from .transfer import end_groups, group_timeout
 from .tree import Tree, family_of
@@ -39,7 +39,7 @@ DATA_AXES = ("dp_replicate", *SHARD_AXES)
 OTHER_AXES = ("pp", "tp", "ep")  # only one of the last two may be larger than 1
 
 
-def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
+def parallel_dims(mesh: Any, *, divides_experts: bool = False) -> ParallelDims:
     """Reads the data ranks from ``mesh`` (None: the default process group, if there is one).
     ``divides_experts``: its ep axis is a data axis.
 
@@ -59,10 +59,10 @@ def data_ranks(mesh: Any, *, divides_experts: bool = False) -> DataRanks:
                 " wrap_model or, where the ranks are meant to be apart, remove WORLD_SIZE from the"
                 " environment."
             )
-        return DataRanks()
+        return ParallelDims()
     if dist.get_world_size() == 1:
         rank_rows(mesh, divides_experts=divides_experts)  # raises for a mesh that does not fit
-        return DataRanks()
+        return ParallelDims()
     own_groups: list[dist.ProcessGroup] = []
     try:
         # Rows: [stages, parts, replicas, shards]
@@ -84,7 +84,7 @@ def _join(
     wrap: int,
     divides_experts: bool,
     own_groups: list[dist.ProcessGroup],
-) -> DataRanks:
+) -> ParallelDims:
     """Makes this rank's channels. Appends their groups to ``own_groups``. ``rows``: [stages, parts,
     replicas, shards]."""
     me, local_size = dist.get_rank(), _local_size()
@@ -98,32 +98,32 @@ def _join(
         return _channel(ranks, f"{what} of wrap {wrap}", own_groups) if len(ranks) > 1 else None
 
     # Each rank makes only its own groups: no collective of the whole job for each.
-    of_row = None
+    shard_group = None
     if len(row) > 1:
         # Two groups over the same ranks: reductions do not wait behind gathers.
         reductions = gloo_group(row, f"reductions of wrap {wrap}")
-        of_row = _channel(row, f"gathers of wrap {wrap}", own_groups, reductions)
+        shard_group = _channel(row, f"gathers of wrap {wrap}", own_groups, reductions)
         own_groups.append(reductions)
-    of_replicas = channel(column, "replicas")
-    is_grid = of_row is not None and of_replicas is not None
-    of_both = channel(sorted(here[part].flatten().tolist()) if is_grid else [], "data")
-    of_tensor = channel(others, "parts")
-    of_sequences = channel(_sequence_of(mesh), "sequences")
-    of_stages = channel(rows[:, part, replica, rank].tolist(), "stages")
-    experts = _expert_row(mesh, row, wrap, own_groups) if divides_experts else None
+    replicate_group = channel(column, "replicas")
+    is_grid = shard_group is not None and replicate_group is not None
+    grid_group = channel(sorted(here[part].flatten().tolist()) if is_grid else [], "data")
+    tp_group = channel(others, "parts")
+    cp_group = channel(_sequence_of(mesh), "sequences")
+    pp_group = channel(rows[:, part, replica, rank].tolist(), "stages")
+    expert_group = _expert_group(mesh, row, wrap, own_groups) if divides_experts else None
     allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
-    return DataRanks(
+    return ParallelDims(
         wrap=wrap,
         rank=rank,
         size=len(row),
         local_size=local_size,
-        row=of_row,
-        replicas=of_replicas,
-        both=of_both,
-        tensor=of_tensor,
-        sequences=of_sequences,
-        stages=of_stages,
-        experts=experts,
+        shard_group=shard_group,
+        replicate_group=replicate_group,
+        grid_group=grid_group,
+        tp_group=tp_group,
+        cp_group=cp_group,
+        pp_group=pp_group,
+        expert_group=expert_group,
         allowed_processors=frozenset(allowed) if allowed is not None else None,
         own_groups=own_groups,
     )
@@ -138,7 +138,7 @@ def _sequence_of(mesh: Any) -> list[int]:
     return []
 
 
-def expert_rows(mesh: Any, row: Sequence[int]) -> list[list[int]]:
+def expert_groups(mesh: Any, row: Sequence[int]) -> list[list[int]]:
     """Splits a shard group (ascending ranks) by equal experts: by the coordinate of the ep axis."""
     axis = (
         mesh.mesh_dim_names.index("ep")
@@ -153,12 +153,12 @@ def expert_rows(mesh: Any, row: Sequence[int]) -> list[list[int]]:
     return [[rank for rank in row if coordinates[rank] == at] for at in range(mesh.mesh.size(axis))]
 
 
-def _expert_row(
+def _expert_group(
     mesh: Any, row: list[int], wrap: int, own_groups: list[dist.ProcessGroup]
-) -> ExpertRow | None:
+) -> ExpertGroup | None:
     """Finds the ranks of ``row`` with the same experts as this one. None if experts are not
     divided."""
-    me, parts = dist.get_rank(), expert_rows(mesh, row)
+    me, parts = dist.get_rank(), expert_groups(mesh, row)
     if len(parts) == 1:
         return None
     axis = mesh.mesh_dim_names.index("ep")
@@ -171,7 +171,7 @@ def _expert_row(
         channel = _channel(mine, f"gathers of experts of wrap {wrap}", own_groups, reductions)
         own_groups.append(reductions)
     places = tuple(row.index(rank) for rank in mine)
-    return ExpertRow(
+    return ExpertGroup(
         rank=mine.index(me), size=len(mine), places=places, over=tuple(over), channel=channel
     )
 
@@ -201,7 +201,7 @@ def _channel(
     return Channel(group, Tree(*families), reductions=reductions, alarms=alarms)
 
 
-def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
+def join_node(ranks: ParallelDims, mesh: Any) -> ParallelDims:
     """Adds the channel of this machine's ranks, if a shard group spans several machines with
     equally many of its ranks each.
 
@@ -210,7 +210,9 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
     if ranks.size == 1:
         return ranks
     me, nodes_of_rows, node_channel = dist.get_rank(), [], None
-    for row in rank_rows(mesh, divides_experts=ranks.experts is not None).flatten(0, 2).tolist():
+    for row in (
+        rank_rows(mesh, divides_experts=ranks.expert_group is not None).flatten(0, 2).tolist()
+    ):
         nodes: dict[int, list[int]] = {}
         for rank in row:
             # Torchrun numbers ranks machine by machine
@@ -223,7 +225,7 @@ def join_node(ranks: DataRanks, mesh: Any) -> DataRanks:
                 node_channel = _channel(
                     list(members), f"a machine of wrap {ranks.wrap}", ranks.own_groups
                 )
-    return dataclasses.replace(ranks, nodes=tuple(nodes_of_rows), node=node_channel)
+    return dataclasses.replace(ranks, nodes=tuple(nodes_of_rows), node_group=node_channel)
 
 
 def _agree_on_rows(mesh: Any, divides_experts: bool) -> tuple[torch.Tensor, int, bool]:
@@ -278,7 +280,7 @@ def gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
             default.bound_device_id = bound
 
 
-def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
+def join_device(ranks: ParallelDims, mesh: Any, backend: str | None) -> None:
     """Sends bulk bytes over ``backend``, which reaches the compute device's memory. Each rendezvous
     stays on gloo.
 
@@ -299,25 +301,25 @@ def join_device(ranks: DataRanks, mesh: Any, backend: str | None) -> None:
         ranks.own_groups.append(group)
         return group
 
-    for rows in rank_rows(mesh, divides_experts=ranks.experts is not None).flatten(0, 1):
+    for rows in rank_rows(mesh, divides_experts=ranks.expert_group is not None).flatten(0, 1):
         for row in rows.tolist() if rows.size(1) > 1 else []:
             gathers, reductions = group_of(row), group_of(row)
             if gathers is not None:
-                ranks.row.carry(gathers, reductions)
+                ranks.shard_group.carry(gathers, reductions)
             for part in (
-                expert_rows(mesh, row)
-                if ranks.experts is not None and ranks.experts.size > 1
+                expert_groups(mesh, row)
+                if ranks.expert_group is not None and ranks.expert_group.size > 1
                 else []
             ):
                 gathers, reductions = group_of(part), group_of(part)
                 if gathers is not None:
-                    ranks.experts.channel.carry(gathers, reductions)
+                    ranks.expert_group.channel.carry(gathers, reductions)
         for column in rows.T.tolist() if rows.size(0) > 1 else []:
             if (group := group_of(column)) is not None:
-                ranks.replicas.carry(group)
+                ranks.replicate_group.carry(group)
     for members in ranks.nodes:
         if (group := group_of(members)) is not None:
-            ranks.node.carry(group)
+            ranks.node_group.carry(group)
 
 
 def rank_rows(mesh: Any, *, divides_experts: bool = False) -> torch.Tensor:

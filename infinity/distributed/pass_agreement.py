@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from . import lockstep
-from .data_ranks import DataRanks
 from .lockstep import Collective, Lockstep
+from .parallel_dims import ParallelDims
 
 DIGEST_NBYTES = 4  # of a trace, among a pass's flags
 # Of these flags, each with its complement: the maximum yields both extremes
@@ -58,7 +58,7 @@ class PassAgreement:
     """The passes of one rank, as the data ranks agree on them. No-ops in a job of one rank. Used
     from the thread that runs the model."""
 
-    def __init__(self, ranks: DataRanks, progress: Progress):
+    def __init__(self, ranks: ParallelDims, progress: Progress):
         self._ranks, self._progress = ranks, progress
         self._traces_agree = False
         self._count = 0  # of passes started since the last backward or step
@@ -72,7 +72,7 @@ class PassAgreement:
     def begin(self, trace: Iterable[int], resident: Iterable[int], *, training: bool) -> None:
         """Starts a pass that expects to use the units of ``trace`` in order, and finds ``resident``
         gathered. Every data rank calls this. A later collective waits for the comparison."""
-        place = self._ranks.data
+        place = self._ranks.dp_group
         if place is None:
             return
         self._count += training
@@ -95,12 +95,12 @@ class PassAgreement:
         agreed = all(same) and bool(found[DIGEST_NBYTES:SAID_NBYTES].any())
         if agreed or not predicted:
             self._traces_agree = all(same[:DIGEST_NBYTES])
-            self._ranks.data.lockstep.begin(key, agreed=agreed, predicted=predicted)
+            self._ranks.dp_group.lockstep.begin(key, agreed=agreed, predicted=predicted)
 
     def predict(self, what: str, trace: Iterable[int], then: Callable[[], None]) -> None:
         """Meets the data ranks before the step ``what``. A forward of ``trace`` may follow: if all
         ranks predict the same, it needs no barrier. ``then``: as of :meth:`Collectives.same`."""
-        place, key = self._ranks.data, _key_of(trace, self._found_after_step, 1)
+        place, key = self._ranks.dp_group, _key_of(trace, self._found_after_step, 1)
         # After a divergence gathered units may differ over ranks: this rank does not vote.
         flags = [255] * (2 * SAID_NBYTES)
         if place.lockstep.was_followed:
@@ -114,14 +114,14 @@ class PassAgreement:
 
     def enter(self) -> None:
         """Completes the meeting of a pass that has just started."""
-        if self._ranks.data is not None:
-            self._ranks.data.finish_meeting()
+        if self._ranks.dp_group is not None:
+            self._ranks.dp_group.finish_meeting()
 
     def end(self) -> None:
         """Ends the pass: later collectives do not belong to it."""
-        if self._ranks.data is not None:
+        if self._ranks.dp_group is not None:
             self.enter()
-            self._ranks.data.lockstep.end()
+            self._ranks.dp_group.lockstep.end()
 
     def meet_before(self, what: str) -> None:
         """Meets the data ranks before the collective ``what``, unless it is next in an agreed
@@ -132,7 +132,7 @@ class PassAgreement:
     def is_next(self, what: str) -> bool:
         """Returns whether the collective ``what`` is next in an agreed pass."""
         self.enter()
-        following = self._ranks.data.lockstep.next
+        following = self._ranks.dp_group.lockstep.next
         return following is not None and following.what == what
 
     @property
@@ -143,7 +143,7 @@ class PassAgreement:
 
     def meet_for(self, what: str) -> None:
         """Meets the data ranks. Each rank's next operation is to start a collective."""
-        place = self._ranks.data
+        place = self._ranks.dp_group
         place.announce(
             f"{what} {self._progress}", then=lambda found: place.lockstep.expect()
         ).wait()
@@ -151,7 +151,7 @@ class PassAgreement:
     def goes_on_with(self, collective: Collective) -> bool:
         """Returns whether ``collective`` is next in an agreed pass."""
         self.enter()
-        return self._ranks.data.lockstep.next == collective
+        return self._ranks.dp_group.lockstep.next == collective
 
 
 def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:

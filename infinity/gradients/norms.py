@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from ..distributed.data_ranks import DataRanks
+from ..distributed.parallel_dims import ParallelDims
 
 
 class LandingNorms:
     """The order of the requested norms, and how to compute them."""
 
-    def __init__(self, ranks: DataRanks):
+    def __init__(self, ranks: ParallelDims):
         self._is_cut = ranks.is_cut
         self.order: float | None = None  # None: no norm was requested
 

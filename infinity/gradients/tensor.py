@@ -160,7 +160,7 @@ def _wait_for(result: Any) -> None:
 
 def _norm(grad: LandedGrad, order: float) -> torch.Tensor:
     refuse_torn(grad._infinity_grad)
-    if grad._values.ranks.stages is not None and mistakes.is_called_from(
+    if grad._values.ranks.pp_group is not None and mistakes.is_called_from(
         "torch/nn/utils/clip_grad.py"
     ):
         raise UsageError(

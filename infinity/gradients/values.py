@@ -147,7 +147,7 @@ class GradValues:
             if handles
             else torch.zeros(0, dtype=torch.float32, device=self.device.where)
         )
-        if (stages := self.ranks.stages) is None:
+        if (stages := self.ranks.pp_group) is None:
             return torch.linalg.vector_norm(everyones, order)
         # First per parameter, then over all norms in sorted order: equal bits for any split into
         # stages.
@@ -183,7 +183,7 @@ class GradValues:
             return False
         if is_distributed(handle.param):
             return counts_here(handle.param)
-        return self.ranks.part == 0
+        return self.ranks.tp_rank == 0
 
     def change_own(self, handle: ParamHandle, change: Callable[[torch.Tensor], None]) -> None:
         """Runs ``change`` in place on this rank's elements of the gradient."""
@@ -244,10 +244,10 @@ class GradValues:
             everyones = self.collectives.exchange(parts, f"norms of {len(handles)} gradients")
             norms = torch.linalg.vector_norm(everyones, order, dim=0)
             # Combined over the ranks with the same experts
-            if (experts := self.ranks.experts) is not None:
+            if (experts := self.ranks.expert_group) is not None:
                 of_parts = torch.linalg.vector_norm(everyones[list(experts.places)], order, dim=0)
                 is_part = torch.tensor(
-                    [h.flat_param.ranks.divided > 1 for h in handles], device=norms.device
+                    [h.flat_param.ranks.ep_size > 1 for h in handles], device=norms.device
                 )
                 norms = torch.where(is_part, of_parts, norms)
             for h, norm in zip(handles, norms):

@@ -159,7 +159,7 @@ class OptimizerState:
             comparisons.append(
                 partial(view.same, "loading the state of experts", *map(local_of, found[False]))
             )
-        if collectives.ranks.tensor is not None:
+        if collectives.ranks.tp_group is not None:
             what = "loading state that all parts have"
             comparisons.append(
                 partial(collectives.same, what, *map(local_of, common), over_tensors=True)

@@ -168,7 +168,7 @@ class StepInputs:
         if not (differing := self._differing(spans)):
             return
         name, collectives = differing[0], self._context.collectives
-        stages = collectives.ranks.stages
+        stages = collectives.ranks.pp_group
         mine = collectives.ranks.world_rank, self._over_stages()[name]
         have = [
             (rank, number)

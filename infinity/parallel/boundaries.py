@@ -94,7 +94,7 @@ class Boundaries:
         """
         if (key := (id(chunk), tuple(output.shape))) in self._compared:
             return
-        channel = self._collectives.ranks.tensor
+        channel = self._collectives.ranks.tp_group
         digests = self._collectives.collect(
             digest_of(output), "what a chunk gives to the next stage", [channel]
         )

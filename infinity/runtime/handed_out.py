@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..distributed.data_ranks import DataRanks
+from ..distributed.parallel_dims import ParallelDims
 from ..errors import UsageError
 from ..machine import storage_guard
 from ..optim.lent_state import STEP, LentState, checked_step
@@ -48,7 +48,7 @@ class HandedOut:
         self,
         store: ArrayStore,
         steps: StepCounter,
-        ranks: DataRanks,
+        ranks: ParallelDims,
         lent: LentState,
         uses: Uses,
         edits: ValueEdits,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..distributed.data_ranks import DataRanks
+from ..distributed.parallel_dims import ParallelDims
 from ..machine import storage_guard
 from ..optim.lent_state import STEP
 from ..optim.optimizer_state import MASTER
@@ -34,7 +34,7 @@ class Homes:
 
     store: ArrayStore
     steps: StepCounter
-    ranks: DataRanks
+    ranks: ParallelDims
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:

@@ -96,7 +96,7 @@ class InCommon:
     ):
         self._collectives, self._device, self._steps = collectives, device, steps
         self._gradients, self._trained = gradients, trained
-        self._channel = collectives.ranks.tensor
+        self._channel = collectives.ranks.tp_group
         self._buffers, self._draws, self._sketches = ChangedBuffers(), Draws(device), Sketches()
         # Roots, and whether they get parts of a sequence.
         self._of_parts = weakref.WeakKeyDictionary[torch.nn.Module, bool]()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .. import native
 from ..config.config import Config
 from ..distributed.collectives import Collectives
-from ..distributed.data_ranks import DataRanks
+from ..distributed.parallel_dims import ParallelDims
 from ..gradients.bank import GradientBank
 from ..gradients.reducer import Reducer
 from ..machine.device import Device
@@ -58,7 +58,7 @@ class Job:
     # The machine and its ranks.
     device: Device
     collectives: Collectives
-    ranks: DataRanks
+    ranks: ParallelDims
     traffic: Traffic
     ledger: Ledger
     store: ArrayStore

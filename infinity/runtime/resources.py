@@ -13,7 +13,7 @@ from .. import native
 from ..config.choices import SAMPLED
 from ..config.config import Config
 from ..distributed.collectives import Collectives
-from ..distributed.data_ranks import DataRanks
+from ..distributed.parallel_dims import ParallelDims
 from ..errors import CapacityError
 from ..machine import processors
 from ..machine.device import Device
@@ -188,7 +188,7 @@ class Resources:
         return None
 
 
-def trace_path(path: str | os.PathLike, ranks: DataRanks) -> str:
+def trace_path(path: str | os.PathLike, ranks: ParallelDims) -> str:
     """Returns the name of each rank's own timeline: ``trace.json`` becomes ``trace-rank1.json``."""
     stem, suffix = os.path.splitext(os.fspath(path))
     return os.fspath(path) if ranks.alone else f"{stem}-rank{ranks.world_rank}{suffix}"

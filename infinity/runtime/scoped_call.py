@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..distributed import farewell
-from ..distributed.data_ranks import DataRanks
+from ..distributed.parallel_dims import ParallelDims
 from ..distributed.pending import ranks_lost
 from ..errors import InfinityError, UsageError
 from ..machine import storage_guard
@@ -97,7 +97,7 @@ def _scoped(job: Job, call: Callable) -> Callable:
     return torch.compiler.disable(scoped, recursive=False, reason=UNCOMPILED)
 
 
-def _meaning_of(error: RuntimeError, ranks: DataRanks) -> Exception:
+def _meaning_of(error: RuntimeError, ranks: ParallelDims) -> Exception:
     """Returns the error to raise for ``error`` of a forward. A collective of torch's own (tensor
     parallelism) reports only a lost connection or a timeout, not which rank failed."""
     if ranks.alone or isinstance(error, InfinityError) or not farewell.BROKEN.search(str(error)):

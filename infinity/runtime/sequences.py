@@ -20,7 +20,7 @@ class Sequences:
 
     def __init__(self, collectives: Collectives, device: Device):
         self._collectives, self._device = collectives, device
-        self._channel = collectives.ranks.sequences
+        self._channel = collectives.ranks.cp_group
 
     def begin(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Begins a root forward. Every rank calls this, and waits for the others. Raises

@@ -126,7 +126,7 @@ class ValueEdits:
         for view in views if collectives.ranks.data_size > 1 else ():
             values = [value for handle, value in edited if handle.flat_param.collectives is view]
             comparisons.append(partial(view.same, f"{what} with {len(values)} edited", *values))
-        if collectives.ranks.tensor is not None:
+        if collectives.ranks.tp_group is not None:
             common = [value for handle, value in edited if is_common(handle.param)]
             comparisons.append(
                 partial(

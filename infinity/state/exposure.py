@@ -132,7 +132,7 @@ class Exposure:
                 if not self._ranks.alone:
                     raise UsageError(
                         f"{buffer.flat_param.names[index]} was changed in a forward through an"
-                        " array or an export of it. With several ranks change it through .data, or inside"
-                        " infinity.full_params(..., writeback=True)."
+                        " array or an export of it. With several ranks change it through .data, or"
+                        " inside infinity.full_params(..., writeback=True)."
                     )
                 self._edits.watch(param, own_bytes(param), True)

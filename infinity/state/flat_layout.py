@@ -18,7 +18,7 @@ from functools import cached_property
 
 import torch
 
-from ..distributed.data_ranks import DataRanks
+from ..distributed.parallel_dims import ParallelDims
 from ..machine.sizes import round_up
 from .dtensors import local_of, span_of
 from .flat_param_spec import elements_each
@@ -74,12 +74,12 @@ class FlatLayout:
 
     placements: tuple[Placement, ...]
     numel: int
-    ranks: DataRanks = DataRanks()
+    ranks: ParallelDims = ParallelDims()
 
     @classmethod
-    def of(cls, params: Sequence[torch.Tensor], ranks: DataRanks | None = None) -> FlatLayout:
+    def of(cls, params: Sequence[torch.Tensor], ranks: ParallelDims | None = None) -> FlatLayout:
         """Lays ``params`` out one after the other, padded to be divisible over ``ranks``."""
-        ranks = ranks or DataRanks()
+        ranks = ranks or ParallelDims()
         placements, offset = [], 0
         for param in params:
             local = local_of(param)

@@ -111,7 +111,7 @@ class HomeArrays:
         shadowed: bool = False,
     ) -> None:
         """Allocates arrays at ``tiers``, host caches of ``kept`` and, if ``shadowed``, a shadow."""
-        row = self.layout.ranks.row
+        row = self.layout.ranks.shard_group
         homes = row.homes if row is not None else None  # read by other ranks
         for name, dtype in self.spec.array_dtypes().items():
             begin, end = self.layout.own(name)

@@ -56,7 +56,7 @@ class ParamUnit:
             name, flat_params, self.buffers, self._collectives, is_older=is_older
         )
         # No memory was planned for those of older weights, so all ranks gather them each time.
-        self._second = NodeShards(None if is_older else self._ranks.node)
+        self._second = NodeShards(None if is_older else self._ranks.node_group)
         self.arrival = Arrival(
             name, flat_params, self.buffers, self._second, self._collectives, self._device
         )

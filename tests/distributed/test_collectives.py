@@ -14,8 +14,8 @@ import torch
 
 from infinity.distributed import kinds
 from infinity.distributed.collectives import Collectives
-from infinity.distributed.data_ranks import DataRanks
 from infinity.distributed.lockstep import Lockstep
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.errors import ConfigError, PeerError, UsageError
 
 SAID = SimpleNamespace(
@@ -41,7 +41,7 @@ def replicas(of: torch.Tensor, monkeypatch) -> Collectives:
     place = SimpleNamespace(
         rank=0, size=2, bulk=None, lockstep=Lockstep(), finish_meeting=lambda: None
     )
-    return Collectives(DataRanks(replicas=place))
+    return Collectives(ParallelDims(replicate_group=place))
 
 
 def test_averages_are_over_all_data_ranks(monkeypatch):
@@ -61,13 +61,15 @@ def both(monkeypatch) -> Callable[..., list]:
     monkeypatch.setattr(kinds, "all_gather", pair.all_gather)
     monkeypatch.setattr(kinds, "dist", pair)
     monkeypatch.setattr(
-        DataRanks, "world_rank", property(lambda ranks: next(iter(ranks.channels)).rank)
+        ParallelDims, "world_rank", property(lambda ranks: next(iter(ranks.channels)).rank)
     )
 
-    def run(work: Callable[[Collectives], Any], *, axis: str = "row", **more: Any) -> list:
+    def run(work: Callable[[Collectives], Any], *, axis: str = "shard_group", **more: Any) -> list:
         def make(meeting: pair.Pair, rank: int) -> Collectives:
-            own = {"rank": rank, "size": 2} if axis == "row" else {}
-            return Collectives(DataRanks(**own, **{axis: pair.PairChannel(meeting, rank)}, **more))
+            own = {"rank": rank, "size": 2} if axis == "shard_group" else {}
+            return Collectives(
+                ParallelDims(**own, **{axis: pair.PairChannel(meeting, rank)}, **more)
+            )
 
         return pair.run_pair(make, work)
 
@@ -148,22 +150,22 @@ def test_flags_that_any_rank_has_set_are_set(both):
     flags = [[True, False, False], [False, False, True]]
     assert both(lambda c: c.agree(flags[c.ranks.rank], "flags")) == [[True, False, True]] * 2
     assert (
-        both(lambda c: c.agree(flags[c.ranks.tensor.rank], "flags"), axis="tensor")
+        both(lambda c: c.agree(flags[c.ranks.tp_group.rank], "flags"), axis="tp_group")
         == [[True, False, True]] * 2
     )
     assert Collectives().agree([1, 0], "flags") == [True, False]
 
 
-@pytest.mark.parametrize("axis", ["row", "tensor", "stages"])
+@pytest.mark.parametrize("axis", ["shard_group", "tp_group", "pp_group"])
 def test_values_are_exchanged_along_the_axes_that_are_asked_for(both, axis):
     def work(collectives: Collectives) -> list[list[float]]:
         mine = torch.tensor([1.0, 2.0]) + 10 * collectives.ranks.channels[0].rank
         return collectives.exchange(
-            mine, "values", over_tensors=axis == "tensor", over_stages=axis == "stages"
+            mine, "values", over_tensors=axis == "tp_group", over_stages=axis == "pp_group"
         ).tolist()
 
     assert both(work, axis=axis) == [[[1.0, 2.0], [11.0, 12.0]]] * 2
-    if axis != "row":  # and not along others
+    if axis != "shard_group":  # and not along others
         own = both(
             lambda c: c.exchange(torch.tensor([1.0 + c.ranks.channels[0].rank]), "values").tolist(),
             axis=axis,
@@ -175,10 +177,12 @@ def test_the_least_of_each_value_is_found(both):
     values = [[3, 5], [4, 2]]
     assert both(lambda c: c.least(values[c.ranks.rank], "values")) == [[3, 2]] * 2
     assert (
-        both(lambda c: c.least(values[c.ranks.stage], "values", over_stages=True), axis="stages")
+        both(
+            lambda c: c.least(values[c.ranks.pp_rank], "values", over_stages=True), axis="pp_group"
+        )
         == [[3, 2]] * 2
     )
-    assert both(lambda c: c.least(values[c.ranks.stage], "values"), axis="stages") == values
+    assert both(lambda c: c.least(values[c.ranks.pp_rank], "values"), axis="pp_group") == values
 
 
 def test_pieces_of_any_length_are_assembled(both):
@@ -208,13 +212,14 @@ def test_the_first_ranks_tensor_is_everyones(both):
     ]
     found = both(
         lambda c: c.broadcast(
-            torch.tensor([5 + c.ranks.part]), "a value", over_tensors=True
+            torch.tensor([5 + c.ranks.tp_rank]), "a value", over_tensors=True
         ).tolist(),
-        axis="tensor",
+        axis="tp_group",
     )
     assert found == [[5], [5]]
     assert both(
-        lambda c: c.broadcast(torch.tensor([5 + c.ranks.part]), "a value").tolist(), axis="tensor"
+        lambda c: c.broadcast(torch.tensor([5 + c.ranks.tp_rank]), "a value").tolist(),
+        axis="tp_group",
     ) == [[5], [6]]
 
 
@@ -249,7 +254,7 @@ def test_descriptions_that_differ_are_told_with_the_first_difference(both, their
 
 @pytest.mark.parametrize(
     ("axis", "over_tensors", "meets"),
-    [("row", False, True), ("tensor", True, True), ("tensor", False, False)],
+    [("shard_group", False, True), ("tp_group", True, True), ("tp_group", False, False)],
 )
 def test_values_that_differ_are_refused_where_they_are_to_be_the_same(
     both, axis, over_tensors, meets
@@ -300,7 +305,7 @@ def test_ranks_that_are_at_other_steps_are_told(both):
         == ["'step() (after 2 steps and 0 backwards)' and 'step() (after 2 steps and 1 backwards)'"]
         * 2
     )
-    assert both(work, axis="stages") == ["met"] * 2
+    assert both(work, axis="pp_group") == ["met"] * 2
 
 
 @pytest.mark.parametrize("agree", [True, False])
@@ -324,7 +329,7 @@ def test_a_step_of_parts_is_written_down_only_where_they_have_the_same(agree):
         agrees=lambda spans: all(least == most for least, most in spans),
         check=check,
     )
-    collectives = Collectives(DataRanks(tensor=Place()))
+    collectives = Collectives(ParallelDims(tp_group=Place()))
     try:
         collectives.meet_for_step(
             SAID,
@@ -340,7 +345,7 @@ def test_a_step_of_parts_is_written_down_only_where_they_have_the_same(agree):
 
 def test_closing_gives_this_thread_its_processors_back_once():
     allowed = frozenset(os.sched_getaffinity(0))
-    collectives, one = Collectives(DataRanks(allowed_processors=allowed)), {min(allowed)}
+    collectives, one = Collectives(ParallelDims(allowed_processors=allowed)), {min(allowed)}
     try:
         os.sched_setaffinity(0, one)
         collectives.close()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from pair import Pair, run_pair
 
-from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.distributed.pending import Pending
 from infinity.gradients.reducer import Reducer
 from infinity.machine.device import Device
@@ -82,7 +82,7 @@ class Collectives:
 
 class Shard:
     def __init__(self, rank: int, params: list[torch.Tensor]):
-        self.params, self.layout = params, FlatLayout.of(params, DataRanks(rank=rank, size=2))
+        self.params, self.layout = params, FlatLayout.of(params, ParallelDims(rank=rank, size=2))
         self.spec = SimpleNamespace(stepped=True, grad_dtype=torch.float32)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity import native
 from infinity.distributed.collectives import Collectives
-from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.gradients.reduction import Reduction
 from infinity.state.flat_param import FlatParam
 from infinity.state.flat_param_spec import FlatParamSpec
@@ -25,7 +25,7 @@ def a_shard(rank: int = 1) -> FlatParam:
         torch.float32, torch.float32, native.Master.OWN, torch.float32, torch.float32, 2, True
     )
     params = [nn.Parameter(torch.zeros(NUMEL)) for _ in range(3)]
-    return FlatParam(spec, params, Collectives(DataRanks(rank=rank, size=2)))
+    return FlatParam(spec, params, Collectives(ParallelDims(rank=rank, size=2)))
 
 
 HANDLES = [SimpleNamespace(name=str(index), index=index) for index in range(3)]

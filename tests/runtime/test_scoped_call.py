@@ -11,7 +11,7 @@ from torch import nn
 
 import infinity
 from infinity import native
-from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.errors import PeerError, UsageError
 from infinity.runtime.scoped_call import ScopedCall, refuse_compiled_autograd
 from infinity.state.operations import State
@@ -27,7 +27,7 @@ class Calls(nn.Module):
         return what()
 
 
-def job_of(ranks: DataRanks | None = None) -> tuple[SimpleNamespace, list[str]]:
+def job_of(ranks: ParallelDims | None = None) -> tuple[SimpleNamespace, list[str]]:
     """What a scoped call needs of a job, and the outermost uses that have begun."""
     begun: list[str] = []
     autograd = torch._C._autograd
@@ -40,7 +40,7 @@ def job_of(ranks: DataRanks | None = None) -> tuple[SimpleNamespace, list[str]]:
         prepare=lambda repairing: begun.append("use"),
         settle=lambda: None,
     )
-    return SimpleNamespace(uses=uses, ranks=ranks or DataRanks()), begun
+    return SimpleNamespace(uses=uses, ranks=ranks or ParallelDims()), begun
 
 
 def test_a_call_runs_in_a_scope_and_gives_what_the_module_gives():
@@ -167,7 +167,7 @@ def test_a_weight_used_outside_its_module_is_named():
 def test_a_lost_connection_means_lost_ranks(text, several, meant, monkeypatch):
     """Claim: in a job of several ranks; nothing else means that."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
-    job, _ = job_of(DataRanks(tensor=SimpleNamespace(rank=0, size=2)) if several else None)
+    job, _ = job_of(ParallelDims(tp_group=SimpleNamespace(rank=0, size=2)) if several else None)
     module = Calls()
     ScopedCall(job, module)
 

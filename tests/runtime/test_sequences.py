@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.distributed import kinds
 from infinity.distributed.collectives import Collectives
-from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.errors import UsageError
 from infinity.machine.device import Device
 from infinity.machine.traffic import Traffic
@@ -26,11 +26,11 @@ def begin(monkeypatch) -> Callable[..., list]:
     """Begins a forward on two ranks: what each raised, and the meetings that both came to."""
     monkeypatch.setattr(kinds, "all_gather", pair.all_gather)
     monkeypatch.setattr(kinds, "dist", pair)
-    monkeypatch.setattr(DataRanks, "world_rank", property(lambda ranks: ranks.sequences.rank + 4))
+    monkeypatch.setattr(ParallelDims, "world_rank", property(lambda ranks: ranks.cp_group.rank + 4))
 
     def run(*forwards: Forward) -> tuple[list[str | None], list[str]]:
         def make(meeting: pair.Pair, rank: int) -> tuple[Collectives, int]:
-            return Collectives(DataRanks(sequences=pair.PairChannel(meeting, rank))), rank
+            return Collectives(ParallelDims(cp_group=pair.PairChannel(meeting, rank))), rank
 
         def work(made: tuple[Collectives, int]) -> tuple[str | None, list[str]]:
             collectives, rank = made
@@ -38,8 +38,8 @@ def begin(monkeypatch) -> Callable[..., list]:
             try:
                 Sequences(collectives, device).begin(*forwards[rank])
             except UsageError as error:
-                return str(error), collectives.ranks.sequences.pair.meetings
-            return None, collectives.ranks.sequences.pair.meetings
+                return str(error), collectives.ranks.cp_group.pair.meetings
+            return None, collectives.ranks.cp_group.pair.meetings
 
         both = pair.run_pair(make, work)
         return [error for error, _ in both], both[0][1]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.state.flat_layout import FlatLayout, Placement, is_dense
 
 ARRAYS = ("weight", "exp_avg_scale", "grad")
 
 
-def over(size: int, rank: int = 0, **kw) -> DataRanks:
-    return DataRanks(rank=rank, size=size, **kw)
+def over(size: int, rank: int = 0, **kw) -> ParallelDims:
+    return ParallelDims(rank=rank, size=size, **kw)
 
 
 @pytest.mark.parametrize(

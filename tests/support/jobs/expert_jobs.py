@@ -26,8 +26,8 @@ from ranks import serve, told
 
 import infinity
 from infinity.distributed.channel import Channel
-from infinity.distributed.data_ranks import DataRanks
 from infinity.distributed.meeting import Meeting
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.runtime.registry import wrapped
 
 STEPS, CLIP = 4, 0.5
@@ -43,16 +43,16 @@ def batch(step: int, data_rank: int) -> torch.Tensor:
     )
 
 
-def alone(name: str, data_ranks: int) -> dict[str, Any]:
+def alone(name: str, parallel_dims: int) -> dict[str, Any]:
     """Losses of every rank's batch, the first step's gradients, norms and weights."""
     model, losses, norms, grads = mixture(name), [], [], {}
     optimizer = adamw(model)
     for step in range(STEPS):
         of_ranks = [
             model(input_ids=batch(step, rank), labels=batch(step, rank)).loss
-            for rank in range(data_ranks)
+            for rank in range(parallel_dims)
         ]
-        (sum(of_ranks) / data_ranks).backward()
+        (sum(of_ranks) / parallel_dims).backward()
         grads = grads or {key: param.grad.clone() for key, param in model.named_parameters()}
         losses.append([loss.item() for loss in of_ranks])
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
@@ -95,9 +95,9 @@ def divided(
 ) -> dict[str, Any]:
     """Some steps, each data rank with a batch of its own. ``fault``: "divisor" averages experts
     over the ranks that have them."""
-    before = DataRanks.data_size
+    before = ParallelDims.data_size
     if fault == "divisor":
-        DataRanks.data_size = property(lambda ranks: before.fget(ranks) // ranks.divided)
+        ParallelDims.data_size = property(lambda ranks: before.fget(ranks) // ranks.ep_size)
     rank, twin = dist.get_rank(), alone(name, dist.get_world_size())
     model, optimizer = build(name, axes, config, meta=meta)
     if checkpoints:
@@ -169,7 +169,7 @@ def divided(
         for kind in ("experts", "rest")
     }
     infinity.unwrap_model(model, optimizer)
-    DataRanks.data_size = before
+    ParallelDims.data_size = before
     return found
 
 

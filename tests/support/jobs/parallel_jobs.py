@@ -519,7 +519,7 @@ def without_mesh(config: dict) -> bool:
     model = parallel(decoder(), mesh_of()["tp"], "columns and rows")
     model, optimizer = infinity.wrap_model(model, adamw(model), config)
     train(model, optimizer, "plain", steps=1)
-    parts = wrapped(model).engine.ranks.tensor.size
+    parts = wrapped(model).engine.ranks.tp_group.size
     infinity.unwrap_model(model, optimizer)
     return parts == dist.get_world_size()
 

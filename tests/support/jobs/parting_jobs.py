@@ -140,7 +140,7 @@ def parts(
         else None
     )
     model, optimizer = wrap(shard, tight=True, mesh=mesh, **options)
-    lockstep = wrapped(model).engine.ranks.data.lockstep
+    lockstep = wrapped(model).engine.ranks.dp_group.lockstep
     said, agreed, todo = [], [], how if rank == world - 1 else ""
 
     def attempt(step: int) -> None:
@@ -442,7 +442,7 @@ def interrupted() -> dict[str, Any]:
     take, begin = WholeGradients.take, Meeting.begin
     WholeGradients.take = kept(most)
     model, optimizer = wrap("parameters", tight=True)
-    lockstep = wrapped(model).engine.ranks.data.lockstep
+    lockstep = wrapped(model).engine.ranks.dp_group.lockstep
 
     def counting(self: Meeting) -> None:
         met[0] += 1
@@ -471,7 +471,7 @@ def unlike_the_last(parts: bool) -> dict[str, Any]:
     rank, most, at_once, told, agreed = dist.get_rank(), [0], [], [], []
     take, WholeGradients.take = WholeGradients.take, kept(most)
     model, optimizer = wrap("parameters", tight=True)
-    lockstep = wrapped(model).engine.ranks.data.lockstep
+    lockstep = wrapped(model).engine.ranks.dp_group.lockstep
 
     def attempt(step: int, is_first: bool) -> None:
         cut = parts and is_first and step == 3 and rank == dist.get_world_size() - 1

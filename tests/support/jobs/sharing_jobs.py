@@ -81,7 +81,7 @@ def refused(how: str, asked: bool) -> dict[str, Any]:
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())
     infinity.unwrap_model(model, optimizer)
-    return {"shares": engine.ranks.row.homes is not None, "weights": weights}
+    return {"shares": engine.ranks.shard_group.homes is not None, "weights": weights}
 
 
 def partly() -> dict[str, Any]:
@@ -104,7 +104,9 @@ def partly() -> dict[str, Any]:
     flat_params = [flat for unit in engine.units for flat in unit.flat_params]
 
     def read() -> list[bool]:
-        return [engine.ranks.row.homes.have(flat.homes.weight_regions) for flat in flat_params]
+        return [
+            engine.ranks.shard_group.homes.have(flat.homes.weight_regions) for flat in flat_params
+        ]
 
     shared = [read()]
     flat_params[1].homes.keep_older(engine.store, "a unit")
@@ -156,7 +158,11 @@ def struck() -> dict[str, Any]:
     the unit waits for it."""
     model, optimizer = _wrap({})
     engine, store = wrapped(model).engine, dist.distributed_c10d._get_default_store()
-    unit, homes, read = engine.units[0], engine.ranks.row.homes, shared_homes.SharedHomes.read
+    unit, homes, read = (
+        engine.units[0],
+        engine.ranks.shard_group.homes,
+        shared_homes.SharedHomes.read,
+    )
     seen: list[int] = []
 
     def strike(*given: Any) -> None:
@@ -167,7 +173,7 @@ def struck() -> dict[str, Any]:
 
     dist.barrier()
     with mock.patch.object(
-        type(engine.ranks.data),
+        type(engine.ranks.dp_group),
         "announce",
         lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8)),
     ):
@@ -206,7 +212,7 @@ def held_back(share: bool) -> dict[str, Any]:
         store.wait([key])
     # They meet before a gather that is not agreed on: here neither waits for that.
     with mock.patch.object(
-        type(engine.ranks.data),
+        type(engine.ranks.dp_group),
         "announce",
         lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8)),
     ):

@@ -1,12 +1,14 @@
-"""DataRanks: which ranks share a model's arrays and its batch, and what each of them keeps.
+"""ParallelDims: which ranks share a model's arrays and its batch, and what each of them keeps.
 
-shard      a rank's equal part of every flat array
-replica    a rank elsewhere that holds the same shard (hybrid sharding)
-row        the shard group: ranks whose shards together make up the arrays
-tensor     the tensor-parallel group: ranks with other local parts of the same tensors, same batch
-stages     the pipeline group: ranks with the other stages of the same model, and the same batch
-divided    expert parallelism: each data rank of an ep axis has other experts, and tokens go to
-           them. Expert parameters have their own shard groups: data ranks with the same experts
+shard              a rank's equal part of every flat array
+shard group        the ranks whose shards together make up the arrays
+replicate group    the ranks that hold the same shard (hybrid sharding)
+dp group           all data ranks: shard groups and replicate groups together
+tp group           tensor parallelism: ranks with other local parts of the same tensors, same batch
+cp group           context parallelism: data ranks with other parts of the same sequences
+pp group           pipeline parallelism: ranks with the other stages of the model, same batch
+ep                 expert parallelism: each data rank of an ep axis has other experts, and tokens go
+                   to them. Experts have their own shard groups: data ranks with the same experts
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .channel import Channel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ExpertRow:
+class ExpertGroup:
     """The ranks of this rank's shard group that have the same experts, if the group divides
     them."""
 
@@ -32,7 +34,7 @@ class ExpertRow:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DataRanks:
+class ParallelDims:
     """The data ranks of one job, from the view of this rank. The default is a job of one rank.
 
     rank, size
@@ -47,17 +49,20 @@ class DataRanks:
     shard: str = "parameters"  # also sharded: "optimizer" < "gradients" < "parameters"
     compresses: bool = False  # gathered weights are sent as 8-bit codes
     reduction: str = "ordered"  # sums of gradients: "ordered" by rank, or "fast" in the transport
-    row: Channel | None = None  # the shard group
-    replicas: Channel | None = None
-    both: Channel | None = None  # all data ranks, if there are a shard group and replicas
-    tensor: Channel | None = None  # the tensor-parallel group
-    sequences: Channel | None = None  # data ranks with other parts of the same sequences (cp)
-    stages: Channel | None = None  # the pipeline group
+    shard_group: Channel | None = None
+    replicate_group: Channel | None = None
+    # All data ranks, if there are both a shard group and a replicate group.
+    grid_group: Channel | None = None
+    tp_group: Channel | None = None
+    cp_group: Channel | None = None
+    pp_group: Channel | None = None
     stage_prefix: str = ""  # prefix of this stage's names, if stages use the same
-    experts: ExpertRow | None = None  # if the shard group divides experts
-    divided: int = 1  # ranks over which these tensors are divided; > 1 in `as_experts_see`
-    node: Channel | None = None  # this machine's ranks, if they share gathered weights
-    nodes: tuple[tuple[int, ...], ...] = ()  # ranks per machine and row, if machines share weights
+    expert_group: ExpertGroup | None = None  # if the shard group divides experts
+    ep_size: int = 1  # ranks over which these tensors are divided; > 1 in `as_experts_see`
+    node_group: Channel | None = None  # this machine's ranks, if they share gathered weights
+    nodes: tuple[
+        tuple[int, ...], ...
+    ] = ()  # ranks per machine and shard group, if machines share weights
     allowed_processors: frozenset[int] | None = None  # before the binding to a NUMA node
     # Made for this job and destroyed with it
     own_groups: list[dist.ProcessGroup] = field(default_factory=list)
@@ -75,57 +80,71 @@ class DataRanks:
     @property
     def is_first(self) -> bool:
         """Whether this rank writes what exists once for the job."""
-        return self.rank == 0 and self.writes and self.part == 0 and self.stage == 0
+        return self.rank == 0 and self.writes and self.tp_rank == 0 and self.pp_rank == 0
 
     @property
     def is_cut(self) -> bool:
         """Whether other ranks have other elements of the model, so that norms must be combined."""
-        return self.tensor is not None or self.stages is not None or self.experts is not None
+        return (
+            self.tp_group is not None or self.pp_group is not None or self.expert_group is not None
+        )
 
     @property
-    def part(self) -> int:
+    def tp_rank(self) -> int:
         """This rank's number in the tensor-parallel group."""
-        return self.tensor.rank if self.tensor is not None else 0
+        return self.tp_group.rank if self.tp_group is not None else 0
 
     @property
-    def parts(self) -> int:
+    def tp_size(self) -> int:
         """The size of the tensor-parallel group."""
-        return self.tensor.size if self.tensor is not None else 1
+        return self.tp_group.size if self.tp_group is not None else 1
 
     @property
-    def stage(self) -> int:
+    def pp_rank(self) -> int:
         """This rank's coordinate in the pipeline."""
-        return self.stages.rank if self.stages is not None else 0
+        return self.pp_group.rank if self.pp_group is not None else 0
 
     @property
     def writes(self) -> bool:
         """Whether this rank writes its shard: only the first replica does."""
-        return self.replicas is None or self.replicas.rank == 0
+        return self.replicate_group is None or self.replicate_group.rank == 0
 
     @property
     def data_rank(self) -> int:
         """This rank's number among data ranks, in the order of :meth:`Collectives.collect`."""
-        return self.rank + (self.size * self.replicas.rank if self.replicas is not None else 0)
+        return self.rank + (
+            self.size * self.replicate_group.rank if self.replicate_group is not None else 0
+        )
 
     @property
     def job_rank(self) -> int:
         """This rank's number in the job, in the order of :meth:`Collectives.collect`."""
-        return self.data_rank + self.data_size * (self.part + self.parts * self.stage)
+        return self.data_rank + self.data_size * (self.tp_rank + self.tp_size * self.pp_rank)
 
     @property
     def data_size(self) -> int:
         """The number of ranks that each have a part of the batch."""
-        return self.size * self.divided * (self.replicas.size if self.replicas is not None else 1)
+        return (
+            self.size
+            * self.ep_size
+            * (self.replicate_group.size if self.replicate_group is not None else 1)
+        )
 
     @property
-    def as_experts_see(self) -> DataRanks:
+    def as_experts_see(self) -> ParallelDims:
         """The same ranks for divided experts: the shard group is the ranks with the same experts.
         All data ranks still meet in one channel, and each has a part of the batch."""
-        row = self.experts
-        if row is None:
+        group = self.expert_group
+        if group is None:
             return self
-        own = {"rank": row.rank, "size": row.size, "row": row.channel, "divided": len(row.over)}
-        return replace(self, **own, both=self.data, experts=None, node=None, nodes=())
+        own = {"rank": group.rank, "size": group.size, "shard_group": group.channel}
+        shared = {
+            "grid_group": self.dp_group,
+            "expert_group": None,
+            "node_group": None,
+            "nodes": (),
+        }
+        return replace(self, **own, ep_size=len(group.over), **shared)
 
     @property
     def keeps_weights(self) -> bool:
@@ -141,36 +160,36 @@ class DataRanks:
     def channels(self) -> list[Channel]:
         """The channels that together reach all ranks: shard group, replicas, tensor-parallel group,
         pipeline group."""
-        return [*self.unit_channels, *([self.stages] if self.stages is not None else [])]
+        return [*self.unit_channels, *([self.pp_group] if self.pp_group is not None else [])]
 
     @property
     def all_channels(self) -> list[Channel]:
         """Every channel that was made for this rank."""
-        of_experts = self.experts.channel if self.experts is not None else None
+        of_experts = self.expert_group.channel if self.expert_group is not None else None
         found = (
-            self.row,
-            self.replicas,
-            self.both,
-            self.tensor,
-            self.sequences,
-            self.stages,
-            self.node,
+            self.shard_group,
+            self.replicate_group,
+            self.grid_group,
+            self.tp_group,
+            self.cp_group,
+            self.pp_group,
+            self.node_group,
             of_experts,
         )
         return [channel for channel in found if channel is not None]
 
     @property
-    def data(self) -> Channel | None:
+    def dp_group(self) -> Channel | None:
         """The channel on which all data ranks meet; None if this is the only one."""
-        return self.both or self.row or self.replicas
+        return self.grid_group or self.shard_group or self.replicate_group
 
     @property
     def sharing(self) -> list[Channel]:
         """The channels of the data ranks that have the same values of these tensors."""
         return (
             self.data_channels
-            if self.divided > 1
-            else [channel for channel in [self.data] if channel is not None]
+            if self.ep_size > 1
+            else [channel for channel in [self.dp_group] if channel is not None]
         )
 
     @property
@@ -179,7 +198,7 @@ class DataRanks:
         pipeline ranks."""
         return [
             channel
-            for channel in (self.data, self.tensor, self.sequences, self.stages)
+            for channel in (self.dp_group, self.tp_group, self.cp_group, self.pp_group)
             if channel is not None
         ]
 
@@ -187,21 +206,23 @@ class DataRanks:
     def unit_places(self) -> list[Channel]:
         """The channels on which it meets ranks with the same units, or other local parts of
         them."""
-        return [channel for channel in (self.data, self.tensor) if channel is not None]
+        return [channel for channel in (self.dp_group, self.tp_group) if channel is not None]
 
     def place_of(self, channel: Channel) -> Channel:
         """Returns the channel on which the ranks of ``channel`` meet before a transfer over it. All
         data ranks meet on one."""
-        return self.data if channel in self.data_channels else channel
+        return self.dp_group if channel in self.data_channels else channel
 
     @property
     def unit_channels(self) -> list[Channel]:
         """The channels for transfers between ranks with the same units, or other local parts of
         them."""
-        return [*self.data_channels, *([self.tensor] if self.tensor is not None else [])]
+        return [*self.data_channels, *([self.tp_group] if self.tp_group is not None else [])]
 
     @property
     def data_channels(self) -> list[Channel]:
         """The channels for transfers between data ranks, which have the same local part of every
         tensor."""
-        return [channel for channel in (self.row, self.replicas) if channel is not None]
+        return [
+            channel for channel in (self.shard_group, self.replicate_group) if channel is not None
+        ]
