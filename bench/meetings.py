@@ -87,7 +87,7 @@ class _Nobody:
 
 @contextmanager
 def _way(name: str) -> Iterator[None]:
-    from infinity.distributed.lockstep import DIGEST_NBYTES, Lockstep
+    from infinity.distributed.collective_trace import DIGEST_NBYTES, CollectiveTrace
     from infinity.distributed.tree import Tree
 
     with ExitStack() as changed:
@@ -97,14 +97,16 @@ def _way(name: str) -> Iterator[None]:
             )
         elif name == "each":
             changed.enter_context(
-                mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES))
+                mock.patch.object(
+                    CollectiveTrace, "digest_of", lambda self, key: bytes(DIGEST_NBYTES)
+                )
             )
         yield
 
 
 def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     import infinity
-    from infinity.distributed.meeting import Meeting
+    from infinity.distributed.sync_point import SyncPoint
     from infinity.runtime.registry import wrapped
 
     torch.set_num_threads(1)
@@ -117,9 +119,9 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     config = {"params": "host", "optimizer": "host", "units": ["Linear"], "share_homes": False}
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     batch, met = torch.randn(BATCH, WIDTH), 0
-    begin = Meeting.begin
+    begin = SyncPoint.begin
 
-    def counting(self: Meeting) -> None:
+    def counting(self: SyncPoint) -> None:
         nonlocal met
         met += 1
         begin(self)
@@ -145,7 +147,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
 
     for _ in range(4):
         step()
-    with mock.patch.object(Meeting, "begin", counting):
+    with mock.patch.object(SyncPoint, "begin", counting):
         step()
     ways = {name: stepping(name) for name in ("ours", "none", "each")}
     times = alternate(ways, PAIRS * rounds, warm_up=1)

@@ -29,5 +29,5 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     """
     engine = engine_of(model)
     engine.uses.check(Operation.ACCUMULATE)
-    with engine.joined.opened():
+    with engine.accumulation.opened():
         yield

@@ -124,12 +124,12 @@ SAMPLED = 64  # elements of a parameter that are compared over the ranks
 def compare_values(model: nn.Module, collectives: Collectives) -> None:
     """Compares the ranks' initial values, and warns of values that look like a mistake. Every rank
     calls this. Raises ConfigError if values differ that must be equal."""
-    tell_of_other_values(model, collectives)
+    warn_of_other_values(model, collectives)
     compare_common_values(model, collectives)
-    tell_of_untied(model, collectives)
+    warn_of_untied(model, collectives)
 
 
-def tell_of_other_values(model: nn.Module, collectives: Collectives) -> None:
+def warn_of_other_values(model: nn.Module, collectives: Collectives) -> None:
     """Warns if initial values differ between data ranks, where the first rank's are used. Pipeline
     stages are not compared. Every rank calls this."""
     if collectives.ranks.data_size == 1:
@@ -176,7 +176,7 @@ def _samples(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return found
 
 
-def tell_of_untied(model: nn.Module, collectives: Collectives) -> None:
+def warn_of_untied(model: nn.Module, collectives: Collectives) -> None:
     """Warns if two distributed parameters look like a pair that was tied before it was sharded:
     torch's parallelize_module makes two of it."""
     cut = {

@@ -30,7 +30,7 @@ TOLD = 3  # names in the message
 MARK = "infinity"  # in the metadata of a graph's node
 
 
-def tell_of_aliases(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def warn_of_aliases(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Warns, once, if an object outside the model and its optimizer shares the memory of managed
     parameters."""
     names = {

@@ -360,7 +360,7 @@ def _is_there(tensor: torch.Tensor) -> bool:
     )
 
 
-def tell_of_the_rest(model: nn.Module) -> None:
+def report_the_rest(model: nn.Module) -> None:
     """Warns of the weights that no budget counts."""
     rest = [
         param for param in model.parameters() if not is_managed(param) and handle_of(param) is None

@@ -14,9 +14,9 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..runtime.job import Job
 from ..runtime.registry import engine_of, whole_of
+from ..state.borrowed import Borrowed
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, managed
-from ..state.lent import Lent
 from ..state.operations import Operation
 
 
@@ -50,10 +50,10 @@ def full_params(
         charge = job.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
         copies = {param: _FullCopy(job, param) for param in dict.fromkeys(selected.values())}
     try:
-        yield {name: copies[param].lent.tensor for name, param in selected.items()}
+        yield {name: copies[param].borrowed.tensor for name, param in selected.items()}
     finally:
         for copy in copies.values():
-            copy.lent.end()
+            copy.borrowed.end()
         charge.release()
     with job.uses.begin():
         edited = {
@@ -80,13 +80,13 @@ class _FullCopy:
         value = self.handle.flat_param.read_value(
             job.store, self.handle.index, self.handle.flat_param.spec.dtype
         )
-        self.lent = Lent(param, value.to(job.device.where))
+        self.borrowed = Borrowed(param, value.to(job.device.where))
         self._digest = self._hash()
 
     @property
     def tensor(self) -> torch.Tensor:
         """The current value on this rank."""
-        return local_of(self.lent.tensor).detach()
+        return local_of(self.borrowed.tensor).detach()
 
     def _hash(self) -> bytes:
         flat = self.tensor.cpu().contiguous().view(-1)

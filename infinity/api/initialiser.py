@@ -2,7 +2,7 @@
 the values home.
 
 empty   a managed parameter that was made real without storage: its value is at home, or will be
-lent    an empty parameter with storage while an initialisation runs
+borrowed    an empty parameter with storage while an initialisation runs
 """
 
 from __future__ import annotations
@@ -101,15 +101,15 @@ class Initialiser:
         reach = list(module.modules()) if resets else [module, *module.children()]
         # The same order on all ranks: each send and read is a collective.
         params = dict.fromkeys(param for each in reach for param in each.parameters(recurse=False))
-        lent = [param for param in params if param in self._empty]
-        for param in lent:
+        borrowed = [param for param in params if param in self._empty]
+        for param in borrowed:
             give_storage(param)
             if param in self._sent:
                 param.copy_(self._home.recall(param))
         buffers = {tensor for each in reach for tensor in each.buffers(recurse=False)}
         given = {
             tensor: tensor.clone()
-            for tensor in (*buffers, *(params.keys() - set(lent)))
+            for tensor in (*buffers, *(params.keys() - set(borrowed)))
             if tensor not in self._unfilled and not tensor.is_meta
         }
         self._overwritten += given.items()
@@ -133,7 +133,7 @@ class Initialiser:
             (tensor, version, module) for tensor, version in left if tensor not in params
         ]
         _refuse([(self._names[id(tensor)], module) for tensor, _ in left if tensor in params])
-        for param in lent:
+        for param in borrowed:
             if param in self._sent or any(param is tensor for tensor in waiting):
                 for begin in range(0, param.numel(), PIECE_ELEMENTS):
                     piece = param.data.reshape(-1)[begin : begin + PIECE_ELEMENTS]

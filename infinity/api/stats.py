@@ -124,9 +124,9 @@ def edges_of(job: Job) -> dict[str, EdgeTraffic]:
     for name, op in (("nvme->host", native.Op.READ), ("host->nvme", native.Op.WRITE)):
         edges[name].nbytes = job.store.io.nbytes(op)
         edges[name].busy_seconds = job.store.io.busy_seconds(op)
-    if (past_host := job.store.staging.past_host) is not None:
-        edges[PAST_HOST] = EdgeTraffic(past_host.nbytes)
-        edges["host->device"].nbytes -= past_host.copied_nbytes
+    if (gpu_direct := job.store.staging.gpu_direct) is not None:
+        edges[PAST_HOST] = EdgeTraffic(gpu_direct.nbytes)
+        edges["host->device"].nbytes -= gpu_direct.copied_nbytes
     return edges
 
 

@@ -54,9 +54,9 @@ from .agreement import (
     share_of_machine,
     share_processors,
 )
-from .aliases import tell_of_aliases
+from .aliases import warn_of_aliases
 from .before import Before, MovedRest
-from .checks import check, check_tensor_parallel, tell_of_the_rest
+from .checks import check, check_tensor_parallel, report_the_rest
 from .lay_out import (
     Laid,
     choose_device,
@@ -159,7 +159,7 @@ def _check_everywhere(
     with collectives.together("checking what wrap_model was given"):
         config = Config.make(config if config is not None else NOTHING_CHOSEN)
         check(model, optimizer, config)
-        tell_of_aliases(model, optimizer)
+        warn_of_aliases(model, optimizer)
         ties.tie(model, optimizer, config.tied)
         check_tensor_parallel(model, config, collectives.ranks)
         description = {} if collectives.ranks.alone else describe(model, optimizer, config)
@@ -215,7 +215,7 @@ def _wrap(
                 unit.allocate()
             broadcast_rest(model, collectives)
             moved = MovedRest(model, device.where)
-            tell_of_the_rest(model)
+            report_the_rest(model)
         return _commit(model, optimizer, rule, engine, groups, moved)
     except BaseException:
         native.insist(partial(_undo, before, engine, device))

@@ -49,7 +49,7 @@ class FileWriter:
         self._tickets: deque[native.Ticket] = deque()
         self._lease: native.Lease | None = None
         self._begin = self._end = 0  # file offsets of the bytes in the current slot
-        self._lent: list[torch.Tensor] = []  # memory that the disk writes from without a copy
+        self._borrowed: list[torch.Tensor] = []  # memory that the disk writes from without a copy
         self._rest = torch.empty(0, dtype=torch.uint8)  # bytes after the last whole checksum block
 
     def __enter__(self) -> FileWriter:
@@ -87,7 +87,7 @@ class FileWriter:
         """Submits ``raw``, whole checksum blocks, to the disk without a copy. The file's end is at
         a whole block, too."""
         self.seal()
-        self._lent.append(raw)
+        self._borrowed.append(raw)
         for begin in range(0, raw.numel(), SLOT_NBYTES):
             piece = raw[begin : begin + SLOT_NBYTES]
             self._tickets.append(

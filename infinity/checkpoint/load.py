@@ -88,7 +88,7 @@ def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[s
         # Else a save came between: the older one.
         with nullcontext(data) if is_same else reading(root, lambda: first["data"]) as data:
             yield found["manifest"] if is_same else first, data
-            collectives.rendezvous(
+            collectives.barrier(
                 f"having read {data.name}, with which this rank is done", wherever=True
             )
 
@@ -127,7 +127,7 @@ class _Load:
         """Checks everything, then loads it. Returns ``extra``. Every rank calls this."""
         checked, name = self._check(), self.manifest["data"]
         engine, collectives = self.engine, self.engine.collectives
-        collectives.rendezvous(f"loading {name}, which every rank can", wherever=True)
+        collectives.barrier(f"loading {name}, which every rank can", wherever=True)
         # Names the load, not the checkpoint: values may have changed since it was loaded before.
         mine = f"{name}-{secrets.token_hex(4)}"
         origin = collectives.collect(mine, "what this load is called")[0]
@@ -301,7 +301,7 @@ def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Coll
         if theirs == place
     ]
     check_files(data, files, turn=(here.index(rank), len(here)))
-    collectives.rendezvous(f"having checked the files of {data.name}", wherever=True)
+    collectives.barrier(f"having checked the files of {data.name}", wherever=True)
 
 
 def _check_optimizer(

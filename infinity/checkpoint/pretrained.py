@@ -160,7 +160,7 @@ def _save_model(
     is_writer = ranks.rank == 0 and ranks.writes and ranks.tp_rank == 0
     with written(folder, files, names[ranks.pp_rank], writes=is_writer):
         # A failed rank raises on all of them here.
-        job.collectives.rendezvous("the files of all stages")
+        job.collectives.barrier("the files of all stages")
     of_all = dict(
         zip(
             (name for of_one in names for name in of_one),

@@ -161,7 +161,7 @@ def _publish(
         with writing(root) if collectives.ranks.is_first else nullcontext():
             wait_for_space()  # of the checkpoint before the last one
             # Before any rank makes a folder.
-            collectives.rendezvous(f"writing to {content['data']}, which the first rank may")
+            collectives.barrier(f"writing to {content['data']}, which the first rank may")
             _write_data(root / content["data"], engine, content, tensors)
             if collectives.ranks.is_first:
                 os.replace(root / content["data"] / MANIFEST, root / MANIFEST)

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import __version__
-from ..distributed import farewell
+from ..distributed import failure_report
 from ..errors import InfinityError
 from . import presets
 
@@ -119,12 +119,12 @@ def answer(command: str, run: Callable[[argparse.Namespace], int], args: argpars
     except (InfinityError, OSError, ImportError) as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
-        farewell.leave(error)
+        failure_report.leave(error)
         message = _missing(error) if isinstance(error, ImportError) else error
         print(f"{command}: {message}", file=sys.stderr)
         return BAD_INPUT_STATUS
     except KeyboardInterrupt as error:
-        farewell.leave(error)
+        failure_report.leave(error)
         print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
 

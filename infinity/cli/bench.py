@@ -31,7 +31,7 @@ IN_CHECKOUT = (
     "gpu_train",
     "integrations",
     "meetings",
-    "past_host",
+    "gpu_direct",
     "pipeline",
     "pool",
     "ranks",

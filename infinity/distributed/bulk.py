@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from .. import native
 from ..machine.traffic import Traffic
+from .collective_trace import Collective
 from .kinds import Kind, bytes_of, count_begun, describe
 from .kinds import begin as begin_kind
-from .lockstep import Collective
 from .parallel_dims import ParallelDims
 from .pass_agreement import PassAgreement, Progress
 from .pending import Pending, ranks_lost
 from .quantize import decode_blocks, encode_blocks
-from .shared_homes import lent
+from .shared_homes import borrowed
 
 
 class Bulk:
@@ -89,7 +89,7 @@ class Bulk:
     ) -> Pending:
         self._passes.enter()
         collective = Collective(what, whole.numel(), describe(self.ranks, kind, mine, whole))
-        if self.ranks.dp_group.lockstep.next != collective:
+        if self.ranks.dp_group.collective_trace.next != collective:
             self._passes.meet_for(what)
         start = time.perf_counter()
         work = self._start(collective, kind, mine, whole, begin)
@@ -116,11 +116,11 @@ class Bulk:
 
         def hear(settling: bool) -> None:
             if place is not None and place.hears_alarm():
-                place.rendezvous(f"{what} {self._progress}", settling=settling)
+                place.barrier(f"{what} {self._progress}", settling=settling)
 
         def forget() -> None:
             if place is not None:
-                place.lockstep.under_way()
+                place.collective_trace.under_way()
 
         pending = Pending(
             works,
@@ -130,7 +130,7 @@ class Bulk:
             forget=forget,
             is_on_host=device.type == "cpu",
         )
-        pending.lent = lent(works)
+        pending.borrowed = borrowed(works)
         return pending
 
     # --- gradients ---
@@ -140,7 +140,7 @@ class Bulk:
     ) -> Pending:
         """Averages this rank's shard of all ranks' ``flat``. The wait passes it, fp32, to ``done``.
 
-        Precondition: after :meth:`agree`, or the next collective of an agreed pass.
+        Precondition: after :meth:`agree`, or the next collective of a verified pass.
         """
         start = time.perf_counter()
         raw, works, is_fast = bytes_of(flat), [], self.ranks.reduction == "fast"
@@ -205,13 +205,13 @@ class Bulk:
     def _go_on_with(
         self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor
     ) -> dist.Work:
-        """Starts a collective. Meets first if the agreed pass continues with another one."""
+        """Starts a collective. Meets first if the verified pass continues with another one."""
         self._passes.enter()
         passing, collective = (
-            self.ranks.dp_group.lockstep,
+            self.ranks.dp_group.collective_trace,
             Collective(what, given.nbytes, describe(self.ranks, kind, given, taken)),
         )
-        if passing.is_agreed and passing.next != collective:
+        if passing.is_verified and passing.next != collective:
             self._passes.meet_for(what)
         return self._start(collective, kind, given, taken)
 
@@ -228,13 +228,17 @@ class Bulk:
         begin = begin or partial(begin_kind, self.ranks, kind, given, taken)
         count = partial(count_begun, self.ranks, kind, given.device)
         try:
-            return self.ranks.dp_group.lockstep.start(collective, begin, count)
+            return self.ranks.dp_group.collective_trace.start(collective, begin, count)
         except RuntimeError as error:
             raise ranks_lost(collective.what, error) from error
 
     def drop_lost(self) -> None:
         """Waits for all transfers. After an interrupt the last one may or may not have started."""
-        lost = self.ranks.dp_group.lockstep.under_way() if self.ranks.dp_group is not None else []
+        lost = (
+            self.ranks.dp_group.collective_trace.under_way()
+            if self.ranks.dp_group is not None
+            else []
+        )
         if self.ranks.shard_group is not None and self.ranks.shard_group.homes is not None:
             lost += self.ranks.shard_group.homes.under_way()
         for work in lost:

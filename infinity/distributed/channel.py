@@ -1,12 +1,12 @@
-"""Channel: the meetings of the ranks of one process group, which find ranks that are not at the
+"""Channel: the sync points of the ranks of one process group, which find ranks that are not at the
 same point.
 
-At a meeting each rank announces its next operation and its counts of steps and backwards.
+At a sync point each rank announces its next operation and its counts of steps and backwards.
 
 [Note: why ranks meet before a collective] Ranks that call different collectives would mix up their
-bytes or abort in the transport. A meeting before it turns that into an error that names both. So
-does the agreed sequence of a pass (see `lockstep`). A rank that fails reports it at its next
-meeting, and all others raise its reason.
+bytes or abort in the transport. A sync point before it turns that into an error that names both. So
+does the verified sequence of a pass (see `collective_trace`). A rank that fails reports it at its
+next sync point, and all others raise its reason.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InfinityError, PeerError, UsageError
-from .lockstep import Lockstep
-from .meeting import Meeting
+from .collective_trace import CollectiveTrace
 from .pending import ranks_lost
 from .shared_homes import SharedHomes
+from .sync_point import SyncPoint
 from .transfer import Transfer, all_gather
 from .tree import Tree
 
 SAID_NBYTES = 448  # an operation's name, or the reason of a failure
 FAILED = "failed: "
 ORIGIN = re.compile(r", from infinity-[0-9a-f-]+\)")  # the load that a rank's values are from
-HEARING_SECONDS = 5.0  # that a failed rank waits for another rank to come to a meeting
+HEARING_SECONDS = 5.0  # that a failed rank waits for another rank to come to a sync point
 
 
 class Channel:
-    """The meetings of one process group. Used from one thread at a time."""
+    """The sync points of one process group. Used from one thread at a time."""
 
     def __init__(
         self,
@@ -46,18 +46,18 @@ class Channel:
         alarms: Any = None,
     ):
         self.group = group  # for host memory
-        self.tree = tree  # for meetings
+        self.tree = tree  # for sync points
         self.bulk = group  # for gathers of device memory
         self.reductions = reductions or group  # for gradients: they do not wait behind gathers
-        self.lockstep = Lockstep()
+        self.collective_trace = CollectiveTrace()
         self.homes: SharedHomes | None = None  # of weights in memory that all these ranks can read
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # global ranks
-        self.flags_nbytes = 32  # flags that fit a meeting: the same on all ranks
+        self.flags_nbytes = 32  # flags that fit a sync point: the same on all ranks
         self._alarms = alarms  # this channel's own store
         self._ended = False  # the ranks have diverged, or some are gone
-        self._meeting: Meeting | None = None  # the last one
-        self._farewell: Meeting | None = None  # at which this rank reported its failure
+        self._sync_point: SyncPoint | None = None  # the last one
+        self._failure_report: SyncPoint | None = None  # at which this rank reported its failure
 
     def carry(self, bulk: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> None:
         """Sends gathers over ``bulk`` and gradients over ``reductions``, groups that reach the
@@ -70,16 +70,16 @@ class Channel:
 
     def close(self) -> None:
         """Releases the groups now: their threads and descriptors must not wait for the garbage
-        collector. No meeting is possible afterwards. Idempotent."""
-        self._ended, self._meeting, self._farewell = True, None, None
-        self.lockstep.close()
+        collector. No sync point is possible afterwards. Idempotent."""
+        self._ended, self._sync_point, self._failure_report = True, None, None
+        self.collective_trace.close()
         if self.homes is not None:
             self.homes.close()
         self.tree.close()
         for name in ("group", "bulk", "reductions"):
             setattr(self, name, None)
 
-    # --- meetings ---
+    # --- sync points ---
 
     def announce(
         self,
@@ -90,9 +90,9 @@ class Channel:
         settling: bool = False,
         then: Callable[[torch.Tensor], None] = lambda found: None,
         transfer: Transfer | None = None,
-    ) -> Meeting:
-        """Starts a meeting: announces that this rank is about to do ``what``, with ``flags`` (0 to
-        255 each). Waits for the meeting before it, not for this one.
+    ) -> SyncPoint:
+        """Starts a sync point: announces that this rank is about to do ``what``, with ``flags`` (0
+        to 255 each). Waits for the sync point before it, not for this one.
 
         values      int64, at most ``MOST_VALUES``; :meth:`wait` makes their spans known
         settling    only to complete what another rank has started
@@ -104,19 +104,21 @@ class Channel:
                 f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it"
                 " again."
             )
-        self.finish_meeting()
+        self.finish_sync()
         return self._begin(
-            Meeting(
+            SyncPoint(
                 self, what, flags, values=values, settling=settling, then=then, transfer=transfer
             )
         )
 
-    def _begin(self, meeting: Meeting) -> Meeting:
-        self._meeting = meeting  # before other ranks can observe it: a started meeting is completed
-        meeting.begin()
-        return meeting
+    def _begin(self, sync_point: SyncPoint) -> SyncPoint:
+        self._sync_point = (
+            sync_point  # before other ranks can observe it: a started sync point is completed
+        )
+        sync_point.begin()
+        return sync_point
 
-    def rendezvous(self, what: str, flags: Sequence[int] = (), **how: Any) -> torch.Tensor:
+    def barrier(self, what: str, flags: Sequence[int] = (), **how: Any) -> torch.Tensor:
         """Blocks until all ranks come to ``what``. Returns the maximum of the ranks' ``flags``:
         uint8 [flags].
 
@@ -128,7 +130,7 @@ class Channel:
 
     def pass_on(self, what: str, transfer: Transfer) -> Any:
         """Meets for ``what``, then returns the result of ``transfer``. Raises as
-        :meth:`rendezvous`."""
+        :meth:`barrier`."""
         self.announce(what, transfer=transfer).wait()
         return transfer.wait()
 
@@ -140,97 +142,101 @@ class Channel:
         then: Callable[[list[tuple[int, int]]], None] = lambda spans: None,
     ) -> list[tuple[int, int]]:
         """Blocks until all ranks come to ``what``. Returns the minimum and maximum of each of the
-        ranks' ``values``. Raises as :meth:`rendezvous`. ``then``: called with the spans as soon as
+        ranks' ``values``. Raises as :meth:`barrier`. ``then``: called with the spans as soon as
         they are known."""
-        # Valid even if interrupted: until the meeting is over, it is the last one.
-        meeting = self.announce(what, values=values, then=lambda found: then(self._meeting.spans))
-        meeting.wait()
-        return meeting.spans
+        # Valid even if interrupted: until the sync point is over, it is the last one.
+        sync_point = self.announce(
+            what, values=values, then=lambda found: then(self._sync_point.spans)
+        )
+        sync_point.wait()
+        return sync_point.spans
 
-    def finish_meeting(self) -> None:
-        """Blocks until the last meeting is over. Drops one that no other rank can have observed.
-        Raises as :meth:`rendezvous`."""
-        if self._meeting is not None and not self._meeting.is_over:
-            meeting = self._meeting
-            if not meeting.is_begun:
-                self._meeting = None
+    def finish_sync(self) -> None:
+        """Blocks until the last sync point is over. Drops one that no other rank can have observed.
+        Raises as :meth:`barrier`."""
+        if self._sync_point is not None and not self._sync_point.is_over:
+            sync_point = self._sync_point
+            if not sync_point.is_begun:
+                self._sync_point = None
                 return
             try:
-                meeting.wait()
+                sync_point.wait()
             except PeerError:
-                if self._ended or not meeting.is_farewell:
+                if self._ended or not sync_point.is_failure_report:
                     raise  # this rank's own failure is not raised here
 
     def strike(self) -> None:
-        """Notes that an exception interrupted this rank, and completes the meeting that it had
+        """Notes that an exception interrupted this rank, and completes the sync point that it had
         started: other ranks act on it."""
-        self.lockstep.strike()
+        self.collective_trace.strike()
         if not self._ended:
             with contextlib.suppress(InfinityError):  # an error of the interrupted operation
-                self.finish_meeting()
-        # A meeting at which ranks diverge clears it; others may wait after it
-        self.lockstep.strike()
+                self.finish_sync()
+        # A sync point at which ranks diverge clears it; others may wait after it
+        self.collective_trace.strike()
 
     def fail(self, error: BaseException) -> None:
-        """Reports ``error`` at the next meeting: all other ranks raise it there. Blocks until they
-        have come."""
+        """Reports ``error`` at the next sync point: all other ranks raise it there. Blocks until
+        they have come."""
         if getattr(error, "heard_on", None) is not self and not self._ended:
             # Another rank's failure, or they are gone already
             with contextlib.suppress(InfinityError):
-                self._begin_farewell(error).wait()
+                self._begin_failure_report(error).wait()
 
     def warn(self, error: BaseException) -> None:
         """Reports ``error`` without waiting for the other ranks, which raise it at their next
-        meeting. This rank raises, too, until it can go on."""
-        with contextlib.suppress(RuntimeError):  # of the transport, or of the meeting before
-            last = self._meeting
-            is_said = last is not None and last.is_farewell and last.is_begun and not last.is_over
+        sync point. This rank raises, too, until it can go on."""
+        with contextlib.suppress(RuntimeError):  # of the transport, or of the sync point before
+            last = self._sync_point
+            is_said = (
+                last is not None and last.is_failure_report and last.is_begun and not last.is_over
+            )
             waits = is_said and not last.poll()
             if not self._ended and not waits:
-                self._begin_farewell(error)
+                self._begin_failure_report(error)
 
     def tell(self, error: BaseException) -> None:
         """Reports ``error`` without waiting for the other ranks. This rank cannot go on
         afterwards."""
         if not self._ended:
             with contextlib.suppress(InfinityError):
-                self._farewell = self._begin_farewell(error)
+                self._failure_report = self._begin_failure_report(error)
             self._ended = True
 
-    def _begin_farewell(self, error: BaseException) -> Meeting:
+    def _begin_failure_report(self, error: BaseException) -> SyncPoint:
         with contextlib.suppress(InfinityError):
-            self.finish_meeting()
-        return self._begin(Meeting(self, f"{FAILED}{type(error).__name__}: {error}", failed=True))
+            self.finish_sync()
+        return self._begin(SyncPoint(self, f"{FAILED}{type(error).__name__}: {error}", failed=True))
 
     @property
     def has_ended(self) -> bool:
-        """True once no meeting is possible here: closed, failed, or ranks lost."""
+        """True once no sync point is possible here: closed, failed, or ranks lost."""
         return self._ended
 
     def is_heard(self) -> bool:
-        """Returns whether the others have come to the meeting at which this rank reported its
+        """Returns whether the others have come to the sync point at which this rank reported its
         failure, or are gone."""
-        if self._farewell is not None:
+        if self._failure_report is not None:
             try:
-                if not self._farewell.poll():
+                if not self._failure_report.poll():
                     return False
-                self._farewell.wait()
+                self._failure_report.wait()
             except (InfinityError, RuntimeError):
                 pass
-            self._farewell = None
+            self._failure_report = None
         return True
 
-    # --- the interface for meetings ---
+    # --- the interface for sync points ---
 
     def raise_alarm(self, number: int) -> None:
-        """Calls the ranks that wait for a collective to the meeting of this ``number``, this rank's
-        next one."""
+        """Calls the ranks that wait for a collective to the sync point of this ``number``, this
+        rank's next one."""
         if self._alarms is not None:
             with contextlib.suppress(RuntimeError):  # if the store is gone, so is the job
                 self._alarms.set(str(number), "")
 
     def hears_alarm(self) -> bool:
-        """Returns whether another rank, which has diverged, waits at the next meeting."""
+        """Returns whether another rank, which has diverged, waits at the next sync point."""
         try:
             return self._alarms is not None and self._alarms.check([str(self.tree.begun)])
         except RuntimeError:
@@ -245,9 +251,9 @@ class Channel:
 
     def come_together(self, last: int, described: Sequence[Sequence[int]], number: int) -> None:
         """Completes the collectives that any rank has started, up to number ``last``, and ends the
-        agreed sequence. ``described``: the last of them. ``number``: of the meeting."""
+        verified sequence. ``described``: the last of them. ``number``: of the sync point."""
         try:
-            self.lockstep.part(last, described)
+            self.collective_trace.part(last, described)
         except RuntimeError as error:
             raise self.lost("completing what other ranks have started", error) from error
         if self.rank == 0 and self._alarms is not None:
@@ -255,7 +261,7 @@ class Channel:
                 self._alarms.delete_key(str(number))
 
     def refusal(self, what: str, texts: Sequence[str]) -> InfinityError:
-        """Makes the error of a meeting, on every rank. ``what``: this rank's announcement,
+        """Makes the error of a sync point, on every rank. ``what``: this rank's announcement,
         ``texts``: those of all ranks."""
         error: InfinityError | None = None
         for peer, theirs in zip(self.ranks, texts):

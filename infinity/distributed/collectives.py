@@ -1,7 +1,7 @@
 """Collectives: passes values, agreements and failures between the ranks of a job.
 
 Outside of a pass. Inside one, `passes` compares what the ranks expect to do, and `bulk` moves the
-bytes of weights and gradients. Ranks announce their progress at every meeting.
+bytes of weights and gradients. Ranks announce their progress at every sync point.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..machine.traffic import Traffic
 from .bulk import Bulk
 from .channel import HEARING_SECONDS, Channel
 from .comparing import Comparison, Inputs, compare
-from .kinds import StandIns, bytes_of
+from .kinds import DummyCollectives, bytes_of
 from .parallel_dims import ParallelDims
 from .pass_agreement import PassAgreement, Progress
 from .transfer import Operation, Transfer, all_gather, broadcast, end_groups, exchange_objects
@@ -45,7 +45,7 @@ class Collectives:
         self.bulk = Bulk(self.ranks, self.traffic, self.passes, self._progress)
         self._is_closed = False
         if self.ranks.dp_group is not None and self.ranks.ep_size == 1:
-            self.ranks.dp_group.lockstep.stand_ins = StandIns(
+            self.ranks.dp_group.collective_trace.dummies = DummyCollectives(
                 lambda of_experts: (self.of_experts if of_experts else self).ranks
             )
 
@@ -57,13 +57,13 @@ class Collectives:
         return Collectives(self.ranks.as_experts_see, self.traffic, self._progress)
 
     def note_progress(self, *, steps: int, backwards: int) -> None:
-        """Sets the progress that this rank announces at every meeting."""
+        """Sets the progress that this rank announces at every sync point."""
         self._progress.steps, self._progress.backwards = steps, backwards
         self.passes.restart(after_step=backwards == 0)
 
     def note_origin(self, load: str) -> None:
-        """Sets the origin that this rank announces at every meeting: ``load``, a name unique to one
-        load."""
+        """Sets the origin that this rank announces at every sync point: ``load``, a name unique to
+        one load."""
         self._progress.origin = f", from {load}"
 
     def _progress_on(self, channel: Channel) -> str:
@@ -71,8 +71,8 @@ class Collectives:
         return self._progress.of_steps if channel is self.ranks.pp_group else str(self._progress)
 
     def allow_flags(self, count: int) -> None:
-        """Makes room for ``count`` flags at meetings of ranks with the same units. Each passes the
-        same number."""
+        """Makes room for ``count`` flags at sync points of ranks with the same units. Each passes
+        the same number."""
         for channel in self.ranks.unit_places:
             channel.flags_nbytes = max(channel.flags_nbytes, count)
 
@@ -83,7 +83,7 @@ class Collectives:
             return [bool(flag) for flag in flags]
         flags = [int(flag) for flag in flags]
         for channel in self.ranks.unit_places:
-            flags = channel.rendezvous(f"{what} {self._progress}", flags).tolist()
+            flags = channel.barrier(f"{what} {self._progress}", flags).tolist()
         return [bool(flag) for flag in flags]
 
     def exchange(
@@ -196,17 +196,17 @@ class Collectives:
             raise
         for number, channel in enumerate(self.ranks.places):
             try:
-                channel.rendezvous(what)
+                channel.barrier(what)
             except InfinityError as error:
                 for other in self.ranks.places[number + 1 :]:
                     other.fail(error)
                 raise
 
-    def rendezvous(self, what: str, *, wherever: bool = False) -> None:
+    def barrier(self, what: str, *, wherever: bool = False) -> None:
         """Blocks until every rank is at ``what``. ``wherever``: ranks may be at different steps,
         because all state is about to be loaded."""
         for channel in self.ranks.places:
-            channel.rendezvous(what if wherever else f"{what} {self._progress_on(channel)}")
+            channel.barrier(what if wherever else f"{what} {self._progress_on(channel)}")
 
     def same(
         self,
@@ -228,8 +228,8 @@ class Collectives:
             *others, last = places
             said = f"{what}, to values of digest {digest.hexdigest()}, {self._progress}"
             for channel in others:
-                channel.rendezvous(said)
-            last.rendezvous(said, then=lambda found: then())
+                channel.barrier(said)
+            last.barrier(said, then=lambda found: then())
         else:
             then()
 
@@ -243,7 +243,7 @@ class Collectives:
         units, too. ``then``: called as soon as all are known to be there."""
         if (stages := self.ranks.pp_group) is not None:
             try:
-                stages.rendezvous(f"{what} {self._progress_on(stages)}", then=lambda found: then())
+                stages.barrier(f"{what} {self._progress_on(stages)}", then=lambda found: then())
             except InfinityError as error:
                 self.fail_elsewhere(stages, error)
                 raise
@@ -294,7 +294,7 @@ class Collectives:
 
     def fail_elsewhere(self, channel: Channel, error: BaseException) -> None:
         """Reports ``error``, which all ranks of ``channel`` raise, to the other ranks with the same
-        units, at their next meeting."""
+        units, at their next sync point."""
         of_sequences = [self.ranks.cp_group] if self.ranks.cp_group is not None else []
         for other in (*of_sequences, *reversed(self.ranks.unit_places)):
             if other is not channel:
@@ -323,7 +323,7 @@ class Collectives:
             channel.close()
 
     def strike(self) -> None:
-        """Notes that an exception interrupted this rank, and completes the meetings that it had
+        """Notes that an exception interrupted this rank, and completes the sync points that it had
         started. Waits for all transfers."""
         for channel in self.ranks.places:
             channel.strike()
@@ -331,8 +331,8 @@ class Collectives:
 
 
 def in_turn(meetings: Sequence[Callable], then: Callable[[], None]) -> None:
-    """Runs ``meetings``, each a call that takes ``then``. ``then``: called as soon as all ranks are
-    known to agree at the last one."""
+    """Runs ``sync points``, each a call that takes ``then``. ``then``: called as soon as all ranks
+    are known to agree at the last one."""
     for meet in meetings[:-1]:
         meet()
     if meetings:

@@ -1,4 +1,4 @@
-"""Comparing: compares values over ranks at a meeting, and names those that differ."""
+"""Comparing: compares values over ranks at a sync point, and names those that differ."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Inputs(Comparison, Protocol):
 def compare(
     meet: Callable, what: str, comparison: Comparison, then: Callable[[], None] = lambda: None
 ) -> None:
-    """Makes ``comparison`` over ranks by the meeting ``meet``. Raises UsageError, and does not
+    """Makes ``comparison`` over ranks by the sync point ``meet``. Raises UsageError, and does not
     call ``then``, if the values differ."""
 
     def go_on(spans: list[tuple[int, int]]) -> None:

@@ -81,7 +81,7 @@ def describe(
 
 
 @dataclass(frozen=True)
-class StandIns:
+class DummyCollectives:
     """Starts collectives from their numbers. ``ranks_of``: the ranks, given whether only those with
     the same experts take part."""
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, InfinityError
 from ..machine import numa
-from . import farewell
+from . import failure_report
 from .attempt import Attempt
 from .channel import Channel
 from .parallel_dims import ExpertGroup, ParallelDims
@@ -67,7 +67,7 @@ def parallel_dims(mesh: Any, *, divides_experts: bool = False) -> ParallelDims:
     try:
         # Rows: [stages, parts, replicas, shards]
         rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)
-        farewell.join(
+        failure_report.join(
             dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         )
         return _join(mesh, rows, wrap, divides_experts, own_groups)
@@ -186,7 +186,7 @@ def _channel(
     own_groups.append(group := gloo_group(ranks, what))
     families = [
         (
-            gloo_group([ranks[place] for place in family], f"{what}: meetings below {family[0]}")
+            gloo_group([ranks[place] for place in family], f"{what}: sync points below {family[0]}")
             if family
             else None
         )
@@ -281,7 +281,7 @@ def gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
 
 
 def join_device(ranks: ParallelDims, mesh: Any, backend: str | None) -> None:
-    """Sends bulk bytes over ``backend``, which reaches the compute device's memory. Each rendezvous
+    """Sends bulk bytes over ``backend``, which reaches the compute device's memory. Each barrier
     stays on gloo.
 
     Creates process groups, so every rank calls this. Raises ConfigError if there is no such

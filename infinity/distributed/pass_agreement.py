@@ -1,11 +1,11 @@
 """PassAgreement: compares at the start of a pass what the data ranks expect to do in it.
 
 trace      the units that a rank expects to use in this pass; its digest is compared at the start
-agreed     of a pass: all ranks of the shard group run its collectives in the order of the last
-           one like it, without meeting (see `lockstep`)
+verified   of a pass: all ranks of the shard group run its collectives in the order of the last
+           one like it, without meeting (see `collective_trace`)
 
-Every collective of a shard group is either the next one of an agreed pass, or follows a rendezvous.
-All rendezvous use one channel, whatever group the bytes take, so no two ranks can wait for each
+Every collective of a shard group is either the next one of a verified pass, or follows a barrier.
+All barriers use one channel, whatever group the bytes take, so no two ranks can wait for each
 other at different points.
 """
 
@@ -19,26 +19,26 @@ from functools import partial
 import numpy as np
 import torch
 
-from . import lockstep
-from .lockstep import Collective, Lockstep
+from . import collective_trace
+from .collective_trace import Collective, CollectiveTrace
 from .parallel_dims import ParallelDims
 
 DIGEST_NBYTES = 4  # of a trace, among a pass's flags
 # Of these flags, each with its complement: the maximum yields both extremes
-SAID_NBYTES = DIGEST_NBYTES + lockstep.DIGEST_NBYTES
+SAID_NBYTES = DIGEST_NBYTES + collective_trace.DIGEST_NBYTES
 
 
-def _flags_of(lockstep: Lockstep, key: bytes) -> list[int]:
+def _flags_of(trace: CollectiveTrace, key: bytes) -> list[int]:
     """Makes the flags of the pass ``key``: the digests of its trace and of how the last such pass
     went."""
-    said = key[:DIGEST_NBYTES] + lockstep.digest_of(key)
+    said = key[:DIGEST_NBYTES] + trace.digest_of(key)
     return [*said, *(255 - byte for byte in said)]
 
 
 @dataclass
 class Progress:
     """The steps and backwards that a rank has done, and since which load: announced at every
-    meeting. A rank interrupted after the agreement to load, but before its load, is found by it
+    sync point. A rank interrupted after the agreement to load, but before its load, is found by it
     before its values mix with the others'."""
 
     steps: int = 0
@@ -81,21 +81,21 @@ class PassAgreement:
         if training and self._count == 1 and self._is_after_step:
             self._found_after_step = found
         self.enter()
-        if not place.lockstep.enter(key):
+        if not place.collective_trace.enter(key):
             place.announce(
                 f"a forward {self._progress}",
-                _flags_of(place.lockstep, key),
+                _flags_of(place.collective_trace, key),
                 then=partial(self._begin, key),
             )
 
     def _begin(self, key: bytes, found: torch.Tensor, *, predicted: bool = False) -> None:
-        """Starts a pass from all ranks' flags. It is agreed if they match. A predicted pass
-        (``predicted``) starts only if agreed."""
+        """Starts a pass from all ranks' flags. It is verified if they match. A predicted pass
+        (``predicted``) starts only if verified."""
         same = (found[:SAID_NBYTES] == 255 - found[SAID_NBYTES:]).tolist()
-        agreed = all(same) and bool(found[DIGEST_NBYTES:SAID_NBYTES].any())
-        if agreed or not predicted:
+        verified = all(same) and bool(found[DIGEST_NBYTES:SAID_NBYTES].any())
+        if verified or not predicted:
             self._traces_agree = all(same[:DIGEST_NBYTES])
-            self._ranks.dp_group.lockstep.begin(key, agreed=agreed, predicted=predicted)
+            self._ranks.dp_group.collective_trace.begin(key, verified=verified, predicted=predicted)
 
     def predict(self, what: str, trace: Iterable[int], then: Callable[[], None]) -> None:
         """Meets the data ranks before the step ``what``. A forward of ``trace`` may follow: if all
@@ -103,36 +103,36 @@ class PassAgreement:
         place, key = self._ranks.dp_group, _key_of(trace, self._found_after_step, 1)
         # After a divergence gathered units may differ over ranks: this rank does not vote.
         flags = [255] * (2 * SAID_NBYTES)
-        if place.lockstep.was_followed:
-            flags = _flags_of(place.lockstep, key)
+        if place.collective_trace.was_followed:
+            flags = _flags_of(place.collective_trace, key)
 
         def go_on(found: torch.Tensor) -> None:
             self._begin(key, found, predicted=True)
             then()
 
-        place.rendezvous(f"{what} {self._progress}", flags, then=go_on)
+        place.barrier(f"{what} {self._progress}", flags, then=go_on)
 
     def enter(self) -> None:
-        """Completes the meeting of a pass that has just started."""
+        """Completes the sync point of a pass that has just started."""
         if self._ranks.dp_group is not None:
-            self._ranks.dp_group.finish_meeting()
+            self._ranks.dp_group.finish_sync()
 
     def end(self) -> None:
         """Ends the pass: later collectives do not belong to it."""
         if self._ranks.dp_group is not None:
             self.enter()
-            self._ranks.dp_group.lockstep.end()
+            self._ranks.dp_group.collective_trace.end()
 
     def meet_before(self, what: str) -> None:
-        """Meets the data ranks before the collective ``what``, unless it is next in an agreed
+        """Meets the data ranks before the collective ``what``, unless it is next in a verified
         pass."""
         if not self.is_next(what):
             self.meet_for(what)
 
     def is_next(self, what: str) -> bool:
-        """Returns whether the collective ``what`` is next in an agreed pass."""
+        """Returns whether the collective ``what`` is next in a verified pass."""
         self.enter()
-        following = self._ranks.dp_group.lockstep.next
+        following = self._ranks.dp_group.collective_trace.next
         return following is not None and following.what == what
 
     @property
@@ -145,13 +145,13 @@ class PassAgreement:
         """Meets the data ranks. Each rank's next operation is to start a collective."""
         place = self._ranks.dp_group
         place.announce(
-            f"{what} {self._progress}", then=lambda found: place.lockstep.expect()
+            f"{what} {self._progress}", then=lambda found: place.collective_trace.expect()
         ).wait()
 
     def goes_on_with(self, collective: Collective) -> bool:
-        """Returns whether ``collective`` is next in an agreed pass."""
+        """Returns whether ``collective`` is next in a verified pass."""
         self.enter()
-        return self._ranks.dp_group.lockstep.next == collective
+        return self._ranks.dp_group.collective_trace.next == collective
 
 
 def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:

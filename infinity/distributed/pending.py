@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..errors import InfinityError, PeerError
 from ..machine.device import Ticketed
-from . import farewell, transfer
+from . import failure_report, transfer
 from .transfer import wait_for
 
 LONGEST_NAP = 1e-3  # seconds between two polls of a device
@@ -28,7 +28,7 @@ class Pending:
     # Called while waiting: raises if the others do not come
     hear: Callable[[bool], None] = lambda settling: None
     # Signals that no other rank reads this one's home; None: none does
-    lent: Ticketed | None = None
+    borrowed: Ticketed | None = None
     forget: Callable[[], None] = lambda: None  # forgets completed works
     is_on_host: bool = True  # the transport's wait has a limit and can be repeated
 
@@ -86,10 +86,10 @@ class Pending:
 
 def ranks_lost(what: str, error: BaseException) -> PeerError:
     """Makes the error for ranks that are gone or do not come, with what is known of them."""
-    if known := farewell.reasons():
+    if known := failure_report.reasons():
         return PeerError(f"rank {dist.get_rank()} lost its peers at '{what}': {known}")
     text = str(error).strip().splitlines() or [type(error).__name__]
-    silent = farewell.silent()
+    silent = failure_report.silent()
     heard = f" Nothing was heard from {silent}." if silent else ""
     return PeerError(
         f"rank {dist.get_rank()} lost its peers at '{what}': {text[0]} A rank has ended, or did not"

@@ -2,7 +2,7 @@
 every byte to every rank.
 
 A gather through shared memory is still one of the collectives of its shard group, in order, after a
-meeting or in lockstep. Only its bytes take another way: each rank publishes the address of its
+sync point or in lockstep. Only its bytes take another way: each rank publishes the address of its
 shard, and copies the others'. The shard does not change until all have copied it.
 """
 
@@ -149,7 +149,7 @@ class SharedHomes:
         self._unused.clear()
 
 
-def lent(works: Sequence[dist.Work]) -> Ticketed | None:
+def borrowed(works: Sequence[dist.Work]) -> Ticketed | None:
     """Returns the event after which no other rank reads this one's home for a collective of
     ``works``; None if none does."""
     return next((Ticketed(work.ticket) for work in works if isinstance(work, Gathering)), None)

@@ -61,7 +61,7 @@ class AssignedGrads:
         ):
             return value
         other = local._infinity_grad if isinstance(local, AtHome) else None
-        if other is None or other.grad.stand_in is not local or not self.ranks.alone:
+        if other is None or other.grad.proxy is not local or not self.ranks.alone:
             raise UsageError(
                 f"{handle.name}.grad = a view of another gradient, or with several ranks another"
                 " parameter's gradient: a write to one would have to change both. Assign a copy:"
@@ -110,14 +110,14 @@ class AssignedGrads:
         another gradient."""
         if (
             not self.ranks.alone
-            or (stand_in := handle.grad.stand_in) is None
+            or (proxy := handle.grad.proxy) is None
             or handle.grad.state is GradState.TORN
         ):
             return
-        held = weakref.ref(stand_in)
-        stand_in = handle.grad.stand_in = handle.grad.shown = None
-        if (stand_in := held()) is not None and stand_in.plain is None:
-            stand_in.plain = self.values.value(handle, write=False).clone()
+        held = weakref.ref(proxy)
+        proxy = handle.grad.proxy = handle.grad.shown = None
+        if (proxy := held()) is not None and proxy.plain is None:
+            proxy.plain = self.values.value(handle, write=False).clone()
 
     def watch(self, handle: ParamHandle, tensor: torch.Tensor, part: torch.Tensor) -> None:
         """Watches ``tensor``, which was assigned. ``part``: the values of the gradient at home, a

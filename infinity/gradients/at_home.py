@@ -1,4 +1,4 @@
-"""AtHome: the base of stand-ins for gradients: tensors without memory, whose values are copies.
+"""AtHome: the base of proxies for gradients: tensors without memory, whose values are copies.
 
 export     shares a tensor's memory past torch's operations: DLPack, NumPy, a storage, an
            address, another process
@@ -24,7 +24,7 @@ class AtHome(torch.Tensor):
 
     @classmethod
     def make(cls, handle: ParamHandle, shape, *, stride, dtype, device, offset: int = 0):
-        """Makes a stand-in for the gradient of ``handle`` or a view of it."""
+        """Makes a proxy for the gradient of ``handle`` or a view of it."""
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
         )

@@ -22,7 +22,7 @@ from .assigned_grads import AssignedGrads
 from .homes import GradHomes
 from .lander import Lander
 from .record import GradRecord, GradState
-from .tensor import LandedGrad
+from .tensor import GradProxy
 from .values import GradValues
 from .whole import WholeGradients
 
@@ -65,7 +65,7 @@ class GradientBank:
     # --- what autograd and torch.nn.utils see ---
 
     def get(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Returns ``p.grad``: an assigned tensor, or a :class:`LandedGrad`, for a distributed
+        """Returns ``p.grad``: an assigned tensor, or a :class:`GradProxy`, for a distributed
         parameter as the local part of a DTensor.
 
         Gradients that wait for it are averaged first. A gradient that this rank lacks may exist on
@@ -87,8 +87,8 @@ class GradientBank:
         if record.state is GradState.ABSENT:
             return None
         if record.shown is None:
-            record.stand_in = LandedGrad(handle)
-            record.shown = like(handle.param, record.stand_in)
+            record.proxy = GradProxy(handle)
+            record.shown = like(handle.param, record.proxy)
         return record.shown
 
     def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
@@ -272,7 +272,7 @@ class GradientBank:
             return
         adds = record.state is not GradState.ABSENT and not self.ranks.keeps_gradients
         self._lander.land_shard(handle, average.to(handle.flat_param.spec.grad_dtype), adds=adds)
-        record.stand_in_norm = None
+        record.proxy_norm = None
         record.averaged = True
         record.move(GradState.LANDED)
 

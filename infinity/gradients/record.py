@@ -54,12 +54,12 @@ class GradRecord:
 
     _state: GradState = GradState.ABSENT
     factors: list[float] = field(default_factory=list)
-    stand_in: torch.Tensor | None = None  # the LandedGrad
+    proxy: torch.Tensor | None = None  # the GradProxy
     shown: torch.Tensor | None = None  # what p.grad is: the stand-in, or a DTensor around it
     # Order, and norm of the bytes at home; None: unknown
     norm: tuple[float, torch.Tensor] | None = None
     # The same over all ranks, valid while ``norm`` is known
-    stand_in_norm: tuple[float, torch.Tensor] | None = None
+    proxy_norm: tuple[float, torch.Tensor] | None = None
     landing: Event = PAST  # when the norm is known
     averaged: bool = False  # over the ranks: then only this rank's shard is valid
     sample: torch.Tensor | None = None  # fp32; None: nothing has landed, or it was not requested

@@ -6,9 +6,9 @@ order     of the units' reductions: the first rank's forward reversed, shared un
 [Note: where a reduction starts] All ranks must start the same collectives in the same order. So a
 reduction starts at a place that does not depend on which gradients a rank has: when the backward
 reaches a unit whose forward ended before that of the reduced one began. By then autograd has
-accumulated the gradients. The remaining reductions start at the end of the backward. In an agreed
-pass (see `lockstep`) the order of all collectives is known, so a reduction that is next starts as
-soon as its gradients are complete.
+accumulated the gradients. The remaining reductions start at the end of the backward. In a verified
+pass (see `collective_trace`) the order of all collectives is known, so a reduction that is next
+starts as soon as its gradients are complete.
 
 [Note: why missing gradients are negative zeros] Ranks do not ask before a reduction which of them
 has which gradient. A rank contributes **negative zeros** for a gradient that it lacks: adding them
@@ -72,7 +72,7 @@ class Reducer:
         # The backward gathers weights, too.
         self.gathers_meanwhile = collectives.ranks.size > 1 and not collectives.ranks.keeps_weights
         self._unread = False  # a backward has ended since the last average (ZeRO-1)
-        self._is_reducing_all = False  # in reduce_all(): no rendezvous between reductions
+        self._is_reducing_all = False  # in reduce_all(): no barrier between reductions
         self._failure: BaseException | None = None  # to land an average, in reduce_all()
         self.waits_for_more = False  # more backwards of this pass follow: the last one reduces
 
@@ -84,7 +84,7 @@ class Reducer:
 
     def ready(self, unit: ParamUnit) -> None:
         """Marks ``unit``'s gradients as complete on this rank. Starts its reduction if that is next
-        in an agreed pass, whose order is fixed."""
+        in a verified pass, whose order is fixed."""
         if self._ranks.keeps_gradients or self.waits_for_more:
             return
         self._ready.add(unit)
@@ -101,7 +101,7 @@ class Reducer:
             self._start_before(self._places.get(unit, 0))
 
     def _is_next(self) -> bool:
-        """Whether the next reduction of the order is next in an agreed pass."""
+        """Whether the next reduction of the order is next in a verified pass."""
         unit = self._order[self._position]
         return self._collectives.passes.is_next(f"reducing {unit.name} (0)")
 
@@ -163,8 +163,9 @@ class Reducer:
                     )
 
     def reduce_all(self) -> None:
-        """Ends a joined pass: averages its gradients. Every rank calls this, and all meet once. An
-        error in landing is raised after the last reduction: other ranks do not learn of it."""
+        """Ends an accumulation pass: averages its gradients. Every rank calls this, and all meet
+        once. An error in landing is raised after the last reduction: other ranks do not learn of
+        it."""
         self.waits_for_more = False
         if self._ranks.keeps_gradients:
             self._unread = True
@@ -204,7 +205,7 @@ class Reducer:
         self._order = order
 
     def _has_other_order(self) -> bool:
-        """Whether this pass's forward used the units in another order than the agreed one."""
+        """Whether this pass's forward used the units in another order than the verified one."""
         own = _order_of(self._by_index, self._schedule.spans())
         return [self._by_index[index] for index, _ in own] != self._order
 

@@ -1,4 +1,4 @@
-"""LandedGrad: the stand-in that ``p.grad`` is for a gradient at home.
+"""GradProxy: the stand-in that ``p.grad`` is for a gradient at home.
 
 Norms, scaling, clipping and zeroing act on the bytes there.
 """
@@ -28,7 +28,7 @@ WITHOUT_VALUES = (
 )  # which ask no other rank
 
 
-class LandedGrad(AtHome):
+class GradProxy(AtHome):
     """Stands for a landed gradient as ``p.grad``. It has shape, dtype and device, and operations
     run on the bytes at home.
 
@@ -55,7 +55,7 @@ class LandedGrad(AtHome):
         handle = self._infinity_grad
         if not handle.is_alive or not handle.flat_param.arrays:
             raise UsageError(f"the gradient of {handle.name} went with its model")
-        if handle.grad.stand_in is not self:
+        if handle.grad.proxy is not self:
             raise UsageError(
                 f"a gradient of {handle.name} from before zero_grad() was used: read"
                 f" {handle.name}.grad anew"
@@ -65,10 +65,10 @@ class LandedGrad(AtHome):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         grads = [
-            leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, LandedGrad)
+            leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, GradProxy)
         ]
         if any(grad.plain is not None for grad in grads):
-            args, kwargs = tree_map_only(LandedGrad, _plain_or_itself, (args, kwargs or {}))
+            args, kwargs = tree_map_only(GradProxy, _plain_or_itself, (args, kwargs or {}))
             result = func(*args, **kwargs)
             return next((grad for grad in grads if grad.plain is result), result)
         with grads[0]._infinity_grad.engine.uses.begin():
@@ -78,7 +78,7 @@ class LandedGrad(AtHome):
 
     @classmethod
     def _run(cls, func, args: tuple, kwargs: dict) -> Any:
-        subject = args[0] if args and isinstance(args[0], LandedGrad) else None
+        subject = args[0] if args and isinstance(args[0], GradProxy) else None
         if subject is not None and (result := _shortcut(func, subject, args)) is not None:
             return result
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -94,7 +94,7 @@ class LandedGrad(AtHome):
             for grad in args[0]:
                 grad.zero_()
             return None
-        grads = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LandedGrad)]
+        grads = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GradProxy)]
         for grad in grads:
             grad._values  # noqa: B018 - raises for a stale one
             refuse_torn(grad._infinity_grad)
@@ -105,8 +105,8 @@ class LandedGrad(AtHome):
             if loan.copied or loan.from_disk or is_consumed or is_strided:
                 return views_of(subject, func, args, kwargs)
             subject._bank.assigned.note_view(subject._infinity_grad)
-        lent_args, lent_kwargs = tree_map_only(LandedGrad, loan.lend, (args, kwargs))
-        result = func(*lent_args, **lent_kwargs)
+        borrowed_args, borrowed_kwargs = tree_map_only(GradProxy, loan.lend, (args, kwargs))
+        result = func(*borrowed_args, **borrowed_kwargs)
         if func.namespace == "c10d":
             _wait_for(result)
         loan.end()
@@ -116,38 +116,38 @@ class LandedGrad(AtHome):
 class _Loan:
     """The bytes of gradients that one operation reads or writes."""
 
-    def __init__(self, grads: list[LandedGrad], mutated: list):
-        self.mutated = [grad for grad in mutated if isinstance(grad, LandedGrad)]
+    def __init__(self, grads: list[GradProxy], mutated: list):
+        self.mutated = [grad for grad in mutated if isinstance(grad, GradProxy)]
         self.copied = {id(grad) for grad in grads if grad._values.lends_copies(grad._infinity_grad)}
-        # A gradient from disk is lent in its staging slot. Several may not fit there at once, so
-        # those are copied.
+        # A gradient from disk is borrowed in its staging slot. Several may not fit there at once,
+        # so those are copied.
         self.from_disk = [
             grad
             for grad in grads
             if grad._infinity_grad.flat_param.arrays["grad"].tier is Tier.NVME
         ]
-        self._lent: dict[int, torch.Tensor] = {}
+        self._borrowed: dict[int, torch.Tensor] = {}
 
-    def lend(self, grad: LandedGrad) -> torch.Tensor:
+    def lend(self, grad: GradProxy) -> torch.Tensor:
         """Returns the bytes as a plain tensor."""
-        if id(grad) not in self._lent:
+        if id(grad) not in self._borrowed:
             write = any(grad is other for other in self.mutated)
             handle = writable(grad._infinity_grad) if write else grad._infinity_grad
             value = grad._values.value(handle, write=write)
             if len(self.from_disk) > 1 and id(grad) not in self.copied:
                 value = value.clone()
-            self._lent[id(grad)] = value
-        return self._lent[id(grad)]
+            self._borrowed[id(grad)] = value
+        return self._borrowed[id(grad)]
 
     def end(self) -> None:
         """Stores what the operation has written to copies."""
         for grad in self.mutated:
-            grad._values.note_edit(grad._infinity_grad, self._lent[id(grad)])
+            grad._values.note_edit(grad._infinity_grad, self._borrowed[id(grad)])
             if len(self.from_disk) > 1 or id(grad) in self.copied:
-                grad._values.put(grad._infinity_grad, self._lent[id(grad)])
+                grad._values.put(grad._infinity_grad, self._borrowed[id(grad)])
 
 
-def _plain_or_itself(grad: LandedGrad) -> torch.Tensor:
+def _plain_or_itself(grad: GradProxy) -> torch.Tensor:
     return grad if grad.plain is None else grad.plain
 
 
@@ -158,7 +158,7 @@ def _wait_for(result: Any) -> None:
             each.wait()
 
 
-def _norm(grad: LandedGrad, order: float) -> torch.Tensor:
+def _norm(grad: GradProxy, order: float) -> torch.Tensor:
     refuse_torn(grad._infinity_grad)
     if grad._values.ranks.pp_group is not None and mistakes.is_called_from(
         "torch/nn/utils/clip_grad.py"
@@ -175,13 +175,13 @@ def _unscale(func, args: tuple) -> None:
     """Runs GradScaler's check and division on one gradient after the other: they need not fit in
     memory together. Then combines the overflow flag over all ranks."""
     for grad in args[0]:
-        if isinstance(grad, LandedGrad):
+        if isinstance(grad, GradProxy):
             grad._values.change_own(
                 writable(grad._infinity_grad), lambda own: func([own], *args[1:])
             )
         else:
             func([grad], *args[1:])
-    if landed := [grad for grad in args[0] if isinstance(grad, LandedGrad)]:
+    if landed := [grad for grad in args[0] if isinstance(grad, GradProxy)]:
         values, what = landed[0]._values, "overflow of gradients"
         if not values.ranks.alone:
             # The scale must be equal on every rank
@@ -192,11 +192,12 @@ def _unscale(func, args: tuple) -> None:
 
 
 class GradView(AtHome):
-    """A read-only view of a gradient whose bytes cannot be lent. It reads the home at each use."""
+    """A read-only view of a gradient whose bytes cannot be borrowed. It reads the home at each
+    use."""
 
     @staticmethod
     def __new__(
-        cls, source: LandedGrad, take: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
+        cls, source: GradProxy, take: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
     ):
         tensor = cls.make(
             source._infinity_grad,
@@ -239,10 +240,10 @@ class GradView(AtHome):
         return func(*args, **kwargs)
 
 
-def views_of(source: LandedGrad | GradView, func, args: tuple, kwargs: dict) -> Any:
+def views_of(source: GradProxy | GradView, func, args: tuple, kwargs: dict) -> Any:
     """Makes the results of ``func``, a view of ``source``: one GradView or several."""
     landed, before = (
-        (source, None) if isinstance(source, LandedGrad) else (source._source, source._take)
+        (source, None) if isinstance(source, GradProxy) else (source._source, source._take)
     )
 
     def take(whole: torch.Tensor) -> Any:
@@ -262,7 +263,7 @@ def views_of(source: LandedGrad | GradView, func, args: tuple, kwargs: dict) -> 
     ]
 
 
-def _shortcut(func, subject: LandedGrad, args: tuple):
+def _shortcut(func, subject: GradProxy, args: tuple):
     """Runs operations that need no bytes: scaling, zeroing, detaching. Also divides by a number in
     place. Returns None for any other."""
     if func in WITHOUT_VALUES[:2] or func is aten.detach_.default:
@@ -279,7 +280,7 @@ def _shortcut(func, subject: LandedGrad, args: tuple):
         if (
             isinstance(factor, torch.Tensor)
             and factor.dim() == 0
-            and not isinstance(factor, LandedGrad)
+            and not isinstance(factor, GradProxy)
         ):
             factor = subject._values.number(factor)
         if isinstance(factor, (int, float)):

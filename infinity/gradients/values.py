@@ -238,7 +238,7 @@ class GradValues:
         others next."""
         self.norms.ask(order)
         record = handle.grad
-        if record.stand_in_norm is None or record.stand_in_norm[0] != order or record.norm is None:
+        if record.proxy_norm is None or record.proxy_norm[0] != order or record.norm is None:
             handles = [h for h in self.handles if h.grad.state is not GradState.ABSENT]
             parts = torch.stack([self._own_norm(h, order) for h in handles])
             everyones = self.collectives.exchange(parts, f"norms of {len(handles)} gradients")
@@ -251,8 +251,8 @@ class GradValues:
                 )
                 norms = torch.where(is_part, of_parts, norms)
             for h, norm in zip(handles, norms):
-                h.grad.stand_in_norm = order, norm.to(h.flat_param.spec.grad_dtype)
-        return record.stand_in_norm[1].clone()
+                h.grad.proxy_norm = order, norm.to(h.flat_param.spec.grad_dtype)
+        return record.proxy_norm[1].clone()
 
     def _own_norm(self, handle: ParamHandle, order: float) -> torch.Tensor:
         record = handle.grad
@@ -271,14 +271,14 @@ class GradValues:
         """Zeroes the gradient. The next step applies the zeros."""
         record = handle.grad
         if record.state is GradState.TORN:
-            record = handle.grad = GradRecord(stand_in=record.stand_in, shown=record.shown)
+            record = handle.grad = GradRecord(proxy=record.proxy, shown=record.shown)
         handle.flat_param.homes.wait()
         whole = self.ranks.size == 1 or self.ranks.keeps_gradients
         (
             self.homes.view(handle, write=True) if whole else self.homes.shard(handle, write=True)
         ).zero_()
         record.factors.clear()
-        record.norm, record.stand_in_norm = (
+        record.norm, record.proxy_norm = (
             (math.inf, torch.zeros((), device=self.device.where)),
             None,
         )

@@ -20,7 +20,7 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..state.uses import Uses
 from ..storage.store import ArrayStore
-from .lent_state import LentState
+from .borrowed_state import BorrowedState
 from .updates import Updates
 
 
@@ -40,11 +40,11 @@ class StepContext:
     steps: StepCounter
     gradients: GradientBank
     updates: Updates
-    lent: LentState
+    borrowed: BorrowedState
     in_common: Comparison  # compared over ranks with other local parts of the tensors
 
     is_cut_short: Callable[[], bool]  # a forward or backward was interrupted
-    keeps_older: Callable[[], bool]  # an update writes new weights beside the old ones
+    keeps_stale: Callable[[], bool]  # an update writes new weights beside the old ones
     # Called with each unit whose gradients landed
     listen_to_landed: Callable[[Callable[[ParamUnit], None]], Callable[[], None]]
     # Sends units home, before their bytes there change

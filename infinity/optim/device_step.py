@@ -80,7 +80,7 @@ class DeviceStepper:
 
     def choose_share(self, processor_rate: float, flat_param_bytes: float) -> None:
         """Splits the update so that device and processor finish together. ``processor_rate``:
-        elements per second. ``shard_bytes``: bytes per element in the busier direction."""
+        elements per second. ``flat_param_bytes``: bytes per element in the busier direction."""
         edge = self._traffic.edges["host->device"]
         if self._slots and processor_rate and edge.busy_seconds and flat_param_bytes:
             own_rate = edge.nbytes / edge.busy_seconds / flat_param_bytes

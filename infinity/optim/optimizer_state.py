@@ -16,8 +16,8 @@ from ..state.dtensors import is_common, like, local_of, part_of
 from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle, handle_of
 from .books import OptimizerBooks
+from .borrowed_state import STEP
 from .context import StepContext
-from .lent_state import STEP
 from .rules import saved_step
 
 logger = logging.getLogger(__name__)
@@ -142,9 +142,9 @@ class OptimizerState:
         }
 
     def _comparisons(self, state_dict: dict[str, Any]) -> list[Callable]:
-        """Lists the meetings that compare the tensors of ``state_dict``. Over the ranks that share
-        them: those of divided experts, and those common to all tensor parts. Then those of all data
-        ranks."""
+        """Lists the sync points that compare the tensors of ``state_dict``. Over the ranks that
+        share them: those of divided experts, and those common to all tensor parts. Then those of
+        all data ranks."""
         params, collectives = self._params_of(state_dict), self._context.collectives
         # Whether all data ranks have it
         found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
@@ -204,7 +204,7 @@ class OptimizerState:
         params = self._params_of(state_dict)
         for group, taken in zip(self._groups, groups):
             group.update(taken)
-        self._context.lent.forget()
+        self._context.borrowed.forget()
         books.take_own({params.get(key, key): value for key, value in state_dict["state"].items()})
         for index, param in params.items():
             state, handle = state_dict["state"].get(index, {}), handle_of(param)

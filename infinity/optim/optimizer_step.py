@@ -71,12 +71,12 @@ class OptimizerStep:
                 policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
                 self._shadowed = 0
         context.end_step()
-        context.lent.refresh()
+        context.borrowed.refresh()
         context.steps.tell()  # the return reports it
 
     def _order(self) -> list[int]:
         """Returns the units in the order of the next forward, then the others, which a step beside
-        older weights copies."""
+        stale weights copies."""
         units = self._context.units
         first = [index for index in self._context.schedule.first() if index < len(units)]
         known = set(first)
@@ -91,7 +91,7 @@ class OptimizerStep:
             return
         inputs = StepInputs(context, groups, self._members.group_of, clip)
         # Without flush other stages are at other batches, and no stage waits.
-        stages = None if context.keeps_older() else inputs
+        stages = None if context.keeps_stale() else inputs
         trace = context.schedule.expected_after_step()
         context.collectives.meet_for_step(
             inputs, over_stages=stages, trace=trace, in_common=context.in_common, then=then
@@ -99,7 +99,7 @@ class OptimizerStep:
 
     def _finish(self, stepper: Stepper, steps: list[FlatParamStep], version: int) -> None:
         stepper.carry_out(steps)
-        self._context.lent.forget_edits()
+        self._context.borrowed.forget_edits()
         self._context.gradients.clips.clear()
         self._context.steps.finish(version)
 

@@ -17,8 +17,8 @@ from ..state.dtensors import is_distributed
 from ..state.flat_layout import is_dense
 from ..state.handle import ParamHandle, handle_of
 from ..state.operations import Operation
+from .borrowed_state import STEP, checked_step
 from .context import StepContext
-from .lent_state import STEP, checked_step
 
 GONE = "optimizer.state: the optimizer that wrap_model returned is gone, and its state with it"
 Context = Callable[[], StepContext]  # raises if the optimizer is gone
@@ -172,7 +172,7 @@ class StateAtHome:
     def read(self, handle: ParamHandle, name: str) -> torch.Tensor:
         """Reads one value of a parameter that has state. With several ranks all call this."""
         with self._using():
-            return self._context.lent.read(handle, self._arrays[name])
+            return self._context.borrowed.read(handle, self._arrays[name])
 
     def check(self, handle: ParamHandle, values: Mapping[str, Any]) -> None:
         """Raises UsageError if one of ``values`` is not valid for the parameter."""
@@ -205,25 +205,25 @@ class StateAtHome:
             self.restart(handle)
             return
         with self._using():
-            lent = self._context.lent
+            borrowed = self._context.borrowed
             sent = {self._arrays[name]: value for name, value in values.items()}
             if STEP in sent:
                 sent[STEP] = checked_step(sent[STEP], handle.name)
             elif not handle.has_state:
                 # A rule without a count: its first step is past
                 sent[STEP] = torch.tensor(1.0, device="cpu")
-            lent.write(handle, sent)
+            borrowed.write(handle, sent)
             for name, value in values.items():
                 array = self._arrays[name]
                 if isinstance(value, torch.Tensor) and self._is_as_kept(handle, array, value):
-                    lent.lend(handle, array, value)
+                    borrowed.lend(handle, array, value)
                 else:
-                    lent.part(handle, array)
+                    borrowed.part(handle, array)
 
     def restart(self, handle: ParamHandle) -> None:
         """Makes the next step of a parameter its first."""
         with self._using():
-            self._context.lent.restart(
+            self._context.borrowed.restart(
                 handle, [array for array in self._arrays.values() if array != STEP]
             )
 
@@ -246,7 +246,7 @@ class StateAtHome:
                     f" {', '.join(self.names)}, or delete all of them to begin anew"
                 )
         self._context.settle_state_dicts()
-        self._context.lent.settle()
+        self._context.borrowed.settle()
 
     def _is_as_kept(self, handle: ParamHandle, array: str, value: torch.Tensor) -> bool:
         if is_distributed(handle.param) or value.layout is not torch.strided:

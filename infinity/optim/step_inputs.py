@@ -74,7 +74,7 @@ class StepInputs:
     @property
     def common(self) -> str:
         """Compared over ranks with the same units or other local parts of them."""
-        inputs: list = [self._clip, *self._settings, self._context.lent.edits]
+        inputs: list = [self._clip, *self._settings, self._context.borrowed.edits]
         for handle in self._context.trained:
             inputs.append(
                 (handle.step, handle.grad.state.name, handle.grad.edits, self._group_of.get(handle))
@@ -89,7 +89,7 @@ class StepInputs:
             for handle in self._context.trained
             if (edits := handle.grad.own_edits)
         ]
-        values = [*changed, *self._context.lent.own_edits]
+        values = [*changed, *self._context.borrowed.own_edits]
         return (
             f", with values of {_digest(values)} put into gradients or optimizer.state"
             if values
@@ -138,7 +138,7 @@ class StepInputs:
             handle.edits,
             of_gradient,
             of_group,
-            self._context.lent.edits_of(handle),
+            self._context.borrowed.edits_of(handle),
             handle.param.requires_grad,
         )
 

@@ -71,7 +71,7 @@ class Stepper:
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[FlatParamStep]:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""
-        context, beside = self._context, self._context.keeps_older()
+        context, beside = self._context, self._context.keeps_stale()
         # A second buffer needs all flat params: parameters without a gradient are copied there.
         planned = [
             flat
@@ -102,7 +102,7 @@ class Stepper:
             ):
                 step.shadow = shadow
             elif beside:
-                step.newer = flat_param.homes.older
+                step.newer = flat_param.homes.stale
                 self._plan_beside(step, spans, after, label=unit.index, version=version)
             elif spans:  # without spans other ranks have these parameters in their shards
                 self._plan_update(step, spans, after, label=unit.index, version=version)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
-from ..distributed import farewell
+from ..distributed import failure_report
 from ..distributed.mesh import gloo_group
 from ..distributed.pending import ranks_lost
 from ..errors import InfinityError, UsageError
@@ -65,7 +65,7 @@ class Between:
             if (
                 isinstance(error, RuntimeError)
                 and not isinstance(error, InfinityError)
-                and farewell.BROKEN.search(str(error))
+                and failure_report.BROKEN.search(str(error))
             ):
                 raise ranks_lost("a step of the pipeline", error) from error
             raise

@@ -30,8 +30,8 @@ from ..gradients.record import GradState
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.job import Job
-from ..runtime.older_weights import OlderWeights
 from ..runtime.registry import engine_of
+from ..runtime.stale_weights import StaleWeights
 from ..state.operations import Operation
 from .schedules import SHAPES, attach, in_flight_of, naming_causes, one_pass
 
@@ -71,7 +71,7 @@ def without_flush(
     optimizer
         The one that wrap_model returned: it makes an update for every batch.
     quiet
-        Suppresses the warning that the rules of Adam suffer from gradients of older weights.
+        Suppresses the warning that the rules of Adam suffer from gradients of stale weights.
 
     Allocates a second version of the weights, at their home, until the model is unwrapped. Raises,
     before any change, CapacityError if there is no room, and ConfigError for another schedule, one
@@ -83,8 +83,8 @@ def without_flush(
     _check_engine(job, schedule, optimizer)
     attach(schedule)
     with job.uses.begin():
-        if engine.older is None:
-            engine.older = OlderWeights(job)
+        if engine.stale is None:
+            engine.stale = StaleWeights(job)
     if optimizer.rule_name in ADAMS and not quiet:
         warnings.warn(
             f"without_flush with {optimizer.rule_name}: gradients are of weights one update old,"
@@ -168,8 +168,8 @@ class WithoutFlush:
         shapes = self._check(batches)
         if not batches:
             return [] if stage.is_last else None
-        older = self._engine.older
-        with naming_causes([stage]), older.running():
+        stale = self._engine.stale
+        with naming_causes([stage]), stale.running():
             return _Run(
                 self._engine,
                 self._schedule,
@@ -347,7 +347,7 @@ class _Run:
 
     def _compute(self, action: Action) -> None:
         batch, place = divmod(action.number, self._each)
-        self._engine.older.compute_for(batch)
+        self._engine.stale.compute_for(batch)
         if action.is_forward:
             self._forward(batch, place)
             return
@@ -391,7 +391,7 @@ class _Run:
         schedule, engine = self._schedule, self._engine
         self._stage.perform_reduce_grad(self._each if schedule.scale_grads else 1)
         self._pass.close()
-        engine.older.update(self._optimizer.step)
+        engine.stale.update(self._optimizer.step)
         self._optimizer.zero_grad()
         with engine.uses.begin():
             in_flight_of(engine).charge()

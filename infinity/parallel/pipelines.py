@@ -321,9 +321,7 @@ class Pipeline:
                 digests |= {name: repr(given[name]) for name in given if is_plain(given[name])}
                 mode = "train()" if self.chunks[0].training else "eval()"
                 mine = dist.get_rank(), digests | {MODE: mode}
-            channels = [
-                channel for channel in (ranks.tp_group, ranks.pp_group) if channel is not None
-            ]
+            channels = [each for each in (ranks.tp_group, ranks.pp_group) if each is not None]
             trained = tuple(
                 any(param.requires_grad for param in chunk.parameters()) for chunk in self.chunks
             )

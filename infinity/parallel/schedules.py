@@ -1,7 +1,7 @@
 """attach: makes each step of a pipeline schedule one pass of the engine, for stages of any origin.
 
 A schedule of torch runs many forwards and backwards of the same stages. If attached, its step is
-one pass (see `joined_pass`). The recorded trace is the schedule's own, so that it determines
+one pass (see `accumulation_pass`). The recorded trace is the schedule's own, so that it determines
 fetches and evictions. No gradient is reduced or sent home between micro-batches; gradients land
 once. torch's runtime is unchanged except for methods of the stages:
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from ..distributed import farewell
+from ..distributed import failure_report
 from ..distributed.pending import ranks_lost
 from ..errors import ConfigError, InfinityError, UsageError
 from ..runtime.engine import Engine
@@ -69,7 +69,7 @@ def attach(schedule: Any) -> Any:
         if not hasattr(stage, ATTACHED):  # else another schedule has attached it
             _attach_stage(stage, engine)
     if not hasattr(schedule, ATTACHED):
-        schedule.step = _joined(schedule, engine, stages, in_flight)  # eval calls it, too
+        schedule.step = _accumulation(schedule, engine, stages, in_flight)  # eval calls it, too
         setattr(schedule, ATTACHED, True)
     return schedule
 
@@ -112,7 +112,9 @@ def in_flight_of(engine: Engine) -> InFlight:
     return IN_FLIGHT.setdefault(engine, InFlight(engine))
 
 
-def _joined(schedule: Any, engine: Engine, stages: list[Any], in_flight: InFlight) -> Callable:
+def _accumulation(
+    schedule: Any, engine: Engine, stages: list[Any], in_flight: InFlight
+) -> Callable:
     job = engine.job
     run = schedule.step
 
@@ -180,7 +182,10 @@ def one_pass(engine: Engine, stages: list[Any]) -> Iterator[None]:
     have landed."""
     for stage in stages:
         getattr(stage, ATTACHED).clear()
-    with engine.in_common.compared(), engine.joined.opened(finish=partial(_scale_all, stages)):
+    with (
+        engine.in_common.compared(),
+        engine.accumulation.opened(finish=partial(_scale_all, stages)),
+    ):
         yield
 
 
@@ -193,7 +198,7 @@ def naming_causes(stages: list[Any]) -> Iterator[None]:
         if (cause := _typed_cause(error)) is not None:
             # Not from torch's error, which would form a cycle; notes name the stage.
             raise cause from cause.__cause__
-        if farewell.LOST.search(str(error)):
+        if failure_report.LOST.search(str(error)):
             raise ranks_lost(
                 f"a step of the pipeline, stages {', '.join(str(s.stage_index) for s in stages)}"
                 " here",
@@ -268,7 +273,7 @@ def _attach_stage(stage: Any, engine: Engine) -> None:
 
         def begin_anew() -> None:
             clean_up()
-            engine.joined.begin_anew()
+            engine.accumulation.begin_anew()
 
         stage._post_metadata_inference_cleanup = begin_anew
 
@@ -285,7 +290,7 @@ def _telling(where: str) -> Iterator[None]:
 
 
 class _Weight:
-    """A stand-in for a parameter in torch's two-phase backward, which would access a parameter at
+    """A proxy for a parameter in torch's two-phase backward, which would access a parameter at
     home: its graph node, and its computed gradient."""
 
     requires_grad = True

@@ -121,7 +121,7 @@ class Ties:
 
     def _exchange(self, between: Between, mine: torch.Tensor) -> torch.Tensor:
         """Sends ``mine`` to the other rank with the tie, and returns its values. Needs no
-        rendezvous: after an exception the group is closed with its pending transfers."""
+        barrier: after an exception the group is closed with its pending transfers."""
         other, group = between.rank_of(-1 if self._counts else 0), between.host_group
         theirs = torch.empty_like(mine)
         raw, into = mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)

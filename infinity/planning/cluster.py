@@ -34,8 +34,8 @@ FIELDS = {
     "disks": ("count", "capacity", "read", "write"),
     "links": ("device", "host", "network", "latency"),
 }
-MEETINGS = 2  # rendezvous in a step: at the end of its backward and at its beginning
-CHILDREN = 32  # of a rank in the tree of a rendezvous
+MEETINGS = 2  # barriers in a step: at the end of its backward and at its beginning
+CHILDREN = 32  # of a rank in the tree of a barrier
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ClusterPrediction:
 
     @property
     def step_seconds(self) -> float:
-        """The slowest resource's time, plus the rendezvous, which nothing overlaps. A device first
+        """The slowest resource's time, plus the barriers, which nothing overlaps. A device first
         computes and then steps the state at home on it."""
         device = self.seconds["compute"] + self.seconds["optimizer on device"]
         return (

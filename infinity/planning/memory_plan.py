@@ -50,9 +50,9 @@ class MemoryPlan:
     slot_nbytes: int  # one optimizer slot; 0 when all state is in memory
     service_nbytes: int
     device_window_nbytes: int  # weights gathered at once
-    waiting_nbytes: int = 0  # whole gradients on the device, until a joined pass ends
+    waiting_nbytes: int = 0  # whole gradients on the device, until an accumulation pass ends
     landing_nbytes: int = 0  # device gradients still being copied, at most
-    past_host_nbytes: int = 0  # device memory for weights on the road from disk; 0: no road
+    gpu_direct_nbytes: int = 0  # device memory for weights on the road from disk; 0: no road
     device_slot_nbytes: int = 0  # one device slot, for state that the device steps
     terms: dict[Tier, dict[str, int]] = field(default_factory=dict)
     # array -> unit -> its home, if it differs from ``tiers``

@@ -10,7 +10,7 @@ from ..machine.device import Device
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
 from ..state.flat_param_spec import ARRAYS, home_of
-from ..storage.past_host import SLACK_NBYTES
+from ..storage.gpu_direct import SLACK_NBYTES
 from .device_slots import DEVICE_SLOTS
 from .memory_plan import BUFFERS, LADDER, MemoryPlan, Rung, term_of
 from .slots import needed_device_slot_nbytes, optimizer_slot_nbytes
@@ -37,13 +37,13 @@ class MemoryTerms:
         held_nbytes: int,
         device: Device,
         *,
-        past_host: bool = False,
+        gpu_direct: bool = False,
         buffers_nbytes: int = 0,
     ):
         """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight
-        bytes that a forward holds at once. ``past_host``: weights go by road from disk to device.
+        bytes that a forward holds at once. ``gpu_direct``: weights go by road from disk to device.
         ``buffers_nbytes``: of the model's buffers."""
-        self._past_host, self._buffers_nbytes = past_host, buffers_nbytes
+        self._gpu_direct, self._buffers_nbytes = gpu_direct, buffers_nbytes
         self._units, self._config, self._rung, self._held, self._device = (
             units,
             config,
@@ -71,10 +71,10 @@ class MemoryTerms:
             self._grad_staging(),
             self._activation_staging(),
         )
-        past_host = self._add(
+        gpu_direct = self._add(
             Tier.DEVICE,
             "staged weights",
-            staging + SLACK_NBYTES if staging and self._past_host else 0,
+            staging + SLACK_NBYTES if staging and self._gpu_direct else 0,
         )
         slot, service = self._slot(), self._service()
         self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
@@ -92,7 +92,7 @@ class MemoryTerms:
             service_nbytes=service,
             device_window_nbytes=window,
             landing_nbytes=landing,
-            past_host_nbytes=past_host,
+            gpu_direct_nbytes=gpu_direct,
             device_slot_nbytes=device_slot,
             terms=self.terms,
         )

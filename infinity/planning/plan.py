@@ -131,11 +131,11 @@ class _Choices:
             device,
             buffers_nbytes=self.buffers_nbytes,
         )
-        past_host = homes[0] is Tier.NVME and device.reads_disks(
+        gpu_direct = homes[0] is Tier.NVME and device.reads_disks(
             config.nvme_paths, config.checksums
         )
-        plan = add_up(past_host=past_host).plan()
-        return add_up().plan() if past_host and self.budgets.over(plan) else plan
+        plan = add_up(gpu_direct=gpu_direct).plan()
+        return add_up().plan() if gpu_direct and self.budgets.over(plan) else plan
 
     def _filled(self, plan: MemoryPlan) -> MemoryPlan:
         units, config, budgets, device = self.units, self.config, self.budgets, self.device

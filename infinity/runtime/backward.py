@@ -140,7 +140,7 @@ class Backward:
             self.let_go(unit)
         if self.job.reducer is not None:
             self.job.reducer.ready(unit)
-        elif not self._pass.is_joined:
+        elif not self._pass.is_accumulating:
             self._tell(unit)
 
     def land_by_hand(self, param: torch.Tensor, grad: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ class Backward:
 
     def landed_at_home(self, unit: ParamUnit) -> None:
         """Calls the listeners when ``unit``'s gradients are final: averaged over all ranks, or
-        summed over a joined pass."""
+        summed over an accumulation pass."""
         landed = any(
             handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad
         )
@@ -199,19 +199,19 @@ class Backward:
 
     def _end(self) -> None:
         """Ends the backward. Every gradient is then on its way home, or waits for the rest of a
-        joined pass."""
+        accumulation pass."""
         job = self.job
-        if self._pass.is_joined:
+        if self._pass.is_accumulating:
             self._pass.backward_count += 1
             job.gradients.end_one_of_several()
             return
         if job.reducer is not None:
             with job.store.guarding():
                 job.reducer.end_backward()
-        self.end_joined()
+        self.end_accumulation()
 
-    def end_joined(self) -> None:
-        """Ends one backward, or those of a joined pass, whose gradients have landed."""
+    def end_accumulation(self) -> None:
+        """Ends one backward, or those of an accumulation pass, whose gradients have landed."""
         job = self.job
         job.steps.count_backwards(job.steps.backwards + 1)
         job.gradients.end_backward()

@@ -26,8 +26,8 @@ from ..machine.ledger import Ledger
 from ..machine.rates import memory_rate
 from ..machine.tiers import Tier
 from ..machine.timeline import Timeline
+from ..optim.borrowed_state import BorrowedState
 from ..optim.context import StepContext
-from ..optim.lent_state import LentState
 from ..optim.updates import Updates
 from ..planning.memory_plan import MemoryPlan
 from ..planning.schedule import Schedule
@@ -40,13 +40,12 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..state.uses import Uses
 from ..state.weight_storages import WeightStorages
+from .accumulation_pass import AccumulationPass
 from .admission import INSTEAD, admit
 from .backward import Backward
 from .handed_out import HandedOut
 from .in_common import InCommon
 from .job import Job, Planned, wait_idle
-from .joined_pass import JoinedPass
-from .older_weights import OlderWeights
 from .one_thread import refuse_at_the_end, wait_for_others
 from .parking import Parking
 from .pass_state import Pass, define_states
@@ -56,6 +55,7 @@ from .recovery import is_interrupted, recover
 from .resources import Resources, make_store, trace_path
 from .sequences import Sequences
 from .shut_down import shut_down
+from .stale_weights import StaleWeights
 from .value_edits import ValueEdits
 from .weight_average import WeightAverage
 
@@ -91,7 +91,7 @@ class Engine:
         # The newest state-dict tensor of a tied parameter.
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}
         self.average: WeightAverage | None = None  # of the trained parameters
-        self.older: OlderWeights | None = None  # set when a pipeline runs without flush
+        self.stale: StaleWeights | None = None  # set when a pipeline runs without flush
         self.storages = WeightStorages()  # of the units' device buffers
         self.ledger = Ledger()
         for tier, budget in zip(
@@ -100,7 +100,7 @@ class Engine:
             self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
         self.store = make_store(config, plan, self.ledger, self.traffic, device, self.collectives)
         self.updates = Updates(units, self.traffic, plan)
-        self.lent = LentState(self.store, self.steps, self.journal)
+        self.borrowed = BorrowedState(self.store, self.steps, self.journal)
         self.parking, self.uses = Parking(self.store), self._make_uses()
         # None of which refers back to this object.
         homes = [flat.homes for unit in units for flat in unit.flat_params]
@@ -153,7 +153,7 @@ class Engine:
             self.store, self.prefetcher, self.journal, self.collectives, self.steps
         )
         self.handed = HandedOut(
-            self.store, self.steps, self.ranks, self.lent, self.uses, self.edits
+            self.store, self.steps, self.ranks, self.borrowed, self.uses, self.edits
         )
         self.in_common = InCommon(
             self.collectives, self.device, self.steps, self.gradients, self.trained
@@ -161,9 +161,9 @@ class Engine:
         self.sequences = Sequences(self.collectives, self.device)
         self.job = Job(**{each.name: getattr(self, each.name) for each in fields(Job)})
         self.backward = Backward(self.job, recover=lambda: me().recover())
-        self.passes, self.joined = (
+        self.passes, self.accumulation = (
             Passes(self.job, self.backward),
-            JoinedPass(self.job, self.backward),
+            AccumulationPass(self.job, self.backward),
         )
         finalizer = self._finalizer
         self.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
@@ -194,7 +194,7 @@ class Engine:
             **known
             | {
                 "is_cut_short": lambda: running.is_cut_short,
-                "keeps_older": lambda: running.is_stale,
+                "keeps_stale": lambda: running.is_stale,
                 "listen_to_landed": self.backward.listen,
                 "release": self.prefetcher.release_all,
                 "settle_state_dicts": handed.settle_on_ranks,
@@ -283,7 +283,7 @@ class Engine:
         first.
         """
         if self.is_open and is_interrupted(self.job):
-            recover(self.job, self.older, finishing=finishing)
+            recover(self.job, self.stale, finishing=finishing)
 
     @property
     def step_index(self) -> int:
@@ -364,9 +364,9 @@ class Engine:
                 "add_param_group: the average of this model does not have these parameters. Make"
                 " infinity.ema or swa afterwards."
             )
-        if self.older is not None:
+        if self.stale is not None:
             raise UsageError(
-                "add_param_group after without_flush, which keeps no older weights of these"
+                "add_param_group after without_flush, which keeps no stale weights of these"
                 f" parameters. {INSTEAD}"
             )
         admit(

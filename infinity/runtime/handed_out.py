@@ -27,7 +27,7 @@ import torch
 from ..distributed.parallel_dims import ParallelDims
 from ..errors import UsageError
 from ..machine import storage_guard
-from ..optim.lent_state import STEP, LentState, checked_step
+from ..optim.borrowed_state import STEP, BorrowedState, checked_step
 from ..optim.optimizer_state import MASTER
 from ..state.dtensors import like, local_of
 from ..state.handle import ParamHandle
@@ -49,12 +49,12 @@ class HandedOut:
         store: ArrayStore,
         steps: StepCounter,
         ranks: ParallelDims,
-        lent: LentState,
+        borrowed: BorrowedState,
         uses: Uses,
         edits: ValueEdits,
     ):
         self._homes, self._steps, self._ranks = Homes(store, steps, ranks), steps, ranks
-        self._lent, self._uses, self._edits = lent, uses, edits
+        self._borrowed, self._uses, self._edits = borrowed, uses, edits
         self._entries: dict[int, HandedTensor] = {}  # by their storages, which they keep alive
         self._keys: dict[ParamHandle, set[int]] = {}  # keys of each parameter's entries
         self._filled: weakref.ref[dict] | None = None  # the state dict that was filled last
@@ -130,10 +130,10 @@ class HandedOut:
         if not self._ranks.alone:
             self.settle()
 
-    def settle_with_lent(self) -> None:
+    def settle_with_borrowed(self) -> None:
         """Sends home the writes to state dicts and to the optimizer's state."""
         self.settle()
-        self._lent.settle()
+        self._borrowed.settle()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -171,7 +171,7 @@ class HandedOut:
         handle = entry.handle
         if entry.array in (VALUE, MASTER):
             return handle.version, handle.forward_edits
-        return self._steps.index, self._lent.changes_of(handle, entry.array)
+        return self._steps.index, self._borrowed.changes_of(handle, entry.array)
 
     def _is_stale(self, entry: HandedTensor) -> bool:
         if entry.stamp is not None and entry.stamp != self._stamp(entry):
@@ -206,7 +206,7 @@ class HandedOut:
             Operation.WRITE_STATE_DICT
         )  # refused, the write goes home when that is over
         if moments := [entry for entry in written if entry.array not in (VALUE, MASTER)]:
-            self._lent.settle()  # writes through optimizer.state make these entries stale
+            self._borrowed.settle()  # writes through optimizer.state make these entries stale
         try:
             self._check(written)
         except UsageError:
@@ -290,10 +290,10 @@ class HandedOut:
         whole = value if entry.array == STEP else like(entry.handle.param, value)
 
         def then() -> None:
-            self._lent.follow(entry.handle, entry.array, value)
+            self._borrowed.follow(entry.handle, entry.array, value)
             self._follow(entry, alike, looked)
 
-        self._lent.write(entry.handle, {entry.array: whole}, then)
+        self._borrowed.write(entry.handle, {entry.array: whole}, then)
 
     def _follow(
         self, entry: HandedTensor, alike: list[HandedTensor], looked: tuple[list[int], bytes]

@@ -16,7 +16,7 @@ import torch
 
 from ..distributed.parallel_dims import ParallelDims
 from ..machine import storage_guard
-from ..optim.lent_state import STEP
+from ..optim.borrowed_state import STEP
 from ..optim.optimizer_state import MASTER
 from ..state.dtensors import is_distributed, local_of
 from ..state.encoding import same_bits

@@ -18,7 +18,7 @@ from ..gradients.reducer import Reducer
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.traffic import Traffic
-from ..optim.lent_state import LentState
+from ..optim.borrowed_state import BorrowedState
 from ..optim.updates import Updates
 from ..planning.memory_plan import MemoryPlan
 from ..planning.schedule import Schedule
@@ -75,7 +75,7 @@ class Job:
     gradients: GradientBank
     reducer: Reducer | None  # None: gradients are not averaged over ranks
     updates: Updates
-    lent: LentState
+    borrowed: BorrowedState
     handed: HandedOut
 
     # Transfers of units and activations, and comparisons between ranks.
@@ -90,7 +90,7 @@ class Job:
 def wait_idle(job: Job) -> None:
     """Waits until every byte is at home, including users' changes to state dicts and to optimizer
     state. Blocks on disk. Raises the error of a failed transfer or update."""
-    job.handed.settle_with_lent()
+    job.handed.settle_with_borrowed()
     for unit in job.units:
         for flat_param in unit.flat_params:
             flat_param.homes.wait()

@@ -67,9 +67,9 @@ class Pass:
     # Units that got a gradient in this backward.
     reached: set[ParamUnit] = field(default_factory=set)
 
-    is_joined: bool = False
-    has_begun: bool = False  # a joined pass begins with its first root forward
-    backward_count: int = 0  # backwards that ended in a joined pass
+    is_accumulating: bool = False
+    has_begun: bool = False  # an accumulation pass begins with its first root forward
+    backward_count: int = 0  # backwards that ended in an accumulation pass
 
     is_stale: bool = False
     is_updating: bool = False  # by the pipeline itself, between two of its batches
@@ -81,7 +81,7 @@ class Pass:
 
     def begin_root(self) -> bool:
         """Tells whether a root forward that starts now begins a pass."""
-        begins = not (self.is_joined and self.has_begun)
+        begins = not (self.is_accumulating and self.has_begun)
         self.has_begun = True
         return begins
 
@@ -106,6 +106,6 @@ def define_states(uses: Uses, running: Pass, steps: StepCounter) -> None:
         lambda: bool(running.frames) and scopes.running_here > 0 and not is_in_backward(),
     )
     uses.define(State.BACKWARD, lambda: bool(running.tokens) and is_in_backward())
-    uses.define(State.ACCUMULATING, lambda: running.is_joined and is_whole())
+    uses.define(State.ACCUMULATING, lambda: running.is_accumulating and is_whole())
     uses.define(State.STEPPING, lambda: steps.streaming and is_whole())
     uses.define(State.STEPPED, lambda: steps.begun and not steps.streaming and is_whole())

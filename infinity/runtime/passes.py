@@ -123,11 +123,11 @@ class Passes:
             self.scopes.push_hooks(*self._saving_hooks())
 
     def _begin(self, *, training: bool) -> None:
-        """Begins the pass of a root forward, unless a joined pass has begun already."""
+        """Begins the pass of a root forward, unless an accumulation pass has begun already."""
         job = self.job
         if not self._pass.begin_root():
             return
-        if not self._pass.is_joined:
+        if not self._pass.is_accumulating:
             job.uses.check(Operation.LONE_FORWARD)
         # Without flush, units are used in another version too.
         kind = "unflushed" if self._pass.is_stale else "train"

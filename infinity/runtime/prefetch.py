@@ -4,7 +4,7 @@ hold      a reason why a unit must stay resident: a forward that runs in it, or 
           need it
 idle      resident without a hold; a full window evicts idle units, the one needed last first
 window    device bytes for gathered weights
-older     a unit's weights before the last update, if kept: a unit of its own here, which a hold of
+stale     a unit's weights before the last update, if kept: a unit of its own here, which a hold of
           the unit may mean
 """
 
@@ -116,7 +116,7 @@ class Prefetcher:
     def release_all(self, units: Iterable[ParamUnit]) -> None:
         """Releases ``units`` from device and staging, in any state: their homes change."""
         for unit in units:
-            for each in (unit,) if unit.older is None else (unit, unit.older):
+            for each in (unit,) if unit.stale is None else (unit, unit.stale):
                 self._release(each)
 
     def _release(self, unit: ParamUnit) -> None:
@@ -128,22 +128,22 @@ class Prefetcher:
         if unit.residency is Residency.RESIDENT and not unit.stays:
             self._evict(unit)
 
-    def pass_on(self, unit: ParamUnit, older: ParamUnit, change: Callable[[], None]) -> None:
-        """Makes the gathered weights of ``unit`` those of ``older``, by ``change``, before an
-        update writes new ones. The previous older weights are dropped."""
-        self._release(older)
+    def pass_on(self, unit: ParamUnit, stale: ParamUnit, change: Callable[[], None]) -> None:
+        """Makes the gathered weights of ``unit`` those of ``stale``, by ``change``, before an
+        update writes new ones. The previous stale weights are dropped."""
+        self._release(stale)
         if unit.residency is not Residency.RESIDENT:
             self._release(unit)
         change()
         if unit in self._pass.resident:
             del self._pass.resident[unit]
-            self._pass.resident[older] = None
+            self._pass.resident[stale] = None
 
     @apart
     def release_idle(self) -> None:
         """Ends the pass and releases every idle unit, unless ranks, or a pipeline without flush,
-        keep weights. Does nothing inside a joined pass."""
-        if self._pass.is_joined:
+        keep weights. Does nothing inside an accumulation pass."""
+        if self._pass.is_accumulating:
             return
         self._collectives.passes.end()
         if self._ranks.keeps_weights or self._pass.is_stale:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..gradients.record import GradState
 from ..state.handle import set_raw_grad
 from .job import Job, wait_idle
-from .older_weights import OlderWeights
+from .stale_weights import StaleWeights
 
 
 def is_interrupted(job: Job) -> bool:
@@ -33,13 +33,13 @@ def begin_repair(job: Job, why: str) -> None:
     except Exception:  # noqa: BLE001
         job.uses.halt(why)
         job.journal.forget()
-    job.lent.forget()
+    job.borrowed.forget()
     wait_idle(job)
     job.prefetcher.release_all(job.units)
     job.uses.halt(why)
 
 
-def recover(job: Job, older: OlderWeights | None, *, finishing: bool) -> None:
+def recover(job: Job, stale: StaleWeights | None, *, finishing: bool) -> None:
     """Drops the state of the running pass, and restores the rest from the homes. Blocks until
     transfers are done.
 
@@ -60,8 +60,8 @@ def recover(job: Job, older: OlderWeights | None, *, finishing: bool) -> None:
         set_raw_grad(handle.param, None)
     if job.store.failure is None:  # else the disk gets no more transfers
         _rebuild_homes(job, finishing=finishing)
-    if older is not None:
-        older.settle()  # after the journal: an update may have swapped the two versions
+    if stale is not None:
+        stale.settle()  # after the journal: an update may have swapped the two versions
     if not finishing:
         return  # still marked as interrupted: the next use does the rest
     if job.steps.streaming:

@@ -95,7 +95,7 @@ class Resources:
         for tier in (Tier.DEVICE, Tier.HOST):
             self._charge(tier, plan.terms[tier].get(BUFFERS, 0), BUFFERS)
         store.open(
-            list(self._regions.values()), staging=weights, past_host=plan.past_host_nbytes > 0
+            list(self._regions.values()), staging=weights, gpu_direct=plan.gpu_direct_nbytes > 0
         )
 
     def _charge(self, tier: Tier, nbytes: int, what: str) -> None:

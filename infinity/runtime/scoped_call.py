@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..distributed import farewell
+from ..distributed import failure_report
 from ..distributed.parallel_dims import ParallelDims
 from ..distributed.pending import ranks_lost
 from ..errors import InfinityError, UsageError
@@ -100,7 +100,11 @@ def _scoped(job: Job, call: Callable) -> Callable:
 def _meaning_of(error: RuntimeError, ranks: ParallelDims) -> Exception:
     """Returns the error to raise for ``error`` of a forward. A collective of torch's own (tensor
     parallelism) reports only a lost connection or a timeout, not which rank failed."""
-    if ranks.alone or isinstance(error, InfinityError) or not farewell.BROKEN.search(str(error)):
+    if (
+        ranks.alone
+        or isinstance(error, InfinityError)
+        or not failure_report.BROKEN.search(str(error))
+    ):
         return error
     return ranks_lost("a forward", error)
 

@@ -99,8 +99,8 @@ class Arrival:
                 )
             if pending is not None:
                 self._pending.append(pending)
-                if pending.lent is not None:
-                    flat_param.homes.lend(pending.lent)
+                if pending.borrowed is not None:
+                    flat_param.homes.lend(pending.borrowed)
 
     def finish(self, store: ArrayStore) -> None:
         """Orders later compute after the weights. May block on other ranks."""

@@ -22,7 +22,7 @@ from .unit_buffers import UnitBuffers
 class Exposure:
     """The parameters of one unit, as modules and users see them.
 
-    is_older
+    is_stale
         The weights are those before the last update, which may not be changed.
     """
 
@@ -33,11 +33,11 @@ class Exposure:
         buffers: UnitBuffers,
         collectives: Collectives,
         *,
-        is_older: bool,
+        is_stale: bool,
     ):
         self._name, self._flat_params, self._buffers = name, flat_params, buffers
         self._collectives, self._ranks = collectives, collectives.ranks
-        self._is_older = is_older
+        self._is_stale = is_stale
         self._edits = ForwardEdits(flat_params)
 
     def begin(self) -> None:
@@ -80,17 +80,17 @@ class Exposure:
 
     def _can_be_compared(self, stays: bool) -> bool:
         """Returns whether a comparison with home shows a change. Not for a device home, which has
-        no other copy, nor for compressed gathers, whose values differ anyway. Older weights' home
+        no other copy, nor for compressed gathers, whose values differ anyway. Stale weights' home
         may have a shard only: each rank compares with a whole copy, so that all find the same."""
-        return not self._is_older and not stays and not self._ranks.compresses
+        return not self._is_stale and not stays and not self._ranks.compresses
 
     def find_edits(self, store: ArrayStore, *, stays: bool) -> bool:
         """Returns whether a forward may have changed its own parameters (clamping a weight, for
         example). ``stays``: the device's bytes are the home.
 
-        Raises UsageError if older weights were changed, or if a change cannot be carried home.
+        Raises UsageError if stale weights were changed, or if a change cannot be carried home.
         """
-        if self._is_older:
+        if self._is_stale:
             if self._edits.find():
                 raise UsageError(
                     f"a forward changed parameters of unit {self._name} in place, which are one"

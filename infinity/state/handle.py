@@ -27,7 +27,7 @@ class GradStandIns(Protocol):
     """Gets and sets ``p.grad`` of a parameter at home."""
 
     def get(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Returns the stand-in of the gradient, or None without one."""
+        """Returns the proxy of the gradient, or None without one."""
 
     def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
         """Makes ``value`` the gradient."""
@@ -84,7 +84,7 @@ class ParamHandle:
         "version",
         "forward_edits",
         "has_loaded_master",
-        "lent",
+        "borrowed",
         "is_counted",
         "is_tied",
         "edits",
@@ -108,7 +108,7 @@ class ParamHandle:
         self.has_loaded_master = False
         # The borrowed view that replaces the parameter inside a block of full_params, with the
         # version of its value.
-        self.lent: weakref.ref[Any] | None = None
+        self.borrowed: weakref.ref[Any] | None = None
         # In norms and checkpoints; false if another stage's copy is counted.
         self.is_counted = is_counted(self.param)
         self.is_tied = is_shared(self.param)  # with another stage's copy

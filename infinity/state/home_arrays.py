@@ -6,7 +6,7 @@
 
 shadow      buffers for the results of an update made ahead; if the step uses it, they and the state
             are swapped
-older       the weights before the last update, if both versions are kept: an update writes its
+stale       the weights before the last update, if both versions are kept: an update writes its
             result there, and the two are swapped
 last read   the event after which no copy to the device reads the weights at home
 
@@ -78,7 +78,7 @@ class HomeArrays:
         """``names``: of the parameters, for messages."""
         self.spec, self.layout, self._names = spec, layout, names
         self.arrays: dict[str, StateArray] = {}
-        # Buffers of a shadow, or older weights; a shadow's are valid only while there is one.
+        # Buffers of a shadow, or stale weights; a shadow's are valid only while there is one.
         self.beside: dict[str, StateArray] = {}
         self._reserved: list[StateArray] = []  # disk space of arrays that are cached on the host
         self.update: Update | None = None  # the last one that was submitted
@@ -90,14 +90,14 @@ class HomeArrays:
         return self.arrays["weight"]
 
     @property
-    def older(self) -> StateArray:
+    def stale(self) -> StateArray:
         """The weights before the last update; the current ones if only they are kept."""
         return self.beside.get("weight", self.weight)
 
     @property
     def weight_regions(self) -> list[native.Region | None]:
         """The host memory of the weights, now and after the next update, or None."""
-        return [array.region for array in (self.weight, self.older)]
+        return [array.region for array in (self.weight, self.stale)]
 
     # --- memory ---
 
@@ -153,21 +153,21 @@ class HomeArrays:
         """Makes these the arrays of ``spec``, with more ``arrays`` (AT_HOME only). Idempotent."""
         self.spec, self.arrays = spec, self.arrays | arrays
 
-    def keep_older(self, store: ArrayStore, what: str) -> None:
-        """Allocates the older weights' array (AT_HOME only). Raises CapacityError without room."""
+    def keep_stale(self, store: ArrayStore, what: str) -> None:
+        """Allocates the stale weights' array (AT_HOME only). Raises CapacityError without room."""
         if self.beside:
             raise InternalError(
                 f"the flat param of {self._names[0]} has room for a shadow, which cannot be an"
-                " older version's"
+                " stale version's"
             )
         weight = self.weight
         array = store.arrays.allocate_later(
-            weight.tier, weight.dtype, weight.numel, f"older weight of {what}"
+            weight.tier, weight.dtype, weight.numel, f"stale weight of {what}"
         )
         self.beside = {"weight": array}
 
-    def drop_older(self, store: ArrayStore) -> None:
-        """Frees the memory of :meth:`keep_older`, before any update has used it."""
+    def drop_stale(self, store: ArrayStore) -> None:
+        """Frees the memory of :meth:`keep_stale`, before any update has used it."""
         if self.beside:
             store.arrays.free_more(self.beside.pop("weight"))
 

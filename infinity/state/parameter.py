@@ -23,14 +23,14 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ..errors import UsageError
 from ..machine import storage_guard
 from . import mistakes
+from .borrowed import lent_to
 from .dtensors import DTensor, is_distributed
 from .handle import DisableTorchFunction, handle_of, own_bytes, raw_grad, set_raw_grad
-from .lent import lent_to
 from .torch_functions import DETACH, EQUAL, LIKE, METADATA, TO, converts_to_itself, type_name
 
 
 class _ManagedGrad:
-    """The ``grad`` of a managed parameter: the engine's stand-in for the landed gradient."""
+    """The ``grad`` of a managed parameter: the engine's proxy for the landed gradient."""
 
     def __get__(self, param, owner=None):
         if param is None:
@@ -114,7 +114,7 @@ class _Stored:
         ):
             return _like(func, subject, args[1:], kwargs)
         if any(leaf.__class__ in STORED and lent_to(leaf) is not None for leaf in leaves):
-            return _on_lent(func, args, kwargs)
+            return _on_borrowed(func, args, kwargs)
         if subject is not None:
             if func in DETACH:
                 return _detached(subject)
@@ -285,12 +285,12 @@ def _grad_of_places(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
     return torch.autograd.grad(outputs, inputs, *args, **kwargs)
 
 
-def _on_lent(func, args: tuple, kwargs: dict) -> Any:
+def _on_borrowed(func, args: tuple, kwargs: dict) -> Any:
     """Calls ``func`` with the borrowed tensors of the parameters among its arguments."""
 
     def replaced(param: torch.Tensor) -> torch.Tensor:
-        lent = lent_to(param)
-        return param if lent is None else lent
+        borrowed = lent_to(param)
+        return param if borrowed is None else borrowed
 
     if func == torch.Tensor.data.__set__ and lent_to(args[0]) is not None:
         with torch.no_grad():

@@ -34,7 +34,7 @@ class ParamUnit:
         The copy of the weights to there, and the gather.
     exposure
         The parameters, as modules and users see them.
-    is_older
+    is_stale
         The weights are those before the last update (:mod:`.versions`). No update writes them.
     """
 
@@ -45,18 +45,18 @@ class ParamUnit:
         flat_params: list[FlatParam],
         device: Device | None = None,
         *,
-        is_older: bool = False,
+        is_stale: bool = False,
     ):
-        self.index, self.name, self.flat_params, self.is_older = index, name, flat_params, is_older
+        self.index, self.name, self.flat_params, self.is_stale = index, name, flat_params, is_stale
         self._device = device or Device(torch.device("cpu"), Traffic())
         self._collectives = flat_params[0].collectives if flat_params else Collectives()
         self._ranks = self._collectives.ranks
         self.buffers = UnitBuffers(flat_params, self._device)
         self.exposure = Exposure(
-            name, flat_params, self.buffers, self._collectives, is_older=is_older
+            name, flat_params, self.buffers, self._collectives, is_stale=is_stale
         )
-        # No memory was planned for those of older weights, so all ranks gather them each time.
-        self._second = NodeShards(None if is_older else self._ranks.node_group)
+        # No memory was planned for those of stale weights, so all ranks gather them each time.
+        self._second = NodeShards(None if is_stale else self._ranks.node_group)
         self.arrival = Arrival(
             name, flat_params, self.buffers, self._second, self._collectives, self._device
         )
@@ -66,8 +66,8 @@ class ParamUnit:
         self._reads = StagedReads([])  # and their slots, until these go back
         self._copied: StagedReads | None = None  # the last ones that were copied
         self._charge: native.Charge | None = None
-        self.older: ParamUnit | None = None  # the weights before the last update, if they are kept
-        self.uses_older = False  # whether forwards use those now
+        self.stale: ParamUnit | None = None  # the weights before the last update, if they are kept
+        self.uses_stale = False  # whether forwards use those now
         self.is_shared = False  # whether several modules use the unit
 
     @property
@@ -80,7 +80,7 @@ class ParamUnit:
     @property
     def in_use(self) -> ParamUnit:
         """The unit that a hold gathers: itself, or its weights before the last update."""
-        return self.older if self.uses_older and self.older is not None else self
+        return self.stale if self.uses_stale and self.stale is not None else self
 
     @cached_property
     def weight_nbytes(self) -> int:
@@ -134,33 +134,33 @@ class ParamUnit:
     def _homes(self) -> list[StateArray]:
         """The weights at home, one array for each flat param."""
         return [
-            flat.homes.older if self.is_older else flat.homes.weight for flat in self.flat_params
+            flat.homes.stale if self.is_stale else flat.homes.weight for flat in self.flat_params
         ]
 
     @property
     def _updates(self) -> list[Update | None]:
         """The running updates of the weights."""
-        return [None if self.is_older else flat.homes.update for flat in self.flat_params]
+        return [None if self.is_stale else flat.homes.update for flat in self.flat_params]
 
     @property
     def is_updating(self) -> bool:
         """Whether an update of the weights was not waited for."""
-        return not self.is_older and any(flat.homes.update is not None for flat in self.flat_params)
+        return not self.is_stale and any(flat.homes.update is not None for flat in self.flat_params)
 
     def wait_for_update(self) -> None:
         """Waits until the weights of the last step are at home. Raises its error."""
-        for flat_param in self.flat_params if not self.is_older else ():
+        for flat_param in self.flat_params if not self.is_stale else ():
             flat_param.homes.wait()
 
-    def make_older(self, index: int) -> ParamUnit:
+    def make_stale(self, index: int) -> ParamUnit:
         """Makes the unit ``index`` of the weights before the last update, with their buffers.
         Raises CapacityError if the device has no room."""
-        older = ParamUnit(
-            index, f"{self.name}, older", self.flat_params, self._device, is_older=True
+        stale = ParamUnit(
+            index, f"{self.name}, older", self.flat_params, self._device, is_stale=True
         )
-        older.allocate()
-        self.older = older
-        return older
+        stale.allocate()
+        self.stale = stale
+        return stale
 
     # --- parameters ---
 
@@ -297,7 +297,7 @@ class ParamUnit:
         self._moves.note_rebuild(self.residency)
         self.exposure.forget()
         # The parameters stay views of the newest weights.
-        self.buffers.align(self._homes if self.stays else None, shows=not self.is_older)
+        self.buffers.align(self._homes if self.stays else None, shows=not self.is_stale)
         if self.stays:
             self.residency = Residency.RESIDENT
         else:

@@ -2,7 +2,7 @@
 either.
 
 newest    the weights of the last update, which are saved, read and stepped
-older     the weights that it was made from, which the micro-batches of that time compute with
+stale     the weights that it was made from, which the micro-batches of that time compute with
 
 Masters and moments belong to the newest weights only. The newest weights are the unit. The older
 ones are a unit of their own over the same parameters, with their own buffers, so both can be on the
@@ -17,21 +17,21 @@ from .unit import ParamUnit
 
 
 class UnitVersions:
-    """The newest and the older weights of one unit, and the version that its parameters are. Used
+    """The newest and the stale weights of one unit, and the version that its parameters are. Used
     while nothing holds the unit."""
 
     def __init__(self, unit: ParamUnit, index: int):
-        self.unit, self.older = unit, unit.make_older(index)
+        self.unit, self.stale = unit, unit.make_stale(index)
 
     @staticmethod
     def has(unit: ParamUnit) -> bool:
         """Tells whether updates change a unit's weights."""
         return any(flat.spec.stepped for flat in unit.flat_params)
 
-    def compute_with(self, *, older: bool) -> None:
-        """Makes later compute use the older weights, or the newest."""
-        if self.unit.uses_older is not older:
-            self.unit.uses_older = older
+    def compute_with(self, *, stale: bool) -> None:
+        """Makes later compute use the stale weights, or the newest."""
+        if self.unit.uses_stale is not stale:
+            self.unit.uses_stale = stale
             self._show()
 
     def _show(self) -> None:
@@ -42,7 +42,7 @@ class UnitVersions:
     def begin_update(self) -> None:
         """Makes the newest weights the older ones, with their device buffers, before an update
         writes new ones. A graph that saved them keeps their buffers."""
-        self.older.version, self.unit.version = self.unit.version, self.unit.version + 1
+        self.stale.version, self.unit.version = self.unit.version, self.unit.version + 1
         self._swap()
 
     def settle(self) -> None:
@@ -53,9 +53,9 @@ class UnitVersions:
             for flat, flat_param in zip(self.unit.buffers.flats, self.unit.flat_params)
         ):
             self._swap()
-        self.unit.uses_older = False
+        self.unit.uses_stale = False
         self._show()
 
     def _swap(self) -> None:
-        self.unit.change_places(self.older)
+        self.unit.change_places(self.stale)
         self._show()

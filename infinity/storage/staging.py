@@ -1,7 +1,7 @@
 """Staging: brings weights from disk towards the device, through slots of host memory or past it.
 
 slot      a lease of the staging pool, for the bytes of one flat param
-fetch     a read into a slot, or into the slot's counterpart on the device (:mod:`.past_host`)
+fetch     a read into a slot, or into the slot's counterpart on the device (:mod:`.gpu_direct`)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .. import native
 from ..errors import InfinityError
 from ..machine.device import Device, Event
 from .arrays import StateArray
-from .past_host import PastHost, open_past_host
+from .gpu_direct import GpuDirect, open_gpu_direct
 
 
 class ThroughHost:
@@ -63,7 +63,7 @@ class Fetch:
     """A read of ``nbytes`` into a slot at ``address``, or into the slot's counterpart."""
 
     transfer: native.Ticket | native.Landing
-    road: ThroughHost | PastHost
+    backend: ThroughHost | GpuDirect
     address: int
     nbytes: int
 
@@ -80,7 +80,7 @@ class Fetch:
     @property
     def lane(self) -> str:
         """The timeline's lane of a completed fetch."""
-        return self.road.lane_of(self.transfer)
+        return self.backend.lane_of(self.transfer)
 
     def wait(self) -> None:
         """Blocks until it is over. Raises its error."""
@@ -88,11 +88,11 @@ class Fetch:
 
     def cancel(self) -> None:
         """Cancels the parts that have not started."""
-        self.road.cancel(self.transfer)
+        self.backend.cancel(self.transfer)
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns the bytes of a completed fetch as elements of ``dtype``, in place."""
-        return self.road.arrived(self.transfer, self.address, self.nbytes).view(dtype)
+        return self.backend.arrived(self.transfer, self.address, self.nbytes).view(dtype)
 
 
 class Staging:
@@ -103,29 +103,29 @@ class Staging:
         """``sampled``: reads past the host are checked by samples, if the device cannot."""
         self._io, self._device, self._checksums, self._sampled = io, device, checksums, sampled
         self.pool: native.PinnedPool | None = None
-        self.past_host: PastHost | None = None
-        self._road: ThroughHost | PastHost | None = None
+        self.gpu_direct: GpuDirect | None = None
+        self._backend: ThroughHost | GpuDirect | None = None
         # Slots that are still being copied to the device
         self._returning: deque[tuple[Event, list[native.Lease]]] = deque()
 
-    def open(self, pool: native.PinnedPool, *, past_host: bool) -> None:
-        """Sets the pool, whose memory the I/O engine knows. ``past_host``: reads may bypass it."""
+    def open(self, pool: native.PinnedPool, *, gpu_direct: bool) -> None:
+        """Sets the pool, whose memory the I/O engine knows. ``gpu_direct``: reads may bypass it."""
         self.pool = pool
-        if past_host:
-            self.past_host = open_past_host(
+        if gpu_direct:
+            self.gpu_direct = open_gpu_direct(
                 self._io, pool, self._device, checksums=self._checksums, sampled=self._sampled
             )
-        self._road = self.past_host or ThroughHost(self._io, pool, checksums=self._checksums)
+        self._backend = self.gpu_direct or ThroughHost(self._io, pool, checksums=self._checksums)
 
     @property
     def needs_pieces(self) -> bool:
         """Whether reads must be in small pieces, as they are past the host."""
-        return self.past_host is not None
+        return self.gpu_direct is not None
 
     @property
     def hung(self) -> str:
         """The file of a read past the host that does not return, or ""."""
-        return self._road.hung if self._road is not None else ""
+        return self._backend.hung if self._backend is not None else ""
 
     def fetch(
         self,
@@ -141,8 +141,10 @@ class Staging:
         ``at`` of ``slot``, after ``after``. The fetch raises CorruptionError if checksums differ.
         """
         address = slot.address + at
-        transfer = self._road.read(array.extent, offset, address, nbytes, after=after, lease=slot)
-        return Fetch(transfer, self._road, address, nbytes)
+        transfer = self._backend.read(
+            array.extent, offset, address, nbytes, after=after, lease=slot
+        )
+        return Fetch(transfer, self._backend, address, nbytes)
 
     def take_back(self, slots: list[native.Lease], event: Event) -> None:
         """Returns ``slots`` to the pool after ``event``."""
@@ -169,9 +171,9 @@ class Staging:
 
     def close(self) -> None:
         """Waits for reads past the host. Repeat if interrupted."""
-        if self._road is not None:
-            self._road.close()
-        self._road = self.past_host = None
+        if self._backend is not None:
+            self._backend.close()
+        self._backend = self.gpu_direct = None
 
     def drop_pool(self) -> None:
         """Drops the pool and its slots, once no transfer is running."""

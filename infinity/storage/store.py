@@ -89,11 +89,11 @@ class ArrayStore:
         regions: Sequence[native.Region],
         *,
         staging: native.PinnedPool | None = None,
-        past_host: bool = False,
+        gpu_direct: bool = False,
     ) -> None:
         """Creates the swap files at full size and registers them and ``regions``, its transfer
         memory, with the I/O engine. ``staging``: the pool of weights on their way to the device.
-        ``past_host``: those may bypass host memory.
+        ``gpu_direct``: those may bypass host memory.
 
         Raises CapacityError if a disk has too little room, StorageError if it refuses.
         """
@@ -101,7 +101,7 @@ class ArrayStore:
         self.space.lay_out()
         self.io.register([(region.address, region.nbytes) for region in (*regions, service)])
         if staging is not None:
-            self.staging.open(staging, past_host=past_host)
+            self.staging.open(staging, gpu_direct=gpu_direct)
         self.arrays.open()
 
     def need_service(self) -> None:
@@ -246,7 +246,7 @@ class ArrayStore:
         self._loans.write(self.io, array.extent, offset, memory, checksum=self.checksums)
 
     def finish_lent(self) -> None:
-        """Blocks until all lent memory is written. Raises the first error."""
+        """Blocks until all borrowed memory is written. Raises the first error."""
         self._loans.finish()
 
     def take_lease(

@@ -3,7 +3,7 @@
 part        a piece of the store's service buffer, with bytes of one array
 open        collects adjacent writes; at most one part for each array
 under way   being written
-lent        memory of the caller's from which whole blocks are written without a copy
+borrowed        memory of the caller's from which whole blocks are written without a copy
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class BlockStore(ArrayIO, Protocol):
         """Starts writing whole checksummed blocks of an array on disk from ``memory``, in place."""
 
     def finish_lent(self) -> None:
-        """Blocks until all lent memory is written."""
+        """Blocks until all borrowed memory is written."""
 
 
 class WriteBehind:
@@ -87,8 +87,8 @@ class WriteBehind:
         self._free: list[OpenPart] = []
         self._open: dict[StateArray, OpenPart] = {}
         self._under_way: list[OpenPart] = []
-        # Bytes from .. to of all lent memory, including completed
-        self._lent: dict[StateArray, tuple[int, int]] = {}
+        # Bytes from .. to of all borrowed memory, including completed
+        self._borrowed: dict[StateArray, tuple[int, int]] = {}
 
     def guarding(self) -> AbstractContextManager[None]:
         """Enters the store's guard."""
@@ -108,7 +108,7 @@ class WriteBehind:
         stays: bool = False,
     ) -> None:
         """Writes as the store does, without waiting. ``stays``: ``source`` does not change before
-        :meth:`flush`. Then its whole blocks are lent if aligned as on disk. Raises UsageError
+        :meth:`flush`. Then its whole blocks are borrowed if aligned as on disk. Raises UsageError
         beyond the array's end."""
         if array.tier is not Tier.NVME or not self._count:
             self._store.write(array, begin, source, version=version)
@@ -137,8 +137,8 @@ class WriteBehind:
         if part is not None and part.holds(array, start, end):
             self._submit(part)
         self._finish_those_with(array, start, end)
-        low, high = self._lent.get(array, (start, end))
-        self._lent[array] = min(low, start), max(high, end)
+        low, high = self._borrowed.get(array, (start, end))
+        self._borrowed[array] = min(low, start), max(high, end)
         self._store.lend(array, start, raw)
 
     def _gather(self, array: StateArray, at: int, raw: torch.Tensor) -> None:
@@ -256,10 +256,10 @@ class WriteBehind:
     def _finish_those_with(self, array: StateArray, start: int, end: int) -> None:
         for part in [part for part in self._under_way if part.holds(array, start, end)]:
             self._finish(part)
-        low, high = self._lent.get(array, (0, 0))
+        low, high = self._borrowed.get(array, (0, 0))
         if start < high and low < end:
             self._store.finish_lent()
-            self._lent.clear()
+            self._borrowed.clear()
 
     def _finish(self, part: OpenPart) -> None:
         part.ticket.wait()  # on Ctrl-C or an error it is still running: see close()

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from infinity.distributed import kinds
+from infinity.distributed.collective_trace import CollectiveTrace
 from infinity.distributed.collectives import Collectives
-from infinity.distributed.lockstep import Lockstep
 from infinity.distributed.parallel_dims import ParallelDims
 from infinity.errors import ConfigError, PeerError, UsageError
 
@@ -39,7 +39,7 @@ def replicas(of: torch.Tensor, monkeypatch) -> Collectives:
 
     monkeypatch.setattr(kinds, "all_gather", all_gather)
     place = SimpleNamespace(
-        rank=0, size=2, bulk=None, lockstep=Lockstep(), finish_meeting=lambda: None
+        rank=0, size=2, bulk=None, collective_trace=CollectiveTrace(), finish_sync=lambda: None
     )
     return Collectives(ParallelDims(replicate_group=place))
 

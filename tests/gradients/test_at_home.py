@@ -67,7 +67,7 @@ def test_it_has_the_form_of_its_parameter_and_shows_its_values(grad):
     assert grad.shape == (2, 4) and grad.stride() == (4, 1) and grad.storage_offset() == 0
     assert grad.dtype == torch.float32 and grad.device.type == "cpu"
     assert grad.tolist() == ROWS.tolist()
-    assert repr(grad) == f"LandedGrad(layers.0.weight, {ROWS!r})"
+    assert repr(grad) == f"GradProxy(layers.0.weight, {ROWS!r})"
     assert not grad.is_shared() and not grad.is_pinned()
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for a gradient is copied and pickled as its values, and refuses to share memory.
+"""A proxy for a gradient is copied and pickled as its values, and refuses to share memory.
 
 Words used here: a **door** is a way to a tensor's memory that torch's operations do not go through.
 """

@@ -282,7 +282,7 @@ def test_a_gradient_that_comes_after_its_units_turn_takes_another_round():
 
 @pytest.mark.parametrize("again", [False, True])
 def test_an_order_that_brings_gradients_late_is_agreed_on_anew(again):
-    """In the second forward unit 0 is the last: the backward reaches it first, where the agreed
+    """In the second forward unit 0 is the last: the backward reaches it first, where the verified
     order starts the others, whose gradients then need another round at the end. In the third pass
     they do not. Twin: the second pass."""
     late = []

@@ -141,7 +141,7 @@ def test_zeros_are_a_gradient_that_the_next_step_applies(job):
     """Of a torn one, a consumed one and one with factors."""
     first, second, *_ = job.handles
     shown = first.param.grad
-    first.grad = GradRecord(GradState.TORN, stand_in=shown, shown=shown)
+    first.grad = GradRecord(GradState.TORN, proxy=shown, shown=shown)
     second.grad.factors.append(math.nan)
     second.grad.move(GradState.CONSUMED)
     second.grad.averaged = True

@@ -562,7 +562,7 @@ TWINS = {
     "weights that are freed while they are used": (RaceDetector, "resize", _resize),
     "updates that do not wait for gradients": (
         homes.GradHomes,
-        "close_shard",
+        "close_flat_param",
         lambda self, flat_param: [],
     ),
     "a gradient that is read before it landed": (values.GradValues, "norm", _norm_taken_anew),

@@ -220,7 +220,7 @@ for source in json.load(open(sys.argv[1])):
 
 
 def test_the_slurm_script_starts_torchrun_on_every_machine(tmp_path):
-    """Method: bash runs it with stand-ins for Slurm's commands: the ranks of all machines meet at
+    """Method: bash runs it with proxies for Slurm's commands: the ranks of all machines meet at
     the first, and a signal is handed on."""
     for name, text in {
         "scontrol": "echo first; echo second",

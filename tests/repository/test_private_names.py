@@ -61,7 +61,7 @@ NAMES = [
         "Schedule1F1B._compute_loss",
         "parallel/continuous.py",
     ),
-    ("torch", "_C._storage_Use_Count", "optim/lent_state.py"),
+    ("torch", "_C._storage_Use_Count", "optim/borrowed_state.py"),
     ("torch", "_C._current_graph_task_id", "runtime/passes.py"),
     ("torch", "_C._current_graph_task_id", "runtime/tasks.py"),
     ("torch", "_C._autograd._top_saved_tensors_default_hooks", "runtime/passes.py"),

@@ -17,8 +17,8 @@ from models import differing
 from torch import nn
 
 import infinity
-from infinity.runtime.older_weights import OlderWeights
 from infinity.runtime.registry import wrapped
+from infinity.runtime.stale_weights import StaleWeights
 from infinity.state.operations import REFUSED, REMEDIES, SPECIAL, Operation, State
 
 WIDTH = 16
@@ -169,7 +169,7 @@ def train_in(state: State, job: Job, attempt: Callable[[], None]) -> None:
             with job.average.applied():
                 attempt()
         elif state in (State.STALE, State.BETWEEN):
-            with OlderWeights(job.engine.job).running():
+            with StaleWeights(job.engine.job).running():
                 attempt()
         if step_at_end:
             job.loss().backward()

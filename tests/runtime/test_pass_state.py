@@ -54,7 +54,7 @@ def test_a_joined_pass_begins_with_its_first_root_forward():
     """Twin: outside of one each root forward begins a pass."""
     running = Pass()
     assert [running.begin_root() for _ in range(3)] == [True] * 3
-    running.is_joined, running.has_begun = True, False
+    running.is_accumulating, running.has_begun = True, False
     assert [running.begin_root() for _ in range(3)] == [True, False, False]
 
 

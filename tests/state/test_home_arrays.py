@@ -120,11 +120,11 @@ def test_a_shadow_that_was_not_submitted_is_dropped_at_once(home):
 def test_an_update_to_a_new_weight_makes_the_old_one_older_once(home):
     """Twin: before it, the current weight is the older one too."""
     home.beside = {}
-    assert home.older == home.weight == "W"
+    assert home.stale == home.weight == "W"
     update = Update()
     for _ in range(2):
         home.advance(update, "new")
-        assert (home.weight, home.older, home.arrays["grad"]) == ("new", "W", "G")
+        assert (home.weight, home.stale, home.arrays["grad"]) == ("new", "W", "G")
     with pytest.raises(InternalError):
         home.advance(Update(), "newer")
 

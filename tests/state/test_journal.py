@@ -47,9 +47,9 @@ def test_a_change_is_recorded_while_it_is_made():
     """Twin: it is not before the ranks agree, and not afterwards."""
     journal, clear = Journal(), []
 
-    def meet(agreed):
+    def meet(verified):
         clear.append(journal.is_clear)
-        agreed()
+        verified()
         clear.append(journal.is_clear)
 
     journal.carry_out(lambda: clear.append(journal.is_clear), meet)
@@ -60,9 +60,9 @@ def test_an_interrupt_after_the_ranks_agree_leaves_the_change_and_one_before_doe
     for agrees in (True, False):
         journal, made = Journal(), []
 
-        def meet(agreed, agrees=agrees):
+        def meet(verified, agrees=agrees):
             if agrees:
-                agreed()
+                verified()
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Memory that is lent: written to disk from where it is, and kept until the disk has read it.
+"""Memory that is borrowed: written to disk from where it is, and kept until the disk has read it.
 
 Words used here: **home**, **block**, **slow disk** as in `behind_cases.py`. **twin**: the same
 check on something that is wrong.
@@ -77,15 +77,15 @@ def test_no_more_is_lent_at_a_time_than_is_allowed(folder, monkeypatch):
     "fault, name", [("eio", "StorageError"), ("lost_write", "CorruptionError")]
 )
 def test_what_is_lent_to_a_disk_that_fails_is_a_typed_error(fault, name, kind, folder, monkeypatch):
-    """Method: half of the writes are refused, or lost, and the others are late. Nothing is lent any
-    more behind the error, and nothing under way."""
+    """Method: half of the writes are refused, or lost, and the others are late. Nothing is borrowed
+    any more behind the error, and nothing under way."""
     monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
     with home_in(
         folder, faults=fault_plan(3, delay=1.0, delay_seconds=0.02, **{fault: 0.5})
     ) as home:
         with pytest.raises(TYPED) as raised:
             with home.store.writing_behind() as writer:
-                home.write(writer, 4, 0, home.arrays[4].numel, 1, lent=True)
+                home.write(writer, 4, 0, home.arrays[4].numel, 1, borrowed=True)
             assert fault == "lost_write"
             home.check_all()
         assert type(raised.value).__name__ == name
@@ -150,7 +150,7 @@ class Refusing(Noted):
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_memory_that_the_disk_cannot_read_is_copied(wrong, folder, monkeypatch):
-    """Method: a disk that refuses what lies in the memory that was lent with EFAULT. The twin:
+    """Method: a disk that refuses what lies in the memory that was borrowed with EFAULT. The twin:
     where the error counts as any other it is raised."""
     if wrong:
         monkeypatch.setattr(loans, "errno", SimpleNamespace(EFAULT=None, ETIMEDOUT=errno.ETIMEDOUT))

@@ -165,7 +165,7 @@ def lends_at_once(self: WriteBehind, array: StateArray, start: int, raw: torch.T
 )
 def test_the_slow_disk_sees_what_is_wrong(name, wrong, folder, monkeypatch):
     """Method: the twin: a part that is filled while it is written, overlapping writes in any order,
-    zeros around a write, memory that is lent where a part is open."""
+    zeros around a write, memory that is borrowed where a part is open."""
     monkeypatch.setattr(WriteBehind, name, wrong)
     assert wrong_on_a_slow_disk(folder) != []
 

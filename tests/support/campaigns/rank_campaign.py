@@ -1,7 +1,8 @@
 """A campaign over ranks: an exception, or a real Ctrl-C, at some moment of what several ranks do
 together, and what they find who go on.
 
-    python tests/support/campaigns/rank_campaign.py [--setups dp2,tp2] [--operations step,save] [--hows line,signal] [--strikes 5000] [--json out.json]
+    python tests/support/campaigns/rank_campaign.py [--setups dp2,tp2] [--operations step,save]
+    [--hows line,signal] [--strikes 5000] [--json out.json]
 
 **setup**: how many ranks there are, and what they share a model for. **operation**: what all ranks
 do together when one of them is struck. **how**: ``line``: an exception before any line inside the
@@ -14,7 +15,7 @@ timeout; ``untyped``; ``crash``; ``hang``.
 
 The ranks of a setup play one strike after the other. Those that cannot go on end, and others take
 their place.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ from ranks import join, rank_variables
 from striker import MARK, PACKAGE, Striker
 
 import infinity
-from infinity.distributed import farewell
+from infinity.distributed import failure_report
 from infinity.runtime.registry import engine_of
 
 STEPS = 2  # that all make behind a strike
@@ -382,7 +383,7 @@ def is_torchs(error: BaseException) -> bool:
     ours = any(name.startswith(os.path.join(PACKAGE, "distributed")) for name in frames)
     return (
         isinstance(error, RuntimeError)
-        and farewell.LOST.search(str(error)) is not None
+        and failure_report.LOST.search(str(error)) is not None
         and not ours
     )
 

@@ -142,7 +142,7 @@ class Home:
         count: int,
         seed: int,
         *,
-        lent: bool = False,
+        borrowed: bool = False,
     ) -> None:
         size = self.arrays[index].dtype.itemsize
         raw = torch.randint(
@@ -150,7 +150,7 @@ class Home:
         )
         values = raw.view(self.arrays[index].dtype)
         self.plain[index][begin : begin + count] = values
-        if lent and count:  # where its blocks lie as the disk's do
+        if borrowed and count:  # where its blocks lie as the disk's do
             region = native.Region(count * size + PAGE, False, 0)
             memory = native.tensor_at(
                 region, region.address + begin * size % PAGE, count * size, torch.uint8
@@ -192,7 +192,7 @@ class Home:
             if verb == "read":
                 self.check_read(writer, index, begin, count)
             else:
-                self.write(writer, index, begin, count, seed, lent=verb.startswith("lend"))
+                self.write(writer, index, begin, count, seed, borrowed=verb.startswith("lend"))
                 reached[index] = begin + count
 
 

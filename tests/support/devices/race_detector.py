@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity import native
-from infinity.gradients.tensor import LandedGrad
+from infinity.gradients.tensor import GradProxy
 from infinity.machine import accelerator, device
 from infinity.optim import stepper
 from infinity.state.home_arrays import HomeArrays
@@ -211,7 +211,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         detector = self.detector
-        if any(isinstance(leaf, (LandedGrad, StoredAlias)) for leaf in tree_leaves((args, kwargs))):
+        if any(isinstance(leaf, (GradProxy, StoredAlias)) for leaf in tree_leaves((args, kwargs))):
             return NotImplemented  # what it does inside is watched
         detector.sweep()
         result = func(*args, **kwargs)

@@ -26,8 +26,8 @@ from ranks import serve, told
 
 import infinity
 from infinity.distributed.channel import Channel
-from infinity.distributed.meeting import Meeting
 from infinity.distributed.parallel_dims import ParallelDims
+from infinity.distributed.sync_point import SyncPoint
 from infinity.runtime.registry import wrapped
 
 STEPS, CLIP = 4, 0.5
@@ -105,7 +105,7 @@ def divided(
     losses, norms, grads, own = [], [], {}, elements_at_home(model)
     meetings, announce = [], Channel.announce
 
-    def counting(self: Channel, what: str, *how: Any, **more: Any) -> Meeting:
+    def counting(self: Channel, what: str, *how: Any, **more: Any) -> SyncPoint:
         meetings.append(what)
         return announce(self, what, *how, **more)
 

@@ -1,5 +1,5 @@
-"""Jobs in which ranks part in the middle of an agreed pass (see `ranks`). Started by torchrun with
-the folder of the launch."""
+"""Jobs in which ranks part in the middle of a verified pass (see `ranks`). Started by torchrun
+with the folder of the launch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from ranks import serve
 import infinity
 from infinity.distributed import transfer, tree
 from infinity.distributed.channel import Channel
-from infinity.distributed.lockstep import DIGEST_NBYTES, Lockstep
-from infinity.distributed.meeting import Meeting
+from infinity.distributed.collective_trace import DIGEST_NBYTES, CollectiveTrace
+from infinity.distributed.sync_point import SyncPoint
 from infinity.gradients.whole import WholeGradients
 from infinity.planning.cluster import edges_of, gathers_of
 from infinity.runtime.registry import wrapped
@@ -38,7 +38,7 @@ from infinity.state.flat_param import FlatParam
 from infinity.state.step_counter import StepCounter
 from infinity.state.unit import ParamUnit
 
-AGREED = 4  # steps after which passes are agreed
+AGREED = 4  # steps after which passes are verified
 
 
 class Blocks(nn.Module):
@@ -126,7 +126,7 @@ def parts(
     replicas: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Trains until passes are agreed; then the last rank does something else, once. Every rank
+    """Trains until passes are verified; then the last rank does something else, once. Every rank
     tries its step again until it succeeds."""
     tree.CHILDREN = children
     if deaf:
@@ -140,8 +140,8 @@ def parts(
         else None
     )
     model, optimizer = wrap(shard, tight=True, mesh=mesh, **options)
-    lockstep = wrapped(model).engine.ranks.dp_group.lockstep
-    said, agreed, todo = [], [], how if rank == world - 1 else ""
+    collective_trace = wrapped(model).engine.ranks.dp_group.collective_trace
+    said, verified, todo = [], [], how if rank == world - 1 else ""
 
     def attempt(step: int) -> None:
         nonlocal todo
@@ -168,7 +168,7 @@ def parts(
             ]
         try:
             loss = model(data(step, rank), order)
-            agreed.append(lockstep.is_agreed)
+            verified.append(collective_trace.is_verified)
             if doing == "skips a backward":
                 raise Own("skipped")
             loss.backward()
@@ -194,7 +194,7 @@ def parts(
     in_turn(single, adamw(single), world, AGREED + 4)
     plain = state_of(single)
     off = max(float((weights[name] - plain[name]).abs().max()) for name in plain)
-    return {"said": said, "off": off, "agreed": agreed}
+    return {"said": said, "off": off, "agreed": verified}
 
 
 def left_in_a_backward() -> list[str]:
@@ -275,8 +275,8 @@ STRUCK = {  # what lies between a meeting and the collectives that it is for
     "bulk": {"_gather", "_start", "_go_on_with", "reduce", "share_flags"},
     "pass_agreement": {"meet_before", "meet_for"},
     "kinds": {"begin", "count_begun", "describe", "bytes_of", "_group_of"},
-    "meeting": {"wait", "_flags_of"},
-    "lockstep": {"expect", "start", "_note"},
+    "sync_point": {"wait", "_flags_of"},
+    "collective_trace": {"expect", "start", "_note"},
     "reducer": {"_start_before", "_start", "_average", "_reduce"},
 }
 # Values pass through it, too, for which everybody waits without hearing of anything.
@@ -330,7 +330,7 @@ def _purpose(frame: Any) -> str:
 
 
 def struck(shard: str, every: int = 1, numb: bool = False, **options: Any) -> dict[str, Any]:
-    """Steps of which none is agreed; in each an exception strikes the last rank at another line
+    """Steps of which none is verified; in each an exception strikes the last rank at another line
     between a meeting and a collective, of ``every`` so many at one. Every rank tries its step again
     until it succeeds. ``numb``: the twin, where that rank's next meeting does not say so.
     """
@@ -339,11 +339,13 @@ def struck(shard: str, every: int = 1, numb: bool = False, **options: Any) -> di
             mock.patch.object(transfer, "HEARING_INTERVAL", timedelta(milliseconds=20))
         )
         changed.enter_context(
-            mock.patch.object(Lockstep, "digest_of", lambda self, key: bytes(DIGEST_NBYTES))
+            mock.patch.object(CollectiveTrace, "digest_of", lambda self, key: bytes(DIGEST_NBYTES))
         )
         if numb:
             changed.enter_context(
-                mock.patch.object(Lockstep, "has_diverged", property(lambda self: self.is_open))
+                mock.patch.object(
+                    CollectiveTrace, "has_diverged", property(lambda self: self.is_open)
+                )
             )
         return _struck(shard, every, options)
 
@@ -437,18 +439,18 @@ def kept(count: list[int]) -> Callable[[WholeGradients, ParamUnit, FlatParam], t
 
 def interrupted() -> dict[str, Any]:
     """Steps, and before two of them all ranks read parameters: of each the most whole gradients at
-    once, its meetings in forward and backward, and whether it went as it was agreed."""
+    once, its meetings in forward and backward, and whether it went as it was verified."""
     rank, most, met, found = dist.get_rank(), [0], [0], []
-    take, begin = WholeGradients.take, Meeting.begin
+    take, begin = WholeGradients.take, SyncPoint.begin
     WholeGradients.take = kept(most)
     model, optimizer = wrap("parameters", tight=True)
-    lockstep = wrapped(model).engine.ranks.dp_group.lockstep
+    collective_trace = wrapped(model).engine.ranks.dp_group.collective_trace
 
-    def counting(self: Meeting) -> None:
+    def counting(self: SyncPoint) -> None:
         met[0] += 1
         begin(self)
 
-    Meeting.begin = counting
+    SyncPoint.begin = counting
     try:
         for step in range(8):
             if step in (4, 5):
@@ -456,22 +458,22 @@ def interrupted() -> dict[str, Any]:
                     pass
             most[0] = met[0] = 0
             model(data(step, rank)).backward()
-            found.append((most[0], met[0], lockstep.was_followed))
+            found.append((most[0], met[0], collective_trace.was_followed))
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        WholeGradients.take, Meeting.begin = take, begin
+        WholeGradients.take, SyncPoint.begin = take, begin
     infinity.unwrap_model(model, optimizer)
     return {"found": found}
 
 
 def unlike_the_last(parts: bool) -> dict[str, Any]:
-    """A pass that was agreed as one without a backward, and has one; ``parts``: of the last rank it
-    reaches the last blocks only, at first."""
-    rank, most, at_once, told, agreed = dist.get_rank(), [0], [], [], []
+    """A pass that was verified as one without a backward, and has one; ``parts``: of the last rank
+    it reaches the last blocks only, at first."""
+    rank, most, at_once, told, verified = dist.get_rank(), [0], [], [], []
     take, WholeGradients.take = WholeGradients.take, kept(most)
     model, optimizer = wrap("parameters", tight=True)
-    lockstep = wrapped(model).engine.ranks.dp_group.lockstep
+    collective_trace = wrapped(model).engine.ranks.dp_group.collective_trace
 
     def attempt(step: int, is_first: bool) -> None:
         cut = parts and is_first and step == 3 and rank == dist.get_world_size() - 1
@@ -481,7 +483,7 @@ def unlike_the_last(parts: bool) -> dict[str, Any]:
         loss = model(data(step, rank))
         hook.remove()
         if is_first:
-            agreed.append(lockstep.is_agreed and not lockstep.is_open)
+            verified.append(collective_trace.is_verified and not collective_trace.is_open)
         if step != 1:  # which goes as the fourth is expected to
             loss.backward()
         optimizer.step()
@@ -501,14 +503,14 @@ def unlike_the_last(parts: bool) -> dict[str, Any]:
     finally:
         WholeGradients.take = take
     infinity.unwrap_model(model, optimizer)
-    return {"told": told, "agreed without a backward": agreed, "kept": at_once}
+    return {"told": told, "agreed without a backward": verified, "kept": at_once}
 
 
 def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
     """Meetings of every step of a model of so many blocks, with so many micro-batches."""
-    met, begin = 0, Meeting.begin
+    met, begin = 0, SyncPoint.begin
 
-    def counting(self: Meeting) -> None:
+    def counting(self: SyncPoint) -> None:
         nonlocal met
         met += 1
         begin(self)
@@ -518,7 +520,7 @@ def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
     model, optimizer = infinity.wrap_model(
         model, torch.optim.SGD(model.parameters(), lr=0.1), config
     )
-    Meeting.begin, found = counting, []
+    SyncPoint.begin, found = counting, []
     try:
         for _ in range(6):
             met = 0
@@ -528,7 +530,7 @@ def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
             optimizer.zero_grad()
             found.append(met)
     finally:
-        Meeting.begin = begin
+        SyncPoint.begin = begin
     infinity.unwrap_model(model, optimizer)
     return {"met": found}
 

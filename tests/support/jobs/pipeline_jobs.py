@@ -33,7 +33,7 @@ from ranks import serve, told
 import infinity
 from infinity.api import agreement, wrap
 from infinity.distributed.channel import Channel
-from infinity.distributed.meeting import Meeting
+from infinity.distributed.sync_point import SyncPoint
 from infinity.runtime.engine import Engine
 from infinity.runtime.registry import wrapped
 from infinity.state.unit import ParamUnit
@@ -212,7 +212,7 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
     engine, meetings = wrapped(chunks).engine, []
     announce = Channel.announce
 
-    def counting(self: Channel, what: str, *how: Any, **more: Any) -> Meeting:
+    def counting(self: Channel, what: str, *how: Any, **more: Any) -> SyncPoint:
         meetings.append(what)
         return announce(self, what, *how, **more)
 

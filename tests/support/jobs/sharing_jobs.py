@@ -109,9 +109,9 @@ def partly() -> dict[str, Any]:
         ]
 
     shared = [read()]
-    flat_params[1].homes.keep_older(engine.store, "a unit")
+    flat_params[1].homes.keep_stale(engine.store, "a unit")
     shared.append(read())
-    flat_params[1].homes.drop_older(engine.store)
+    flat_params[1].homes.drop_stale(engine.store)
     shared.append(read())
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())

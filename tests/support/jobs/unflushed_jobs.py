@@ -183,7 +183,7 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
         def noted(*arguments: Any, **options: Any) -> Any:
             done.append((what, stage.stage_index, counts[what]))
             versions.append(
-                engine.step_index - first - any(unit.uses_older for unit in engine.units)
+                engine.step_index - first - any(unit.uses_stale for unit in engine.units)
             )
             counts[what] += 1
             return run(*arguments, **options)
@@ -231,7 +231,7 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
     unflushed.run(pairs(range(3)))
     ParamUnit.start_gather = start
     weights, window = weights_of(chunks), engine.prefetcher._window.nbytes
-    shards = sum(flat.slice_nbytes for unit in engine.units for flat in unit.flat_params)
+    shards = sum(flat.shard_nbytes for unit in engine.units for flat in unit.flat_params)
     infinity.unwrap_model(chunks, optimizer)
     return {
         "taken": sum(taken.values()),
@@ -393,7 +393,7 @@ def refused(path: str) -> dict[str, str]:
     pipeline_jobs.step(infinity.parallel.attach(schedule), numbers, count, 0)
     optimizer.step()
     optimizer.zero_grad()
-    found["no room goes on"] = str(wrapped(chunks).engine.older is None)
+    found["no room goes on"] = str(wrapped(chunks).engine.stale is None)
     infinity.unwrap_model(chunks, optimizer)
     chunks, optimizer = infinity.wrap_model(chunks, plain, host, mesh=mesh)
     group = mesh["pp"].get_group()
@@ -407,7 +407,7 @@ def refused(path: str) -> dict[str, str]:
     found["few"] = told(lambda: without_flush(schedule, optimizer))
     schedule._n_microbatches = MICRO
     found["plain optimizer"] = told(lambda: without_flush(schedule, plain))
-    found["nothing was taken"] = str(wrapped(chunks).engine.older is None)
+    found["nothing was taken"] = str(wrapped(chunks).engine.stale is None)
     run = without_flush(schedule, optimizer).run
     found["not a batch"] = told(lambda: run([batch(0)]))
     found["does not divide"] = told(lambda: run([(batch(0)[:6], batch(0)[:6])]))
@@ -480,7 +480,7 @@ def one_lacks_room() -> dict[str, Any]:
         "said": told(lambda: infinity.parallel.without_flush(schedule, optimizer))
     }
     del engine.store.arrays.allocate_later
-    found["taken"], found["keeps"] = account.charged_nbytes - before, engine.older is not None
+    found["taken"], found["keeps"] = account.charged_nbytes - before, engine.stale is not None
     found["goes on"] = told(
         lambda: infinity.parallel.without_flush(schedule, optimizer).run(pairs(range(2)))
     )

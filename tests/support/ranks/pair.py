@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from infinity.distributed.lockstep import Lockstep
+from infinity.distributed.collective_trace import CollectiveTrace
 from infinity.errors import PeerError, UsageError
 
 SECONDS = 60  # that a rank waits for the other
@@ -49,16 +49,16 @@ class PairChannel:
     def __init__(self, pair: Pair, rank: int):
         self.pair, self.rank, self.size, self.ranks, self.flags_nbytes = pair, rank, 2, [0, 1], 8
         self.group = self.bulk = self.reductions = self
-        self.lockstep = Lockstep()
+        self.collective_trace = CollectiveTrace()
 
-    def rendezvous(
+    def barrier(
         self,
         what: str,
         flags: tuple = (),
         *,
         then: Callable[[torch.Tensor], None] = lambda found: None,
     ) -> torch.Tensor:
-        both = self.pair.exchange(self.rank, "rendezvous", (what, [int(flag) for flag in flags]))
+        both = self.pair.exchange(self.rank, "barrier", (what, [int(flag) for flag in flags]))
         if any(said.startswith("failed: ") for said, _ in both):
             raise PeerError(next(said for said, _ in both if said.startswith("failed: ")))
         if both[0][0] != both[1][0]:
@@ -70,7 +70,7 @@ class PairChannel:
     def spans(
         self, what: str, values: list[int], *, then: Callable[[list], None] = lambda spans: None
     ) -> list[tuple[int, int]]:
-        self.rendezvous(what)
+        self.barrier(what)
         both = self.pair.exchange(self.rank, "spans", list(values))
         found = [(min(pair), max(pair)) for pair in zip(*both)]
         then(found)
@@ -83,11 +83,11 @@ class PairChannel:
         *,
         then: Callable[[torch.Tensor], None] = lambda found: None,
     ) -> Any:
-        found = self.rendezvous(what, flags, then=then)
+        found = self.barrier(what, flags, then=then)
         return SimpleNamespace(wait=lambda: found)
 
     def pass_on(self, what: str, transfer: Any) -> Any:
-        self.rendezvous(what)
+        self.barrier(what)
         return transfer.wait()
 
     def _allgather_base(self, whole: torch.Tensor, mine: torch.Tensor, options: Any) -> Any:
@@ -100,11 +100,11 @@ class PairChannel:
         ]
         return SimpleNamespace(wait=lambda *_: tensor.copy_(found), is_completed=lambda: True)
 
-    def finish_meeting(self) -> None:
+    def finish_sync(self) -> None:
         pass
 
     def fail(self, error: BaseException) -> None:
-        self.pair.exchange(self.rank, "rendezvous", (f"failed: {error}", []))
+        self.pair.exchange(self.rank, "barrier", (f"failed: {error}", []))
 
 
 def all_gather(

@@ -16,7 +16,7 @@ import pytest
 OF_STANDING_RANKS = (
     "distributed/test_ranks.py",
     "distributed/test_rank_checkpoints.py",
-    "distributed/test_lockstep.py",
+    "distributed/test_collective_trace.py",
     "distributed/test_shared_homes.py",
     "distributed/test_state_dict_writes.py",
     "parallel/test_experts.py",

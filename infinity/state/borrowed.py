@@ -1,4 +1,4 @@
-"""Lent: replaces a parameter by its whole value inside a block of full_params."""
+"""Borrowed: replaces a parameter by its whole value inside a block of full_params."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .dtensors import like
 from .handle import handle_of
 
 
-class Lent:
+class Borrowed:
     """A parameter's value inside a block of :func:`infinity.full_params`: a copy, whose gradient is
     the parameter's. While this object lives and the block runs, uses of the parameter use the copy.
     """
 
     def __init__(self, param: torch.Tensor, value: torch.Tensor):
-        self._handle, self._before = handle_of(param), handle_of(param).lent
+        self._handle, self._before = handle_of(param), handle_of(param).borrowed
         self.version = self._handle.version
         # Not a view: autograd would take its base for the computed tensor.
         self.tensor = value = torch.empty(0, dtype=value.dtype, device=value.device).set_(
@@ -26,13 +26,13 @@ class Lent:
         self.tensor = value = like(param, value)
         if param.requires_grad and torch.is_grad_enabled():
             self.tensor = _Lend.apply(param, value, self._handle.version)
-        self._handle.lent = weakref.ref(self)
+        self._handle.borrowed = weakref.ref(self)
 
     def end(self) -> None:
         """Ends the block: the parameter is at rest again. Idempotent."""
-        lent = self._handle.lent
-        if lent is not None and lent() is self:
-            self._handle.lent = self._before
+        borrowed = self._handle.borrowed
+        if borrowed is not None and borrowed() is self:
+            self._handle.borrowed = self._before
 
 
 class _Lend(torch.autograd.Function):
@@ -58,8 +58,8 @@ def lent_to(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the tensor that replaces a parameter at rest now. None outside a block of
     full_params, and while its model computes."""
     handle = handle_of(tensor)
-    lent = handle.lent() if handle is not None and handle.lent is not None else None
+    borrowed = handle.borrowed() if handle is not None and handle.borrowed is not None else None
     # A step has changed it since.
-    if lent is None or handle.engine.computing or handle.version != lent.version:
+    if borrowed is None or handle.engine.computing or handle.version != borrowed.version:
         return None
-    return lent.tensor
+    return borrowed.tensor

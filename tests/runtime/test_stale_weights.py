@@ -15,8 +15,8 @@ from models import at_home, differing
 from torch import nn
 
 import infinity
-from infinity.runtime.older_weights import OlderWeights
 from infinity.runtime.registry import wrapped
+from infinity.runtime.stale_weights import StaleWeights
 from infinity.state.home_arrays import HomeArrays
 from infinity.state.unit import ParamUnit
 from infinity.state.unit_buffers import UnitBuffers
@@ -66,7 +66,7 @@ def wrap(home: str, folder: Any, kind: type = nn.Linear) -> tuple:
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, folder))
     engine = wrapped(model).engine
     with engine.uses.begin():
-        engine.older = OlderWeights(engine.job)
+        engine.stale = StaleWeights(engine.job)
     return model, optimizer, engine
 
 
@@ -78,10 +78,10 @@ def gradients_of(model: nn.Module, number: int) -> dict[str, torch.Tensor]:
 
 def run_batch(model: Any, optimizer: Any, engine: Any, number: int) -> None:
     """One batch of a run, and the update that it makes."""
-    with engine.joined.opened():
-        engine.older.compute_for(number)
+    with engine.accumulation.opened():
+        engine.stale.compute_for(number)
         model(batch(number)).square().mean().backward()
-    engine.older.update(optimizer.step)
+    engine.stale.update(optimizer.step)
     optimizer.zero_grad()
 
 
@@ -97,18 +97,18 @@ def test_a_graph_goes_on_with_the_weights_that_it_began_with(home, tmp_path):
     """
     model, optimizer, engine = wrap(home, tmp_path)
     plain = model_of()
-    with engine.older.running():
-        with engine.joined.opened():
+    with engine.stale.running():
+        with engine.accumulation.opened():
             losses = [model(batch(number)).square().mean() for number in range(2)]
             losses[0].backward()
-        engine.older.update(optimizer.step)
+        engine.stale.update(optimizer.step)
         optimizer.zero_grad()
-        with engine.joined.opened():
-            engine.older.compute_for(1)
+        with engine.accumulation.opened():
+            engine.stale.compute_for(1)
             losses[1].backward()
             late = model(batch(1)).square().mean()
             assert torch.equal(late, losses[1])
-            engine.older.compute_for(2)
+            engine.stale.compute_for(2)
             assert not torch.equal(model(batch(1)).square().mean(), losses[1])
         found = {name: param.grad.clone() for name, param in model.named_parameters()}
     optimizer.zero_grad()
@@ -134,9 +134,9 @@ def test_an_update_that_fails_leaves_one_version(home, tmp_path):
         with (
             pytest.MonkeyPatch.context() as patch,
             pytest.raises(KeyboardInterrupt),
-            engine.older.running(),
+            engine.stale.running(),
         ):
-            with engine.joined.opened():
+            with engine.accumulation.opened():
                 model(batch(0)).square().mean().backward()
             calls: list[int] = []
             advance = HomeArrays.advance
@@ -152,7 +152,7 @@ def test_an_update_that_fails_leaves_one_version(home, tmp_path):
 
             if fails == "between":
                 patch.setattr(HomeArrays, "advance", interrupted)
-            engine.older.update(raises if fails == "before" else optimizer.step)
+            engine.stale.update(raises if fails == "before" else optimizer.step)
             assert fails == "never"
             raise KeyboardInterrupt
         if fails == "before":
@@ -183,7 +183,7 @@ def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_p
             UnitVersions._show,
             ParamUnit.change_places,
             UnitBuffers.swap,
-            OlderWeights.running.__wrapped__,
+            StaleWeights.running.__wrapped__,
         )
     }
     plain, struck = model_of(), 0
@@ -210,10 +210,10 @@ def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_p
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            with engine.older.running():
+            with engine.stale.running():
                 for number in range(2):
                     run_batch(model, optimizer, engine, number)
-                engine.older.compute_for(2)
+                engine.stale.compute_for(2)
         except KeyboardInterrupt:
             pass
         finally:
@@ -234,15 +234,15 @@ def test_casts_by_autocast_are_of_the_weights_that_are_computed_with(tmp_path):
     before a step."""
     outputs = {}
     model, optimizer, engine = wrap("host", tmp_path)
-    with torch.autocast("cpu", dtype=torch.bfloat16), engine.older.running():
-        with engine.joined.opened():
+    with torch.autocast("cpu", dtype=torch.bfloat16), engine.stale.running():
+        with engine.accumulation.opened():
             outputs["before"] = model(batch(0))
             outputs["before"].square().mean().backward()
-        engine.older.update(optimizer.step)
+        engine.stale.update(optimizer.step)
         optimizer.zero_grad()
-        with engine.joined.opened():
+        with engine.accumulation.opened():
             outputs["newest"] = model(batch(0))
-            engine.older.compute_for(1)
+            engine.stale.compute_for(1)
             outputs["older"] = model(batch(0))
     plain = model_of()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -268,7 +268,7 @@ def test_a_group_that_has_no_older_weights_is_refused(tmp_path):
     model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", tmp_path))
     engine = wrapped(model).engine
     with engine.uses.begin():
-        engine.older = OlderWeights(engine.job)
+        engine.stale = StaleWeights(engine.job)
     with pytest.raises(infinity.UsageError, match="after without_flush"):
         optimizer.add_param_group({"params": [model[0].weight]})
     assert len(optimizer.param_groups) == 1
@@ -281,14 +281,14 @@ def test_a_forward_that_changes_its_weights_is_refused_with_older_ones(home, kin
     model, optimizer, engine = wrap(home, tmp_path, kind)
     with (
         pytest.raises(infinity.UsageError, match="changed parameters of unit .* in place"),
-        engine.older.running(),
+        engine.stale.running(),
     ):
-        with engine.joined.opened():
+        with engine.accumulation.opened():
             model(batch(0)).square().mean().backward()
-        engine.older.update(optimizer.step)
+        engine.stale.update(optimizer.step)
         optimizer.zero_grad()
-        with engine.joined.opened():
-            engine.older.compute_for(1)
+        with engine.accumulation.opened():
+            engine.stale.compute_for(1)
             model(batch(1))
     model(batch(1)).square().mean().backward()  # which it may do again
     optimizer.step()
@@ -299,7 +299,7 @@ def test_a_forward_that_changes_its_weights_is_refused_with_older_ones(home, kin
 def test_a_forward_that_looks_at_its_weights_goes_on_with_older_ones(tmp_path):
     """Through ``.data``, by which it could change them."""
     model, optimizer, engine = wrap("host", tmp_path, Looking)
-    with engine.older.running():
+    with engine.stale.running():
         for number in range(3):
             run_batch(model, optimizer, engine, number)
     assert engine.step_index == 3

@@ -1,4 +1,4 @@
-"""past_host: bytes from a disk into a GPU's memory, past the host's and through it, verified both
+"""gpu_direct: bytes from a disk into a GPU's memory, past the host's and through it, verified both
 ways. Needs a GPU.
 
 ceiling of both        the disk alone: the same reads into the host's memory, which nobody looks at
@@ -36,10 +36,10 @@ AHEAD = 8  # pieces
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``past_host.through|past`` and ``past_host.checksums`` (GB/s)."""
+    """Measures rows ``gpu_direct.through|past`` and ``gpu_direct.checksums`` (GB/s)."""
     kernels, refusal = native.gpu_kernels()
     if kernels is None or not torch.cuda.is_available():
-        raise ConfigError(f"bench past_host needs a GPU: {refusal or 'torch sees none'}")
+        raise ConfigError(f"bench gpu_direct needs a GPU: {refusal or 'torch sees none'}")
     with closing(make_device(torch.device("cuda"), Traffic())) as device:
         return measure_on(device, settings)
 
@@ -49,9 +49,9 @@ def measure_on(device: Device, settings: Settings) -> Measured:
     other."""
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         refusal = direct_storage.refusal([folder])
-        jobs = {"through": _Job(folder, device, settings, past_host=False)}
+        jobs = {"through": _Job(folder, device, settings, gpu_direct=False)}
         if not refusal:
-            jobs["past"] = _Job(folder, device, settings, past_host=True)
+            jobs["past"] = _Job(folder, device, settings, gpu_direct=True)
         try:
             runs = {name: job.run for name, job in jobs.items()} | {"disk": jobs["through"].read}
             times = alternate(runs, settings.rounds)
@@ -59,7 +59,7 @@ def measure_on(device: Device, settings: Settings) -> Measured:
             rates = {name: [nbytes / each / 1e9 for each in times[name].wall] for name in runs}
             rows = [
                 row(
-                    f"past_host.{name}",
+                    f"gpu_direct.{name}",
                     "GB/s",
                     rates[name],
                     ceiling=("the disk alone", rates["disk"]),
@@ -77,7 +77,7 @@ def measure_on(device: Device, settings: Settings) -> Measured:
 class _Job:
     """An array on disk, and memory on the device as large as a piece of it."""
 
-    def __init__(self, folder: str, device: Device, settings: Settings, *, past_host: bool):
+    def __init__(self, folder: str, device: Device, settings: Settings, *, gpu_direct: bool):
         self._device = device
         self.store = ArrayStore(
             [folder], Ledger(), device.traffic, service_nbytes=PIECE_NBYTES, device=device
@@ -86,7 +86,7 @@ class _Job:
             Tier.NVME, torch.uint8, settings.scaled(NBYTES, PIECE_NBYTES), "the benchmark"
         )
         region = self.store.arrays.make_region(AHEAD * PIECE_NBYTES)
-        self.store.open([region], staging=native.PinnedPool(region), past_host=past_host)
+        self.store.open([region], staging=native.PinnedPool(region), gpu_direct=gpu_direct)
         self._target = device.zeros(PIECE_NBYTES, torch.uint8, "the benchmark")
         data = torch.randint(0, 256, (PIECE_NBYTES,), dtype=torch.uint8, device="cpu")
         for begin in range(0, self.array.nbytes, PIECE_NBYTES):
@@ -144,5 +144,5 @@ def _checksums(device: Device, settings: Settings):
         ours.append(data.numel() / (middle - start) / 1e9)
         limits.append(2 * data.numel() / (time.perf_counter() - middle) / 1e9)
     return row(
-        "past_host.checksums", "GB/s", ours[1:], ceiling=("a copy inside the device", limits[1:])
+        "gpu_direct.checksums", "GB/s", ours[1:], ceiling=("a copy inside the device", limits[1:])
     )

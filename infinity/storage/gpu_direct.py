@@ -1,4 +1,4 @@
-"""PastHost: reads arrays from disk into device memory, bypassing host memory.
+"""GpuDirect: reads arrays from disk into device memory, bypassing host memory.
 
 slot      a lease of the staging pool. Each has a counterpart on the device, at the same offset of a
           buffer as large. A read arrives in one or the other, verified whole
@@ -26,7 +26,7 @@ LATE_SECONDS = 10.0
 SAMPLED_READS = 16
 
 
-class PastHost:
+class GpuDirect:
     """The device's counterpart of the staging pool, and the reader that fills either."""
 
     def __init__(
@@ -97,14 +97,14 @@ class PastHost:
         self._reader = self._buffer = None
 
 
-def open_past_host(
+def open_gpu_direct(
     io: native.IoEngine,
     staging: native.PinnedPool,
     device: Device,
     *,
     checksums: bool,
     sampled: bool = False,
-) -> PastHost | None:
+) -> GpuDirect | None:
     """Opens the reader. None, with a logged reason, if the library does not accept the device's
     memory. Raises CapacityError if the device has no room.
 
@@ -119,14 +119,14 @@ def open_past_host(
     first = -whole.data_ptr() % ALIGNMENT
     buffer = whole[first : first + staging.capacity_nbytes]
     device.now().wait()  # before a disk writes there
-    road, why = native.make_cufile_road(buffer.data_ptr(), buffer.numel())
-    if road is None:
+    backend, why = native.make_cufile_road(buffer.data_ptr(), buffer.numel())
+    if backend is None:
         logger.warning("bytes from disk pass through the host's memory: %s", why)
         return None
     timeout = native.io_timeout()
     reader = native.DirectReader(
         io,
-        road,
+        backend,
         calls=device.direct_calls,
         device=device.where.index or 0,
         threads=THREADS,
@@ -135,4 +135,4 @@ def open_past_host(
         late_seconds=min(LATE_SECONDS, timeout / 2),
         hung_seconds=timeout,
     )
-    return PastHost(staging, buffer, reader)
+    return GpuDirect(staging, buffer, reader)

@@ -1,4 +1,4 @@
-"""Farewell: reports why a rank ended, so that the others can name it and its reason.
+"""FailureReport: reports why a rank ended, so that the others can name it and its reason.
 
 A transport only reports that a connection was closed. So every rank writes its identity into the
 job's store when it joins and, if an exception ends its process, the reason. A rank that loses a
@@ -26,10 +26,10 @@ BROKEN = re.compile(r"gloo|nccl|pair closure|closed by peer", re.IGNORECASE)
 LONGEST = 400  # characters of a reason
 PATIENCE_SECONDS = 2.0  # for a process with closed connections to end, or to report why
 
-_joined: _Farewell | None = None
+_accumulation: _FailureReport | None = None
 
 
-class _Farewell:
+class _FailureReport:
     def __init__(self, store: Any, rank: int, size: int):
         from torch.distributed import PrefixStore
 
@@ -105,9 +105,9 @@ class _Farewell:
 def join(store: Any, rank: int, size: int) -> None:
     """Makes this process rank ``rank`` of ``size`` of the job with ``store``. From here on an
     uncaught exception is reported to the other ranks."""
-    global _joined
-    first = _joined is None
-    _joined = _Farewell(store, rank, size)
+    global _accumulation
+    first = _accumulation is None
+    _accumulation = _FailureReport(store, rank, size)
     if first:
         before = sys.excepthook
 
@@ -145,18 +145,18 @@ def describe_chain(error: BaseException) -> str:
 
 def leave(error: BaseException) -> None:
     """Reports to the other ranks that this one ends with ``error``. No-op without a job."""
-    if _joined is not None:
-        _joined.leave(error)
+    if _accumulation is not None:
+        _accumulation.leave(error)
 
 
 def reasons() -> str:
     """Returns what is known of ended ranks, in a few sentences, or ""."""
-    return ". ".join(_joined.reasons()) if _joined is not None else ""
+    return ". ".join(_accumulation.reasons()) if _accumulation is not None else ""
 
 
 def silent() -> str:
     """Returns the ranks that have not reported, after this one has waited in vain, or ""."""
-    return _joined.silent() if _joined is not None else ""
+    return _accumulation.silent() if _accumulation is not None else ""
 
 
 def _runs(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Meeting: every rank of a channel announces its next operation, and learns whether all announced
+"""SyncPoint: every rank of a channel announces its next operation, and learns whether all announced
 the same.
 
 It is announced when it begins, and checked when it is waited for. In between a rank can do any
@@ -17,32 +17,32 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import InfinityError
-from .lockstep import Lockstep
+from .collective_trace import CollectiveTrace
 from .transfer import Transfer
 from .tree import Tree
 
 
 class Place(Protocol):
-    """The interface of a meeting's channel."""
+    """The interface of a sync point's channel."""
 
-    lockstep: Lockstep
+    collective_trace: CollectiveTrace
     tree: Tree
     flags_nbytes: int
 
     def raise_alarm(self, number: int) -> None:
-        """Calls the ranks that wait elsewhere to the meeting of this ``number``."""
+        """Calls the ranks that wait elsewhere to the sync point of this ``number``."""
 
     def complete(self, transfer: Transfer, what: str) -> Any:
         """Waits for the result of ``transfer``."""
 
     def come_together(self, last: int, described: Sequence[Sequence[int]], number: int) -> None:
-        """Ends the agreed sequence, at the meeting of this ``number``."""
+        """Ends the verified sequence, at the sync point of this ``number``."""
 
     def tell_in_words(self, what: str) -> Transfer:
         """Makes the transfer in which all ranks exchange their announcements as text."""
 
     def refusal(self, what: str, texts: Sequence[str]) -> InfinityError:
-        """Makes the error of a meeting at which the announcements ``texts`` differ."""
+        """Makes the error of a sync point at which the announcements ``texts`` differ."""
 
 
 class Word(IntEnum):
@@ -50,7 +50,7 @@ class Word(IntEnum):
 
     FAILED = 0  # 1: this rank failed, and reports why
     SETTLING = 1  # 1: it cleans up after an exception, and meets again
-    DIVERGED = 2  # 1: it left the agreed sequence, or was interrupted
+    DIVERGED = 2  # 1: it left the verified sequence, or was interrupted
     WHOLE = 3  # 1: it did not, and may use what it has started
     STARTED = 4  # collectives that it has started
     MINUS_STARTED = 5  # the maximum is minus the minimum count
@@ -58,14 +58,14 @@ class Word(IntEnum):
     MINUS_DIGEST = 7
 
 
-MOST_VALUES = 8  # int64 values per meeting; each negated too, for the minimum
+MOST_VALUES = 8  # int64 values per sync point; each negated too, for the minimum
 VALUES_NBYTES = 8 * 2 * MOST_VALUES
 HEADER_NBYTES = 8 * len(Word) + VALUES_NBYTES
 
 
 @dataclass(eq=False)
 class Round:
-    """One exchange of a meeting. A meeting with a rank that cleans up after an exception has
+    """One exchange of a sync point. A sync point with a rank that cleans up after an exception has
     another."""
 
     number: int  # among the merges of the tree
@@ -75,9 +75,9 @@ class Round:
     words: Transfer | None = None  # if announcements differ
 
 
-class Meeting:
-    """One meeting. Every rank of the channel makes the same ones, in one order. After an interrupt
-    :meth:`wait` resumes."""
+class SyncPoint:
+    """One sync point. Every rank of the channel makes the same ones, in one order. After an
+    interrupt :meth:`wait` resumes."""
 
     def __init__(
         self,
@@ -100,18 +100,18 @@ class Meeting:
 
     def begin(self) -> None:
         """Sends this rank's announcement."""
-        lockstep, tree = self._channel.lockstep, self._channel.tree
-        lockstep.settle()
+        collective_trace, tree = self._channel.collective_trace, self._channel.tree
+        collective_trace.settle()
         number = tree.begun
-        if diverged := lockstep.has_diverged or self._failed:
+        if diverged := collective_trace.has_diverged or self._failed:
             self._channel.raise_alarm(number)
         said = (
-            f"{self._what}, having begun {lockstep.reach} collectives of the pass"
+            f"{self._what}, having begun {collective_trace.reach} collectives of the pass"
             if self._is_between
             else self._what
         )
         digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "big")
-        total = lockstep.total
+        total = collective_trace.total
         header = [
             self._failed,
             self._settling,
@@ -129,12 +129,12 @@ class Meeting:
 
     @property
     def _is_between(self) -> bool:
-        return self._channel.lockstep.is_open and not self._failed
+        return self._channel.collective_trace.is_open and not self._failed
 
     def wait(self) -> torch.Tensor:
-        """Blocks until the meeting is over. Returns the maximum of the ranks' flags, uint8 [flags].
-        Raises UsageError if another rank is at something else, PeerError if one failed or is gone.
-        Both are raised on all ranks, which are at the same point afterwards."""
+        """Blocks until the sync point is over. Returns the maximum of the ranks' flags, uint8
+        [flags]. Raises UsageError if another rank is at something else, PeerError if one failed or
+        is gone. Both are raised on all ranks, which are at the same point afterwards."""
         while self._found is None:
             self._go_on(self._rounds[-1])
         if self._transfer is not None:
@@ -149,7 +149,7 @@ class Meeting:
         least, most = -header[Word.MINUS_STARTED], header[Word.STARTED]
         if header[Word.DIVERGED]:
             self._come_together(last, least, most)
-        self._channel.lockstep.forget(most)
+        self._channel.collective_trace.forget(most)
         # A collective completed with dummy data must not be used. Every rank that would use it gets
         # the error here.
         is_torn = header[Word.DIVERGED] and header[Word.WHOLE] and least < most
@@ -174,7 +174,7 @@ class Meeting:
         described by the others."""
         if least < most and last.missing is None:
             last.missing = self._channel.tree.merge(
-                self._channel.lockstep.described(least + 1, most), _most
+                self._channel.collective_trace.described(least + 1, most), _most
             )
         described = (
             self._channel.complete(last.missing, self._what).tolist()
@@ -200,7 +200,7 @@ class Meeting:
         return bool(self._rounds) and self._rounds[0].merge.is_begun
 
     @property
-    def is_farewell(self) -> bool:
+    def is_failure_report(self) -> bool:
         """Whether this rank reports a failure at it."""
         return self._failed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infinity.distributed.farewell import LONGEST, describe_chain
+from infinity.distributed.failure_report import LONGEST, describe_chain
 
 
 def raised(error: Exception, cause: Exception, note: str = "") -> Exception:

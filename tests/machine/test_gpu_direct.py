@@ -29,7 +29,7 @@ from test_device import (  # noqa: F401
 )
 
 import infinity
-from bench import past_host as bench
+from bench import gpu_direct as bench
 from infinity import native
 from infinity.api.lay_out import lay_out
 from infinity.bench.settings import Settings
@@ -38,7 +38,7 @@ from infinity.machine import direct_storage
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.runtime.registry import wrapped
-from infinity.storage import past_host
+from infinity.storage import gpu_direct
 
 SEED = 20261123
 
@@ -66,7 +66,7 @@ def test_weights_come_past_the_host_with_the_same_bits(
 ):
     """Claim: all weights that are fetched come past the host, and that changes no bit; they count
     on an edge of their own. Nothing stays open."""
-    with caplog.at_level(logging.WARNING, past_host.__name__):
+    with caplog.at_level(logging.WARNING, gpu_direct.__name__):
         found = trained(on_disk(tmp_path), clip=True)
     assert same(found, at_once) and caplog.messages == []
     monkeypatch.setenv("INFINITY_DIRECT", "off")
@@ -86,7 +86,7 @@ def test_a_road_with_faults_changes_no_bit(fault, able, at_once, tmp_path, caplo
     """Claim: what the road spoils comes through the host, whole, and is told once for each
     reason."""
     able.set(**fault)
-    with caplog.at_level(logging.WARNING, past_host.__name__):
+    with caplog.at_level(logging.WARNING, gpu_direct.__name__):
         assert same(trained(on_disk(tmp_path), clip=True), at_once)
     told = [
         record.getMessage()
@@ -99,7 +99,7 @@ def test_a_road_with_faults_changes_no_bit(fault, able, at_once, tmp_path, caplo
 def test_a_late_road_changes_no_bit(able, at_once, tmp_path, monkeypatch):
     """Claim: training goes on beside a read that the library holds; its memory is nobody's until it
     returns."""
-    monkeypatch.setattr(past_host, "LATE_SECONDS", 0.05)
+    monkeypatch.setattr(gpu_direct, "LATE_SECONDS", 0.05)
     able.set(late=1)
     release = threading.Timer(1.0, able.set, kwargs={"late": -1})  # the end of the job waits for it
     release.start()
@@ -110,13 +110,13 @@ def test_a_late_road_changes_no_bit(able, at_once, tmp_path, monkeypatch):
 def test_memory_that_a_stuck_read_may_write_to_is_never_given_back(able, tmp_path, monkeypatch):
     """Method: the job ends while the library holds a read; the buffer is still kept, and the read
     can end."""
-    monkeypatch.setattr(past_host, "LATE_SECONDS", 0.05)
-    monkeypatch.setattr(past_host, "never_freed", [])
+    monkeypatch.setattr(gpu_direct, "LATE_SECONDS", 0.05)
+    monkeypatch.setattr(gpu_direct, "never_freed", [])
     able.set(late=1)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     train(model, optimizer, steps=1)
     wrapped(model).engine.shut_down()
-    assert len(past_host.never_freed) == 1
+    assert len(gpu_direct.never_freed) == 1
     able.set(late=-1)
     while able.count("held"):
         time.sleep(0.001)
@@ -141,7 +141,7 @@ def test_it_is_planned_and_charged(able, tmp_path):
     engine = wrapped(model).engine
     assert (
         engine.plan.terms["device"]["staged weights"]
-        == engine.plan.past_host_nbytes
+        == engine.plan.gpu_direct_nbytes
         > engine.plan.staging_nbytes
         > 0
     )
@@ -152,9 +152,9 @@ def test_it_is_planned_and_charged(able, tmp_path):
         for budget in range(needed, needed // 3, -16 * 1024)
     }
     assert all(plan.planned_nbytes(Tier.DEVICE) <= budget for budget, plan in plans.items())
-    tight = next(budget for budget, plan in plans.items() if plan.past_host_nbytes == 0)
+    tight = next(budget for budget, plan in plans.items() if plan.gpu_direct_nbytes == 0)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, device_memory=tight))
-    assert wrapped(model).engine.store.staging.past_host is None
+    assert wrapped(model).engine.store.staging.gpu_direct is None
     infinity.unwrap_model(model, optimizer)
 
 
@@ -172,7 +172,7 @@ def test_without_kernels_weights_come_past_the_host_where_that_is_chosen(
 ):
     """Claim: the same bits. Sampling copies out its share of what came, and no sums nothing.
     Failing twin: by default the road is not taken."""
-    monkeypatch.setattr(past_host, "SAMPLED_READS", 2)
+    monkeypatch.setattr(gpu_direct, "SAMPLED_READS", 2)
     found = trained(on_disk(tmp_path, checksums=checksums), clip=True)
     assert same(found, at_once)
     came, copied = found[2].edges["nvme->device"].nbytes, without_kernels.count("copied")
@@ -186,7 +186,7 @@ def test_sampling_with_kernels_verifies_everything(able, tmp_path, monkeypatch):
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, checksums="sampled"))
     train(model, optimizer, steps=1)
     assert (
-        wrapped(model).engine.store.staging.past_host._reader.refused["changed"][0] == 1
+        wrapped(model).engine.store.staging.gpu_direct._reader.refused["changed"][0] == 1
         and able.count("copied") == 0
     )
     infinity.unwrap_model(model, optimizer)
@@ -213,7 +213,7 @@ def test_it_is_off_where_something_is_missing(why, able, compute_on, monkeypatch
         able.set(driver=5001)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     train(model, optimizer, steps=1)
-    assert wrapped(model).engine.store.staging.past_host is None and able.count("reads") == 0
+    assert wrapped(model).engine.store.staging.gpu_direct is None and able.count("reads") == 0
     infinity.unwrap_model(model, optimizer)
 
 
@@ -232,7 +232,7 @@ def test_the_benchmark_measures_both_ways(way, able, kernels, monkeypatch, tmp_p
     device.close()
     ways = ["through", "past"] if way == "past" else ["through"]
     assert [row.name for row in measured.rows] == [
-        f"past_host.{name}" for name in (*ways, "checksums")
+        f"gpu_direct.{name}" for name in (*ways, "checksums")
     ]
     assert (able.count("reads") > 0) == (way == "past") and any(
         "INFINITY_DIRECT" in note for note in measured.notes

@@ -1,8 +1,8 @@
-"""OlderWeights: double-buffered weights. An update runs while earlier micro-batches still use the
+"""StaleWeights: double-buffered weights. An update runs while earlier micro-batches still use the
 old ones (PipeDream-2BW).
 
 Updates are one step late. Batch t computes with the weights that update t - 1 started from, that is
-after max(t - 1, 0) updates. Its gradients are applied to the newest weights. The older weights are
+after max(t - 1, 0) updates. Its gradients are applied to the newest weights. The stale weights are
 at the same home, two bytes a parameter in bf16.
 """
 
@@ -17,12 +17,12 @@ from ..state.versions import UnitVersions
 from .job import Job
 
 
-class OlderWeights:
-    """The older weights of one engine. Used from the thread that runs the model, between forwards
+class StaleWeights:
+    """The stale weights of one engine. Used from the thread that runs the model, between forwards
     and backwards."""
 
     def __init__(self, job: Job):
-        """Allocates the older weights; every rank calls this. Raises CapacityError if there is no
+        """Allocates the stale weights; every rank calls this. Raises CapacityError if there is no
         room, and PeerError if another rank has none; nothing is changed then."""
         self._job, self._pass = job, job.running
         self._first = 0  # the engine's step when the run began
@@ -37,20 +37,20 @@ class OlderWeights:
                 for unit, flat_param in flat_params:
                     flat_param.homes.wait_idle()
                     taken.append(flat_param)
-                    flat_param.homes.keep_older(job.store, f"unit {unit.name}")
+                    flat_param.homes.keep_stale(job.store, f"unit {unit.name}")
                 job.prefetcher.release_all(units)
                 self._versions = [
                     UnitVersions(unit, len(job.units) + number) for number, unit in enumerate(units)
                 ]
         except BaseException:
             for unit in units:
-                unit.older = None
+                unit.stale = None
             for flat_param in taken:
-                flat_param.homes.drop_older(job.store)
+                flat_param.homes.drop_stale(job.store)
             raise
         for versions in self._versions:
-            versions.older.buffers.list_in(job.storages, versions.unit)
-        job.prefetcher.add([versions.older for versions in self._versions])
+            versions.stale.buffers.list_in(job.storages, versions.unit)
+        job.prefetcher.add([versions.stale for versions in self._versions])
         running, scopes = job.running, job.scopes
         job.uses.define(State.STALE, lambda: running.is_stale and not scopes.interrupted)
         job.uses.define(
@@ -73,7 +73,7 @@ class OlderWeights:
                 # Units fetched ahead are for a batch that does not come.
                 self._job.prefetcher.release_all([versions.unit for versions in self._versions])
                 for versions in self._versions:
-                    versions.compute_with(older=False)
+                    versions.compute_with(stale=False)
             self._pass.is_stale = False
         except BaseException:
             # An update may be half done: the next use restores which version is which.
@@ -100,7 +100,7 @@ class OlderWeights:
                 f" {made} are made"
             )
         for versions in self._versions:
-            versions.compute_with(older=wanted < made)
+            versions.compute_with(stale=wanted < made)
 
     def update(self, step: Callable[[], object]) -> None:
         """Runs ``step``, between two uses of the engine: the weights before it become the older
@@ -108,7 +108,7 @@ class OlderWeights:
         job = self._job
         with job.uses.begin():
             for versions in self._versions:
-                job.prefetcher.pass_on(versions.unit, versions.older, versions.begin_update)
+                job.prefetcher.pass_on(versions.unit, versions.stale, versions.begin_update)
         self._pass.is_updating = True
         step()
         self._pass.is_updating = False

@@ -1,10 +1,10 @@
-"""LentState: keeps the tensors of optimizer state that users hold equal to the state at home.
+"""BorrowedState: keeps the tensors of optimizer state that users hold equal to the state at home.
 
-lent   a tensor that ``optimizer.state[p][key]`` returned, or that was assigned there. Users may
+borrowed   a tensor that ``optimizer.state[p][key]`` returned, or that was assigned there. Users may
        change it in any way, also through views, NumPy or DLPack, as they may torch's own
 
 Changes are detected by a digest of the tensor's bytes, so none is missed. A change reaches home at
-the next use of the state. After a step, lent tensors that are still held are read again. With
+the next use of the state. After a step, borrowed tensors that are still held are read again. With
 several ranks all of them would have to take part, so there a tensor keeps the state of the time of
 the read.
 """
@@ -41,8 +41,9 @@ def _uses(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-class _Lent:
-    """One lent tensor. ``bytes``: our own view of its local part, which outlives its last user."""
+class _Borrowed:
+    """One borrowed tensor. ``bytes``: our own view of its local part, which outlives its last
+    user."""
 
     _kept: torch.Tensor | None
 
@@ -80,12 +81,12 @@ class _Lent:
         return self.tensor() is not None or _uses(self.bytes) > _own_uses()
 
 
-class LentState:
-    """The lent tensors of one engine. Used inside a use of the engine, from one thread."""
+class BorrowedState:
+    """The borrowed tensors of one engine. Used inside a use of the engine, from one thread."""
 
     def __init__(self, store: ArrayStore, steps: StepCounter, journal: Journal):
         self._store, self._steps, self._journal = store, steps, journal
-        self._lent: dict[tuple[ParamHandle, str], _Lent] = {}
+        self._borrowed: dict[tuple[ParamHandle, str], _Borrowed] = {}
         self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
         self._edits: dict[ParamHandle, tuple[bytes, bytes]] = {}
         self._changes: Counter[tuple[ParamHandle, str]] = Counter()  # writes home
@@ -110,22 +111,22 @@ class LentState:
     def read(self, handle: ParamHandle, name: str) -> torch.Tensor:
         """Returns array ``name`` of a parameter, or its step count, as a tensor that may be
         changed."""
-        lent = self._lent.get((handle, name))
+        borrowed = self._borrowed.get((handle, name))
         if (
-            lent is not None
-            and lent.index != self._steps.index
-            and not self._refresh(handle, name, lent)
+            borrowed is not None
+            and borrowed.index != self._steps.index
+            and not self._refresh(handle, name, borrowed)
         ):
-            lent = None
-        if lent is None:
+            borrowed = None
+        if borrowed is None:
             with torch.inference_mode(False), torch.no_grad():
                 tensor = self._read(handle, name)
             self.lend(handle, name, tensor)
             return tensor
-        tensor = lent.tensor()
+        tensor = borrowed.tensor()
         if tensor is None:
-            tensor = like(handle.param, lent.bytes.detach())
-            lent.give(tensor)
+            tensor = like(handle.param, borrowed.bytes.detach())
+            borrowed.give(tensor)
         return tensor
 
     def lend(self, handle: ParamHandle, name: str, tensor: torch.Tensor) -> None:
@@ -136,11 +137,11 @@ class LentState:
         )
         if self._left_count < 0 or self._left_nbytes < 0:
             self._trim()
-        self._lent[handle, name] = _Lent(tensor, self._steps.index)
+        self._borrowed[handle, name] = _Borrowed(tensor, self._steps.index)
 
     def part(self, handle: ParamHandle, name: str) -> None:
         """Makes the tensor of array ``name``, if there is one, the user's own."""
-        self._lent.pop((handle, name), None)
+        self._borrowed.pop((handle, name), None)
 
     def write(
         self,
@@ -174,8 +175,8 @@ class LentState:
         self._journal.carry_out(partial(self._write, handle, values, then))
 
     def restart(self, handle: ParamHandle, names: list[str]) -> None:
-        """Resets the state of a parameter to that before its first step. Its lent tensors become
-        the user's own."""
+        """Resets the state of a parameter to that before its first step. Its borrowed tensors
+        become the user's own."""
         if handle.has_state:
             shape = local_of(handle.param).shape
             zeros = like(
@@ -185,43 +186,43 @@ class LentState:
                 handle, {name: zeros for name in names} | {STEP: torch.tensor(0.0, device="cpu")}
             )
             handle.keeps_moments = False
-        for key in [key for key in self._lent if key[0] is handle]:
-            del self._lent[key]
+        for key in [key for key in self._borrowed if key[0] is handle]:
+            del self._borrowed[key]
 
     def settle(self) -> None:
         """Writes changed tensors home. Raises UsageError for a tensor of two parameters, which
         torch would update twice in a step, for a changed shape, or a change of stale values."""
         self._refuse_shared()
-        for (handle, name), lent in list(self._lent.items()):
-            if lent.is_changed:
-                if lent.index != self._steps.index and not handle.flat_param.ranks.alone:
+        for (handle, name), borrowed in list(self._borrowed.items()):
+            if borrowed.is_changed:
+                if borrowed.index != self._steps.index and not handle.flat_param.ranks.alone:
                     raise UsageError(
-                        f"optimizer.state: {name} of {handle.name} was read at step {lent.index}"
-                        f" and changed after step {self._steps.index}. With several ranks read it"
-                        " again after each step."
+                        f"optimizer.state: {name} of {handle.name} was read at step"
+                        f" {borrowed.index} and changed after step {self._steps.index}. With"
+                        " several ranks read it again after each step."
                     )
                 wanted = torch.Size() if name == STEP else local_of(handle.param).shape
-                if lent.bytes.shape != wanted:
+                if borrowed.bytes.shape != wanted:
                     # The user's own from now on: the state at home stands
-                    del self._lent[handle, name]
+                    del self._borrowed[handle, name]
                     raise UsageError(
                         f"optimizer.state: {name} of {handle.name} was given the shape"
-                        f" {tuple(lent.bytes.shape)}, not {tuple(wanted)}: assign a tensor of that"
-                        " shape to optimizer.state[parameter][key]"
+                        f" {tuple(borrowed.bytes.shape)}, not {tuple(wanted)}: assign a tensor of"
+                        " that shape to optimizer.state[parameter][key]"
                     )
-                value = lent.bytes.clone()
+                value = borrowed.bytes.clone()
                 self.write(handle, {name: value if name == STEP else like(handle.param, value)})
-                lent.note(self._steps.index)
-            lent.let_go()
-            if not lent.is_held:
-                del self._lent[handle, name]
+                borrowed.note(self._steps.index)
+            borrowed.let_go()
+            if not borrowed.is_held:
+                del self._borrowed[handle, name]
 
     def _refuse_shared(self) -> None:
         first: dict[tuple, tuple[ParamHandle, str]] = {}
-        for (handle, name), lent in self._lent.items():
-            if lent.bytes.numel() == 0:
+        for (handle, name), borrowed in self._borrowed.items():
+            if borrowed.bytes.numel() == 0:
                 continue
-            other, of_other = first.setdefault(_memory_of(lent.bytes)[:2], (handle, name))
+            other, of_other = first.setdefault(_memory_of(borrowed.bytes)[:2], (handle, name))
             if (other, of_other) != (handle, name):
                 raise UsageError(
                     f"optimizer.state: {of_other} of {other.name} and {name} of {handle.name} are"
@@ -234,15 +235,15 @@ class LentState:
 
     def refresh(self) -> None:
         """Reads the tensors that are still held again, after a step."""
-        for (handle, name), lent in list(self._lent.items()):
-            if not lent.is_held:
-                del self._lent[handle, name]
+        for (handle, name), borrowed in list(self._borrowed.items()):
+            if not borrowed.is_held:
+                del self._borrowed[handle, name]
             else:
-                self._refresh(handle, name, lent)
+                self._refresh(handle, name, borrowed)
 
     def forget(self) -> None:
-        """Releases all lent tensors to their users, before all state is loaded."""
-        self._lent.clear()
+        """Releases all borrowed tensors to their users, before all state is loaded."""
+        self._borrowed.clear()
         self._edits = {}
         self._forgotten += 1
 
@@ -252,27 +253,27 @@ class LentState:
         return self._forgotten, self._changes[handle, name]
 
     def follow(self, handle: ParamHandle, name: str, value: torch.Tensor) -> None:
-        """Copies ``value``, which was written home, to the lent tensor, if there is one."""
-        if (lent := self._lent.get((handle, name))) is not None:
-            lent.bytes.copy_(value)
-            lent.note(self._steps.index)
+        """Copies ``value``, which was written home, to the borrowed tensor, if there is one."""
+        if (borrowed := self._borrowed.get((handle, name))) is not None:
+            borrowed.bytes.copy_(value)
+            borrowed.note(self._steps.index)
 
-    def _refresh(self, handle: ParamHandle, name: str, lent: _Lent) -> bool:
+    def _refresh(self, handle: ParamHandle, name: str, borrowed: _Borrowed) -> bool:
         """Returns False, with the tensor unchanged, if there are other ranks: they do not read
         now."""
         if not handle.flat_param.ranks.alone:
             return False
         with torch.no_grad():
-            lent.bytes.copy_(local_of(self._read(handle, name)))
-        lent.note(self._steps.index)
+            borrowed.bytes.copy_(local_of(self._read(handle, name)))
+        borrowed.note(self._steps.index)
         return True
 
     def _trim(self) -> None:
         """Settles, which drops tensors that are not held."""
         self.settle()
-        self._left_count = max(TRIMMED_AT_COUNT, len(self._lent))
+        self._left_count = max(TRIMMED_AT_COUNT, len(self._borrowed))
         self._left_nbytes = max(
-            TRIMMED_AT_NBYTES, sum(lent.bytes.nbytes for lent in self._lent.values())
+            TRIMMED_AT_NBYTES, sum(borrowed.bytes.nbytes for borrowed in self._borrowed.values())
         )
 
     def _read(self, handle: ParamHandle, name: str) -> torch.Tensor:

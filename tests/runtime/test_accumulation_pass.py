@@ -1,4 +1,5 @@
-"""JoinedPass: several forwards and backwards are one pass, whose gradients land at its end."""
+"""AccumulationPass: several forwards and backwards are one pass, whose gradients land at its
+end."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import nn
 import infinity
 from infinity.errors import UsageError
 from infinity.gradients.record import GradState
-from infinity.runtime.joined_pass import JoinedPass
+from infinity.runtime.accumulation_pass import AccumulationPass
 from infinity.runtime.registry import engine_of
 
 HOST = {"params": "host", "optimizer": "host"}
@@ -21,7 +22,7 @@ def build() -> nn.Module:
 
 
 class Made:
-    """A wrapped model with its joined pass, and the same model in plain torch."""
+    """A wrapped model with its accumulation pass, and the same model in plain torch."""
 
     def __init__(self) -> None:
         self.plain, model = seeded(1, build), seeded(1, build)
@@ -29,7 +30,7 @@ class Made:
             model, torch.optim.SGD(model.parameters(), lr=0.1), HOST
         )
         engine = engine_of(self.model)
-        self.job, self.joined = engine.job, JoinedPass(engine.job, engine.backward)
+        self.job, self.accumulation = engine.job, AccumulationPass(engine.job, engine.backward)
 
     def backward(self, *scales: float) -> None:
         for model in (self.plain, self.model):
@@ -53,22 +54,22 @@ def test_gradients_of_several_backwards_land_together():
 
     def finish() -> None:
         states = {handle.grad.state for handle in made.job.trained}
-        seen.append((made.job.running.is_joined, made.job.scopes.interrupted, states))
+        seen.append((made.job.running.is_accumulating, made.job.scopes.interrupted, states))
 
-    with made.joined.opened(finish):
+    with made.accumulation.opened(finish):
         made.backward(1.0, 0.5)
-        assert made.job.running.is_joined and seen == []
+        assert made.job.running.is_accumulating and seen == []
         with pytest.raises(UsageError, match="several micro-batches are incomplete"):
             made.grads()
     assert seen == [(False, True, {GradState.LANDED})]
-    assert not made.job.running.is_joined and not made.job.scopes.interrupted
+    assert not made.job.running.is_accumulating and not made.job.scopes.interrupted
     assert made.has_the_plain_gradients()
 
 
 def test_a_later_pass_adds_to_an_earlier_one():
     made = Made()
     made.backward(1.0)
-    with made.joined.opened():
+    with made.accumulation.opened():
         made.backward(0.5, 0.25)
     assert made.has_the_plain_gradients()
 
@@ -76,11 +77,11 @@ def test_a_later_pass_adds_to_an_earlier_one():
 def test_one_pass_at_a_time():
     """Twin: one after the other."""
     made = Made()
-    with made.joined.opened():
-        with pytest.raises(UsageError, match="not available here"), made.joined.opened():
+    with made.accumulation.opened():
+        with pytest.raises(UsageError, match="not available here"), made.accumulation.opened():
             raise AssertionError("opened")
         made.backward(1.0)
-    with made.joined.opened():
+    with made.accumulation.opened():
         made.backward(0.5)
     assert made.has_the_plain_gradients()
 
@@ -94,7 +95,7 @@ def test_gradients_of_a_pass_that_failed_are_not_stepped(where):
     def fail() -> None:
         raise ValueError(where)
 
-    with pytest.raises(ValueError, match=where), made.joined.opened(fail):
+    with pytest.raises(ValueError, match=where), made.accumulation.opened(fail):
         made.backward(1.0, 0.5)
         if where == "inside":
             fail()
@@ -105,14 +106,14 @@ def test_gradients_of_a_pass_that_failed_are_not_stepped(where):
     assert all(torch.equal(one, other) for one, other in zip(before, after))
     made.optimizer.zero_grad()
     made.plain.zero_grad()
-    with made.joined.opened():
+    with made.accumulation.opened():
         made.backward(0.5)
     assert made.has_the_plain_gradients()
 
 
 def test_a_pass_without_a_backward_changes_nothing():
     made = Made()
-    with made.joined.opened(), torch.no_grad():
+    with made.accumulation.opened(), torch.no_grad():
         made.model(torch.ones(2, 4))
     assert made.grads() == [None] * 4
     assert not any(made.job.running.holds.values()) and not made.job.running.resident
@@ -123,11 +124,11 @@ def test_a_trial_does_not_begin_the_pass():
     without that it goes on."""
     for anew in (True, False):
         made = Made()
-        with made.joined.opened():
+        with made.accumulation.opened():
             with torch.no_grad():
                 made.model(torch.ones(2, 4))
             if anew:
-                made.joined.begin_anew()
+                made.accumulation.begin_anew()
             assert made.job.running.begin_root() == anew
-    made.joined.begin_anew()  # outside of one there is nothing to begin
+    made.accumulation.begin_anew()  # outside of one there is nothing to begin
     assert made.job.running.has_begun

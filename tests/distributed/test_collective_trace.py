@@ -1,5 +1,5 @@
-"""Lockstep: passes of several ranks that nobody meets in, and what becomes of ranks that part in
-one.
+"""CollectiveTrace: passes of several ranks that nobody meets in, and what becomes of ranks that
+part in one.
 
 Words used here: see `ranks` (job, launch), `parting_jobs` and `infinity.distributed.lockstep`.
 """
@@ -17,7 +17,7 @@ import torch
 from ranks import Jobs, launch
 
 import infinity
-from infinity.distributed.lockstep import Collective, Lockstep
+from infinity.distributed.collective_trace import Collective, CollectiveTrace
 from infinity.distributed.tree import CHILDREN, family_of
 
 SCRIPT = "parting_jobs.py"
@@ -226,7 +226,7 @@ def test_ranks_that_change_together_go_on_with_the_bits_of_one_process(two, shar
 
 def test_meetings_of_a_step_do_not_grow_with_the_model(two):
     """Two in each step from the third on, for 4 units and for 12; the first steps, in which nothing
-    is agreed yet, do meet for each."""
+    is verified yet, do meet for each."""
     few, many = (two[f"counted:{blocks}"][0]["met"] for blocks in (4, 12))
     assert few[3:] == many[3:] == [2, 2, 2]
     assert many[0] > few[0] > 4
@@ -242,7 +242,7 @@ def test_updates_made_ahead_meet_no_more_for_more_units(two):
 def test_what_all_ranks_do_between_two_steps_leaves_the_next_pass_as_it_was(two):
     """A pass is agreed on with the step before it; parameters are read before it comes. It is
     agreed on again, and no more gradients wait on the device than in the others, then or later.
-    Twin: before anything was agreed more of them wait."""
+    Twin: before anything was verified more of them wait."""
     for of_rank in two["interrupted"]:
         waiting, met, followed = zip(*of_rank["found"])
         assert set(waiting[2:]) == {1} and waiting[0] > 1
@@ -311,7 +311,7 @@ def test_a_step_moves_the_bytes_that_the_plan_predicts(two, budget):
 # --- without ranks ---
 
 
-class StandIns:
+class DummyCollectives:
     """What a rank starts for others alone, by the numbers that they have told."""
 
     def __init__(self) -> None:
@@ -333,62 +333,62 @@ def collective(what: str) -> Collective:
     return Collective(what, 8, [ord(what), 0, 0, 0, 0, 0])
 
 
-def start(lockstep: Lockstep, names: str) -> None:
+def start(collective_trace: CollectiveTrace, names: str) -> None:
     for name in names:
-        lockstep.start(collective(name), work, lambda: 0)
+        collective_trace.start(collective(name), work, lambda: 0)
 
 
-def passed(lockstep: Lockstep, key: bytes, names: str, *, agreed: bool) -> None:
-    lockstep.begin(key, agreed=agreed)
-    start(lockstep, names)
-    lockstep.end()
+def passed(collective_trace: CollectiveTrace, key: bytes, names: str, *, verified: bool) -> None:
+    collective_trace.begin(key, verified=verified)
+    start(collective_trace, names)
+    collective_trace.end()
 
 
 def test_a_pass_is_known_by_how_it_went():
     """Digests are equal for equal passes, and differ for others, another key, and none."""
-    one, other = Lockstep(), Lockstep()
-    passed(one, b"k", "abc", agreed=False)
-    passed(other, b"k", "abd", agreed=False)
+    one, other = CollectiveTrace(), CollectiveTrace()
+    passed(one, b"k", "abc", verified=False)
+    passed(other, b"k", "abd", verified=False)
     assert one.digest_of(b"k") != other.digest_of(b"k") and not any(one.digest_of(b"other"))
-    passed(other, b"k", "abc", agreed=False)
+    passed(other, b"k", "abc", verified=False)
     assert one.digest_of(b"k") == other.digest_of(b"k")
 
 
-@pytest.mark.parametrize("agreed", [True, False])
-def test_what_another_rank_has_started_is_completed(agreed):
+@pytest.mark.parametrize("verified", [True, False])
+def test_what_another_rank_has_started_is_completed(verified):
     """Method: of five collectives this rank has started two, another one four, agreed on or not.
     They are none of this rank's pass."""
-    lockstep, other = Lockstep(), Lockstep()
-    lockstep.stand_ins = stand_ins = StandIns()
-    for each in (lockstep, other):
-        passed(each, b"k", "abcde", agreed=False)
+    collective_trace, other = CollectiveTrace(), CollectiveTrace()
+    collective_trace.dummies = dummies = DummyCollectives()
+    for each in (collective_trace, other):
+        passed(each, b"k", "abcde", verified=False)
         each.forget(each.total)
-        each.begin(b"k", agreed=agreed)
+        each.begin(b"k", verified=verified)
     start(other, "abcd")
-    assert not agreed or lockstep.next == collective("a")
-    start(lockstep, "ab")
+    assert not verified or collective_trace.next == collective("a")
+    start(collective_trace, "ab")
     assert (
-        lockstep.is_open is agreed
-        and lockstep.reach == 2 * agreed
-        and (lockstep.total, other.total) == (7, 9)
+        collective_trace.is_open is verified
+        and collective_trace.reach == 2 * verified
+        and (collective_trace.total, other.total) == (7, 9)
     )
-    described = torch.maximum(lockstep.described(8, 9), other.described(8, 9)).tolist()
+    described = torch.maximum(collective_trace.described(8, 9), other.described(8, 9)).tolist()
     for _ in range(2):  # cut short, it is done again
-        lockstep.part(9, described)
+        collective_trace.part(9, described)
     assert (
-        stand_ins.begun == [ord("c"), ord("d")]
-        and not lockstep.is_open
-        and not lockstep.is_agreed
-        and lockstep.total == 9
+        dummies.begun == [ord("c"), ord("d")]
+        and not collective_trace.is_open
+        and not collective_trace.is_verified
+        and collective_trace.total == 9
     )
-    assert [each.what for each in lockstep._started] == ["a", "b"]
+    assert [each.what for each in collective_trace._started] == ["a", "b"]
 
 
 @pytest.mark.parametrize("line", range(4))
 def test_what_an_exception_strikes_as_it_starts_is_noted_where_its_transport_has_begun_it(line):
     """Struck before its transport, in it before it has begun, in it after that, and behind it.
     Failing twin: none, which is not struck."""
-    lockstep, begun = Lockstep(), []
+    collective_trace, begun = CollectiveTrace(), []
 
     def begin() -> Any:
         if line == 1:
@@ -404,39 +404,39 @@ def test_what_an_exception_strikes_as_it_starts_is_noted_where_its_transport_has
         return len(begun)
 
     if line == 3:
-        lockstep.start(collective("a"), begin, count)
-        assert not lockstep.has_diverged
+        collective_trace.start(collective("a"), begin, count)
+        assert not collective_trace.has_diverged
     else:
-        lockstep.expect()
+        collective_trace.expect()
         with pytest.raises(KeyboardInterrupt):
-            lockstep.start(collective("a"), begin, count)
-        assert lockstep.has_diverged
-    lockstep.settle()
-    assert lockstep.total == len(begun) and lockstep.has_diverged is (line != 3)
-    lockstep.part(lockstep.total)
-    assert not lockstep.has_diverged
+            collective_trace.start(collective("a"), begin, count)
+        assert collective_trace.has_diverged
+    collective_trace.settle()
+    assert collective_trace.total == len(begun) and collective_trace.has_diverged is (line != 3)
+    collective_trace.part(collective_trace.total)
+    assert not collective_trace.has_diverged
 
 
 def test_a_pass_that_was_left_does_not_replace_a_whole_one():
-    lockstep = Lockstep()
-    passed(lockstep, b"k", "abc", agreed=False)
-    before = lockstep.digest_of(b"k")
-    passed(lockstep, b"k", "a", agreed=True)
-    assert lockstep.digest_of(b"k") == before
+    collective_trace = CollectiveTrace()
+    passed(collective_trace, b"k", "abc", verified=False)
+    before = collective_trace.digest_of(b"k")
+    passed(collective_trace, b"k", "a", verified=True)
+    assert collective_trace.digest_of(b"k") == before
 
 
 @pytest.mark.parametrize("comes", [False, True])
 def test_a_foreseen_pass_that_never_came_is_not_remembered(comes):
     """It is parted from before its forward. One that came, and was parted from at once, is: what it
     did counts."""
-    lockstep = Lockstep()
-    passed(lockstep, b"k", "abc", agreed=False)
-    before = lockstep.digest_of(b"k")
-    lockstep.begin(b"k", agreed=True, predicted=True)
-    assert not comes or lockstep.enter(b"k")
-    lockstep.part(0)
-    assert not lockstep.enter(b"k")
-    assert (lockstep.digest_of(b"k") == before) is not comes
+    collective_trace = CollectiveTrace()
+    passed(collective_trace, b"k", "abc", verified=False)
+    before = collective_trace.digest_of(b"k")
+    collective_trace.begin(b"k", verified=True, predicted=True)
+    assert not comes or collective_trace.enter(b"k")
+    collective_trace.part(0)
+    assert not collective_trace.enter(b"k")
+    assert (collective_trace.digest_of(b"k") == before) is not comes
 
 
 @pytest.mark.parametrize("size", [1, 2, CHILDREN + 1, CHILDREN + 2, 1000, 5000])

@@ -1,24 +1,25 @@
-"""Lockstep: runs the collectives of a pass on all data ranks without a meeting before each.
+"""CollectiveTrace: runs the collectives of a pass on all data ranks without a sync point before
+each.
 
 sequence     the collectives of a pass in their order
-agreed       of a sequence: all data ranks reported, as the pass started, that the last pass of this
+verified     of a sequence: all data ranks reported, as the pass started, that the last pass of this
              key went this way
-predicted    of a pass: agreed at the step before it, and no forward has entered it yet
-diverged     of a rank: it needs another collective than the next of the agreed sequence, or was
+predicted    of a pass: verified at the step before it, and no forward has entered it yet
+diverged     of a rank: it needs another collective than the next of the verified sequence, or was
              interrupted
 interrupted  of a rank: by an exception, which may have kept it from starting what the others have
-             started since the last meeting
+             started since the last sync point
 
-Invariant: **a rank starts a collective only as the next one of the agreed sequence, or after a
-meeting just before it.** So two different collectives never meet.
+Invariant: **a rank starts a collective only as the next one of the verified sequence, or after a
+sync point just before it.** So two different collectives never meet.
 
-A rank that diverges starts nothing: it raises an alarm and comes to a meeting. The others see the
-alarm while they wait for it, come to the same meeting, and each reports how many collectives it has
-started. All then complete what any rank has started, with dummy data. The ranks that wanted those
-results are in the meeting, and raise.
+A rank that diverges starts nothing: it raises an alarm and comes to a sync point. The others see
+the alarm while they wait for it, come to the same sync point, and each reports how many collectives
+it has started. All then complete what any rank has started, with dummy data. The ranks that wanted
+those results are in the sync point, and raise.
 
-If all diverge at the same point, nothing is left to complete. They go on with a meeting before each
-collective until the pass is over. The next pass like it is agreed anew.
+If all diverge at the same point, nothing is left to complete. They go on with a sync point before
+each collective until the pass is over. The next pass like it is verified anew.
 
 An interrupted rank diverges in any pass: others may wait for what it was about to start. It need
 not know what that is: a rank that has started it encodes it as numbers.
@@ -52,7 +53,7 @@ class Collective:
     numbers: Sequence[int] = field(default=(0,) * NUMBERS, compare=False)
 
 
-class StandIns(Protocol):
+class DummyCollectives(Protocol):
     """Starts collectives from their numbers, only to complete other ranks'."""
 
     def begin(self, numbers: Sequence[int]) -> dist.Work:
@@ -62,31 +63,32 @@ class StandIns(Protocol):
         """Counts the collectives that its transport has started."""
 
 
-class Lockstep:
+class CollectiveTrace:
     """The position of this rank in a pass. Used from the thread that runs the model."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, list[Collective]] = OrderedDict()
         self._key = b""  # of this pass
         self._started: list[Collective] = []
-        self._agreed: list[Collective] | None = None
+        self._verified: list[Collective] | None = None
         self._is_over = True  # collectives started now belong to no pass
         self._is_predicted = False
-        self.was_followed = False  # the last pass was agreed, and did not diverge
+        self.was_followed = False  # the last pass was verified, and did not diverge
         # Started, by number: those that some rank may lack, and the last
         self._recent: list[tuple[int, Collective]] = []
         self._under_way: list[dist.Work] = []
         self._starting: tuple[Collective, Callable[[], int], int] | None = None
-        self._expects = False  # the last meeting was for this rank's next collective
+        self._expects = False  # the last sync point was for this rank's next collective
         self._was_interrupted = False
-        self.stand_ins: StandIns | None = None  # starts collectives that only others have started
+        # Starts collectives that only others have started.
+        self.dummies: DummyCollectives | None = None
 
     def close(self) -> None:
-        """Forgets everything: ``stand_ins`` refers to the groups, whose threads must not wait for
+        """Forgets everything: ``dummies`` refers to the groups, whose threads must not wait for
         the garbage collector."""
         self._known.clear()
-        self._started, self._agreed, self._recent, self._under_way = [], None, [], []
-        self._starting = self.stand_ins = None
+        self._started, self._verified, self._recent, self._under_way = [], None, [], []
+        self._starting = self.dummies = None
 
     # --- a pass ---
 
@@ -94,14 +96,14 @@ class Lockstep:
         """Ends the pass. Remembers its sequence, unless it was left early or never entered."""
         was_entered = not self._is_over and not self._is_predicted
         if was_entered:
-            self.was_followed = self.is_agreed and not self.is_open
+            self.was_followed = self.is_verified and not self.is_open
         if was_entered and not self.is_open:
             self._known[self._key] = self._started
             self._known.move_to_end(self._key)
             if len(self._known) > MOST_KNOWN:
                 self._known.popitem(last=False)
         if not self.is_open:
-            self._agreed = None
+            self._verified = None
         self._is_over = True
 
     def digest_of(self, key: bytes) -> bytes:
@@ -111,18 +113,18 @@ class Lockstep:
         said = repr([(each.what, each.nbytes) for each in self._known[key]])
         return hashlib.blake2b(key + said.encode(), digest_size=DIGEST_NBYTES).digest()
 
-    def begin(self, key: bytes, *, agreed: bool, predicted: bool = False) -> None:
-        """Starts a pass of ``key``. ``agreed``: all ranks repeat the last sequence. ``predicted``:
-        predicted; its forward calls :meth:`enter` later."""
+    def begin(self, key: bytes, *, verified: bool, predicted: bool = False) -> None:
+        """Starts a pass of ``key``. ``verified``: all ranks repeat the last sequence.
+        ``predicted``: predicted; its forward calls :meth:`enter` later."""
         self._key, self._started, self._is_over, self._is_predicted = key, [], False, predicted
-        self._agreed = self._known[key] if agreed else None
+        self._verified = self._known[key] if verified else None
 
     def enter(self, key: bytes) -> bool:
-        """Enters the predicted pass. Returns whether it is still agreed, has this ``key``, and
+        """Enters the predicted pass. Returns whether it is still verified, has this ``key``, and
         nothing of it was started. If not, it ends."""
         if (
             self._is_predicted
-            and self._agreed is not None
+            and self._verified is not None
             and not self._is_over
             and not self._started
             and self._key == key
@@ -136,29 +138,29 @@ class Lockstep:
 
     @property
     def is_open(self) -> bool:
-        """Whether more of the agreed sequence follows."""
+        """Whether more of the verified sequence follows."""
         return self.next is not None
 
     @property
-    def is_agreed(self) -> bool:
-        """Whether all ranks run the agreed sequence, or have run it to its end."""
-        return self._agreed is not None
+    def is_verified(self) -> bool:
+        """Whether all ranks run the verified sequence, or have run it to its end."""
+        return self._verified is not None
 
     @property
     def next(self) -> Collective | None:
-        """The next collective of the agreed sequence; None if there is none."""
-        if self._agreed is None or len(self._started) >= len(self._agreed):
+        """The next collective of the verified sequence; None if there is none."""
+        if self._verified is None or len(self._started) >= len(self._verified):
             return None
-        return self._agreed[len(self._started)]
+        return self._verified[len(self._started)]
 
     @property
     def reach(self) -> int:
-        """How many collectives of the agreed sequence this rank has started."""
-        return len(self._started) if self._agreed is not None else 0
+        """How many collectives of the verified sequence this rank has started."""
+        return len(self._started) if self._verified is not None else 0
 
     @property
     def total(self) -> int:
-        """How many collectives this rank has started in all. Equal on all ranks after a meeting
+        """How many collectives this rank has started in all. Equal on all ranks after a sync point
         without divergence."""
         return self._recent[-1][0] if self._recent else 0
 
@@ -199,7 +201,7 @@ class Lockstep:
     # --- divergence ---
 
     def strike(self) -> None:
-        """Notes that an exception interrupted this rank: it diverges at its next meeting."""
+        """Notes that an exception interrupted this rank: it diverges at its next sync point."""
         self._was_interrupted = True
 
     @property
@@ -228,15 +230,15 @@ class Lockstep:
         return found
 
     def part(self, last: int, described: Sequence[Sequence[int]] = ()) -> None:
-        """Ends the agreed sequence, and completes the collectives that any rank has started, up to
-        number ``last``. ``described``: the last of them. Can be repeated after an interrupt."""
-        self._agreed = None
+        """Ends the verified sequence, and completes the collectives that any rank has started, up
+        to number ``last``. ``described``: the last of them. Can be repeated after an interrupt."""
+        self._verified = None
         works = []
         while self.total < last:
             numbers = described[self.total - last]
             begin, count = (
-                partial(self.stand_ins.begin, numbers),
-                partial(self.stand_ins.count, numbers),
+                partial(self.dummies.begin, numbers),
+                partial(self.dummies.count, numbers),
             )
             works.append(self.start(Collective(STAND_IN, 0, numbers), begin, count))
         for work in works:

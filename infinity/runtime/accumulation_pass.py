@@ -1,8 +1,8 @@
-"""JoinedPass: makes several forwards and backwards one pass.
+"""AccumulationPass: makes several forwards and backwards one pass.
 
 Micro-batches, and the stages of a pipeline, use the same weights several times before a step. In a
-joined pass they record one trace, and between them nothing is reduced or sent home, and ranks do
-not meet. Units stay while the window has room. Gradients land once, at the end.
+accumulation pass they record one trace, and between them nothing is reduced or sent home, and ranks
+do not meet. Units stay while the window has room. Gradients land once, at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .backward import Backward
 from .job import Job
 
 
-class JoinedPass:
+class AccumulationPass:
     """The pass that several forwards and backwards make together. Used from the thread that runs
     the model."""
 
@@ -51,15 +51,15 @@ class JoinedPass:
         job.gradients.join_backwards(None if reduced else WholeGradients(job.ledger, job.device))
         if job.reducer is not None:
             job.reducer.waits_for_more = True
-        self._pass.is_joined, self._pass.has_begun, self._pass.backward_count = True, False, 0
+        self._pass.is_accumulating, self._pass.has_begun, self._pass.backward_count = True, False, 0
 
     def _close(self, finish: Callable[[], None]) -> None:
         job = self._job
-        if not self._pass.is_joined:
+        if not self._pass.is_accumulating:
             return  # an error inside was caught, and recovered from
         # An exception from here on leaves partial gradients: mark them invalid.
         job.uses.interrupt()
-        self._pass.is_joined = False
+        self._pass.is_accumulating = False
         with job.store.guarding():
             job.gradients.land_together(job.units)
         if job.reducer is not None:
@@ -69,7 +69,7 @@ class JoinedPass:
         for unit in reversed(job.units):
             self._backward.landed_at_home(unit)
         if self._pass.backward_count:
-            self._backward.end_joined()
+            self._backward.end_accumulation()
         else:
             job.prefetcher.release_idle()
         job.scopes.interrupted = False
@@ -77,6 +77,6 @@ class JoinedPass:
     def begin_anew(self) -> None:
         """Restarts the pass with the next root forward: the forwards until now were only a
         trial."""
-        if self._pass.is_joined and self._pass.has_begun:
+        if self._pass.is_accumulating and self._pass.has_begun:
             self._job.schedule.forget()
             self._pass.has_begun = False
