@@ -162,7 +162,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
         clips |= alternate({name: clip}, rounds, warm_up=0)
         optimizer.zero_grad()
     engine = wrapped(systems["nvme"][0]).engine
-    flat_params = [flat for unit in engine.units for flat in unit.flat_params]
+    flat_params = [flat for unit in engine.job.units for flat in unit.flat_params]
     return {
         "tokens": tokens.numel(),
         "seconds": {name: times.wall for name, times in seconds.items()},
@@ -170,7 +170,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
         "home_nbytes": sum(array.nbytes for flat in flat_params for array in flat.arrays.values()),
         # Weight, gradient and two moments, fp32.
         "formula_nbytes": sum(flat.layout.numel for flat in flat_params) * 16,
-        "device_planned_nbytes": engine.plan.planned_nbytes(Tier.DEVICE),
+        "device_planned_nbytes": engine.job.planned.plan.planned_nbytes(Tier.DEVICE),
         "device_peak_nbytes": infinity.stats(systems["nvme"][0]).tiers["device"].peak_nbytes,
     }
 

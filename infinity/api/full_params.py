@@ -68,7 +68,7 @@ def full_params(
             copy.check_unchanged_at_home()
         if writeback:
             copies_of = [(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())]
-            engine.edits.write_changes(copies_of, "leaving full_params")
+            engine.job.edits.write_changes(copies_of, "leaving full_params")
 
 
 class _FullCopy:

@@ -114,7 +114,7 @@ def stats(model: nn.Module) -> Stats:
         sentence,
         shadows,
         blocks,
-        engine.plan.buffers_nbytes,
+        engine.job.planned.plan.buffers_nbytes,
     )
 
 

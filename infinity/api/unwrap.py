@@ -85,7 +85,7 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
     outside = managed.state_outside_groups() if managed is not None else {}
     attributes = managed.own_attributes if managed is not None else {}
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
-    for unit in engine.units:
+    for unit in engine.job.units:
         for flat_param in unit.flat_params:
             with flat_param.assembling_values(engine.store):
                 read = [
@@ -100,7 +100,7 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
                     value.to(place),
                     None if grad is None else grad.to(place, flat_param.spec.wrapped_dtype),
                 )
-    engine.prefetcher.release_all(engine.units)
+    engine.job.prefetcher.release_all(engine.job.units)
 
     def change() -> None:
         # Reversed: a forward may have been replaced twice.

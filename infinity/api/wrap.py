@@ -33,6 +33,7 @@ from ..machine.progress import progress
 from ..machine.traffic import Traffic
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.rules import moment_names, recognise, saved_step
+from ..runtime.build import build_engine
 from ..runtime.engine import Engine
 from ..runtime.hooks import install_hooks
 from ..runtime.registry import RECORD, Wrapped
@@ -199,7 +200,7 @@ def _wrap(
             ]
             sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
             homes = share_homes(config, device, collectives)
-            engine = Engine(
+            engine = build_engine(
                 config, plan, units, sizes, stepping=trains, device=device, collectives=collectives
             )
         with collectives.together("sharing weights"):
@@ -260,9 +261,9 @@ def _send_home(
     with job.store.writing_behind() as store:
         materialized.fill(Homes(job, store))
         with progress(
-            "sending the values home", sum(size.shard_nbytes for size in engine.sizes)
+            "sending the values home", sum(size.shard_nbytes for size in engine.job.planned.sizes)
         ) as advance:
-            for unit, size in zip(job.units, engine.sizes):
+            for unit, size in zip(job.units, engine.job.planned.sizes):
                 for flat_param in unit.flat_params:
                     send_flat_param_home(store, flat_param, optimizer, rule, done=materialized.sent)
                 advance(size.shard_nbytes)

@@ -126,7 +126,7 @@ class _Load:
     def run(self) -> Any:
         """Checks everything, then loads it. Returns ``extra``. Every rank calls this."""
         checked, name = self._check(), self.manifest["data"]
-        engine, collectives = self.engine, self.engine.collectives
+        engine, collectives = self.engine, self.engine.job.collectives
         collectives.barrier(f"loading {name}, which every rank can", wherever=True)
         # Names the load, not the checkpoint: values may have changed since it was loaded before.
         mine = f"{name}-{secrets.token_hex(4)}"
@@ -161,7 +161,7 @@ class _Load:
             check_sizes(data, files)
             once = self._choose_files()
             before = {name: entry for name, entry in files.items() if name not in once.files}
-            _check_files(data, before, engine.collectives)
+            _check_files(data, before, engine.job.collectives)
             other = read_tensors(data / OF_READERS)
             groups = decode_value(manifest["groups"], other)
             extra = decode_value(manifest["extra"], other)
@@ -172,7 +172,7 @@ class _Load:
                 generators = check_random_state(random[rank], other, rank)
             if self.optimizer is not None:
                 name = manifest["optimizer"]
-                _check_optimizer(self.optimizer, name, groups, engine.collectives)
+                _check_optimizer(self.optimizer, name, groups, engine.job.collectives)
             for prefix, targets in _rest(self.model, self._rank(of_stage=True)):
                 _check_shapes({prefix + name: value for name, value in targets.items()}, other)
         except InfinityError:

@@ -58,8 +58,7 @@ def save_pretrained(
     the folder unchanged; StorageError. If the folder holds another model, writes to a new folder
     beside it, and raises a ConfigError that names it.
     """
-    engine = engine_of(model)
-    job = engine.job
+    job = engine_of(model).job
     job.uses.check(Operation.SAVE_PRETRAINED)
     if job.ranks.stage_prefix:
         raise UsageError(
@@ -72,7 +71,7 @@ def save_pretrained(
         job.collectives.together("save_pretrained"),
         own_place(model, job, Path(folder), overwrite) as place,
     ):
-        _save_model(whole_of(model), parts_of(whole_of(model))[0], engine, place, max_shard_size)
+        _save_model(whole_of(model), parts_of(whole_of(model))[0], job, place, max_shard_size)
 
 
 # Folder -> names and shapes of the model that this process saved there. The same model may be

@@ -156,7 +156,7 @@ def _publish(
 ) -> None:
     """Writes a checkpoint and makes it the current one in ``root``. Raises StorageError, which
     names the one that is current. Every rank calls this."""
-    collectives, published = engine.collectives, False
+    collectives, published = engine.job.collectives, False
     try:
         with writing(root) if collectives.ranks.is_first else nullcontext():
             wait_for_space()  # of the checkpoint before the last one
@@ -212,7 +212,7 @@ def _write_data(
 ) -> None:
     """Writes all data of a checkpoint, and its manifest beside the data. After a failed save the
     first rank removes the data, once all ranks have stopped writing."""
-    collectives = engine.collectives
+    collectives = engine.job.collectives
     try:
         failure, files = None, {}
         try:
@@ -303,7 +303,7 @@ def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     total = sum(
         array.nbytes
-        for unit in engine.units
+        for unit in engine.job.units
         for flat in unit.flat_params
         for array in flat.arrays.values()
     )

@@ -157,7 +157,7 @@ class InfinityAccelerator(accelerate.Accelerator):
         cut = [
             pair
             for pair in self._pairs()
-            if pair[1] is not None and wrapped(pair[0]).engine.collectives.ranks.is_cut
+            if pair[1] is not None and wrapped(pair[0]).engine.job.collectives.ranks.is_cut
         ]
         if not cut:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)

@@ -31,13 +31,13 @@ class InFlight:
         must not differ. Raises CapacityError if there is no room.
         """
         engine, nbytes = self._engine(), sum(map(_buffers_nbytes, self._stages))
-        if engine is None or engine.config.device_memory is None:
+        if engine is None or engine.job.config.device_memory is None:
             return  # no budget to exceed
-        nbytes = -engine.collectives.least([-nbytes], "buffers between stages")[0]
+        nbytes = -engine.job.collectives.least([-nbytes], "buffers between stages")[0]
         if nbytes == self._nbytes:
             return
         account = engine.ledger.accounts[Tier.DEVICE]
-        engine.prefetcher.narrow(
+        engine.job.prefetcher.narrow(
             max(0, nbytes - max(0, account.budget_nbytes - account.planned_nbytes))
         )
         if self._charge is not None:

@@ -161,7 +161,7 @@ class Pipeline:
         self._counted = 1  # labels of the batch that the loss counts
         shares = axis_that_shares(chunks[0], mesh)
         self._boundaries = (
-            Boundaries(chunks, self._numbers, choice.chunks, shares, self._engine.collectives)
+            Boundaries(chunks, self._numbers, choice.chunks, shares, self._engine.job.collectives)
             if shares is not None
             else None
         )
@@ -214,7 +214,8 @@ class Pipeline:
             counts.append(self._counted)
         if not runs:
             return []
-        with self._engine.uses.begin(), self._engine.collectives.together("the batches of run()"):
+        job = self._engine.job
+        with job.uses.begin(), job.collectives.together("the batches of run()"):
             if len(schedules) > 1:
                 raise UsageError(
                     "run() takes batches of one shape: run those of each shape by themselves"
@@ -308,7 +309,7 @@ class Pipeline:
         one makes another ``call``, if a batch does not divide, or if stages or tp ranks have
         different batches: outputs of one would be compared with labels of another. A collective."""
         trains = call != "eval()"
-        collectives, ranks = self._engine.collectives, self._engine.ranks
+        collectives, ranks = self._engine.job.collectives, self._engine.job.ranks
         self._engine.uses.check(Operation.PIPELINE_BATCH)
         with self._engine.uses.begin():
             with collectives.together(f"the batch of a pipeline's {call}"):

@@ -85,7 +85,7 @@ class LandingHooks:
 
     def __init__(self, engine: Engine):
         self._hooks: list[LandingHook] = []
-        self._late = engine.passes.landing_hooks if engine.ranks.tp_group is not None else []
+        self._late = engine.passes.landing_hooks if engine.job.ranks.tp_group is not None else []
         backward = weakref.ref(engine.backward)
 
         def landed(param: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ def install_hooks(
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         removers += [ScopedCall(engine.job, module), RefusedCopy(module)]
     landing = LandingHooks(engine)
-    for unit in engine.units:
+    for unit in engine.job.units:
         for handle in unit.handles:
             if handle.grad is not None:
                 landing.add(handle.param)

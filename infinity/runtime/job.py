@@ -36,6 +36,7 @@ from .in_common import InCommon
 from .pass_state import Pass
 from .prefetch import Prefetcher
 from .sequences import Sequences
+from .value_edits import ValueEdits
 
 
 @dataclass(eq=False)
@@ -76,6 +77,7 @@ class Job:
     reducer: Reducer | None  # None: gradients are not averaged over ranks
     updates: Updates
     borrowed: BorrowedState
+    edits: ValueEdits
     handed: HandedOut
 
     # Transfers of units and activations, and comparisons between ranks.

@@ -372,7 +372,7 @@ def test_a_state_dict_that_is_only_read_leaves_nothing_behind(home, tmp_path, mo
     states = model.state_dict(), optimizer.state_dict()
     torch.save(states, io.BytesIO())
     copy.deepcopy(states)
-    assert len(engine.handed._entries) == 4 + 4 * 3
+    assert len(engine.job.handed._entries) == 4 + 4 * 3
     with monkeypatch.context() as patched:
         for name in ("read", "write"):
             patched.setattr(
@@ -380,12 +380,12 @@ def test_a_state_dict_that_is_only_read_leaves_nothing_behind(home, tmp_path, mo
             )
         engine.wait_idle()
     del states
-    assert not engine.handed._entries
+    assert not engine.job.handed._entries
     model.state_dict()["0.weight"].numpy()
-    assert len(engine.handed._entries) == 1
+    assert len(engine.job.handed._entries) == 1
     with torch.no_grad():
         loss_of(model, 1)
-    assert not engine.handed._entries
+    assert not engine.job.handed._entries
 
 
 def by_full_params(model: nn.Module, optimizer: torch.optim.Optimizer, folder) -> torch.Tensor:

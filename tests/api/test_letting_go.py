@@ -23,7 +23,7 @@ from torch import nn
 
 import infinity
 from infinity.api import wrap
-from infinity.runtime import engine as engines
+from infinity.runtime import build
 from infinity.runtime import hooks
 
 SEED, WIDTH, ROUNDS = 2, 64, 50
@@ -81,18 +81,27 @@ def wrapped(home: str, folder: Path, *, tiles: bool = False, **more: Any) -> tup
 def of(model: nn.Module, *others: Any) -> Gone:
     """Refers to a wrapped model and all that it has."""
     engine = model.__dict__["_infinity"].engine
-    flat_params = [flat for unit in engine.units for flat in unit.flat_params]
+    flat_params = [flat for unit in engine.job.units for flat in unit.flat_params]
     params = [param for flat in flat_params for param in flat.params]
     handles = [param._infinity.grad for param in params if param._infinity.grad is not None]
     parts = [
         engine.store,
         engine.gradients,
         engine.backward,
-        *(flat for unit in engine.units for flat in unit.buffers.flats),
+        *(flat for unit in engine.job.units for flat in unit.buffers.flats),
     ]
     return [
         weakref.ref(each)
-        for each in (model, *others, engine, *engine.units, *flat_params, *params, *handles, *parts)
+        for each in (
+            model,
+            *others,
+            engine,
+            *engine.job.units,
+            *flat_params,
+            *params,
+            *handles,
+            *parts,
+        )
     ]
 
 
@@ -191,7 +200,7 @@ def failed_wrap(home: str, folder: Path, where: Any, name: str, error: type[Base
     before = getattr(where, name)
 
     def fails(*args: Any, **named: Any) -> None:
-        gone.extend(weakref.ref(arg) for arg in args if isinstance(arg, engines.Engine))
+        gone.extend(weakref.ref(arg) for arg in args if isinstance(arg, build.Engine))
         raise error
 
     setattr(where, name, fails)
@@ -219,7 +228,7 @@ def a_wrap_that_fails_as_it_plans(home, folder):
 
 @way
 def a_wrap_that_fails_as_it_allocates(home, folder):
-    return failed_wrap(home, folder, engines, "Resources", MemoryError)
+    return failed_wrap(home, folder, build, "Resources", MemoryError)
 
 
 @way
@@ -496,22 +505,22 @@ def holds_its_parameter(monkeypatch) -> None:
 
 def holds_the_shards(monkeypatch) -> None:
     """A table of the process with the flat params, and so with the parameters."""
-    shut_down = engines.shut_down
+    shut_down = build.shut_down
 
     class Held(list):
         pass
 
     def partial(function, scopes, store, contents, *rest):
         own = {id(each) for each in contents}
-        flat_params = Held(each for each in gc.get_objects() if isinstance(each, engines.ParamUnit))
+        flat_params = Held(each for each in gc.get_objects() if isinstance(each, build.ParamUnit))
         flat_params = Held(
             flat for unit in flat_params for flat in unit.flat_params if id(flat.homes) in own
         )
         return lambda: (flat_params.clear(), shut_down(scopes, store, contents, *rest))
 
-    real = engines.partial
+    real = build.partial
     monkeypatch.setattr(
-        engines,
+        build,
         "partial",
         lambda function, *args, **how: (partial if function is shut_down else real)(
             function, *args, **how

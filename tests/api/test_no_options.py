@@ -57,7 +57,7 @@ def test_what_fits_stays_in_memory_and_is_told(caplog):
     assert (
         "on nvme" not in line and "swap files" not in line and "weights 12.2 MiB on device" in line
     )
-    assert wrapped(model).engine.config.nvme_paths == ()
+    assert wrapped(model).engine.job.config.nvme_paths == ()
 
 
 def test_what_does_not_fit_goes_to_a_folder_that_is_found(tight, tmp_path, monkeypatch, caplog):
@@ -73,8 +73,8 @@ def test_what_does_not_fit_goes_to_a_folder_that_is_found(tight, tmp_path, monke
         and "on nvme" in line
     )
     engine = wrapped(model).engine
-    assert engine.config.nvme_paths == (str(tmp_path),) and not list(tmp_path.iterdir())
-    assert engine.plan.planned_nbytes(infinity.machine.tiers.Tier.HOST) <= 20 * MIB
+    assert engine.job.config.nvme_paths == (str(tmp_path),) and not list(tmp_path.iterdir())
+    assert engine.job.planned.plan.planned_nbytes(infinity.machine.tiers.Tier.HOST) <= 20 * MIB
     assert losses(model, optimizer) == losses(
         *infinity.wrap_model(*make(), {"params": "host", "optimizer": "host", "host_memory": GIB})
     )
@@ -107,7 +107,7 @@ def test_auto_is_a_choice_like_others(tmp_path, monkeypatch):
     """`nvme_paths="auto"` beside a home on NVMe, whatever memory has left."""
     monkeypatch.setenv(scratch.VARIABLE, str(tmp_path))
     model, _ = infinity.wrap_model(*make(), {"optimizer": "nvme", "nvme_paths": "auto"})
-    assert wrapped(model).engine.config.nvme_paths == (str(tmp_path),)
+    assert wrapped(model).engine.job.config.nvme_paths == (str(tmp_path),)
 
 
 JOB = """

@@ -478,7 +478,7 @@ def elements_of_units(world: int = 2) -> list[int]:
     model, optimizer = infinity.wrap_model(
         model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"}
     )
-    units = infinity.runtime.registry.wrapped(model).engine.units
+    units = infinity.runtime.registry.wrapped(model).engine.job.units
     padding = 4096 * world
     of_units = [
         sum(-(-flat.layout.numel // padding) * padding for flat in unit.flat_params)

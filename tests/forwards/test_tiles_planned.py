@@ -124,7 +124,9 @@ def test_one_row_more_than_a_tile_should_have():
         for _ in range(2)
     ]
     model, _ = wrap(model)
-    assert [u.tile_nbytes for u in wrapped(model).engine.sizes if u.tile_nbytes] == [80000]
+    assert [u.tile_nbytes for u in wrapped(model).engine.job.planned.sizes if u.tile_nbytes] == [
+        80000
+    ]
     x = torch.randn(2, 20000, generator=torch.Generator().manual_seed(SEED))
     for each in (model, plain):
         each(x).square().mean().backward()
@@ -306,9 +308,9 @@ def test_auto_homes_never_put_a_tiled_weight_on_the_device(optimizer_home):
     )
     engine = wrapped(model).engine
     assert tiled_units(model)
-    for index, size in enumerate(engine.sizes):
+    for index, size in enumerate(engine.job.planned.sizes):
         if size.tile_nbytes:
-            assert engine.plan.tiers_of(index)["weight"] is not Tier.DEVICE
+            assert engine.job.planned.plan.tiers_of(index)["weight"] is not Tier.DEVICE
     x = batch_for(plain, SEED)
     for each in (model, plain):
         each(x).square().mean().backward()
@@ -321,7 +323,9 @@ def test_param_dtype_narrows_tiles_too():
     is fp32 still."""
     model, optimizer = wrap(build("linear down").float(), param_dtype="bf16")
     (rows,) = {
-        u.tile_nbytes // (2 * WIDTH) for u in wrapped(model).engine.sizes if u.name == "0.weight"
+        u.tile_nbytes // (2 * WIDTH)
+        for u in wrapped(model).engine.job.planned.sizes
+        if u.name == "0.weight"
     }
     assert rows == 64 * KIB // (2 * WIDTH)
     x = batch_for(model, SEED)

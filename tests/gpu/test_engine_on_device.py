@@ -132,7 +132,7 @@ def test_host_homes_are_registered(tmp_path):
     model, optimizer = infinity.wrap_model(
         *on_stand_in.a_model(), config_at(("host", "host"), tmp_path)
     )
-    for unit in wrapped(model).engine.units:
+    for unit in wrapped(model).engine.job.units:
         for flat_param in unit.flat_params:
             assert all(array.flat.is_pinned() for array in flat_param.arrays.values())
     infinity.unwrap_model(model, optimizer)

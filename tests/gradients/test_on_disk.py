@@ -54,8 +54,10 @@ def test_only_gradients_that_are_added_to_are_read(tmp_path, monkeypatch, micro)
             config["host_memory"] = least_host_memory(model, optimizer, config)
         model, optimizer = infinity.wrap_model(model, optimizer, config)
         engine, read = wrapped(model).engine, []
-        grads = {flat.arrays["grad"]: flat for unit in engine.units for flat in unit.flat_params}
-        assert engine.plan.tiers["grad"] is (Tier.NVME if home == "nvme" else Tier.HOST)
+        grads = {
+            flat.arrays["grad"]: flat for unit in engine.job.units for flat in unit.flat_params
+        }
+        assert engine.job.planned.plan.tiers["grad"] is (Tier.NVME if home == "nvme" else Tier.HOST)
         start_read = engine.store.start_read
         monkeypatch.setattr(
             engine.store,

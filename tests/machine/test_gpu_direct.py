@@ -140,13 +140,13 @@ def test_it_is_planned_and_charged(able, tmp_path):
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     engine = wrapped(model).engine
     assert (
-        engine.plan.terms["device"]["staged weights"]
-        == engine.plan.gpu_direct_nbytes
-        > engine.plan.staging_nbytes
+        engine.job.planned.plan.terms["device"]["staged weights"]
+        == engine.job.planned.plan.gpu_direct_nbytes
+        > engine.job.planned.plan.staging_nbytes
         > 0
     )
     infinity.unwrap_model(model, optimizer)
-    needed = engine.plan.planned_nbytes(Tier.DEVICE)
+    needed = engine.job.planned.plan.planned_nbytes(Tier.DEVICE)
     plans = {
         budget: lay_out(*a_model(), infinity.Config(**on_disk(tmp_path, device_memory=budget)))[0]
         for budget in range(needed, needed // 3, -16 * 1024)

@@ -322,7 +322,7 @@ def test_the_state_that_was_looked_at_takes_no_memory_once_nobody_has_it(swap):
     one that is held."""
     model, optimizer = infinity.wrap_model(*make("adamw"), config("nvme", swap))
     train(model, optimizer, lambda *_: None)
-    borrowed = wrapped(model).engine.borrowed
+    borrowed = wrapped(model).engine.job.borrowed
     show(model, optimizer)
     kept = optimizer.state[model[0][0].weight]["exp_avg"].view(-1)
     gc.collect()

@@ -24,7 +24,7 @@ def job() -> AtHome:
 
 
 def borrowed(job: AtHome) -> BorrowedState:
-    return job.engine.borrowed
+    return job.engine.job.borrowed
 
 
 def kept(job: AtHome, index: int = 0, name: str = "exp_avg") -> list:

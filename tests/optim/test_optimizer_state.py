@@ -133,7 +133,7 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(fault):
         given["param_groups"][0]["params"].append(given["param_groups"][1]["params"].pop())
         message = r"groups of \[2, 4\] parameters"
     given["state"][0]["step"] = torch.tensor(9.0)
-    job.engine.borrowed.forget()
+    job.engine.job.borrowed.forget()
     with pytest.raises(UsageError, match=message):
         job.optimizer.load_state_dict(given)
     assert job.handles[0].step == 1 and job.optimizer.param_groups[0]["lr"] == 0.5

@@ -54,13 +54,13 @@ def test_a_step_is_counted_and_closes_the_books_on_what_it_has_applied():
     job.engine.gradients.clips.append(0.5)
     held = torch.ones(2, 4)
     job.optimizer.state[job.handles[0].param]["momentum_buffer"] = held
-    assert job.engine.borrowed.edits != []
+    assert job.engine.job.borrowed.edits != []
     step, steps = step_of(job), job.engine.steps
     assert (steps.index, steps.backwards) == (0, 1)
     step.make(job.optimizer.param_groups, 1.0)
     assert (steps.index, steps.backwards, steps.begun, steps.untold) == (1, 0, False, -1)
-    assert job.engine.gradients.clips == [] == job.engine.borrowed.edits
-    assert job.engine.updates.clock.steps == 1
+    assert job.engine.gradients.clips == [] == job.engine.job.borrowed.edits
+    assert job.engine.job.updates.clock.steps == 1
     assert held.tolist() == [(RAMP + 0.5).tolist()] * 2  # what is held has the new state
     job.optimizer.zero_grad()
     job.backward(RAMP)
@@ -152,7 +152,7 @@ def test_a_stream_whose_backward_failed_inside_it_is_recovered_by_the_next_use(i
     if is_open:
         job.engine.gradients.changes.begin(job.handles[0])
     step.end_stream()
-    assert job.engine.scopes.interrupted == is_open == job.engine.steps.streaming
+    assert job.engine.job.scopes.interrupted == is_open == job.engine.steps.streaming
 
 
 @pytest.mark.parametrize("clip, kept", [(1.0, 2), (0.5, 0)])
@@ -162,7 +162,7 @@ def test_updates_made_ahead_are_counted_and_kept_if_the_step_is_equal(clip, kept
     job.backward(GIVEN, GIVEN)
     flat_params = [handle.flat_param for handle in job.handles[:2]]
     assert all(flat.homes.shadow is not None for flat in flat_params)
-    policy = job.engine.updates.shadows
+    policy = job.engine.job.updates.shadows
     job.optimizer._stepping.prepare()
     job.optimizer._stepping.make(job.optimizer.param_groups, clip)
     assert (policy.made, policy.kept) == (2, kept)

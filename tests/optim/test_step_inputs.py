@@ -50,7 +50,9 @@ CHANGES = {
     "step count": lambda job: setattr(job.handles[1], "step", 5),
     "gradient": lambda job: setattr(job.handles[1].param, "grad", None),
     "edit": lambda job: job.handles[1].grad.note_edit(0.5, is_own=False),
-    "state": lambda job: job.engine.borrowed.write(job.handles[1], {"exp_avg": torch.ones(2, 4)}),
+    "state": lambda job: job.engine.job.borrowed.write(
+        job.handles[1], {"exp_avg": torch.ones(2, 4)}
+    ),
 }
 
 
@@ -165,7 +167,9 @@ TIED = {
     "step count": lambda job: setattr(job.handles[0], "step", 5),
     "requires_grad": lambda job: job.handles[0].param.requires_grad_(False),
     "hyperparameter": CHANGES["hyperparameter"],
-    "state": lambda job: job.engine.borrowed.write(job.handles[0], {"exp_avg": torch.ones(2, 4)}),
+    "state": lambda job: job.engine.job.borrowed.write(
+        job.handles[0], {"exp_avg": torch.ones(2, 4)}
+    ),
     "zeros": lambda job: setattr(job.handles[0].param, "grad", None),
 }
 

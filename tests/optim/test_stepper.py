@@ -30,7 +30,7 @@ def test_a_gradient_with_every_factor_a_kernel_takes_is_stepped(clip):
     stepper = Stepper(
         engine.make_step_context(), native.Rule.SGD, optimizer.param_groups, {handle: 0}
     )
-    stepper.carry_out(stepper.plan(engine.units[0], 1, clip))
+    stepper.carry_out(stepper.plan(engine.job.units[0], 1, clip))
     assert torch.equal(
         model.state_dict()["weight"],
         torch.full((2, 4), 1 - 2.0 * 0.5**native.MAX_GRAD_FACTORS * clip),

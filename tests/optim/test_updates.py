@@ -48,7 +48,7 @@ EVENTS = [("load", 0, 9, 1.0, 2.0), ("step", 1, 9, 2.0, 3.0), ("save", 1, 9, 3.0
 
 def make(line: Line | None = None, *, shadowed: bool = False, kernels=None) -> SimpleNamespace:
     """Updates of the units of a wrapped model: each element has a weight and two moments."""
-    units = small_at_home(make=torch.optim.AdamW).engine.units
+    units = small_at_home(make=torch.optim.AdamW).engine.job.units
     traffic = Traffic(timeline=line)
     device = Device(torch.device("cpu"), traffic)
     device.kernels = kernels
@@ -144,8 +144,8 @@ def test_a_step_begins_without_a_device_that_steps():
 def test_the_engine_ends_each_step_here():
     """Twin: a backward is no step."""
     job = small_at_home()
-    assert job.engine.updates.names == [f"layers.{index}" for index in range(6)]
+    assert job.engine.job.updates.names == [f"layers.{index}" for index in range(6)]
     job.backward(RAMP)
-    assert job.engine.updates.clock.steps == 0
+    assert job.engine.job.updates.clock.steps == 0
     job.optimizer.step()
-    assert job.engine.updates.clock.steps == 1
+    assert job.engine.job.updates.clock.steps == 1

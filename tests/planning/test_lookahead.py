@@ -189,14 +189,14 @@ class Job:
             optimizer.step()
             optimizer.zero_grad()
             look(engine)
-            self.depths.append(engine.prefetcher.look_ahead.depth)
-            self.misses.append(engine.prefetcher.misses)
+            self.depths.append(engine.job.prefetcher.look_ahead.depth)
+            self.misses.append(engine.job.prefetcher.misses)
             self.found[f"loss {step}"] = loss.detach()
             staging = engine.store.staging.pool
             assert staging is None or staging.leased_nbytes <= staging.capacity_nbytes
         for tier, account in infinity.stats(self.model).tiers.items():
             assert account.peak_nbytes <= account.planned_nbytes, f"{tier}: {account}"
-        self.units_ahead = engine.plan.units_ahead
+        self.units_ahead = engine.job.planned.plan.units_ahead
         self.found |= {name: value.clone() for name, value in self.model.state_dict().items()}
         infinity.unwrap_model(self.model, optimizer)
         assert leftovers(folder) == []
@@ -262,7 +262,7 @@ def test_reads_and_computes_are_really_measured(swap):
     known = []
 
     def look(engine):
-        ahead = engine.prefetcher.look_ahead
+        ahead = engine.job.prefetcher.look_ahead
         known.append(({*ahead._reads}, sum(ahead._reads.values()), {*ahead._computes}))
 
     with environment(INFINITY_FAULTS=DELAYED):

@@ -450,8 +450,8 @@ def test_no_budget_changes_a_bit(swap):
 
     def look(model):
         engine = wrapped(model).engine
-        plan = engine.plan
-        indices = range(len(engine.units))
+        plan = engine.job.planned.plan
+        indices = range(len(engine.job.units))
         placements.add(
             tuple((*map(str, plan.tiers_of(i).values()), *sorted(plan.kept_of(i))) for i in indices)
         )
@@ -523,16 +523,16 @@ def measure(model, optimizer, micro: int) -> tuple[dict[str, int], dict[str, int
 
     for seed in range(3):
         step(seed)
-    for unit in engine.units:  # what the last step left under way
+    for unit in engine.job.units:  # what the last step left under way
         for flat_param in unit.flat_params:
             flat_param.homes.wait()
     before = {name: edge.nbytes for name, edge in infinity.stats(model).edges.items()}
     step(3)
-    for unit in engine.units:
+    for unit in engine.job.units:
         for flat_param in unit.flat_params:
             flat_param.homes.wait()
     after = {name: edge.nbytes for name, edge in infinity.stats(model).edges.items()}
-    expected = traffic(engine.plan, engine.sizes, passes=micro)
+    expected = traffic(engine.job.planned.plan, engine.job.planned.sizes, passes=micro)
     return {name: after[name] - before[name] for name in after}, expected
 
 
@@ -572,10 +572,10 @@ def test_traffic_is_what_a_steady_step_moves(swap, home, micro, frozen):
             config["device_memory"] = least
     model, optimizer = infinity.wrap_model(model, adamw(model, 1e-3), config)
     engine = wrapped(model).engine
-    assert not any(unit.tile_nbytes for unit in engine.sizes)
+    assert not any(unit.tile_nbytes for unit in engine.job.planned.sizes)
     found, expected = measure(model, optimizer, micro)
-    largest = max(unit.weight_nbytes for unit in engine.sizes)
-    padding = 16 * KIB * len(engine.sizes) * micro
+    largest = max(unit.weight_nbytes for unit in engine.job.planned.sizes)
+    padding = 16 * KIB * len(engine.job.planned.sizes) * micro
     turns = 2 * micro * 2 * largest
     slack = {"host->device": 0 if home == "device" else turns, "device->host": padding}
     if home == "nvme":
@@ -612,8 +612,8 @@ def test_kept_units_move_nothing_through_the_disk(swap, micro):
         )
         engine = wrapped(model).engine
         found, expected = measure(model, optimizer, micro)
-        largest = max(unit.weight_nbytes for unit in engine.sizes)
-        print(host, {what: len(units) for what, units in engine.plan.kept.items()})
+        largest = max(unit.weight_nbytes for unit in engine.job.planned.sizes)
+        print(host, {what: len(units) for what, units in engine.job.planned.plan.kept.items()})
         check_exact(
             found,
             expected,
@@ -657,7 +657,7 @@ def test_traffic_of_tiled_units(tied):
         {"params": "host", "optimizer": "host", "activations": "device", "device_memory": "256KiB"},
     )
     engine = wrapped(model).engine
-    assert any(unit.tile_nbytes for unit in engine.sizes)
+    assert any(unit.tile_nbytes for unit in engine.job.planned.sizes)
     found, expected = measure(model, optimizer, 1)
     print(f"measured {found}\nexpected {expected}")
     weight = 2048 * 64 * 4
@@ -763,7 +763,7 @@ def test_lay_out_allocates_nothing_and_changes_nothing(swap):
     )
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     engine = wrapped(model).engine
-    assert (engine.plan, engine.sizes) == (plan, units)
+    assert (engine.job.planned.plan, engine.job.planned.sizes) == (plan, units)
 
 
 def test_a_meta_model_is_laid_out_like_a_real_one(tmp_path):

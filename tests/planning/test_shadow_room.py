@@ -58,7 +58,7 @@ def test_no_room_is_said_before_anything_changed(home, form, tmp_path):
         infinity.wrap_model(model, adamw(model), config)
     assert differing(dict(model.state_dict()), before) == [] and not leftovers(tmp_path / "swap")
     more = parse_nbytes(re.search(r"\((.*?) for the smallest", str(told.value))[1], name)
-    assert Job(tmp_path, True, **{name: least + more}, **setup).engine.plan.shadowed
+    assert Job(tmp_path, True, **{name: least + more}, **setup).engine.job.planned.plan.shadowed
 
 
 @pytest.mark.parametrize("home", ["state on nvme", "weights on nvme", "cached"])
@@ -78,7 +78,7 @@ def test_what_was_enough_stays_enough_with_more_memory(home, tmp_path):
                 bool(
                     Job(
                         tmp_path, True, host_memory=least + more, **setup, **tiny()
-                    ).engine.plan.shadowed
+                    ).engine.job.planned.plan.shadowed
                 )
             )
         except infinity.CapacityError:
@@ -106,8 +106,8 @@ def test_checksums_of_shadows_are_planned(tmp_path):
         if array.tier is Tier.NVME
     )
     assert (
-        len(job.engine.plan.shadowed) == 8
-        and needed <= job.engine.plan.terms[Tier.HOST]["checksums"]
+        len(job.engine.job.planned.plan.shadowed) == 8
+        and needed <= job.engine.job.planned.plan.terms[Tier.HOST]["checksums"]
     )
 
 

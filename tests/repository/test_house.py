@@ -47,7 +47,9 @@ def classes(texts: dict[str, str]) -> Iterator[ast.ClassDef]:
 def test_few_files_read_through_the_hub():
     """Counts reads of the engine's attributes. Twin: a read is found, in an attribute and in a
     name."""
-    assert len(HUB.findall("self._engine.store; engine.units; my_engine.x; other.engine.y")) == 2
+    assert (
+        len(HUB.findall("self._engine.store; engine.job.units; my_engine.x; other.engine.y")) == 2
+    )
     assert sum(len(HUB.findall(text)) for text in sources().values()) <= HUB_READS
 
 

@@ -61,10 +61,12 @@ def held_at_the_input(*, frozen: tuple[int, ...] = (), steps: int) -> list[list[
     for _ in range(steps):
         x = torch.ones(2, 8, requires_grad=True)
         x.register_hook(
-            lambda _: seen.append([engine.prefetcher.is_held(unit) for unit in engine.units[1:]])
+            lambda _: seen.append(
+                [engine.job.prefetcher.is_held(unit) for unit in engine.job.units[1:]]
+            )
         )
         model(x).sum().backward()
-        assert not any(map(engine.prefetcher.is_held, engine.units))
+        assert not any(map(engine.job.prefetcher.is_held, engine.job.units))
         optimizer.step()
         optimizer.zero_grad()
     return seen
@@ -93,7 +95,11 @@ def test_a_unit_is_held_from_the_gradient_of_its_output_on():
     """A checkpoint inside its owner could ask for weights that autograd did not save in our sight.
     Twin: the unit before it, to which no gradient has come yet."""
     model, _ = made()
-    prefetcher, units, seen = wrapped(model).engine.prefetcher, wrapped(model).engine.units, []
+    prefetcher, units, seen = (
+        wrapped(model).engine.job.prefetcher,
+        wrapped(model).engine.job.units,
+        [],
+    )
     model.blocks[2].look = lambda: seen.append([prefetcher.is_held(unit) for unit in units])
     model(torch.ones(2, 8, requires_grad=True)).sum().backward()
     assert [held[1:3] for held in seen] == [[False, True]]
@@ -128,4 +134,6 @@ def test_a_frozen_models_input_gets_its_gradient_by_autograd_grad():
         )
         assert torch.equal(found, expected)
         assert bool(x._backward_hooks) == (not x.is_leaf)
-    assert not any(map(wrapped(model).engine.prefetcher.is_held, wrapped(model).engine.units))
+    assert not any(
+        map(wrapped(model).engine.job.prefetcher.is_held, wrapped(model).engine.job.units)
+    )

@@ -136,7 +136,7 @@ def _threads_that_would_wait() -> None:
     assert torch.equal(out, plain(batch(0)))
     out.sum().backward()
     optimizer.step()
-    assert not wrapped(model).engine.scopes.is_used_elsewhere
+    assert not wrapped(model).engine.job.scopes.is_used_elsewhere
 
 
 AT_THE_END = """

@@ -162,7 +162,7 @@ def test_of_a_model_the_arrays_in_memory_are_parked(home, weights, swap):
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, "host", swap))
-    arrays = lambda: arrays_in_memory(wrapped(model).engine.units)
+    arrays = lambda: arrays_in_memory(wrapped(model).engine.job.units)
     assert len(arrays()) == weights + 2 and all(array.flat is not None for array in arrays())
     model(torch.ones(1, 4)).sum().backward()
     assert len(arrays()) == weights + 3

@@ -20,7 +20,7 @@ def test_a_forward_that_finds_no_room_for_its_second_unit_lets_the_first_go(monk
         model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
     )
     engine = wrapped(model).engine
-    prefetcher, passes, units = engine.prefetcher, engine.passes, engine.units[:2]
+    prefetcher, passes, units = engine.job.prefetcher, engine.passes, engine.job.units[:2]
 
     def hold(unit, *, real=prefetcher.hold, **how):
         if unit is units[1]:

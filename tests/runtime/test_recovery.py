@@ -333,7 +333,7 @@ def test_a_recovery_that_is_cut_short_is_done_again(at, tmp_path, monkeypatch):
     hook.remove()
     with monkeypatch.context() as patch:
         patch.setattr(
-            type(getattr(engine, at)),
+            type(getattr(engine.job, at)),
             "drop" if at == "running" else "rebuild",
             lambda self: (_ for _ in ()).throw(KeyboardInterrupt()),
         )

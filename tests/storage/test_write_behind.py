@@ -525,7 +525,7 @@ def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
             model, adamw(model, LR), at_home(home, home, tmp_path, master="split")
         )
         engine = infinity.runtime.registry.wrapped(model).engine
-        masters = [flat.arrays["master"] for unit in engine.units for flat in unit.flat_params]
+        masters = [flat.arrays["master"] for unit in engine.job.units for flat in unit.flat_params]
         assert all(not engine.store.read(array, 0, array.numel).any() for array in masters)
     allocate = ArrayAllocator.allocate
 
@@ -542,7 +542,7 @@ def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
     )
     engine = infinity.runtime.registry.wrapped(model).engine
     assert all(
-        flat.arrays["master"].flat.any() for unit in engine.units for flat in unit.flat_params
+        flat.arrays["master"].flat.any() for unit in engine.job.units for flat in unit.flat_params
     )
 
 

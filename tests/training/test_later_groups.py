@@ -259,7 +259,7 @@ def test_a_group_without_room_leaves_all_as_it_was(home, tmp_path, monkeypatch):
         engine.ledger.accounts[tier].charged_nbytes for tier in (Tier.DEVICE, Tier.HOST)
     ] == before
     assert len(optimizer.param_groups) == 1 and {
-        handle.name.partition(".")[0] for handle in engine.trained
+        handle.name.partition(".")[0] for handle in engine.job.trained
     } == {"tokens"}
     thaw(model, optimizer, 0), thaw(plain, plain_optimizer, 0)
     assert torch.equal(step(model, optimizer, 1)[0], step(plain, plain_optimizer, 1)[0])

@@ -188,7 +188,7 @@ def play(
     )  # what a user gathers is charged, but in nobody's plan
     at_home = sum(
         array.nbytes
-        for unit in engine_of(model).units
+        for unit in engine_of(model).job.units
         for flat in unit.flat_params
         for array in flat.arrays.values()
     )
@@ -272,7 +272,7 @@ def test_a_soak_tells_other_numbers(tmp_path, monkeypatch):
     land = GradientBank.land
 
     def careless(self, handle, grad):
-        if handle.engine.config.params != "device":
+        if handle.engine.job.config.params != "device":
             grad = grad * (1 + 2**-7)
         land(self, handle, grad)
 

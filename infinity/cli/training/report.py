@@ -43,11 +43,15 @@ def predict_step(job: Job, compute_seconds: float) -> float:
 
     engine = wrapped(job.model).engine
     rates = Rates.measure(
-        engine.config.nvme_paths if engine.plan.planned_nbytes(Tier.NVME) else (),
-        engine.config.device,
+        engine.job.config.nvme_paths if engine.job.planned.plan.planned_nbytes(Tier.NVME) else (),
+        engine.job.config.device,
     )
     prediction = predict(
-        engine.plan, engine.sizes, rates, compute_seconds=compute_seconds, passes=job.accumulate
+        engine.job.planned.plan,
+        engine.job.planned.sizes,
+        rates,
+        compute_seconds=compute_seconds,
+        passes=job.accumulate,
     )
     return prediction.step_seconds
 

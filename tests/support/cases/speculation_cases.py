@@ -111,7 +111,7 @@ class Job:
             )  # checksums of shadows
         self.model, self.optimizer = infinity.wrap_model(model, make(model), config)
         self.engine = wrapped(self.model).engine
-        self.flat_params = [flat for unit in self.engine.units for flat in unit.flat_params]
+        self.flat_params = [flat for unit in self.engine.job.units for flat in unit.flat_params]
         self.seen: list[torch.Tensor] = []
         self.shadows: list[tuple[int, int]] = []
 

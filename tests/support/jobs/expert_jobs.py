@@ -76,7 +76,7 @@ def build(name: str, axes: dict[str, int], config: dict, *, meta: bool = False) 
 def elements_at_home(model: nn.Module) -> dict[str, int]:
     """Elements of weights that this rank has at home, of experts and of all else."""
     found = {"experts": 0, "rest": 0}
-    for unit in wrapped(model).engine.units:
+    for unit in wrapped(model).engine.job.units:
         for handle in unit.handles:
             begin, end = handle.flat_param.layout.shard_part(handle.index)
             found["experts" if ".experts." in handle.name else "rest"] += end - begin
@@ -113,7 +113,7 @@ def divided(
     engine = wrapped(model).engine
     sharded = sum(
         u.weight_nbytes
-        for u in engine.units
+        for u in engine.job.units
         if not any(".experts." in handle.name for handle in u.handles)
     )
     for step in range(STEPS):

@@ -362,12 +362,12 @@ def memory(config: dict) -> dict[str, Any]:
         )
 
     def planned() -> int:
-        return engine_of(pipe.chunks).plan.planned_nbytes(Tier.HOST)
+        return engine_of(pipe.chunks).job.planned.plan.planned_nbytes(Tier.HOST)
 
     pipe, optimizer = make()
     everyones: list = [None, None]
     dist.all_gather_object(everyones, planned())
-    share = engine_of(pipe.chunks).ranks.machine_share
+    share = engine_of(pipe.chunks).job.ranks.machine_share
     infinity.unwrap_model(pipe.chunks, optimizer)
     budget = int(sum(everyones) * 1.1)
     found: dict[str, Any] = {"planned": everyones, "share": float(share), "halves": budget // 2}
@@ -380,10 +380,10 @@ def memory(config: dict) -> dict[str, Any]:
         pipe.step(torch.ones(rows, 256), torch.ones(rows, 256))
         optimizer.zero_grad()
     found["between"] = engine.ledger.accounts[Tier.DEVICE].charged_nbytes - before
-    left = engine.ledger.accounts[Tier.DEVICE].budget_nbytes - engine.plan.planned_nbytes(
+    left = engine.ledger.accounts[
         Tier.DEVICE
-    )
-    window = engine.prefetcher._window
+    ].budget_nbytes - engine.job.planned.plan.planned_nbytes(Tier.DEVICE)
+    window = engine.job.prefetcher._window
     found["window"] = window.planned_nbytes - window.nbytes, left
     found["too much"] = told(lambda: pipe.step(torch.ones(4096, 256), torch.ones(4096, 256)))
     infinity.unwrap_model(pipe.chunks, optimizer)

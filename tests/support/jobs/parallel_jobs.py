@@ -209,11 +209,11 @@ def trained(
         if isinstance(p, DTensor)
     ]
     arrays: dict[str, int] = {}
-    for unit in engine.units:
+    for unit in engine.job.units:
         for flat_param in unit.flat_params:
             for name, array in flat_param.arrays.items():
                 arrays[name] = arrays.get(name, 0) + array.numel
-    padded = sum(flat.layout.numel for unit in engine.units for flat in unit.flat_params)
+    padded = sum(flat.layout.numel for unit in engine.job.units for flat in unit.flat_params)
     local = sum(
         (p._local_tensor if isinstance(p, DTensor) else p).numel() for p in model.parameters()
     )
@@ -519,7 +519,7 @@ def without_mesh(config: dict) -> bool:
     model = parallel(decoder(), mesh_of()["tp"], "columns and rows")
     model, optimizer = infinity.wrap_model(model, adamw(model), config)
     train(model, optimizer, "plain", steps=1)
-    parts = wrapped(model).engine.ranks.tp_group.size
+    parts = wrapped(model).engine.job.ranks.tp_group.size
     infinity.unwrap_model(model, optimizer)
     return parts == dist.get_world_size()
 

@@ -140,7 +140,7 @@ def parts(
         else None
     )
     model, optimizer = wrap(shard, tight=True, mesh=mesh, **options)
-    collective_trace = wrapped(model).engine.ranks.dp_group.collective_trace
+    collective_trace = wrapped(model).engine.job.ranks.dp_group.collective_trace
     said, verified, todo = [], [], how if rank == world - 1 else ""
 
     def attempt(step: int) -> None:
@@ -444,7 +444,7 @@ def interrupted() -> dict[str, Any]:
     take, begin = WholeGradients.take, SyncPoint.begin
     WholeGradients.take = kept(most)
     model, optimizer = wrap("parameters", tight=True)
-    collective_trace = wrapped(model).engine.ranks.dp_group.collective_trace
+    collective_trace = wrapped(model).engine.job.ranks.dp_group.collective_trace
 
     def counting(self: SyncPoint) -> None:
         met[0] += 1
@@ -473,7 +473,7 @@ def unlike_the_last(parts: bool) -> dict[str, Any]:
     rank, most, at_once, told, verified = dist.get_rank(), [0], [], [], []
     take, WholeGradients.take = WholeGradients.take, kept(most)
     model, optimizer = wrap("parameters", tight=True)
-    collective_trace = wrapped(model).engine.ranks.dp_group.collective_trace
+    collective_trace = wrapped(model).engine.job.ranks.dp_group.collective_trace
 
     def attempt(step: int, is_first: bool) -> None:
         cut = parts and is_first and step == 3 and rank == dist.get_world_size() - 1
@@ -586,8 +586,8 @@ def moved(config: dict, blocks: int = 8) -> dict[str, Any]:
             }
         )
     found = {name: nbytes - counted[-2].get(name, 0) for name, nbytes in counted[-1].items()}
-    gathers = gathers_of(engine.sizes, engine.plan.device_window_nbytes)
-    predicted = edges_of(engine.plan, engine.sizes, gathers)
+    gathers = gathers_of(engine.job.planned.sizes, engine.job.planned.plan.device_window_nbytes)
+    predicted = edges_of(engine.job.planned.plan, engine.job.planned.sizes, gathers)
     infinity.unwrap_model(model, optimizer)
     return {"found": found, "predicted": predicted, "gathers": gathers}
 

@@ -193,7 +193,7 @@ def evaluates(schedule: Any, chunks: list[Chunk], numbers: list[int], count: int
                 **({"target": tokens, "losses": losses} if count - 1 in numbers else {}),
             )
         found.append([loss.item() for loss in losses])
-    at_home = [unit for unit in wrapped(chunks).engine.units if not unit.stays]
+    at_home = [unit for unit in wrapped(chunks).engine.job.units if not unit.stays]
     return found[0] == found[1] and not any(
         flat.untyped_storage().nbytes() for unit in at_home for flat in unit.buffers.flats
     )
@@ -217,13 +217,13 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
         return announce(self, what, *how, **more)
 
     Channel.announce = counting
-    weights, found = sum(unit.weight_nbytes for unit in engine.units), []
+    weights, found = sum(unit.weight_nbytes for unit in engine.job.units), []
     for number in range(4):
         edges = {
             name: engine.traffic.collectives[name].nbytes
             for name in ("all-gather", "reduce-scatter")
         }
-        misses = engine.prefetcher.misses
+        misses = engine.job.prefetcher.misses
         meetings.clear()
         step(schedule, numbers, count, number, mesh.get_local_rank("dp"))
         told = {
@@ -234,8 +234,8 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
             told
             | {
                 "meetings": len(meetings),
-                "misses": engine.prefetcher.misses - misses,
-                "units": len(engine.units),
+                "misses": engine.job.prefetcher.misses - misses,
+                "units": len(engine.job.units),
             }
         )
         optimizer.step()
@@ -287,14 +287,14 @@ def loads(window: int, chunks: int, config: dict) -> dict[str, Any]:
     found = []
     for _ in range(4):
         gathered.clear()
-        misses = engine.prefetcher.misses
+        misses = engine.job.prefetcher.misses
         schedule.step(torch.randn(8, 64, requires_grad=True), target=torch.randn(8, 64))
-        found.append({"loads": len(gathered) / 2, "misses": engine.prefetcher.misses - misses})
+        found.append({"loads": len(gathered) / 2, "misses": engine.job.prefetcher.misses - misses})
         optimizer.step()
         optimizer.zero_grad()
     ParamUnit.start_gather = start
     infinity.unwrap_model(parts, optimizer)
-    return {"steps": found, "window": engine.plan.device_window_nbytes / (2 * each)}
+    return {"steps": found, "window": engine.job.planned.plan.device_window_nbytes / (2 * each)}
 
 
 class Unbuilt:

@@ -34,7 +34,7 @@ from infinity.runtime.registry import wrapped
 
 def home_nbytes(model: torch.nn.Module) -> int:
     """Counts the bytes of this rank's arrays at home."""
-    flat_params = [flat for unit in wrapped(model).engine.units for flat in unit.flat_params]
+    flat_params = [flat for unit in wrapped(model).engine.job.units for flat in unit.flat_params]
     return sum(array.nbytes for flat in flat_params for array in flat.arrays.values())
 
 

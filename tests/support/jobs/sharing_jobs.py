@@ -81,7 +81,7 @@ def refused(how: str, asked: bool) -> dict[str, Any]:
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())
     infinity.unwrap_model(model, optimizer)
-    return {"shares": engine.ranks.shard_group.homes is not None, "weights": weights}
+    return {"shares": engine.job.ranks.shard_group.homes is not None, "weights": weights}
 
 
 def partly() -> dict[str, Any]:
@@ -101,11 +101,12 @@ def partly() -> dict[str, Any]:
     ):
         model, optimizer = _wrap({})
     engine = wrapped(model).engine
-    flat_params = [flat for unit in engine.units for flat in unit.flat_params]
+    flat_params = [flat for unit in engine.job.units for flat in unit.flat_params]
 
     def read() -> list[bool]:
         return [
-            engine.ranks.shard_group.homes.have(flat.homes.weight_regions) for flat in flat_params
+            engine.job.ranks.shard_group.homes.have(flat.homes.weight_regions)
+            for flat in flat_params
         ]
 
     shared = [read()]
@@ -159,8 +160,8 @@ def struck() -> dict[str, Any]:
     model, optimizer = _wrap({})
     engine, store = wrapped(model).engine, dist.distributed_c10d._get_default_store()
     unit, homes, read = (
-        engine.units[0],
-        engine.ranks.shard_group.homes,
+        engine.job.units[0],
+        engine.job.ranks.shard_group.homes,
         shared_homes.SharedHomes.read,
     )
     seen: list[int] = []
@@ -173,7 +174,7 @@ def struck() -> dict[str, Any]:
 
     dist.barrier()
     with mock.patch.object(
-        type(engine.ranks.dp_group),
+        type(engine.job.ranks.dp_group),
         "announce",
         lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8)),
     ):
@@ -204,7 +205,7 @@ def held_back(share: bool) -> dict[str, Any]:
         dist.distributed_c10d._get_default_store(),
         f"held back {share}",
     )
-    unit = engine.units[0]
+    unit = engine.job.units[0]
     flat_param = unit.flat_params[0]
     free: list[bool] = []
     dist.barrier()
@@ -212,7 +213,7 @@ def held_back(share: bool) -> dict[str, Any]:
         store.wait([key])
     # They meet before a gather that is not agreed on: here neither waits for that.
     with mock.patch.object(
-        type(engine.ranks.dp_group),
+        type(engine.job.ranks.dp_group),
         "announce",
         lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8)),
     ):

@@ -112,7 +112,7 @@ def trained(
         "losses": losses,
         "steps": wrapped(chunks).engine.step_index,
     }
-    at_rest = [unit for unit in wrapped(chunks).engine.prefetcher.units if not unit.stays]
+    at_rest = [unit for unit in wrapped(chunks).engine.job.prefetcher.units if not unit.stays]
     found["empty"] = not any(
         flat.untyped_storage().nbytes() for unit in at_rest for flat in unit.buffers.flats
     )
@@ -183,7 +183,7 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
         def noted(*arguments: Any, **options: Any) -> Any:
             done.append((what, stage.stage_index, counts[what]))
             versions.append(
-                engine.step_index - first - any(unit.uses_stale for unit in engine.units)
+                engine.step_index - first - any(unit.uses_stale for unit in engine.job.units)
             )
             counts[what] += 1
             return run(*arguments, **options)
@@ -221,7 +221,7 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
             most,
             sum(
                 u.weight_nbytes
-                for u in engine.prefetcher.units
+                for u in engine.job.prefetcher.units
                 if u.residency is not Residency.STORED and not u.stays
             ),
         )
@@ -230,14 +230,14 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
     ParamUnit.start_gather = counting
     unflushed.run(pairs(range(3)))
     ParamUnit.start_gather = start
-    weights, window = weights_of(chunks), engine.prefetcher._window.nbytes
-    shards = sum(flat.shard_nbytes for unit in engine.units for flat in unit.flat_params)
+    weights, window = weights_of(chunks), engine.job.prefetcher._window.nbytes
+    shards = sum(flat.shard_nbytes for unit in engine.job.units for flat in unit.flat_params)
     infinity.unwrap_model(chunks, optimizer)
     return {
         "taken": sum(taken.values()),
         "shards": shards,
         "most": most,
-        "loads": loads / len(engine.units),
+        "loads": loads / len(engine.job.units),
         "window": window,
         "weights": weights,
     }

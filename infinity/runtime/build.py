@@ -1,0 +1,250 @@
+"""Build: makes the job of one wrapped model, and the engine that runs it.
+
+Some of the job's parts call parts that are built after them: the prefetcher and the reducer call
+the backward, and every use calls the engine. They find them through a weak reference to the
+engine, because the job must not keep it alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from .. import native
+from ..config.config import Config
+from ..distributed.collectives import Collectives
+from ..forwards.recompute import ActivationPlanner
+from ..gradients.bank import GradientBank
+from ..gradients.reducer import Reducer
+from ..machine.device import Device
+from ..machine.ledger import Ledger
+from ..machine.rates import memory_rate
+from ..machine.tiers import Tier
+from ..machine.timeline import Timeline
+from ..optim.borrowed_state import BorrowedState
+from ..optim.updates import Updates
+from ..planning.memory_plan import MemoryPlan
+from ..planning.schedule import Schedule
+from ..planning.unit_sizes import UnitSize
+from ..state.journal import Journal
+from ..state.step_counter import StepCounter
+from ..state.unit import ParamUnit
+from ..state.uses import Uses
+from ..state.weight_storages import WeightStorages
+from ..storage.store import ArrayStore
+from .engine import Engine
+from .handed_out import HandedOut
+from .in_common import InCommon
+from .job import Job, Planned
+from .one_thread import wait_for_others
+from .pass_state import Pass
+from .prefetch import Prefetcher
+from .resources import Resources, make_store, trace_path
+from .sequences import Sequences
+from .shut_down import shut_down
+from .value_edits import ValueEdits
+
+
+class Later:
+    """The engine, which is built last."""
+
+    def __init__(self) -> None:
+        self._engine: weakref.ref[Engine] | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Called only while it exists."""
+        return self._engine()
+
+    def set(self, engine: Engine) -> None:
+        """Sets the engine."""
+        self._engine = weakref.ref(engine)
+
+
+@dataclass(frozen=True, eq=False)
+class _Base:
+    """The parts of a job that need no other part to run."""
+
+    config: Config
+    plan: MemoryPlan
+    units: list[ParamUnit]
+    device: Device
+    collectives: Collectives
+    ledger: Ledger
+    store: ArrayStore
+    scopes: native.Scopes
+    updates: Updates
+    schedule: Schedule
+    journal: Journal
+    running: Pass
+    steps: StepCounter
+
+
+def build_engine(
+    config: Config,
+    plan: MemoryPlan,
+    units: list[ParamUnit],
+    sizes: list[UnitSize],
+    *,
+    stepping: bool,
+    device: Device,
+    collectives: Collectives,
+) -> Engine:
+    """Allocates the homes and all other lasting memory, and makes the engine.
+
+    ``stepping``: an optimizer steps the parameters. Raises CapacityError or StorageError with
+    everything freed.
+    """
+    base, later = _make_base(config, plan, units, device, collectives), Later()
+    store, updates = base.store, base.updates
+    homes = [flat.homes for unit in units for flat in unit.flat_params]
+    recorded, names = updates.recorded, updates.names
+    free = partial(shut_down, base.scopes, store, homes, recorded, names, collectives, device)
+    try:
+        resources = Resources(config, plan, units, store)
+        if stepping:
+            updates.use(resources.make_updater(), device, plan.device_slot_nbytes)
+        job = _make_job(base, Planned(plan, sizes), resources, later, stepping=stepping)
+        engine = Engine(job, resources, free)
+        later.set(engine)
+        _plan_activations(engine)
+        return engine
+    except BaseException:
+        native.insist(free)
+        raise
+
+
+def _make_base(
+    config: Config,
+    plan: MemoryPlan,
+    units: list[ParamUnit],
+    device: Device,
+    collectives: Collectives,
+) -> _Base:
+    """Makes the parts that the others are built on. Allocates no home yet."""
+    traffic, ledger = collectives.traffic, Ledger()
+    if config.trace is not None:
+        traffic.timeline = Timeline(trace_path(config.trace, collectives.ranks))
+    budgets = (config.device_memory, config.host_memory, config.nvme_capacity)
+    for tier, budget in zip(Tier, budgets):
+        ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
+    autograd = torch._C._autograd
+    return _Base(
+        config=config,
+        plan=plan,
+        units=units,
+        device=device,
+        collectives=collectives,
+        ledger=ledger,
+        store=make_store(config, plan, ledger, traffic, device, collectives),
+        scopes=native.Scopes(
+            autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+        ),
+        updates=Updates(units, traffic, plan),
+        schedule=Schedule(),
+        journal=Journal(),
+        running=Pass(),
+        steps=StepCounter(note_progress=collectives.note_progress),
+    )
+
+
+def _make_job(
+    base: _Base, planned: Planned, resources: Resources, later: Later, *, stepping: bool
+) -> Job:
+    """Makes the parts that run while the model runs, and the job of all."""
+    store, steps, journal, collectives = base.store, base.steps, base.journal, base.collectives
+    prefetcher, trained = _make_prefetcher(base, later), []
+    uses, borrowed = _make_uses(base, later), BorrowedState(store, steps, journal)
+    edits = ValueEdits(store, prefetcher, journal, collectives, steps)
+    gradients = GradientBank(
+        store, resources.grad_staging, collectives, in_flight_nbytes=base.plan.landing_nbytes
+    )
+    averages = stepping and collectives.ranks.data_size > 1
+    return Job(
+        config=base.config,
+        planned=planned,
+        units=base.units,
+        trained=trained,
+        device=base.device,
+        collectives=collectives,
+        ranks=collectives.ranks,
+        traffic=collectives.traffic,
+        ledger=base.ledger,
+        store=store,
+        uses=uses,
+        scopes=base.scopes,
+        journal=journal,
+        schedule=base.schedule,
+        steps=steps,
+        storages=WeightStorages(),
+        gradients=gradients,
+        reducer=_make_reducer(base, gradients, later) if averages else None,
+        updates=base.updates,
+        borrowed=borrowed,
+        edits=edits,
+        handed=HandedOut(store, steps, collectives.ranks, borrowed, uses, edits),
+        prefetcher=prefetcher,
+        activations=resources.make_activations(),
+        in_common=InCommon(collectives, base.device, steps, gradients, trained),
+        sequences=Sequences(collectives, base.device),
+        running=base.running,
+    )
+
+
+def _make_uses(base: _Base, later: Later) -> Uses:
+    """Makes the entry for all uses of the engine."""
+    return Uses(
+        base.scopes,
+        check_process=base.store.check_process,
+        wait=partial(wait_for_others, base.scopes),
+        prepare=lambda repairing: later.engine.prepare(repairing),
+        settle=lambda: later.engine.job.handed.settle(),
+    )
+
+
+def _make_prefetcher(base: _Base, later: Later) -> Prefetcher:
+    """Makes the prefetcher, which may ask the backward to give way."""
+    return Prefetcher(
+        base.units,
+        base.store,
+        base.ledger,
+        base.schedule,
+        window_nbytes=base.plan.device_window_nbytes,
+        units_ahead=base.plan.units_ahead,
+        give_way=lambda: later.engine.backward.give_way(),
+        collectives=base.collectives,
+        device=base.device,
+        journal=base.journal,
+        running=base.running,
+    )
+
+
+def _make_reducer(base: _Base, gradients: GradientBank, later: Later) -> Reducer:
+    """Makes the reducer, which averages gradients over the ranks."""
+    steps, makes_ahead = base.steps, base.updates.are_made_ahead
+    reducer = Reducer(
+        base.collectives,
+        [unit for unit in base.units if any(flat.spec.stepped for flat in unit.flat_params)],
+        gradients,
+        base.ledger,
+        base.schedule,
+        lambda unit: later.engine.backward.landed_at_home(unit),
+        lambda: steps.streaming or makes_ahead,
+    )
+    gradients.reduce_with(reducer)
+    return reducer
+
+
+def _plan_activations(engine: Engine) -> None:
+    """Chooses from now on which blocks' activations are kept, sent or recomputed, if there is a
+    device budget to spend on them."""
+    job = engine.job
+    planned = job.activations is not None and job.activations.spare_nbytes is not None
+    # Ranks must decide the same, but measure different times.
+    if planned and job.config.micro_batch is None and job.ranks.alone:
+        # Sending reads and writes every byte twice, in both directions.
+        rate, recomputes = memory_rate() / 4, job.config.recompute
+        job.activations.plan_with(ActivationPlanner(engine, send_rate=rate, recomputes=recomputes))
