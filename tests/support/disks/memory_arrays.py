@@ -86,6 +86,7 @@ class Told:
     def assemble(self, out: torch.Tensor, pieces: list[tuple[int, int]], what: str) -> None:
         self.meetings.append(what)
         assert len(pieces) == self.size
+        assert out.numel() == max(end for begin, end in pieces if begin < end)
         for peer, (begin, end) in enumerate(pieces):
             if peer != self.rank and begin < end:
                 out[begin:end] = self.wholes[what][begin:end]
