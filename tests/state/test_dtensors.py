@@ -229,7 +229,7 @@ def test_gradients_of_both_kinds_are_unscaled_together(mesh):
     assert handlers == DTensor._op_dispatcher._custom_op_handlers
     for kinds in ("pd", "p", "d", "dpd"):
         grads = [torch.ones(3) if kind == "p" else tensor_on(mesh) for kind in kinds]
-        found = torch.zeros(1)
+        found = torch.zeros(())
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
         expected = [[0.5] * 3 if kind == "p" else (HALF / 2).tolist() for kind in kinds]
         assert [dtensors.local_of(grad).tolist() for grad in grads] == expected
@@ -238,7 +238,7 @@ def test_gradients_of_both_kinds_are_unscaled_together(mesh):
 
 def test_a_plain_gradient_that_is_not_finite_is_found_beside_distributed_ones(mesh):
     dtensors.let_scalers_mix()
-    found = torch.zeros(1)
+    found = torch.zeros(())
     grads = [tensor_on(mesh), torch.tensor([torch.inf])]
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
     assert found.item() == 1
