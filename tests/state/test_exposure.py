@@ -1,0 +1,320 @@
+"""Exposure: parameters are ordinary ones while they are used, and what is done to them then goes
+home or is refused.
+
+Words used here: **outside**: a way to change a weight that torch does not count.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from memory_arrays import MemoryStore, give_arrays
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from infinity import native
+from infinity.errors import UsageError
+from infinity.machine import storage_guard
+from infinity.state.exposure import Exposure
+from infinity.state.handle import own_bytes
+from infinity.state.journal import Journal
+from infinity.state.parameter import ResidentParameter, StoredDTensor, StoredParameter
+from infinity.state.shard import ParamShard
+from infinity.state.shard_spec import ShardSpec
+
+F32 = torch.float32
+SPEC = ShardSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
+
+
+class Buffer:
+    """Stands for a device buffer; an export of its shard, or that it was moved, is only said."""
+
+    def __init__(self, shard: ParamShard):
+        self.shard, self.is_exported, self.is_moved = shard, False, False
+
+
+class Case:
+    """A unit of two shards, whose parameters are as they are at home."""
+
+    def __init__(self, *, is_older: bool = False, alone: bool = True, compresses: bool = False):
+        self.store, self.journal, self.compared = MemoryStore(), Journal(), []
+        collectives = SimpleNamespace(
+            ranks=SimpleNamespace(alone=alone, compresses=compresses), same=self.same
+        )
+        self.shards = []
+        for names in (["a", "b"], ["c"]):
+            params = [torch.nn.Parameter(torch.arange(4.0)) for _ in names]
+            shard = give_arrays(ParamShard(SPEC, params))
+            shard.name(names)
+            shard.weight.extent = SimpleNamespace(version=3)
+            for index, (param, name) in enumerate(zip(params, names)):
+                shard.write_value(self.store, index, torch.arange(4.0), version=3)
+                param._infinity = SimpleNamespace(name=name, forward_edits=0, grad=None, unit=self)
+            self.shards.append(shard)
+        self.buffers = [Buffer(shard) for shard in self.shards]
+        self.params = [param for shard in self.shards for param in shard.params]
+        self.exposure = Exposure("block", self.shards, self.buffers, collectives, is_older=is_older)
+        self.store.writes.clear()
+
+    def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool) -> None:
+        self.compared.append(what)
+
+    def watch(self, param: torch.Tensor, data: torch.Tensor) -> None:
+        self.exposure.watch(param, data, stays=False)
+
+    def find(self, *, stays: bool = False) -> bool:
+        return self.exposure.find_edits(self.store, stays=stays)
+
+    def write(self, *, stays: bool = False) -> None:
+        self.exposure.write_edits(self.store, self.journal, stays=stays)
+
+    def at_home(self, number: int) -> list[float]:
+        shard, index = ((0, 0), (0, 1), (1, 0))[number]
+        return self.shards[shard].read_value(self.store, index).tolist()
+
+
+def outside(param: torch.Tensor, value: float) -> None:
+    """Fills the memory of ``param``, which torch does not count."""
+    own_bytes(param).numpy()[:] = value
+
+
+# --- classes ---
+
+
+def test_parameters_are_ordinary_ones_from_the_begin_to_the_end():
+    """Claim: they stay the same objects. Twin: what is forgotten ends, too."""
+    case = Case()
+    for stop in (case.exposure.end, case.exposure.forget):
+        case.exposure.begin()
+        assert [type(param) for param in case.params] == [ResidentParameter] * 3
+        stop()
+        assert [type(param) for param in case.params] == [StoredParameter] * 3
+    assert case.params == [param for shard in case.shards for param in shard.params]
+
+
+def test_a_distributed_parameter_is_exactly_a_dtensor_while_it_is_used(tmp_path):
+    """Twin: a plain one beside it is not."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        parts = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        shard = ParamShard(SPEC, [parts, torch.nn.Parameter(torch.ones(4))])
+        ranks = SimpleNamespace(ranks=SimpleNamespace(alone=True, compresses=False))
+        exposure = Exposure("block", [shard], [], ranks, is_older=False)
+        for _ in range(2):
+            exposure.begin()
+            assert [type(param) for param in shard.params] == [DTensor, ResidentParameter]
+            exposure.end()
+            assert [type(param) for param in shard.params] == [StoredDTensor, StoredParameter]
+    finally:
+        dist.destroy_process_group()
+
+
+# --- edits in place ---
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_change_in_place_is_found_and_goes_home(number):
+    """Twins: before it there is none; the others' homes are not written."""
+    case = Case()
+    case.exposure.begin()
+    assert not case.find()
+    with torch.no_grad():
+        case.params[number].mul_(2)
+    assert case.find()
+    case.write()
+    assert [case.at_home(each) for each in range(3)] == [
+        [0, 2, 4, 6] if each == number else [0, 1, 2, 3] for each in range(3)
+    ]
+    assert [(each.name, each.version) for each in case.store.writes] == [("weight", 3)]
+    assert case.compared == [f"changing {'abc'[number]} in a forward"]
+    assert case.journal.is_clear
+
+
+def test_an_edit_is_written_with_what_the_home_and_the_ranks_are():
+    """Method: edits in place that are refused. A home on the device has the change already; of
+    compressed weights the value before is nowhere. Twin: the change of another use."""
+    case = Case()
+    case.exposure.begin()
+    with torch.no_grad():
+        case.params[0].mul_(2)
+    case.write(stays=True)
+    assert case.store.writes == []
+    case = Case(compresses=True)
+    case.exposure.begin()
+    with torch.no_grad():
+        case.params[0].mul_(2)
+    with pytest.raises(UsageError, match="a was changed in place inside a forward, but it came"):
+        case.write()
+    case.exposure.begin()
+    case.write()
+
+
+def test_a_change_before_the_begin_is_none():
+    case = Case()
+    with torch.no_grad():
+        case.params[0].mul_(2)
+    case.exposure.begin()
+    assert not case.find()
+
+
+# --- data ---
+
+
+@pytest.mark.parametrize("stays, compresses", [(False, False), (True, False), (False, True)])
+def test_a_change_through_data_goes_home(stays, compresses):
+    """Claim: home is compared with, or else a copy of the value before, where home is what was
+    changed or another value."""
+    case = Case(compresses=compresses)
+    case.exposure.begin()
+    data = own_bytes(case.params[1])
+    if stays:
+        case.shards[0].weight.flat[64:68] = 5
+        outside(case.params[1], 5)
+    if not stays and not compresses:
+        data[0] = 4  # which home shows, and a copy of it would not
+    case.exposure.watch(case.params[1], data, stays=stays)
+    data[0 if stays else 1 :].numpy()[:] = 9
+    if compresses:
+        case.shards[0].weight.flat[64] = 0.25  # as home has it, and the device does not
+    assert case.find(stays=stays)
+    case.write(stays=stays)
+    first = 9 if stays else 0.25 if compresses else 4
+    assert case.at_home(1) == [first, 9, 9, 9]
+
+
+def test_what_is_forgotten_is_not_found():
+    """Twin: a new use finds what it watches itself."""
+    case = Case()
+    case.exposure.begin()
+    case.exposure.watch(case.params[0], own_bytes(case.params[0]), stays=False)
+    assert case.find()
+    case.exposure.forget()
+    assert not case.find()
+
+
+# --- older weights ---
+
+
+def older() -> Case:
+    case = Case(is_older=True)
+    case.exposure.begin()
+    return case
+
+
+def test_a_change_of_older_weights_is_refused():
+    """Twin: one that changes nothing, through data that was watched, is not."""
+    case = older()
+    assert not case.find()
+    case.exposure.watch(case.params[2], own_bytes(case.params[2]), stays=False)
+    assert not case.find()
+    outside(case.params[2], 9)
+    with pytest.raises(UsageError, match="parameters of unit block in place, which are one update"):
+        case.find()
+    case = older()
+    with torch.no_grad():
+        case.params[0].add_(1)
+    with pytest.raises(UsageError, match="the change would be lost"):
+        case.find()
+
+
+def test_exports_of_older_weights_are_not_compared_with_home():
+    """Method: a home with other values. Twin: exports of the newest weights are."""
+    for case in (older(), Case()):
+        case.exposure.begin()
+        case.buffers[0].is_exported = True
+        case.shards[0].weight.flat.fill_(8)
+        assert case.find() == (not case.exposure._is_older)
+
+
+# --- exports ---
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_change_through_an_export_goes_home(number):
+    """Twins: of an export that was not used nothing is found, nor of a change without one."""
+    case = Case()
+    case.exposure.begin()
+    outside(case.params[number], 7)
+    assert not case.find()
+    case.buffers[number // 2].is_exported = True
+    assert case.find()
+    case.write()
+    assert case.at_home(number) == [7] * 4 and len(case.store.writes) == 1
+    case.exposure.begin()
+    assert not case.find()
+
+
+def test_each_parameter_that_may_have_been_exported_is_compared_with_its_own_home():
+    """Method: one that is as the home of another one. Twin: one that is as its own."""
+    case = Case()
+    case.exposure.begin()
+    case.buffers[0].is_exported = True
+    case.shards[0].write_value(case.store, 1, torch.full((4,), 7.0), version=3)
+    assert case.find()
+    case = Case()
+    case.exposure.begin()
+    case.buffers[0].is_exported = True
+    case.shards[0].write_value(case.store, 1, torch.full((4,), 7.0), version=3)
+    outside(case.params[1], 7)
+    assert not case.find()
+
+
+def test_an_export_from_an_earlier_use_is_compared_with_the_begin_of_this_one():
+    """Method: home has other values, as after a use whose change was refused. Twin: a change in
+    this use is found."""
+    case = Case()
+    case.buffers[0].is_exported = True
+    case.shards[0].weight.flat.fill_(8)
+    case.exposure.begin()
+    assert not case.find()
+    outside(case.params[0], 7)
+    assert case.find()
+
+
+@pytest.mark.parametrize("stays, compresses", [(True, False), (False, True)])
+def test_an_export_is_not_compared_with_a_home_that_shows_no_change(stays, compresses):
+    case = Case(compresses=compresses)
+    case.exposure.begin()
+    case.buffers[0].is_exported = True
+    outside(case.params[0], 7)
+    assert not case.find(stays=stays)
+
+
+def test_with_several_ranks_a_change_through_an_export_is_refused():
+    """Twins: an export that was not used, and a change that is watched another way, are not."""
+    case = Case(alone=False)
+    case.exposure.begin()
+    case.buffers[0].is_exported = True
+    assert not case.find()
+    outside(case.params[1], 7)
+    with pytest.raises(UsageError, match="b was changed in a forward through an array"):
+        case.find()
+    case.exposure.watch(case.params[1], own_bytes(case.params[1]), stays=False)
+    assert case.find()
+
+
+def test_weights_that_were_moved_to_shared_memory_are_refused():
+    """Claim: even where nothing could be compared. Twin: of older weights nothing is asked."""
+    for settings in ({}, {"compresses": True}):
+        case = Case(**settings)
+        case.exposure.begin()
+        case.buffers[1].is_moved = True
+        with pytest.raises(
+            UsageError, match=r"share_memory_\(\) of weights of unit block: .* host"
+        ):
+            case.find()
+    case = older()
+    case.buffers[1].is_moved = True
+    assert not case.find()
+
+
+def test_the_parameters_memory_stays_its_own():
+    """Claim: neither class makes another storage."""
+    case = Case()
+    before = [storage_guard.identity(own_bytes(param)) for param in case.params]
+    case.exposure.begin()
+    case.exposure.end()
+    assert [storage_guard.identity(own_bytes(param)) for param in case.params] == before

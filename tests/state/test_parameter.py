@@ -1,0 +1,427 @@
+"""Parameters at rest: what they answer without their bytes, what they ask the engine for, and what
+they refuse.
+
+Words used here: **engine**: a small one, that gathers when it is ``computing`` and refuses
+elsewhere. **alias**: what ``detach`` gives of a parameter at rest.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from memory_arrays import MemoryArray
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from infinity import native
+from infinity.errors import UsageError
+from infinity.machine import storage_guard
+from infinity.state.handle import ParamHandle, own_bytes, raw_grad, set_raw_grad
+from infinity.state.parameter import ResidentParameter, StoredAlias, StoredDTensor, StoredParameter
+from infinity.state.shard import ParamShard
+from infinity.state.shard_spec import ShardSpec
+from infinity.state.tensors import give_storage, take_storage
+
+F32 = torch.float32
+SPEC = ShardSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
+VALUES = [torch.arange(6.0).view(2, 3), torch.ones(3), torch.ones(3)]
+NAMES = ["a", "b", "c"]
+
+
+class Gone:
+    """An engine that nobody keeps."""
+
+
+class Value(SimpleNamespace):
+    """Stands for what a block of full_params has of a parameter."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Job:
+    """The engine, unit and gradients of three parameters at rest."""
+
+    def __init__(self) -> None:
+        self.computing, self.said, self.version, self.inside = False, [], 0, []
+        self.gradients = self.uses = self
+        params = [torch.nn.Parameter(value.clone()) for value in VALUES]
+        self.shard = ParamShard(SPEC, params)
+        self.shard.arrays["weight"] = MemoryArray("weight", torch.zeros(4096))
+        for index, param in enumerate(params):
+            param._infinity = ParamHandle([NAMES[index]], self, self.shard, index, self)
+            take_storage(param)
+            param.__class__ = StoredParameter
+        self.params = params
+
+    # --- the engine ---
+
+    @contextmanager
+    def block(self, name: str):
+        self.inside.append(name)
+        try:
+            yield
+        finally:
+            self.inside.pop()
+
+    def begin(self):
+        return self.block("use")
+
+    def saving_tensors(self):
+        self.said.append(f"saving inside {self.inside}")
+        return self.block("saving")
+
+    def refusal(self, handle, operation: str) -> UsageError:
+        return UsageError(f"{operation} of {handle.name} is refused")
+
+    def touch(self, handle, operation: str) -> None:
+        self.said.append(f"{operation} of {handle.name} inside {self.inside}")
+        if not self.computing:
+            raise self.refusal(handle, operation)
+        with torch._C.DisableTorchFunctionSubclass():
+            give_storage(handle.param)
+            own_bytes(handle.param).copy_(VALUES[handle.index])
+        handle.param.__class__ = ResidentParameter
+
+    def write_value(self, handle, value) -> None:
+        self.said.append((f"write {handle.name} inside {self.inside}", value))
+
+    def read_value(self, handle) -> torch.Tensor:
+        return VALUES[handle.index]
+
+    # --- the unit, and the gradients ---
+
+    def watch(self, param, data) -> None:
+        self.said.append(("watch", param, data))
+
+    def get(self, handle):
+        return f"gradient of {handle.name}"
+
+    def set(self, handle, value) -> None:
+        self.said.append(("set", handle.name, value))
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+# --- without bytes ---
+
+
+def test_a_parameter_at_rest_says_what_it_is_without_its_bytes(job):
+    """Claim: its alias does too. Twin: nothing is asked of the engine."""
+    param = job.params[0]
+    for tensor in (param, param.detach()):
+        assert tensor.shape == (2, 3) and tensor.stride() == (3, 1) and tensor.dtype is F32
+        assert tensor.numel() == 6 and tensor.device.type == "cpu" and len(tensor) == 2
+        assert tensor.type() == "torch.FloatTensor"
+        assert tensor.requires_grad is (tensor is param) and not tensor.is_pinned()
+    assert isinstance(param, torch.nn.Parameter) and param.is_leaf
+    assert job.said == []
+
+
+def test_tensors_like_one_at_rest_are_made_without_its_bytes(job):
+    """Twin: an argument that is at rest itself is gathered, or refused."""
+    made = torch.zeros_like(job.params[0], dtype=torch.int64)
+    assert made.tolist() == [[0] * 3] * 2 and made.dtype is torch.int64
+    assert job.params[0].detach().new_full((2,), 3).tolist() == [3, 3]
+    assert type(torch.ones_like(job.params[1])) is torch.Tensor and job.said == []
+    with pytest.raises(UsageError, match="new_tensor of a is refused"):
+        job.params[0].new_tensor(job.params[1])
+
+
+def test_its_text_has_its_name_and_its_home(job):
+    """Twin: that of a parameter whose engine is gone says so."""
+    text = "StoredParameter(a, shape=(2, 3), dtype=torch.float32, home=host)"
+    param = job.params[0]
+    assert repr(param) == str(param) == f"{param}" == text and f"{param:>70}" == f"{text:>70}"
+    assert "StoredAlias(a, " in repr(param.detach())
+    param._infinity = ParamHandle(["a"], job, job.shard, 0, Gone())
+    assert repr(param).endswith("home=gone)") and job.said == []
+
+
+@pytest.mark.parametrize("kind", ["at rest", "an alias", "resident"])
+def test_it_is_neither_copied_deeply_nor_pickled(kind, job):
+    tensor = job.params[0].detach() if kind == "an alias" else job.params[0]
+    if kind == "resident":
+        tensor.__class__ = ResidentParameter
+    with pytest.raises(UsageError, match="parameter a is managed by Infinity and cannot be deep-"):
+        copy.deepcopy(tensor)
+    with pytest.raises(UsageError, match="parameter a is managed by Infinity and cannot be pick"):
+        pickle.dumps(tensor)
+
+
+def test_a_conversion_to_itself_returns_it(job):
+    """Twin: another one needs its bytes."""
+    param = job.params[0]
+    assert param.to("cpu") is param.float() is param.contiguous() is param.to(F32) is param
+    with pytest.raises(UsageError, match="to of a is refused"):
+        param.to(torch.float64)
+
+
+# --- aliases ---
+
+
+def test_an_alias_has_the_same_form_no_graph_and_no_readable_bytes(job):
+    """Twin: of an alias there is an alias, too."""
+    param = job.params[0]
+    for alias in (param.detach(), param.data, param.detach().detach()):
+        assert type(alias) is StoredAlias and alias._infinity is param._infinity
+        assert alias.shape == (2, 3) and alias.stride() == (3, 1) and not alias.requires_grad
+        if storage_guard.is_available():
+            with pytest.raises(RuntimeError):
+                alias.untyped_storage().data_ptr()
+    columns = torch.nn.Parameter(torch.ones(3, 2).t())
+    assert StoredAlias.of(columns).stride() == (1, 2)
+    job.computing = True
+    assert param.detach().tolist() == VALUES[0].tolist()
+
+
+def test_an_aliass_bytes_are_the_parameters_and_are_watched(job):
+    job.computing = True
+    alias = job.params[0].detach()
+    assert torch.equal(alias + 1, VALUES[0] + 1)
+    ((_, param, data),) = [said for said in job.said if said[0] == "watch"]
+    assert param is job.params[0] and data.data_ptr() == own_bytes(param).data_ptr()
+
+
+def test_an_alias_that_is_read_past_torchs_functions_is_gathered(job):
+    """Method: a C++ operator, which comes to dispatch. Twin: elsewhere it is refused."""
+    alias = job.params[0].detach()
+    with pytest.raises(UsageError, match=r"aten.add.Tensor of a is refused"):
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.add(alias, 1)
+    job.computing = True
+    job.said.clear()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert torch.equal(torch.add(alias, 1), VALUES[0] + 1)
+    assert job.said[0] == "aten.add.Tensor of a inside ['use']"
+
+
+def test_another_parameter_over_its_memory_is_refused(job):
+    """Twin: detaching alone is not."""
+    with pytest.raises(UsageError, match=r"torch.nn.Parameter of a is refused"):
+        torch.nn.Parameter(job.params[0])
+    job.params[0].detach()
+
+
+# --- equality and values ---
+
+
+def test_it_is_compared_by_its_value_at_home(job):
+    """Twins: itself and its alias are equal without a look; other shapes are not."""
+    a, b, c = job.params
+    assert torch.equal(a, a) and a.equal(a.detach())
+    assert torch.equal(b, c) and torch.equal(b, torch.ones(3)) and not b.equal(torch.zeros(3))
+    assert not torch.equal(a, b) and job.said == []
+    job.read_value = None
+    assert torch.equal(a, a) and not torch.equal(a, b)
+
+
+def test_in_a_forward_it_is_compared_as_any_tensor(job):
+    job.computing = True
+    job.read_value = None
+    assert torch.equal(job.params[1], job.params[2])
+    assert [said.split(" inside")[0] for said in job.said if " of " in said] == [
+        "equal of b",
+        "equal of c",
+    ]
+
+
+def test_a_whole_copy_writes_home_and_returns_the_parameter(job):
+    """Claim: inside a use. Twin: in a forward it writes the bytes on the device."""
+    value = torch.full((2, 3), 5.0)
+    with torch.no_grad():
+        for tensor in (job.params[0], job.params[0].detach()):
+            assert tensor.copy_(value) is tensor
+            assert job.said.pop() == ("write a inside ['use']", value) and job.said == []
+        job.computing = True
+        job.params[0].copy_(value)
+    assert own_bytes(job.params[0]).tolist() == value.tolist()
+    assert job.said[0] == "copy_ of a inside ['use']"
+
+
+def test_its_data_may_be_set_to_itself_alone(job):
+    """Twin: any other value would not reach home."""
+    a, b, _ = job.params
+    a.data = a
+    a.data = a.detach()
+    for value in (torch.zeros(2, 3), b):
+        with pytest.raises(UsageError, match=r"assigning a\.data would not reach its home"):
+            a.data = value
+    assert job.said == []
+
+
+# --- with bytes ---
+
+
+def test_a_use_in_a_forward_gathers_all_that_it_takes(job):
+    """Claim: inside a use, and so that autograd saves references. Twin: elsewhere it is refused."""
+    a, b, _ = job.params
+    x = torch.ones(1, 3)
+    with pytest.raises(UsageError, match="linear of a is refused"):
+        torch.nn.functional.linear(x, a)
+    job.said.clear()
+    job.computing = True
+    out = torch.addmv(torch.zeros(2), a, b)
+    assert torch.equal(out, VALUES[0].sum(1)) and out.requires_grad
+    assert job.said == [
+        "addmv of a inside ['use']",
+        "addmv of b inside ['use']",
+        "saving inside ['use']",
+    ]
+    assert job.inside == []
+    assert type(a) is StoredParameter and type(b) is StoredParameter
+
+
+def test_a_parameter_in_a_list_or_by_name_is_gathered_too(job):
+    job.computing = True
+    out = torch.cat([job.params[1], torch.zeros(1), job.params[2].detach()])
+    assert out.tolist() == [1, 1, 1, 0, 1, 1, 1]
+    job.said.clear()
+    assert torch.add(torch.zeros(3), other=job.params[1].detach()).tolist() == [1, 1, 1]
+    assert torch.zeros_like(input=job.params[0]).shape == (2, 3)
+    assert [said for said in job.said if " of " in said] == [
+        "add of b inside ['use']",
+        "zeros_like of a inside ['use']",
+    ]
+
+
+def test_gradients_are_asked_for_by_its_place_in_the_graph(job):
+    """Method: torch.autograd.grad outside of a forward. Twin: another tensor among the inputs."""
+    job.computing = True
+    x = torch.ones(3, requires_grad=True)
+    out = (job.params[1] * x * 2).sum()
+    job.computing = False
+    job.said.clear()
+    by_param, by_x = torch.autograd.grad(out, [job.params[1], x], retain_graph=True)
+    assert by_param.tolist() == by_x.tolist() == [2, 2, 2]
+    edges = [torch.autograd.graph.get_gradient_edge(x), job.params[1]]
+    assert len(torch.autograd.grad(out, edges, retain_graph=True)) == 2
+    assert torch.autograd.grad(out, job.params[1])[0].tolist() == [2, 2, 2]
+    assert not [said for said in job.said if " of " in said]
+
+
+# --- gradients ---
+
+
+@pytest.mark.parametrize("kind", [ResidentParameter, StoredParameter])
+def test_the_gradient_of_a_stepped_parameter_is_the_engines(kind, job):
+    """Twin: any other one's is autograd's own."""
+    param, grad = job.params[1], torch.ones(3)
+    param.__class__ = kind
+    param.grad = grad
+    assert param.grad is raw_grad(param) is grad and job.said == []
+    del param.grad
+    assert param.grad is None
+    param._infinity.grad = "a record"
+    assert param.grad == "gradient of b"
+    param.grad = grad
+    del param.grad
+    assert job.said == [("set", "b", grad), ("set", "b", None)] and raw_grad(param) is None
+
+
+def test_in_a_backward_a_hook_sees_what_was_accumulated(job):
+    """Twin: what has not come there yet is the engine's."""
+    param, seen = job.params[1], []
+    param.__class__ = ResidentParameter
+    param._infinity.grad = "a record"
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(lambda _: seen.append(param.grad))
+    (x * 2).sum().backward()
+    set_raw_grad(param, torch.ones(3))
+    (x * 2).sum().backward()
+    assert seen[0] == "gradient of b" and seen[1] is raw_grad(param)
+    assert param.grad == "gradient of b"
+
+
+# --- data of a resident one ---
+
+
+def test_data_of_a_resident_parameter_is_watched_and_written_through(job):
+    """Twin: an unmanaged one's is torch's own."""
+    job.computing = True
+    job.touch(job.params[1]._infinity, "a gather")
+    job.said.clear()
+    param = job.params[1]
+    data = param.data
+    assert data.data_ptr() == own_bytes(param).data_ptr() and not data.requires_grad
+    assert job.said[0][:2] == ("watch", param) and job.said[0][2] is data
+    param.data = torch.full((3,), 4.0)
+    assert data.tolist() == [4, 4, 4] and len(job.said) == 2
+    plain, value = torch.nn.Parameter(torch.ones(3)), torch.zeros(3)
+    plain.__class__ = ResidentParameter
+    plain.data = value
+    assert plain.data.data_ptr() == value.data_ptr() and len(job.said) == 2
+
+
+# --- lent values ---
+
+
+@pytest.fixture
+def lent(job) -> torch.Tensor:
+    """What replaces the first parameter."""
+    handle = job.params[0]._infinity
+    job.kept = Value(tensor=torch.full((2, 3), 2.0), version=handle.version)
+    handle.lent = weakref.ref(job.kept)
+    return job.kept.tensor
+
+
+def test_a_lent_value_is_used_in_the_parameters_stead(job, lent):
+    """Twin: another parameter beside it is still at rest."""
+    a, b, _ = job.params
+    assert torch.equal(a + 1, lent + 1) and torch.stack([a, lent]).sum() == 24
+    assert job.said == []
+    with pytest.raises(UsageError, match="mv of b is refused"):
+        torch.mv(a, b)
+
+
+def test_a_lent_value_is_changed_in_place_and_the_parameter_returned(job, lent):
+    """Twin: other results are what they are."""
+    a, address = job.params[0], lent.data_ptr()
+    with torch.no_grad():
+        assert a.mul_(3) is a and a.copy_(a + 1) is a
+    assert lent.tolist() == [[7] * 3] * 2
+    a.data = torch.zeros(2, 3)
+    assert lent.tolist() == [[0] * 3] * 2 and lent.data_ptr() == address
+    assert type(a.sum()) is torch.Tensor and job.said == []
+
+
+# --- distributed parameters ---
+
+
+def test_a_distributed_parameter_is_gathered_for_its_local_part_and_for_all_of_it(job, tmp_path):
+    """Claim: its detached tensor is under the same rules."""
+    job.touch = lambda handle, what: job.said.append(f"{what} of {handle.name} inside {job.inside}")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        param = torch.nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+        shard = ParamShard(SPEC, [param])
+        param._infinity = ParamHandle(["d"], job, shard, 0, job)
+        param.__class__ = StoredDTensor
+        alias = param.detach()
+        assert type(alias) is StoredDTensor and alias._infinity is param._infinity
+        assert not alias.requires_grad and job.said == []
+        uses = {
+            "to_local": lambda tensor: tensor.to_local(),
+            "full_tensor": lambda tensor: tensor.full_tensor(),
+            "redistribute": lambda tensor: tensor.redistribute(placements=[Replicate()]).to_local(),
+        }
+        for name, use in uses.items():
+            for tensor in (param, alias):
+                param.__class__ = StoredDTensor
+                assert use(tensor).tolist() == [0, 1, 2, 3]
+                assert job.said.pop() == f"{name} of d inside ['use']" and job.said == []
+                assert type(param) is DTensor
+        param.__class__ = StoredDTensor
+        assert (param + 1).to_local().tolist() == [1, 2, 3, 4]
+        assert type(param) is StoredDTensor and job.said[0] == "add of d inside ['use']"
+    finally:
+        dist.destroy_process_group()

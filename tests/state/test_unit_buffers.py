@@ -1,0 +1,242 @@
+"""UnitBuffers: the device memory of all of a unit's shards at once. SecondSlices: a rank's part of
+gathered weights, among the ranks of its machine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from infinity import native
+from infinity.errors import UsageError
+from infinity.machine import storage_guard
+from infinity.machine.device import PAST, Device
+from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
+from infinity.state.shard import ParamShard
+from infinity.state.shard_spec import ShardSpec
+from infinity.state.unit_buffers import SecondSlices, UnitBuffers
+from infinity.state.weight_storages import WeightStorages
+from infinity.storage.arrays import StateArray
+
+DTYPES = torch.float32, torch.bfloat16
+LENGTHS = 5000, 3  # of the shards' only parameters; padded to 8192 and 4096
+
+
+class Late(Device):
+    """Runs work of a queue once it is waited for, and keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), Traffic())
+        self.queues: list[str] = []
+        self.freed: list = []
+
+    def put(self, queue, work, *, behind=(), transfer=None):
+        self.queues.append(queue)
+        return SimpleNamespace(wait=work)
+
+    def resize(self, storage, nbytes, *, behind=PAST):
+        if not nbytes:
+            self.freed.append(behind)
+        super().resize(storage, nbytes, behind=behind)
+
+
+def shards() -> list[ParamShard]:
+    made = []
+    for number, (dtype, length) in enumerate(zip(DTYPES, LENGTHS)):
+        spec = ShardSpec(dtype, dtype, native.Master.OWN, dtype, dtype, 0, stepped=False)
+        made.append(ParamShard(spec, [torch.nn.Parameter(torch.zeros(length, dtype=dtype))]))
+        made[-1].name([f"block.{number}"])
+    return made
+
+
+def unit(of: list[ParamShard] | None = None) -> UnitBuffers:
+    buffers = UnitBuffers(of or shards(), Late())
+    buffers.allocate(None)
+    return buffers
+
+
+def params(buffers: UnitBuffers) -> list[torch.Tensor]:
+    return [buffer.shard.params[0] for buffer in buffers]
+
+
+def are_shown(buffers: UnitBuffers) -> list[bool]:
+    """Of every shard, whether its parameter is a view of the buffer."""
+    return [
+        storage_guard.identity(param) == storage_guard.identity(flat)
+        for param, flat in zip(params(buffers), buffers.flats)
+    ]
+
+
+def test_each_shard_has_a_buffer_of_its_length_and_dtype_made_in_the_queue_to_the_device():
+    """Twin: before, there is none."""
+    device, of = Late(), shards()
+    buffers = UnitBuffers(of, device)
+    assert list(buffers) == buffers.flats == [] and not buffers.is_held
+    with torch.device("meta"):
+        buffers.allocate(None)
+    assert device.queues == ["in"]
+    assert [(flat.numel(), flat.dtype) for flat in buffers.flats] == [
+        (8192, torch.float32),
+        (4096, torch.bfloat16),
+    ]
+    assert all(flat.is_cpu for flat in buffers.flats)
+    assert [buffer.shard for buffer in buffers] == of
+
+
+def test_buffers_at_a_home_on_the_device_are_the_homes_arrays():
+    device, homes = Late(), [SimpleNamespace(flat=torch.zeros(n)) for n in (8192, 4096)]
+    buffers = UnitBuffers(shards(), device)
+    buffers.allocate(homes)
+    assert all(flat is home.flat for flat, home in zip(buffers.flats, homes, strict=True))
+    assert device.queues == []
+
+
+def test_all_parameters_are_shown():
+    buffers = unit()
+    assert are_shown(buffers) == [False, False]
+    buffers.show()
+    assert are_shown(buffers) == [True, True]
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_aligning_shows_all_parameters_if_asked_to(shows):
+    buffers = unit()
+    buffers.align(None, shows=shows)
+    assert are_shown(buffers) == [shows, shows]
+
+
+@pytest.mark.parametrize("are_homes", [True, False])
+def test_moved_buffers_return_each_to_its_own_home(are_homes):
+    """Twin: without homes they stay where they were moved to."""
+    regions = [native.Region(8192 * 4), native.Region(4096 * 2)]
+    homes = [
+        StateArray(
+            Tier.HOST,
+            dtype,
+            numel,
+            native.Extent.in_memory(region.address, region.nbytes, region),
+            flat=native.tensor_at(region, region.address, numel, dtype),
+            region=region,
+        )
+        for region, dtype, numel in zip(regions, DTYPES, (8192, 4096))
+    ]
+    buffers = UnitBuffers(shards(), Late())
+    buffers.allocate(homes)
+    buffers.show()
+    for flat in buffers.flats:
+        flat.share_memory_()
+    moved = [flat.data_ptr() for flat in buffers.flats]
+    buffers.align(homes if are_homes else None, shows=True)
+    there = [flat.data_ptr() for flat in buffers.flats]
+    assert there == ([region.address for region in regions] if are_homes else moved)
+    assert are_shown(buffers) == [True, True]
+
+
+def test_all_memory_is_freed_after_the_last_use_that_was_noted():
+    """Twin: without a use it is freed after what is past."""
+    buffers = unit()
+    buffers.empty()
+    for event in (SimpleNamespace(name="first"), SimpleNamespace(name="last")):
+        buffers.note_use(event)
+    buffers.empty()
+    assert buffers._device.freed == [PAST, PAST, event, event]
+    assert [flat.untyped_storage().nbytes() for flat in buffers.flats] == [0, 0]
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_unit_is_held_if_any_of_its_buffers_is(held):
+    """Claim: a write to what was left is found in any of them, too. Twin: nothing is held."""
+    buffers = unit()
+    buffers.show()
+    assert not buffers.is_held
+    outside = torch.from_dlpack(params(buffers)[held].detach())
+    assert buffers.is_held
+    outside.zero_()
+    buffers.empty()
+    buffers.check_left()
+    for buffer in buffers:
+        buffer.fill()
+    buffers.empty()
+    outside[0] = 1
+    with pytest.raises(UsageError, match=f"block.{held}, "):
+        buffers.check_left()
+
+
+def test_all_buffers_are_registered_as_the_units():
+    storages, buffers, owner = WeightStorages(), unit(), Late()
+    buffers.list_in(storages, owner)
+    for flat in buffers.flats:
+        assert storages.find(flat[1:]) == (owner, flat)
+
+
+def test_two_versions_swap_their_memory_with_its_content_and_its_last_use():
+    of = shards()
+    one, other = unit(of), unit(of)
+    flats = one.flats, other.flats
+    one.note_use("of one")
+    other.note_use("of other")
+    one.swap(other)
+    for buffers, expected in zip((other, one), flats):
+        assert all(flat is was for flat, was in zip(buffers.flats, expected, strict=True))
+    one.empty()
+    other.empty()
+    assert other._device.freed == ["of other"] * 2 and one._device.freed == ["of one"] * 2
+
+
+# --- second slices ---
+
+
+def gathered(scale: float = 1.0) -> list[torch.Tensor]:
+    return [torch.arange(12.0) * scale, torch.arange(6.0) * scale]
+
+
+def second(rank: int) -> SecondSlices:
+    """Of one of three ranks of a machine."""
+    made = SecondSlices(SimpleNamespace(size=3, rank=rank))
+    made.allocate(gathered())
+    return made
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_kept_slice_is_copied_to_this_ranks_part_and_nowhere_else(rank):
+    slices, flats = second(rank), [torch.full((n,), -1.0) for n in (12, 6)]
+    slices.keep(gathered(), 4)
+    slices.copy_out(flats)
+    for flat, whole in zip(flats, gathered()):
+        each = flat.numel() // 3
+        expected = torch.full_like(flat, -1)
+        expected[rank * each : (rank + 1) * each] = whole[rank * each : (rank + 1) * each]
+        assert torch.equal(flat, expected)
+
+
+def test_slices_have_the_version_that_was_kept_last_until_they_forget_it():
+    slices = second(1)
+    assert not slices.have(0)
+    slices.keep(gathered(), 4)
+    assert slices.have(4) and not slices.have(5) and not slices.have(3)
+    slices.keep(gathered(2), 5)
+    assert slices.have(5) and not slices.have(4)
+    slices.forget()
+    assert not slices.have(5) and not slices.have(4)
+
+
+def test_a_version_that_is_there_is_not_kept_again():
+    """Twin: another one is, and so is the same one after it was forgotten."""
+    slices, flats = second(1), gathered()
+    for version, scale, kept in ((4, 1, 1), (4, 2, 1), (5, 3, 3)):
+        slices.keep(gathered(scale), version)
+        slices.copy_out(flats)
+        assert flats[1][2:4].tolist() == [2 * kept, 3 * kept]
+    slices.forget()
+    slices.keep(gathered(7), 5)
+    slices.copy_out(flats)
+    assert flats[1][2:4].tolist() == [14, 21]
+
+
+def test_machines_that_do_not_share_weights_keep_no_slices():
+    slices = SecondSlices(None)
+    slices.allocate(gathered())
+    slices.keep(gathered(), 4)
+    assert not slices.have(4)
