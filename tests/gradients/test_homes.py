@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,10 +145,13 @@ def test_after_an_exception_nothing_is_waited_for(monkeypatch):
 
 
 def test_the_whole_gradient_is_read_after_it_has_landed(monkeypatch):
+    """And after the update that may still read it. Method: the gate is opened by the wait."""
     job, homes, gate = held_up(monkeypatch)
-    threading.Timer(0, gate.set).start()
-    whole = homes.whole(job.handles[0].shard)
-    assert whole[:8].tolist() == [9.0] * 8 and whole.numel() == 4096
+    first, wait, waits = job.handles[0].shard, homes.queue.wait, []
+    monkeypatch.setattr(homes.queue, "wait", lambda shard: (gate.set(), wait(shard)))
+    first.homes.submit(SimpleNamespace(wait=lambda: waits.append(gate.is_set())))
+    whole = homes.whole(first)
+    assert whole[:8].tolist() == [9.0] * 8 and whole.numel() == 4096 and waits == [False]
 
 
 @pytest.mark.parametrize("close", ["close_shard", "settle", "rebuild"])
