@@ -130,3 +130,22 @@ def test_ours_come_before_the_hooks_that_a_module_had():
         assert not any(getattr(each, "is_infinity", False) for each in others)
     model(torch.ones(1, 2))
     assert order == ["before", "after"] * 3
+
+
+def test_every_module_of_the_engine_is_left_and_refuses_to_be_copied():
+    """Left even if its forward raises. Method: the hook that torch calls in any case. Twin: a
+    module without weights of its own has none."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model, _ = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), HOST)
+    for module, is_ours in ((model, True), (model[0], True), (model[1], False)):
+        ours = [
+            number
+            for number, hook in module._forward_hooks.items()
+            if getattr(hook, "is_infinity", False)
+        ]
+        assert len(ours) == is_ours and list(module._forward_hooks_always_called) == ours
+        if is_ours:
+            with pytest.raises(UsageError, match="is wrapped"):
+                copy.deepcopy(module)
+        else:
+            copy.deepcopy(module)
