@@ -98,6 +98,24 @@ def test_the_norm_that_was_asked_for_is_taken_of_the_sum(job, order, whole):
     assert torch.equal(record.norm[1], torch.linalg.vector_norm(total, order))
 
 
+@pytest.mark.parametrize("order", [None, 2.0])
+def test_what_a_transfer_uses_lives_until_it_ends(job, order, monkeypatch):
+    """The gradient, and the norm that it fills in, which may be forgotten meanwhile. Twin: on the
+    processor nothing is left behind."""
+    record, queue, kept = job.handles[0].grad, job.engine.gradients.homes.queue, []
+    send = queue.send
+    monkeypatch.setattr(queue, "send", lambda *args: (kept.append(args[4:]), send(*args))[1])
+    if order is not None:
+        job.engine.gradients.values.norms.ask(order)
+    land(job, ODD, adds=False)
+    if not is_beside(job):
+        assert kept == []
+        return
+    ((value, *norms),) = kept
+    assert value.numel() == ODD.numel() and len(norms) == (order is not None)
+    assert all(norm is record.norm[1] for norm in norms)
+
+
 def test_no_norm_is_kept_of_bytes_that_may_change_unseen(job):
     """Twin: an earlier norm is forgotten, too."""
     record = job.handles[0].grad

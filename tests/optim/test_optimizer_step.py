@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from small import RAMP, AtHome, small_at_home
@@ -10,6 +12,7 @@ from infinity import UsageError, native
 from infinity.gradients.record import GradRecord, GradState
 from infinity.optim.members import Members
 from infinity.optim.optimizer_step import OptimizerStep
+from infinity.optim.stepper import Stepper
 
 GIVEN = RAMP.clone().requires_grad_()  # so that the backward leaves the units
 
@@ -75,6 +78,39 @@ def test_the_groups_of_the_call_are_stepped_by():
     groups = [job.optimizer.param_groups[0] | {"lr": 0.25}]
     step_of(job).make(groups, 1.0)
     assert weights(job)[0] == less(RAMP / 4)[0]
+
+
+def test_each_unit_is_planned_once_in_the_order_of_the_next_forward(monkeypatch):
+    """Then those that it did not use. Method: what the stepper is asked to plan."""
+    job, planned = small_at_home(), []
+    job.model.layers[3](RAMP).sum().backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    job.backward(RAMP, RAMP)
+    monkeypatch.setattr(
+        Stepper, "plan", lambda self, unit, *more: (planned.append(unit.index), [])[1]
+    )
+    step_of(job).make(job.optimizer.param_groups, 1.0)
+    first = [index for index in job.engine.schedule.first() if index < len(job.engine.units)]
+    assert sorted(planned) == [unit.index for unit in job.engine.units]
+    assert 0 < len(first) < len(planned) and planned[: len(first)] == first
+
+
+def test_gradients_are_averaged_before_a_step_and_each_step_begins_once():
+    """Twin: the rest of a step that has begun does not begin again."""
+    job, averages, begun = small_at_home(), [], []
+    job.backward(RAMP)
+    averager = SimpleNamespace(average=lambda: averages.append(True))
+    job.engine.gradients.reduce_with(averager)
+    job.engine.updates.begin_step = lambda: begun.append(job.engine.steps.index)
+    step = step_of(job)
+    step.prepare()
+    assert averages == [True]
+    step.make(job.optimizer.param_groups, 1.0)
+    assert begun == [0] and job.engine.steps.index == 1
+    job.engine.steps.begun = True
+    step.make(job.optimizer.param_groups, 1.0)
+    assert begun == [0] and job.engine.steps.index == 1
 
 
 def test_a_torn_or_a_consumed_gradient_is_refused():

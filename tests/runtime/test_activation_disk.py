@@ -15,8 +15,8 @@ from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.runtime.activation_disk import ActivationsOnDisk
 from infinity.runtime.saved_tensor import Saved, SavingOrder
-from infinity.storage.arrays import StateArray
-from infinity.storage.store import ArrayStore
+from infinity.storage.arrays import StateArray, bytes_of
+from infinity.storage.store import ShardStore
 
 BLOCK = native.CHECKSUM_NBYTES
 
@@ -25,7 +25,7 @@ class Disk:
     """Storages on disk, through staging memory of so many blocks."""
 
     def __init__(self, folder: str, parts: int):
-        self.store = ArrayStore([folder], Ledger(), Traffic(), service_nbytes=native.BLOCK_NBYTES)
+        self.store = ShardStore([folder], Ledger(), Traffic(), service_nbytes=native.BLOCK_NBYTES)
         region = native.Region(parts * BLOCK, huge_pages=False, touch_threads=0)
         self.store.open([region])
         self.pool, self.order = native.PinnedPool(region), SavingOrder()
@@ -38,6 +38,11 @@ class Disk:
             return start(array, offset, lease, nbytes)
 
         self.store.start_write = start_write
+        self.reads: list[StateArray] = []
+        read = self.store.start_read
+        self.store.start_read = lambda array, *args: (self.reads.append(array), read(array, *args))[
+            1
+        ]
 
     def take(self, nbytes: int) -> StateArray:
         return self.store.arrays.allocate_more(
@@ -87,7 +92,7 @@ def test_the_bytes_come_back_by_parts_of_a_quarter_of_the_memory(made, nbytes):
     ]
     assert made.writes == expected
     assert torch.equal(made.read(saved), source)
-    assert made.pool.leased_nbytes == 0
+    assert made.pool.leased_nbytes == 0 and len(made.reads) == len(expected)
 
 
 @pytest.mark.parametrize(("made", "largest"), [(7, 1), (9, 2), (2, 1)], indirect=["made"])
@@ -136,6 +141,38 @@ def test_what_was_saved_before_is_read_ahead(made, sizes, ahead):
         assert torch.equal(made.read(all_saved[index]), sources[index])
         assert all_saved[index].read is None
     assert made.pool.leased_nbytes == 0
+    places = [id(array) for array in made.reads]
+    parts = [-(-size // 4) for size in sizes]
+    assert [places.count(id(saved.place)) for saved in all_saved] == parts
+
+
+def test_a_smaller_one_is_not_read_ahead_of_a_nearer_one(made):
+    """Without room for the one that is needed next, that of others is left. Twins: what is read
+    already, or too large to be read at once, hides none behind it."""
+    all_saved = [made.send(numbers(size * BLOCK, size)) for size in (1, 3, 1)]
+    lease = made.pool.try_lease(13 * BLOCK)  # for the read itself and two more
+    made.read(all_saved[2])
+    assert [saved.read for saved in all_saved] == [None] * 3
+    lease.release()
+    made.read(all_saved[2])
+    all_saved[0].read = None
+    made.read(all_saved[2])
+    assert [saved.read is not None for saved in all_saved] == [True, True, False]
+
+
+@pytest.mark.parametrize("nbytes", [1, BLOCK - 1, 4 * BLOCK + 1])
+def test_what_fills_the_last_block_is_zeros(made, nbytes):
+    """However the staging memory was left: bytes of other storages do not get onto the disk."""
+    with_ones = made.send(torch.full((16 * BLOCK,), 255, dtype=torch.uint8))
+    del with_ones
+    saved = made.send(numbers(nbytes))
+    begin, whole = (nbytes - 1) // BLOCK * BLOCK, -(-nbytes // BLOCK) * BLOCK
+    lease = made.pool.try_lease(BLOCK)
+    made.store.start_read(saved.place, begin, lease, BLOCK).wait()
+    last = bytes_of(made.pool, lease, BLOCK)
+    assert torch.equal(last[: nbytes - begin], numbers(nbytes)[begin:])
+    assert last[nbytes - begin :].count_nonzero() == 0 and whole - begin == BLOCK
+    lease.release()
 
 
 def test_without_room_nothing_is_read_ahead(made):

@@ -115,3 +115,37 @@ def test_only_what_is_stepped_is_hooked(frozen):
     model, _ = infinity.wrap_model(model, torch.optim.SGD(params, lr=0.1), HOST)
     hooked = [bool(param._post_accumulate_grad_hooks) for param in model.parameters()]
     assert hooked == [not frozen] * 2 + [True] * 2
+
+
+def test_ours_come_before_the_hooks_that_a_module_had():
+    """So that those find the weights. Twin: a hook that is registered later runs in its turn."""
+    model, order = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, args: order.append("before"))
+    model, _ = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), HOST)
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, args: order.append("after"))
+        ours, *others = module._forward_pre_hooks.values()
+        assert getattr(ours, "is_infinity", False)
+        assert not any(getattr(each, "is_infinity", False) for each in others)
+    model(torch.ones(1, 2))
+    assert order == ["before", "after"] * 3
+
+
+def test_every_module_of_the_engine_is_left_and_refuses_to_be_copied():
+    """Left even if its forward raises. Method: the hook that torch calls in any case. Twin: a
+    module without weights of its own has none."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model, _ = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), HOST)
+    for module, is_ours in ((model, True), (model[0], True), (model[1], False)):
+        ours = [
+            number
+            for number, hook in module._forward_hooks.items()
+            if getattr(hook, "is_infinity", False)
+        ]
+        assert len(ours) == is_ours and list(module._forward_hooks_always_called) == ours
+        if is_ours:
+            with pytest.raises(UsageError, match="is wrapped"):
+                copy.deepcopy(module)
+        else:
+            copy.deepcopy(module)

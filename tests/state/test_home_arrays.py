@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from infinity import native
+from infinity.distributed.data_ranks import DataRanks
 from infinity.errors import InternalError
 from infinity.machine.device import PAST
+from infinity.machine.tiers import Tier
 from infinity.state.flat_layout import FlatLayout
 from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.home_arrays import Activity, HomeArrays, Shadow
@@ -138,3 +140,196 @@ def test_idle_arrays_have_waited_for_the_update_and_the_last_read(home):
         (home.wait_idle if idle else home.wait)()
         assert (update.waits, read.waits) == (1, int(idle))
         assert home.last_read is (PAST if idle else read)
+
+
+# --- memory ---
+
+ADAM = ShardSpec(torch.bfloat16, torch.bfloat16, native.Master.FLOAT32, F32, F32, 2, stepped=True)
+FROZEN = ShardSpec(torch.bfloat16, torch.bfloat16, native.Master.OWN, F32, F32, 0, stepped=False)
+NAMES = {"weight", "master", "exp_avg", "exp_avg_sq", "grad"}
+
+
+class Allocator:
+    """Notes what is allocated and freed; the array number ``fails`` is refused."""
+
+    def __init__(self, fails: int = -1):
+        self.arrays, self.fails = self, fails  # as the store's
+        self.made, self.freed = [], []
+
+    def allocate(self, tier, dtype, numel, what, *, make=None) -> SimpleNamespace:
+        if len(self.made) == self.fails:
+            raise MemoryError(what)
+        made = {"tier": tier, "dtype": dtype, "numel": numel, "what": what, "region": make}
+        array = SimpleNamespace(**made, extent=f"extent of {what}")
+        self.made.append(array)
+        return array
+
+    allocate_later = allocate
+
+    def free_more(self, array) -> None:
+        self.freed.append(array)
+
+
+def tiers(**others: Tier) -> dict[str, Tier]:
+    return dict.fromkeys(NAMES, Tier.HOST) | others
+
+
+def empty(spec: ShardSpec) -> HomeArrays:
+    return HomeArrays(spec, FlatLayout.of([torch.ones(2, 4)]), ["a.weight"])
+
+
+def test_every_array_of_the_spec_is_allocated_at_its_tier():
+    """In its dtype, with a name for messages. Twins: what is frozen has its weight alone; without
+    a shadow there is nothing beside."""
+    home, store = empty(ADAM), Allocator()
+    home.allocate(store, tiers(exp_avg=Tier.NVME), "unit u")
+    assert set(home.arrays) == NAMES and home.beside == {} == home.shadow_extents
+    for name, array in home.arrays.items():
+        assert array.what == f"{name} of unit u" and array.numel == home.layout.numel
+        assert array.dtype == ADAM.array_dtypes()[name] and array.region is native.Region
+        assert array.tier is (Tier.NVME if name == "exp_avg" else Tier.HOST)
+    assert home.arrays["weight"].dtype == torch.bfloat16 != home.arrays["master"].dtype
+    home = empty(FROZEN)
+    home.allocate(store, tiers(), "unit u", shadowed=True)
+    assert list(home.arrays) == ["weight"] and home.beside == {}
+
+
+def test_a_shadow_has_room_for_all_that_an_update_writes():
+    """Beside each array, at its tier: not for the gradient."""
+    home, store = empty(ADAM), Allocator()
+    home.allocate(store, tiers(exp_avg=Tier.NVME), "unit u", shadowed=True)
+    assert set(home.beside) == NAMES - {"grad"}
+    for name, array in home.beside.items():
+        assert array is not home.arrays[name] and array.what == f"{name} of unit u, updated ahead"
+        assert (array.tier, array.dtype) == (home.arrays[name].tier, home.arrays[name].dtype)
+        assert home.shadow_extents[name] == array.extent and array.numel == home.layout.numel
+
+
+def test_what_is_cached_on_the_host_keeps_its_place_on_the_disk():
+    """Twin: the others are where they are."""
+    home, store = empty(ADAM), Allocator()
+    home.allocate(store, tiers(weight=Tier.NVME, grad=Tier.NVME), "unit u", kept={"weight"})
+    assert home.weight.tier is Tier.HOST and home.arrays["grad"].tier is Tier.NVME
+    assert home.weight.what == "weight of unit u, kept from NVMe"
+    (reserved,) = home._reserved
+    assert (reserved.tier, reserved.what) == (Tier.NVME, "weight of unit u")
+    home.beside, read = {"weight": reserved}, Update()
+    home.lend(read)
+    home.clear()
+    assert home.arrays == {} == home.beside and home._reserved == []
+    assert home.last_read is PAST
+
+
+def test_weights_that_other_ranks_read_are_in_memory_that_they_share():
+    """Twin: what a rank has for itself is not."""
+    layout = FlatLayout.of([torch.ones(2, 4)])
+    row = SimpleNamespace(homes=SimpleNamespace(make_region="shared"))
+    layout = SimpleNamespace(own=layout.own, ranks=SimpleNamespace(row=row))
+    home, store = HomeArrays(ADAM, layout, ["a.weight"]), Allocator()
+    home.allocate(store, tiers(), "unit u", kept={"weight"}, shadowed=True)
+    for array in (*home.arrays.values(), *home.beside.values()):
+        assert (array.region == "shared") == array.what.startswith("weight")
+    assert home.weight_regions == ["shared", "shared"]
+
+
+def test_only_the_arrays_that_are_missing_are_allocated_for_a_larger_spec():
+    """And are part of it once it has grown, however often. Twin: before, nothing has changed."""
+    home, store = empty(FROZEN), Allocator()
+    home.allocate(store, tiers(), "unit u")
+    weight = home.weight
+    made = home.allocate_missing(store, ADAM, tiers(grad=Tier.NVME), "unit u")
+    assert set(made) == NAMES - {"weight"} and made["grad"].tier is Tier.NVME
+    assert made["master"].what == "master of unit u" and made["master"].dtype == F32
+    assert {array.numel for array in made.values()} == {home.layout.numel}
+    assert home.spec is FROZEN and list(home.arrays) == ["weight"]
+    for _ in range(2):
+        home.grow(ADAM, made)
+        assert home.spec is ADAM and home.arrays == {"weight": weight, **made}
+
+
+def test_of_several_ranks_each_has_its_slice():
+    """The second of two. Twin: alone it has all."""
+    layout = FlatLayout.of([torch.ones(2, 4096)], DataRanks(rank=1, size=2))
+    home, store = HomeArrays(FROZEN, layout, ["a.weight"]), Allocator()
+    home.allocate(store, tiers(), "unit u")
+    home.allocate_missing(store, ADAM, tiers(), "unit u")
+    assert {array.numel for array in store.made} == {4096} and layout.numel == 8192
+
+
+def test_a_growth_without_room_leaves_nothing():
+    """Twin: the error is the allocator's."""
+    home, store = empty(FROZEN), Allocator(fails=3)
+    home.allocate(store, tiers(), "unit u")
+    with pytest.raises(MemoryError):
+        home.allocate_missing(store, ADAM, tiers(), "unit u")
+    assert store.freed == store.made[1:] and len(store.freed) == 2
+
+
+def test_older_weights_have_memory_of_their_own_until_they_are_dropped():
+    """Twin: where there is room for a shadow they have none."""
+    home, store = empty(ADAM), Allocator()
+    home.allocate(store, tiers(weight=Tier.NVME), "unit u")
+    home.keep_older(store, "unit u")
+    older = home.older
+    assert older is not home.weight and older.what == "older weight of unit u"
+    assert (older.tier, older.dtype, older.numel) == (Tier.NVME, torch.bfloat16, home.weight.numel)
+    with pytest.raises(InternalError, match="a.weight has room for a shadow"):
+        home.keep_older(store, "unit u")
+    for _ in range(2):
+        home.drop_older(store)
+        assert store.freed == [older] and home.older is home.weight
+
+
+def test_the_kernel_is_told_the_dtypes_of_the_arrays(monkeypatch):
+    """Method: what its layout is made of."""
+    monkeypatch.setattr(native, "Layout", SimpleNamespace)
+    found = empty(ADAM).native_layout(native.Rule.LION)
+    assert vars(found) == {
+        "rule": native.Rule.LION,
+        "weight": native.DTYPES[torch.bfloat16],
+        "master": native.Master.FLOAT32,
+        "grad": native.DTYPES[F32],
+        "moments": native.MOMENT_DTYPES[F32],
+    }
+
+
+def test_a_slice_of_a_whole_gradient_is_this_ranks_bytes():
+    """Of the second of two ranks: the second half."""
+    ranks = DataRanks(rank=1, size=2)
+    home = HomeArrays(ADAM, FlatLayout.of([torch.ones(2, 4)], ranks), ["a.weight"])
+    extent = SimpleNamespace(part=lambda begin, nbytes: (begin, nbytes))
+    home.arrays = {"grad": SimpleNamespace(extent=extent)}
+    numel = home.layout.slice_numel
+    assert home.slice_of_grad() == (4 * numel, 4 * numel)
+
+
+def test_idle_arrays_have_no_shadow():
+    """Twins: one that is waited for has; without one there is none to keep while a step runs."""
+    home, ticket = empty(ADAM), Update()
+    home.cast_shadow(shadow(ticket))
+    home.wait()
+    assert home.activity is SHADOWED and ticket.waits == 0
+    home.wait_idle()
+    assert home.activity is AT_HOME and ticket.waits == 1
+    home.submit(Update())
+    with pytest.raises(InternalError, match="is STEPPING and cannot go to STEPPING"):
+        home.keep_shadow()
+
+
+def test_a_shut_down_waits_and_passes_over_errors():
+    """Of a shadow or an update. Twin: an interrupt is no error."""
+
+    class Failing(Update):
+        def wait(self) -> None:
+            super().wait()
+            raise OSError("disk")
+
+    for put in ("submit", "cast_shadow"):
+        home, update = empty(ADAM), Failing()
+        home.submit(update) if put == "submit" else home.cast_shadow(shadow(update))
+        home.settle()
+        assert home.activity is AT_HOME and update.waits == 1
+    home = empty(ADAM)
+    home.submit(Update(interrupts=1))
+    with pytest.raises(KeyboardInterrupt):
+        home.settle()
