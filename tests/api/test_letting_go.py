@@ -23,8 +23,7 @@ from torch import nn
 
 import infinity
 from infinity.api import wrap
-from infinity.runtime import build
-from infinity.runtime import hooks
+from infinity.runtime import build, hooks
 
 SEED, WIDTH, ROUNDS = 2, 64, 50
 Gone = list[weakref.ref]

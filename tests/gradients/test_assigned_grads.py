@@ -22,7 +22,7 @@ OTHERS = SimpleNamespace(alone=False)  # several ranks
 
 
 class Update:
-    """Of a shard; counts its waits."""
+    """Of a flat param; counts its waits."""
 
     waits = 0
 
@@ -100,7 +100,7 @@ def test_a_settled_gradient_waits_for_the_update_that_reads_it(job):
     assert first.grad.state is GradState.CONSUMED
     value.mul_(2)
     update = Update()
-    first.shard.homes.submit(update)
+    first.flat_param.homes.submit(update)
     of(job).settle(first)
     assert first.grad.state is GradState.LANDED and update.waits == 1
     assert torch.equal(at_home(job), ODD * 2)
@@ -327,10 +327,10 @@ def test_views_of_another_gradient_are_refused(job):
     assert of(job).plain_of(first, own) is own
     flat = torch.zeros(16)
     assert of(job).plain_of(first, flat) is flat
-    stand_in, assigned = second.param.grad, assign(job, ODD.clone(), 2)
+    proxy, assigned = second.param.grad, assign(job, ODD.clone(), 2)
     assert of(job).plain_of(first, assigned) is assigned
     refused = [view]
-    for values in (refused, [view, stand_in, assigned, assigned.view(-1)]):
+    for values in (refused, [view, proxy, assigned, assigned.view(-1)]):
         for value in values:
             with pytest.raises(UsageError, match=r"a view of another gradient"):
                 of(job).plain_of(first, value)
@@ -356,7 +356,9 @@ def test_a_view_of_another_parameter_in_the_same_shard_is_refused():
                 else:
                     with pytest.raises(UsageError, match=r"a view of another gradient"):
                         of(job).plain_of(handle, part)
-    end = views[bias].as_strided((1,), (1,), bias.shard.layout.placements[bias.index].offset + 2)
+    end = views[bias].as_strided(
+        (1,), (1,), bias.flat_param.layout.placements[bias.index].offset + 2
+    )
     with pytest.raises(UsageError, match=r"a view of another gradient"):
         of(job).plain_of(bias, end)
 
@@ -366,10 +368,10 @@ def test_a_view_that_is_handed_out_ends_an_update_made_ahead():
     job, given = small_at_home(speculate=True), RAMP.clone().requires_grad_()
     job.backward(given, given)
     first, second, *_ = job.handles
-    assert first.shard.homes.shadow is not None
+    assert first.flat_param.homes.shadow is not None
     of(job).note_view(first)
     assert first.grad.viewed and not second.grad.viewed
-    assert first.shard.homes.shadow is None and second.shard.homes.shadow is not None
+    assert first.flat_param.homes.shadow is None and second.flat_param.homes.shadow is not None
 
 
 @pytest.mark.parametrize("case", ["held", "not held", "torn", "several ranks"])
@@ -383,17 +385,17 @@ def test_a_stand_in_that_is_held_keeps_its_values_when_it_is_parted(job, case):
     if case == "not held":
         del held
         of(job).part_from(first)
-        assert first.grad.stand_in is None is first.grad.shown
+        assert first.grad.proxy is None is first.grad.shown
         of(job).part_from(first)
         return
     of(job).part_from(first)
     if case != "held":
-        assert held.plain is None and first.grad.stand_in is held
+        assert held.plain is None and first.grad.proxy is held
         return
-    assert torch.equal(held.plain, ROWS) and first.grad.stand_in is None is first.grad.shown
+    assert torch.equal(held.plain, ROWS) and first.grad.proxy is None is first.grad.shown
     job.engine.gradients.homes.view(first, write=True).fill_(7.0)
     assert torch.equal(held.plain, ROWS)
-    first.grad.stand_in, plain = held, held.plain
+    first.grad.proxy, plain = held, held.plain
     of(job).part_from(first)
     assert held.plain is plain
 

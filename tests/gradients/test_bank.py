@@ -27,7 +27,7 @@ ODD = torch.linspace(0.1, 0.8, 8).view(2, 4)  # whose sums and products are roun
 
 
 class Update:
-    """Of a shard; counts its waits."""
+    """Of a flat param; counts its waits."""
 
     waits = 0
 
@@ -96,7 +96,7 @@ def test_a_gradient_is_none_until_it_lands_and_then_one_stand_in(anywhere):
     assert first.param.grad is None
     bank_of(anywhere).land(first, ODD)
     shown = bank_of(anywhere).get(first)
-    assert shown is first.param.grad is first.grad.stand_in
+    assert shown is first.param.grad is first.grad.proxy
     assert torch.equal(shown.clone(), ODD) and second.param.grad is None
     bank_of(anywhere).land(first, ODD * 3)
     assert torch.equal(first.param.grad.clone(), ODD + ODD * 3)
@@ -134,12 +134,12 @@ def test_gradients_are_refused_while_they_are_incomplete(job, state):
 def test_reading_and_setting_are_uses_of_the_job(job, monkeypatch):
     """Method: whether a scope is open while a gradient is averaged."""
     bank, seen = bank_of(job), []
-    running = lambda **_: seen.append(job.engine.scopes.running_here)
+    running = lambda **_: seen.append(job.engine.job.scopes.running_here)
     bank.reduce_with(SimpleNamespace(average=running))
     bank.get(job.handles[0])
     bank.set(job.handles[0], ODD.clone())
     assert seen == [True, True]
-    assert not job.engine.scopes.running_here
+    assert not job.engine.job.scopes.running_here
 
 
 # --- setting ---
@@ -168,9 +168,9 @@ def test_a_set_gradient_meets_the_other_ranks_and_counts_as_averaged(job):
 
 
 def test_the_ranks_compare_what_each_of_them_sets(job):
-    """Method: what the shard's collectives are asked."""
+    """Method: what the flat param's collectives are asked."""
     asked = []
-    job.handles[0].shard.collectives = SimpleNamespace(
+    job.handles[0].flat_param.collectives = SimpleNamespace(
         same=lambda what, value, *, over_tensors: asked.append((what, value, over_tensors))
     )
     bank_of(job).set(job.handles[0], ODD.clone())
@@ -230,10 +230,10 @@ def test_a_gradient_may_have_the_weights_dtype_or_its_own():
 
 
 def test_a_gradient_is_written_after_the_update_that_reads_it(job):
-    """Whole, or in rows. Twin: of another shard none is waited for."""
+    """Whole, or in rows. Twin: of another flat param none is waited for."""
     first, second, *_ = job.handles
     other = Update()
-    second.shard.homes.submit(other)
+    second.flat_param.homes.submit(other)
 
     def rows() -> None:
         with bank_of(job).landing_rows(first) as land:
@@ -241,10 +241,10 @@ def test_a_gradient_is_written_after_the_update_that_reads_it(job):
 
     for write in (rows, lambda: bank_of(job).set(first, ODD.clone())):
         update = Update()
-        first.shard.homes.submit(update)
+        first.flat_param.homes.submit(update)
         write()
         assert (update.waits, other.waits) == (1, 0)
-    second.shard.homes.wait()
+    second.flat_param.homes.wait()
 
 
 # --- clearing ---
@@ -362,7 +362,7 @@ def test_another_loss_alone_adds_to_what_a_step_has_consumed(anywhere):
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_an_average_that_is_consumed_is_not_added_to_if_ranks_keep_gradients(job, shard):
-    """Whole at home they would be this rank's slice only. Twin: with slices the reducer adds."""
+    """Whole at home they would be this rank's shard only. Twin: with shards the reducer adds."""
     bank, reducer, first = of_two(job, shard), averaged_by(job), job.handles[0]
     first.grad.move(GradState.CONSUMED)
     bank.add_to_consumed()
@@ -462,9 +462,9 @@ def test_averages_are_added_up_until_the_step(anywhere):
     bank.homes.view(first, write=True).fill_(math.nan)
     bank.land_average(first, ODD.view(-1))
     assert first.grad.state is GradState.LANDED and first.grad.averaged
-    first.grad.stand_in_norm = (2.0, torch.ones(()))
+    first.grad.proxy_norm = (2.0, torch.ones(()))
     bank.land_average(first, ODD.view(-1) * 3)
-    assert torch.equal(at_home(anywhere), ODD + ODD * 3) and first.grad.stand_in_norm is None
+    assert torch.equal(at_home(anywhere), ODD + ODD * 3) and first.grad.proxy_norm is None
     first.grad.move(GradState.CONSUMED)
     with pytest.raises(UsageError, match="a second backward"):
         bank.land_average(first, ODD.view(-1))
@@ -503,19 +503,21 @@ def test_an_average_lands_in_the_gradients_dtype():
 
 
 @contextmanager
-def joined(job: AtHome, budget: int | None = None):
+def accumulation(job: AtHome, budget: int | None = None):
     """A pass whose sums are kept where the device computes, if it has room. Yields what the ledger
     has charged."""
     ledger, bank = Ledger(), bank_of(job)
     ledger.limit(Tier.DEVICE, budget_nbytes=budget, planned_nbytes=0)
     bank.join_backwards(WholeGradients(ledger, job.engine.device))
     yield lambda: ledger.accounts[Tier.DEVICE].charged_nbytes
-    bank.land_together(job.engine.units)
+    bank.land_together(job.engine.job.units)
     assert ledger.accounts[Tier.DEVICE].charged_nbytes == 0
 
 
 def waits(job: AtHome) -> bool:
-    return job.handles[0].shard.arrays["grad"].tier is Tier.NVME or not job.engine.device.is_host
+    return (
+        job.handles[0].flat_param.arrays["grad"].tier is Tier.NVME or not job.engine.device.is_host
+    )
 
 
 def test_gradients_of_one_pass_land_together_where_that_saves_a_transfer(anywhere):
@@ -524,7 +526,7 @@ def test_gradients_of_one_pass_land_together_where_that_saves_a_transfer(anywher
     bank, (first, second, *_) = bank_of(anywhere), anywhere.handles
     bank.land(second, ODD * 7)
     bank.land(first, ODD)
-    with joined(anywhere) as charged:
+    with accumulation(anywhere) as charged:
         for factor in (3, 5):
             bank.land(first, ODD * factor)
             bank.end_one_of_several()
@@ -540,7 +542,7 @@ def test_gradients_of_one_pass_land_together_where_that_saves_a_transfer(anywher
 
 def test_without_room_on_the_device_each_lands_at_once(anywhere):
     bank, first = bank_of(anywhere), anywhere.handles[0]
-    with joined(anywhere, budget=64) as charged:
+    with accumulation(anywhere, budget=64) as charged:
         bank.land(first, ODD)
         bank.land(first, ODD * 3)
         assert charged() == 0
@@ -552,7 +554,7 @@ def test_parameters_of_one_shard_land_each_with_its_own_sum(monkeypatch):
     monkeypatch.setitem(accelerator.KINDS, "cpu", Elsewhere)
     job = small_at_home(bias=True)
     bank, (weight, bias, other, another, *_) = bank_of(job), job.handles
-    with joined(job):
+    with accumulation(job):
         bank.land(weight, ODD)
         bank.land(bias, ODD[0, :2])
         bank.land(another, ODD[1, :2])
@@ -561,19 +563,20 @@ def test_parameters_of_one_shard_land_each_with_its_own_sum(monkeypatch):
 
 
 def test_sums_of_a_disk_are_sent_home_one_shard_after_the_other(tmp_path, monkeypatch):
-    """Method: what the store is told to write by then. Twin: of a shard without sums nothing."""
+    """Method: what the store is told to write by then. Twin: of a flat param without sums
+    nothing."""
     job = small_at_home("nvme", tmp_path)
     bank, store, (first, second, *_) = bank_of(job), job.engine.store, job.handles
     start, written = store.start_write, []
     monkeypatch.setattr(
         store, "start_write", lambda array, *args: (written.append(array), start(array, *args))[1]
     )
-    with joined(job):
+    with accumulation(job):
         bank.land(first, ODD)
-    assert written == [first.shard.arrays["grad"]] and torch.equal(at_home(job), ODD)
-    with joined(job):
+    assert written == [first.flat_param.arrays["grad"]] and torch.equal(at_home(job), ODD)
+    with accumulation(job):
         bank.land(second, ODD)
-    assert written[1:] == [second.shard.arrays["grad"]]
+    assert written[1:] == [second.flat_param.arrays["grad"]]
 
 
 def test_a_pass_that_fails_keeps_no_sums(monkeypatch):
@@ -581,7 +584,7 @@ def test_a_pass_that_fails_keeps_no_sums(monkeypatch):
     monkeypatch.setitem(accelerator.KINDS, "cpu", Elsewhere)
     job = small_at_home()
     bank, first = bank_of(job), job.handles[0]
-    with joined(job) as charged:
+    with accumulation(job) as charged:
         bank.land(first, ODD)
         assert charged() > 0
         bank.rebuild()
@@ -592,7 +595,7 @@ def test_a_pass_that_fails_keeps_no_sums(monkeypatch):
     bank.land(first, ODD)
     assert torch.equal(at_home(job), ODD)
     bank.join_backwards(None)
-    bank.land_together(job.engine.units)
+    bank.land_together(job.engine.job.units)
     assert torch.equal(at_home(job), ODD)
 
 

@@ -47,7 +47,7 @@ def test_what_is_written_to_a_disks_gradient_without_saying_so_is_lost(tmp_path)
 
 @every_home
 def test_flat_elements_and_a_slice_are_in_the_order_of_the_storage(home, tmp_path):
-    """Of one rank the slice is the whole gradient. The weight is kept by columns."""
+    """Of one rank the shard is the whole gradient. The weight is kept by columns."""
 
     def by_columns(params):
         params = list(params)
@@ -60,9 +60,9 @@ def test_flat_elements_and_a_slice_are_in_the_order_of_the_storage(home, tmp_pat
     homes = job.engine.gradients.homes
     in_order = [1.0, 1, 2, 2, 3, 3, 4, 4]
     assert homes.flat_view(weight, write=False).tolist() == in_order
-    assert homes.slice(weight, write=False).tolist() == in_order
-    assert homes.slice(bias, write=False).tolist() == [1.0, 1.0]
-    homes.slice(bias, write=True).copy_(torch.tensor([5.0, 6.0]))
+    assert homes.shard(weight, write=False).tolist() == in_order
+    assert homes.shard(bias, write=False).tolist() == [1.0, 1.0]
+    homes.shard(bias, write=True).copy_(torch.tensor([5.0, 6.0]))
     assert homes.view(bias, write=False).tolist() == [5.0, 6.0]
     assert homes.view(weight, write=False).tolist() == ROWS
 
@@ -72,7 +72,7 @@ def test_what_is_to_be_written_ends_an_update_made_ahead(writes):
     """Twin: a read keeps it."""
     job, given = small_at_home(speculate=True), RAMP.clone().requires_grad_()
     job.backward(given, given)
-    first, second = (handle.shard for handle in job.handles[:2])
+    first, second = (handle.flat_param for handle in job.handles[:2])
     assert first.homes.shadow is not None and second.homes.shadow is not None
     job.engine.gradients.homes.view(job.handles[0], write=writes)
     assert (first.homes.shadow is None) == writes and second.homes.shadow is not None
@@ -95,20 +95,20 @@ def held_up(monkeypatch):
     job.backward(RAMP, RAMP)
     homes, first = job.engine.gradients.homes, job.handles[0]
     homes.view(first, write=False)
-    home = homes.slice(first, write=False)
+    home = homes.shard(first, write=False)
 
     def send() -> None:
         gate.wait(SECONDS)
         home.fill_(9.0)
 
-    homes.queue.send(first.shard, send, home.nbytes, first.name)
+    homes.queue.send(first.flat_param, send, home.nbytes, first.name)
     return job, homes, gate
 
 
 def test_gradients_on_their_way_are_waited_for_unless_told_not_to(monkeypatch):
     job, homes, gate = held_up(monkeypatch)
     first, second, *_ = job.handles
-    for take in (homes.view, homes.slice):
+    for take in (homes.view, homes.shard):
         assert take(first, write=False, wait=False).flatten().tolist() == RAMP.tolist() * 2
     assert homes.flat_view(first, write=False).tolist() == RAMP.tolist() * 2
     assert homes.view(second, write=False).tolist() == ROWS
@@ -117,26 +117,26 @@ def test_gradients_on_their_way_are_waited_for_unless_told_not_to(monkeypatch):
 
 
 def test_what_must_end_before_gradients_are_read_is_told(monkeypatch):
-    """To the device as events, to the core as tickets. Twins: of the other shard nothing, and
+    """To the device as events, to the core as tickets. Twins: of the other flat param nothing, and
     nothing once it has arrived."""
     job, homes, gate = held_up(monkeypatch)
-    first, second = (handle.shard for handle in job.handles[:2])
+    first, second = (handle.flat_param for handle in job.handles[:2])
     homes.queue.wait(second)
-    assert homes.landing_of(second) == [] and homes.close_shard(second) == []
+    assert homes.landing_of(second) == [] and homes.close_flat_param(second) == []
     (event,) = homes.landing_of(first)
-    (ticket,) = homes.close_shard(first)
+    (ticket,) = homes.close_flat_param(first)
     assert not event.done and not ticket.done
     gate.set()
     ticket.wait()
     assert event.done
     homes.queue.wait(first)
-    assert homes.close_shard(first) == [] == homes.landing_of(first)
+    assert homes.close_flat_param(first) == [] == homes.landing_of(first)
 
 
 def test_after_an_exception_nothing_is_waited_for(monkeypatch):
     """Twin: what has arrived is still listed until then, for nobody has waited for it."""
     job, homes, gate = held_up(monkeypatch)
-    first = job.handles[0].shard
+    first = job.handles[0].flat_param
     gate.set()
     homes.landing_of(first)[0].wait()
     assert len(homes.landing_of(first)) == 1
@@ -147,14 +147,14 @@ def test_after_an_exception_nothing_is_waited_for(monkeypatch):
 def test_the_whole_gradient_is_read_after_it_has_landed(monkeypatch):
     """And after the update that may still read it. Method: the gate is opened by the wait."""
     job, homes, gate = held_up(monkeypatch)
-    first, wait, waits = job.handles[0].shard, homes.queue.wait, []
-    monkeypatch.setattr(homes.queue, "wait", lambda shard: (gate.set(), wait(shard)))
+    first, wait, waits = job.handles[0].flat_param, homes.queue.wait, []
+    monkeypatch.setattr(homes.queue, "wait", lambda flat_param: (gate.set(), wait(flat_param)))
     first.homes.submit(SimpleNamespace(wait=lambda: waits.append(gate.is_set())))
     whole = homes.whole(first)
     assert whole[:8].tolist() == [9.0] * 8 and whole.numel() == 4096 and waits == [False]
 
 
-@pytest.mark.parametrize("close", ["close_shard", "settle", "rebuild"])
+@pytest.mark.parametrize("close", ["close_flat_param", "settle", "rebuild"])
 def test_a_disks_gradients_are_at_home_once_they_are_closed(close, tmp_path):
     """Method: bytes that are written to the slot after that are nobody's."""
     job = small_at_home("nvme", tmp_path)
@@ -162,7 +162,7 @@ def test_a_disks_gradients_are_at_home_once_they_are_closed(close, tmp_path):
     homes, first = job.engine.gradients.homes, job.handles[0]
     view = homes.view(first, write=True)
     view.fill_(3.0)
-    closed = getattr(homes, close)(*([first.shard] if close == "close_shard" else []))
+    closed = getattr(homes, close)(*([first.flat_param] if close == "close_flat_param" else []))
     for ticket in closed or ():
         ticket.wait()
     view.fill_(4.0)
@@ -176,7 +176,7 @@ def test_only_the_shards_that_are_named_are_closed(tmp_path, monkeypatch):
     homes, store, written = job.engine.gradients.homes, job.engine.store, []
     job.backward(RAMP, RAMP)
     homes.settle()
-    first, second = (handle.shard for handle in job.handles[:2])
+    first, second = (handle.flat_param for handle in job.handles[:2])
     homes.view(job.handles[0], write=True)
     start = store.start_write
     monkeypatch.setattr(

@@ -44,7 +44,7 @@ def is_beside(job: AtHome) -> bool:
 
 
 def land(job: AtHome, grad: torch.Tensor, *, adds: bool, whole: bool = True) -> None:
-    """As a whole, or as this rank's shard, which is flat and by columns."""
+    """As a whole, or as this rank's flat param, which is flat and by columns."""
     if whole:
         lander(job).land(job.handles[0], grad, adds=adds)
     else:

@@ -1,4 +1,4 @@
-"""LandedGrad: the stand-in that ``p.grad`` is does as torch's gradient would, at any home."""
+"""GradProxy: the stand-in that ``p.grad`` is does as torch's gradient would, at any home."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.errors import UsageError
 from infinity.gradients.record import GradRecord, GradState
-from infinity.gradients.tensor import GradView, LandedGrad
+from infinity.gradients.tensor import GradProxy, GradView
 from infinity.machine import accelerator
 
 ROWS = torch.stack([RAMP, RAMP])
@@ -48,7 +48,7 @@ def here() -> AtHome:
 
 def grads(job: AtHome) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = (handle.param.grad for handle in job.handles[:2])
-    assert type(first) is type(second) is LandedGrad
+    assert type(first) is type(second) is GradProxy
     return first, second
 
 
@@ -144,7 +144,7 @@ def test_its_values_are_averaged_before_they_are_read_and_not_for_zeros(here):
 def test_a_gradient_is_used_in_a_use_of_the_job(here):
     """Method: whether a scope is open while it is averaged; for a view, too."""
     first, seen = grads(here)[0], []
-    running = SimpleNamespace(average=lambda: seen.append(here.engine.scopes.running_here))
+    running = SimpleNamespace(average=lambda: seen.append(here.engine.job.scopes.running_here))
     here.engine.gradients.reduce_with(running)
     first + 1
     consume(here)
@@ -174,7 +174,7 @@ def test_a_consumed_gradient_can_be_read_and_zeroed_only(job):
 
 def test_a_torn_gradient_can_be_zeroed_only(here):
     first, second = grads(here)
-    here.handles[0].grad = GradRecord(GradState.TORN, stand_in=first, shown=first)
+    here.handles[0].grad = GradRecord(GradState.TORN, proxy=first, shown=first)
     reads = (
         lambda: first + 1,
         lambda: second.add_(first),
@@ -195,7 +195,7 @@ def test_a_view_of_a_torn_gradient_cannot_be_read(here):
     first, _ = grads(here)
     view = first[0]
     assert torch.equal(view + 0, RAMP)
-    here.handles[0].grad = GradRecord(GradState.TORN, stand_in=first, shown=first)
+    here.handles[0].grad = GradRecord(GradState.TORN, proxy=first, shown=first)
     with pytest.raises(UsageError, match="half done"):
         view + 0
 
@@ -213,10 +213,10 @@ def test_a_stand_in_from_before_is_refused(here):
             use()
     new, handle = here.handles[0].param.grad, here.handles[0]
     assert torch.equal(new + 0, ROWS)
-    arrays, handle.shard.homes.arrays = handle.shard.homes.arrays, {}
+    arrays, handle.flat_param.homes.arrays = handle.flat_param.homes.arrays, {}
     with pytest.raises(UsageError, match=r"layers\.0\.weight went with its model"):
         new + 1
-    handle.shard.homes.arrays = arrays
+    handle.flat_param.homes.arrays = arrays
 
 
 def test_a_stand_in_whose_parameter_got_another_gradient_is_a_plain_tensor(job):
@@ -239,7 +239,9 @@ def test_a_stand_in_whose_parameter_got_another_gradient_is_a_plain_tensor(job):
 def test_a_view_shares_the_bytes_where_a_write_to_it_counts(job):
     """Twin: else it is read at each use, and cannot be written to."""
     first, _ = grads(job)
-    shares = job.engine.device.is_host and job.handles[0].shard.arrays["grad"].tier.value != "nvme"
+    shares = (
+        job.engine.device.is_host and job.handles[0].flat_param.arrays["grad"].tier.value != "nvme"
+    )
     view = first.t()
     assert (type(view) is torch.Tensor) == shares
     assert view.shape == (4, 2) and view.stride() == (1, 4) and torch.equal(view + 0, ROWS.t())
@@ -357,11 +359,11 @@ def test_the_clipping_of_torch_is_refused_on_a_stage_of_a_pipeline(here):
     """It would clip by this stage's norm. Twin: a norm alone may be taken."""
     values, (first, _) = here.engine.gradients.values, grads(here)
     expected = torch.linalg.vector_norm(ROWS)
-    values.ranks = SimpleNamespace(stages=object(), size=1, alone=True)
+    values.ranks = SimpleNamespace(pp_group=object(), size=1, alone=True)
     assert torch.linalg.vector_norm(first) == expected
     with pytest.raises(UsageError, match="stage of the pipeline only"):
         nn.utils.clip_grad_norm_([here.handles[0].param], 1.0)
-    values.ranks = SimpleNamespace(stages=None, size=1, alone=True)
+    values.ranks = SimpleNamespace(pp_group=None, size=1, alone=True)
     assert nn.utils.clip_grad_norm_([here.handles[0].param], 1.0) == expected
 
 
@@ -386,6 +388,6 @@ def test_a_collective_into_a_gradient_is_waited_for(job):
     """Twin: the other gradient stays."""
     collective, (first, _) = AllReduce(), grads(job)
     with torch.no_grad():
-        LandedGrad.__torch_dispatch__(collective, (), ([first],))
+        GradProxy.__torch_dispatch__(collective, (), ([first],))
     assert collective.waits == 1
     assert at_home(job).tolist() == [[5.0] * 4] * 2 and torch.equal(at_home(job, 1), 2 * ROWS)

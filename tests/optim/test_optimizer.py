@@ -133,10 +133,10 @@ def test_a_landed_unit_is_told_to_the_optimizer_while_there_is_one():
     job.backward(RAMP)
     (landed,) = heard
     with optimizer.step_in_backward():
-        landed(job.engine.units[0])
+        landed(job.engine.job.units[0])
     assert job.handles[0].grad.state is GradState.CONSUMED
     del optimizer
-    landed(job.engine.units[1])
+    landed(job.engine.job.units[1])
 
 
 # --- state ---
@@ -447,7 +447,7 @@ def test_where_ranks_are_cut_gradients_are_averaged_before_they_are_measured():
     job, averages = small_at_home(), []
     job.backward(RAMP, 2 * RAMP)
     cut(job)
-    running = lambda: averages.append(job.engine.scopes.running_here)
+    running = lambda: averages.append(job.engine.job.scopes.running_here)
     job.engine.gradients.reduce_with(SimpleNamespace(average=running))
     job.optimizer.param_groups[0]["params"] = [job.handles[0].param]
     assert job.optimizer.total_norm(1.0) == 20 and averages == [True]
@@ -478,7 +478,7 @@ def test_what_begins_in_the_backward_must_end_before_a_step_is_read():
     """Method: the block is a use of the job, and ends as one. Twin: after step() all is read."""
     job = small_at_home(make=momentum)
     with job.optimizer.step_in_backward():
-        assert job.engine.scopes.running_here and job.engine.steps.streaming
+        assert job.engine.job.scopes.running_here and job.engine.steps.streaming
         job.backward(GIVEN)
     assert not job.engine.steps.streaming
     with pytest.raises(UsageError, match=r"optimizer\.step\(\) first"):

@@ -91,8 +91,10 @@ def test_each_unit_is_planned_once_in_the_order_of_the_next_forward(monkeypatch)
         Stepper, "plan", lambda self, unit, *more: (planned.append(unit.index), [])[1]
     )
     step_of(job).make(job.optimizer.param_groups, 1.0)
-    first = [index for index in job.engine.schedule.first() if index < len(job.engine.units)]
-    assert sorted(planned) == [unit.index for unit in job.engine.units]
+    first = [
+        index for index in job.engine.job.schedule.first() if index < len(job.engine.job.units)
+    ]
+    assert sorted(planned) == [unit.index for unit in job.engine.job.units]
     assert 0 < len(first) < len(planned) and planned[: len(first)] == first
 
 
@@ -102,7 +104,7 @@ def test_gradients_are_averaged_before_a_step_and_each_step_begins_once():
     job.backward(RAMP)
     averager = SimpleNamespace(average=lambda: averages.append(True))
     job.engine.gradients.reduce_with(averager)
-    job.engine.updates.begin_step = lambda: begun.append(job.engine.steps.index)
+    job.engine.job.updates.begin_step = lambda: begun.append(job.engine.steps.index)
     step = step_of(job)
     step.prepare()
     assert averages == [True]

@@ -16,7 +16,7 @@ from infinity.machine.traffic import Traffic
 from infinity.runtime.activation_disk import ActivationsOnDisk
 from infinity.runtime.saved_tensor import Saved, SavingOrder
 from infinity.storage.arrays import StateArray, bytes_of
-from infinity.storage.store import ShardStore
+from infinity.storage.store import ArrayStore
 
 BLOCK = native.CHECKSUM_NBYTES
 
@@ -25,7 +25,7 @@ class Disk:
     """Storages on disk, through staging memory of so many blocks."""
 
     def __init__(self, folder: str, parts: int):
-        self.store = ShardStore([folder], Ledger(), Traffic(), service_nbytes=native.BLOCK_NBYTES)
+        self.store = ArrayStore([folder], Ledger(), Traffic(), service_nbytes=native.BLOCK_NBYTES)
         region = native.Region(parts * BLOCK, huge_pages=False, touch_threads=0)
         self.store.open([region])
         self.pool, self.order = native.PinnedPool(region), SavingOrder()

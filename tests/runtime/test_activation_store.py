@@ -19,7 +19,7 @@ from infinity.machine.traffic import Traffic
 from infinity.planning.activation_choice import ActivationChoice
 from infinity.runtime.activation_store import SMALLEST_NBYTES, ActivationStore
 from infinity.runtime.saved_tensor import LARGEST_EXCESS, SavedTensor, View, WithinBudget
-from infinity.storage.store import ShardStore
+from infinity.storage.store import ArrayStore
 
 NUMEL = SMALLEST_NBYTES // 4  # fp32 elements of the smallest storage that is taken
 BLOCK = native.CHECKSUM_NBYTES
@@ -37,7 +37,7 @@ class Made:
             self.ledger.limit(each, budget_nbytes=limit, planned_nbytes=0)
         traffic = device.traffic if device is not None else Traffic()
         more = {"device": device} if device is not None else {}
-        self.store = ShardStore(
+        self.store = ArrayStore(
             [str(folder)], self.ledger, traffic, service_nbytes=native.BLOCK_NBYTES, **more
         )
         region = native.Region(64 * BLOCK, huge_pages=False, touch_threads=0)

@@ -59,9 +59,11 @@ class Told:
 
 def arrays_of(job: AtHome, index: int) -> dict[str, list]:
     """What a layer has at home."""
-    shard, store = job.handles[index].shard, job.engine.store
-    shard.homes.wait()
-    return {name: store.read(array, 0, 8).float().tolist() for name, array in shard.arrays.items()}
+    flat_param, store = job.handles[index].flat_param, job.engine.store
+    flat_param.homes.wait()
+    return {
+        name: store.read(array, 0, 8).float().tolist() for name, array in flat_param.arrays.items()
+    }
 
 
 def charged(job: AtHome) -> list[int]:
@@ -74,19 +76,19 @@ def test_a_latecomer_has_the_arrays_of_a_trained_parameter(home, tmp_path):
     frozen has its weight alone."""
     job = with_frozen(home, tmp_path)
     told, (late, frozen) = Told(job), (job.handles[index] for index in FROZEN)
-    trained = list(job.engine.trained)
+    trained = list(job.engine.job.trained)
     told.admit(4)
-    assert late.shard.spec.stepped and not frozen.shard.spec.stepped
-    tiers = job.engine.planned.plan.tiers_of(late.unit.index)
-    assert {name: array.tier for name, array in late.shard.arrays.items()} == {
+    assert late.flat_param.spec.stepped and not frozen.flat_param.spec.stepped
+    tiers = job.engine.job.planned.plan.tiers_of(late.unit.index)
+    assert {name: array.tier for name, array in late.flat_param.arrays.items()} == {
         name: tiers[name] for name in ("weight", "grad", "exp_avg")
     }
     assert tiers["exp_avg"].value == home
     found = arrays_of(job, 4)
     assert found["weight"] == [1.0] * 8 and found["exp_avg"] == [0.0] * 8
-    assert list(frozen.shard.arrays) == ["weight"] and frozen.grad is None
+    assert list(frozen.flat_param.arrays) == ["weight"] and frozen.grad is None
     assert len(told.hooked) == 1 and told.hooked[0] is late.param
-    assert job.engine.trained == [*trained, late]
+    assert job.engine.job.trained == [*trained, late]
     assert job.engine.gradients.values.handles[-1] is late and told.ended == [True]
     job.engine.passes.hook(late.param)
     late.param.requires_grad_(True)
@@ -108,9 +110,9 @@ def test_disk_space_that_had_other_bytes_is_zeroed(tmp_path):
         store.arrays.free_more(array)
     Told(job).admit(4, 5)
     for index in FROZEN:
-        shard = job.handles[index].shard
+        flat_param = job.handles[index].flat_param
         for name in ("exp_avg", "grad"):
-            array = shard.arrays[name]
+            array = flat_param.arrays[name]
             assert store.read(array, 0, array.numel).count_nonzero() == 0
 
 
@@ -121,15 +123,15 @@ def test_a_master_is_the_weight(master, pieces, monkeypatch):
     none."""
     monkeypatch.setattr(admission, "ZEROED_AT_ONCE", 4096 // pieces)
     job = with_frozen(dtype=torch.bfloat16, master=master)
-    job.engine.edits.write_value(job.handles[4], RAMP.bfloat16())
+    job.engine.job.edits.write_value(job.handles[4], RAMP.bfloat16())
     Told(job).admit(4)
-    shard, store = job.handles[4].shard, job.engine.store
+    flat_param, store = job.handles[4].flat_param, job.engine.store
     found = arrays_of(job, 4)
     assert ("master" in found) == (master != "none") and found["exp_avg"] == [0.0] * 8
     if master == "fp32":
         assert found["master"] == RAMP.tolist() * 2
-        array = shard.arrays["master"]
-        weight = store.read(shard.weight, 0, array.numel).float()
+        array = flat_param.arrays["master"]
+        weight = store.read(flat_param.weight, 0, array.numel).float()
         assert torch.equal(store.read(array, 0, array.numel), weight)
     elif master == "split":
         assert found["master"] == [0.0] * 8
@@ -145,10 +147,10 @@ def test_parameters_of_a_shard_that_is_stepped_need_no_more():
     )
     job = AtHome(model, optimizer, wrapped(model).engine)
     told, late = Told(job), job.handles[1]
-    arrays, is_stepped = dict(late.shard.arrays), late.shard.spec.stepped
+    arrays, is_stepped = dict(late.flat_param.arrays), late.flat_param.spec.stepped
     told.admit(1)
-    assert late.grad is not None and late in job.engine.trained
-    assert not is_stepped or late.shard.arrays == arrays
+    assert late.grad is not None and late in job.engine.job.trained
+    assert not is_stepped or late.flat_param.arrays == arrays
 
 
 def test_a_parameter_that_is_trained_already_is_hooked_once():
@@ -159,19 +161,21 @@ def test_a_parameter_that_is_trained_already_is_hooked_once():
     record = job.handles[4].grad
     told.admit(4, 5)
     assert job.handles[4].grad is record and len(told.hooked) == 2
-    assert job.engine.trained.count(job.handles[4]) == 1
+    assert job.engine.job.trained.count(job.handles[4]) == 1
 
 
 def test_the_plan_and_its_sizes_have_what_was_added():
     """Twin: those of the units that did not change are as they were."""
     job = with_frozen()
-    planned = job.engine.planned
+    planned = job.engine.job.planned
     sizes, terms = list(planned.sizes), {t: dict(of) for t, of in planned.plan.terms.items()}
     Told(job).admit(4)
     unit = job.handles[4].unit.index
     for index, (now, before) in enumerate(zip(planned.sizes, sizes, strict=True)):
         assert (now == before) == (index != unit)
-        assert [shard.spec.stepped for shard in now.shards] == [index != job.handles[5].unit.index]
+        assert [flat.spec.stepped for flat in now.flat_params] == [
+            index != job.handles[5].unit.index
+        ]
     host, nbytes = planned.plan.terms[Tier.HOST], 4 * 4096
     for name in ("gradients", "optimizer state"):
         assert host[name] - terms[Tier.HOST].get(name, 0) == nbytes
@@ -184,22 +188,22 @@ def test_what_runs_has_ended_before_an_admission(tmp_path):
     job, waits = with_frozen("nvme", tmp_path), []
     job.backward(RAMP)
     first, engine = job.handles[0], job.engine
-    first.shard.homes.submit(SimpleNamespace(wait=lambda: waits.append(True)))
+    first.flat_param.homes.submit(SimpleNamespace(wait=lambda: waits.append(True)))
     engine.gradients.homes.view(first, write=True).fill_(3.0)
     released = []
-    release = engine.prefetcher.release_all
-    engine.prefetcher.release_all = lambda units: (released.extend(units), release(units))
+    release = engine.job.prefetcher.release_all
+    engine.job.prefetcher.release_all = lambda units: (released.extend(units), release(units))
     Told(job).admit(4)
-    assert waits == [True] and released == list(engine.units)
+    assert waits == [True] and released == list(engine.job.units)
     assert engine.gradients.homes.view(first, write=False).tolist() == [[3.0] * 4] * 2
-    engine.prefetcher.release_all = release
+    engine.job.prefetcher.release_all = release
 
 
 def test_a_larger_updater_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
     """With the new staging of gradients. Twin: if the slots are as they were it stays."""
     job = with_frozen("nvme", tmp_path)
     resources, used, staged = job.engine._resources, [], []
-    updates, homes = job.engine.updates, job.engine.gradients.homes
+    updates, homes = job.engine.job.updates, job.engine.gradients.homes
     monkeypatch.setattr(updates, "use", lambda updater, *more: used.append((updater, *more)))
     monkeypatch.setattr(homes, "stage_in", lambda pool: staged.append(pool))
     monkeypatch.setattr(resources, "make_updater", lambda: "new")
@@ -209,9 +213,9 @@ def test_a_larger_updater_takes_the_place_of_the_one_before(tmp_path, monkeypatc
             resources, "refit", lambda all_, new=is_refitted: (sizes.append(list(all_)), new)[1]
         )
         Told(job).admit(index)
-        assert sizes == [job.engine.planned.sizes]
+        assert sizes == [job.engine.job.planned.sizes]
         assert staged.pop() is resources.grad_staging
-    plan = job.engine.planned.plan
+    plan = job.engine.job.planned.plan
     assert used == [("new", job.engine.device, plan.device_slot_nbytes)]
 
 
@@ -220,14 +224,17 @@ def test_a_larger_updater_takes_the_place_of_the_one_before(tmp_path, monkeypatc
 
 def refused(job: AtHome, kind: type, message: str, *indices: int) -> None:
     """The admission raises, and nothing has changed."""
-    told, before = Told(job), (charged(job), list(job.engine.trained), job.engine.planned.plan)
+    told, before = (
+        Told(job),
+        (charged(job), list(job.engine.job.trained), job.engine.job.planned.plan),
+    )
     with pytest.raises(kind, match=message):
         told.admit(*indices)
     assert told.hooked == [] == told.ended
-    assert (charged(job), job.engine.trained, job.engine.planned.plan) == before
+    assert (charged(job), job.engine.job.trained, job.engine.job.planned.plan) == before
     for index in FROZEN:
-        shard = job.handles[index].shard
-        assert list(shard.arrays) == ["weight"] and not shard.spec.stepped
+        flat_param = job.handles[index].flat_param
+        assert list(flat_param.arrays) == ["weight"] and not flat_param.spec.stepped
 
 
 def test_a_parameter_that_is_not_this_jobs_is_refused():
@@ -245,7 +252,7 @@ def test_a_parameter_that_is_not_this_jobs_is_refused():
                 hook=lambda param: pytest.fail("hooked"),
                 then=lambda: pytest.fail("ended"),
             )
-    assert list(job.handles[4].shard.arrays) == ["weight"]
+    assert list(job.handles[4].flat_param.arrays) == ["weight"]
     Told(job).admit(4)
 
 
@@ -271,13 +278,13 @@ def test_several_ranks_and_other_devices_are_refused(what):
     told.arguments = SimpleNamespace(**fields), resources
     with pytest.raises(UsageError, match="several ranks" if what == "ranks" else "on cuda"):
         told.admit(4)
-    assert list(job.handles[4].shard.arrays) == ["weight"]
+    assert list(job.handles[4].flat_param.arrays) == ["weight"]
 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
 def test_without_free_memory_it_is_refused(home, tmp_path, monkeypatch):
-    """Of all shards together: the device is the machine's memory here. Twin: with just enough it is
-    taken."""
+    """Of all flat params together: the device is the machine's memory here. Twin: with just enough
+    it is taken."""
     each = 2 * 4 * 4096  # a gradient or a moment of both; with moments on disk gradients are not
     job, nbytes = with_frozen(home, tmp_path), each if home == "nvme" else 2 * each
     for free in (nbytes - 1, nbytes):
@@ -288,7 +295,7 @@ def test_without_free_memory_it_is_refused(home, tmp_path, monkeypatch):
             lambda tier, *more, free=free: (asked.append(tier), free)[1],
         )
         if free < nbytes:
-            refused(job, CapacityError, f"of 2 shards need {nbytes >> 10}.0 KiB on", *FROZEN)
+            refused(job, CapacityError, f"of 2 flat params need {nbytes >> 10}.0 KiB on", *FROZEN)
         else:
             Told(job).admit(*FROZEN)
             assert set(asked) == {Tier.HOST, *[Tier.NVME] * (home == "nvme")}
@@ -298,7 +305,7 @@ def fail(*args: Any) -> None:
     raise MemoryError("no room")
 
 
-@pytest.mark.parametrize("fails", ["second shard", "slots"])
+@pytest.mark.parametrize("fails", ["second flat param", "slots"])
 def test_what_was_allocated_before_a_failure_is_freed(fails, monkeypatch):
     """Twin: the next admission has its room."""
     job = with_frozen()
@@ -309,7 +316,7 @@ def test_what_was_allocated_before_a_failure_is_freed(fails, monkeypatch):
         if fails == "slots":
             patched.setattr(resources, "refit", fail)
         else:
-            homes = job.handles[5].shard.homes
+            homes = job.handles[5].flat_param.homes
             patched.setattr(type(homes), "allocate_missing", guarded(homes))
         refused(job, MemoryError, "no room", *FROZEN)
     assert len(freed) == (4 if fails == "slots" else 2)  # a gradient and a moment of each
@@ -317,7 +324,7 @@ def test_what_was_allocated_before_a_failure_is_freed(fails, monkeypatch):
 
 
 def guarded(homes: Any) -> Any:
-    """Lets one shard's allocation fail."""
+    """Lets one flat param's allocation fail."""
     allocate = type(homes).allocate_missing
     return lambda self, *args: (fail if self is homes else allocate)(
         *(args if self is homes else (self, *args))
@@ -337,5 +344,5 @@ def test_an_interrupt_in_the_middle_of_the_change_does_not_undo_it():
     with pytest.raises(KeyboardInterrupt):
         told.admit(4, then=then)
     assert len(ends) == 2 and len(told.hooked) == 1
-    assert job.engine.trained.count(job.handles[4]) == 1
-    assert "exp_avg" in job.handles[4].shard.arrays
+    assert job.engine.job.trained.count(job.handles[4]) == 1
+    assert "exp_avg" in job.handles[4].flat_param.arrays

@@ -37,7 +37,7 @@ class Peer:
     what it says when it is asked what differs."""
 
     def __init__(self, channel: Any = "tp"):
-        self.ranks = SimpleNamespace(tensor=channel, world_rank=4)
+        self.ranks = SimpleNamespace(tp_group=channel, world_rank=4)
         self.apart, self.theirs = set(), None
         self.met, self.failed, self.asked = [], [], []
 
@@ -66,7 +66,7 @@ class Made(InCommon):
         self.peer, self.job = peer or Peer(), job or small_at_home()
         engine, self.root = self.job.engine, nn.Linear(4, 2)
         device = device or engine.device
-        super().__init__(self.peer, device, engine.steps, engine.gradients, engine.trained)
+        super().__init__(self.peer, device, engine.steps, engine.gradients, engine.job.trained)
 
     def forward(self, *args: Any, outputs: tuple = (), root=None, **kwargs: Any) -> None:
         root = root or self.root

@@ -9,7 +9,7 @@ from infinity.runtime.job import wait_idle
 
 
 class Update:
-    """Of a shard; counts its waits."""
+    """Of a flat param; counts its waits."""
 
     waits = 0
 
@@ -22,12 +22,12 @@ def momentum(params):
 
 
 def test_every_update_has_been_waited_for():
-    """Of each shard of each unit, once. Twin: before, of none."""
+    """Of each flat param of each unit, once. Twin: before, of none."""
     job = small_at_home(bias=True)
-    shards = [shard for unit in job.engine.units for shard in unit.shards]
-    updates = [Update() for _ in shards]
-    for shard, update in zip(shards, updates, strict=True):
-        shard.homes.submit(update)
+    flat_params = [flat for unit in job.engine.job.units for flat in unit.flat_params]
+    updates = [Update() for _ in flat_params]
+    for flat_param, update in zip(flat_params, updates, strict=True):
+        flat_param.homes.submit(update)
     assert {update.waits for update in updates} == {0}
     wait_idle(job.engine.job)
     assert {update.waits for update in updates} == {1} and len(updates) >= 6
@@ -43,15 +43,17 @@ def test_what_users_wrote_is_at_home():
     weights["layers.0.weight"].fill_(3.0)
     job.optimizer.state[first.param]["momentum_buffer"].fill_(4.0)
     wait_idle(job.engine.job)
-    assert first.shard.read_value(store, first.index, torch.float32).tolist() == [[3.0] * 4] * 2
-    assert first.shard.read_moment(store, "exp_avg", first.index).tolist() == [[4.0] * 4] * 2
+    assert (
+        first.flat_param.read_value(store, first.index, torch.float32).tolist() == [[3.0] * 4] * 2
+    )
+    assert first.flat_param.read_moment(store, "exp_avg", first.index).tolist() == [[4.0] * 4] * 2
 
 
 def test_the_timeline_of_updates_is_drawn(monkeypatch):
     """Method: what the job's updates are told, after the last of them has ended."""
     job, seen = small_at_home(), []
     update = Update()
-    job.handles[0].shard.homes.submit(update)
-    monkeypatch.setattr(job.engine.updates, "draw", lambda: seen.append(update.waits))
+    job.handles[0].flat_param.homes.submit(update)
+    monkeypatch.setattr(job.engine.job.updates, "draw", lambda: seen.append(update.waits))
     wait_idle(job.engine.job)
     assert seen == [1]

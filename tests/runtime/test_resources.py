@@ -15,7 +15,7 @@ import torch
 import infinity
 from infinity import native
 from infinity.distributed.collectives import Collectives
-from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.errors import CapacityError
 from infinity.machine.device import Device
 from infinity.machine.ledger import Ledger
@@ -23,9 +23,9 @@ from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.planning.memory_plan import BUFFERS, LADDER, MemoryPlan
 from infinity.planning.slots import optimizer_slot_nbytes
-from infinity.planning.unit_sizes import ShardSize, UnitSize
+from infinity.planning.unit_sizes import FlatParamSize, UnitSize
 from infinity.runtime.resources import Resources, make_store, trace_path
-from infinity.state.shard_spec import ShardSpec
+from infinity.state.flat_param_spec import FlatParamSpec
 
 F32 = torch.float32
 BLOCK, MIB = native.BLOCK_NBYTES, 1 << 20
@@ -98,8 +98,8 @@ class Made:
             self.allocated.append((what, dict(tiers), set(kept), shadowed))
 
         homes = SimpleNamespace(allocate=allocate)
-        shards = [SimpleNamespace(homes=homes)] * (index + 1)
-        return SimpleNamespace(index=index, name=f"u{index}", shards=shards)
+        flat_params = [SimpleNamespace(homes=homes)] * (index + 1)
+        return SimpleNamespace(index=index, name=f"u{index}", flat_params=flat_params)
 
 
 @pytest.fixture
@@ -128,13 +128,13 @@ def test_every_shard_is_allocated_where_the_plan_has_its_unit(make):
 def test_transfer_memory_is_allocated_and_charged_as_planned(make):
     """And the terms of the device, of checksums and of buffers. Twin: what a plan lacks is not
     allocated."""
-    on_device = ("second slices", "gradients on their way", "optimizer slots", "staged weights")
+    on_device = ("node shards", "gradients on their way", "optimizer slots", "staged weights")
     terms = {
         Tier.DEVICE: {name: 10 + at for at, name in enumerate(on_device)} | {BUFFERS: 3},
         Tier.HOST: {"checksums": 7, BUFFERS: 5},
         Tier.NVME: {},
     }
-    made = make(plan_of(terms=terms, past_host_nbytes=1))
+    made = make(plan_of(terms=terms, gpu_direct_nbytes=1))
     found = {(tier, what): nbytes for tier, what, nbytes in made.charges}
     host = {
         "staged weights": SIZES["weights"],
@@ -155,7 +155,7 @@ def test_transfer_memory_is_allocated_and_charged_as_planned(make):
     assert resources.activation_staging.capacity_nbytes == SIZES["activations"]
     copied = [(SIZES[name], True) for name in ("weights", "grads", "activations")]
     assert made.opened["regions"] == [*copied, (2 * SIZES["slot"], False)]
-    assert made.opened["staging"].capacity_nbytes == SIZES["weights"] and made.opened["past_host"]
+    assert made.opened["staging"].capacity_nbytes == SIZES["weights"] and made.opened["gpu_direct"]
 
 
 def test_a_plan_without_transfers_takes_no_memory_for_them(make):
@@ -170,7 +170,7 @@ def test_a_plan_without_transfers_takes_no_memory_for_them(make):
     }
     made = make(plan_of(Tier.HOST, **none))
     assert made.resources.grad_staging is None is made.resources.activation_staging
-    assert made.opened == {"regions": [], "staging": None, "past_host": False}
+    assert made.opened == {"regions": [], "staging": None, "gpu_direct": False}
     assert isinstance(made.resources.make_updater(), native.Updater)
 
 
@@ -206,12 +206,12 @@ def test_a_store_is_made_as_the_config_and_the_ranks_say(swap):
 
 
 def unit_of(numel: int) -> UnitSize:
-    spec = ShardSpec(F32, F32, native.Master.OWN, F32, F32, 2, stepped=True)
-    return UnitSize("u", (ShardSize(spec, numel),))
+    spec = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 2, stepped=True)
+    return UnitSize("u", (FlatParamSize(spec, numel),))
 
 
 def slots_of(made: Made, numel: int, chunk: int) -> int:
-    return 2 * optimizer_slot_nbytes(unit_of(numel).shards, plan_of().tiers, chunk)
+    return 2 * optimizer_slot_nbytes(unit_of(numel).flat_params, plan_of().tiers, chunk)
 
 
 @pytest.mark.parametrize("numel", [1 << 20, 1 << 16])
@@ -311,6 +311,6 @@ def test_the_store_of_activations_is_where_the_config_has_them(make):
 
 def test_each_rank_has_a_timeline_of_its_own(monkeypatch):
     """Twin: a rank that is alone has the name that was given."""
-    assert trace_path(Path("a/trace.json"), DataRanks()) == "a/trace.json"
+    assert trace_path(Path("a/trace.json"), ParallelDims()) == "a/trace.json"
     ranks = SimpleNamespace(alone=False, world_rank=3)
     assert trace_path("a.b/trace.json", ranks) == "a.b/trace-rank3.json"

@@ -20,7 +20,7 @@ ODD = torch.linspace(0.1, 0.8, 8).view(2, 4)  # of which bf16 loses bits
 
 
 class Update:
-    """Of a shard; counts its waits."""
+    """Of a flat param; counts its waits."""
 
     waits = 0
 
@@ -32,7 +32,7 @@ class Collectives:
     """Notes what the ranks compare, and refuses what it is told to."""
 
     def __init__(self, ranks: Any = None, refuses: str = "nothing"):
-        self.ranks = ranks or SimpleNamespace(data_size=2, tensor=None)
+        self.ranks = ranks or SimpleNamespace(data_size=2, tp_group=None)
         self.asked, self.refuses, self.holds_everywhere = [], refuses, True
         self.of_experts = self
 
@@ -68,7 +68,7 @@ class Edits(ValueEdits):
             job.engine.store, self.prefetcher, self.journal, self.collectives, job.engine.steps
         )
         for handle in job.handles:
-            handle.shard.collectives = self.collectives
+            handle.flat_param.collectives = self.collectives
 
 
 def halved() -> AtHome:
@@ -81,7 +81,7 @@ def halved() -> AtHome:
 
 def value(job: AtHome, index: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     handle = job.handles[index]
-    return handle.shard.read_value(job.engine.store, handle.index, dtype).clone()
+    return handle.flat_param.read_value(job.engine.store, handle.index, dtype).clone()
 
 
 def test_a_value_is_at_home_once_it_is_written():
@@ -89,7 +89,7 @@ def test_a_value_is_at_home_once_it_is_written():
     the other parameter stays."""
     job = small_at_home()
     edits, first, update = Edits(job), job.handles[0], Update()
-    first.shard.homes.submit(update)
+    first.flat_param.homes.submit(update)
     version = first.version
     edits.write_value(first, ODD.clone().requires_grad_())
     assert torch.equal(value(job), ODD) and torch.equal(value(job, 1), torch.ones(2, 4))
@@ -195,7 +195,7 @@ def test_a_change_that_was_begun_is_finished_by_the_journal():
             if self.waits == 1:
                 raise KeyboardInterrupt
 
-    first.shard.homes.submit(Stopped())
+    first.flat_param.homes.submit(Stopped())
     with pytest.raises(KeyboardInterrupt):
         edits.write_value(first, ODD)
     assert not edits.journal.is_clear and first.edits != 0
@@ -235,7 +235,7 @@ def test_ranks_agree_on_all_edits_before_any_is_made():
     job = small_at_home()
     edits, (first, second, *_) = Edits(job), job.handles
     edits.collectives.of_experts = experts = Collectives()
-    second.shard.collectives, edits.collectives.refuses = experts, "a block"
+    second.flat_param.collectives, edits.collectives.refuses = experts, "a block"
     with pytest.raises(UsageError, match="another value"):
         edits.write_changes([(first, ODD), (second, ODD * 2)], "a block")
     assert torch.equal(value(job), torch.ones(2, 4)) and experts.asked == []
@@ -254,12 +254,12 @@ def test_ranks_with_other_parts_agree_on_what_they_have_in_common(data_size):
     """Twins: without them, or without data ranks, nothing is compared for those."""
     job = small_at_home()
     edits, first = Edits(job), job.handles[0]
-    edits.collectives.ranks = SimpleNamespace(data_size=data_size, tensor=object())
+    edits.collectives.ranks = SimpleNamespace(data_size=data_size, tp_group=object())
     edits.write_changes([(first, ODD)], "a block")
     *data, (what, (compared,), over_tensors) = edits.collectives.asked
     assert what == "a block with 1 edited that all have" and torch.equal(compared, ODD)
     assert over_tensors and len(data) == data_size - 1
-    edits.collectives.ranks = SimpleNamespace(data_size=1, tensor=None)
+    edits.collectives.ranks = SimpleNamespace(data_size=1, tp_group=None)
     edits.collectives.asked.clear()
     edits.write_changes([(first, ODD * 2)], "a block")
     assert edits.collectives.asked == [] and torch.equal(value(job), ODD * 2)

@@ -1,4 +1,5 @@
-"""ArrayParts: reads and writes each parameter's part of a shard's arrays, over one rank or two."""
+"""ArrayParts: reads and writes each parameter's part of a flat param's arrays, over one rank or
+two."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from memory_arrays import Counted, MemoryArray, MemoryStore, Told, Write, give_a
 from infinity import native
 from infinity.machine.device import PAST
 from infinity.state.array_parts import ArrayParts
+from infinity.state.flat_param import FlatParam
+from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.home_arrays import Shadow
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
 
 F32 = torch.float32
-CODED = ShardSpec(F32, F32, native.Master.OWN, F32, torch.uint8, 1, stepped=True)
-# Whole arrays have 8192 elements: parameters at 0, 128 and 4096 + 64, the second one on two slices.
+CODED = FlatParamSpec(F32, F32, native.Master.OWN, F32, torch.uint8, 1, stepped=True)
+# Whole arrays have 8192 elements: parameters at 0, 128 and 4096 + 64, the second one on two shards.
 LENGTHS = 70, 4000, 100
 PARTS = [(0, 70), (128, 4128), (4160, 4260)]
 SCALES = [(0, 2), (2, 65), (65, 67)]
@@ -29,16 +30,16 @@ def whole(name: str) -> torch.Tensor:
 
 
 class Case:
-    """A shard on rank ``rank`` of ``size``, with its slices of such arrays at home."""
+    """A flat param on rank ``rank`` of ``size``, with its shards of such arrays at home."""
 
     def __init__(self, rank: int = 0, size: int = 2, shard: str = "parameters"):
         self.told, self.store = Told(rank, size, shard), MemoryStore()
         params = [torch.nn.Parameter(torch.zeros(n)) for n in LENGTHS]
-        self.shard = give_arrays(ParamShard(CODED, params, self.told))
-        self.homes, self.arrays = self.shard.homes, self.shard.arrays
+        self.flat_param = give_arrays(FlatParam(CODED, params, self.told))
+        self.homes, self.arrays = self.flat_param.homes, self.flat_param.arrays
         self.parts = ArrayParts(self.homes, self.told, ["a", "b", "c"])
         for name, array in self.arrays.items():
-            begin, end = self.shard.layout.own(name)
+            begin, end = self.flat_param.layout.own(name)
             array.flat.copy_(whole(name)[begin:end])
             self.told.wholes[f"reading {name} of a and its unit"] = whole(name)
             for param, (begin, end) in zip("abc", SCALES if "scale" in name else PARTS):
@@ -213,7 +214,7 @@ def test_a_part_is_written_as_far_as_it_is_at_home_here(rank, size):
         expected = whole("weight")
         expected[begin:end] = torch.arange(float(end - begin)) - 9000
         case.parts.write(case.store, "weight", index, expected[begin:end].clone(), version=4)
-        first, last = case.shard.layout.own("weight")
+        first, last = case.flat_param.layout.own("weight")
         assert torch.equal(case.arrays["weight"].flat, expected[first:last])
         case.arrays["weight"].flat.copy_(whole("weight")[first:last])
     assert len(case.store.writes) == (3 if size == 1 else 2)
@@ -237,7 +238,7 @@ def test_some_elements_of_a_part_are_written_from_where_they_begin(rank, begin, 
     case.parts.write(case.store, "weight", 1, values, version=1, begin=begin, stays=True)
     expected = whole("weight")
     expected[128 + begin : 128 + begin + numel] = values
-    first, last = case.shard.layout.own("weight")
+    first, last = case.flat_param.layout.own("weight")
     assert torch.equal(case.arrays["weight"].flat, expected[first:last])
     assert case.store.writes == ([Write("weight", *written, 1, True)] if written else [])
 

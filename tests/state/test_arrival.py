@@ -10,14 +10,14 @@ import torch
 from memory_arrays import give_arrays
 
 from infinity import native
-from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.errors import CorruptionError, PeerError
 from infinity.machine.device import PAST, Copy, Device
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.state.arrival import Arrival
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
+from infinity.state.flat_param import FlatParam
+from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.unit_buffers import UnitBuffers
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -65,10 +65,10 @@ class Queues(Device):
 
 
 class Pending:
-    """A gather that runs; ``lent``: until then another rank reads this one's home."""
+    """A gather that runs; ``borrowed``: until then another rank reads this one's home."""
 
-    def __init__(self, said: Said, name: str, lent: object | None = None):
-        self.said, self.name, self.lent = said, name, lent
+    def __init__(self, said: Said, name: str, borrowed: object | None = None):
+        self.said, self.name, self.borrowed = said, name, borrowed
 
     def wait(self) -> None:
         self.said.note(f"{self.name} is waited for")
@@ -96,22 +96,22 @@ class Bulk:
 
 
 class Case:
-    """The arrival of a unit of two shards on a rank: homes are full of 1 and 2, buffers are
+    """The arrival of a unit of two flat params on a rank: homes are full of 1 and 2, buffers are
     empty."""
 
     def __init__(self, rank: int = 0, size: int = 1, device: type[Device] = Queues):
         self.said = Said()
-        ranks = DataRanks(rank=rank, size=size)
+        ranks = ParallelDims(rank=rank, size=size)
         self.bulk = Bulk(self.said)
         self.collectives = SimpleNamespace(ranks=ranks, bulk=self.bulk)
         self.device = device(self.said)
-        self.shards = []
+        self.flat_params = []
         for number, dtype in enumerate((F32, BF16)):
-            spec = ShardSpec(dtype, dtype, native.Master.OWN, dtype, dtype, 0, stepped=False)
-            shard = ParamShard(spec, [torch.nn.Parameter(torch.zeros(5000))], self.collectives)
-            self.shards.append(give_arrays(shard, number + 1))
-        self.homes = [shard.weight for shard in self.shards]
-        self.buffers = UnitBuffers(self.shards, self.device)
+            spec = FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, dtype, 0, stepped=False)
+            flat_param = FlatParam(spec, [torch.nn.Parameter(torch.zeros(5000))], self.collectives)
+            self.flat_params.append(give_arrays(flat_param, number + 1))
+        self.homes = [flat.weight for flat in self.flat_params]
+        self.buffers = UnitBuffers(self.flat_params, self.device)
         self.buffers.allocate(None)
         self.buffers.empty()
         if isinstance(self.device, Queues):
@@ -120,7 +120,7 @@ class Case:
         self.second = SimpleNamespace(copy_out=self.copy_out)
         self.store = SimpleNamespace(traffic=SimpleNamespace(stalled=self.stalled))
         self.arrival = Arrival(
-            "block", self.shards, self.buffers, self.second, self.collectives, self.device
+            "block", self.flat_params, self.buffers, self.second, self.collectives, self.device
         )
 
     @staticmethod
@@ -189,8 +189,8 @@ def test_bytes_from_disk_come_as_they_are_read():
     case, asked = Case(), []
     reads = SimpleNamespace(copy=lambda *args: asked.append(args))
     flats = case.start(reads)
-    ((store, shards, given, name),) = asked
-    assert (store, shards, name) == (case.store, case.shards, "block")
+    ((store, flat_params, given, name),) = asked
+    assert (store, flat_params, name) == (case.store, case.flat_params, "block")
     assert all(one is other for one, other in zip(given, flats, strict=True))
     assert all(bool((flat == -1).all()) for flat in flats)
 
@@ -211,17 +211,17 @@ def test_the_homes_are_lent_until_the_last_work_of_the_queue(size):
     assert case.arrival.event is PAST
     case.start()
     assert case.arrival.event.name == f"copy {size}"
-    assert all(shard.homes.last_read is case.arrival.event for shard in case.shards)
+    assert all(flat.homes.last_read is case.arrival.event for flat in case.flat_params)
 
 
 def test_a_copy_that_is_over_lends_no_homes():
     """Method: a processor, which copies at once. An earlier read is not forgotten by it."""
     case = Case(device=lambda said: Device(torch.device("cpu"), Traffic()))
-    for shard in case.shards:
-        shard.homes.lend("an earlier one")
+    for flat_param in case.flat_params:
+        flat_param.homes.lend("an earlier one")
     case.start()
     assert case.arrival.event is PAST
-    assert all(shard.homes.last_read == "an earlier one" for shard in case.shards)
+    assert all(flat.homes.last_read == "an earlier one" for flat in case.flat_params)
 
 
 # --- the gather ---
@@ -251,14 +251,15 @@ def test_a_gather_finds_the_homes_of_its_own_shard():
 
 
 def test_homes_that_other_ranks_read_are_lent_until_those_are_done():
-    """Method: a queue whose events are past. Twin: of a gather that reads none, nothing is lent."""
+    """Method: a queue whose events are past. Twin: of a gather that reads none, nothing is
+    borrowed."""
     case = Case(0, 2, device=lambda said: Device(torch.device("cpu"), Traffic()))
     case.bulk.pending = {
-        "block (0)": Pending(case.said, "first", lent="until the others have it"),
+        "block (0)": Pending(case.said, "first", borrowed="until the others have it"),
         "block (1)": Pending(case.said, "second"),
     }
     case.start()
-    assert [shard.homes.last_read for shard in case.shards] == ["until the others have it", PAST]
+    assert [flat.homes.last_read for flat in case.flat_params] == ["until the others have it", PAST]
 
 
 # --- the end ---

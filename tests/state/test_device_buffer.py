@@ -1,4 +1,4 @@
-"""DeviceBuffer: one shard's memory on the device, what holds it, and what becomes of it then.
+"""DeviceBuffer: one flat param's memory on the device, what holds it, and what becomes of it then.
 
 Words used here: **held**, **fixed** and **left** as in infinity/state/device_buffer.py.
 **outside**: what a user has of the memory, an array or a view.
@@ -19,14 +19,14 @@ from infinity.machine.device import PAST, Device
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.state.device_buffer import DeviceBuffer
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
+from infinity.state.flat_param import FlatParam
+from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.weight_storages import WeightStorages
 from infinity.storage.arrays import StateArray
 
 F32 = torch.float32
-SPEC = ShardSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=False)
-NBYTES = 4096 * 4  # of the shard: its length is padded
+SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=False)
+NBYTES = 4096 * 4  # of the flat param: its length is padded
 USED = SimpleNamespace(name="the last use")
 
 OUTSIDE = {
@@ -77,10 +77,10 @@ class Struck(torch.nn.Parameter):
 def made(kind: type = torch.nn.Parameter, flat: torch.Tensor | None = None) -> DeviceBuffer:
     """Of a parameter by columns and of another one, full of 0, 1, 2, ..."""
     params = [kind(torch.zeros(3, 2).t()), kind(torch.zeros(5))]
-    shard = ParamShard(SPEC, params)
-    shard.name(["a.weight", "a.bias"])
+    flat_param = FlatParam(SPEC, params)
+    flat_param.name(["a.weight", "a.bias"])
     flat = torch.arange(4096.0) if flat is None else flat
-    return DeviceBuffer(shard, flat, Asked())
+    return DeviceBuffer(flat_param, flat, Asked())
 
 
 def shown(**kw) -> DeviceBuffer:
@@ -90,12 +90,12 @@ def shown(**kw) -> DeviceBuffer:
 
 
 def values(buffer: DeviceBuffer) -> list:
-    return [param.detach().tolist() for param in buffer.shard.params]
+    return [param.detach().tolist() for param in buffer.flat_param.params]
 
 
 def places(buffer: DeviceBuffer) -> list[int]:
     """Ids of the storages of the whole and of the parameters."""
-    return [storage_guard.identity(each) for each in (buffer.flat, *buffer.shard.params)]
+    return [storage_guard.identity(each) for each in (buffer.flat, *buffer.flat_param.params)]
 
 
 @pytest.fixture
@@ -112,13 +112,13 @@ def said(caplog, monkeypatch) -> pytest.LogCaptureFixture:
 def test_parameters_are_views_of_the_buffer_once_it_is_shown():
     """Twin: before, they have their own bytes. Each lies at its place, 64 elements apart."""
     buffer = made()
-    before = list(buffer.shard.params)
+    before = list(buffer.flat_param.params)
     assert values(buffer) == [[[0] * 3] * 2, [0] * 5]
     buffer.show()
     assert values(buffer) == [[[0, 2, 4], [1, 3, 5]], [64, 65, 66, 67, 68]]
     buffer.flat[2], buffer.flat[65] = -1, -2
     assert values(buffer) == [[[0, -1, 4], [1, 3, 5]], [64, -2, 66, 67, 68]]
-    assert all(now is then for now, then in zip(buffer.shard.params, before))
+    assert all(now is then for now, then in zip(buffer.flat_param.params, before))
 
 
 @pytest.mark.parametrize("is_shown", [True, False])
@@ -140,21 +140,21 @@ def test_a_parameter_holds_the_memory_of_a_version_that_is_not_shown():
     """Method: one parameter is a view of the buffer, as its module has kept it, and the first one
     is not."""
     buffer = shown()
-    buffer.shard.params[0].data = torch.zeros(2, 3)
+    buffer.flat_param.params[0].data = torch.zeros(2, 3)
     assert buffer.is_held
-    buffer.shard.params[1].data = torch.zeros(5)
+    buffer.flat_param.params[1].data = torch.zeros(5)
     assert not buffer.is_held
 
 
 def test_memory_that_numpy_has_had_is_fixed_and_exported_when_nothing_holds_it():
     """Twins: a view that is gone leaves nothing behind. Shared memory is fixed, too, and moved."""
     buffer = shown()
-    buffer.shard.params[0].detach()
+    buffer.flat_param.params[0].detach()
     assert not (buffer.is_fixed or buffer.is_exported or buffer.is_moved)
-    buffer.shard.params[0].detach().numpy()
+    buffer.flat_param.params[0].detach().numpy()
     assert buffer.is_fixed and buffer.is_exported and not (buffer.is_held or buffer.is_moved)
     moved = shown()
-    moved.shard.params[1].share_memory_()
+    moved.flat_param.params[1].share_memory_()
     assert moved.is_fixed and moved.is_exported and moved.is_moved
 
 
@@ -169,7 +169,7 @@ def test_memory_is_freed_and_given_to_the_same_storage_and_its_views():
     buffer.empty(USED)
     assert buffer._device.asked == [(0, USED)]
     assert buffer.flat.untyped_storage().nbytes() == 0
-    for tensor in (buffer.flat, *buffer.shard.params):
+    for tensor in (buffer.flat, *buffer.flat_param.params):
         with pytest.raises(RuntimeError):
             tensor.detach().clone()
     buffer.fill()
@@ -191,13 +191,13 @@ def test_memory_may_be_freed_twice():
 def test_held_memory_stays_for_its_holders_and_is_used_again(kind, said):
     """Twin: torch itself must not reach it meanwhile."""
     buffer = shown()
-    outside = OUTSIDE[kind](buffer.shard.params[1])
+    outside = OUTSIDE[kind](buffer.flat_param.params[1])
     before, address = places(buffer), buffer.flat.data_ptr()
     buffer.empty(USED)
     assert buffer._device.asked == [("closed", USED)]
     if kind in ("numpy", "dlpack"):
         assert outside.tolist() == [64, 65, 66, 67, 68]
-    for tensor in (buffer.flat, *buffer.shard.params):
+    for tensor in (buffer.flat, *buffer.flat_param.params):
         with pytest.raises(RuntimeError):
             tensor.detach().clone()
     buffer.fill()
@@ -214,7 +214,7 @@ def test_memory_that_stays_is_told_of_once_in_a_process(said):
     assert said.messages == []
     for _ in range(2):
         buffer = shown()
-        outside = buffer.shard.params[0].detach()
+        outside = buffer.flat_param.params[0].detach()
         buffer.empty(PAST)
         assert outside is not None
     assert len(said.messages) == 1
@@ -238,13 +238,13 @@ def test_fixed_memory_that_nothing_holds_is_replaced_under_all_its_views():
         buffer.list_in(storages, unit)
         before, flat = places(buffer), buffer.flat
         if is_fixed:
-            buffer.shard.params[0].detach().numpy()
+            buffer.flat_param.params[0].detach().numpy()
         buffer.empty(USED)
         after = places(buffer)
         assert after[0] == after[1] == after[2] and (after != before) == is_fixed
         assert buffer.flat is flat and buffer._device.asked == [(0, USED)]
         assert flat.untyped_storage().nbytes() == 0
-        assert storages.find(buffer.shard.params[1]) == (unit, flat)
+        assert storages.find(buffer.flat_param.params[1]) == (unit, flat)
         buffer.fill()
         assert not buffer.is_fixed and not buffer.is_held
         flat.copy_(torch.arange(4096.0))
@@ -267,7 +267,7 @@ def test_moved_memory_is_replaced_even_if_it_is_held(said):
     """Claim: whoever shares it keeps what it has."""
     buffer = shown()
     buffer.flat.share_memory_()
-    outside = buffer.shard.params[1].detach()
+    outside = buffer.flat_param.params[1].detach()
     buffer.empty(PAST)
     assert buffer._device.asked == [(0, PAST)] and not said.messages
     assert outside.tolist() == [64, 65, 66, 67, 68]
@@ -281,7 +281,7 @@ def test_moved_memory_is_replaced_even_if_it_is_held(said):
 def left(said: pytest.LogCaptureFixture) -> tuple[DeviceBuffer, object]:
     """A buffer whose memory an array holds, and the array."""
     buffer = shown()
-    array = buffer.shard.params[0].detach().numpy()
+    array = buffer.flat_param.params[0].detach().numpy()
     buffer.empty(PAST)
     assert said.messages
     return buffer, array
@@ -347,7 +347,7 @@ def test_an_interrupted_replacement_is_undone(shows):
     buffer = shown(kind=Struck)
     before = places(buffer)
     buffer.flat.numpy()
-    buffer.shard.params[1].armed = True
+    buffer.flat_param.params[1].armed = True
     with pytest.raises(KeyboardInterrupt):
         buffer.empty(PAST)
     assert len(set(places(buffer))) == 2

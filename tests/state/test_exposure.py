@@ -18,44 +18,47 @@ from infinity import native
 from infinity.errors import UsageError
 from infinity.machine import storage_guard
 from infinity.state.exposure import Exposure
+from infinity.state.flat_param import FlatParam
+from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.handle import own_bytes
 from infinity.state.journal import Journal
 from infinity.state.parameter import ResidentParameter, StoredDTensor, StoredParameter
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
 
 F32 = torch.float32
-SPEC = ShardSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
+SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
 
 
 class Buffer:
-    """Stands for a device buffer; an export of its shard, or that it was moved, is only said."""
+    """Stands for a device buffer; an export of its flat param, or that it was moved, is only
+    said."""
 
-    def __init__(self, shard: ParamShard):
-        self.shard, self.is_exported, self.is_moved = shard, False, False
+    def __init__(self, flat_param: FlatParam):
+        self.flat_param, self.is_exported, self.is_moved = flat_param, False, False
 
 
 class Case:
-    """A unit of two shards, whose parameters are as they are at home."""
+    """A unit of two flat params, whose parameters are as they are at home."""
 
-    def __init__(self, *, is_older: bool = False, alone: bool = True, compresses: bool = False):
+    def __init__(self, *, is_stale: bool = False, alone: bool = True, compresses: bool = False):
         self.store, self.journal, self.compared = MemoryStore(), Journal(), []
         collectives = SimpleNamespace(
             ranks=SimpleNamespace(alone=alone, compresses=compresses), same=self.same
         )
-        self.shards = []
+        self.flat_params = []
         for names in (["a", "b"], ["c"]):
             params = [torch.nn.Parameter(torch.arange(4.0)) for _ in names]
-            shard = give_arrays(ParamShard(SPEC, params))
-            shard.name(names)
-            shard.weight.extent = SimpleNamespace(version=3)
+            flat_param = give_arrays(FlatParam(SPEC, params))
+            flat_param.name(names)
+            flat_param.weight.extent = SimpleNamespace(version=3)
             for index, (param, name) in enumerate(zip(params, names)):
-                shard.write_value(self.store, index, torch.arange(4.0), version=3)
+                flat_param.write_value(self.store, index, torch.arange(4.0), version=3)
                 param._infinity = SimpleNamespace(name=name, forward_edits=0, grad=None, unit=self)
-            self.shards.append(shard)
-        self.buffers = [Buffer(shard) for shard in self.shards]
-        self.params = [param for shard in self.shards for param in shard.params]
-        self.exposure = Exposure("block", self.shards, self.buffers, collectives, is_older=is_older)
+            self.flat_params.append(flat_param)
+        self.buffers = [Buffer(flat) for flat in self.flat_params]
+        self.params = [param for flat in self.flat_params for param in flat.params]
+        self.exposure = Exposure(
+            "block", self.flat_params, self.buffers, collectives, is_stale=is_stale
+        )
         self.store.writes.clear()
 
     def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool) -> None:
@@ -71,8 +74,8 @@ class Case:
         self.exposure.write_edits(self.store, self.journal, stays=stays)
 
     def at_home(self, number: int) -> list[float]:
-        shard, index = ((0, 0), (0, 1), (1, 0))[number]
-        return self.shards[shard].read_value(self.store, index).tolist()
+        flat_param, index = ((0, 0), (0, 1), (1, 0))[number]
+        return self.flat_params[flat_param].read_value(self.store, index).tolist()
 
 
 def outside(param: torch.Tensor, value: float) -> None:
@@ -91,7 +94,7 @@ def test_parameters_are_ordinary_ones_from_the_begin_to_the_end():
         assert [type(param) for param in case.params] == [ResidentParameter] * 3
         stop()
         assert [type(param) for param in case.params] == [StoredParameter] * 3
-    assert case.params == [param for shard in case.shards for param in shard.params]
+    assert case.params == [param for flat in case.flat_params for param in flat.params]
 
 
 def test_a_distributed_parameter_is_exactly_a_dtensor_while_it_is_used(tmp_path):
@@ -100,14 +103,14 @@ def test_a_distributed_parameter_is_exactly_a_dtensor_while_it_is_used(tmp_path)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
         parts = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        shard = ParamShard(SPEC, [parts, torch.nn.Parameter(torch.ones(4))])
+        flat_param = FlatParam(SPEC, [parts, torch.nn.Parameter(torch.ones(4))])
         ranks = SimpleNamespace(ranks=SimpleNamespace(alone=True, compresses=False))
-        exposure = Exposure("block", [shard], [], ranks, is_older=False)
+        exposure = Exposure("block", [flat_param], [], ranks, is_stale=False)
         for _ in range(2):
             exposure.begin()
-            assert [type(param) for param in shard.params] == [DTensor, ResidentParameter]
+            assert [type(param) for param in flat_param.params] == [DTensor, ResidentParameter]
             exposure.end()
-            assert [type(param) for param in shard.params] == [StoredDTensor, StoredParameter]
+            assert [type(param) for param in flat_param.params] == [StoredDTensor, StoredParameter]
     finally:
         dist.destroy_process_group()
 
@@ -171,14 +174,14 @@ def test_a_change_through_data_goes_home(stays, compresses):
     case.exposure.begin()
     data = own_bytes(case.params[1])
     if stays:
-        case.shards[0].weight.flat[64:68] = 5
+        case.flat_params[0].weight.flat[64:68] = 5
         outside(case.params[1], 5)
     if not stays and not compresses:
         data[0] = 4  # which home shows, and a copy of it would not
     case.exposure.watch(case.params[1], data, stays=stays)
     data[0 if stays else 1 :].numpy()[:] = 9
     if compresses:
-        case.shards[0].weight.flat[64] = 0.25  # as home has it, and the device does not
+        case.flat_params[0].weight.flat[64] = 0.25  # as home has it, and the device does not
     assert case.find(stays=stays)
     case.write(stays=stays)
     first = 9 if stays else 0.25 if compresses else 4
@@ -195,25 +198,25 @@ def test_what_is_forgotten_is_not_found():
     assert not case.find()
 
 
-# --- older weights ---
+# --- stale weights ---
 
 
-def older() -> Case:
-    case = Case(is_older=True)
+def stale() -> Case:
+    case = Case(is_stale=True)
     case.exposure.begin()
     return case
 
 
 def test_a_change_of_older_weights_is_refused():
     """Twin: one that changes nothing, through data that was watched, is not."""
-    case = older()
+    case = stale()
     assert not case.find()
     case.exposure.watch(case.params[2], own_bytes(case.params[2]), stays=False)
     assert not case.find()
     outside(case.params[2], 9)
     with pytest.raises(UsageError, match="parameters of unit block in place, which are one update"):
         case.find()
-    case = older()
+    case = stale()
     with torch.no_grad():
         case.params[0].add_(1)
     with pytest.raises(UsageError, match="the change would be lost"):
@@ -222,11 +225,11 @@ def test_a_change_of_older_weights_is_refused():
 
 def test_exports_of_older_weights_are_not_compared_with_home():
     """Method: a home with other values. Twin: exports of the newest weights are."""
-    for case in (older(), Case()):
+    for case in (stale(), Case()):
         case.exposure.begin()
         case.buffers[0].is_exported = True
-        case.shards[0].weight.flat.fill_(8)
-        assert case.find() == (not case.exposure._is_older)
+        case.flat_params[0].weight.flat.fill_(8)
+        assert case.find() == (not case.exposure._is_stale)
 
 
 # --- exports ---
@@ -252,12 +255,12 @@ def test_each_parameter_that_may_have_been_exported_is_compared_with_its_own_hom
     case = Case()
     case.exposure.begin()
     case.buffers[0].is_exported = True
-    case.shards[0].write_value(case.store, 1, torch.full((4,), 7.0), version=3)
+    case.flat_params[0].write_value(case.store, 1, torch.full((4,), 7.0), version=3)
     assert case.find()
     case = Case()
     case.exposure.begin()
     case.buffers[0].is_exported = True
-    case.shards[0].write_value(case.store, 1, torch.full((4,), 7.0), version=3)
+    case.flat_params[0].write_value(case.store, 1, torch.full((4,), 7.0), version=3)
     outside(case.params[1], 7)
     assert not case.find()
 
@@ -267,7 +270,7 @@ def test_an_export_from_an_earlier_use_is_compared_with_the_begin_of_this_one():
     this use is found."""
     case = Case()
     case.buffers[0].is_exported = True
-    case.shards[0].weight.flat.fill_(8)
+    case.flat_params[0].weight.flat.fill_(8)
     case.exposure.begin()
     assert not case.find()
     outside(case.params[0], 7)
@@ -297,7 +300,7 @@ def test_with_several_ranks_a_change_through_an_export_is_refused():
 
 
 def test_weights_that_were_moved_to_shared_memory_are_refused():
-    """Claim: even where nothing could be compared. Twin: of older weights nothing is asked."""
+    """Claim: even where nothing could be compared. Twin: of stale weights nothing is asked."""
     for settings in ({}, {"compresses": True}):
         case = Case(**settings)
         case.exposure.begin()
@@ -306,7 +309,7 @@ def test_weights_that_were_moved_to_shared_memory_are_refused():
             UsageError, match=r"share_memory_\(\) of weights of unit block: .* host"
         ):
             case.find()
-    case = older()
+    case = stale()
     case.buffers[1].is_moved = True
     assert not case.find()
 

@@ -1,5 +1,5 @@
-"""ParamHandle: leads from a parameter to its unit, shard and engine, keeps none of them alive, and
-counts the changes of its value."""
+"""ParamHandle: leads from a parameter to its unit, flat param and engine, keeps none of them alive,
+and counts the changes of its value."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 
 from infinity import native
 from infinity.errors import InternalError, UsageError
+from infinity.state.flat_param import FlatParam
+from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.handle import (
     ParamHandle,
     handle_of,
@@ -20,13 +22,11 @@ from infinity.state.handle import (
     set_raw_grad,
 )
 from infinity.state.parameter import ResidentParameter, StoredParameter
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
 from infinity.state.shared import mark_shared
 from infinity.state.tensors import checksum_of
 
 F32 = torch.float32
-SPEC = ShardSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
+SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
 
 
 class Unit:
@@ -40,15 +40,15 @@ class Engine:
 
 
 class Case:
-    """A shard of two parameters, with the second one's handle."""
+    """A flat param of two parameters, with the second one's handle."""
 
     def __init__(self, *, shared: bool = False, counts: bool = True):
         params = [torch.nn.Parameter(torch.arange(4.0)) for _ in range(2)]
         if shared:
             mark_shared(params[1], counts=counts)
         self.param, self.unit, self.engine = params[1], Unit(), Engine()
-        self.shard = ParamShard(SPEC, params)
-        self.handle = ParamHandle(["b", "tied.b"], self.unit, self.shard, 1, self.engine)
+        self.flat_param = FlatParam(SPEC, params)
+        self.handle = ParamHandle(["b", "tied.b"], self.unit, self.flat_param, 1, self.engine)
         self.param._infinity = self.handle
 
 
@@ -58,12 +58,12 @@ class Case:
 def test_a_handle_leads_to_its_parameter_and_all_that_has_it():
     case = Case()
     handle = case.handle
-    assert handle.unit is case.unit and handle.shard is case.shard
+    assert handle.unit is case.unit and handle.flat_param is case.flat_param
     assert handle.engine is case.engine and handle.param is case.param
     assert handle.is_alive and handle.name == "b" and handle.names == ["b", "tied.b"]
 
 
-@pytest.mark.parametrize("gone", ["unit", "shard", "engine"])
+@pytest.mark.parametrize("gone", ["unit", "flat_param", "engine"])
 def test_a_handle_keeps_nothing_alive_and_says_what_is_missing(gone):
     """Twin: the others are found still. A handle is alive as long as its engine."""
     case = Case()
@@ -71,7 +71,7 @@ def test_a_handle_keeps_nothing_alive_and_says_what_is_missing(gone):
     delattr(case, gone)
     gc.collect()
     assert seen() is None
-    for name in ("unit", "shard", "engine"):
+    for name in ("unit", "flat_param", "engine"):
         if name == gone:
             with pytest.raises(UsageError, match="parameter b: its engine is gone"):
                 getattr(case.handle, name)
@@ -83,7 +83,7 @@ def test_a_handle_keeps_nothing_alive_and_says_what_is_missing(gone):
 def test_a_managed_parameter_has_a_handle_and_another_tensor_has_none():
     case = Case()
     assert handle_of(case.param) is managed(case.param) is case.handle
-    other = case.shard.params[0]
+    other = case.flat_param.params[0]
     assert handle_of(other) is None and handle_of(None) is None and handle_of("b") is None
     with pytest.raises(InternalError, match=r"a tensor of shape \(4,\) is not managed"):
         managed(other)
@@ -94,7 +94,7 @@ def test_a_managed_parameter_has_a_handle_and_another_tensor_has_none():
 
 def test_a_new_handle_has_no_state_no_gradient_and_no_changes():
     handle = Case().handle
-    assert handle.grad is handle.lent is None and not handle.has_state
+    assert handle.grad is handle.borrowed is None and not handle.has_state
     assert (handle.step, handle.version, handle.forward_edits, handle.edits) == (0, 0, 0, 0)
     assert not (handle.keeps_moments or handle.has_loaded_master or handle.is_tied)
     assert handle.is_counted

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infinity import native
-from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.errors import InternalError
 from infinity.machine.device import PAST
 from infinity.machine.tiers import Tier
@@ -144,8 +144,12 @@ def test_idle_arrays_have_waited_for_the_update_and_the_last_read(home):
 
 # --- memory ---
 
-ADAM = ShardSpec(torch.bfloat16, torch.bfloat16, native.Master.FLOAT32, F32, F32, 2, stepped=True)
-FROZEN = ShardSpec(torch.bfloat16, torch.bfloat16, native.Master.OWN, F32, F32, 0, stepped=False)
+ADAM = FlatParamSpec(
+    torch.bfloat16, torch.bfloat16, native.Master.FLOAT32, F32, F32, 2, stepped=True
+)
+FROZEN = FlatParamSpec(
+    torch.bfloat16, torch.bfloat16, native.Master.OWN, F32, F32, 0, stepped=False
+)
 NAMES = {"weight", "master", "exp_avg", "exp_avg_sq", "grad"}
 
 
@@ -174,7 +178,7 @@ def tiers(**others: Tier) -> dict[str, Tier]:
     return dict.fromkeys(NAMES, Tier.HOST) | others
 
 
-def empty(spec: ShardSpec) -> HomeArrays:
+def empty(spec: FlatParamSpec) -> HomeArrays:
     return HomeArrays(spec, FlatLayout.of([torch.ones(2, 4)]), ["a.weight"])
 
 
@@ -224,7 +228,7 @@ def test_weights_that_other_ranks_read_are_in_memory_that_they_share():
     """Twin: what a rank has for itself is not."""
     layout = FlatLayout.of([torch.ones(2, 4)])
     row = SimpleNamespace(homes=SimpleNamespace(make_region="shared"))
-    layout = SimpleNamespace(own=layout.own, ranks=SimpleNamespace(row=row))
+    layout = SimpleNamespace(own=layout.own, ranks=SimpleNamespace(shard_group=row))
     home, store = HomeArrays(ADAM, layout, ["a.weight"]), Allocator()
     home.allocate(store, tiers(), "unit u", kept={"weight"}, shadowed=True)
     for array in (*home.arrays.values(), *home.beside.values()):
@@ -249,7 +253,7 @@ def test_only_the_arrays_that_are_missing_are_allocated_for_a_larger_spec():
 
 def test_of_several_ranks_each_has_its_slice():
     """The second of two. Twin: alone it has all."""
-    layout = FlatLayout.of([torch.ones(2, 4096)], DataRanks(rank=1, size=2))
+    layout = FlatLayout.of([torch.ones(2, 4096)], ParallelDims(rank=1, size=2))
     home, store = HomeArrays(FROZEN, layout, ["a.weight"]), Allocator()
     home.allocate(store, tiers(), "unit u")
     home.allocate_missing(store, ADAM, tiers(), "unit u")
@@ -269,15 +273,15 @@ def test_older_weights_have_memory_of_their_own_until_they_are_dropped():
     """Twin: where there is room for a shadow they have none."""
     home, store = empty(ADAM), Allocator()
     home.allocate(store, tiers(weight=Tier.NVME), "unit u")
-    home.keep_older(store, "unit u")
-    older = home.older
-    assert older is not home.weight and older.what == "older weight of unit u"
-    assert (older.tier, older.dtype, older.numel) == (Tier.NVME, torch.bfloat16, home.weight.numel)
+    home.keep_stale(store, "unit u")
+    stale = home.stale
+    assert stale is not home.weight and stale.what == "stale weight of unit u"
+    assert (stale.tier, stale.dtype, stale.numel) == (Tier.NVME, torch.bfloat16, home.weight.numel)
     with pytest.raises(InternalError, match="a.weight has room for a shadow"):
-        home.keep_older(store, "unit u")
+        home.keep_stale(store, "unit u")
     for _ in range(2):
-        home.drop_older(store)
-        assert store.freed == [older] and home.older is home.weight
+        home.drop_stale(store)
+        assert store.freed == [stale] and home.stale is home.weight
 
 
 def test_the_kernel_is_told_the_dtypes_of_the_arrays(monkeypatch):
@@ -295,12 +299,12 @@ def test_the_kernel_is_told_the_dtypes_of_the_arrays(monkeypatch):
 
 def test_a_slice_of_a_whole_gradient_is_this_ranks_bytes():
     """Of the second of two ranks: the second half."""
-    ranks = DataRanks(rank=1, size=2)
+    ranks = ParallelDims(rank=1, size=2)
     home = HomeArrays(ADAM, FlatLayout.of([torch.ones(2, 4)], ranks), ["a.weight"])
     extent = SimpleNamespace(part=lambda begin, nbytes: (begin, nbytes))
     home.arrays = {"grad": SimpleNamespace(extent=extent)}
-    numel = home.layout.slice_numel
-    assert home.slice_of_grad() == (4 * numel, 4 * numel)
+    numel = home.layout.shard_numel
+    assert home.shard_of_grad() == (4 * numel, 4 * numel)
 
 
 def test_idle_arrays_have_no_shadow():

@@ -22,14 +22,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from infinity import native
 from infinity.errors import UsageError
 from infinity.machine import storage_guard
+from infinity.state.flat_param import FlatParam
+from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.handle import ParamHandle, own_bytes, raw_grad, set_raw_grad
 from infinity.state.parameter import ResidentParameter, StoredAlias, StoredDTensor, StoredParameter
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
 from infinity.state.tensors import give_storage, take_storage
 
 F32 = torch.float32
-SPEC = ShardSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
+SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
 VALUES = [torch.arange(6.0).view(2, 3), torch.ones(3), torch.ones(3)]
 NAMES = ["a", "b", "c"]
 
@@ -51,10 +51,10 @@ class Job:
         self.computing, self.said, self.version, self.inside = False, [], 0, []
         self.gradients = self.uses = self
         params = [torch.nn.Parameter(value.clone()) for value in VALUES]
-        self.shard = ParamShard(SPEC, params)
-        self.shard.arrays["weight"] = MemoryArray("weight", torch.zeros(4096))
+        self.flat_param = FlatParam(SPEC, params)
+        self.flat_param.arrays["weight"] = MemoryArray("weight", torch.zeros(4096))
         for index, param in enumerate(params):
-            param._infinity = ParamHandle([NAMES[index]], self, self.shard, index, self)
+            param._infinity = ParamHandle([NAMES[index]], self, self.flat_param, index, self)
             take_storage(param)
             param.__class__ = StoredParameter
         self.params = params
@@ -142,7 +142,7 @@ def test_its_text_has_its_name_and_its_home(job):
     param = job.params[0]
     assert repr(param) == str(param) == f"{param}" == text and f"{param:>70}" == f"{text:>70}"
     assert "StoredAlias(a, " in repr(param.detach())
-    param._infinity = ParamHandle(["a"], job, job.shard, 0, Gone())
+    param._infinity = ParamHandle(["a"], job, job.flat_param, 0, Gone())
     assert repr(param).endswith("home=gone)") and job.said == []
 
 
@@ -361,35 +361,35 @@ def test_data_of_a_resident_parameter_is_watched_and_written_through(job):
     assert plain.data.data_ptr() == value.data_ptr() and len(job.said) == 2
 
 
-# --- lent values ---
+# --- borrowed values ---
 
 
 @pytest.fixture
-def lent(job) -> torch.Tensor:
+def borrowed(job) -> torch.Tensor:
     """What replaces the first parameter."""
     handle = job.params[0]._infinity
     job.kept = Value(tensor=torch.full((2, 3), 2.0), version=handle.version)
-    handle.lent = weakref.ref(job.kept)
+    handle.borrowed = weakref.ref(job.kept)
     return job.kept.tensor
 
 
-def test_a_lent_value_is_used_in_the_parameters_stead(job, lent):
+def test_a_lent_value_is_used_in_the_parameters_stead(job, borrowed):
     """Twin: another parameter beside it is still at rest."""
     a, b, _ = job.params
-    assert torch.equal(a + 1, lent + 1) and torch.stack([a, lent]).sum() == 24
+    assert torch.equal(a + 1, borrowed + 1) and torch.stack([a, borrowed]).sum() == 24
     assert job.said == []
     with pytest.raises(UsageError, match="mv of b is refused"):
         torch.mv(a, b)
 
 
-def test_a_lent_value_is_changed_in_place_and_the_parameter_returned(job, lent):
+def test_a_lent_value_is_changed_in_place_and_the_parameter_returned(job, borrowed):
     """Twin: other results are what they are."""
-    a, address = job.params[0], lent.data_ptr()
+    a, address = job.params[0], borrowed.data_ptr()
     with torch.no_grad():
         assert a.mul_(3) is a and a.copy_(a + 1) is a
-    assert lent.tolist() == [[7] * 3] * 2
+    assert borrowed.tolist() == [[7] * 3] * 2
     a.data = torch.zeros(2, 3)
-    assert lent.tolist() == [[0] * 3] * 2 and lent.data_ptr() == address
+    assert borrowed.tolist() == [[0] * 3] * 2 and borrowed.data_ptr() == address
     assert type(a.sum()) is torch.Tensor and job.said == []
 
 
@@ -403,8 +403,8 @@ def test_a_distributed_parameter_is_gathered_for_its_local_part_and_for_all_of_i
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
         param = torch.nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
-        shard = ParamShard(SPEC, [param])
-        param._infinity = ParamHandle(["d"], job, shard, 0, job)
+        flat_param = FlatParam(SPEC, [param])
+        param._infinity = ParamHandle(["d"], job, flat_param, 0, job)
         param.__class__ = StoredDTensor
         alias = param.detach()
         assert type(alias) is StoredDTensor and alias._infinity is param._infinity

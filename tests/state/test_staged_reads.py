@@ -12,8 +12,8 @@ from memory_arrays import Told
 
 from infinity import native
 from infinity.errors import CorruptionError, StorageError
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
+from infinity.state.flat_param import FlatParam
+from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.staged_reads import PIECE_NBYTES, StagedReads
 
 DTYPES = torch.float32, torch.bfloat16
@@ -97,12 +97,12 @@ def test_each_shard_is_read_whole_into_its_slot_after_its_update():
         (0, "slot 1", 4, 0, "update 1"),
     ]
     assert [each[0].nbytes for each in store.asked] == [PIECE_NBYTES + 8, 4]
-    assert [(piece.shard, piece.begin) for piece in staged.pieces] == [(0, 0), (1, 0)]
+    assert [(piece.flat_param, piece.begin) for piece in staged.pieces] == [(0, 0), (1, 0)]
 
 
 @pytest.mark.parametrize("pieces, needs", [(True, False), (False, True)])
 def test_reads_are_cut_in_pieces_if_they_are_wanted_or_needed(pieces, needs):
-    """Twin: a shard of exactly one piece is not cut."""
+    """Twin: a flat param of exactly one piece is not cut."""
     size = PIECE_NBYTES
     staged, store = started((size, 2 * size + 12), pieces=pieces, needs_pieces=needs)
     assert [each[1:] for each in store.asked] == [
@@ -111,7 +111,7 @@ def test_reads_are_cut_in_pieces_if_they_are_wanted_or_needed(pieces, needs):
         (size, "slot 1", size, size, "update 1"),
         (2 * size, "slot 1", 12, 2 * size, "update 1"),
     ]
-    assert [(piece.shard, piece.begin) for piece in staged.pieces] == [
+    assert [(piece.flat_param, piece.begin) for piece in staged.pieces] == [
         (0, 0),
         (1, 0),
         (1, size),
@@ -188,11 +188,11 @@ def test_an_error_of_another_kind_is_raised_when_reads_are_cancelled():
 # --- copies ---
 
 
-def shards(rank: int = 0, size: int = 1) -> list[ParamShard]:
-    """Two, each with a slice of 4096 elements on each of two ranks."""
+def flat_params(rank: int = 0, size: int = 1) -> list[FlatParam]:
+    """Two, each with a shard of 4096 elements on each of two ranks."""
     return [
-        ParamShard(
-            ShardSpec(dtype, dtype, native.Master.OWN, dtype, dtype, 0, stepped=False),
+        FlatParam(
+            FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, dtype, 0, stepped=False),
             [torch.nn.Parameter(torch.zeros(5000))],
             Told(rank, size),
         )
@@ -202,9 +202,9 @@ def shards(rank: int = 0, size: int = 1) -> list[ParamShard]:
 
 @pytest.mark.parametrize("rank, size", [(0, 1), (0, 2), (1, 2)])
 def test_pieces_are_copied_to_their_place_in_this_ranks_slice(rank, size):
-    """Method: reads that bring the numbers of their elements; the second shard comes in two. Twin:
-    the other rank's slice is let be."""
-    of, numel = shards(rank, size), 8192 // size
+    """Method: reads that bring the numbers of their elements; the second flat param comes in two.
+    Twin: the other rank's shard is let be."""
+    of, numel = flat_params(rank, size), 8192 // size
     staged, store = started((numel * 4, numel * 2))
     whole = staged.pieces.pop()
     for begin, nbytes in ((256, numel * 2 - 256), (0, 256)):
@@ -219,14 +219,14 @@ def test_pieces_are_copied_to_their_place_in_this_ranks_slice(rank, size):
 
 
 def copied(*reads: Read) -> tuple[StagedReads, Store, BaseException | None]:
-    """After the copy of one shard in so many pieces, which may have failed."""
+    """After the copy of one flat param in so many pieces, which may have failed."""
     store, staged = Store(), StagedReads([])
     for number, read in enumerate(reads):
         read.begin, read.nbytes = 16 * number, 16
-        staged.pieces.append(SimpleNamespace(shard=0, begin=read.begin, read=read))
+        staged.pieces.append(SimpleNamespace(flat_param=0, begin=read.begin, read=read))
     error = None
     try:
-        staged.copy(store, shards(), [torch.zeros(8192), None], "block")
+        staged.copy(store, flat_params(), [torch.zeros(8192), None], "block")
     except (StorageError, CorruptionError) as failure:
         error = failure
     return staged, store, error

@@ -1,5 +1,5 @@
-"""UnitBuffers: the device memory of all of a unit's shards at once. SecondSlices: a rank's part of
-gathered weights, among the ranks of its machine."""
+"""UnitBuffers: the device memory of all of a unit's flat params at once. NodeShards: a rank's part
+of gathered weights, among the ranks of its machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from infinity.machine import storage_guard
 from infinity.machine.device import PAST, Device
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
-from infinity.state.shard import ParamShard
-from infinity.state.shard_spec import ShardSpec
-from infinity.state.unit_buffers import SecondSlices, UnitBuffers
+from infinity.state.flat_param import FlatParam
+from infinity.state.flat_param_spec import FlatParamSpec
+from infinity.state.unit_buffers import NodeShards, UnitBuffers
 from infinity.state.weight_storages import WeightStorages
 from infinity.storage.arrays import StateArray
 
 DTYPES = torch.float32, torch.bfloat16
-LENGTHS = 5000, 3  # of the shards' only parameters; padded to 8192 and 4096
+LENGTHS = 5000, 3  # of the flat params' only parameters; padded to 8192 and 4096
 
 
 class Late(Device):
@@ -42,27 +42,27 @@ class Late(Device):
         super().resize(storage, nbytes, behind=behind)
 
 
-def shards() -> list[ParamShard]:
+def flat_params() -> list[FlatParam]:
     made = []
     for number, (dtype, length) in enumerate(zip(DTYPES, LENGTHS)):
-        spec = ShardSpec(dtype, dtype, native.Master.OWN, dtype, dtype, 0, stepped=False)
-        made.append(ParamShard(spec, [torch.nn.Parameter(torch.zeros(length, dtype=dtype))]))
+        spec = FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, dtype, 0, stepped=False)
+        made.append(FlatParam(spec, [torch.nn.Parameter(torch.zeros(length, dtype=dtype))]))
         made[-1].name([f"block.{number}"])
     return made
 
 
-def unit(of: list[ParamShard] | None = None) -> UnitBuffers:
-    buffers = UnitBuffers(of or shards(), Late())
+def unit(of: list[FlatParam] | None = None) -> UnitBuffers:
+    buffers = UnitBuffers(of or flat_params(), Late())
     buffers.allocate(None)
     return buffers
 
 
 def params(buffers: UnitBuffers) -> list[torch.Tensor]:
-    return [buffer.shard.params[0] for buffer in buffers]
+    return [buffer.flat_param.params[0] for buffer in buffers]
 
 
 def are_shown(buffers: UnitBuffers) -> list[bool]:
-    """Of every shard, whether its parameter is a view of the buffer."""
+    """Of every flat param, whether its parameter is a view of the buffer."""
     return [
         storage_guard.identity(param) == storage_guard.identity(flat)
         for param, flat in zip(params(buffers), buffers.flats)
@@ -71,7 +71,7 @@ def are_shown(buffers: UnitBuffers) -> list[bool]:
 
 def test_each_shard_has_a_buffer_of_its_length_and_dtype_made_in_the_queue_to_the_device():
     """Twin: before, there is none."""
-    device, of = Late(), shards()
+    device, of = Late(), flat_params()
     buffers = UnitBuffers(of, device)
     assert list(buffers) == buffers.flats == [] and not buffers.is_held
     with torch.device("meta"):
@@ -82,12 +82,12 @@ def test_each_shard_has_a_buffer_of_its_length_and_dtype_made_in_the_queue_to_th
         (4096, torch.bfloat16),
     ]
     assert all(flat.is_cpu for flat in buffers.flats)
-    assert [buffer.shard for buffer in buffers] == of
+    assert [buffer.flat_param for buffer in buffers] == of
 
 
 def test_buffers_at_a_home_on_the_device_are_the_homes_arrays():
     device, homes = Late(), [SimpleNamespace(flat=torch.zeros(n)) for n in (8192, 4096)]
-    buffers = UnitBuffers(shards(), device)
+    buffers = UnitBuffers(flat_params(), device)
     buffers.allocate(homes)
     assert all(flat is home.flat for flat, home in zip(buffers.flats, homes, strict=True))
     assert device.queues == []
@@ -122,7 +122,7 @@ def test_moved_buffers_return_each_to_its_own_home(are_homes):
         )
         for region, dtype, numel in zip(regions, DTYPES, (8192, 4096))
     ]
-    buffers = UnitBuffers(shards(), Late())
+    buffers = UnitBuffers(flat_params(), Late())
     buffers.allocate(homes)
     buffers.show()
     for flat in buffers.flats:
@@ -172,7 +172,7 @@ def test_all_buffers_are_registered_as_the_units():
 
 
 def test_two_versions_swap_their_memory_with_its_content_and_its_last_use():
-    of = shards()
+    of = flat_params()
     one, other = unit(of), unit(of)
     flats = one.flats, other.flats
     one.note_use("of one")
@@ -185,25 +185,25 @@ def test_two_versions_swap_their_memory_with_its_content_and_its_last_use():
     assert other._device.freed == ["of other"] * 2 and one._device.freed == ["of one"] * 2
 
 
-# --- second slices ---
+# --- node shards ---
 
 
 def gathered(scale: float = 1.0) -> list[torch.Tensor]:
     return [torch.arange(12.0) * scale, torch.arange(6.0) * scale]
 
 
-def second(rank: int) -> SecondSlices:
+def second(rank: int) -> NodeShards:
     """Of one of three ranks of a machine."""
-    made = SecondSlices(SimpleNamespace(size=3, rank=rank))
+    made = NodeShards(SimpleNamespace(size=3, rank=rank))
     made.allocate(gathered())
     return made
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_kept_slice_is_copied_to_this_ranks_part_and_nowhere_else(rank):
-    slices, flats = second(rank), [torch.full((n,), -1.0) for n in (12, 6)]
-    slices.keep(gathered(), 4)
-    slices.copy_out(flats)
+    shards, flats = second(rank), [torch.full((n,), -1.0) for n in (12, 6)]
+    shards.keep(gathered(), 4)
+    shards.copy_out(flats)
     for flat, whole in zip(flats, gathered()):
         each = flat.numel() // 3
         expected = torch.full_like(flat, -1)
@@ -212,31 +212,31 @@ def test_a_kept_slice_is_copied_to_this_ranks_part_and_nowhere_else(rank):
 
 
 def test_slices_have_the_version_that_was_kept_last_until_they_forget_it():
-    slices = second(1)
-    assert not slices.have(0)
-    slices.keep(gathered(), 4)
-    assert slices.have(4) and not slices.have(5) and not slices.have(3)
-    slices.keep(gathered(2), 5)
-    assert slices.have(5) and not slices.have(4)
-    slices.forget()
-    assert not slices.have(5) and not slices.have(4)
+    shards = second(1)
+    assert not shards.have(0)
+    shards.keep(gathered(), 4)
+    assert shards.have(4) and not shards.have(5) and not shards.have(3)
+    shards.keep(gathered(2), 5)
+    assert shards.have(5) and not shards.have(4)
+    shards.forget()
+    assert not shards.have(5) and not shards.have(4)
 
 
 def test_a_version_that_is_there_is_not_kept_again():
     """Twin: another one is, and so is the same one after it was forgotten."""
-    slices, flats = second(1), gathered()
+    shards, flats = second(1), gathered()
     for version, scale, kept in ((4, 1, 1), (4, 2, 1), (5, 3, 3)):
-        slices.keep(gathered(scale), version)
-        slices.copy_out(flats)
+        shards.keep(gathered(scale), version)
+        shards.copy_out(flats)
         assert flats[1][2:4].tolist() == [2 * kept, 3 * kept]
-    slices.forget()
-    slices.keep(gathered(7), 5)
-    slices.copy_out(flats)
+    shards.forget()
+    shards.keep(gathered(7), 5)
+    shards.copy_out(flats)
     assert flats[1][2:4].tolist() == [14, 21]
 
 
 def test_machines_that_do_not_share_weights_keep_no_slices():
-    slices = SecondSlices(None)
-    slices.allocate(gathered())
-    slices.keep(gathered(), 4)
-    assert not slices.have(4)
+    shards = NodeShards(None)
+    shards.allocate(gathered())
+    shards.keep(gathered(), 4)
+    assert not shards.have(4)

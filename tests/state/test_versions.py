@@ -1,4 +1,4 @@
-"""UnitVersions: the parameters of a unit are its newest or its older weights, and an update makes
+"""UnitVersions: the parameters of a unit are its newest or its stale weights, and an update makes
 the newest ones the older."""
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ class Buffers:
 
 
 class Unit:
-    """Stands for a unit of one parameter, and for its older weights."""
+    """Stands for a unit of one parameter, and for its stale weights."""
 
     def __init__(self, *, stays: bool = False, stepped: tuple[bool, ...] = (True,)):
         self.param = torch.nn.Parameter(torch.zeros(2, 2))
-        self.version, self.uses_older, self.stays, self.older = 5, False, stays, None
+        self.version, self.uses_stale, self.stays, self.stale = 5, False, stays, None
         self.buffers = Buffers(self.param, 1.0)
-        self.shards = [
+        self.flat_params = [
             SimpleNamespace(spec=SimpleNamespace(stepped=each), weight=SimpleNamespace(flat=flat))
             for each, flat in zip(stepped, self.buffers.flats * len(stepped))
         ]
 
     @property
     def in_use(self):
-        return self.older if self.uses_older else self
+        return self.stale if self.uses_stale else self
 
-    def make_older(self, index: int):
-        self.older = SimpleNamespace(index=index, version=0, buffers=Buffers(self.param, 2.0))
-        return self.older
+    def make_stale(self, index: int):
+        self.stale = SimpleNamespace(index=index, version=0, buffers=Buffers(self.param, 2.0))
+        return self.stale
 
     def change_places(self, other) -> None:
         self.buffers, other.buffers = other.buffers, self.buffers
@@ -63,7 +63,7 @@ def cast(unit: Unit) -> float:
 
 
 def test_a_units_older_weights_are_made_with_it(versions):
-    assert versions.older is versions.unit.older and versions.older.index == 7
+    assert versions.stale is versions.unit.stale and versions.stale.index == 7
 
 
 def test_a_unit_has_versions_if_any_of_its_shards_is_stepped():
@@ -76,11 +76,11 @@ def test_parameters_are_the_version_that_is_computed_with(versions):
     anew."""
     unit = versions.unit
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for older, value in ((True, 2), (False, 1), (True, 2)):
-            versions.compute_with(older=older)
-            assert (unit.uses_older, unit.shown, cast(unit)) == (older, value, value)
-    unit.older.buffers.flats[0] = torch.full((2, 2), 9.0)
-    versions.compute_with(older=True)
+        for stale, value in ((True, 2), (False, 1), (True, 2)):
+            versions.compute_with(stale=stale)
+            assert (unit.uses_stale, unit.shown, cast(unit)) == (stale, value, value)
+    unit.stale.buffers.flats[0] = torch.full((2, 2), 9.0)
+    versions.compute_with(stale=True)
     assert unit.shown == 2
 
 
@@ -90,12 +90,12 @@ def test_an_update_makes_the_newest_weights_the_older_ones(versions):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert cast(unit) == 1
         versions.begin_update()
-        assert (unit.version, versions.older.version) == (6, 5)
+        assert (unit.version, versions.stale.version) == (6, 5)
         assert unit.shown == cast(unit) == 2
-        versions.compute_with(older=True)
+        versions.compute_with(stale=True)
         assert unit.shown == cast(unit) == 1
     versions.begin_update()
-    assert (unit.version, versions.older.version) == (7, 6)
+    assert (unit.version, versions.stale.version) == (7, 6)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_after_an_interrupt_the_newest_weights_are_computed_with(stays, is_swapp
     versions = UnitVersions(Unit(stays=stays), 7)
     unit = versions.unit
     if is_swapped:
-        unit.change_places(versions.older)
-    unit.uses_older = True
+        unit.change_places(versions.stale)
+    unit.uses_stale = True
     with torch.autocast("cpu", dtype=torch.bfloat16):
         unit.in_use.buffers.show()
         cast(unit)
         versions.settle()
-        assert not unit.uses_older
+        assert not unit.uses_stale
         assert unit.shown == cast(unit) == (2 if is_swapped and not stays else 1)

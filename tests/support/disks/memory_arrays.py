@@ -1,5 +1,5 @@
-"""A shard's arrays in plain memory, a store that keeps what it was asked for, and ranks that are
-told what the others have."""
+"""A flat param's arrays in plain memory, a store that keeps what it was asked for, and ranks that
+are told what the others have."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infinity.distributed.data_ranks import DataRanks
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.machine.tiers import Tier
-from infinity.state.shard import ParamShard
+from infinity.state.flat_param import FlatParam
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class Told:
     meetings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ranks = DataRanks(rank=self.rank, size=self.size, shard=self.shard)
+        self.ranks = ParallelDims(rank=self.rank, size=self.size, shard=self.shard)
 
     def assemble(self, out: torch.Tensor, pieces: list[tuple[int, int]], what: str) -> None:
         self.meetings.append(what)
@@ -103,9 +103,9 @@ class Counted:
         self.was_guarded = self._store is not None and self._store.is_guarding
 
 
-def give_arrays(shard: ParamShard, fill: int = 0) -> ParamShard:
-    """Gives ``shard`` the arrays of its spec, of this rank's size and full of ``fill``."""
-    for name, dtype in shard.spec.array_dtypes().items():
-        begin, end = shard.layout.own(name)
-        shard.arrays[name] = MemoryArray(name, torch.full((end - begin,), fill, dtype=dtype))
-    return shard
+def give_arrays(flat_param: FlatParam, fill: int = 0) -> FlatParam:
+    """Gives ``flat_param`` the arrays of its spec, of this rank's size and full of ``fill``."""
+    for name, dtype in flat_param.spec.array_dtypes().items():
+        begin, end = flat_param.layout.own(name)
+        flat_param.arrays[name] = MemoryArray(name, torch.full((end - begin,), fill, dtype=dtype))
+    return flat_param
