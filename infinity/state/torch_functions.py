@@ -94,6 +94,10 @@ def type_name(tensor: torch.Tensor) -> str:
 
 def converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> bool:
     """Returns whether a conversion would return the tensor unchanged."""
+    wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
+    if func is torch.Tensor.type and isinstance(wanted, (str, type)):
+        name = wanted if isinstance(wanted, str) else f"{wanted.__module__}.{wanted.__name__}"
+        return name == type_name(subject)
     with torch.device("meta"):
         probe = torch.empty_strided(
             tuple(subject.shape), subject.stride(), dtype=subject.dtype, device="meta"
@@ -132,6 +136,7 @@ def _is_own_device(value: Any, subject: torch.Tensor) -> bool:
     value = _device(value)
     if value is None or value.type != subject.device.type:
         return False
+    # "cpu:0" is the processor, too, though torch would copy: model.to("cpu:0") must not be refused.
     return (
         value.index is None or subject.device.index is None or value.index == subject.device.index
     )

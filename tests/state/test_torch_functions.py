@@ -139,6 +139,11 @@ CASES = [
     (T.half, (), {}),
     (T.type, (torch.float32,), {}),
     (T.type, (torch.float16,), {}),
+    (T.type, ("torch.FloatTensor",), {}),
+    (T.type, ("torch.HalfTensor",), {}),
+    (T.type, (torch.FloatTensor,), {}),
+    (T.type, (torch.DoubleTensor,), {}),
+    (T.type, (), {"dtype": "torch.FloatTensor"}),
 ]
 
 
