@@ -31,6 +31,8 @@ SAMPLED = 64  # elements of a gradient
 class GradState(Enum):
     """What state a parameter's gradient is in."""
 
+    __hash__ = object.__hash__  # in C: it is looked up at every move
+
     ABSENT = auto()
     LANDED = auto()
     CONSUMED = auto()

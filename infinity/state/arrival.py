@@ -85,7 +85,9 @@ class Arrival:
             reads.copy(store, self._flat_params, flats, self._name)
         else:
             for flat_param, home, flat in zip(self._flat_params, homes, flats):
-                flat[slice(*flat_param.layout.own("weight"))].copy_(home.flat, non_blocking=True)
+                whole = home.numel == flat.numel()  # no view for the many units of one rank
+                own = flat if whole else flat[slice(*flat_param.layout.own("weight"))]
+                own.copy_(home.flat, non_blocking=True)
 
     def _gather_in(self, in_node: bool) -> None:
         """Gathers the other ranks' shards, after this rank's copy, on the same queue."""

@@ -65,9 +65,8 @@ class DeviceBuffer:
         """Whether the parameters are views of this buffer, not of another version of the
         weights."""
         with DisableTorchFunction():
-            return storage_guard.identity(
-                local_of(self.flat_param.params[0])
-            ) == storage_guard.identity(self.flat)
+            shown = storage_guard.identity(local_of(self.flat_param.params[0]))
+        return shown == storage_guard.identity(self.flat)
 
     @property
     def is_held(self) -> bool:

@@ -35,6 +35,8 @@ from .flat_param_spec import FlatParamSpec
 class Activity(Enum):
     """The running activity in a flat param's arrays."""
 
+    __hash__ = object.__hash__  # in C: it is looked up at every move
+
     AT_HOME = auto()
     STEPPING = auto()
     SHADOWED = auto()

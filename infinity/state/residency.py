@@ -18,6 +18,8 @@ from ..errors import UsageError
 class Residency(Enum):
     """Where a unit's weights are, beyond their home."""
 
+    __hash__ = object.__hash__  # in C: it is looked up at every move
+
     STORED = auto()
     FETCHING = auto()
     STAGED = auto()
