@@ -85,8 +85,9 @@ class Arrival:
             reads.copy(store, self._flat_params, flats, self._name)
         else:
             for flat_param, home, flat in zip(self._flat_params, homes, flats):
-                whole = home.numel == flat.numel()  # no view for the many units of one rank
-                own = flat if whole else flat[slice(*flat_param.layout.own("weight"))]
+                begin, end = flat_param.layout.own("weight")
+                # Makes no view if this rank has all of it: units can be many and small.
+                own = flat if end - begin == flat.numel() else flat[begin:end]
                 own.copy_(home.flat, non_blocking=True)
 
     def _gather_in(self, in_node: bool) -> None:
