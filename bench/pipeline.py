@@ -191,10 +191,10 @@ def _count(
 
     engine = wrapped(parts).engine
     weights = sum(unit.weight_nbytes for unit in engine.job.units)
-    before = engine.traffic.edges["host->device"].nbytes
+    before = engine.job.traffic.edges["host->device"].nbytes
     _stepper(schedule, parts, optimizer, numbers, count, x)()
     return {
-        "loads": (engine.traffic.edges["host->device"].nbytes - before) / weights,
+        "loads": (engine.job.traffic.edges["host->device"].nbytes - before) / weights,
         "device_peak": infinity.stats(parts[0]).tiers["device"].peak_nbytes / 2**20,
         "device_planned": engine.job.planned.plan.planned_nbytes(Tier.DEVICE) / 2**20,
     }

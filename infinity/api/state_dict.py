@@ -68,7 +68,7 @@ def _full_value(engine: Engine, handle: ParamHandle, state: dict) -> torch.Tenso
     if known is not None and any(value is known for value in state.values()):
         return known
     value = like(handle.param, handle.flat_param.read_value(job.store, handle.index))
-    job.handed.give(handle, VALUE, value)
+    job.handed.watch(handle, VALUE, value)
     if len(handle.names) > 1:
         engine.tied_copies[handle] = weakref.ref(value)
     return value

@@ -87,9 +87,9 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for unit in engine.job.units:
         for flat_param in unit.flat_params:
-            with flat_param.assembling_values(engine.store):
+            with flat_param.assembling_values(engine.job.store):
                 read = [
-                    flat_param.read_value(engine.store, index)
+                    flat_param.read_value(engine.job.store, index)
                     for index in range(len(flat_param.params))
                 ]
             for param, value in zip(flat_param.params, read):

@@ -24,6 +24,7 @@ from ..distributed.collectives import Collectives
 from ..distributed.mesh import join_device, join_node, parallel_dims
 from ..distributed.parallel_dims import ParallelDims
 from ..errors import ConfigError
+from ..forwards.context import found_weakly
 from ..forwards.micro_batch import check_block, install_chunks
 from ..forwards.replaced_forward import ReplacedForward
 from ..forwards.tiled_layers import install_tiles
@@ -210,7 +211,7 @@ def _wrap(
             materialized = Materialized(model, config.weights, is_managed)
             before.materialized = materialized
             _send_home(engine, materialized, optimizer, rule)
-            engine.store.arrays.await_pages()
+            engine.job.store.arrays.await_pages()
             device.warm(plan.device_window_nbytes)
             for unit in units:
                 unit.allocate()
@@ -341,16 +342,17 @@ def _replace_forwards(engine: Engine, model: nn.Module, groups: list[Group]) -> 
     be recomputed. Returns their removers."""
     job = engine.job
     tiles = {group.params[0]: group.tile_rows for group in groups if group.tile_rows}
-    removers = [*install_tiles(engine, model, tiles)]
+    find, units_of = found_weakly(engine.make_forward_context), engine.units_of
+    removers = [*install_tiles(find, model, tiles)]
     blocks = [(group.name, group.block) for group in groups if group.block is not None]
     if job.config.micro_batch is not None:
         removers += [
-            install_chunks(engine, name, block, job.config.micro_batch) for name, block in blocks
+            install_chunks(find, name, block, units_of(block), job.config.micro_batch)
+            for name, block in blocks
         ]
     if job.activations is not None and (planner := job.activations.planner) is not None:
         removers += [
-            ReplacedForward(block, planner.add(block, engine.units_of(block)))
-            for _, block in blocks
+            ReplacedForward(block, planner.add(block, units_of(block))) for _, block in blocks
         ]
     return removers
 

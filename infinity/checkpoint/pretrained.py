@@ -276,7 +276,7 @@ def adapter_tensors(model: nn.Module, *, embeddings: bool = False) -> dict[str, 
 def sources_of(model: nn.Module) -> dict[str, Source]:
     """Maps the name of every tensor of a wrapped model's state dict to its source, tied ones
     once."""
-    store = engine_of(model).store
+    store = engine_of(model).job.store
     tensors = {
         prefix + name: tensor
         for prefix, module in (

@@ -31,8 +31,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,14 +51,8 @@ class Collective:
     numbers: Sequence[int] = field(default=(0,) * NUMBERS, compare=False)
 
 
-class DummyCollectives(Protocol):
-    """Starts collectives from their numbers, only to complete other ranks'."""
-
-    def begin(self, numbers: Sequence[int]) -> dist.Work:
-        """Starts the collective, with dummy data."""
-
-    def count(self, numbers: Sequence[int]) -> int:
-        """Counts the collectives that its transport has started."""
+# Starts a collective with dummy data; counts the collectives that its transport has started.
+Dummy = tuple[Callable[[], dist.Work], Callable[[], int]]
 
 
 class CollectiveTrace:
@@ -80,15 +72,15 @@ class CollectiveTrace:
         self._starting: tuple[Collective, Callable[[], int], int] | None = None
         self._expects = False  # the last sync point was for this rank's next collective
         self._was_interrupted = False
-        # Starts collectives that only others have started.
-        self.dummies: DummyCollectives | None = None
+        # Makes collectives that only others have started, from their numbers.
+        self.dummy_of: Callable[[Sequence[int]], Dummy] | None = None
 
     def close(self) -> None:
-        """Forgets everything: ``dummies`` refers to the groups, whose threads must not wait for
+        """Forgets everything: ``dummy_of`` refers to the groups, whose threads must not wait for
         the garbage collector."""
         self._known.clear()
         self._started, self._verified, self._recent, self._under_way = [], None, [], []
-        self._starting = self.dummies = None
+        self._starting = self.dummy_of = None
 
     # --- a pass ---
 
@@ -236,10 +228,7 @@ class CollectiveTrace:
         works = []
         while self.total < last:
             numbers = described[self.total - last]
-            begin, count = (
-                partial(self.dummies.begin, numbers),
-                partial(self.dummies.count, numbers),
-            )
+            begin, count = self.dummy_of(numbers)
             works.append(self.start(Collective(STAND_IN, 0, numbers), begin, count))
         for work in works:
             work.wait()

@@ -45,9 +45,9 @@ class Collectives:
         self.bulk = Bulk(self.ranks, self.traffic, self.passes, self._progress)
         self._is_closed = False
         if self.ranks.dp_group is not None and self.ranks.ep_size == 1:
-            self.ranks.dp_group.collective_trace.dummies = DummyCollectives(
+            self.ranks.dp_group.collective_trace.dummy_of = DummyCollectives(
                 lambda of_experts: (self.of_experts if of_experts else self).ranks
-            )
+            ).of
 
     @cached_property
     def of_experts(self) -> Collectives:
@@ -322,7 +322,7 @@ class Collectives:
         for channel in self.ranks.all_channels:
             channel.close()
 
-    def strike(self) -> None:
+    def complete_started(self) -> None:
         """Notes that an exception interrupted this rank, and completes the sync points that it had
         started. Waits for all transfers."""
         for channel in self.ranks.places:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from .collective_trace import Dummy
 from .parallel_dims import ParallelDims
 
 # Renamed in torch 2.13
@@ -86,6 +88,11 @@ class DummyCollectives:
     the same experts take part."""
 
     ranks_of: Callable[[bool], ParallelDims]
+
+    def of(self, numbers: Sequence[int]) -> Dummy:
+        """Makes the collective of these ``numbers``: what starts it, and what counts as
+        :func:`count_begun`."""
+        return partial(self.begin, numbers), partial(self.count, numbers)
 
     def begin(self, numbers: Sequence[int]) -> dist.Work:
         """Starts the collective of these ``numbers``, with zeros."""

@@ -135,9 +135,9 @@ class PassAgreement:
         following = self._ranks.dp_group.collective_trace.next
         return following is not None and following.what == what
 
-    @property
-    def traces_agree(self) -> bool:
-        """Whether all data ranks expect to use the same units in this pass. Equal on all ranks."""
+    def wait_traces_agree(self) -> bool:
+        """Returns whether all data ranks expect to use the same units in this pass. Equal on all
+        ranks. Blocks until all have started it."""
         self.enter()
         return self._traces_agree
 

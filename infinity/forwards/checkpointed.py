@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,19 +13,21 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import UsageError
 from ..state.journal import Journal
 from ..state.unit import ParamUnit
-from .weights import Weights, found_weakly
+from .context import ForwardContext
 
 
 class Checkpointed:
     """A block's forward that keeps only its input for the backward."""
 
-    def __init__(self, engine: Weights, units: Sequence[ParamUnit], forward: Any):
-        self._engine, self._units, self.forward = found_weakly(engine), units, forward
+    def __init__(
+        self, find: Callable[[], ForwardContext], units: Sequence[ParamUnit], forward: Any
+    ):
+        self._context, self._units, self.forward = find, units, forward
 
     @property
     def journal(self) -> Journal:
-        """The journal of the engine. Raises UsageError if the engine is gone."""
-        return self._engine().journal
+        """The journal of the job. Raises UsageError if the engine is gone."""
+        return self._context().journal
 
     def run(self, leaves: list, spec: Any) -> Any:
         """Runs the forward, and again in the backward. Without grad mode, runs it once."""
@@ -39,7 +41,7 @@ class Checkpointed:
     def compute(self, spec: Any, *leaves: Any, versions: list[int] | None = None) -> Any:
         """Computes the forward of flattened arguments. ``versions``: the units' versions at the
         first run. Raises UsageError if a recomputation finds others."""
-        engine = self._engine()
+        context = self._context()
         args, kwargs = tree_unflatten(list(leaves), spec)
         # In a recomputation, the backward may not hold these units yet.
         if torch._C._current_graph_task_id() != -1:
@@ -49,8 +51,8 @@ class Checkpointed:
                     " (by optimizer.step() or load_state_dict()). Run backward before the step."
                 )
             for unit in self._units:
-                engine.hold_for_backward(unit)
-        with engine.saving_tensors():
+                context.hold_for_backward(unit)
+        with context.saving_tensors():
             return self.forward(*args, **kwargs)
 
 

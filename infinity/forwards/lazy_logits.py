@@ -88,7 +88,7 @@ class Head:
     compute: Make
     losses: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
     check: Callable[[], None]
-    engine: object  # owns the weights: kept alive until the logits are computed
+    context: object  # of the job that has the weights: kept alive until the logits are computed
     is_fused: bool = False  # a loss has been computed without the logits
     nodes: list[weakref.ref[Logits]] = field(default_factory=list)
 

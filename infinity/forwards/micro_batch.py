@@ -11,7 +11,7 @@ accumulation, in torch's order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +23,9 @@ from ..errors import ConfigError, InfinityError, UsageError
 from ..state.journal import Journal
 from ..state.unit import ParamUnit
 from .checkpointed import Checkpointed, random_states, set_random_states
+from .context import ForwardContext
 from .replaced_forward import ReplacedForward, own_forward
 from .value_snapshot import SCALARS
-from .weights import Weights
 
 # Relative tolerance between two samples run together and each alone: kernels sum in another order.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -48,21 +48,27 @@ def check_block(name: str, block: nn.Module) -> None:
             )
 
 
-def install_chunks(engine: Weights, name: str, block: nn.Module, samples: int) -> ReplacedForward:
-    """Replaces the forward of ``block`` with one that runs in chunks of ``samples``."""
-    return ReplacedForward(block, Chunked(engine, name, block, samples, engine.units_of(block)))
+def install_chunks(
+    find: Callable[[], ForwardContext],
+    name: str,
+    block: nn.Module,
+    units: Sequence[ParamUnit],
+    samples: int,
+) -> ReplacedForward:
+    """Replaces the forward of ``block``, which uses ``units``, with one that runs in chunks of
+    ``samples``."""
+    return ReplacedForward(
+        block, Chunked(name, block, samples, Checkpointed(find, units, own_forward(block)))
+    )
 
 
 class Chunked:
     """The forward of a block, in chunks."""
 
-    def __init__(
-        self, engine: Weights, name: str, block: nn.Module, samples: int, units: list[ParamUnit]
-    ):
+    def __init__(self, name: str, block: nn.Module, samples: int, checkpointed: Checkpointed):
         self._name, self._samples = name, samples
         self._block = weakref.ref(block)
-        self._forward = own_forward(block)
-        self._checkpointed = Checkpointed(engine, units, self._forward)
+        self._forward, self._checkpointed = checkpointed.forward, checkpointed
         self._checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,8 @@ import logging
 import random
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -26,9 +27,9 @@ from ..machine.tiers import Tier
 from ..planning.activation_choice import ActivationChoice, Measured, choose
 from ..state.unit import ParamUnit
 from .checkpointed import Checkpointed
+from .context import ForwardContext
 from .replaced_forward import own_forward
 from .value_snapshot import MODULE_OWN, SCALARS, NoSnapshot, Snapshot, has_containers
-from .weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -39,19 +40,26 @@ class ActivationPlanner:
     """Measures the blocks of a model and chooses for each. Chooses again when more blocks have been
     measured."""
 
-    def __init__(self, engine: Weights, *, send_rate: float, recomputes: bool):
-        self._of = weakref.ref(engine)  # the engine holds this object
+    def __init__(
+        self,
+        find: Callable[[], ForwardContext],
+        *,
+        spare_nbytes: int,
+        send_rate: float,
+        recomputes: bool,
+    ):
+        self.find_context, self.spare_nbytes = find, spare_nbytes
         self._send_rate, self.recomputes = send_rate, recomputes
+        self.block: PlannedBlock | None = None  # the block whose forward runs
+        self.outside_nbytes = 0  # bytes that this pass saved outside of blocks
         self._blocks: list[weakref.ref[PlannedBlock]] = []  # owned by their modules
         self._chosen = 0  # blocks in the last choice
 
-    @property
-    def engine(self) -> Weights:
-        return self._of()
-
     def add(self, block: nn.Module, units: Sequence[ParamUnit]) -> PlannedBlock:
         """Builds the forward that ``block`` is to run in place of its own."""
-        planned = PlannedBlock(self, block, Checkpointed(self.engine, units, own_forward(block)))
+        planned = PlannedBlock(
+            self, block, Checkpointed(self.find_context, units, own_forward(block))
+        )
         self._blocks.append(weakref.ref(planned))
         return planned
 
@@ -67,19 +75,41 @@ class ActivationPlanner:
         measured = [block for block in self.blocks if block.is_measured]
         if len(measured) > self._chosen:
             self._choose(measured)
+        self.outside_nbytes, self.block = 0, None
+
+    @contextmanager
+    def run_block(self, block: PlannedBlock) -> Iterator[None]:
+        """Counts the storages saved inside as ``block``'s."""
+        self.block = block
+        try:
+            yield
+        finally:
+            self.block = None
+
+    def saves(self, storage: torch.UntypedStorage) -> None:
+        """Counts the bytes of a saved storage, in the running block or outside of all."""
+        if self.block is not None:
+            self.block.saves(storage)
+        else:
+            self.outside_nbytes += storage.nbytes()
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether what the running block saves goes home, though the device may have room."""
+        return self.block is not None and self.block.choice is ActivationChoice.SEND
 
     def forget_choices(self) -> None:
         """Makes the next pass choose again."""
         self._chosen = 0
 
     def _choose(self, blocks: list[PlannedBlock]) -> None:
-        activations, host = self.engine.activations, self.engine.ledger.accounts[Tier.HOST]
+        host = self.find_context().ledger.accounts[Tier.HOST]
         left = (
             float("inf") if host.budget_nbytes is None else host.budget_nbytes - host.planned_nbytes
         )
         found = choose(
             [block.measured() for block in blocks],
-            device_nbytes=max(0, activations.spare_nbytes - activations.outside_nbytes),
+            device_nbytes=max(0, self.spare_nbytes - self.outside_nbytes),
             host_nbytes=left,
             send_rate=self._send_rate,
         )
@@ -140,14 +170,14 @@ class PlannedBlock:
             self._saved += storage.nbytes()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self._planner.engine
-        activations = engine.activations
-        plain = torch.compiler.is_compiling() or not torch.is_grad_enabled() or engine.is_recomputed
+        planner = self._planner
+        plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+        plain = plain or planner.find_context().is_recomputed()
         # Evaluations are not measured, nor are blocks inside blocks.
-        if plain or activations.block is not None or not self._block().training:
+        if plain or planner.block is not None or not self._block().training:
             return self._checkpointed.forward(*args, **kwargs)
         self._calls += 1
-        with activations.run_block(self):
+        with planner.run_block(self):
             if self._calls > 1 and self._is_repeatable:
                 self._refuse()
             if not self.is_measured:
@@ -157,7 +187,7 @@ class PlannedBlock:
                     self._refuse()
                 elif self._mode != self._modes():  # training flags changed: measure again
                     self._passes, self.choice = 0, ActivationChoice.SEND
-                    self._planner.forget_choices()
+                    planner.forget_choices()
                     return self._measure(args, kwargs)
                 else:
                     return self._checkpointed.run(*tree_flatten((args, kwargs)))
@@ -170,7 +200,7 @@ class PlannedBlock:
             self.choice = ActivationChoice.SEND
 
     def _measure(self, args: tuple, kwargs: dict) -> Any:
-        traffic = self._planner.engine.traffic
+        traffic = self._planner.find_context().traffic
         state = self._state(args, kwargs) if self._is_repeatable else None
         stalled, began = (
             sum(edge.stall_seconds for edge in traffic.edges.values()),

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..errors import UsageError
+from .context import ForwardContext
 from .lazy_logits import Head, Logits, whole
 from .replaced_forward import ReplacedForward
 from .tiles import HEAD_RATIO, Tiles
-from .weights import Weights, found_weakly
 
 LOGITS_NBYTES = 32 * 1024 * 1024  # of a tile's fp32 logits at once: more tokens are split
 
@@ -255,7 +255,7 @@ class TiledEmbedding(torch.autograd.Function):
 
 
 def install_tiles(
-    engine: Weights, model: nn.Module, rows: dict[nn.Parameter, int]
+    find: Callable[[], ForwardContext], model: nn.Module, rows: dict[nn.Parameter, int]
 ) -> list[ReplacedForward]:
     """Replaces the forward of every module that uses a weight in ``rows``: it runs in tiles of that
     many rows. Returns the replacements."""
@@ -263,7 +263,7 @@ def install_tiles(
     for module in model.modules():
         param = module._parameters.get("weight")
         if param is not None and param in rows:
-            tiles = Tiles(found_weakly(engine), param, rows[param])
+            tiles = Tiles(find, param, rows[param])
             removers.append(ReplacedForward(module, _forward(module, tiles, model)))
     return removers
 
@@ -322,7 +322,7 @@ class HeadForward:
             with torch.autocast(where, dtype, enabled=casts):
                 return TiledCrossEntropy.apply(rows, bias, target, tiles.param, ignore_index, tiles)
 
-        head = Head(tiles.param.shape[0], compute, losses, check, tiles.engine)
+        head = Head(tiles.param.shape[0], compute, losses, check, tiles.context)
         root = TiledLinear.apply(
             x, bias, tiles.param, tiles, lambda _: Logits(head, x, dtype, compute)
         )
@@ -349,7 +349,7 @@ class HeadForward:
             for ref in self._around
             if (each := ref()) is not None
         )
-        return None if heard or x.is_inference() or self._tiles.engine.is_recomputed else dtype
+        return None if heard or x.is_inference() or self._tiles.context.is_recomputed() else dtype
 
 
 def _forward(

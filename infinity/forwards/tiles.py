@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state.apart import apart
 from ..state.handle import ParamHandle, handle_of
-from .weights import Weights
+from .context import ForwardContext
 
 SMALLEST_TILE_NBYTES = 64 * 1024
 
@@ -98,16 +98,16 @@ class RowGrads:
 
 @dataclass(frozen=True)
 class Tiles:
-    """One tiled weight: its engine, its parameter, and the rows of a tile."""
+    """One tiled weight: its job, its parameter, and the rows of a tile."""
 
-    find_engine: Callable[[], Weights]
+    find_context: Callable[[], ForwardContext]
     param: nn.Parameter
     rows: int
 
     @property
-    def engine(self) -> Weights:
-        """The engine. Raises UsageError if it is gone."""
-        return self.find_engine()
+    def context(self) -> ForwardContext:
+        """The parts of its job. Raises UsageError if the engine is gone."""
+        return self.find_context()
 
     @property
     def handle(self) -> ParamHandle:
@@ -122,23 +122,23 @@ class Tiles:
     def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yields (begin, end, rows on the device) of every tile; charges the device for one at a
         time. Blocks until the weight is at home, and on reading each tile."""
-        engine, handle, width = self.engine, self.handle, self.param.shape[1]
+        context, handle, width = self.context, self.handle, self.param.shape[1]
         flat_param = handle.flat_param
-        engine.store.check_process()
-        with engine.store.guarding():
+        context.store.check_process()
+        with context.store.guarding():
             flat_param.homes.wait()
         offset = flat_param.layout.placements[handle.index].offset
         for begin, end in self.spans():
             nbytes = (end - begin) * width * flat_param.spec.dtype.itemsize
-            charge = engine.ledger.reserve(
+            charge = context.ledger.reserve(
                 Tier.DEVICE, nbytes, f"a tile of {handle.name}", passing=True
             )
             try:
-                with engine.traffic.copying("host->device", nbytes, handle.name):
-                    flat = apart(engine.store.read)(
+                with context.traffic.copying("host->device", nbytes, handle.name):
+                    flat = apart(context.store.read)(
                         flat_param.weight, offset + begin * width, offset + end * width
                     )
-                    flat = flat.to(engine.device.where)
+                    flat = flat.to(context.device.where)
                 yield begin, end, flat.view(end - begin, width)
             finally:
                 charge.release()
@@ -151,13 +151,13 @@ class Tiles:
         accumulator = ctx.next_functions[-1][0]  # the weight is the last tensor among the arguments
         use = GradUse.of(accumulator)
         if use is GradUse.ACCUMULATED and self.handle.grad is not None:
-            with self.engine.gradients.landing_rows(self.handle) as land:
+            with self.context.gradients.landing_rows(self.handle) as land:
                 yield RowGrads(land)
         elif use is GradUse.NONE:
             yield RowGrads(lambda begin, end, compute: None)
         else:  # returned by torch.autograd.grad, or accumulated for a weight that is not stepped
             whole = torch.empty(
-                self.param.shape, dtype=self.param.dtype, device=self.engine.device.where
+                self.param.shape, dtype=self.param.dtype, device=self.context.device.where
             )
             yield RowGrads(lambda begin, end, compute: whole[begin:end].copy_(compute()), whole)
 
@@ -168,7 +168,7 @@ class Tiles:
         ``handle``: the weight's handle in the forward. ``version``: the version of its values then,
         or None if the backward does not need them.
         """
-        self.engine.join_backward()
+        self.context.track_backward()
         if self.handle is not handle:
             raise UsageError(
                 "this backward needs a weight that ran in tiles, and its model was unwrapped since"

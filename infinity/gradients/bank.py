@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -27,17 +26,6 @@ from .values import GradValues
 from .whole import WholeGradients
 
 
-class Averager(Protocol):
-    """Averages gradients over the ranks and gives the averages to the bank."""
-
-    def add(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Adds ``grad`` to this rank's whole gradient."""
-
-    def average(self, *, are_gone: bool = False) -> None:
-        """Averages every landed gradient. Every rank calls this. ``are_gone``: there is none any
-        more, and no rank to meet."""
-
-
 class GradientBank:
     """Lands, lends and consumes gradients. Used from the thread that runs backward or the step."""
 
@@ -56,7 +44,9 @@ class GradientBank:
         self.homes, self.changes = homes, self.values.changes
         self._lander = Lander(homes, store, self.changes, self.values.norms)
         self.clips: list[float] = []  # factors of users' clips of all gradients since the last step
-        self._reducer: Averager | None = None  # None if this rank is alone
+        # With several ranks: see `reduce_with`.
+        self._add_whole: Callable[[ParamHandle, torch.Tensor], None] | None = None
+        self._average: Callable[..., None] = lambda **_: None
         self._adds_to_consumed = False  # the running backward belongs to another model's loss
         # In a pass of several backwards: sums that land after the last one
         self._waiting: WholeGradients | None = None
@@ -135,10 +125,6 @@ class GradientBank:
             self.assigned.settle(handle)
         self._average()
 
-    def _average(self) -> None:
-        if self._reducer is not None:
-            self._reducer.average()
-
     def clear(self, handle: ParamHandle) -> None:
         """Sets ``p.grad = None``. Clearing the last gradient also forgets the backwards since the
         last step, of which ranks may have had different ones."""
@@ -152,8 +138,7 @@ class GradientBank:
             and not handle.engine.computing
             and not any(map(_is_there, reversed(self.values.handles)))
         ):
-            if self._reducer is not None:
-                self._reducer.average(are_gone=True)
+            self._average(are_gone=True)
             self.clips.clear()
             handle.engine.steps.forget_backwards()
 
@@ -162,9 +147,12 @@ class GradientBank:
         if _is_there(handle):
             self.assigned.zero(handle)
 
-    def reduce_with(self, reducer: Averager) -> None:
-        """Sets ``reducer`` as what averages gradients over the ranks."""
-        self._reducer = reducer
+    def reduce_with(
+        self, add: Callable[[ParamHandle, torch.Tensor], None], average: Callable[..., None]
+    ) -> None:
+        """Sets what adds to this rank's whole gradient, and what averages gradients over the ranks.
+        ``average`` takes ``are_gone``: there is no gradient any more, and no rank to meet."""
+        self._add_whole, self._average = add, average
 
     def add_to_consumed(self) -> None:
         """Lets the running backward add to gradients that a step has consumed: it is of another
@@ -241,8 +229,8 @@ class GradientBank:
         self.changes.begin(handle)
         if self.takes_samples and is_common(handle.param):
             handle.grad.take_sample(grad)
-        if self._reducer is not None and not self.ranks.keeps_gradients:
-            self._reducer.add(handle, grad)
+        if self._add_whole is not None and not self.ranks.keeps_gradients:
+            self._add_whole(handle, grad)
             return
         if handle.grad.state is GradState.TORN:
             return

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
 
 from ..errors import UsageError
 from ..state.handle import handle_of
-
-
-class Clippable(Protocol):
-    """The optimizer interface that :func:`clip_grad_norm_` needs."""
-
-    param_groups: list[dict[str, Any]]
-
-    def total_norm(
-        self, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Computes the norm of all gradients together."""
 
 
 def clip_factor(total: torch.Tensor, max_norm: float) -> float:
@@ -31,7 +18,10 @@ def clip_factor(total: torch.Tensor, max_norm: float) -> float:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    optimizer: Clippable, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    optimizer: torch.optim.Optimizer,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scales all gradients of a wrapped ``optimizer`` so that their norm of order ``norm_type`` is
     at most ``max_norm``.

@@ -36,13 +36,13 @@ class InFlight:
         nbytes = -engine.job.collectives.least([-nbytes], "buffers between stages")[0]
         if nbytes == self._nbytes:
             return
-        account = engine.ledger.accounts[Tier.DEVICE]
+        account = engine.job.ledger.accounts[Tier.DEVICE]
         engine.job.prefetcher.narrow(
             max(0, nbytes - max(0, account.budget_nbytes - account.planned_nbytes))
         )
         if self._charge is not None:
             self._charge.release()
-        self._charge = engine.ledger.reserve(Tier.DEVICE, nbytes, "what passes between stages")
+        self._charge = engine.job.ledger.reserve(Tier.DEVICE, nbytes, "what passes between stages")
         self._nbytes = nbytes
 
 

@@ -183,7 +183,7 @@ def one_pass(engine: Engine, stages: list[Any]) -> Iterator[None]:
     for stage in stages:
         getattr(stage, ATTACHED).clear()
     with (
-        engine.job.in_common.compared(),
+        engine.job.in_common.without_comparisons(),
         engine.accumulation.opened(finish=partial(_scale_all, stages)),
     ):
         yield

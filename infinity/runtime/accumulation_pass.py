@@ -34,7 +34,7 @@ class AccumulationPass:
         Raises UsageError if a pass is open already, or runs.
         """
         uses = self._job.uses
-        uses.check(Operation.JOINED_PASS)
+        uses.check(Operation.ACCUMULATION_PASS)
         try:
             with uses.begin():
                 self._open()
@@ -67,7 +67,7 @@ class AccumulationPass:
                 job.reducer.reduce_all()
         finish()
         for unit in reversed(job.units):
-            self._backward.landed_at_home(unit)
+            self._backward.notify_if_final(unit)
         if self._pass.backward_count:
             self._backward.end_accumulation()
         else:

@@ -15,8 +15,7 @@ next step, which needs the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import native
 from ..errors import CapacityError
-from ..forwards.recompute import ActivationPlanner, PlannedBlock
+from ..forwards.recompute import ActivationPlanner
 from ..machine.tiers import Tier
-from ..planning.activation_choice import ActivationChoice
 from ..storage.store import ArrayStore
 from .activation_home import ActivationHome
 from .saved_tensor import (
@@ -58,8 +56,6 @@ class ActivationStore:
         self._store, self._device = store, store.device
         self._home = ActivationHome(store, tier, staging)
         self._planner: ActivationPlanner | None = None
-        self._block: PlannedBlock | None = None  # the block whose forward runs
-        self.outside_nbytes = 0  # bytes that this pass saved outside of blocks
         # May stay on the device; None: nothing may, and home must have room.
         self.spare_nbytes = spare_nbytes
         self._kept = native.Account()  # the bytes that do
@@ -78,27 +74,12 @@ class ActivationStore:
         """Lets ``planner`` choose which blocks' activations are kept, sent home, or recomputed."""
         self._planner = planner
 
-    @property
-    def block(self) -> PlannedBlock | None:
-        """The running block; None outside of all."""
-        return self._block
-
-    @contextmanager
-    def run_block(self, block: PlannedBlock) -> Iterator[None]:
-        """Counts the storages saved inside as ``block``'s."""
-        self._block = block
-        try:
-            yield
-        finally:
-            self._block = None
-
     def begin(self, stays: set[int]) -> None:
         """Begins a forward. ``stays``: storages (by address) that are no activations: buffers,
         foreign parameters."""
         self._stays = stays
         if self._planner is not None:
             self._planner.begin()
-        self.outside_nbytes, self._block = 0, None
         self._home.forget_freed()
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
@@ -134,7 +115,9 @@ class ActivationStore:
     def rebuild(self) -> None:
         """Frees every buffer whose saved storage is gone, after an exception. Only while nothing is
         in flight."""
-        self._block, self._known = None, {}
+        if self._planner is not None:
+            self._planner.block = None
+        self._known = {}
         self._home.rebuild()
 
     def _is_taken(self, tensor: torch.Tensor) -> bool:
@@ -159,12 +142,10 @@ class ActivationStore:
         storage = tensor.untyped_storage()
         begin, nbytes = storage_span(tensor, storage.nbytes())
         saved = self._known_bytes(tensor)
-        if self._block is not None:
-            self._block.saves(storage)
-        else:
-            self.outside_nbytes += storage.nbytes()
+        if self._planner is not None:
+            self._planner.saves(storage)
         if saved is None:
-            is_sent = self._block is not None and self._block.choice is ActivationChoice.SEND
+            is_sent = self._planner is not None and self._planner.is_sending
             if not is_sent and self.kept_nbytes + storage.nbytes() <= (self.spare_nbytes or 0):
                 return None
             with self._store.guarding():

@@ -41,7 +41,7 @@ class Backward:
         self._listeners: list[Callable[[ParamUnit], None]] = []
 
     @property
-    def in_lockstep(self) -> bool:
+    def gathers_with_ranks(self) -> bool:
         """Whether other ranks gather with this one in mid-backward."""
         return self.job.reducer is not None and self.job.reducer.gathers_meanwhile
 
@@ -57,13 +57,13 @@ class Backward:
         ranks."""
         self.job.uses.check(Operation.BACKWARD, "this backward")
         refuse_without_bytes("a backward")
-        self.join()
+        self.track_task()
         if unit in self._pass.awaited:
             self._pass.awaited[unit] = self._pass.awaited.pop(unit)  # most recently used
             return
-        if self.in_lockstep:
+        if self.gathers_with_ranks:
             for other in list(self._pass.awaited)[:-1]:
-                self.let_go(other)
+                self.unhold(other)
         trained = zip(unit.handles, (param for flat in unit.flat_params for param in flat.params))
         expected = {
             h for h, p in trained if h.grad is not None and p.requires_grad
@@ -74,11 +74,11 @@ class Backward:
             if self.job.reducer is not None:
                 self.job.reducer.reach(unit)
         self._pass.awaited[unit] = expected
-        if self.in_lockstep:
+        if self.gathers_with_ranks:
             self._pass.expected.setdefault(unit, expected)
         self._pass.since[unit] = time.perf_counter()
 
-    def let_go(self, unit: ParamUnit) -> None:
+    def unhold(self, unit: ParamUnit) -> None:
         """Releases ``unit``, which the backward no longer needs, and closes its gradients'
         homes."""
         if unit in self._pass.awaited:
@@ -96,7 +96,7 @@ class Backward:
         """
         for unit in self._pass.awaited:
             if not any(unit in frame.units for frame in self._pass.frames):
-                self.let_go(unit)
+                self.unhold(unit)
                 return True
         return False
 
@@ -116,7 +116,7 @@ class Backward:
                 " has no bytes to send home: run the backward with real tensors, or of a model"
                 " that is not wrapped."
             )
-        self.join()
+        self.track_task()
         if grad is None:
             return  # a weight that runs in tiles: its gradient has landed
         self.job.gradients.changes.begin(handle)
@@ -128,7 +128,9 @@ class Backward:
             self.job.gradients.land(handle, grad)
         self._pass.reached.add(handle.unit)
         self._without_grad.get(handle.unit, set()).discard(handle)
-        awaited = (self._pass.expected if self.in_lockstep else self._pass.awaited).get(handle.unit)
+        awaited = (self._pass.expected if self.gathers_with_ranks else self._pass.awaited).get(
+            handle.unit
+        )
         if awaited is not None:
             awaited.discard(handle)
             if not awaited:
@@ -136,8 +138,8 @@ class Backward:
 
     def _complete(self, unit: ParamUnit) -> None:
         """Releases and reduces a unit whose gradients of this backward have all landed."""
-        if not self.in_lockstep:
-            self.let_go(unit)
+        if not self.gathers_with_ranks:
+            self.unhold(unit)
         if self.job.reducer is not None:
             self.job.reducer.ready(unit)
         elif not self._pass.is_accumulating:
@@ -153,7 +155,7 @@ class Backward:
         self._without_grad.get(handle.unit, set()).discard(handle)
         self._pass.backward_count += 1
 
-    def landed_at_home(self, unit: ParamUnit) -> None:
+    def notify_if_final(self, unit: ParamUnit) -> None:
         """Calls the listeners when ``unit``'s gradients are final: averaged over all ranks, or
         summed over an accumulation pass."""
         landed = any(
@@ -174,10 +176,10 @@ class Backward:
 
     # --- beginning and end ---
 
-    def join(self) -> None:
-        """Joins the running autograd task, if any, so that its end releases what this backward
-        holds."""
-        self.tasks.join(self)
+    def track_task(self) -> None:
+        """Tracks the running autograd task, if any, so that its end releases what this backward
+        holds. May block on another thread, and recovers from an interrupted use."""
+        self.tasks.track(self.begin_task, self.end_task)
 
     def begin_task(self) -> None:
         """Recovers from an interrupted use, before the outermost task."""
@@ -192,7 +194,7 @@ class Backward:
             if unit in self._pass.reached:
                 self._without_grad[unit] = self._without_grad.get(unit, set()) | missing
         for unit in list(self._pass.awaited):
-            self.let_go(unit)
+            self.unhold(unit)
         self._pass.expected.clear()
         self._pass.reached.clear()
         self._end()

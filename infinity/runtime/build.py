@@ -16,6 +16,7 @@ import torch
 from .. import native
 from ..config.config import Config
 from ..distributed.collectives import Collectives
+from ..forwards.context import found_weakly
 from ..forwards.recompute import ActivationPlanner
 from ..gradients.bank import GradientBank
 from ..gradients.reducer import Reducer
@@ -231,10 +232,10 @@ def _make_reducer(base: _Base, gradients: GradientBank, later: Later) -> Reducer
         gradients,
         base.ledger,
         base.schedule,
-        lambda unit: later.engine.backward.landed_at_home(unit),
+        lambda unit: later.engine.backward.notify_if_final(unit),
         lambda: steps.streaming or makes_ahead,
     )
-    gradients.reduce_with(reducer)
+    gradients.reduce_with(reducer.add, reducer.average)
     return reducer
 
 
@@ -247,4 +248,7 @@ def _plan_activations(engine: Engine) -> None:
     if planned and job.config.micro_batch is None and job.ranks.alone:
         # Sending reads and writes every byte twice, in both directions.
         rate, recomputes = memory_rate() / 4, job.config.recompute
-        job.activations.plan_with(ActivationPlanner(engine, send_rate=rate, recomputes=recomputes))
+        find, spare = found_weakly(engine.make_forward_context), job.activations.spare_nbytes
+        job.activations.plan_with(
+            ActivationPlanner(find, spare_nbytes=spare, send_rate=rate, recomputes=recomputes)
+        )

@@ -1,4 +1,4 @@
-"""Engine: builds the parts of one wrapped model, and connects them.
+"""Engine: runs one wrapped model, by the parts of its job.
 
 The engine knows parameters and units, not modules. Hooks on the modules hold the engine, so it
 lives as long as the model or its optimizer. Everything it owns is freed when both are gone.
@@ -14,6 +14,7 @@ import torch
 
 from .. import native
 from ..errors import UsageError
+from ..forwards.context import ForwardContext
 from ..optim.context import StepContext
 from ..state import mistakes
 from ..state.handle import ParamHandle
@@ -41,15 +42,9 @@ class Engine:
 
     def __init__(self, job: Job, resources: Resources, free: Callable[[], None]):
         self.job, self._resources = job, resources
-        # What parameters, gradients and replacement forwards use by their engine.
-        self.uses, self.steps, self.journal, self.device = (
-            job.uses,
-            job.steps,
-            job.journal,
-            job.device,
-        )
-        self.store, self.ledger, self.traffic = job.store, job.ledger, job.traffic
-        self.gradients, self.activations = job.gradients, job.activations
+        # What parameters and gradients use by their engine.
+        self.uses, self.steps = job.uses, job.steps
+        self.gradients, self.device = job.gradients, job.device
         # The newest state-dict tensor of a tied parameter.
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}
         self.average: WeightAverage | None = None  # of the trained parameters
@@ -83,13 +78,30 @@ class Engine:
             borrowed=job.borrowed,
             in_common=job.in_common,
             is_cut_short=lambda: running.is_cut_short,
-            keeps_stale=lambda: running.is_stale,
+            keeps_stale=lambda: running.runs_without_flush,
             listen_to_landed=self.backward.listen,
             release=job.prefetcher.release_all,
             end_step=self.end_step,
             admit=self.admit,
             settle_state_dicts=handed.settle_on_ranks,
-            hand_out=handed.give,
+            hand_out=handed.watch,
+        )
+
+    def make_forward_context(self) -> ForwardContext:
+        """Makes the context of replacement forwards. It keeps this object alive."""
+        job, passes = self.job, self.passes
+        return ForwardContext(
+            owner=self,
+            journal=job.journal,
+            device=job.device,
+            ledger=job.ledger,
+            traffic=job.traffic,
+            store=job.store,
+            gradients=job.gradients,
+            is_recomputed=lambda: passes.is_recomputed,
+            saving_tensors=passes.saving,
+            hold_for_backward=self.backward.hold,
+            track_backward=self.backward.track_task,
         )
 
     def attach(self, names: dict[torch.Tensor, list[str]]) -> None:
@@ -166,7 +178,7 @@ class Engine:
     def touch(self, handle: ParamHandle, operation: str) -> None:
         """Gathers a parameter at home that is used inside a forward or backward. Raises UsageError
         outside."""
-        self.store.check_process()
+        self.job.store.check_process()
         if not self.computing:
             raise self.refusal(handle, operation)
         self.passes.hold_for_frame(handle.unit)
@@ -174,7 +186,7 @@ class Engine:
     def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
         """Makes the error for using a parameter at home."""
         own_name = handle.name.removeprefix(self.job.ranks.stage_prefix)
-        instead = mistakes.advice(handle.param) or mistakes.LENT.format(own_name)
+        instead = mistakes.advice(handle.param) or mistakes.USE_FULL_PARAMS.format(own_name)
         return UsageError(
             f"{operation} on parameter {handle.name}, which is at home on"
             f" {handle.flat_param.weight.tier}. {instead}"
@@ -192,23 +204,7 @@ class Engine:
     def read_value(self, handle: ParamHandle) -> torch.Tensor:
         """Reads the value at home, outside a forward."""
         with self.uses.begin(), self.job.handed.settled():
-            return handle.flat_param.read_value(self.store, handle.index)
-
-    # --- what blocks ask that run another way ---
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the running forward is recomputed in the backward, or is itself that
-        recomputation."""
-        return self.passes.is_recomputed
-
-    def hold_for_backward(self, unit: ParamUnit) -> None:
-        """Has the running backward hold ``unit``."""
-        self.backward.hold(unit)
-
-    def join_backward(self) -> None:
-        """Joins the running autograd task, so that its end releases what the backward holds."""
-        self.backward.join()
+            return handle.flat_param.read_value(self.job.store, handle.index)
 
     def admit(
         self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]

@@ -72,7 +72,7 @@ class HandedOut:
         finally:
             self._is_filling = False
 
-    def give(self, handle: ParamHandle, array: str, tensor: torch.Tensor) -> None:
+    def watch(self, handle: ParamHandle, array: str, tensor: torch.Tensor) -> None:
         """Watches ``tensor``, a copy of ``array`` at home that is about to be given to a user."""
         if tensor.is_inference() or not local_of(tensor).numel():
             return

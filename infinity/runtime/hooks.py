@@ -85,7 +85,7 @@ class LandingHooks:
 
     def __init__(self, engine: Engine):
         self._hooks: list[LandingHook] = []
-        self._late = engine.passes.landing_hooks if engine.job.ranks.tp_group is not None else []
+        self._late = engine.passes.reorder_hooks if engine.job.ranks.tp_group is not None else []
         backward = weakref.ref(engine.backward)
 
         def landed(param: torch.Tensor) -> None:

@@ -147,7 +147,7 @@ class InCommon:
                     self._sketches.watch(output)
 
     @contextmanager
-    def compared(self) -> Iterator[None]:
+    def without_comparisons(self) -> Iterator[None]:
         """Skips comparisons of forwards inside the block: a pipeline schedule runs them, and
         compares its whole batch. Tensors between stages may be cut, and torch's trial inputs are
         arbitrary."""

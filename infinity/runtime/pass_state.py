@@ -71,7 +71,7 @@ class Pass:
     has_begun: bool = False  # an accumulation pass begins with its first root forward
     backward_count: int = 0  # backwards that ended in an accumulation pass
 
-    is_stale: bool = False
+    runs_without_flush: bool = False
     is_updating: bool = False  # by the pipeline itself, between two of its batches
 
     @property

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..forwards.context import too_late
 from ..forwards.lazy_logits import Logits
-from ..forwards.weights import too_late
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, set_raw_grad
 from ..state.operations import Operation, State
@@ -38,7 +38,7 @@ class Passes:
         # For parameters that are stepped later.
         self._hook: Callable[[torch.Tensor], None] | None = None
         # Run last, after hooks that a forward may have registered.
-        self.landing_hooks: list[Callable[[], None]] = []
+        self.reorder_hooks: list[Callable[[], None]] = []
 
     @property
     def frames(self) -> list[Frame]:
@@ -130,7 +130,7 @@ class Passes:
         if not self._pass.is_accumulating:
             job.uses.check(Operation.LONE_FORWARD)
         # Without flush, units are used in another version too.
-        kind = "unflushed" if self._pass.is_stale else "train"
+        kind = "unflushed" if self._pass.runs_without_flush else "train"
         for handle in job.trained if training else ():
             # Left by a backward that was interrupted before the engine knew of it.
             set_raw_grad(handle.param, None)
@@ -188,7 +188,7 @@ class Passes:
             self.job.in_common.end(
                 module, (tensor for tensor in _tensors(output) if type(tensor) is not Logits)
             )
-            for hook in self.landing_hooks:
+            for hook in self.reorder_hooks:
                 hook()
             if not torch.is_grad_enabled():
                 self.job.prefetcher.release_idle()
@@ -240,7 +240,7 @@ class Passes:
 
             def come_from_another(_grad: torch.Tensor) -> None:
                 if backward := me():
-                    backward.join()  # clears the mark at its end, even if no gradient arrives
+                    backward.track_task()  # clears the mark at its end, even if no gradient arrives
                     backward.job.gradients.add_to_consumed()
 
             for tensor in _computed(output):
@@ -266,7 +266,7 @@ class Passes:
             def depart(_grad: torch.Tensor) -> None:
                 if backward := me():
                     for unit in frozen:
-                        backward.let_go(unit)
+                        backward.unhold(unit)
 
             # With several inputs, a unit still needed after the first input's gradient is held
             # again when it is used. Leaf tensors get no hook: they outlive the graph, so hooks

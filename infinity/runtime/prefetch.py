@@ -128,7 +128,7 @@ class Prefetcher:
         if unit.residency is Residency.RESIDENT and not unit.stays:
             self._evict(unit)
 
-    def pass_on(self, unit: ParamUnit, stale: ParamUnit, change: Callable[[], None]) -> None:
+    def keep_as_stale(self, unit: ParamUnit, stale: ParamUnit, change: Callable[[], None]) -> None:
         """Makes the gathered weights of ``unit`` those of ``stale``, by ``change``, before an
         update writes new ones. The previous stale weights are dropped."""
         self._release(stale)
@@ -146,7 +146,7 @@ class Prefetcher:
         if self._pass.is_accumulating:
             return
         self._collectives.passes.end()
-        if self._ranks.keeps_weights or self._pass.is_stale:
+        if self._ranks.keeps_weights or self._pass.runs_without_flush:
             return
         for unit in [unit for unit in self._pass.resident if unit not in self._pass.holds]:
             self._evict(unit)
@@ -202,7 +202,7 @@ class Prefetcher:
         gathered ahead in a pass whose trace differs between ranks.
         """
         coming = [self.units[index] for index in upcoming]
-        if not self._collectives.passes.traces_agree:
+        if not self._collectives.passes.wait_traces_agree():
             return
         for unit in coming:
             if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
@@ -305,7 +305,7 @@ class Prefetcher:
         Several ranks order by next use only if their traces agree, so that all choose the same.
         """
         idle = [other for other in self._pass.resident if other not in self._pass.holds]
-        if self._ranks.size == 1 or self._collectives.passes.traces_agree:
+        if self._ranks.size == 1 or self._collectives.passes.wait_traces_agree():
             idle.sort(key=lambda other: -self.schedule.next_use(other.index))
         return idle
 

@@ -48,7 +48,7 @@ def recover(job: Job, stale: StaleWeights | None, *, finishing: bool) -> None:
     # Set first: if recovery is interrupted, the next use starts it over.
     job.scopes.interrupted = True
     job.store.check_process()
-    job.collectives.strike()
+    job.collectives.complete_started()
     job.device.drain()
     job.running.drop()
     if job.reducer is not None:

@@ -52,10 +52,12 @@ class StaleWeights:
             versions.stale.buffers.list_in(job.storages, versions.unit)
         job.prefetcher.add([versions.stale for versions in self._versions])
         running, scopes = job.running, job.scopes
-        job.uses.define(State.STALE, lambda: running.is_stale and not scopes.interrupted)
+        job.uses.define(State.STALE, lambda: running.runs_without_flush and not scopes.interrupted)
         job.uses.define(
             State.BETWEEN,
-            lambda: running.is_stale and not running.is_updating and not scopes.interrupted,
+            lambda: (
+                running.runs_without_flush and not running.is_updating and not scopes.interrupted
+            ),
         )
 
     @contextmanager
@@ -63,7 +65,7 @@ class StaleWeights:
         """Keeps both versions inside the block. It begins with one, and ends with the newest
         alone."""
         try:
-            self._first, self._pass.is_stale, self._pass.is_updating = (
+            self._first, self._pass.runs_without_flush, self._pass.is_updating = (
                 self._job.steps.index,
                 True,
                 False,
@@ -74,11 +76,11 @@ class StaleWeights:
                 self._job.prefetcher.release_all([versions.unit for versions in self._versions])
                 for versions in self._versions:
                     versions.compute_with(stale=False)
-            self._pass.is_stale = False
+            self._pass.runs_without_flush = False
         except BaseException:
             # An update may be half done: the next use restores which version is which.
             self._job.uses.interrupt()
-            self._pass.is_stale = False
+            self._pass.runs_without_flush = False
             raise
 
     def compute_for(self, batch: int) -> None:
@@ -87,7 +89,7 @@ class StaleWeights:
 
         Raises UsageError if an exception has ended the run, even if it was caught.
         """
-        if not self._pass.is_stale:
+        if not self._pass.runs_without_flush:
             raise UsageError(
                 "this run without flush was cut short by an exception that something inside it has"
                 " caught: its stages are not all after the same update. Go on from a checkpoint."
@@ -108,7 +110,7 @@ class StaleWeights:
         job = self._job
         with job.uses.begin():
             for versions in self._versions:
-                job.prefetcher.pass_on(versions.unit, versions.stale, versions.begin_update)
+                job.prefetcher.keep_as_stale(versions.unit, versions.stale, versions.begin_update)
         self._pass.is_updating = True
         step()
         self._pass.is_updating = False

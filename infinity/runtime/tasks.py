@@ -1,4 +1,4 @@
-"""AutogradTasks: tracks which runs of autograd are under way, and calls a listener as the outermost
+"""AutogradTasks: tracks which runs of autograd are under way, and calls back as the outermost
 ends.
 
 task        one run of autograd; a reentrant checkpoint nests them
@@ -10,7 +10,7 @@ outermost   the task inside which the others run
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -19,19 +19,8 @@ from .one_thread import begin_task
 from .pass_state import Pass
 
 
-class TaskListener(Protocol):
-    """Receives the beginning and the end of the outermost task."""
-
-    def begin_task(self) -> None:
-        """Begins the outermost task, outside any use of the engine: the last one may have been
-        interrupted."""
-
-    def end_task(self) -> None:
-        """Ends the outermost task."""
-
-
 class AutogradTasks:
-    """The running tasks that were joined."""
+    """The running tasks that are tracked."""
 
     def __init__(self, scopes: native.Scopes, running: Pass):
         self._scopes, self._pass = scopes, running
@@ -40,9 +29,12 @@ class AutogradTasks:
         """Whether a task began and has not ended: it is running, or was interrupted."""
         return bool(self._pass.tokens)
 
-    def join(self, listener: TaskListener) -> None:
-        """Calls ``listener`` when the running task ends; once per task. Does nothing outside of
-        tasks.
+    def track(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        """Calls ``begin`` now if the running task is the outermost one, and ``end`` at its end.
+        Once per task. Does nothing outside of tasks.
+
+        ``begin`` is called outside any use of the engine: the last task may have been interrupted.
+        ``end``: a method, whose object is held weakly.
 
         Raises UsageError if another thread uses the engine and makes no progress.
         """
@@ -53,24 +45,24 @@ class AutogradTasks:
         if not self._scopes.running and all(
             other() is None for other in self._pass.tokens.values()
         ):
-            listener.begin_task()  # this is the outermost one
-        me, told = weakref.ref(self), weakref.ref(listener)
+            begin()
+        me, found = weakref.ref(self), weakref.WeakMethod(end)
 
-        def end() -> None:
-            if (tasks := me()) is not None and (alive := told()) is not None:
+        def leave() -> None:
+            if (tasks := me()) is not None and (alive := found()) is not None:
                 tasks._leave(task, alive)
 
         self._pass.tokens[task] = weakref.ref(token)
-        for callback in (token, end):
+        for callback in (token, leave):
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def _leave(self, task: int, listener: TaskListener) -> None:
+    def _leave(self, task: int, end: Callable[[], None]) -> None:
         for nested in [
             other for other, token in self._pass.tokens.items() if other != task and token() is None
         ]:
             del self._pass.tokens[nested]  # it failed inside this task, which went on
         if len(self._pass.tokens) == 1:
-            listener.end_task()
+            end()
             # The task ended well. An exception inside may be harmless: checkpoints end
             # recomputation by one.
             self._scopes.interrupted = False

@@ -23,20 +23,10 @@ from .uses import Uses
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
-class GradStandIns(Protocol):
-    """Gets and sets ``p.grad`` of a parameter at home."""
-
-    def get(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Returns the proxy of the gradient, or None without one."""
-
-    def set(self, handle: ParamHandle, value: torch.Tensor | None) -> None:
-        """Makes ``value`` the gradient."""
-
-
 class Owner(Protocol):
     """The engine, as a parameter sees it."""
 
-    gradients: GradStandIns
+    gradients: Any  # the GradientBank, which gets and sets ``p.grad``
     device: Device  # the device that computes
     uses: Uses
     steps: StepCounter

@@ -15,7 +15,7 @@ import torch
 UNWRAP = (
     "Call model, optimizer = infinity.unwrap_model(model, optimizer) first, do it, and wrap again."
 )
-LENT = "Read or change it inside `with infinity.full_params(model, [{!r}]) as params:`."
+USE_FULL_PARAMS = "Read or change it inside `with infinity.full_params(model, [{!r}]) as params:`."
 ONLY_SOME = (
     "backward(inputs=...) asks for weights that are at home. Set requires_grad_(False) on what is"
     " to get no gradient, and call backward() without inputs; or set their gradients: for p, grad"

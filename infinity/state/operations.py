@@ -45,7 +45,7 @@ class Operation(Enum):
     PIPELINE_BATCH = "another batch"
     PIPELINE_RUN = "another run"
     ACCUMULATE = "infinity.accumulate"
-    JOINED_PASS = "a pass of several micro-batches"
+    ACCUMULATION_PASS = "a pass of several micro-batches"
     STEP = "optimizer.step()"
     STEP_IN_BACKWARD = "step_in_backward()"
     ZERO_GRAD = "zero_grad()"
@@ -87,7 +87,7 @@ TABLE = """
     PIPELINE_BATCH             u . . . . p . w .
     PIPELINE_RUN               u . . a s p e w .
     ACCUMULATE                 u f b a . p . w .
-    JOINED_PASS                u f b a . p . . .
+    ACCUMULATION_PASS          u f b a . p . . .
     STEP                       u . b a . . e . o
     STEP_IN_BACKWARD           u f b a s p e w .
     ZERO_GRAD                  u . . a s p . . .
@@ -123,7 +123,7 @@ QUICK = {
     Operation.FORWARD,
     Operation.LONE_FORWARD,
     Operation.BACKWARD,
-    Operation.JOINED_PASS,
+    Operation.ACCUMULATION_PASS,
     Operation.SCHEDULE_STEP,
     Operation.PIPELINE_BATCH,
     Operation.PIPELINE_RUN,

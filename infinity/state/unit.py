@@ -156,7 +156,7 @@ class ParamUnit:
         """Makes the unit ``index`` of the weights before the last update, with their buffers.
         Raises CapacityError if the device has no room."""
         stale = ParamUnit(
-            index, f"{self.name}, older", self.flat_params, self._device, is_stale=True
+            index, f"{self.name}, stale", self.flat_params, self._device, is_stale=True
         )
         stale.allocate()
         self.stale = stale

@@ -376,7 +376,9 @@ def test_a_state_dict_that_is_only_read_leaves_nothing_behind(home, tmp_path, mo
     with monkeypatch.context() as patched:
         for name in ("read", "write"):
             patched.setattr(
-                type(engine.store), name, lambda *args, **more: pytest.fail("the home was asked")
+                type(engine.job.store),
+                name,
+                lambda *args, **more: pytest.fail("the home was asked"),
             )
         engine.wait_idle()
     del states

@@ -84,7 +84,7 @@ def of(model: nn.Module, *others: Any) -> Gone:
     params = [param for flat in flat_params for param in flat.params]
     handles = [param._infinity.grad for param in params if param._infinity.grad is not None]
     parts = [
-        engine.store,
+        engine.job.store,
         engine.gradients,
         engine.backward,
         *(flat for unit in engine.job.units for flat in unit.buffers.flats),

@@ -130,7 +130,7 @@ def test_cut_short_it_comes_back_whole(way, tmp_path, monkeypatch):
             infinity.park(model, tmp_path)
         with monkeypatch.context() as patched:
             calls, name = [], "empty" if way == "park" else "read"
-            store = infinity.runtime.registry.engine_of(model).store
+            store = infinity.runtime.registry.engine_of(model).job.store
             target = store.arrays if way == "park" else store
             original = getattr(target, name)
 

@@ -493,7 +493,7 @@ def test_where_room_is_refused_at_last_files_are_checked_before(
 ):
     """Method: the memory is refused when it is taken, for a whole checkpoint and for a damaged one.
     Nothing stays charged, also while somebody keeps the error."""
-    charged = engine_of(job.model).ledger.accounts[Tier.HOST]
+    charged = engine_of(job.model).job.ledger.accounts[Tier.HOST]
     before, nbytes = job.state(), charged.charged_nbytes
     damaged = damaged_copy(saved, tmp_path / "damaged")
     with pytest.raises(infinity.CorruptionError) as kept:

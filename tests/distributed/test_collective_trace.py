@@ -6,7 +6,7 @@ Words used here: see `ranks` (job, launch), `parting_jobs` and `infinity.distrib
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -317,12 +317,12 @@ class DummyCollectives:
     def __init__(self) -> None:
         self.begun: list[int] = []
 
-    def begin(self, numbers: Sequence[int]) -> Any:
-        self.begun.append(numbers[0])
-        return work()
+    def of(self, numbers: Sequence[int]) -> tuple[Callable, Callable]:
+        def begin() -> Any:
+            self.begun.append(numbers[0])
+            return work()
 
-    def count(self, numbers: Sequence[int]) -> int:
-        return len(self.begun)
+        return begin, lambda: len(self.begun)
 
 
 def work() -> Any:
@@ -359,7 +359,8 @@ def test_what_another_rank_has_started_is_completed(verified):
     """Method: of five collectives this rank has started two, another one four, agreed on or not.
     They are none of this rank's pass."""
     collective_trace, other = CollectiveTrace(), CollectiveTrace()
-    collective_trace.dummies = dummies = DummyCollectives()
+    dummies = DummyCollectives()
+    collective_trace.dummy_of = dummies.of
     for each in (collective_trace, other):
         passed(each, b"k", "abcde", verified=False)
         each.forget(each.total)

@@ -121,7 +121,7 @@ def test_a_pass_tells_whether_both_expect_the_same_units(both):
         def gather(collectives: Collectives) -> bool:
             collectives.passes.begin(traces[collectives.ranks.rank], [], training=True)
             collectives.bulk.gather(filled(collectives), "unit 0").wait()
-            return collectives.passes.traces_agree
+            return collectives.passes.wait_traces_agree()
 
         return gather
 

@@ -434,7 +434,7 @@ def test_nothing_stays_of_logits_and_their_losses():
     model, _ = pair()
     hidden, charged = [], []
     model.head.register_forward_pre_hook(lambda _, args: hidden.append(weakref.ref(args[0])))
-    account = wrapped(model).engine.ledger.accounts[Tier.DEVICE]
+    account = wrapped(model).engine.job.ledger.accounts[Tier.DEVICE]
     for _ in range(3):
         z = model(inputs())
         (ce(z, labels()) + z[0].sum()).backward()

@@ -97,7 +97,7 @@ def wrap(
         config["host_memory"] = None if host is None else planned.planned_nbytes(Tier.HOST) + host
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     if choice:
-        wrapped(model).engine.activations.planner._send_rate = RATES[choice]
+        wrapped(model).engine.job.activations.planner._send_rate = RATES[choice]
     return model, optimizer
 
 
@@ -279,12 +279,13 @@ def test_a_part_is_kept_and_the_budget_holds_in_every_pass(recomputations):
     def measured(choice: str) -> tuple[list[int], int]:
         model, optimizer = wrap(seeded(SEED, Model), choice)
         list(itertools.islice(simply(model, optimizer), 2))
-        store = wrapped(model).engine.activations
-        return [block.measured().nbytes for block in store.planner.blocks], store.outside_nbytes
+        store = wrapped(model).engine.job.activations
+        planner = store.planner
+        return [block.measured().nbytes for block in planner.blocks], planner.outside_nbytes
 
     def loop(model, optimizer):
         for step, count in enumerate([ROWS] * STEPS + [3 * ROWS]):
-            loss, store = model(rows(step, count)), wrapped(model).engine.activations
+            loss, store = model(rows(step, count)), wrapped(model).engine.job.activations
             assert store is None or store.kept_nbytes <= store.spare_nbytes
             yield stepped(optimizer, loss)
 
@@ -782,7 +783,7 @@ def test_a_resumed_run_has_the_same_bits_though_choices_are_made_anew(choice, ot
     def loop(model, optimizer):
         for step in range(4):
             yield stepped(optimizer, model(rows(step)))
-        if wrapped(model).engine.activations is not None:
+        if wrapped(model).engine.job.activations is not None:
             infinity.save_checkpoint(tmp_path / "saved", model, optimizer)
             model, optimizer = wrap(Model(), other)
             infinity.load_checkpoint(tmp_path / "saved", model, optimizer)

@@ -425,7 +425,7 @@ def test_a_failed_forward_leaves_no_tile_charged():
 def test_nothing_of_a_tile_stays_after_a_step():
     """Charges of every tier after steps 2 to 5 are the same, and after eval the device has none."""
     model, optimizer = wrap(build("linear down"))
-    accounts = wrapped(model).engine.ledger.accounts
+    accounts = wrapped(model).engine.job.ledger.accounts
     seen = []
     for step in range(5):
         steps(model, optimizer, 1, seed=SEED + step)

@@ -262,7 +262,7 @@ def test_held_tensors_make_room_for_as_many_temporary_ones(monkeypatch):
     """Method: what a trim leaves; the next one comes after as many again."""
     monkeypatch.setattr(assigned_grads, "TRIMMED_AT_COUNT", 1)
     job, trims = small_at_home(), []
-    watched = AssignedGrads(job.engine.gradients.values, job.engine.store)
+    watched = AssignedGrads(job.engine.gradients.values, job.engine.job.store)
     let_go = watched.let_go_unheld
     monkeypatch.setattr(watched, "let_go_unheld", lambda: (trims.append(at), let_go()))
     held = [torch.ones(2, 4) for _ in job.handles]

@@ -76,7 +76,7 @@ def consume(job: AtHome) -> None:
 
 def averaged_by(job: AtHome) -> Averager:
     reducer = Averager()
-    bank_of(job).reduce_with(reducer)
+    bank_of(job).reduce_with(reducer.add, reducer.average)
     return reducer
 
 
@@ -135,7 +135,7 @@ def test_reading_and_setting_are_uses_of_the_job(job, monkeypatch):
     """Method: whether a scope is open while a gradient is averaged."""
     bank, seen = bank_of(job), []
     running = lambda **_: seen.append(job.engine.job.scopes.running_here)
-    bank.reduce_with(SimpleNamespace(average=running))
+    bank.reduce_with(None, running)
     bank.get(job.handles[0])
     bank.set(job.handles[0], ODD.clone())
     assert seen == [True, True]
@@ -566,7 +566,7 @@ def test_sums_of_a_disk_are_sent_home_one_shard_after_the_other(tmp_path, monkey
     """Method: what the store is told to write by then. Twin: of a flat param without sums
     nothing."""
     job = small_at_home("nvme", tmp_path)
-    bank, store, (first, second, *_) = bank_of(job), job.engine.store, job.handles
+    bank, store, (first, second, *_) = bank_of(job), job.engine.job.store, job.handles
     start, written = store.start_write, []
     monkeypatch.setattr(
         store, "start_write", lambda array, *args: (written.append(array), start(array, *args))[1]
@@ -606,7 +606,7 @@ def test_rows_replace_the_first_gradient_and_are_added_to_others(anywhere):
     """With the factors that wait, once; the norm is forgotten. Bytes are counted."""
     bank, first = bank_of(anywhere), anywhere.handles[0]
     bank.homes.view(first, write=True).fill_(math.nan)
-    edge = anywhere.engine.traffic.edges["device->host"]
+    edge = anywhere.engine.job.traffic.edges["device->host"]
     before = edge.nbytes
     with bank.landing_rows(first) as land:
         land(0, 1, lambda: ODD[:1])

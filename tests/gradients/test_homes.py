@@ -173,7 +173,7 @@ def test_a_disks_gradients_are_at_home_once_they_are_closed(close, tmp_path):
 def test_only_the_shards_that_are_named_are_closed(tmp_path, monkeypatch):
     """Method: what the store is told to write. Twin: the one that is open is named, too."""
     job = small_at_home("nvme", tmp_path)
-    homes, store, written = job.engine.gradients.homes, job.engine.store, []
+    homes, store, written = job.engine.gradients.homes, job.engine.job.store, []
     job.backward(RAMP, RAMP)
     homes.settle()
     first, second = (handle.flat_param for handle in job.handles[:2])

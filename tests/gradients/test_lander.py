@@ -32,7 +32,7 @@ def job(request, monkeypatch) -> AtHome:
 
 def lander(job: AtHome) -> Lander:
     bank = job.engine.gradients
-    return Lander(bank.homes, job.engine.store, bank.changes, bank.values.norms)
+    return Lander(bank.homes, job.engine.job.store, bank.changes, bank.values.norms)
 
 
 def at_home(job: AtHome, index: int = 0) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_no_norm_is_kept_of_bytes_that_may_change_unseen(job):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_bytes_of_a_gradient_are_counted_on_their_way_home(job, whole):
-    edge = job.engine.traffic.edges["device->host"]
+    edge = job.engine.job.traffic.edges["device->host"]
     before = edge.nbytes
     land(job, ODD.double(), adds=False, whole=whole) if whole else land(
         job, ODD, adds=False, whole=False

@@ -58,9 +58,9 @@ def test_only_gradients_that_are_added_to_are_read(tmp_path, monkeypatch, micro)
             flat.arrays["grad"]: flat for unit in engine.job.units for flat in unit.flat_params
         }
         assert engine.job.planned.plan.tiers["grad"] is (Tier.NVME if home == "nvme" else Tier.HOST)
-        start_read = engine.store.start_read
+        start_read = engine.job.store.start_read
         monkeypatch.setattr(
-            engine.store,
+            engine.job.store,
             "start_read",
             lambda array, *args, **where: (read.append(array), start_read(array, *args, **where))[
                 1

@@ -17,7 +17,7 @@ class Desk:
 
     def __init__(self, folder, monkeypatch, slots: int = 2):
         self.job = small_at_home("nvme", folder)
-        self.store, self.done = self.job.engine.store, []
+        self.store, self.done = self.job.engine.job.store, []
         self.flat_params = [handle.flat_param for handle in self.job.handles]
         self.region = native.Region(slots * NBYTES)
         self.memory().fill_(8.0)
@@ -82,7 +82,7 @@ def test_a_shard_with_one_gradient_is_read(tmp_path):
     bias.param.grad = None
     job.engine.gradients.homes.settle()
     pool = native.PinnedPool(native.Region(NBYTES))
-    opened = OpenedGrads(job.engine.store, pool, lambda flat_param: None)
+    opened = OpenedGrads(job.engine.job.store, pool, lambda flat_param: None)
     assert opened.flat(weight.flat_param, write=False)[:8].tolist() == RAMP.tolist() * 2
 
 

@@ -64,7 +64,7 @@ def consume(job: AtHome) -> None:
 
 def averaged_by(job: AtHome) -> Averager:
     averager = Averager()
-    job.engine.gradients.reduce_with(averager)
+    job.engine.gradients.reduce_with(None, averager.average)
     return averager
 
 
@@ -145,7 +145,7 @@ def test_a_gradient_is_used_in_a_use_of_the_job(here):
     """Method: whether a scope is open while it is averaged; for a view, too."""
     first, seen = grads(here)[0], []
     running = SimpleNamespace(average=lambda: seen.append(here.engine.job.scopes.running_here))
-    here.engine.gradients.reduce_with(running)
+    here.engine.gradients.reduce_with(None, running.average)
     first + 1
     consume(here)
     view = first[0]

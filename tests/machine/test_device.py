@@ -500,7 +500,7 @@ def test_what_the_device_is_planned_to_hold_is_charged(compute_on, kernels):
     engine = wrapped(model).engine
     terms = engine.job.planned.plan.terms["device"]
     there_always = terms["gradients on their way"] + terms["optimizer slots"]
-    assert there_always > 0 and engine.ledger.accounts["device"].charged_nbytes == there_always
+    assert there_always > 0 and engine.job.ledger.accounts["device"].charged_nbytes == there_always
     infinity.unwrap_model(model, optimizer)
 
 

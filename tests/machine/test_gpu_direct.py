@@ -154,7 +154,7 @@ def test_it_is_planned_and_charged(able, tmp_path):
     assert all(plan.planned_nbytes(Tier.DEVICE) <= budget for budget, plan in plans.items())
     tight = next(budget for budget, plan in plans.items() if plan.gpu_direct_nbytes == 0)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, device_memory=tight))
-    assert wrapped(model).engine.store.staging.gpu_direct is None
+    assert wrapped(model).engine.job.store.staging.gpu_direct is None
     infinity.unwrap_model(model, optimizer)
 
 
@@ -186,7 +186,7 @@ def test_sampling_with_kernels_verifies_everything(able, tmp_path, monkeypatch):
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, checksums="sampled"))
     train(model, optimizer, steps=1)
     assert (
-        wrapped(model).engine.store.staging.gpu_direct._reader.refused["changed"][0] == 1
+        wrapped(model).engine.job.store.staging.gpu_direct._reader.refused["changed"][0] == 1
         and able.count("copied") == 0
     )
     infinity.unwrap_model(model, optimizer)
@@ -213,7 +213,7 @@ def test_it_is_off_where_something_is_missing(why, able, compute_on, monkeypatch
         able.set(driver=5001)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     train(model, optimizer, steps=1)
-    assert wrapped(model).engine.store.staging.gpu_direct is None and able.count("reads") == 0
+    assert wrapped(model).engine.job.store.staging.gpu_direct is None and able.count("reads") == 0
     infinity.unwrap_model(model, optimizer)
 
 

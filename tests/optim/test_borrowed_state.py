@@ -30,7 +30,7 @@ def borrowed(job: AtHome) -> BorrowedState:
 def kept(job: AtHome, index: int = 0, name: str = "exp_avg") -> list:
     """What is at home."""
     handle = job.handles[index]
-    return handle.flat_param.read_moment(job.engine.store, name, handle.index).tolist()
+    return handle.flat_param.read_moment(job.engine.job.store, name, handle.index).tolist()
 
 
 def rows(value: float | torch.Tensor) -> list:

@@ -117,7 +117,7 @@ def test_a_chunk_comes_once_its_slot_is_free_and_goes_once_it_is_stepped(state):
 
 def test_new_weights_are_made_beside_the_old_ones(state):
     """Also of elements that are not stepped."""
-    weight, store = state.arrays["weight"], state.job.engine.store
+    weight, store = state.arrays["weight"], state.job.engine.job.store
     newer = store.arrays.allocate_later(Tier.HOST, weight.dtype, weight.numel, "newer")
     step(state, Recorder(), (0, CHUNK), newer=newer, version=9)
     assert torch.equal(state.weight, expected())

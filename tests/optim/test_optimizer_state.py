@@ -90,7 +90,7 @@ def test_what_was_loaded_is_at_home_and_the_rest_begins_anew():
         (first, "exp_avg_sq", RAMP.square() / 4),
         (second, "exp_avg", 0.0),
     ):
-        kept = handle.flat_param.read_moment(job.engine.store, name, handle.index)
+        kept = handle.flat_param.read_moment(job.engine.job.store, name, handle.index)
         torch.testing.assert_close(kept.tolist(), rows(value))
 
 
@@ -158,7 +158,7 @@ def test_writes_to_a_state_dict_that_was_handed_out_reach_home():
     found["step"].fill_(4.0)
     job.optimizer.plain_state_dict()["state"][0]["exp_avg_sq"].fill_(3.0)
     job.optimizer.state_dict()
-    store = job.engine.store
+    store = job.engine.job.store
     assert (
         handle.flat_param.read_moment(store, "exp_avg", 0).tolist() == rows(3.0)
         and handle.step == 4

@@ -192,7 +192,7 @@ class Job:
             self.depths.append(engine.job.prefetcher.look_ahead.depth)
             self.misses.append(engine.job.prefetcher.misses)
             self.found[f"loss {step}"] = loss.detach()
-            staging = engine.store.staging.pool
+            staging = engine.job.store.staging.pool
             assert staging is None or staging.leased_nbytes <= staging.capacity_nbytes
         for tier, account in infinity.stats(self.model).tiers.items():
             assert account.peak_nbytes <= account.planned_nbytes, f"{tier}: {account}"

@@ -455,7 +455,7 @@ def test_no_budget_changes_a_bit(swap):
         placements.add(
             tuple((*map(str, plan.tiers_of(i).values()), *sorted(plan.kept_of(i))) for i in indices)
         )
-        for tier, account in engine.ledger.accounts.items():
+        for tier, account in engine.job.ledger.accounts.items():
             assert account.peak_nbytes <= account.planned_nbytes, tier
             assert (
                 account.budget_nbytes is None or account.planned_nbytes <= account.budget_nbytes

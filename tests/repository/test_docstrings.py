@@ -37,8 +37,8 @@ Prints Publishes Puts Queues Raises Re-raises Reads Rebinds Receives Recognises 
 Redistributes Reduces Refers Refuses Registers Releases Removes Replaces Reports Requests Reserves
 Resets Restarts Restores Returns Rounds Runs Saves Says Scales Selects Sends Sets Settles Shards
 Simulates Skips Sorts Spends Splits Starts Steps Stops Stores Streams Strikes Submits Summarises
-Sums Surrounds Swaps Synchronises Takes Tells Ties Times Traces Translates Treats Turns Undoes
-Unregisters Verifies Waits Warns Watches Wraps Writes Yields Zeroes
+Sums Surrounds Swaps Synchronises Takes Tells Ties Times Traces Tracks Translates Treats Turns
+Undoes Unregisters Verifies Waits Warns Watches Wraps Writes Yields Zeroes
 """.split()
 VERBS = frozenset(SORTED_VERBS)
 

@@ -12,6 +12,7 @@ from small import Elsewhere
 
 from infinity import native
 from infinity.errors import CapacityError
+from infinity.forwards.recompute import ActivationPlanner
 from infinity.machine.device import Device
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
@@ -237,10 +238,10 @@ def test_after_an_exception_nothing_is_known(make):
     made, whole = make(), ramp()
     first = made.pack(whole)
     assert made.pack(whole).saved is first.saved
-    block = Block(ActivationChoice.KEEP)
-    with made.activations.run_block(block):
+    planner = planned(made)
+    with planner.run_block(Block(ActivationChoice.KEEP)):
         made.activations.rebuild()
-        assert made.activations.block is None
+        assert planner.block is None
     assert made.pack(whole).saved is not first.saved
     assert torch.equal(made.unpack(first), ramp())
 
@@ -294,6 +295,13 @@ def test_without_room_at_home_a_storage_stays_if_it_may(make):
 # --- blocks ---
 
 
+def planned(made: Any) -> ActivationPlanner:
+    """A planner of no blocks, which the store asks from now on."""
+    planner = ActivationPlanner(lambda: None, spare_nbytes=0, send_rate=1.0, recomputes=True)
+    made.activations.plan_with(planner)
+    return planner
+
+
 class Block:
     """Counts what is saved in it."""
 
@@ -307,31 +315,32 @@ class Block:
 def test_storages_are_counted_in_the_block_whose_forward_runs_or_outside(make):
     """Each time one is saved. Twin: what is not taken is not counted."""
     made, block = make(spare=100 * SMALLEST_NBYTES), Block(ActivationChoice.KEEP)
-    activations = made.activations
-    with activations.run_block(block):
-        assert activations.block is block
+    planner = planned(made)
+    with planner.run_block(block):
+        assert planner.block is block
         packed = [made.pack(ramp()), made.pack(ramp(2 * NUMEL)), made.pack(ramp(8))]
     assert block.saved == [SMALLEST_NBYTES, 2 * SMALLEST_NBYTES]
-    assert activations.outside_nbytes == 0 and activations.block is None
+    assert planner.outside_nbytes == 0 and planner.block is None
     packed += [made.pack(ramp()), made.pack(ramp())]
-    assert activations.outside_nbytes == 2 * SMALLEST_NBYTES and len(block.saved) == 2
-    activations.begin(set())
-    assert activations.outside_nbytes == 0
+    assert planner.outside_nbytes == 2 * SMALLEST_NBYTES and len(block.saved) == 2
+    made.activations.begin(set())
+    assert planner.outside_nbytes == 0
 
 
 def test_a_block_whose_forward_fails_runs_no_more(make):
-    made = make()
+    planner = planned(make())
     with pytest.raises(ValueError, match="stop"):
-        with made.activations.run_block(Block(ActivationChoice.KEEP)):
+        with planner.run_block(Block(ActivationChoice.KEEP)):
             raise ValueError("stop")
-    assert made.activations.block is None
+    assert planner.block is None
 
 
 def test_a_block_that_is_to_be_sent_leaves_the_room_to_others(make):
     """Twin: one that is kept does not."""
     made = make(spare=100 * SMALLEST_NBYTES)
+    planner = planned(made)
     for choice, kind in ((ActivationChoice.SEND, View), (ActivationChoice.KEEP, WithinBudget)):
-        with made.activations.run_block(Block(choice)):
+        with planner.run_block(Block(choice)):
             assert type(made.pack(ramp())) is kind
 
 

@@ -59,7 +59,7 @@ class Told:
 
 def arrays_of(job: AtHome, index: int) -> dict[str, list]:
     """What a layer has at home."""
-    flat_param, store = job.handles[index].flat_param, job.engine.store
+    flat_param, store = job.handles[index].flat_param, job.engine.job.store
     flat_param.homes.wait()
     return {
         name: store.read(array, 0, 8).float().tolist() for name, array in flat_param.arrays.items()
@@ -67,7 +67,7 @@ def arrays_of(job: AtHome, index: int) -> dict[str, list]:
 
 
 def charged(job: AtHome) -> list[int]:
-    return [account.charged_nbytes for account in job.engine.ledger.accounts.values()]
+    return [account.charged_nbytes for account in job.engine.job.ledger.accounts.values()]
 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
@@ -103,7 +103,7 @@ def test_a_latecomer_has_the_arrays_of_a_trained_parameter(home, tmp_path):
 def test_disk_space_that_had_other_bytes_is_zeroed(tmp_path):
     """Method: space is taken, written and freed before."""
     job = with_frozen("nvme", tmp_path)
-    store = job.engine.store
+    store = job.engine.job.store
     old = [store.arrays.allocate_more(Tier.NVME, 1 << 16, "old") for _ in range(2)]
     for array in old:
         store.write(array, 0, torch.full((array.numel,), 7).to(array.dtype), version=0)
@@ -125,7 +125,7 @@ def test_a_master_is_the_weight(master, pieces, monkeypatch):
     job = with_frozen(dtype=torch.bfloat16, master=master)
     job.engine.job.edits.write_value(job.handles[4], RAMP.bfloat16())
     Told(job).admit(4)
-    flat_param, store = job.handles[4].flat_param, job.engine.store
+    flat_param, store = job.handles[4].flat_param, job.engine.job.store
     found = arrays_of(job, 4)
     assert ("master" in found) == (master != "none") and found["exp_avg"] == [0.0] * 8
     if master == "fp32":
@@ -309,7 +309,7 @@ def fail(*args: Any) -> None:
 def test_what_was_allocated_before_a_failure_is_freed(fails, monkeypatch):
     """Twin: the next admission has its room."""
     job = with_frozen()
-    resources, arrays, freed = job.engine._resources, job.engine.store.arrays, []
+    resources, arrays, freed = job.engine._resources, job.engine.job.store.arrays, []
     free = arrays.free_more
     with monkeypatch.context() as patched:
         patched.setattr(arrays, "free_more", lambda array: (freed.append(array), free(array)))

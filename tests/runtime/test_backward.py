@@ -81,7 +81,7 @@ def test_a_unit_is_held_until_what_gets_gradients_has_landed():
 def test_in_lockstep_a_unit_is_held_until_the_backward_has_come_two_further(monkeypatch):
     """As if other ranks gathered too, which may get other gradients: whether a parameter gets one
     changes nothing. Twin: above."""
-    monkeypatch.setattr(Backward, "in_lockstep", True)
+    monkeypatch.setattr(Backward, "gathers_with_ranks", True)
     assert held_at_the_input(steps=2) == [[True, False, False]] * 2
 
 

@@ -38,7 +38,7 @@ def test_what_users_wrote_is_at_home():
     job = small_at_home(make=momentum)
     job.backward(RAMP)
     job.optimizer.step()
-    first, store = job.handles[0], job.engine.store
+    first, store = job.handles[0], job.engine.job.store
     weights = job.model.state_dict()
     weights["layers.0.weight"].fill_(3.0)
     job.optimizer.state[first.param]["momentum_buffer"].fill_(4.0)

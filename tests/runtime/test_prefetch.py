@@ -118,7 +118,7 @@ def of_two_ranks(
     ranks = SimpleNamespace(size=2, keeps_weights=False)
     collectives = SimpleNamespace(
         ranks=ranks,
-        passes=SimpleNamespace(traces_agree=agree, begin=lambda *given, **more: None),
+        passes=SimpleNamespace(wait_traces_agree=lambda: agree, begin=lambda *given, **more: None),
     )
     return Prefetcher(
         units,

@@ -122,7 +122,7 @@ def test_the_campaign_tells_what_is_wrong(what, tmp_path, monkeypatch):
     operation = campaign_user.load_after_forward
     if what == "steps are not carried on":
         operation = campaign_user.step
-        monkeypatch.setattr(Engine, "recover", lambda self, **how: self.journal.forget())
+        monkeypatch.setattr(Engine, "recover", lambda self, **how: self.job.journal.forget())
     else:
         monkeypatch.setattr(Engine, "recover", lambda self, **how: None)
 

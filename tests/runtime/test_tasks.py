@@ -43,9 +43,9 @@ def test_outside_of_tasks_nothing_is_joined():
     same."""
     tasks, heard = made()
     for _ in range(2):
-        tasks.join(heard)
+        tasks.track(heard.begin_task, heard.end_task)
         assert not tasks
-        backward(lambda: tasks.join(heard))
+        backward(lambda: tasks.track(heard.begin_task, heard.end_task))
     assert heard.told == ["begin", "end"] * 2
 
 
@@ -54,14 +54,14 @@ def test_only_the_outermost_task_is_told():
     tasks, heard = made()
 
     def inner() -> None:
-        tasks.join(heard)
-        tasks.join(heard)
+        tasks.track(heard.begin_task, heard.end_task)
+        tasks.track(heard.begin_task, heard.end_task)
 
     def outer() -> None:
-        tasks.join(heard)
+        tasks.track(heard.begin_task, heard.end_task)
         backward(inner)
         assert tasks and heard.told == ["begin"]
-        tasks.join(heard)
+        tasks.track(heard.begin_task, heard.end_task)
 
     backward(outer)
     assert heard.told == ["begin", "end"] and not tasks
@@ -73,11 +73,11 @@ def test_a_task_that_failed_inside_another_holds_nothing_up():
     tasks, heard = made()
 
     def fails() -> None:
-        tasks.join(heard)
+        tasks.track(heard.begin_task, heard.end_task)
         raise ValueError("half-way")
 
     def outer() -> None:
-        tasks.join(heard)
+        tasks.track(heard.begin_task, heard.end_task)
         with pytest.raises(ValueError, match="half-way"):
             backward(fails)
 

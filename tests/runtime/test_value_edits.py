@@ -65,7 +65,7 @@ class Edits(ValueEdits):
         self.prefetcher, self.journal = Releases(), Journal()
         self.collectives = collectives or Collectives()
         super().__init__(
-            job.engine.store, self.prefetcher, self.journal, self.collectives, job.engine.steps
+            job.engine.job.store, self.prefetcher, self.journal, self.collectives, job.engine.steps
         )
         for handle in job.handles:
             handle.flat_param.collectives = self.collectives
@@ -81,7 +81,7 @@ def halved() -> AtHome:
 
 def value(job: AtHome, index: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     handle = job.handles[index]
-    return handle.flat_param.read_value(job.engine.store, handle.index, dtype).clone()
+    return handle.flat_param.read_value(job.engine.job.store, handle.index, dtype).clone()
 
 
 def test_a_value_is_at_home_once_it_is_written():

@@ -146,7 +146,7 @@ def test_a_part_is_read_and_written_alone(swap):
 def test_freed_averages_hold_no_memory(home, in_memory, swap):
     made = Made(home, swap)
     assert bool(made.average.arrays_in_memory) == in_memory
-    account = made.engine.ledger.accounts[Tier.HOST]
+    account = made.engine.job.ledger.accounts[Tier.HOST]
     planned = account.planned_nbytes
     for _ in range(2):
         made.average.free()

@@ -293,7 +293,7 @@ def test_all_goes_with_the_last_reference_without_the_collector(tmp_path):
 
 def wrapped_regions(model) -> list[int]:
     """Addresses of the memory of a wrapped model's staging."""
-    return [model._infinity.engine.store.staging.pool.region.address]
+    return [model._infinity.engine.job.store.staging.pool.region.address]
 
 
 def test_updates_go_in_to_the_core_together_or_not_at_all(tmp_path):

@@ -513,7 +513,7 @@ def test_several_disks_change_no_bit(make_disks, monkeypatch, tmp_path, kind):
             losses.append(loss.item())
             if step == 1:
                 middle = {name: value.clone() for name, value in model.state_dict().items()}
-        store = wrapped(model).engine.store
+        store = wrapped(model).engine.job.store
         if home == "nvme":
             assert len(held(store, 0, store.space.planned_nbytes)) == 3
         results.append(
@@ -550,9 +550,9 @@ def test_a_job_whose_disk_fails_goes_on_from_its_checkpoint(make_disks, monkeypa
     model, optimizer = job(disks.folders)
     step(model, optimizer, 0)
     infinity.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
-    moved = wrapped(model).engine.store.io.nbytes(native.Op.READ) + wrapped(
+    moved = wrapped(model).engine.job.store.io.nbytes(native.Op.READ) + wrapped(
         model
-    ).engine.store.io.nbytes(native.Op.WRITE)
+    ).engine.job.store.io.nbytes(native.Op.WRITE)
     assert moved > 0
     infinity.unwrap_model(model, optimizer)
     monkeypatch.setenv("INFINITY_FAULTS", "read_only=1,file=1,first_piece=60")

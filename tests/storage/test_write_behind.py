@@ -526,7 +526,7 @@ def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
         )
         engine = infinity.runtime.registry.wrapped(model).engine
         masters = [flat.arrays["master"] for unit in engine.job.units for flat in unit.flat_params]
-        assert all(not engine.store.read(array, 0, array.numel).any() for array in masters)
+        assert all(not engine.job.store.read(array, 0, array.numel).any() for array in masters)
     allocate = ArrayAllocator.allocate
 
     def dirty(self: ArrayAllocator, *given: Any, **more: Any) -> StateArray:

@@ -242,8 +242,8 @@ def test_a_group_without_room_leaves_all_as_it_was(home, tmp_path, monkeypatch):
     )
     step(model, optimizer, 0), step(plain, plain_optimizer, 0)
     engine = wrapped(model).engine
-    before = [engine.ledger.accounts[tier].charged_nbytes for tier in (Tier.DEVICE, Tier.HOST)]
-    allocate, calls = type(engine.store.arrays).allocate_later, []
+    before = [engine.job.ledger.accounts[tier].charged_nbytes for tier in (Tier.DEVICE, Tier.HOST)]
+    allocate, calls = type(engine.job.store.arrays).allocate_later, []
 
     def failing(store, tier, dtype, numel, what):
         calls.append(what)
@@ -251,12 +251,12 @@ def test_a_group_without_room_leaves_all_as_it_was(home, tmp_path, monkeypatch):
             raise infinity.CapacityError("no room")
         return allocate(store, tier, dtype, numel, what)
 
-    monkeypatch.setattr(type(engine.store.arrays), "allocate_later", failing)
+    monkeypatch.setattr(type(engine.job.store.arrays), "allocate_later", failing)
     with pytest.raises(infinity.CapacityError, match="no room"):
         thaw(model, optimizer, 0)
     monkeypatch.undo()
     assert [
-        engine.ledger.accounts[tier].charged_nbytes for tier in (Tier.DEVICE, Tier.HOST)
+        engine.job.ledger.accounts[tier].charged_nbytes for tier in (Tier.DEVICE, Tier.HOST)
     ] == before
     assert len(optimizer.param_groups) == 1 and {
         handle.name.partition(".")[0] for handle in engine.job.trained

@@ -152,7 +152,7 @@ class Known:
 
 def charged(user: User) -> dict[str, int]:
     """Bytes of each tier that are charged now."""
-    accounts = user.model._infinity.engine.ledger.accounts
+    accounts = user.model._infinity.engine.job.ledger.accounts
     return {str(tier): account.charged_nbytes for tier, account in accounts.items()}
 
 

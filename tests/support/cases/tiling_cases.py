@@ -98,7 +98,7 @@ def tiled_units(model: nn.Module) -> list[str]:
 
 
 def device(model: nn.Module):
-    return wrapped(model).engine.ledger.accounts[Tier.DEVICE]
+    return wrapped(model).engine.job.ledger.accounts[Tier.DEVICE]
 
 
 def check_close(

@@ -118,7 +118,7 @@ def divided(
     )
     for step in range(STEPS):
         meetings.clear()
-        passed = {edge: counted.nbytes for edge, counted in engine.traffic.collectives.items()}
+        passed = {edge: counted.nbytes for edge, counted in engine.job.traffic.collectives.items()}
         loss = model(input_ids=batch(step, rank), labels=batch(step, rank)).loss
         loss.backward()
         if not step:
@@ -148,7 +148,7 @@ def divided(
     found["weights"] = whole(model.state_dict())
     found["passed"] = {
         edge: (counted.nbytes - passed[edge]) / (sharded / 2)
-        for edge, counted in engine.traffic.collectives.items()
+        for edge, counted in engine.job.traffic.collectives.items()
     }
     of_experts = torch.stack(
         [grad.norm() for key, grad in twin["grads"].items() if ".experts." in key]

@@ -375,12 +375,12 @@ def memory(config: dict) -> dict[str, Any]:
 
     pipe, optimizer = make(device_memory=6 * 272 * 1024, units=["Linear"])
     engine = engine_of(pipe.chunks)
-    before = engine.ledger.accounts[Tier.DEVICE].charged_nbytes
+    before = engine.job.ledger.accounts[Tier.DEVICE].charged_nbytes
     for rows in (8, 16):
         pipe.step(torch.ones(rows, 256), torch.ones(rows, 256))
         optimizer.zero_grad()
-    found["between"] = engine.ledger.accounts[Tier.DEVICE].charged_nbytes - before
-    left = engine.ledger.accounts[
+    found["between"] = engine.job.ledger.accounts[Tier.DEVICE].charged_nbytes - before
+    left = engine.job.ledger.accounts[
         Tier.DEVICE
     ].budget_nbytes - engine.job.planned.plan.planned_nbytes(Tier.DEVICE)
     window = engine.job.prefetcher._window

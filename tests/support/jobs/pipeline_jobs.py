@@ -220,14 +220,14 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
     weights, found = sum(unit.weight_nbytes for unit in engine.job.units), []
     for number in range(4):
         edges = {
-            name: engine.traffic.collectives[name].nbytes
+            name: engine.job.traffic.collectives[name].nbytes
             for name in ("all-gather", "reduce-scatter")
         }
         misses = engine.job.prefetcher.misses
         meetings.clear()
         step(schedule, numbers, count, number, mesh.get_local_rank("dp"))
         told = {
-            name: (engine.traffic.collectives[name].nbytes - before) / (weights / 2)
+            name: (engine.job.traffic.collectives[name].nbytes - before) / (weights / 2)
             for name, before in edges.items()
         }
         found.append(

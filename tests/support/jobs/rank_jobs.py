@@ -618,7 +618,7 @@ def retried(shard: str) -> dict[str, Any]:
                     optimizer.zero_grad()
                 fails[0] = False
             train(model, optimizer, steps=1, first=step)
-            charges.append(wrapped(model).engine.ledger.accounts["device"].charged_nbytes)
+            charges.append(wrapped(model).engine.job.ledger.accounts["device"].charged_nbytes)
         found.append((cloned(model.state_dict()), charges))
         infinity.unwrap_model(model, optimizer)
     return {

@@ -110,9 +110,9 @@ def partly() -> dict[str, Any]:
         ]
 
     shared = [read()]
-    flat_params[1].homes.keep_stale(engine.store, "a unit")
+    flat_params[1].homes.keep_stale(engine.job.store, "a unit")
     shared.append(read())
-    flat_params[1].homes.drop_stale(engine.store)
+    flat_params[1].homes.drop_stale(engine.job.store)
     shared.append(read())
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())
@@ -183,13 +183,13 @@ def struck() -> dict[str, Any]:
                 mock.patch.object(shared_homes.SharedHomes, "read", strike),
                 contextlib.suppress(KeyboardInterrupt),
             ):
-                unit.start_gather(engine.store, engine.ledger)
+                unit.start_gather(engine.job.store, engine.job.ledger)
             seen.append(len(homes.under_way()))
         else:
             store.wait(["struck"])
             time.sleep(0.3)
-            unit.start_gather(engine.store, engine.ledger)
-            unit.finish_gather(engine.store)
+            unit.start_gather(engine.job.store, engine.job.ledger)
+            unit.finish_gather(engine.job.store)
             unit.release()
     dist.barrier()
     engine.shut_down()
@@ -217,7 +217,7 @@ def held_back(share: bool) -> dict[str, Any]:
         "announce",
         lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8)),
     ):
-        unit.start_gather(engine.store, engine.ledger)
+        unit.start_gather(engine.job.store, engine.job.ledger)
     if dist.get_rank() == 0:
         time.sleep(0.2)
         ticket = engine.device.ticket(
@@ -228,7 +228,7 @@ def held_back(share: bool) -> dict[str, Any]:
         if ticket is not None:
             ticket.wait()
             free.append(engine.device.ticket([flat_param.homes.last_read]) is None)
-    unit.finish_gather(engine.store)
+    unit.finish_gather(engine.job.store)
     unit.release()
     dist.barrier()
     infinity.unwrap_model(model, optimizer)

@@ -206,10 +206,10 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
         chunks, RULES[rule]([*chunks[0].parameters()]), config, mesh=mesh_of(2)
     )
     engine = wrapped(chunks).engine
-    before = {tier: engine.ledger.accounts[tier].charged_nbytes for tier in Tier}
+    before = {tier: engine.job.ledger.accounts[tier].charged_nbytes for tier in Tier}
     schedule = schedule_of("1F1B", chunks, [dist.get_rank()], 2, mesh_of(2), MICRO)
     unflushed = infinity.parallel.without_flush(schedule, optimizer, quiet=True)
-    taken = {tier: engine.ledger.accounts[tier].charged_nbytes - before[tier] for tier in Tier}
+    taken = {tier: engine.job.ledger.accounts[tier].charged_nbytes - before[tier] for tier in Tier}
     most, loads = 0, 0
     start = ParamUnit.start_gather
 
@@ -381,7 +381,7 @@ def refused(path: str) -> dict[str, str]:
     )
     infinity.unwrap_model(whole_model, managed)
     chunks, optimizer = infinity.wrap_model(chunks, plain, host, mesh=mesh)
-    planned = wrapped(chunks).engine.ledger.accounts[Tier.HOST].planned_nbytes
+    planned = wrapped(chunks).engine.job.ledger.accounts[Tier.HOST].planned_nbytes
     infinity.unwrap_model(chunks, optimizer)
     least = [0, 0]
     dist.all_gather_object(least, planned)  # which both ranks divide
@@ -466,7 +466,10 @@ def one_lacks_room() -> dict[str, Any]:
         wrapped(chunks).engine,
         schedule_of("1F1B", chunks, numbers, count, mesh, MICRO),
     )
-    account, allocate = engine.ledger.accounts[Tier.HOST], engine.store.arrays.allocate_later
+    account, allocate = (
+        engine.job.ledger.accounts[Tier.HOST],
+        engine.job.store.arrays.allocate_later,
+    )
     before, calls = account.charged_nbytes, []
 
     def refusing(*arguments: Any) -> Any:
@@ -475,11 +478,11 @@ def one_lacks_room() -> dict[str, Any]:
             raise CapacityError("nothing is left")
         return allocate(*arguments)
 
-    engine.store.arrays.allocate_later = refusing
+    engine.job.store.arrays.allocate_later = refusing
     found: dict[str, Any] = {
         "said": told(lambda: infinity.parallel.without_flush(schedule, optimizer))
     }
-    del engine.store.arrays.allocate_later
+    del engine.job.store.arrays.allocate_later
     found["taken"], found["keeps"] = account.charged_nbytes - before, engine.stale is not None
     found["goes on"] = told(
         lambda: infinity.parallel.without_flush(schedule, optimizer).run(pairs(range(2)))

@@ -1,0 +1,63 @@
+"""ForwardContext: the parts of a job that replacement forwards use."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UsageError
+from ..gradients.bank import GradientBank
+from ..machine.device import Device
+from ..machine.ledger import Ledger
+from ..machine.traffic import Traffic
+from ..state.journal import Journal
+from ..state.unit import ParamUnit
+from ..storage.store import ArrayStore
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardContext:
+    """The parts of one job that replacement forwards use. Made for one call, because it keeps the
+    homes."""
+
+    owner: object  # as long as it lives, so do the homes
+    journal: Journal
+    device: Device
+    ledger: Ledger
+    traffic: Traffic
+    store: ArrayStore
+    gradients: GradientBank
+
+    # The running forward is recomputed in the backward, or is itself that recomputation.
+    is_recomputed: Callable[[], bool]
+    # Makes autograd save weights inside as references, not as copies
+    saving_tensors: Callable[[], AbstractContextManager[Any]]
+    hold_for_backward: Callable[[ParamUnit], None]  # until the running backward ends
+    track_backward: Callable[[], None]  # so that the end of the backward releases what it holds
+
+
+def found_weakly(make: Callable[[], ForwardContext]) -> Callable[[], ForwardContext]:
+    """Returns a function that calls ``make``, a method of the engine, which it holds weakly.
+    Autograd's graph holds that function, so a loss that is kept does not keep the homes.
+
+    The function raises UsageError if the engine is gone.
+    """
+    reference = weakref.WeakMethod(make)
+
+    def find() -> ForwardContext:
+        if (found := reference()) is None:
+            raise too_late()
+        return found()
+
+    return find
+
+
+def too_late() -> UsageError:
+    """Returns the error for a backward whose weights are gone."""
+    return UsageError(
+        "this backward needs weights that went with the engine: run it before unwrap_model, and"
+        " before the model is dropped (a loss alone does not keep them)"
+    )
