@@ -21,7 +21,7 @@ from ..errors import ConfigError, InfinityError
 from ..machine.traffic import Traffic
 from .bulk import Bulk
 from .channel import HEARING_SECONDS, Channel
-from .comparing import Comparison, Inputs, compare
+from .comparing import Comparison, compare
 from .kinds import DummyCollectives, bytes_of
 from .parallel_dims import ParallelDims
 from .pass_agreement import PassAgreement, Progress
@@ -250,30 +250,32 @@ class Collectives:
 
     def meet_for_step(
         self,
-        inputs: Inputs,
+        common: str,
+        own: str,
         *,
-        over_stages: Inputs | None,
+        over_stages: tuple[str, Comparison] | None,
         trace: Iterable[int],
         in_common: Comparison,
         then: Callable[[], None],
     ) -> None:
-        """Blocks until all ranks are at the step of ``inputs``. Stages compare ``over_stages`` if
-        given. Also compares the trace predicted for the next forward (``trace``).
+        """Blocks until all ranks are at the same step. ``trace``: predicted for the next forward.
 
+        ``common``: the inputs that ranks with other local parts of the units must share, too.
+        ``own``: those of ranks with the same units. ``over_stages``: what stages compare, if they
+        meet.
         ``then``: called as soon as all ranks are known to be there, even if this one is
         interrupted.
         """
-        meetings: list[Callable] = []
+        syncs: list[Callable] = []
         if over_stages is not None and (stages := self.ranks.pp_group) is not None:
             spans = partial(self.spans_over, stages)
-            meetings.append(partial(compare, spans, over_stages.of_stages, over_stages))
+            syncs.append(partial(compare, spans, *over_stages))
         if (tensor := self.ranks.tp_group) is not None:
             spans = partial(self.spans_over, tensor)
-            meetings.append(partial(compare, spans, inputs.common, in_common))
+            syncs.append(partial(compare, spans, common, in_common))
         if self.ranks.dp_group is not None:
-            what = f"{inputs.common}{inputs.own}"
-            meetings.append(lambda then: self.passes.predict(what, trace, then))
-        in_turn(meetings, then)  # data ranks last: others' errors are raised before they meet
+            syncs.append(partial(self.passes.predict, f"{common}{own}", trace))
+        in_turn(syncs, then)  # data ranks last: others' errors are raised before they meet
 
     def spans_over(
         self,
@@ -330,13 +332,13 @@ class Collectives:
         self.bulk.drop_lost()
 
 
-def in_turn(meetings: Sequence[Callable], then: Callable[[], None]) -> None:
-    """Runs ``sync points``, each a call that takes ``then``. ``then``: called as soon as all ranks
-    are known to agree at the last one."""
-    for meet in meetings[:-1]:
-        meet()
-    if meetings:
-        meetings[-1](then=then)
+def in_turn(syncs: Sequence[Callable], then: Callable[[], None]) -> None:
+    """Runs ``syncs``, each a call that takes ``then``. ``then``: called as soon as all ranks are
+    known to agree at the last one."""
+    for sync in syncs[:-1]:
+        sync()
+    if syncs:
+        syncs[-1](then=then)
     else:
         then()
 

@@ -19,22 +19,6 @@ class Comparison(Protocol):
         """Raises UsageError if the spans show that they differ."""
 
 
-class Inputs(Comparison, Protocol):
-    """The inputs of a step, to compare over the ranks."""
-
-    @property
-    def common(self) -> str:
-        """Compared over ranks with the same units or other local parts of them."""
-
-    @property
-    def own(self) -> str:
-        """Compared over ranks with the same units only."""
-
-    @property
-    def of_stages(self) -> str:
-        """Compared over pipeline stages."""
-
-
 def compare(
     meet: Callable, what: str, comparison: Comparison, then: Callable[[], None] = lambda: None
 ) -> None:

@@ -91,10 +91,13 @@ class OptimizerStep:
             return
         inputs = StepInputs(context, groups, self._members.group_of, clip)
         # Without flush other stages are at other batches, and no stage waits.
-        stages = None if context.keeps_stale() else inputs
-        trace = context.schedule.expected_after_step()
         context.collectives.meet_for_step(
-            inputs, over_stages=stages, trace=trace, in_common=context.in_common, then=then
+            inputs.common,
+            inputs.own,
+            over_stages=None if context.keeps_stale() else (inputs.of_stages, inputs),
+            trace=context.schedule.expected_after_step(),
+            in_common=context.in_common,
+            then=then,
         )
 
     def _finish(self, stepper: Stepper, steps: list[FlatParamStep], version: int) -> None:

@@ -59,7 +59,14 @@ class ActivationHome:
 
     # --- space ---
 
-    def take(self, nbytes: int) -> StateArray:
+    def save(self, begin: int, nbytes: int) -> Saved:
+        """Makes a saved storage with a buffer of ``nbytes`` at home, which is reused once it is
+        freed. Raises CapacityError over the tier's budget."""
+        saved = Saved(self._take(nbytes), begin, nbytes)
+        self._places[weakref.ref(saved, self._left.append)] = saved.place, saved.writes
+        return saved
+
+    def _take(self, nbytes: int) -> StateArray:
         """Allocates ``nbytes`` at home. Raises CapacityError over the tier's budget."""
         self._reclaim()
         size = blocks(nbytes)
@@ -80,16 +87,12 @@ class ActivationHome:
                     array = self._free.pop()
                     self._arrays.remove(array)
                     self._store.arrays.free_more(array)
-                return self.take(nbytes)
+                return self._take(nbytes)
             raise CapacityError(
                 f"activations: {error} Give more, run fewer samples at once (micro_batch),"
                 " recompute more of the forward (gradient checkpointing), or choose another home:"
                 " Config(activations=...)."
             ) from error
-
-    def keep(self, saved: Saved) -> None:
-        """Registers the buffer of ``saved``, which is reused once ``saved`` is freed."""
-        self._places[weakref.ref(saved, self._left.append)] = saved.place, saved.writes
 
     def _reclaim(self) -> None:
         """Frees the buffers whose saved storages are gone."""

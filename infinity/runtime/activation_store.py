@@ -150,7 +150,7 @@ class ActivationStore:
                 return None
             with self._store.guarding():
                 try:
-                    saved = Saved(self._home, begin, nbytes)
+                    saved = self._home.save(begin, nbytes)
                 except CapacityError:
                     if self.spare_nbytes is None:
                         raise

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -111,20 +111,10 @@ class WithinBudget:
     charge: native.Charge
 
 
-class Places(Protocol):
-    """Allocates buffers at home for saved storages, and reuses them."""
-
-    def take(self, nbytes: int) -> StateArray:
-        """Allocates ``nbytes`` at home. Raises CapacityError over the tier's budget."""
-
-    def keep(self, saved: Saved) -> None:
-        """Registers the buffer of ``saved``, which is reused once ``saved`` is freed."""
-
-
 class Saved:
     """Bytes of one storage at home: all of it, or the part that one view needs."""
 
-    def __init__(self, places: Places, begin: int, nbytes: int):
+    def __init__(self, place: StateArray, begin: int, nbytes: int):
         self.read: tuple[native.Ticket, native.Lease] | None = None  # a running read into staging
         self.writes: list[native.Ticket] = []
         self.sent: Event = PAST  # when the bytes are at home
@@ -135,8 +125,7 @@ class Saved:
         self.begin, self.nbytes = begin, nbytes
         self.checksum = 0  # of bytes on disk: shows whether a host storage still has them
         self._there: StorageWeakRef | None = None  # the device storage that has the bytes again
-        self.place: StateArray = places.take(nbytes)
-        places.keep(self)
+        self.place = place  # at home
 
     def bytes_on_device(self) -> torch.UntypedStorage | None:
         """Returns the storage that has the bytes again, while anything holds it."""

@@ -19,9 +19,6 @@ from infinity.distributed.parallel_dims import ParallelDims
 from infinity.errors import ConfigError, PeerError, UsageError
 
 SAID = SimpleNamespace(
-    common="step()",
-    own="",
-    of_stages="a step",
     values=lambda: [1],
     agrees=lambda spans: True,
     check=lambda spans: None,
@@ -294,7 +291,12 @@ def test_ranks_that_are_at_other_steps_are_told(both):
         collectives.note_progress(steps=2, backwards=collectives.ranks.channels[0].rank)
         try:
             collectives.meet_for_step(
-                SAID, over_stages=SAID, trace=[], in_common=SimpleNamespace(), then=lambda: None
+                "step()",
+                "",
+                over_stages=("a step", SAID),
+                trace=[],
+                in_common=SimpleNamespace(),
+                then=lambda: None,
             )
         except UsageError as error:
             return str(error)
@@ -332,7 +334,8 @@ def test_a_step_of_parts_is_written_down_only_where_they_have_the_same(agree):
     collectives = Collectives(ParallelDims(tp_group=Place()))
     try:
         collectives.meet_for_step(
-            SAID,
+            "step()",
+            "",
             over_stages=None,
             trace=[],
             in_common=in_common,

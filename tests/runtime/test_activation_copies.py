@@ -65,9 +65,6 @@ class Places:
         extent = SimpleNamespace(address=flat.data_ptr())
         return found or StateArray(Tier.HOST, torch.uint8, nbytes, extent, flat)
 
-    def keep(self, saved: Saved) -> None:
-        pass
-
 
 class Sent:
     """Tensors of equal numbers, sent home in their order."""
@@ -82,7 +79,7 @@ class Sent:
 
     def send(self, value: int) -> Saved:
         tensor = torch.full((NBYTES // 4,), float(value))
-        saved = Saved(self.places, 0, NBYTES)
+        saved = Saved(self.places.take(NBYTES), 0, NBYTES)
         self.copies.send(saved, raw_bytes(tensor.untyped_storage()), tensor)
         self.order.append(saved)
         self.tensors.append(tensor)

@@ -49,11 +49,8 @@ class Disk:
             Tier.NVME, -(-nbytes // BLOCK) * BLOCK, "activations"
         )
 
-    def keep(self, saved: Saved) -> None:
-        pass
-
     def send(self, source: torch.Tensor) -> Saved:
-        saved = Saved(self, 0, source.numel())
+        saved = Saved(self.take(source.numel()), 0, source.numel())
         self.disk.send(saved, source)
         self.order.append(saved)
         for ticket in saved.writes:  # until then it has staging memory

@@ -37,7 +37,7 @@ class Home:
 
     def send(self, value: int, nbytes: int = BLOCK) -> Saved:
         tensor = torch.full((nbytes,), value, dtype=torch.uint8)
-        saved = Saved(self.home, 0, nbytes)
+        saved = self.home.save(0, nbytes)
         self.home.send(saved, tensor.untyped_storage(), tensor)
         return saved
 
@@ -154,7 +154,7 @@ def test_after_an_exception_only_what_lives_keeps_its_buffer(made):
     """Method: a buffer was taken and the exception came before it was filed; another storage was
     freed, a third lives. The next two storages get the first two buffers."""
     alive, freed = made.send(1), made.send(2)
-    lost = made.home.take(BLOCK)
+    lost = made.home._take(BLOCK)
     places = {lost.extent.address, address_of(freed)}
     alive.coming = "under way"
     del freed, lost

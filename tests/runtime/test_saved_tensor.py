@@ -26,30 +26,8 @@ from infinity.runtime.saved_tensor import (
 from infinity.storage.arrays import StateArray
 
 
-class Places:
-    """Notes what is asked of it."""
-
-    def __init__(self) -> None:
-        self.taken: list[int] = []
-        self.kept: list[Saved] = []
-
-    def take(self, nbytes: int) -> StateArray:
-        self.taken.append(nbytes)
-        return StateArray(Tier.HOST, torch.uint8, nbytes, None)
-
-    def keep(self, saved: Saved) -> None:
-        self.kept.append(weakref.ref(saved))
-
-
 def saved_of(begin: int = 0, nbytes: int = 64) -> Saved:
-    return Saved(Places(), begin, nbytes)
-
-
-def test_the_bytes_get_a_place_that_is_kept():
-    places = Places()
-    saved = Saved(places, 0, 640)
-    assert places.taken == [640] and [ref() for ref in places.kept] == [saved]
-    assert saved.place.nbytes == 640
+    return Saved(StateArray(Tier.HOST, torch.uint8, nbytes, None), begin, nbytes)
 
 
 def test_sizes_are_rounded_up_to_whole_checksum_blocks():
