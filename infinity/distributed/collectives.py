@@ -259,10 +259,8 @@ class Collectives:
         then: Callable[[], None],
     ) -> None:
         """Blocks until all ranks are at the same step. ``trace``: predicted for the next forward.
-
         ``common``: the inputs that ranks with other local parts of the units must share, too.
-        ``own``: those of ranks with the same units. ``over_stages``: what stages compare, if they
-        meet.
+        ``own``: of ranks with the same units. ``over_stages``: compared over stages, if they meet.
         ``then``: called as soon as all ranks are known to be there, even if this one is
         interrupted.
         """

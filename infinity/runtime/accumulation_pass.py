@@ -25,8 +25,8 @@ class AccumulationPass:
 
     @contextmanager
     def opened(self, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Joins all forwards and backwards inside the block. If an exception leaves it, the
-        gradients that they changed become invalid.
+        """Makes one pass of all forwards and backwards inside the block. Every rank calls this. If
+        an exception leaves it, the gradients that they changed become invalid.
 
         ``finish`` changes the gradients after they have landed and before a step; its failure
         invalidates them too.

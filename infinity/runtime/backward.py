@@ -48,13 +48,14 @@ class Backward:
     # --- units ---
 
     def gather(self, unit: ParamUnit) -> None:
-        """Holds ``unit`` in a backward. May block on disk and on other ranks."""
+        """Holds ``unit`` in a backward, whose gradients may be none of its. May block on disk and
+        on other ranks."""
         self.job.handed.refuse_in_backward(unit)
         self.job.prefetcher.hold(unit, backward=True)
 
     def hold(self, unit: ParamUnit) -> None:
-        """Holds ``unit``, which the running backward needs. May block on disk and on other
-        ranks."""
+        """Holds ``unit`` until its gradients of the running backward have landed. May block on disk
+        and on other ranks."""
         self.job.uses.check(Operation.BACKWARD, "this backward")
         refuse_without_bytes("a backward")
         self.track_task()
@@ -79,8 +80,7 @@ class Backward:
         self._pass.since[unit] = time.perf_counter()
 
     def unhold(self, unit: ParamUnit) -> None:
-        """Releases ``unit``, which the backward no longer needs, and closes its gradients'
-        homes."""
+        """Takes the backward's hold off ``unit``, and closes its gradients' homes."""
         if unit in self._pass.awaited:
             del self._pass.awaited[unit]
             self.job.traffic.mark("backward", unit.name, self._pass.since.pop(unit))
@@ -88,8 +88,8 @@ class Backward:
             self.job.gradients.homes.close_all(unit.flat_params)
 
     def give_way(self) -> bool:
-        """Releases the unit that the backward has not used for longest, because the device window
-        is full.
+        """Takes the hold off the unit that the backward has not used for longest, because the
+        device window is full.
 
         The unit is gathered again if it is needed. Mostly it has a parameter without a gradient, or
         a tied one whose other use is yet to come. Returns False if the backward can spare no unit.
@@ -146,8 +146,8 @@ class Backward:
             self._tell(unit)
 
     def land_by_hand(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Sends home a gradient that autograd did not accumulate, between the backwards of a joined
-        pass."""
+        """Sends home a gradient that autograd did not accumulate, between the backwards of an
+        accumulation pass."""
         handle = handle_of(param)
         self.job.gradients.changes.begin(handle)
         with self.job.store.guarding():
@@ -187,8 +187,8 @@ class Backward:
 
     @apart
     def end_task(self) -> None:
-        """Ends the outermost task: releases units still held, and notes their parameters that got
-        no gradient."""
+        """Ends the outermost task: takes off its holds, notes the parameters that got no gradient,
+        and ends the reductions. Every rank calls this; it may block on them."""
         for unit, missing in (self._pass.awaited | self._pass.expected).items():
             # Else this was torch.autograd.grad, which accumulates nothing.
             if unit in self._pass.reached:

@@ -202,7 +202,8 @@ class Engine:
             self.job.edits.write_value(handle, value)
 
     def read_value(self, handle: ParamHandle) -> torch.Tensor:
-        """Reads the value at home, outside a forward."""
+        """Reads the value at home, outside a forward. Every rank calls this if ranks have
+        shards."""
         with self.uses.begin(), self.job.handed.settled():
             return handle.flat_param.read_value(self.job.store, handle.index)
 

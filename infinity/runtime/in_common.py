@@ -294,7 +294,10 @@ class InCommon:
                         self._raise(
                             f"{what}: {told}, though they have parts of the same tensors. {remedy}"
                         )
-        self._raise(f"{what}: ranks with parts of the same tensors came there another way")
+        self._raise(
+            f"{what}: ranks with parts of the same tensors reached this call"
+            " with different inputs, but no difference can be named"
+        )
 
     def _refuse_gradients(self) -> NoReturn:
         mine = {handle.name: sample.double().cpu() for handle, sample in self._samples()}

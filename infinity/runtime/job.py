@@ -91,7 +91,8 @@ class Job:
 
 def wait_idle(job: Job) -> None:
     """Waits until every byte is at home, including users' changes to state dicts and to optimizer
-    state. Blocks on disk. Raises the error of a failed transfer or update."""
+    state. Every rank calls this: it compares those changes. Blocks on disk. Raises the error of a
+    failed transfer or update."""
     job.handed.settle_with_borrowed()
     for unit in job.units:
         for flat_param in unit.flat_params:

@@ -2,15 +2,17 @@
 
 frame      one running forward of a module that owns units, or of a root
 task       one run of autograd; a reentrant checkpoint nests them
-joined     several forwards and backwards make one pass: micro-batches, stages of a pipeline
+accumulation pass
+           several forwards and backwards make one pass: micro-batches, stages of a pipeline
 stale      a pipeline runs without flush: running micro-batches use the weights from before the
            last update
 
 [Note: three kinds of state] State that stays after the wrap is in :mod:`.job`. State that survives
 a process is at the homes and in the journal. The rest is here, whichever part of the engine writes
-it. So an exception in any part leaves nothing to repair piece by piece. The next use drops this
-object's content, discards the gradients that were being changed, and finishes the journal
-(:mod:`.recovery`). A part that keeps state of a pass in itself breaks that.
+it. So after an exception the next use drops this object's content, and finishes the journal
+(:mod:`.recovery`). Beside it, parts that own memory or transfers let go of what runs: units, their
+gradients, reductions, the store, saved tensors. A part that keeps other state of a pass in itself
+breaks that.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ class Passes:
             self.scopes.push_hooks(*self._saving_hooks())
 
     def _begin(self, *, training: bool) -> None:
-        """Begins the pass of a root forward, unless an accumulation pass has begun already."""
+        """Begins the pass of a root forward, unless an accumulation pass has begun already. Every
+        data rank calls this."""
         job = self.job
         if not self._pass.begin_root():
             return

@@ -142,7 +142,8 @@ class Prefetcher:
     @apart
     def release_idle(self) -> None:
         """Ends the pass and releases every idle unit, unless ranks, or a pipeline without flush,
-        keep weights. Does nothing inside an accumulation pass."""
+        keep weights. Does nothing inside an accumulation pass. Every data rank calls this, and it
+        may block on them."""
         if self._pass.is_accumulating:
             return
         self._collectives.passes.end()
@@ -181,7 +182,8 @@ class Prefetcher:
             self._copy_ahead(upcoming)
 
     def begin_pass(self, *, training: bool) -> None:
-        """Begins a root forward with the trace that the schedule expects."""
+        """Begins a root forward with the trace that the schedule expects. Every data rank calls
+        this; it does not wait for their answers."""
         self._pass.computing = None
         self.look_ahead.begin_pass(self.schedule.expected())
         self._collectives.passes.begin(
@@ -303,6 +305,7 @@ class Prefetcher:
         if the pass follows the last one, then least recently used.
 
         Several ranks order by next use only if their traces agree, so that all choose the same.
+        Every data rank calls this, and the first call of a pass blocks on them.
         """
         idle = [other for other in self._pass.resident if other not in self._pass.holds]
         if self._ranks.size == 1 or self._collectives.passes.wait_traces_agree():

@@ -161,7 +161,7 @@ def test_a_difference_is_named_on_all_of_these_ranks(common, name, given):
     with pytest.raises(UsageError, match="more is absent on rank 4 and there on rank 7"):
         common.begin(common.root, args, kwargs)
     common.peer.theirs = None
-    with pytest.raises(UsageError, match="came there another way"):
+    with pytest.raises(UsageError, match="no difference can be named"):
         common.begin(common.root, args, kwargs)
 
 
