@@ -161,7 +161,8 @@ class Engine:
         first.
         """
         if self.is_open and is_interrupted(self.job):
-            recover(self.job, self.stale, finishing=finishing)
+            then = self.stale.settle if self.stale is not None else lambda: None
+            recover(self.job, then, finishing=finishing)
 
     @property
     def step_index(self) -> int:

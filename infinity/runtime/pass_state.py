@@ -77,6 +77,12 @@ class Pass:
     is_updating: bool = False  # by the pipeline itself, between two of its batches
 
     @property
+    def kind(self) -> str:
+        """The kind of a training pass, as the schedule knows it. Without flush, units are used in
+        another version, too."""
+        return "unflushed" if self.runs_without_flush else "train"
+
+    @property
     def is_cut_short(self) -> bool:
         """Whether an exception left a forward or backward. Valid only while none is running."""
         return bool(self.tokens or self.frames)

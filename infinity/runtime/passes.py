@@ -130,14 +130,12 @@ class Passes:
             return
         if not self._pass.is_accumulating:
             job.uses.check(Operation.LONE_FORWARD)
-        # Without flush, units are used in another version too.
-        kind = "unflushed" if self._pass.runs_without_flush else "train"
         for handle in job.trained if training else ():
             # Left by a backward that was interrupted before the engine knew of it.
             set_raw_grad(handle.param, None)
         if training:
             job.gradients.assigned.let_go_unheld()
-        job.schedule.begin(kind if training else "infer")
+        job.schedule.begin(self._pass.kind if training else "infer")
         job.prefetcher.begin_pass(training=training)
 
     @staticmethod

@@ -64,6 +64,21 @@ def test_parts_are_concrete():
     assert len(found) <= PROTOCOLS, found
 
 
+def test_few_files_know_of_stale_weights():
+    """Counts the files of the core that keep two versions apart. Twin: handed-out tensors, which
+    may be stale in another sense, are not counted."""
+    words = re.compile(r"\b(?:StaleWeights|runs_without_flush|\w+s_stale)\b|\.stale\b|\bstale: ")
+    core = ("gradients/", "optim/", "runtime/", "state/", "storage/", "forwards/", "planning/")
+    other = ("assigned", "handed_", "tensor.py")
+    own = ("runtime/stale_weights.py", "state/versions.py")
+    found = [
+        path
+        for path, text in sources().items()
+        if path.startswith(core) and path not in own and words.search(code_of(text))
+    ]
+    assert len([path for path in found if not any(name in path for name in other)]) <= 10, found
+
+
 def test_recovery_drops_one_object():
     """Counts what has to be rebuilt beside it: real resources only."""
     assert sum(text.count("def rebuild(") for text in sources().values()) <= REBUILDS
