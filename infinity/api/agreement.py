@@ -25,11 +25,11 @@ from ..machine.tiers import Tier
 from ..planning.budgets import measured_free
 from ..planning.plan import check_folders
 from ..state.dtensors import describe_placements, is_common, is_distributed, local_of
-from ..state.experts import divided_parameters
 from ..state.handle import raw_grad
 from ..state.partition import is_managed
 from ..state.shared import is_shared
 from ..state.tensors import overwrite
+from .described_model import DescribedModel
 
 logger = logging.getLogger(__name__)
 
@@ -47,19 +47,19 @@ def describe_config(config: Config) -> dict[str, str]:
 
 
 def describe(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+    model: DescribedModel, optimizer: torch.optim.Optimizer | None, config: Config
 ) -> dict[str, str]:
     """Describes the inputs of wrap_model that must be the same on every rank. Raises ConfigError
     for a trained parameter that the optimizer lacks."""
     inputs = describe_config(config)
-    inputs["the model"] = type(model).__name__
-    names_of = {param: name for name, param in model.named_parameters()}
+    inputs["the model"] = type(model.module).__name__
+    names_of = {param: name for name, param in model.params.items()}
     given = {
         param
         for group in (optimizer.param_groups if optimizer is not None else [])
         for param in group["params"]
     }
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in model.names:
         inputs[f"parameter {name}"] = (
             f"{tuple(param.shape)}{describe_placements(param)} {param.dtype}"
             f" {'trained' if param.requires_grad else 'frozen'}"
@@ -91,7 +91,7 @@ def describe(
     return inputs
 
 
-def check_stages(model: nn.Module, description: dict[str, str], collectives: Collectives) -> None:
+def check_stages(description: dict[str, str], collectives: Collectives) -> None:
     """Raises ConfigError if stages of a pipeline have different configurations. Every rank calls
     this."""
     if collectives.ranks.pp_group is not None:
@@ -103,17 +103,13 @@ def check_stages(model: nn.Module, description: dict[str, str], collectives: Col
         collectives.compare(settings, "wrap_model", over_stages=True)
 
 
-def prefix_of_stage(model: nn.Module, collectives: Collectives) -> str:
+def prefix_of_stage(model: DescribedModel, collectives: Collectives) -> str:
     """Makes the prefix of this stage's names in checkpoints. It is empty if the names of all stages
     are distinct, so that checkpoints have the names of the whole model. Every rank calls this."""
     stages = collectives.ranks.pp_group
     if stages is None:
         return ""
-    names = {
-        name
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if not is_shared(param)
-    }
+    names = {name for name, param in model.names if not is_shared(param)}
     everyones = collectives.collect(names, "names of the stages' parameters", [stages])
     return f"stage{stages.rank}." if len(set().union(*everyones)) < sum(map(len, everyones)) else ""
 
@@ -121,7 +117,7 @@ def prefix_of_stage(model: nn.Module, collectives: Collectives) -> str:
 SAMPLED = 64  # elements of a parameter that are compared over the ranks
 
 
-def compare_values(model: nn.Module, collectives: Collectives) -> None:
+def compare_values(model: DescribedModel, collectives: Collectives) -> None:
     """Compares the ranks' initial values, and warns of values that look like a mistake. Every rank
     calls this. Raises ConfigError if values differ that must be equal."""
     warn_of_other_values(model, collectives)
@@ -129,18 +125,14 @@ def compare_values(model: nn.Module, collectives: Collectives) -> None:
     warn_of_untied(model, collectives)
 
 
-def warn_of_other_values(model: nn.Module, collectives: Collectives) -> None:
+def warn_of_other_values(model: DescribedModel, collectives: Collectives) -> None:
     """Warns if initial values differ between data ranks, where the first rank's are used. Pipeline
     stages are not compared. Every rank calls this."""
     if collectives.ranks.data_size == 1:
         return
     with collectives.together("comparing the values"):
-        apart = {param for module in model.modules() for param in divided_parameters(module)}
-        common = {
-            name: local_of(param)
-            for name, param in model.named_parameters()
-            if is_managed(param) and param not in apart
-        }
+        managed = model.managed.items()
+        common = {name: local_of(param) for name, param in managed if param not in model.divided}
         mine = _samples(common)
     everyones = collectives.collect(mine, "samples of the values", collectives.ranks.data_channels)
     others = sorted(
@@ -176,14 +168,11 @@ def _samples(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return found
 
 
-def warn_of_untied(model: nn.Module, collectives: Collectives) -> None:
+def warn_of_untied(model: DescribedModel, collectives: Collectives) -> None:
     """Warns if two distributed parameters look like a pair that was tied before it was sharded:
     torch's parallelize_module makes two of it."""
-    cut = {
-        name: local_of(param)
-        for name, param in model.named_parameters()
-        if is_distributed(param) and is_managed(param)
-    }
+    managed = model.managed.items()
+    cut = {name: local_of(param) for name, param in managed if is_distributed(param)}
     alike: dict[tuple, str] = {}
     for name, digest in _samples(
         {name: local for name, local in cut.items() if local.dim() > 1}
@@ -204,20 +193,14 @@ def warn_of_untied(model: nn.Module, collectives: Collectives) -> None:
             )
 
 
-def compare_common_values(model: nn.Module, collectives: Collectives) -> None:
+def compare_common_values(model: DescribedModel, collectives: Collectives) -> None:
     """Raises ConfigError if parameters that are whole on every tp rank have different values. Every
     rank calls this."""
     channel = collectives.ranks.tp_group
     if channel is None:
         return
     with collectives.together("comparing what the tp ranks have in common"):
-        mine = _samples(
-            {
-                name: local_of(p)
-                for name, p in model.named_parameters()
-                if is_managed(p) and is_common(p)
-            }
-        )
+        mine = _samples({name: local_of(p) for name, p in model.managed.items() if is_common(p)})
     everyones = collectives.collect(
         mine, "samples of what the tp ranks have in common", collectives.ranks.unit_channels
     )
@@ -260,18 +243,18 @@ def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:
 PARTS = 10**6  # parts of a machine: the denominator of a share
 
 
-def share_of_machine(model: nn.Module, collectives: Collectives, local_size: int) -> Fraction:
+def share_of_machine(nbytes: int, collectives: Collectives, local_size: int) -> Fraction:
     """Returns this rank's fraction of its machine's memory and disks. Fractions are equal, except
-    that those of pipeline stages follow the bytes of their parameters. Ranks with the same units
-    get the least of their fractions, because their plans must not differ. Every rank calls this."""
+    that those of pipeline stages follow the bytes of their parameters, ``nbytes`` here. Ranks with
+    the same units get the least of their fractions, because their plans must not differ. Every rank
+    calls this."""
     if collectives.ranks.pp_group is None or local_size == 1:
         return Fraction(1, local_size)
-    own = sum(local_of(param).nbytes for param in model.parameters() if is_managed(param))
     me = dist.get_rank() // local_size  # torchrun numbers ranks machine by machine
-    everyones = collectives.collect((me, own), "the bytes of the stages")
-    here = sum(nbytes for machine, nbytes in everyones if machine == me)
+    everyones = collectives.collect((me, nbytes), "the bytes of the stages")
+    here = sum(its for machine, its in everyones if machine == me)
     return Fraction(
-        collectives.least([own * PARTS // max(1, here)], "parts of a machine")[0], PARTS
+        collectives.least([nbytes * PARTS // max(1, here)], "parts of a machine")[0], PARTS
     )
 
 

@@ -21,9 +21,9 @@ from ..machine.sizes import format_nbytes
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.rules import check_expected, refuse_wrapper
 from ..state.dtensors import check_placements, is_distributed, local_of, ranks_over
-from ..state.experts import divided_parameters
 from ..state.handle import handle_of
 from ..state.partition import is_managed, parameter_names
+from .described_model import DescribedModel
 
 logger = logging.getLogger(__name__)
 
@@ -103,22 +103,21 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
         _check_optimizer(optimizer, names, config)
 
 
-def check_tensor_parallel(model: nn.Module, config: Config, ranks: ParallelDims) -> None:
+def check_tensor_parallel(model: DescribedModel, config: Config, ranks: ParallelDims) -> None:
     """Raises ConfigError if a model's DTensors do not fit the mesh, and for options that are not
     available with them."""
     parts = ranks.tp_group.size if ranks.tp_group is not None else 1
-    distributed = {name: param for name, param in model.named_parameters() if is_distributed(param)}
-    for name, buffer in model.named_buffers():
+    distributed = model.distributed
+    for name, buffer in model.buffers.items():
         if is_distributed(buffer):
             raise ConfigError(
                 f"buffer {name} is a DTensor: buffers have to be whole on every rank; take"
                 " buffer.full_tensor()"
             )
     members = ranks.tp_group.ranks if ranks.tp_group is not None else [ranks.world_rank]
-    divided = {param for module in model.modules() for param in divided_parameters(module)}
     for name, param in distributed.items():
         over = ranks_over(param)
-        if param in divided:
+        if param in model.divided:
             _check_divided(name, over, ranks)
             continue
         if len(over) == parts > 1 and sorted(over) != sorted(members):
@@ -134,7 +133,7 @@ def check_tensor_parallel(model: nn.Module, config: Config, ranks: ParallelDims)
             )
     if parts == 1 and not distributed and ranks.pp_group is None:
         return
-    _check_adapters(model)
+    _check_adapters(model.module)
     is_cut = parts > 1 or bool(distributed)
     stages = ranks.pp_group.size if ranks.pp_group is not None else 1
     of = f"tensor parallelism (tp={parts})" if is_cut else f"pipeline parallelism (pp={stages})"

@@ -59,6 +59,7 @@ from .agreement import (
 from .aliases import warn_of_aliases
 from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, report_the_rest
+from .described_model import DescribedModel, read_model
 from .lay_out import (
     Laid,
     choose_device,
@@ -118,20 +119,21 @@ def wrap_model(
     let_scalers_mix()
     collectives, ties = Collectives(ranks, traffic), Ties()
     try:
-        config = _check_everywhere(model, optimizer, config, ties, collectives)
-        whole = cast(nn.Module, model)  # checked
-        ranks = _settle(whole, config, collectives, mesh)
+        config, described = _check_everywhere(model, optimizer, config, ties, collectives)
+        ranks = _describe_ranks(described, config, collectives, mesh)
         share_processors(collectives)
         collectives = Collectives(ranks, traffic)
-        collectives.allow_flags(2 * len(list(whole.parameters())) + 1)
-        return _wrap(whole, optimizer, config, collectives, mesh)
+        collectives.allow_flags(2 * len(described.params) + 1)
+        return _wrap(described.module, optimizer, config, collectives, mesh)
     except BaseException:
         ties.undo()
         collectives.close()
         raise
 
 
-def _settle(model: nn.Module, config: Config, collectives: Collectives, mesh: Any) -> ParallelDims:
+def _describe_ranks(
+    model: DescribedModel, config: Config, collectives: Collectives, mesh: Any
+) -> ParallelDims:
     """Completes the description of the ranks from the configuration and the machine. Every rank
     calls this."""
     local_size = -collectives.least(
@@ -143,7 +145,7 @@ def _settle(model: nn.Module, config: Config, collectives: Collectives, mesh: An
         compresses=config.compress_gathers,
         reduction=config.reduction,
         local_size=local_size,
-        machine_share=share_of_machine(model, collectives, local_size),
+        machine_share=share_of_machine(model.nbytes, collectives, local_size),
         stage_prefix=prefix_of_stage(model, collectives),
     )
     return join_node(ranks, mesh) if config.shard_in_node else ranks
@@ -155,22 +157,23 @@ def _check_everywhere(
     config: Config | Mapping[str, Any] | str | os.PathLike | None,
     ties: Ties,
     collectives: Collectives,
-) -> Config:
+) -> tuple[Config, DescribedModel]:
     """Checks wrap_model's inputs, here and between the ranks, and ties the configured pairs.
-    Returns the configuration. Every rank calls this."""
+    Returns the configuration, and the model as read. Every rank calls this."""
     with collectives.together("checking what wrap_model was given"):
         config = Config.make(config if config is not None else NOTHING_CHOSEN)
         check(model, optimizer, config)
         warn_of_aliases(model, optimizer)
         ties.tie(model, optimizer, config.tied)
-        check_tensor_parallel(model, config, collectives.ranks)
-        description = {} if collectives.ranks.alone else describe(model, optimizer, config)
+        described = read_model(model)
+        check_tensor_parallel(described, config, collectives.ranks)
+        description = {} if collectives.ranks.alone else describe(described, optimizer, config)
     # Other stages do not see a difference here.
     with collectives.together("comparing what wrap_model was given"):
         collectives.compare(description, "wrap_model")
-    check_stages(model, description, collectives)
-    compare_values(model, collectives)
-    return config
+    check_stages(description, collectives)
+    compare_values(described, collectives)
+    return config, described
 
 
 def _wrap(

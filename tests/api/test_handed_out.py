@@ -198,7 +198,7 @@ def test_what_is_written_is_the_models_as_with_torch(write, home, tmp_path):
 @pytest.mark.parametrize("write", ["halve", "zero_moments"])
 def test_without_the_watch_what_is_written_is_lost(write, home, tmp_path, monkeypatch):
     """The failing twin of the test above."""
-    monkeypatch.setattr(HandedOut, "give", lambda *args: None)
+    monkeypatch.setattr(HandedOut, "watch", lambda *args: None)
     assert differing(run(*wrap(home, tmp_path), WRITES[write]), run(*make(), WRITES[write])) != []
 
 

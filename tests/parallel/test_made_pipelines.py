@@ -299,7 +299,7 @@ def test_stages_data_ranks_and_parts_together(tmp_path, world, axes):
     )  # that a batch is divided among
     names = ("mixtral",) if "ep" in axes else ("llama", "qwen3")
     jobs: dict[str, dict] = {
-        f"alone:{name}": {"name": name, "parallel_dims": world // 2 // parts} for name in names
+        f"alone:{name}": {"name": name, "data_ranks": world // 2 // parts} for name in names
     }
     for name in names:
         jobs |= {

@@ -386,7 +386,7 @@ def test_data_ranks_and_stages_together_follow_the_rule(tmp_path):
     """Four ranks, pp2 x dp2: near one process with averaged gradients; the same bits from every
     home and way of sharding."""
     (tmp_path / "swap").mkdir()
-    jobs: dict[str, dict] = {"alone:torch": {"rule": "AdamW", "by": "torch", "parallel_dims": 2}}
+    jobs: dict[str, dict] = {"alone:torch": {"rule": "AdamW", "by": "torch", "data_ranks": 2}}
     jobs |= {
         f"trained:{home}": {
             "rule": "AdamW",

@@ -26,7 +26,7 @@ from ranks import serve, told
 
 import infinity
 from infinity.distributed.channel import Channel
-from infinity.distributed.parallel_dims import ParallelDims
+from infinity.distributed.data_ranks import ParallelDims
 from infinity.distributed.sync_point import SyncPoint
 from infinity.runtime.registry import wrapped
 
@@ -43,16 +43,16 @@ def batch(step: int, data_rank: int) -> torch.Tensor:
     )
 
 
-def alone(name: str, parallel_dims: int) -> dict[str, Any]:
+def alone(name: str, data_ranks: int) -> dict[str, Any]:
     """Losses of every rank's batch, the first step's gradients, norms and weights."""
     model, losses, norms, grads = mixture(name), [], [], {}
     optimizer = adamw(model)
     for step in range(STEPS):
         of_ranks = [
             model(input_ids=batch(step, rank), labels=batch(step, rank)).loss
-            for rank in range(parallel_dims)
+            for rank in range(data_ranks)
         ]
-        (sum(of_ranks) / parallel_dims).backward()
+        (sum(of_ranks) / data_ranks).backward()
         grads = grads or {key: param.grad.clone() for key, param in model.named_parameters()}
         losses.append([loss.item() for loss in of_ranks])
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())

@@ -79,16 +79,16 @@ def labelled(number: int, data_rank: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": labels}
 
 
-def alone(name: str, parallel_dims: int = 1) -> dict[str, Any]:
+def alone(name: str, data_ranks: int = 1) -> dict[str, Any]:
     """One process with the whole model, and every data rank's batch."""
     model = causal(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     told: dict[str, Any] = {"losses": [], "norms": []}
     for number in range(3):
-        for data_rank in range(parallel_dims):
-            loss = model(**labelled(number, data_rank)).loss / parallel_dims
+        for data_rank in range(data_ranks):
+            loss = model(**labelled(number, data_rank)).loss / data_ranks
             loss.backward()
-        told["losses"].append(loss.item() * parallel_dims)
+        told["losses"].append(loss.item() * data_ranks)
         told["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         optimizer.zero_grad()

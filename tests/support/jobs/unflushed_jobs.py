@@ -137,7 +137,7 @@ def elsewhere(kernels: str | None = None, **arguments: Any) -> dict[str, Any]:
 
 
 def alone(
-    rule: str, *, delay: int = 1, count: int = BATCHES, by: str = "engine", parallel_dims: int = 1
+    rule: str, *, delay: int = 1, count: int = BATCHES, by: str = "engine", data_ranks: int = 1
 ) -> dict[str, Any]:
     """What one process makes of the batches: batch t is computed with the weights after max(t -
     delay, 0) updates. ``by``: whose formula makes the updates, the "engine"'s or "torch"'s."""
@@ -153,12 +153,12 @@ def alone(
         computing.load_state_dict(versions[max(number - delay, 0)])
         computing.zero_grad()
         of_batch = []
-        for data_rank in range(parallel_dims):
+        for data_rank in range(data_ranks):
             for tokens in batch(number, data_rank).tensor_split(MICRO):
                 of_batch.append(loss_of(computing(tokens), tokens))
                 of_batch[-1].backward()
         for param, computed in zip(newest.parameters(), computing.parameters()):
-            param.grad = computed.grad.div(parallel_dims).div(MICRO)
+            param.grad = computed.grad.div(data_ranks).div(MICRO)
         optimizer.step()
         optimizer.zero_grad()
         versions.append(whole(newest.state_dict()))
