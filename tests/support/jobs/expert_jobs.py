@@ -26,7 +26,7 @@ from ranks import serve, told
 
 import infinity
 from infinity.distributed.channel import Channel
-from infinity.distributed.data_ranks import ParallelDims
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.distributed.sync_point import SyncPoint
 from infinity.runtime.registry import wrapped
 
