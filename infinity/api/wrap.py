@@ -46,6 +46,7 @@ from ..state.kept_dtypes import computing_dtypes
 from ..state.partition import Group, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
 from ..state.unit import ParamUnit
+from ..storage.write_behind import writing_behind
 from .agreement import (
     broadcast_rest,
     check_stages,
@@ -262,7 +263,7 @@ def _send_home(
     """Copies every value, moment and gradient home. Values of a model on meta come first, from its
     file or its modules."""
     job = engine.job
-    with job.store.writing_behind() as store:
+    with writing_behind(job.store) as store:
         materialized.fill(Homes(job, store))
         with progress(
             "sending the values home", sum(size.shard_nbytes for size in engine.job.planned.sizes)

@@ -15,6 +15,7 @@ from ..runtime.job import Job
 from ..state.flat_param_spec import MOMENTS, SCALES, elements_each
 from ..state.handle import ParamHandle
 from ..storage.arrays import ArrayIO
+from ..storage.write_behind import writing_behind
 from .boxes import boxes_of_run, view_of_run
 from .content import SAVED, part_of_rank
 from .read_once import Home, ReadOnce
@@ -62,7 +63,7 @@ class HomeLoader:
         index = self.job.steps.index
         with (
             SavedTensors(self.data, self.manifest) as saved,
-            self.job.store.writing_behind() as store,
+            writing_behind(self.job.store) as store,
         ):
             copies = _Copies(saved, store, index)
             for handle in handles:

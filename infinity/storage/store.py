@@ -34,7 +34,6 @@ from .staging import Staging
 from .swap_folders import SwapFolders
 from .swap_space import SwapSpace
 from .transfers import Window
-from .write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +77,11 @@ class ArrayStore:
         self.staging = Staging(self.io, self.device, checksums=checksums, sampled=sampled)
         self._charges: list[native.Charge] = []
         self._service_nbytes = service_nbytes
-        self._service: native.PinnedPool | None = None
+        self.service: native.PinnedPool | None = None
         self.failure: Callable[[], InfinityError] | None = None
         self.on_failure = on_failure
-        self._behind: WriteBehind | None = None  # uses part of the service buffer
+        # Of a writer that uses part of the service buffer.
+        self._flush_behind: Callable[[], None] | None = None
         self._loans = Loans()
 
     def open(
@@ -107,7 +107,7 @@ class ArrayStore:
     def need_service(self) -> None:
         """Allocates a service buffer for disks if the plan had none. Raises CapacityError over the
         budget."""
-        if self._service.capacity_nbytes < native.CHECKSUM_NBYTES:
+        if self.service.capacity_nbytes < native.CHECKSUM_NBYTES:
             self._make_service(MIB)
             self.ledger.accounts[Tier.HOST].planned_nbytes += MIB
 
@@ -115,16 +115,16 @@ class ArrayStore:
         charge = self.ledger.reserve(Tier.HOST, nbytes, "the store's service buffer")
         self._charges.append(charge)
         region = self.arrays.make_region(nbytes, copied=False)
-        self._service = native.PinnedPool(region)
+        self.service = native.PinnedPool(region)
         return region
 
     def rebuild(self) -> None:
         """Frees all that is not in use after an exception. Only while no transfer is running."""
-        for pool in (self._service, self.staging.pool):
+        for pool in (self.service, self.staging.pool):
             if pool is not None:
                 self.drain(pool)
         self._loans.rebuild()
-        self._behind = None  # its parts belong to the service buffer again
+        self._flush_behind = None  # its parts belong to the service buffer again
         self.staging.forget()
         self.space.free_unused()
 
@@ -139,13 +139,13 @@ class ArrayStore:
                 copy = native.copy_flat if array.flat.is_cpu else torch.Tensor.copy_
                 copy(out, array.flat[begin:end])
                 return out
-            if self._behind is not None:
-                self._behind.flush()
+            if self._flush_behind is not None:
+                self._flush_behind()
 
             def finish(part: tuple[native.Ticket, native.Lease, int, slice, slice]) -> None:
                 ticket, lease, nbytes, inner, outer = part
                 ticket.wait()
-                values = bytes_of(self._service, lease, nbytes).view(array.dtype)[inner]
+                values = bytes_of(self.service, lease, nbytes).view(array.dtype)[inner]
                 native.copy_flat(out[outer], values)
                 lease.release()
 
@@ -159,7 +159,7 @@ class ArrayStore:
             with Window(parts, finish, abandon) as reads:
                 for offset, nbytes, inner, outer in _blocks(array, begin, end, piece_nbytes):
                     reads.make_room()
-                    lease = self.take_lease(self._service, nbytes)
+                    lease = self.take_lease(self.service, nbytes)
                     ticket = self.start_read(array, offset, lease, nbytes)
                     reads.add((ticket, lease, nbytes, inner, outer))
         return out
@@ -182,18 +182,18 @@ class ArrayStore:
             copy = native.copy_flat if array.flat.is_cpu else torch.Tensor.copy_
             copy(array.flat[begin:end], source)
         else:
-            if self._behind is not None:
-                self._behind.flush()
+            if self._flush_behind is not None:
+                self._flush_behind()
             with self.guarding(), Window(AT_ONCE, methodcaller("wait")) as writes:
                 for offset, nbytes, inner, outer in _blocks(
                     array, begin, end, self._service_parts()[1]
                 ):
-                    lease = self.take_lease(self._service, nbytes, writes.finish_oldest)
+                    lease = self.take_lease(self.service, nbytes, writes.finish_oldest)
                     size = array.dtype.itemsize
                     if inner.start > 0 or inner.stop * size < min(nbytes, array.nbytes - offset):
                         block = self.read_block(array, offset, lease, nbytes)
                     else:
-                        block = bytes_of(self._service, lease, nbytes)
+                        block = bytes_of(self.service, lease, nbytes)
                         block[inner.stop * size :].zero_()  # padding after the array
                     block.view(array.dtype)[inner] = source[outer]
                     writes.add(self.start_write(array, offset, lease, nbytes))
@@ -202,7 +202,7 @@ class ArrayStore:
 
     def _service_parts(self) -> tuple[int, int]:
         """Returns the number of transfers that share the service buffer, and the bytes of each."""
-        nbytes = self._service.capacity_nbytes
+        nbytes = self.service.capacity_nbytes
         parts = min(AT_ONCE, nbytes // native.CHECKSUM_NBYTES)
         return parts, round_down(nbytes // parts, native.CHECKSUM_NBYTES)
 
@@ -211,7 +211,7 @@ class ArrayStore:
     ) -> torch.Tensor:
         """Reads checksum blocks from byte ``offset`` of a disk array: a tensor over ``lease``."""
         self.start_read(array, offset, lease, nbytes).wait()
-        return bytes_of(self._service, lease, nbytes)
+        return bytes_of(self.service, lease, nbytes)
 
     def start_read(
         self,
@@ -285,19 +285,17 @@ class ArrayStore:
             )
 
     @contextmanager
-    def writing_behind(self) -> Iterator[WriteBehind]:
-        """Yields a writer that joins adjacent writes and does not block. All is at home when the
-        block ends; if it raises, some may be unwritten. Raises UsageError inside another one. After
-        an interrupt at its start or end, :meth:`rebuild` forgets it."""
-        if self._behind is not None:
+    def lending_service(self, flush: Callable[[], None]) -> Iterator[None]:
+        """Gives the service buffer to a writer inside the block. ``flush`` is called before each
+        read and write. Raises UsageError inside another such block. After an interrupt at its start
+        or end, :meth:`rebuild` forgets the writer."""
+        if self._flush_behind is not None:
             raise UsageError("this store is being written behind already")
-        writer = self._behind = WriteBehind(self, self._service)
+        self._flush_behind = flush
         try:
-            yield writer
-            writer.flush()
+            yield
         finally:
-            self._behind = None
-            writer.close()
+            self._flush_behind = None
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
@@ -335,7 +333,7 @@ class ArrayStore:
             self._loans.clear(hung=bool(self.io.hung))
         self.io = None
         self.staging.drop_pool()
-        self._service = None
+        self.service = None
         self.space.close()
         while self._charges:
             self._charges[-1].release()

@@ -3,14 +3,14 @@
 part        a piece of the store's service buffer, with bytes of one array
 open        collects adjacent writes; at most one part for each array
 under way   being written
-borrowed        memory of the caller's from which whole blocks are written without a copy
+borrowed    memory of the caller's from which whole blocks are written without a copy
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -18,7 +18,8 @@ from .. import native
 from ..errors import InfinityError, UsageError
 from ..machine.sizes import round_down, round_up
 from ..machine.tiers import Tier
-from .arrays import ArrayIO, StateArray
+from .arrays import StateArray
+from .store import ArrayStore
 
 PARTS = 6  # at least, given as many blocks: two collect while others are written
 MOST_PARTS = 16  # if each is large enough to keep a disk busy
@@ -43,38 +44,25 @@ class OpenPart:
         return self.array is array and self.start < end and start < self.end
 
 
-class BlockStore(ArrayIO, Protocol):
-    """The store interface that is written to."""
-
-    def check_process(self) -> None:
-        """Raises UsageError in a forked child."""
-
-    def take_lease(self, pool: native.PinnedPool, nbytes: int) -> native.Lease:
-        """Takes a lease of ``nbytes``. Blocks while transfers use the pool."""
-
-    def read_block(
-        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int
-    ) -> torch.Tensor:
-        """Reads whole checksummed blocks of an array on disk, from byte ``offset`` on, as a tensor
-        over ``lease``."""
-
-    def start_write(
-        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int
-    ) -> native.Ticket:
-        """Starts writing whole checksummed blocks of an array on disk."""
-
-    def lend(self, array: StateArray, offset: int, memory: torch.Tensor) -> None:
-        """Starts writing whole checksummed blocks of an array on disk from ``memory``, in place."""
-
-    def finish_lent(self) -> None:
-        """Blocks until all borrowed memory is written."""
+@contextmanager
+def writing_behind(store: ArrayStore) -> Iterator[WriteBehind]:
+    """Yields a writer to ``store`` that joins adjacent writes and does not block. All is at home
+    when the block ends; if it raises, some may be unwritten. Raises UsageError inside another
+    one."""
+    writer = WriteBehind(store, store.service)
+    try:
+        with store.lending_service(writer.flush):
+            yield writer
+            writer.flush()
+    finally:
+        writer.close()
 
 
 class WriteBehind:
     """Reads and writes arrays as the store does, but a write to disk returns before its bytes are
     at home."""
 
-    def __init__(self, store: BlockStore, service: native.PinnedPool):
+    def __init__(self, store: ArrayStore, service: native.PinnedPool):
         """``service``: the buffer of the parts."""
         self._store, self._service = store, service
         blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES - 1  # one block for reading

@@ -25,7 +25,7 @@ from torch import nn
 import infinity
 from infinity.storage.loans import Loans
 from infinity.storage.store import ArrayStore
-from infinity.storage.write_behind import WriteBehind
+from infinity.storage.write_behind import WriteBehind, writing_behind
 
 Line = tuple[str, int]
 
@@ -35,7 +35,8 @@ def struck_at(found: set[Line]) -> Iterator[list[Line]]:
     """Raises KeyboardInterrupt in the block at the first line of a writer behind, and of what makes
     and ends it, that is not ``found`` yet. Yields a list that gets where."""
     watched: set[CodeType] = {
-        ArrayStore.writing_behind.__wrapped__.__code__,
+        writing_behind.__wrapped__.__code__,
+        ArrayStore.lending_service.__wrapped__.__code__,
         *(
             getattr(WriteBehind, name).__code__
             for name in (
@@ -148,7 +149,8 @@ def test_wherever_a_writer_behind_is_struck_the_next_load_is_whole(saved, uninte
         job.load(saved)
         check_like(job, uninterrupted, 2)
     assert {name for name, _ in found} >= {
-        "ArrayStore.writing_behind",
+        "writing_behind",
+        "ArrayStore.lending_service",
         "WriteBehind.write",
         "WriteBehind.flush",
         "WriteBehind.close",

@@ -29,6 +29,7 @@ from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.storage import loans
 from infinity.storage.store import ArrayStore
+from infinity.storage.write_behind import writing_behind
 
 SEED = 77
 TYPED = (StorageError, CorruptionError)
@@ -84,7 +85,7 @@ def test_what_is_lent_to_a_disk_that_fails_is_a_typed_error(fault, name, kind, f
         folder, faults=fault_plan(3, delay=1.0, delay_seconds=0.02, **{fault: 0.5})
     ) as home:
         with pytest.raises(TYPED) as raised:
-            with home.store.writing_behind() as writer:
+            with writing_behind(home.store) as writer:
                 home.write(writer, 4, 0, home.arrays[4].numel, 1, borrowed=True)
             assert fault == "lost_write"
             home.check_all()

@@ -61,7 +61,7 @@ from infinity import native
 from infinity.errors import CorruptionError, InfinityError, StorageError, UsageError
 from infinity.storage.allocator import ArrayAllocator
 from infinity.storage.arrays import StateArray
-from infinity.storage.write_behind import PARTS, UNDER_WAY, OpenPart, WriteBehind
+from infinity.storage.write_behind import PARTS, UNDER_WAY, OpenPart, WriteBehind, writing_behind
 
 TYPED = (StorageError, CorruptionError)
 
@@ -104,7 +104,7 @@ def test_every_read_gives_what_was_written(moves, blocks, folder):
     """Method: writes and reads of seven arrays, against a plain model; again by the store at the
     end."""
     with home_in(folder, service_nbytes=blocks * BLOCK) as home:
-        with home.store.writing_behind() as writer:
+        with writing_behind(home.store) as writer:
             home.do(writer, moves)
         assert home.engine.under_way() == 0
         home.check_all()
@@ -118,7 +118,7 @@ def wrong_on_a_slow_disk(folder: Path, *, blocks: int = 5, seeds: int = 15) -> l
         with home_in(folder, service_nbytes=blocks * BLOCK) as home:
             home.store.io = SlowDisk(home.engine._engine, seed)
             try:
-                with home.store.writing_behind() as writer:
+                with writing_behind(home.store) as writer:
                     home.do(writer, random_moves(random.Random(seed)))
                 assert home.store.io.under_way() == 0
                 home.check_all()
@@ -175,7 +175,7 @@ def test_writes_that_follow_each_other_become_large_ones(folder):
     fill."""
     with (
         home_in(folder, service_nbytes=(2 * PARTS + 1) * BLOCK) as home,
-        home.store.writing_behind() as writer,
+        writing_behind(home.store) as writer,
     ):
         for begin in range(0, home.arrays[4].numel, 64):
             home.write(writer, 4, begin, 64, begin)
@@ -200,7 +200,7 @@ def test_parts_that_stay_open_leave_room_for_those_under_way(wrong, folder, monk
         monkeypatch.setattr(WriteBehind, "__init__", any_may_stay_open)
     with home_in(folder, service_nbytes=(PARTS + 1) * BLOCK) as home:
         home.store.io = SlowDisk(home.engine._engine, 1)
-        with home.store.writing_behind() as writer:
+        with writing_behind(home.store) as writer:
             for index in range(len(home.arrays)):
                 home.write(writer, index, 0, 64, index)
             most = []
@@ -218,7 +218,7 @@ def test_four_arrays_in_turns_are_joined_whatever_the_buffer(blocks, folder):
     as many as there are parts to fill, and none that reads."""
     with home_in(folder, service_nbytes=blocks * BLOCK) as home:
         home.engine.tickets.clear()
-        with home.store.writing_behind() as writer:
+        with writing_behind(home.store) as writer:
             for begin in range(0, 1000, 8):
                 for index in (1, 2, 3, 4):
                     home.write(writer, index, begin, 8, begin)
@@ -233,7 +233,7 @@ def test_two_arrays_in_turns_and_padding_between_values_are_joined_too(folder):
             home.plain[index].fill_(5.0)
             home.store.write(home.arrays[index], 0, home.plain[index], version=1)
         home.engine.tickets.clear()
-        with home.store.writing_behind() as writer:
+        with writing_behind(home.store) as writer:
             for begin in range(0, 1000, 100):
                 for index in (1, 4):
                     home.write(writer, index, begin, 93, begin)
@@ -251,7 +251,7 @@ def test_a_write_past_the_end_is_refused(past, folder):
         array = home.arrays[2]
         with (
             pytest.raises((InfinityError, ValueError, RuntimeError)),
-            home.store.writing_behind() as writer,
+            writing_behind(home.store) as writer,
         ):
             writer.write(
                 array, array.numel - 10, torch.ones(10 + past, dtype=array.dtype), version=1
@@ -265,7 +265,7 @@ def test_the_store_itself_may_be_used_meanwhile(verb, folder):
     would get a checksum of their own.
     """
     with home_in(folder) as home:
-        with home.store.writing_behind() as writer:
+        with writing_behind(home.store) as writer:
             home.write(writer, 4, 0, 100, 1)
             array = home.arrays[1]
             try:
@@ -282,10 +282,10 @@ def test_the_store_itself_may_be_used_meanwhile(verb, folder):
 def test_one_writer_at_a_time(folder):
     """A second one would have the same buffer. After the first, another may come."""
     with home_in(folder) as home:
-        with home.store.writing_behind():
-            with pytest.raises(UsageError), home.store.writing_behind():
+        with writing_behind(home.store):
+            with pytest.raises(UsageError), writing_behind(home.store):
                 pass
-        with home.store.writing_behind() as writer:
+        with writing_behind(home.store) as writer:
             home.write(writer, 4, 0, 100, 1)
         home.check_all()
 
@@ -298,7 +298,7 @@ def test_harmless_faults_change_no_byte(seed, kind, folder):
     """Method: transfers that are short, late or answered in another order."""
     faults = fault_plan(seed, reorder=0.5, short_transfer=0.5, delay=0.2, delay_seconds=0.001)
     with home_in(folder, faults=faults) as home:
-        with home.store.writing_behind() as writer:
+        with writing_behind(home.store) as writer:
             home.do(writer, random_moves(random.Random(seed), 60))
         assert home.engine.under_way() == 0
         home.check_all()
@@ -309,7 +309,7 @@ def outcome(folder: Path, seed: int, **faults: float) -> str:
     are wrong."""
     with home_in(folder, faults=fault_plan(seed, **faults)) as home:
         try:
-            with home.store.writing_behind() as writer:
+            with writing_behind(home.store) as writer:
                 home.do(writer, random_moves(random.Random(seed)))
         except TYPED as error:
             for action in (
@@ -358,12 +358,12 @@ def test_an_exception_inside_leaves_nothing_under_way(error, kind, folder):
     """Method: writes that take their time, then an exception in the caller; it comes out as it is,
     and the arrays can be written anew."""
     with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.02)) as home:
-        with pytest.raises(error), home.store.writing_behind() as writer:
+        with pytest.raises(error), writing_behind(home.store) as writer:
             home.write(writer, 4, 0, home.arrays[4].numel, 1)
             assert home.engine.under_way()
             raise error
         assert home.engine.under_way() == 0
-        with home.store.writing_behind() as writer:
+        with writing_behind(home.store) as writer:
             for index, array in enumerate(home.arrays):
                 home.write(writer, index, 0, array.numel, 2)
         home.check_all()
@@ -376,7 +376,7 @@ def test_ctrl_c_in_a_wait_leaves_nothing_under_way(transfer, folder):
     read from it or into it then."""
     with home_in(folder) as home:
         home.store.io = disk = SlowDisk(home.engine._engine, 0, transfer)
-        with pytest.raises(KeyboardInterrupt), home.store.writing_behind() as writer:
+        with pytest.raises(KeyboardInterrupt), writing_behind(home.store) as writer:
             home.write(writer, 4, 0, home.arrays[4].numel, 1)  # more than there are parts
             home.write(writer, 1, 5, 50_000, 1)  # ragged: a read
         assert disk.under_way() == 0

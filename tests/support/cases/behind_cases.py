@@ -26,7 +26,7 @@ from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.storage.store import ArrayStore
-from infinity.storage.write_behind import WriteBehind
+from infinity.storage.write_behind import WriteBehind, writing_behind
 
 SEED = 77
 LR = 1e-2
@@ -177,7 +177,7 @@ class Home:
             self.check_read(self.store, index, 0, array.numel)
 
     def write_all_anew(self) -> None:
-        with self.store.writing_behind() as writer:
+        with writing_behind(self.store) as writer:
             for index, array in enumerate(self.arrays):
                 self.write(writer, index, 0, array.numel, index)
 
