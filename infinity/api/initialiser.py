@@ -1,8 +1,8 @@
 """Initialiser: runs modules' own initialisation for meta tensors, one module at a time, and sends
 the values home.
 
-empty   a managed parameter that was made real without storage: its value is at home, or will be
-borrowed    an empty parameter with storage while an initialisation runs
+empty      a managed parameter that was made real without storage: its value is or will be at home
+borrowed   an empty parameter with storage while an initialisation runs
 """
 
 from __future__ import annotations

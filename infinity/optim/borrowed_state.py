@@ -1,7 +1,7 @@
 """BorrowedState: keeps the tensors of optimizer state that users hold equal to the state at home.
 
 borrowed   a tensor that ``optimizer.state[p][key]`` returned, or that was assigned there. Users may
-       change it in any way, also through views, NumPy or DLPack, as they may torch's own
+           change it in any way, also through views, NumPy or DLPack, as they may torch's own
 
 Changes are detected by a digest of the tensor's bytes, so none is missed. A change reaches home at
 the next use of the state. After a step, borrowed tensors that are still held are read again. With

@@ -3,7 +3,7 @@
 A parameter is one view of its flat param's device buffer (:mod:`.device_buffer`).
 
 node shard   this rank's part of gathered weights, among the ranks of its machine: until they
-               change, the next gather needs no other machine and no home
+             change, the next gather needs no other machine and no home
 """
 
 from __future__ import annotations
