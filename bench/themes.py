@@ -24,5 +24,5 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "integrations": "bench.integrations",
     "gpu": "bench.gpu",
     "gpu_train": "bench.gpu_train",
-    "gpu_direct": "bench.gpu_direct",
+    "past_host": "bench.past_host",
 }

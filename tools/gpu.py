@@ -38,8 +38,8 @@ STAGES: list[tuple[str, list[str], int]] = [  # name, command, seconds it may ta
     ("engine", [*PYTEST, "tests/gpu/test_engine_on_device.py"], 90),
     ("bench", [PYTHON, "-m", "bench", "gpu", "--json", "bench/results"], 60),
     (
-        "gpu_direct",
-        [PYTHON, "-m", "bench", "gpu_direct", "--folder", "build", "--json", "bench/results"],
+        "past_host",
+        [PYTHON, "-m", "bench", "past_host", "--folder", "build", "--json", "bench/results"],
         120,
     ),
     ("train", [PYTHON, "-m", "bench", "gpu_train", "--json", "bench/results"], 300),
@@ -120,7 +120,7 @@ def main() -> int:
     print(f"{'stage':<10}{'seconds':>9}  status")
     for name, told in state["stages"].items():
         print(f"{name:<10}{told['seconds']:>9}  {told['status']}")
-    for name in ("bench", "gpu_direct", "train"):
+    for name in ("bench", "past_host", "train"):
         if (log := STATE / f"{name}.log").exists():
             print(log.read_text())
     return (

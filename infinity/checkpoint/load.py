@@ -248,9 +248,9 @@ class _Load:
         """Returns the rank whose saved generators (``of_stage``: buffers) this rank takes."""
         manifest, ranks = self.manifest, self.job.ranks
         count = len(manifest["random"])
-        saved = manifest.get("parallel_dims", count)
+        saved = manifest.get("data_ranks", count)
         if type(saved) is not int or saved < 1:
-            raise TypeError(f"parallel_dims is {saved!r}")
+            raise TypeError(f"data_ranks is {saved!r}")
         parts = manifest.get("parts", 1)
         if type(parts) is not int or parts < 1:
             raise TypeError(f"parts is {parts!r}")

@@ -129,7 +129,7 @@ def _save_all(
         "groups": encode_value(groups_of_stages(optimizer, collectives), tensors, "groups"),
         **({"own_state": own_state} if own_state is not None else {}),
         "random": collectives.collect(read_random_state(), "random state"),
-        "parallel_dims": job.ranks.data_size,
+        "data_ranks": job.ranks.data_size,
         "parts": job.ranks.tp_size,
         "step_index": engine.step_index,
         "average": engine.average.count if engine.average is not None else 0,  # number of updates

@@ -31,7 +31,7 @@ IN_CHECKOUT = (
     "gpu_train",
     "integrations",
     "meetings",
-    "gpu_direct",
+    "past_host",
     "pipeline",
     "pool",
     "ranks",

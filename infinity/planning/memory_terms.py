@@ -41,8 +41,8 @@ class MemoryTerms:
         buffers_nbytes: int = 0,
     ):
         """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight
-        bytes that a forward holds at once. ``gpu_direct``: weights go by road from disk to device.
-        ``buffers_nbytes``: of the model's buffers."""
+        bytes that a forward holds at once. ``gpu_direct``: reads may bypass
+        host memory. ``buffers_nbytes``: of the model's buffers."""
         self._gpu_direct, self._buffers_nbytes = gpu_direct, buffers_nbytes
         self._units, self._config, self._rung, self._held, self._device = (
             units,

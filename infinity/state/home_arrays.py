@@ -159,7 +159,7 @@ class HomeArrays:
         """Allocates the stale weights' array (AT_HOME only). Raises CapacityError without room."""
         if self.beside:
             raise InternalError(
-                f"the flat param of {self._names[0]} has room for a shadow, which cannot be an"
+                f"the flat param of {self._names[0]} has room for a shadow, which cannot be a"
                 " stale version's"
             )
         weight = self.weight

@@ -1,4 +1,4 @@
-"""gpu_direct: bytes from a disk into a GPU's memory, past the host's and through it, verified both
+"""past_host: bytes from a disk into a GPU's memory, past the host's and through it, verified both
 ways. Needs a GPU.
 
 ceiling of both        the disk alone: the same reads into the host's memory, which nobody looks at
@@ -36,10 +36,10 @@ AHEAD = 8  # pieces
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``gpu_direct.through|past`` and ``gpu_direct.checksums`` (GB/s)."""
+    """Measures rows ``past_host.through|past`` and ``past_host.checksums`` (GB/s)."""
     kernels, refusal = native.gpu_kernels()
     if kernels is None or not torch.cuda.is_available():
-        raise ConfigError(f"bench gpu_direct needs a GPU: {refusal or 'torch sees none'}")
+        raise ConfigError(f"bench past_host needs a GPU: {refusal or 'torch sees none'}")
     with closing(make_device(torch.device("cuda"), Traffic())) as device:
         return measure_on(device, settings)
 
@@ -59,7 +59,7 @@ def measure_on(device: Device, settings: Settings) -> Measured:
             rates = {name: [nbytes / each / 1e9 for each in times[name].wall] for name in runs}
             rows = [
                 row(
-                    f"gpu_direct.{name}",
+                    f"past_host.{name}",
                     "GB/s",
                     rates[name],
                     ceiling=("the disk alone", rates["disk"]),
@@ -144,5 +144,5 @@ def _checksums(device: Device, settings: Settings):
         ours.append(data.numel() / (middle - start) / 1e9)
         limits.append(2 * data.numel() / (time.perf_counter() - middle) / 1e9)
     return row(
-        "gpu_direct.checksums", "GB/s", ours[1:], ceiling=("a copy inside the device", limits[1:])
+        "past_host.checksums", "GB/s", ours[1:], ceiling=("a copy inside the device", limits[1:])
     )
