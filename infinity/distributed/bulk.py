@@ -114,8 +114,8 @@ class Bulk:
     ) -> Pending:
         place = self.ranks.dp_group
 
-        def hear(settling: bool) -> None:
-            if place is not None and place.hears_alarm():
+        def poll(settling: bool) -> None:
+            if place is not None and place.sees_alarm():
                 place.barrier(f"{what} {self._progress}", settling=settling)
 
         def forget() -> None:
@@ -126,7 +126,7 @@ class Bulk:
             works,
             what,
             finish,
-            hear=hear,
+            poll=poll,
             forget=forget,
             is_on_host=device.type == "cpu",
         )

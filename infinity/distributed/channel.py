@@ -81,7 +81,7 @@ class Channel:
 
     # --- sync points ---
 
-    def announce(
+    def start_sync(
         self,
         what: str,
         flags: Sequence[int] = (),
@@ -124,14 +124,14 @@ class Channel:
 
         Raises UsageError if another rank comes to something else, PeerError if one failed or is
         gone. Both are raised on all ranks, which are at the same point afterwards. ``how``: as
-        :meth:`announce` takes it.
+        :meth:`start_sync` takes it.
         """
-        return self.announce(what, flags, **how).wait()
+        return self.start_sync(what, flags, **how).wait()
 
     def pass_on(self, what: str, transfer: Transfer) -> Any:
         """Meets for ``what``, then returns the result of ``transfer``. Raises as
         :meth:`barrier`."""
-        self.announce(what, transfer=transfer).wait()
+        self.start_sync(what, transfer=transfer).wait()
         return transfer.wait()
 
     def spans(
@@ -145,7 +145,7 @@ class Channel:
         ranks' ``values``. Raises as :meth:`barrier`. ``then``: called with the spans as soon as
         they are known."""
         # Valid even if interrupted: until the sync point is over, it is the last one.
-        sync_point = self.announce(
+        sync_point = self.start_sync(
             what, values=values, then=lambda found: then(self._sync_point.spans)
         )
         sync_point.wait()
@@ -195,7 +195,7 @@ class Channel:
             if not self._ended and not waits:
                 self._begin_failure_report(error)
 
-    def tell(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Reports ``error`` without waiting for the other ranks. This rank cannot go on
         afterwards."""
         if not self._ended:
@@ -235,7 +235,7 @@ class Channel:
             with contextlib.suppress(RuntimeError):  # if the store is gone, so is the job
                 self._alarms.set(str(number), "")
 
-    def hears_alarm(self) -> bool:
+    def sees_alarm(self) -> bool:
         """Returns whether another rank, which has diverged, waits at the next sync point."""
         try:
             return self._alarms is not None and self._alarms.check([str(self.tree.begun)])
@@ -291,7 +291,7 @@ class Channel:
         self._ended = True
         return ranks_lost(what, error)
 
-    def tell_in_words(self, what: str) -> Transfer:
+    def exchange_texts(self, what: str) -> Transfer:
         """Makes the transfer in which all ranks exchange what they announced: a list, in their
         order."""
         words = torch.zeros(SAID_NBYTES, dtype=torch.uint8, device="cpu")

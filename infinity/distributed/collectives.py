@@ -300,13 +300,13 @@ class Collectives:
             if other is not channel:
                 other.fail(error)
 
-    def tell(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Reports that this rank cannot go on. Waits up to ``HEARING_SECONDS`` for a rank to
         receive it: this process may end next."""
         if all(channel.has_ended for channel in self.ranks.places):
             return  # also if there are none
         for channel in self.ranks.places:
-            channel.tell(error)
+            channel.report_failure(error)
         deadline = time.monotonic() + HEARING_SECONDS
         while time.monotonic() < deadline:
             if any(channel.is_heard() for channel in self.ranks.places):

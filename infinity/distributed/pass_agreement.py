@@ -82,7 +82,7 @@ class PassAgreement:
             self._found_after_step = found
         self.enter()
         if not place.collective_trace.enter(key):
-            place.announce(
+            place.start_sync(
                 f"a forward {self._progress}",
                 _flags_of(place.collective_trace, key),
                 then=partial(self._begin, key),
@@ -144,7 +144,7 @@ class PassAgreement:
     def meet_for(self, what: str) -> None:
         """Meets the data ranks. Each rank's next operation is to start a collective."""
         place = self._ranks.dp_group
-        place.announce(
+        place.start_sync(
             f"{what} {self._progress}", then=lambda found: place.collective_trace.expect()
         ).wait()
 

@@ -26,7 +26,7 @@ class Pending:
     finish: Callable[[], None] | None = None
     release: Callable[[], None] = lambda: None  # of its memory, once no transfer runs
     # Called while waiting: raises if the others do not come
-    hear: Callable[[bool], None] = lambda settling: None
+    poll: Callable[[bool], None] = lambda settling: None
     # Signals that no other rank reads this one's home; None: none does
     borrowed: Ticketed | None = None
     forget: Callable[[], None] = lambda: None  # forgets completed works
@@ -65,7 +65,7 @@ class Pending:
 
     def _wait(self, work: dist.Work, settling: bool) -> None:
         if self.is_on_host:
-            wait_for(work, lambda: self.hear(settling))
+            wait_for(work, lambda: self.poll(settling))
         else:
             self._watch(work, settling)
 
@@ -79,7 +79,7 @@ class Pending:
             nap = min(2 * nap, LONGEST_NAP)
             if time.monotonic() - asked > transfer.HEARING_INTERVAL.total_seconds():
                 transfer.refuse_longer(began)
-                self.hear(settling)
+                self.poll(settling)
                 asked = time.monotonic()
         work.wait()
 

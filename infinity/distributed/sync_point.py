@@ -38,7 +38,7 @@ class Place(Protocol):
     def come_together(self, last: int, described: Sequence[Sequence[int]], number: int) -> None:
         """Ends the verified sequence, at the sync point of this ``number``."""
 
-    def tell_in_words(self, what: str) -> Transfer:
+    def exchange_texts(self, what: str) -> Transfer:
         """Makes the transfer in which all ranks exchange their announcements as text."""
 
     def refusal(self, what: str, texts: Sequence[str]) -> InfinityError:
@@ -156,7 +156,7 @@ class SyncPoint:
         differs = header[Word.DIGEST] != -header[Word.MINUS_DIGEST]
         if header[Word.FAILED] or (not header[Word.SETTLING] and (differs or is_torn)):
             if last.words is None:
-                last.words = self._channel.tell_in_words(last.said)
+                last.words = self._channel.exchange_texts(last.said)
             error = self._channel.refusal(last.said, self._channel.complete(last.words, self._what))
             self._transfer = None
             self._found = message

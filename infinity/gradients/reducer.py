@@ -281,7 +281,7 @@ class Reducer:
 
         pending = flat_param.collectives.bulk.reduce(whole, what, done)
         telling = (
-            self._collectives.bulk.share_flags(flags, f"{what}: who has them", reduction.hear)
+            self._collectives.bulk.share_flags(flags, f"{what}: who has them", reduction.note_flags)
             if flags
             else None
         )

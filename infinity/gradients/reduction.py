@@ -13,8 +13,8 @@ from ..state.handle import ParamHandle
 class Reduction:
     """Averages the gradients of ``wanted``, of which this rank has those with an index in ``got``.
 
-    ``is_decided``: each exists on some rank. If not, :meth:`hear` reports it, or the averages show
-    it: one that consists of negative zeros had, as far as can be seen, no gradient on any rank.
+    ``is_decided``: each exists on some rank. If not, :meth:`note_flags` reports it, or the averages
+    show it: one that consists of negative zeros had no gradient on any rank.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Reduction:
             if handle.index not in self._got:
                 self._flat_param.layout.placements[handle.index].view(whole).fill_(-0.0)
 
-    def hear(self, told: list[bool]) -> None:
+    def note_flags(self, told: list[bool]) -> None:
         """Takes the exchanged flags: which of the gradients any rank has, then whether more may
         come."""
         *self._anywhere, self.more_comes = told

@@ -98,22 +98,24 @@ class GradProxy(AtHome):
         for grad in grads:
             grad._values  # noqa: B018 - raises for a stale one
             refuse_torn(grad._infinity_grad)
-        loan = _Loan(grads, _mutated_arguments(func, args, kwargs))
+        borrowed = _Borrowed(grads, _mutated_arguments(func, args, kwargs))
         if func.is_view and subject is not None:
             is_consumed = subject._infinity_grad.grad.state is GradState.CONSUMED
             is_strided = func is aten.as_strided.default
-            if loan.copied or loan.from_disk or is_consumed or is_strided:
+            if borrowed.copied or borrowed.from_disk or is_consumed or is_strided:
                 return views_of(subject, func, args, kwargs)
             subject._bank.assigned.note_view(subject._infinity_grad)
-        borrowed_args, borrowed_kwargs = tree_map_only(GradProxy, loan.lend, (args, kwargs))
+        borrowed_args, borrowed_kwargs = tree_map_only(GradProxy, borrowed.lend, (args, kwargs))
         result = func(*borrowed_args, **borrowed_kwargs)
         if func.namespace == "c10d":
             _wait_for(result)
-        loan.end()
-        return loan.mutated[0] if loan.mutated and isinstance(result, torch.Tensor) else result
+        borrowed.end()
+        return (
+            borrowed.mutated[0] if borrowed.mutated and isinstance(result, torch.Tensor) else result
+        )
 
 
-class _Loan:
+class _Borrowed:
     """The bytes of gradients that one operation reads or writes."""
 
     def __init__(self, grads: list[GradProxy], mutated: list):

@@ -72,7 +72,7 @@ class OptimizerStep:
                 self._shadowed = 0
         context.end_step()
         context.borrowed.refresh()
-        context.steps.tell()  # the return reports it
+        context.steps.mark_reported()  # the return reports it
 
     def _order(self) -> list[int]:
         """Returns the units in the order of the next forward, then the others, which a step beside

@@ -55,7 +55,7 @@ def make_store(
         device=device,
         rank=ranks.world_rank % ranks.local_size,
         ranks=ranks.local_size,
-        on_failure=collectives.tell,
+        on_failure=collectives.report_failure,
     )
 
 

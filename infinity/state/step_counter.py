@@ -39,7 +39,7 @@ class StepCounter:
         self.index, self.begun, self.untold, self.backwards = index, False, index, 0
         self.note_progress(steps=index, backwards=0)
 
-    def tell(self) -> None:
+    def mark_reported(self) -> None:
         """Notes that the last step was reported to the caller."""
         self.untold = -1
 

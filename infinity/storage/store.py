@@ -29,11 +29,11 @@ from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from .allocator import ArrayAllocator
 from .arrays import StateArray, bytes_of
-from .loans import Loans
 from .staging import Staging
 from .swap_folders import SwapFolders
 from .swap_space import SwapSpace
 from .transfers import Window
+from .zero_copy_writes import ZeroCopyWrites
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class ArrayStore:
         self.on_failure = on_failure
         # Of a writer that uses part of the service buffer.
         self._flush_behind: Callable[[], None] | None = None
-        self._loans = Loans()
+        self._zero_copy = ZeroCopyWrites()
 
     def open(
         self,
@@ -123,7 +123,7 @@ class ArrayStore:
         for pool in (self.service, self.staging.pool):
             if pool is not None:
                 self.drain(pool)
-        self._loans.rebuild()
+        self._zero_copy.rebuild()
         self._flush_behind = None  # its parts belong to the service buffer again
         self.staging.forget()
         self.space.free_unused()
@@ -242,12 +242,12 @@ class ArrayStore:
 
     def lend(self, array: StateArray, offset: int, memory: torch.Tensor) -> None:
         """Starts writing flat ``memory``, whole checksum blocks, to byte ``offset`` of an array on
-        disk. Keeps it; it must not change before :meth:`finish_lent`. Blocks while many run."""
-        self._loans.write(self.io, array.extent, offset, memory, checksum=self.checksums)
+        disk. Keeps it; it must not change before :meth:`finish_borrowed`. Blocks while many run."""
+        self._zero_copy.write(self.io, array.extent, offset, memory, checksum=self.checksums)
 
-    def finish_lent(self) -> None:
+    def finish_borrowed(self) -> None:
         """Blocks until all borrowed memory is written. Raises the first error."""
-        self._loans.finish()
+        self._zero_copy.finish()
 
     def take_lease(
         self, pool: native.PinnedPool, nbytes: int, give_up: Callable[[], bool] = lambda: False
@@ -330,7 +330,7 @@ class ArrayStore:
         self.staging.close()
         if self.io is not None:  # waits for transfers and closes the files
             self.io.shut_down()
-            self._loans.clear(hung=bool(self.io.hung))
+            self._zero_copy.clear(hung=bool(self.io.hung))
         self.io = None
         self.staging.drop_pool()
         self.service = None

@@ -147,12 +147,12 @@ class WriteBehind:
                 self._submit(part)
             while self._under_way:
                 self._finish(self._under_way[0])
-            self._store.finish_lent()
+            self._store.finish_borrowed()
             self._let_go()
 
     def close(self) -> None:
         """Blocks until no write is running, after an error too. Drops what was only collected."""
-        for wait in (*(part.ticket.wait for part in self._under_way), self._store.finish_lent):
+        for wait in (*(part.ticket.wait for part in self._under_way), self._store.finish_borrowed):
             try:
                 wait()
             # Another error is being raised; record this one in the store
@@ -246,7 +246,7 @@ class WriteBehind:
             self._finish(part)
         low, high = self._borrowed.get(array, (0, 0))
         if start < high and low < end:
-            self._store.finish_lent()
+            self._store.finish_borrowed()
             self._borrowed.clear()
 
     def _finish(self, part: OpenPart) -> None:

@@ -23,9 +23,9 @@ from runs import adamw
 from torch import nn
 
 import infinity
-from infinity.storage.loans import Loans
 from infinity.storage.store import ArrayStore
 from infinity.storage.write_behind import WriteBehind, writing_behind
+from infinity.storage.zero_copy_writes import ZeroCopyWrites
 
 Line = tuple[str, int]
 
@@ -51,7 +51,7 @@ def struck_at(found: set[Line]) -> Iterator[list[Line]]:
                 "_let_go",
             )
         ),
-        *(getattr(Loans, name).__code__ for name in ("write", "finish", "_finish_first")),
+        *(getattr(ZeroCopyWrites, name).__code__ for name in ("write", "finish", "_finish_first")),
     }
     struck: list[Line] = []
 
@@ -124,9 +124,9 @@ def test_wherever_a_load_that_lends_is_struck_the_next_one_is_whole(kind, tmp_pa
         assert differing(job.state(), saved_state) == []
     assert {name for name, _ in found} >= {
         "WriteBehind._lend",
-        "Loans.write",
-        "Loans.finish",
-        "Loans._finish_first",
+        "ZeroCopyWrites.write",
+        "ZeroCopyWrites.finish",
+        "ZeroCopyWrites._finish_first",
     }
     first.step()
     job.step()

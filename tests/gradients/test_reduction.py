@@ -99,7 +99,7 @@ def test_what_the_ranks_have_told_decides_which_gradients_land(more):
     """One that no rank has stays absent, for good, whatever the average is."""
     told = reduction(a_shard(0))
     assert not told.more_comes
-    told.hear([True, False, True, more])
+    told.note_flags([True, False, True, more])
     assert told.more_comes is more
     for average in (torch.ones(8192), torch.full((8192,), -0.0)):
         landed, perhaps = land(told, average)
@@ -112,6 +112,6 @@ def test_a_gradient_with_no_element_here_is_decided_by_what_was_told_alone():
     landed, perhaps = land(reduction(a_shard(1), 0), average)
     assert list(landed) == ["0", "2"] and perhaps == ["1"]
     told = reduction(a_shard(1), 0)
-    told.hear([True, True, False, False])
+    told.note_flags([True, True, False, False])
     landed, perhaps = land(told, average)
     assert list(landed) == ["0", "1"] and perhaps == []

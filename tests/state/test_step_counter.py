@@ -61,7 +61,7 @@ def test_a_finished_step_resets_the_backwards_and_is_told_to_the_ranks(listener)
 
 
 def test_a_finished_step_is_untold_until_it_is_reported_or_a_backward_follows():
-    for after in (StepCounter.tell, lambda steps: steps.count_backwards(1)):
+    for after in (StepCounter.mark_reported, lambda steps: steps.count_backwards(1)):
         steps = StepCounter()
         steps.finish(7)
         assert steps.untold == 7

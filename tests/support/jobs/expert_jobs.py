@@ -103,13 +103,13 @@ def divided(
     if checkpoints:
         model.gradient_checkpointing_enable()
     losses, norms, grads, own = [], [], {}, elements_at_home(model)
-    meetings, announce = [], Channel.announce
+    meetings, start_sync = [], Channel.start_sync
 
     def counting(self: Channel, what: str, *how: Any, **more: Any) -> SyncPoint:
         meetings.append(what)
-        return announce(self, what, *how, **more)
+        return start_sync(self, what, *how, **more)
 
-    Channel.announce = counting
+    Channel.start_sync = counting
     engine = wrapped(model).engine
     sharded = sum(
         u.weight_nbytes
@@ -138,7 +138,7 @@ def divided(
             )
         optimizer.step()
         optimizer.zero_grad()
-    Channel.announce = announce
+    Channel.start_sync = start_sync
     found: dict[str, Any] = {
         "losses": losses,
         "norms": norms,

@@ -130,7 +130,7 @@ def parts(
     tries its step again until it succeeds."""
     tree.CHILDREN = children
     if deaf:
-        Channel.hears_alarm = lambda self: False
+        Channel.sees_alarm = lambda self: False
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = (
         dist.device_mesh.init_device_mesh(

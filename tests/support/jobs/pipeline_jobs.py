@@ -210,13 +210,13 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
     chunks, optimizer = infinity.wrap_model(chunks, optimizer, config, mesh=mesh)
     schedule = infinity.parallel.attach(schedule_of(kind, chunks, numbers, count, mesh))
     engine, meetings = wrapped(chunks).engine, []
-    announce = Channel.announce
+    start_sync = Channel.start_sync
 
     def counting(self: Channel, what: str, *how: Any, **more: Any) -> SyncPoint:
         meetings.append(what)
-        return announce(self, what, *how, **more)
+        return start_sync(self, what, *how, **more)
 
-    Channel.announce = counting
+    Channel.start_sync = counting
     weights, found = sum(unit.weight_nbytes for unit in engine.job.units), []
     for number in range(4):
         edges = {
@@ -240,7 +240,7 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
         )
         optimizer.step()
         optimizer.zero_grad()
-    Channel.announce = announce
+    Channel.start_sync = start_sync
     infinity.unwrap_model(chunks, optimizer)
     return {"steps": found}
 

@@ -175,7 +175,7 @@ def struck() -> dict[str, Any]:
     dist.barrier()
     with mock.patch.object(
         type(engine.job.ranks.dp_group),
-        "announce",
+        "start_sync",
         lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8)),
     ):
         if dist.get_rank() == 0:
@@ -214,7 +214,7 @@ def held_back(share: bool) -> dict[str, Any]:
     # They meet before a gather that is not agreed on: here neither waits for that.
     with mock.patch.object(
         type(engine.job.ranks.dp_group),
-        "announce",
+        "start_sync",
         lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8)),
     ):
         unit.start_gather(engine.job.store, engine.job.ledger)

@@ -76,7 +76,7 @@ class PairChannel:
         then(found)
         return found
 
-    def announce(
+    def start_sync(
         self,
         what: str,
         flags: tuple = (),

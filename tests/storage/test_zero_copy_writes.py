@@ -27,7 +27,7 @@ from infinity.errors import CorruptionError, StorageError
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
-from infinity.storage import loans
+from infinity.storage import zero_copy_writes
 from infinity.storage.store import ArrayStore
 from infinity.storage.write_behind import writing_behind
 
@@ -54,22 +54,22 @@ def test_memory_that_is_lent_is_kept_until_the_disk_has_read_it(kind, folder):
     with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.02)) as home:
         kept, _ = lent_to(home, 6 * BLOCK)
         gc.collect()
-        assert home.engine.under_way() and len(home.store._loans._loans) == 1
-        home.store.finish_lent()
-        assert not home.engine.under_way() and not home.store._loans._loans
+        assert home.engine.under_way() and len(home.store._zero_copy._zero_copy) == 1
+        home.store.finish_borrowed()
+        assert not home.engine.under_way() and not home.store._zero_copy._zero_copy
         gc.collect()
         assert kept() is None
         home.check_all()
 
 
 def test_no_more_is_lent_at_a_time_than_is_allowed(folder, monkeypatch):
-    monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
-    monkeypatch.setattr(loans, "MOST", 2)
+    monkeypatch.setattr(zero_copy_writes, "PIECE_NBYTES", BLOCK)
+    monkeypatch.setattr(zero_copy_writes, "MOST", 2)
     with home_in(folder) as home:
         home.store.io = disk = SlowDisk(home.engine._engine, 0)
         lent_to(home, 6 * BLOCK)
         assert len(disk.tickets) == 6 and disk.under_way() <= 2
-        home.store.finish_lent()
+        home.store.finish_borrowed()
         home.store.io = disk._engine
         home.check_all()
 
@@ -80,7 +80,7 @@ def test_no_more_is_lent_at_a_time_than_is_allowed(folder, monkeypatch):
 def test_what_is_lent_to_a_disk_that_fails_is_a_typed_error(fault, name, kind, folder, monkeypatch):
     """Method: half of the writes are refused, or lost, and the others are late. Nothing is borrowed
     any more behind the error, and nothing under way."""
-    monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
+    monkeypatch.setattr(zero_copy_writes, "PIECE_NBYTES", BLOCK)
     with home_in(
         folder, faults=fault_plan(3, delay=1.0, delay_seconds=0.02, **{fault: 0.5})
     ) as home:
@@ -90,14 +90,14 @@ def test_what_is_lent_to_a_disk_that_fails_is_a_typed_error(fault, name, kind, f
             assert fault == "lost_write"
             home.check_all()
         assert type(raised.value).__name__ == name
-        assert home.engine.under_way() == 0 and not home.store._loans._loans
+        assert home.engine.under_way() == 0 and not home.store._zero_copy._zero_copy
 
 
 def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeypatch):
     """Method: writes that never end. Behind the error, and the end of the store, the memory is
     there, and a file may be dropped."""
     kept: list[torch.Tensor] = []
-    monkeypatch.setattr(loans, "never_freed", kept)
+    monkeypatch.setattr(zero_copy_writes, "never_freed", kept)
     with environment(INFINITY_IO_TIMEOUT="0.5"):
         store = ArrayStore(
             [str(tmp_path)],
@@ -112,11 +112,11 @@ def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeyp
     memory = native.tensor_at(region, region.address, 4 * BLOCK, torch.uint8)
     store.lend(array, 0, memory[: 2 * BLOCK])
     with pytest.raises(StorageError) as raised:
-        store.finish_lent()
+        store.finish_borrowed()
     assert raised.value.errno == errno.ETIMEDOUT and [each.data_ptr() for each in kept] == [
         memory.data_ptr()
     ]
-    store._loans._hidden.append(
+    store._zero_copy._hidden.append(
         SimpleNamespace(memory=memory[2 * BLOCK :])
     )  # one that an exception hid
     engine = store.io
@@ -154,16 +154,18 @@ def test_memory_that_the_disk_cannot_read_is_copied(wrong, folder, monkeypatch):
     """Method: a disk that refuses what lies in the memory that was borrowed with EFAULT. The twin:
     where the error counts as any other it is raised."""
     if wrong:
-        monkeypatch.setattr(loans, "errno", SimpleNamespace(EFAULT=None, ETIMEDOUT=errno.ETIMEDOUT))
+        monkeypatch.setattr(
+            zero_copy_writes, "errno", SimpleNamespace(EFAULT=None, ETIMEDOUT=errno.ETIMEDOUT)
+        )
 
     with home_in(folder) as home:
         home.store.io = Refusing(home.engine._engine)
         lent_to(home, 6 * BLOCK)
         if wrong:
             with pytest.raises(StorageError):
-                home.store.finish_lent()
+                home.store.finish_borrowed()
         else:
-            home.store.finish_lent()
+            home.store.finish_borrowed()
             home.check_all()
         home.store.io = home.store.io._engine
 
@@ -174,17 +176,19 @@ def test_a_transfer_that_ctrl_c_hid_keeps_its_memory_until_it_is_over(
 ):
     """Method: the disk is slow, and Ctrl-C comes when a write has been submitted and nobody has its
     ticket; one of them is of a copy."""
-    monkeypatch.setattr(loans, "PIECE_NBYTES", BLOCK)
+    monkeypatch.setattr(zero_copy_writes, "PIECE_NBYTES", BLOCK)
     with home_in(folder, faults=fault_plan(delay=1.0, delay_seconds=0.05)) as home:
         home.store.io = disk = Refusing(home.engine._engine, interrupted)
         with pytest.raises(KeyboardInterrupt):
             lent_to(home, 3 * BLOCK)
-            home.store.finish_lent()
-        kept = [*home.store._loans._loans, *home.store._loans._hidden]
+            home.store.finish_borrowed()
+        kept = [*home.store._zero_copy._zero_copy, *home.store._zero_copy._hidden]
         assert any(loan.ticket is None for loan in kept) and disk.under_way() <= len(kept)
         home.store.rebuild()
         assert (
-            disk.under_way() == 0 and not home.store._loans._loans and not home.store._loans._hidden
+            disk.under_way() == 0
+            and not home.store._zero_copy._zero_copy
+            and not home.store._zero_copy._hidden
         )
         home.store.io = disk._engine
         home.write_all_anew()
@@ -199,7 +203,7 @@ def test_ctrl_c_while_memory_is_lent_leaves_nothing_under_way_that_nobody_keeps(
         counted = itertools.count()
 
         def trace(frame: Any, event: str, _: Any) -> Any:
-            if frame.f_code.co_filename != loans.__file__:
+            if frame.f_code.co_filename != zero_copy_writes.__file__:
                 return None
             if is_line(frame, event) and next(counted) == line:
                 raise KeyboardInterrupt
@@ -209,16 +213,16 @@ def test_ctrl_c_while_memory_is_lent_leaves_nothing_under_way_that_nobody_keeps(
         sys.settrace(trace)
         try:
             lent_to(home, 3 * BLOCK)
-            home.store.finish_lent()
+            home.store.finish_borrowed()
         except KeyboardInterrupt:
             pass
         finally:
             sys.settrace(before)
         assert (
-            len(home.store._loans._loans) + len(home.store._loans._hidden)
+            len(home.store._zero_copy._zero_copy) + len(home.store._zero_copy._hidden)
             >= home.engine.under_way()
         )
         home.store.rebuild()
-        assert not home.store._loans._loans and not home.engine.under_way()
+        assert not home.store._zero_copy._zero_copy and not home.engine.under_way()
         home.write_all_anew()
         home.check_all()

@@ -1,8 +1,8 @@
-"""Loans: writes borrowed memory to disk without a copy, and keeps it alive until the disk has read
-it.
+"""ZeroCopyWrites: writes borrowed memory to disk without a copy, and keeps it alive until the disk
+has read it.
 
-loan     a piece of borrowed memory, and the transfer that reads it
-hidden   interrupted during submit, so the transfer may or may not be running
+borrowed   a piece of borrowed memory, and the transfer that reads it
+hidden     interrupted during submit, so the transfer may or may not be running
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..errors import InfinityError, StorageError
 from .transfers import never_freed
 
 PIECE_NBYTES = 4 * 1024 * 1024
-MOST = 32  # loans at once
+MOST = 32  # pieces at once
 
 
 @dataclass(eq=False)
-class _Loan:
+class _ZeroCopyWrite:
     memory: torch.Tensor
     extent: native.Extent
     write: Callable[[int], native.Ticket]  # starts writing the piece from an address
@@ -42,12 +42,12 @@ class _Loan:
         self.ticket = self.write(region.address)
 
 
-class Loans:
+class ZeroCopyWrites:
     """The borrowed memory that a store's disks read in place."""
 
     def __init__(self) -> None:
-        self._loans: deque[_Loan] = deque()
-        self._hidden: list[_Loan] = []
+        self._zero_copy: deque[_ZeroCopyWrite] = deque()
+        self._hidden: list[_ZeroCopyWrite] = []
 
     def write(
         self,
@@ -61,11 +61,11 @@ class Loans:
         """Starts writing flat ``memory`` from byte ``offset`` of ``extent`` on, in whole checksum
         blocks, block-aligned.
 
-        The memory must not change before :meth:`finish`. Blocks while ``MOST`` loans are running,
-        and raises their errors.
+        The memory must not change before :meth:`finish`. Blocks while ``MOST`` pieces are under
+        way, and raises their errors.
         """
         for begin in range(0, memory.numel(), PIECE_NBYTES):
-            while len(self._loans) >= MOST:
+            while len(self._zero_copy) >= MOST:
                 self._finish_first()
             piece = memory[begin : begin + PIECE_NBYTES]
 
@@ -74,14 +74,14 @@ class Loans:
             ) -> native.Ticket:
                 return io.write(extent, at, address, nbytes, checksum=checksum)
 
-            loan = _Loan(piece, extent, write)
-            self._loans.append(loan)  # before the submit: an interrupt leaves it here
-            loan.ticket = write(piece.data_ptr())
+            borrowed = _ZeroCopyWrite(piece, extent, write)
+            self._zero_copy.append(borrowed)  # before the submit: an interrupt leaves it here
+            borrowed.ticket = write(piece.data_ptr())
 
     def finish(self) -> None:
-        """Blocks until all loans are over. Raises their first error."""
+        """Blocks until all writes are over. Raises their first error."""
         first: InfinityError | None = None
-        while self._loans:
+        while self._zero_copy:
             try:
                 self._finish_first()
             except InfinityError as error:
@@ -90,24 +90,24 @@ class Loans:
             raise first
 
     def _finish_first(self) -> None:
-        loan = self._loans[0]
-        if loan.ticket is None:
-            self._hidden.append(loan)
+        borrowed = self._zero_copy[0]
+        if borrowed.ticket is None:
+            self._hidden.append(borrowed)
         else:
             try:
-                loan.ticket.wait()
+                borrowed.ticket.wait()
             except InfinityError as error:  # it is over; after Ctrl-C it may not be
-                if _number_of(error) == errno.EFAULT and not loan.is_copy:
-                    loan.write_copy()
+                if _number_of(error) == errno.EFAULT and not borrowed.is_copy:
+                    borrowed.write_copy()
                     return  # it is waited for next
                 if _number_of(error) == errno.ETIMEDOUT:
-                    never_freed.append(loan.memory)
-                self._loans.popleft()
+                    never_freed.append(borrowed.memory)
+                self._zero_copy.popleft()
                 raise
-        self._loans.popleft()
+        self._zero_copy.popleft()
 
     def rebuild(self) -> None:
-        """Blocks until no loan is running. Ignores errors."""
+        """Blocks until no write is running. Ignores errors."""
         with suppress(InfinityError):
             self.finish()
         while self._hidden:
@@ -123,8 +123,8 @@ class Loans:
         """Releases all memory, after the I/O engine's shutdown. ``hung``: it abandoned a disk,
         which may still read the memory."""
         if hung:
-            never_freed.extend(loan.memory for loan in (*self._loans, *self._hidden))
-        self._loans.clear()
+            never_freed.extend(borrowed.memory for borrowed in (*self._zero_copy, *self._hidden))
+        self._zero_copy.clear()
         self._hidden.clear()
 
 
