@@ -1,6 +1,6 @@
 """The table of operations: how it is read, what it says, and the errors that its cells raise.
 
-`runtime/test_operations.py` tries every cell.
+`runtime/test_table_cells.py` tries every cell.
 """
 
 from __future__ import annotations
