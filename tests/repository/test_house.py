@@ -22,6 +22,8 @@ HUB_READS, PROTOCOLS, REBUILDS = 145, 8, 8
 STACK_NLINES = 300
 # Classes that a limit on their length has cut into bases; each is to become objects with fields.
 STACKS: set[str] = set()
+# Folders of the package of whose modules each has a test file of its own.
+TESTED = ("state", "optim", "gradients", "runtime")
 HUB = re.compile(r"(?<![\w.])(?:self\.)?_?engine\.(?!py\b)\w+")
 BY_HAND = re.compile(
     r"\b(?:refuse_between|refuse_unflushed|refuse_averaged|refuse_another_step|check_alive|check_open)\b"
@@ -151,3 +153,26 @@ def test_a_class_is_read_in_one_place():
     assert stacks({"a.py": f"class A:\n{body}\nclass B(library.A):\n{body}"})["B"] == 201
     too_long = {name for name, count in stacks(sources()).items() if count > STACK_NLINES}
     assert not too_long - STACKS
+
+
+def untested(package: Path, tests: Path) -> list[str]:
+    """Modules of TESTED folders of ``package`` that have no test file in that folder of
+    ``tests``."""
+    return [
+        f"{folder}/{module.name}"
+        for folder in TESTED
+        for module in sorted((package / folder).glob("*.py"))
+        if module.name != "__init__.py" and not (tests / folder / f"test_{module.name}").is_file()
+    ]
+
+
+def test_every_module_of_the_engine_has_a_test_file_of_its_own(tmp_path):
+    """Twin: a tree with one module that has a test file, one whose file is in another folder, and
+    one without any."""
+    assert not untested(PACKAGE, Path(__file__).parents[1])
+    made = ["package/state/a.py", "package/state/__init__.py", "tests/state/test_a.py"]
+    made += ["package/optim/b.py", "tests/state/test_b.py", "package/runtime/c.py"]
+    for name in made:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert untested(tmp_path / "package", tmp_path / "tests") == ["optim/b.py", "runtime/c.py"]
