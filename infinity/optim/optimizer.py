@@ -176,7 +176,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
         context = self.context
         with context.uses.operation(Operation.STEP):
             if context.steps.untold == context.steps.index and self._members.are_consumed:
-                context.steps.mark_reported()  # this step was interrupted, and has been completed since
+                # This step was interrupted, and has been completed since.
+                context.steps.mark_reported()
             else:
                 self._step()
         return loss

@@ -224,10 +224,10 @@ def test_gradients_are_averaged_where_ranks_have_parts_of_the_batch(second_of_tw
     """Those of units that are stepped. Twins: alone, and without an optimizer, they are not."""
     built = Built(ranks=second_of_two).build()
     reducer = built.job.reducer
-    assert reducer._units == built.units[:1] and built.job.gradients._reducer is reducer
+    assert reducer._units == built.units[:1] and built.job.gradients._add_whole == reducer.add
     assert Built(ranks=second_of_two, stepping=False).build().job.reducer is None
     alone = Built().build().job
-    assert alone.reducer is None and alone.gradients._reducer is None
+    assert alone.reducer is None and alone.gradients._add_whole is None
 
 
 def test_ranks_are_told_of_steps_and_backwards():
@@ -261,7 +261,7 @@ class Called:
     def give_way(self) -> str:
         return "gave way"
 
-    def landed_at_home(self, unit: Unit) -> None:
+    def notify_if_final(self, unit: Unit) -> None:
         self.asked.append(unit)
 
 
@@ -326,7 +326,9 @@ def test_a_device_budget_is_spent_on_activations(config, several, planned, secon
     planner = built.job.activations._planner if built.job.activations is not None else None
     assert (planner is not None) == planned
     if planned:
-        assert planner.engine is built.engine and planner._send_rate == memory_rate() / 4
+        assert (
+            planner.find_context().owner is built.engine and planner._send_rate == memory_rate() / 4
+        )
         assert planner.recomputes == config.get("recompute", False)
 
 

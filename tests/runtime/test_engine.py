@@ -1,6 +1,6 @@
 """Engine: what parameters, hooks and the optimizer ask of it is asked of the right part, in order.
 
-Words used here: **noted**: a stand-in for a part of the job, which notes what it is asked.
+Words used here: **noted**: a proxy for a part of the job, which notes what it is asked.
 """
 
 from __future__ import annotations
@@ -61,17 +61,7 @@ def engine_of(job: AtHome, free: Any = lambda: None) -> Engine:
 def test_parameters_find_the_parts_of_the_job():
     engine = small_at_home(activations="host").engine
     job = engine.job
-    for name in (
-        "uses",
-        "steps",
-        "journal",
-        "device",
-        "store",
-        "ledger",
-        "traffic",
-        "gradients",
-        "activations",
-    ):
+    for name in ("uses", "steps", "device", "gradients"):
         assert getattr(engine, name) is getattr(job, name) is not None
     assert engine.average is None is engine.stale and engine.tied_copies == {}
     job.steps.index = 7
@@ -263,12 +253,10 @@ def test_a_parameter_at_home_is_brought_in_a_forward_and_refused_outside():
 
 
 def test_a_forked_process_touches_nothing():
-    engine = small_at_home().engine
-
     def refuse() -> None:
         raise UsageError("forked")
 
-    engine.store = Noted([], check_process=refuse)
+    engine = with_parts(small_at_home(), store=Noted([], check_process=refuse))
     with pytest.raises(UsageError, match="forked"):
         engine.touch(None, "a use")
 
@@ -321,16 +309,23 @@ def test_the_passes_say_how_tensors_are_saved():
     engine = job.engine
     engine.passes = Noted(log, "passes", returns="a block", is_recomputed="perhaps")
     assert engine.saving_tensors() == "a block" and log == [("passes.saving",)]
-    assert engine.is_recomputed == "perhaps"
+    context = engine.make_forward_context()
+    assert context.saving_tensors() == "a block" and context.is_recomputed() == "perhaps"
 
 
-def test_blocks_ask_the_backward():
-    engine, log = small_at_home().engine, []
+def test_blocks_that_run_another_way_have_the_parts_of_this_job():
+    """And call the backward. Twin: the context alone keeps the engine."""
+    job, log = small_at_home(), []
+    engine = job.engine
     engine.backward = Noted(log, returns="a remover")
-    engine.hold_for_backward("a unit")
-    engine.join_backward()
+    context = engine.make_forward_context()
+    for name in ("journal", "device", "ledger", "traffic", "store", "gradients"):
+        assert getattr(context, name) is getattr(engine.job, name)
+    context.hold_for_backward("a unit")
+    context.track_backward()
     assert engine.listen_to_landed("a listener") == "a remover"
-    assert log == [("hold", "a unit"), ("join",), ("listen", "a listener")]
+    assert log == [("hold", "a unit"), ("track_task",), ("listen", "a listener")]
+    assert context.owner is engine
 
 
 # --- what the optimizer asks ---
@@ -349,7 +344,7 @@ def test_the_optimizer_has_the_parts_of_this_job():
     assert context.listen_to_landed == engine.backward.listen
     assert context.release == engine.job.prefetcher.release_all
     assert (context.end_step, context.admit) == (engine.end_step, engine.admit)
-    assert context.settle_state_dicts == handed.settle_on_ranks and context.hand_out == handed.give
+    assert context.settle_state_dicts == handed.settle_on_ranks and context.hand_out == handed.watch
 
 
 def test_the_optimizer_sees_the_running_pass_as_it_is():
@@ -360,7 +355,7 @@ def test_the_optimizer_sees_the_running_pass_as_it_is():
     running.tokens[1] = None
     assert (context.is_cut_short(), context.keeps_stale()) == (True, False)
     running.tokens.clear()
-    running.is_stale = True
+    running.runs_without_flush = True
     assert (context.is_cut_short(), context.keeps_stale()) == (False, True)
 
 
@@ -389,7 +384,7 @@ def test_the_end_of_a_step_reads_the_first_units_of_the_next_forward():
 
 
 def test_a_frozen_parameter_is_stepped_once_it_is_admitted():
-    """With its moments and with its hook. Twins: while an average or older weights are kept it is
+    """With its moments and with its hook. Twins: while an average or stale weights are kept it is
     refused, and stays frozen."""
     model = Small()
     model.layers[2].weight.requires_grad_(False)
@@ -419,7 +414,10 @@ def test_every_write_is_at_home_once_the_engine_is_idle():
     weights["layers.0.weight"].fill_(3.0)
     job.engine.wait_idle()
     flat_param = job.handles[0].flat_param
-    assert flat_param.read_value(job.engine.store, job.handles[0].index).tolist() == [[3.0] * 4] * 2
+    assert (
+        flat_param.read_value(job.engine.job.store, job.handles[0].index).tolist()
+        == [[3.0] * 4] * 2
+    )
 
 
 # --- the end ---

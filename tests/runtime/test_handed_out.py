@@ -103,7 +103,7 @@ class Handed(HandedOut):
     def of(self, handle: Handle, array: str = VALUE) -> torch.Tensor:
         """Gives a copy of an array at home."""
         tensor = torch.tensor(3.0) if array == STEP else handle.home.clone()
-        self.give(handle, array, tensor)
+        self.watch(handle, array, tensor)
         return tensor
 
     @property
@@ -458,7 +458,7 @@ def test_tensors_without_bytes_of_their_own_are_not_watched(handed):
         inference = torch.ones(2)
     kept = [torch.ones(0), inference, torch.ones(1)]
     for count, tensor in zip((0, 0, 1), kept, strict=True):
-        handed.give(handed.a, VALUE, tensor)
+        handed.watch(handed.a, VALUE, tensor)
         assert handed.watched == count
 
 
