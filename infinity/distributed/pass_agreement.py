@@ -2,7 +2,7 @@
 
 trace      the units that a rank expects to use in this pass; its digest is compared at the start
 verified   of a pass: all ranks of the shard group run its collectives in the order of the last
-           one like it, without meeting (see `collective_trace`)
+           one like it, without a barrier (see `collective_trace`)
 
 Every collective of a shard group is either the next one of a verified pass, or follows a barrier.
 All barriers use one channel, whatever group the bytes take, so no two ranks can wait for each

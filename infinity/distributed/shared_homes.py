@@ -2,8 +2,8 @@
 every byte to every rank.
 
 A gather through shared memory is still one of the collectives of its shard group, in order, after a
-sync point or in lockstep. Only its bytes take another way: each rank publishes the address of its
-shard, and copies the others'. The shard does not change until all have copied it.
+sync point or in a verified pass. Only its bytes take another way: each rank publishes the address
+of its shard, and copies the others'. The shard does not change until all have copied it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ settle     copies home what was written to an assigned tensor since the last tim
 In torch ``p.grad = tensor`` makes that tensor the gradient: later writes to it count, and autograd
 adds to it. So ``p.grad`` is that tensor here, too, while it is held. It is settled before a step,
 and landing gradients are added to it. Parameters without an assignment are not checked. With
-several ranks ``p.grad`` is a stand-in, and a stale tensor must not be changed any more.
+several ranks ``p.grad`` is a proxy, and a stale tensor must not be changed any more.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AssignedGrads:
     # --- assigning ---
 
     def plain_of(self, handle: ParamHandle, value: Any) -> Any:
-        """Returns the tensor to assign to ``handle``: ``value``, or for another gradient's stand-in
+        """Returns the tensor to assign to ``handle``: ``value``, or for another gradient's proxy
         a tensor that is both gradients from then on. Raises UsageError if the two cannot share one
         tensor."""
         local = local_of(value) if isinstance(value, torch.Tensor) else value
@@ -75,7 +75,7 @@ class AssignedGrads:
         return local.plain
 
     def _is_of_another(self, handle: ParamHandle, value: Any) -> bool:
-        """Whether ``value`` is the stand-in of another parameter's gradient, or a view of its
+        """Whether ``value`` is the proxy of another parameter's gradient, or a view of its
         home."""
         if isinstance(value, AtHome):
             return value._infinity_grad is not handle
@@ -106,7 +106,7 @@ class AssignedGrads:
         return any(assigned is not None and assigned.begins_as(value) for assigned in others)
 
     def part_from(self, handle: ParamHandle) -> None:
-        """Gives a stand-in that users hold its own copy of the values, before its parameter gets
+        """Gives a proxy that users hold its own copy of the values, before its parameter gets
         another gradient."""
         if (
             not self.ranks.alone
@@ -146,7 +146,7 @@ class AssignedGrads:
         return True
 
     def shown(self, handle: ParamHandle) -> torch.Tensor | None:
-        """Returns the assigned tensor while it is held; None if ``p.grad`` is a stand-in."""
+        """Returns the assigned tensor while it is held; None if ``p.grad`` is a proxy."""
         assigned = handle.grad.assigned
         if assigned is None or not self.ranks.alone:
             return None

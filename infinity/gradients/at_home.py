@@ -55,7 +55,7 @@ class AtHome(torch.Tensor):
 
     @property
     def data(self):
-        """The stand-in itself, as detach(): writes to it change the gradient."""
+        """The proxy itself, as detach(): writes to it change the gradient."""
         return self.detach()
 
     @data.setter

@@ -57,7 +57,7 @@ class GradRecord:
     _state: GradState = GradState.ABSENT
     factors: list[float] = field(default_factory=list)
     proxy: torch.Tensor | None = None  # the GradProxy
-    shown: torch.Tensor | None = None  # what p.grad is: the stand-in, or a DTensor around it
+    shown: torch.Tensor | None = None  # what p.grad is: the proxy, or a DTensor around it
     # Order, and norm of the bytes at home; None: unknown
     norm: tuple[float, torch.Tensor] | None = None
     # The same over all ranks, valid while ``norm`` is known

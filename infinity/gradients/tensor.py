@@ -1,4 +1,4 @@
-"""GradProxy: the stand-in that ``p.grad`` is for a gradient at home.
+"""GradProxy: the tensor that ``p.grad`` is for a gradient at home.
 
 Norms, scaling, clipping and zeroing act on the bytes there.
 """
@@ -33,7 +33,7 @@ class GradProxy(AtHome):
     run on the bytes at home.
 
     Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain
-    gradient. After the step has consumed it, writes other than zeroing raise UsageError. A stand-in
+    gradient. After the step has consumed it, writes other than zeroing raise UsageError. A proxy
     that users hold when its parameter gets another gradient becomes a plain tensor, as in torch. A
     view shares the bytes at home if the device can compute with them and a write has an effect. If
     not, it is a :class:`GradView`.

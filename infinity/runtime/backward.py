@@ -1,11 +1,12 @@
 """Backward: holds units while a backward of the model needs them, and sends their gradients home.
 
 awaited    a unit that the backward holds until all its gradients have landed
-lockstep   with shards on several ranks: all ranks must gather the same units in the same order,
-           whichever gradients each gets
+in order   with shards on several ranks, all ranks gather the same units in the same order,
+           whichever gradients each gets (`gathers_with_ranks`)
 
 A unit is held from the first use of a tensor saved from it, or from the gradient of its owner's
-output. In lockstep the backward releases it two units further on, even if gradients are missing.
+output. If ranks gather in order, the backward releases it two units further on, even if gradients
+are missing.
 Units still held at the end of the outermost task are released then, because unused parameters get
 no gradient and so no hook runs for them.
 """

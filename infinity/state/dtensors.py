@@ -88,7 +88,7 @@ def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return local
     lies = param._spec.tensor_meta
-    # Not DTensor.from_local, which makes a view of a possible stand-in.
+    # Not DTensor.from_local, which makes a view of a possible proxy.
     spec = DTensorSpec(
         param.device_mesh, param.placements, TensorMeta(lies.shape, lies.stride, local.dtype)
     )
