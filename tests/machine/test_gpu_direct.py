@@ -29,7 +29,7 @@ from test_device import (  # noqa: F401
 )
 
 import infinity
-from bench import gpu_direct as bench
+from bench import past_host as bench
 from infinity import native
 from infinity.api.lay_out import lay_out
 from infinity.bench.settings import Settings
