@@ -232,7 +232,7 @@ def test_the_benchmark_measures_both_ways(way, able, kernels, monkeypatch, tmp_p
     device.close()
     ways = ["through", "past"] if way == "past" else ["through"]
     assert [row.name for row in measured.rows] == [
-        f"gpu_direct.{name}" for name in (*ways, "checksums")
+        f"past_host.{name}" for name in (*ways, "checksums")
     ]
     assert (able.count("reads") > 0) == (way == "past") and any(
         "INFINITY_DIRECT" in note for note in measured.notes
