@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_thread_left(request) -> Iterator[None]:
+    """A device or store that a module leaves open would fail another one that counts threads. A
+    test that failed may keep what it made."""
+    failed = request.session.testsfailed
+    yield
+    left = own_threads()
+    if left and request.session.testsfailed == failed:
+        gc.collect()
+        left = own_threads()
+        assert not left, f"{request.path.name} leaves threads running: {left}"
+
+
+def own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
 
 
 @pytest.fixture(autouse=True)

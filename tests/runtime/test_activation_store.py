@@ -77,6 +77,7 @@ def make(swap) -> Iterator[Any]:
 
     yield build
     for each in made:
+        each.store.device.close()
         each.store.close()
 
 
