@@ -49,16 +49,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_thread_left(request) -> Iterator[None]:
-    """A device or store that a module leaves open would fail another one that counts threads. A
-    test that failed may keep what it made."""
-    failed = request.session.testsfailed
-    yield
+def no_thread_left(request, short_collections) -> Iterator[None]:
+    """A device or store that a module leaves open would fail another one that counts threads. It is
+    looked for before the next module: until then the last test's fixtures are referred to. A test
+    that failed may keep what it made."""
     left = own_threads()
-    if left and request.session.testsfailed == failed:
-        gc.collect()
-        left = own_threads()
-        assert not left, f"{request.path.name} leaves threads running: {left}"
+    assert not left or request.session.testsfailed, f"a module before this one leaves {left}"
+    yield
 
 
 def own_threads() -> list[str]:

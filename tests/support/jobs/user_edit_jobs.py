@@ -53,6 +53,8 @@ def wraps(station: str, apart: bool) -> dict[str, Any]:
 
     def struck(self: Attempt, at: str) -> None:
         if at == station and dist.get_rank() == 1:
+            # A rank that comes after this attempt's end makes the next one, alone.
+            self._store.wait([self._key("came/0")])
             raise ValueError("struck")
         arrive(self, at)
 
