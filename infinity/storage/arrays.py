@@ -48,8 +48,7 @@ class ArrayIO(Protocol):
         version: int,
         stays: bool = False,
     ) -> None:
-        """Writes as :meth:`ArrayStore.write` does. ``stays``: ``source`` does not change until all
-        of it is at home."""
+        """Writes as :meth:`ArrayStore.write`. ``stays``: ``source`` stays as it is until home."""
 
     def guarding(self) -> AbstractContextManager[None]:
         """Guards a block as :meth:`ArrayStore.guarding` does."""
