@@ -166,9 +166,9 @@ def _check_room(job: Job, growths: Mapping[FlatParam, Growth]) -> None:
         free = measured_free(tier, job.config, job.device)
         if nbytes > free:
             raise CapacityError(
-                f"add_param_group: gradients and optimizer state of {len(growths)} flat params need"
-                f" {format_nbytes(nbytes)} on {tier}, of which {format_nbytes(free)} may be used."
-                " Give them a farther home, Config(optimizer='nvme', nvme_paths=[...]), or free as"
+                "add_param_group: gradients and optimizer state of these parameters, and of those"
+                f" stored in the same arrays, need {format_nbytes(nbytes)} on {tier}, of which"
+                f" {format_nbytes(free)} may be used. Give them a farther home, Config(optimizer='nvme', nvme_paths=[...]), or free as"
                 " much."
             )
 

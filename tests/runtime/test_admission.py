@@ -295,7 +295,9 @@ def test_without_free_memory_it_is_refused(home, tmp_path, monkeypatch):
             lambda tier, *more, free=free: (asked.append(tier), free)[1],
         )
         if free < nbytes:
-            refused(job, CapacityError, f"of 2 flat params need {nbytes >> 10}.0 KiB on", *FROZEN)
+            refused(
+                job, CapacityError, f"in the same arrays, need {nbytes >> 10}.0 KiB on", *FROZEN
+            )
         else:
             Told(job).admit(*FROZEN)
             assert set(asked) == {Tier.HOST, *[Tier.NVME] * (home == "nvme")}
