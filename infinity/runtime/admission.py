@@ -168,8 +168,8 @@ def _check_room(job: Job, growths: Mapping[FlatParam, Growth]) -> None:
             raise CapacityError(
                 "add_param_group: gradients and optimizer state of these parameters, and of those"
                 f" stored in the same arrays, need {format_nbytes(nbytes)} on {tier}, of which"
-                f" {format_nbytes(free)} may be used. Give them a farther home, Config(optimizer='nvme', nvme_paths=[...]), or free as"
-                " much."
+                f" {format_nbytes(free)} may be used. Give them a farther home,"
+                " Config(optimizer='nvme', nvme_paths=[...]), or free as much."
             )
 
 
