@@ -132,7 +132,7 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
                 f"{name} cannot be written: transformers makes it of none of the {len(sources)}"
                 " tensors of the model"
             )
-        group = _accumulation(
+        group = _merged(
             [groups[origin] for origin in origins if origin in groups],
             lambda values: convert(model, values),
         )
@@ -150,7 +150,7 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
     return found
 
 
-def _accumulation(groups: list[Group], convert: Callable) -> Group:
+def _merged(groups: list[Group], convert: Callable) -> Group:
     """Merges groups that have a tensor in common into one."""
     first, *others = dict.fromkeys(groups) or [Group(convert)]
     for other in others:

@@ -26,7 +26,7 @@ BROKEN = re.compile(r"gloo|nccl|pair closure|closed by peer", re.IGNORECASE)
 LONGEST = 400  # characters of a reason
 PATIENCE_SECONDS = 2.0  # for a process with closed connections to end, or to report why
 
-_accumulation: _FailureReport | None = None
+_report: _FailureReport | None = None
 
 
 class _FailureReport:
@@ -105,9 +105,9 @@ class _FailureReport:
 def join(store: Any, rank: int, size: int) -> None:
     """Makes this process rank ``rank`` of ``size`` of the job with ``store``. From here on an
     uncaught exception is reported to the other ranks."""
-    global _accumulation
-    first = _accumulation is None
-    _accumulation = _FailureReport(store, rank, size)
+    global _report
+    first = _report is None
+    _report = _FailureReport(store, rank, size)
     if first:
         before = sys.excepthook
 
@@ -145,18 +145,18 @@ def describe_chain(error: BaseException) -> str:
 
 def leave(error: BaseException) -> None:
     """Reports to the other ranks that this one ends with ``error``. No-op without a job."""
-    if _accumulation is not None:
-        _accumulation.leave(error)
+    if _report is not None:
+        _report.leave(error)
 
 
 def reasons() -> str:
     """Returns what is known of ended ranks, in a few sentences, or ""."""
-    return ". ".join(_accumulation.reasons()) if _accumulation is not None else ""
+    return ". ".join(_report.reasons()) if _report is not None else ""
 
 
 def silent() -> str:
     """Returns the ranks that have not reported, after this one has waited in vain, or ""."""
-    return _accumulation.silent() if _accumulation is not None else ""
+    return _report.silent() if _report is not None else ""
 
 
 def _runs(pid: int) -> bool:

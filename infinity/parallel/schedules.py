@@ -69,7 +69,9 @@ def attach(schedule: Any) -> Any:
         if not hasattr(stage, ATTACHED):  # else another schedule has attached it
             _attach_stage(stage, engine)
     if not hasattr(schedule, ATTACHED):
-        schedule.step = _accumulation(schedule, engine, stages, in_flight)  # eval calls it, too
+        schedule.step = _accumulating_step(
+            schedule, engine, stages, in_flight
+        )  # eval calls it, too
         setattr(schedule, ATTACHED, True)
     return schedule
 
@@ -112,7 +114,7 @@ def in_flight_of(engine: Engine) -> InFlight:
     return IN_FLIGHT.setdefault(engine, InFlight(engine))
 
 
-def _accumulation(
+def _accumulating_step(
     schedule: Any, engine: Engine, stages: list[Any], in_flight: InFlight
 ) -> Callable:
     job = engine.job

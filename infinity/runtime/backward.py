@@ -201,7 +201,7 @@ class Backward:
         self._end()
 
     def _end(self) -> None:
-        """Ends the backward. Every gradient is then on its way home, or waits for the rest of a
+        """Ends the backward. Every gradient is then on its way home, or waits for the rest of an
         accumulation pass."""
         job = self.job
         if self._pass.is_accumulating:

@@ -94,11 +94,11 @@ class FlatParam:
         dtype = dtype or self.spec.wrapped_dtype
         weight = self.parts.read(store, "weight", index)
         return self._shaped(
-            self._accumulation(weight, lambda: self.parts.read(store, "master", index), dtype),
+            self._with_master(weight, lambda: self.parts.read(store, "master", index), dtype),
             index,
         )
 
-    def _accumulation(
+    def _with_master(
         self, weight: torch.Tensor, read_master: Callable[[], torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
         """Returns the values of flat ``weight`` in ``dtype``, from the master if that is wider."""
@@ -212,7 +212,7 @@ class FlatParam:
             return {}
         flat = self.flattened(weight, index)[low:high]
         if before is None:
-            home = self._accumulation(
+            home = self._with_master(
                 store.read(self.weight, begin, end),
                 lambda: store.read(self.arrays["master"], begin, end),
                 flat.dtype,

@@ -97,6 +97,7 @@ def converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) -
     wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
     if func is torch.Tensor.type and isinstance(wanted, (str, type)):
         name = wanted if isinstance(wanted, str) else f"{wanted.__module__}.{wanted.__name__}"
+        name = torch.empty(0).type() if name == "torch.Tensor" else name  # torch's alias
         return name == type_name(subject)
     with torch.device("meta"):
         probe = torch.empty_strided(

@@ -121,7 +121,7 @@ class SwapSpace:
                 self.free_spaces.append(space)
             else:
                 self._leaving.append((tickets, space))
-        self.free_spaces = _accumulation(self.free_spaces)
+        self.free_spaces = _merged(self.free_spaces)
         fitting = [
             space
             for space in self.free_spaces
@@ -162,7 +162,7 @@ def _on_disk(nbytes: int) -> int:
     return round_up(nbytes, native.BLOCK_NBYTES)
 
 
-def _accumulation(spaces: list[Space]) -> list[Space]:
+def _merged(spaces: list[Space]) -> list[Space]:
     """Returns ``spaces`` in order, with adjacent ones joined."""
     joined: list[Space] = []
     for volume, offset, size in sorted(spaces):

@@ -50,12 +50,13 @@ def writing_behind(store: ArrayStore) -> Iterator[WriteBehind]:
     when the block ends; if it raises, some may be unwritten. Raises UsageError inside another
     one."""
     writer = WriteBehind(store, store.service)
-    try:
-        with store.lending_service(writer.flush):
+    # First: a refused writer must not wait for what the other one has borrowed.
+    with store.lending_service(writer.flush):
+        try:
             yield writer
             writer.flush()
-    finally:
-        writer.close()
+        finally:
+            writer.close()
 
 
 class WriteBehind:

@@ -143,6 +143,8 @@ CASES = [
     (T.type, ("torch.HalfTensor",), {}),
     (T.type, (torch.FloatTensor,), {}),
     (T.type, (torch.DoubleTensor,), {}),
+    (T.type, (torch.Tensor,), {}),
+    (T.type, ("torch.Tensor",), {}),
     (T.type, (), {"dtype": "torch.FloatTensor"}),
 ]
 
