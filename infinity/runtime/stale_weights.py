@@ -105,7 +105,7 @@ class StaleWeights:
             versions.compute_with(stale=wanted < made)
 
     def update(self, step: Callable[[], object]) -> None:
-        """Runs ``step``, between two uses of the engine: the weights before it become the older
+        """Runs ``step``, between two uses of the engine: the weights before it become the stale
         ones."""
         job = self._job
         with job.uses.begin():

@@ -214,7 +214,7 @@ class HomeArrays:
 
     def advance(self, update: Update, weight: StateArray) -> None:
         """Records the running ``update``, which writes the new ``weight`` beside the old one
-        (AT_HOME -> STEPPING). The new one becomes current, the old one older. Idempotent."""
+        (AT_HOME -> STEPPING). The new one becomes current, the old one stale. Idempotent."""
         if self.weight is not weight:
             self._check_move(Activity.STEPPING)
             before, after = {"weight": self.weight}, self.arrays | {"weight": weight}

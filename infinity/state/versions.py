@@ -4,7 +4,7 @@ either.
 newest    the weights of the last update, which are saved, read and stepped
 stale     the weights that it was made from, which the micro-batches of that time compute with
 
-Masters and moments belong to the newest weights only. The newest weights are the unit. The older
+Masters and moments belong to the newest weights only. The newest weights are the unit. The stale
 ones are a unit of their own over the same parameters, with their own buffers, so both can be on the
 device. An update swaps them.
 """
@@ -40,7 +40,7 @@ class UnitVersions:
         self.unit.in_use.buffers.show()
 
     def begin_update(self) -> None:
-        """Makes the newest weights the older ones, with their device buffers, before an update
+        """Makes the newest weights the stale ones, with their device buffers, before an update
         writes new ones. A graph that saved them keeps their buffers."""
         self.stale.version, self.unit.version = self.unit.version, self.unit.version + 1
         self._swap()
