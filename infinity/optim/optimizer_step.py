@@ -90,11 +90,13 @@ class OptimizerStep:
             then()
             return
         inputs = StepInputs(context, groups, self._members.group_of, clip)
+        ranks = context.collectives.ranks
         # Without flush other stages are at other batches, and no stage waits.
+        meets_stages = ranks.pp_group is not None and not context.keeps_stale()
         context.collectives.meet_for_step(
-            inputs.common,
+            inputs.common if ranks.unit_places else "",  # a digest of every trained parameter
             inputs.own,
-            over_stages=None if context.keeps_stale() else (inputs.of_stages, inputs),
+            over_stages=(inputs.of_stages, inputs) if meets_stages else None,
             trace=context.schedule.expected_after_step(),
             in_common=context.in_common,
             then=then,
