@@ -28,7 +28,7 @@ from ..storage.arrays import StateArray
 from .dtensors import local_of, set_bytes
 from .flat_param import FlatParam
 from .handle import DisableTorchFunction
-from .tensors import sum_of_bits
+from .tensors import fingerprint
 from .weight_storages import WeightStorages
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class DeviceBuffer:
             place.view(flat) for place in flat_param.layout.placements
         ]  # of the parameters
         self._storages: WeightStorages | None = None  # the registry of its storage
-        self._left_sum: int | None = None  # sum of bits of left memory
+        self._left_print: int | None = None  # fingerprint of left memory
 
     def list_in(self, storages: WeightStorages, unit: object) -> None:
         """Registers its storage, now and after each replacement, in ``storages`` as one of
@@ -94,7 +94,7 @@ class DeviceBuffer:
     def fill(self) -> None:
         """Allocates its memory. Called inside work of the queue ``in``."""
         self._device.resize(self.flat.untyped_storage(), self.flat_param.weight_nbytes)
-        self._left_sum = None
+        self._left_print = None
 
     def empty(self, behind: Event) -> None:
         """Frees its memory after the compute so far and ``behind``. If the memory is held, makes it
@@ -107,15 +107,15 @@ class DeviceBuffer:
             self._move_to(
                 torch.UntypedStorage(self.flat_param.weight_nbytes, device=self.flat.device)
             )
-        self._left_sum = None
+        self._left_print = None
         self._device.resize(self.flat.untyped_storage(), 0, behind=behind)
 
     def _leave(self, behind: Event) -> None:
         """Leaves the memory to its holders, as if it were their copy. The next fill reuses it in
         place."""
         storage = self.flat.untyped_storage()
-        if storage.nbytes() and self._left_sum is None:
-            self._left_sum = sum_of_bits(self.flat)
+        if storage.nbytes() and self._left_print is None:
+            self._left_print = fingerprint(self.flat)
             self._tell()
         self._device.close_storage(storage, behind=behind)
 
@@ -133,11 +133,11 @@ class DeviceBuffer:
     def check_left(self) -> None:
         """Raises UsageError, once, if left memory was written to since: home does not have that
         change."""
-        if self._left_sum is None:
+        if self._left_print is None:
             return
         storage = self.flat.untyped_storage()
         storage_guard.open(storage)
-        is_written, self._left_sum = sum_of_bits(self.flat) != self._left_sum, None
+        is_written, self._left_print = fingerprint(self.flat) != self._left_print, None
         storage_guard.close(storage)
         if is_written:
             raise UsageError(

@@ -9,6 +9,7 @@ import torch
 
 from ..distributed.collectives import Collectives
 from ..errors import UsageError
+from ..machine.tiers import Tier
 from ..storage.store import ArrayStore
 from .dtensors import is_distributed
 from .flat_param import FlatParam
@@ -48,7 +49,7 @@ class Exposure:
             [
                 param
                 for buffer in self._buffers
-                if buffer.is_exported
+                if self._can_lose(buffer.flat_param) and buffer.is_exported
                 for param in buffer.flat_param.params
             ]
         )
@@ -77,6 +78,15 @@ class Exposure:
         """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not
         count them."""
         self._edits.watch(param, data, self._can_be_compared(stays))
+
+    def _can_lose(self, flat_param: FlatParam) -> bool:
+        """Returns whether a change of device bytes could be lost: they have a copy, elsewhere or as
+        masters."""
+        return (
+            not self._ranks.alone
+            or flat_param.weight.tier is not Tier.DEVICE
+            or "master" in flat_param.arrays
+        )
 
     def _can_be_compared(self, stays: bool) -> bool:
         """Returns whether a comparison with home shows a change. Not for a device home, which has

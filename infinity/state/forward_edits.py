@@ -16,7 +16,7 @@ from .encoding import same_bits
 from .flat_param import FlatParam
 from .handle import own_bytes
 from .journal import Journal
-from .tensors import sum_of_bits
+from .tensors import fingerprint
 
 COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards
 
@@ -42,7 +42,7 @@ class ForwardEdits:
         ]
         self._compared = 0
         self._edited: set[torch.nn.Parameter] = set()
-        self._sums: dict[torch.nn.Parameter, int] = {}
+        self._prints: dict[torch.nn.Parameter, int] = {}
 
     def begin(self, exported: Sequence[torch.nn.Parameter] = ()) -> None:
         """Begins to watch for changes, before compute. ``exported``: parameters that may be changed
@@ -50,13 +50,13 @@ class ForwardEdits:
         self._watched.clear()
         self._versions = [_count(param) for flat in self._flat_params for param in flat.params]
         compared = self._distributed if self._compared < COMPARED_FIRST else self._edited
-        self._sums = {param: sum_of_bits(own_bytes(param)) for param in (*compared, *exported)}
+        self._prints = {param: fingerprint(own_bytes(param)) for param in (*compared, *exported)}
         self._compared += bool(self._distributed)
 
     def forget(self) -> None:
         """Drops everything watched."""
         self._watched.clear()
-        self._sums = {}
+        self._prints = {}
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, can_be_compared: bool) -> None:
         """Watches for changes of ``param`` through ``data``. ``can_be_compared``: with the value at
@@ -66,13 +66,13 @@ class ForwardEdits:
 
     def knows(self, param: torch.nn.Parameter) -> bool:
         """Tells whether any change of ``param`` will be found, however it is made."""
-        return param in self._sums or param in self._watched
+        return param in self._prints or param in self._watched
 
     def look(self) -> bool:
         """Tells whether any parameter was changed, or given to a user who may have changed it."""
-        for param, before in self._sums.items():
+        for param, before in self._prints.items():
             # On every data rank: each has the whole local part.
-            if sum_of_bits(own_bytes(param)) != before:
+            if fingerprint(own_bytes(param)) != before:
                 if is_distributed(param):
                     self._edited.add(param)
                 self._watched.setdefault(param, None)

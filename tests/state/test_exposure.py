@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from infinity import native
 from infinity.errors import UsageError
 from infinity.machine import storage_guard
+from infinity.machine.tiers import Tier
+from infinity.state import forward_edits
 from infinity.state.exposure import Exposure
 from infinity.state.flat_param import FlatParam
 from infinity.state.flat_param_spec import FlatParamSpec
@@ -275,6 +277,29 @@ def test_an_export_from_an_earlier_use_is_compared_with_the_begin_of_this_one():
     assert not case.find()
     outside(case.params[0], 7)
     assert case.find()
+
+
+def test_rows_that_change_places_through_an_export_are_found():
+    case = Case()
+    case.buffers[0].is_exported = True
+    case.exposure.begin()
+    values = own_bytes(case.params[0]).numpy()
+    values[[0, 3]] = values[[3, 0]]
+    assert case.find()
+
+
+@pytest.mark.parametrize("alone, master", [(True, False), (True, True), (False, False)])
+def test_a_home_on_the_device_is_read_only_if_a_change_could_be_lost(alone, master, monkeypatch):
+    """A home on the device without masters is changed by an export itself; masters and other ranks
+    would not follow."""
+    case, read = Case(alone=alone), []
+    monkeypatch.setattr(forward_edits, "fingerprint", lambda each: read.append(each) or 0)
+    for buffer, flat_param in zip(case.buffers, case.flat_params):
+        buffer.is_exported, flat_param.weight.tier = True, Tier.DEVICE
+        if master:
+            flat_param.arrays["master"] = flat_param.weight
+    case.exposure.begin()
+    assert len(read) == (0 if alone and not master else 3)
 
 
 @pytest.mark.parametrize("stays, compresses", [(True, False), (False, True)])

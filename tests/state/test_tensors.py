@@ -1,19 +1,23 @@
-"""Tensors: writes into tensors of any strides, digests and sums of their bits, and storage."""
+"""Tensors: writes into tensors of any strides, digests and fingerprints, and storage."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from infinity.machine import storage_guard
+from infinity.state import tensors
 from infinity.state.tensors import (
+    _sum_of_places,
     checksum_of,
     digest_of,
+    fingerprint,
     give_storage,
     overwrite,
     put,
-    sum_of_bits,
     take_storage,
 )
 
@@ -73,19 +77,52 @@ def test_a_checksum_continues_from_a_seed_and_of_nothing_is_the_seed():
     assert checksum_of(torch.empty(0), 17) == 17 and checksum_of(torch.empty(0)) == 0
 
 
-@pytest.mark.parametrize(
-    "dtype, one", [(torch.float32, 0x3F800000), (torch.bfloat16, 0x3F80), (torch.float16, 0x3C00)]
-)
-def test_a_sum_of_bits_adds_them_as_signed_integers_in_64_bits(dtype, one):
-    bits = dtype.itemsize * 8
-    assert sum_of_bits(torch.ones(2, 2, dtype=dtype).t()) == 4 * one
-    assert sum_of_bits(torch.tensor([-0.0, 1.0], dtype=dtype)) == one - 2 ** (bits - 1)
+WIDTHS = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
 
 
-def test_a_sum_of_bits_takes_every_width():
-    assert sum_of_bits(torch.full((100,), 127, dtype=torch.int8)) == 12700
-    assert sum_of_bits(torch.tensor([2**40, 1])) == 2**40 + 1
-    assert sum_of_bits(torch.empty(0)) == 0
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("number", [fingerprint, lambda each: _sum_of_places(each.reshape(-1))])
+def test_a_fingerprint_shows_every_element_and_its_place(number, dtype):
+    """Method: each element changed by its lowest bit, and each pair of neighbours swapped; on the
+    host and as a device computes it. Twin: a copy has the same."""
+    tensor = torch.arange(1, 13).reshape(3, 4).to(dtype)
+    kept = number(tensor)
+    assert number(tensor.clone()) == kept
+    for place in range(12):
+        changed = tensor.clone()
+        changed.view(torch.uint8).view(-1)[place * dtype.itemsize] ^= 1
+        assert number(changed) != kept
+    for place in range(11):
+        swapped = tensor.clone().view(-1)
+        swapped[[place, place + 1]] = swapped[[place + 1, place]]
+        assert number(swapped) != kept
+
+
+def test_a_fingerprint_takes_pieces_and_nothing(monkeypatch):
+    values = torch.arange(10.0)
+    whole = _sum_of_places(values)
+    monkeypatch.setattr(tensors, "SUMMED_AT_ONCE", 3)
+    assert _sum_of_places(values) == whole != _sum_of_places(values.flip(0))
+    assert fingerprint(torch.empty(0)) == _sum_of_places(torch.empty(0)) == 0
+
+
+def test_a_fingerprint_reads_in_storage_order_and_copies_nothing(monkeypatch):
+    """Method: the memory that is read is the tensor's own, by rows, by columns and
+    channels-last. Twin: with gaps, where only the elements count."""
+    read = []
+    crc32c = tensors.native.crc32c
+    counted = SimpleNamespace(crc32c=lambda each: read.append(each.data_ptr()) or crc32c(each))
+    monkeypatch.setattr(tensors, "native", counted)
+    images = torch.rand(2, 3, 4, 5)
+    for each in (images, images.permute(0, 3, 1, 2), images.transpose(1, 2)):
+        fingerprint(each)
+        assert read.pop() == each.data_ptr()
+    gaps = images[..., ::2]
+    kept = fingerprint(gaps)
+    images[..., 1::2] = 7
+    assert fingerprint(gaps) == kept
+    images[..., 2] = 7
+    assert fingerprint(gaps) != kept
 
 
 @pytest.mark.parametrize("strides", ["row-major", "column-major", "gaps"])
