@@ -11,8 +11,10 @@ import torch
 
 from .. import native
 from . import disk_profile
+from .limits import memory_left
 
-PROBE_NBYTES = 64 * 1024 * 1024
+PROBE_NBYTES, LEAST_PROBE_NBYTES = 64 * 1024 * 1024, 1024 * 1024
+PROBE_SHARE = 1 / 16  # of the memory left, where that is less
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Rates:
 @cache
 def memory_rate(device: str = "cpu") -> float:
     """Measures the bytes per second that a copy reads and writes in a device's memory. Cached."""
-    source = torch.ones(PROBE_NBYTES, dtype=torch.uint8, device=device)
+    nbytes = _probe_nbytes() if torch.device(device).type == "cpu" else PROBE_NBYTES
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
     def copy() -> None:
@@ -52,14 +55,20 @@ def memory_rate(device: str = "cpu") -> float:
         if source.device.type != "cpu":
             torch.accelerator.synchronize(source.device)
 
-    return 2 * PROBE_NBYTES / _best(copy)
+    return 2 * nbytes / _best(copy)
 
 
 @cache
 def checksum_rate() -> float:
     """Measures the bytes per second that one thread checksums. Cached."""
-    source = torch.ones(PROBE_NBYTES, dtype=torch.uint8)
-    return PROBE_NBYTES / _best(lambda: native.crc32c(source))
+    source = torch.ones(_probe_nbytes(), dtype=torch.uint8)
+    return source.nbytes / _best(lambda: native.crc32c(source))
+
+
+def _probe_nbytes() -> int:
+    """Returns the bytes of a probe of the host's memory: more than caches hold, unless a job under
+    way has left too little, which a probe must not use up."""
+    return max(LEAST_PROBE_NBYTES, min(PROBE_NBYTES, int(memory_left() * PROBE_SHARE)))
 
 
 def _best(work) -> float:
