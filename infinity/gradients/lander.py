@@ -93,6 +93,8 @@ class Lander:
                 there.copy_(value)
             order = None if record.viewed else self._norms.order
             record.norm = None if order is None else (order, take_norm(there, order))
+        if self._device.is_host:
+            self._device.note_freed(value.nbytes)  # by the caller
 
     def beside(
         self,

@@ -175,10 +175,14 @@ class Device:
         freed = storage.nbytes()
         if freed != nbytes:  # no resize of unchanged memory: torch could refuse it
             storage.resize_(nbytes)
-        if freed and not nbytes:
-            self._heap.freed(freed)
         if not nbytes:
+            self.note_freed(freed)
             storage_guard.close(storage)
+
+    def note_freed(self, nbytes: int) -> None:
+        """Notes that a buffer of ``nbytes`` in device memory goes back to its allocator. The host's
+        allocator keeps it, unless the heap is trimmed."""
+        self._heap.freed(nbytes)
 
     def close_storage(self, storage: torch.UntypedStorage, *, behind: Event = PAST) -> None:
         """Makes the bytes of ``storage`` inaccessible, and keeps its memory. The next fill comes

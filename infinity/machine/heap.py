@@ -39,5 +39,9 @@ class Heap:
             self._until_look = self._after(left)
 
     def _after(self, left: int) -> int:
-        """Returns the bytes that may be freed before the next check: the heap grows by no more."""
-        return max(LEAST_FREED_NBYTES, (left - self._low) // 2)
+        """Returns the bytes that may be freed before the next check: the heap grows by no more.
+
+        Never more than half of the reserve, however much is left now: a plan that is being laid
+        out takes what is left without freeing anything.
+        """
+        return max(LEAST_FREED_NBYTES, min(left - self._low, self._low) // 2)

@@ -162,3 +162,12 @@ def test_only_a_device_with_transfers_of_its_own_lands_beside_the_compute(job):
     job.engine.gradients.homes.queue.wait(flat_param)
     land(job, ODD, adds=False, whole=False)
     assert len(job.engine.gradients.homes.landing_of(flat_param)) == is_beside(job)
+
+
+def test_a_landed_gradient_counts_as_freed_where_the_host_computes(job, monkeypatch):
+    """The host's allocator keeps its memory, which the heap must know of. Twin: a device's own
+    allocator uses it again."""
+    freed = []
+    monkeypatch.setattr(type(job.engine.device), "note_freed", lambda device, n: freed.append(n))
+    land(job, ODD, adds=False)
+    assert freed == ([] if is_beside(job) else [ODD.nbytes])
