@@ -45,7 +45,8 @@ def open(storage: torch.UntypedStorage) -> None:
 
 def identity(tensor: torch.Tensor) -> int:
     """Returns an id of the storage of ``tensor``, unique among live storages."""
-    return tensor.untyped_storage()._cdata
+    # torch's own: a subclass may refuse to give its memory away, which this does not.
+    return torch.Tensor.untyped_storage(tensor)._cdata
 
 
 def references(tensor: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ lives as long as the model or its optimizer. Everything it owns is freed when bo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -31,6 +31,7 @@ from .passes import Passes
 from .recovery import is_interrupted, recover
 from .resources import Resources
 from .stale_weights import StaleWeights
+from .touches import Touches
 from .weight_average import WeightAverage
 
 
@@ -53,6 +54,7 @@ class Engine:
         self.backward = Backward(job, recover=lambda: me().recover())
         self.passes = Passes(job, self.backward)
         self.accumulation = AccumulationPass(job, self.backward)
+        self._touches = Touches(job, lambda handle, what: me().refusal(handle, what))
         # insist: a finalizer runs once, so Ctrl-C must not end it early.
         finalizer = self._finalizer = weakref.finalize(self, native.insist, free)
         job.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
@@ -183,6 +185,14 @@ class Engine:
         if not self.computing:
             raise self.refusal(handle, operation)
         self.passes.hold_for_frame(handle.unit)
+
+    def touching(
+        self, handles: Sequence[ParamHandle], operation: str, *, writes: bool
+    ) -> AbstractContextManager:
+        """Returns a block outside of a pass in which the parameters are resident. ``writes``:
+        ``operation`` may change them, which goes home at the end. Raises UsageError if it is
+        refused now."""
+        return self._touches.holding(handles, operation, writes=writes)
 
     def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
         """Makes the error for using a parameter at home."""

@@ -75,12 +75,16 @@ class Prefetcher:
     # --- holds ---
 
     @apart
-    def hold(self, unit: ParamUnit, *, backward: bool = False) -> None:
-        """Makes ``unit`` resident until :meth:`unhold`. Blocks as :meth:`ensure`."""
+    def hold(self, unit: ParamUnit, *, backward: bool = False, in_pass: bool = True) -> None:
+        """Makes ``unit`` resident until :meth:`unhold`. Blocks as :meth:`ensure`. ``in_pass``: it
+        is a use of the schedule."""
         unit = unit.in_use
         self._pass.holds[unit] += 1
         try:
-            self.ensure(unit, backward=backward)
+            if in_pass:
+                self.ensure(unit, backward=backward)
+            else:
+                self._make_resident(unit)
         except BaseException:
             # Not unhold(): the unit is not exposed, so its edits would be those of its last use.
             self._take_off(unit)
@@ -89,11 +93,12 @@ class Prefetcher:
             unit.exposure.begin()
 
     @apart
-    def unhold(self, unit: ParamUnit) -> None:
+    def unhold(self, unit: ParamUnit, *, in_pass: bool = True) -> None:
         """Takes one hold off. The last makes the unit idle, and sends its edits home."""
         unit = unit.in_use
         if self._take_off(unit):
-            self.schedule.leave(unit.index)
+            if in_pass:
+                self.schedule.leave(unit.index)
             unit.buffers.note_use(self._device.now())
             if unit.residency is Residency.RESIDENT:
                 try:
@@ -158,6 +163,19 @@ class Prefetcher:
         """Makes ``unit`` resident now, then starts fetching the next units of the schedule. Blocks
         on the disk, and on the other ranks for a gather."""
         self._note_compute()
+        self._make_resident(unit)
+        self.schedule.use(unit.index, backward=backward)
+        if (times := unit.take_read_times()) is not None:
+            self.look_ahead.note_read(unit.index, *times)
+        self._pass.computing = unit.index, time.perf_counter()
+        self.fetch_ahead(self.schedule.upcoming(backward=backward))
+        upcoming = islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD)
+        if self._ranks.size > 1:
+            self._gather_ahead(upcoming if backward else islice(upcoming, GATHERS_AHEAD))
+        elif self._device.overlaps:
+            self._copy_ahead(upcoming)
+
+    def _make_resident(self, unit: ParamUnit) -> None:
         if unit.residency is Residency.GATHERING:
             self._finish(unit)
         if unit.residency is not Residency.RESIDENT:
@@ -170,16 +188,6 @@ class Prefetcher:
         if unit.is_updating:
             with self._store.traffic.stalled("nvme->host", unit.name):
                 unit.wait_for_update()
-        self.schedule.use(unit.index, backward=backward)
-        if (times := unit.take_read_times()) is not None:
-            self.look_ahead.note_read(unit.index, *times)
-        self._pass.computing = unit.index, time.perf_counter()
-        self.fetch_ahead(self.schedule.upcoming(backward=backward))
-        upcoming = islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD)
-        if self._ranks.size > 1:
-            self._gather_ahead(upcoming if backward else islice(upcoming, GATHERS_AHEAD))
-        elif self._device.overlaps:
-            self._copy_ahead(upcoming)
 
     def begin_pass(self, *, training: bool) -> None:
         """Begins a root forward with the trace that the schedule expects. Every data rank calls

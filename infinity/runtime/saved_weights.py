@@ -52,8 +52,8 @@ class SavedWeight:
         if self.version != self.unit.in_use.version:
             raise UsageError(
                 f"this backward needs weights of unit {self.unit.name} as they were in its forward,"
-                " but they were changed since (by optimizer.step() or load_state_dict()). Run"
-                " backward before the step."
+                " but they were changed since (by optimizer.step(), load_state_dict() or an edit)."
+                " Run backward before that."
             )
         if (
             torch.is_grad_enabled()

@@ -6,6 +6,7 @@ Owner and Unit: the interfaces that a parameter needs of its engine and its unit
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -27,6 +28,8 @@ class Owner(Protocol):
     """The engine, as a parameter sees it."""
 
     gradients: Any  # the GradientBank, which gets and sets ``p.grad``
+    touch: Callable[[ParamHandle, str], None]  # gathers in a forward or backward, or raises
+    touching: Callable[..., AbstractContextManager]  # uses parameters outside of a pass
     device: Device  # the device that computes
     uses: Uses
     steps: StepCounter
@@ -34,9 +37,6 @@ class Owner(Protocol):
     @property
     def computing(self) -> bool:
         """Whether a forward or backward of the model is running."""
-
-    def touch(self, handle: ParamHandle, operation: str) -> None:
-        """Gathers the parameter inside a forward or backward, and raises UsageError elsewhere."""
 
     def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
         """Returns the error for ``operation`` on a parameter at home."""
@@ -73,6 +73,7 @@ class ParamHandle:
         "keeps_moments",
         "version",
         "forward_edits",
+        "replaced",
         "has_loaded_master",
         "borrowed",
         "is_counted",
@@ -94,6 +95,7 @@ class ParamHandle:
         self.keeps_moments = False  # although ``step`` is 0: the user reset the count
         self.version = 0  # counts changes of the value at home, without those of forwards
         self.forward_edits = 0  # counts those
+        self.replaced = 0  # counts assignments of ``param.data``
         # Since the last step: loading the value that it belongs to keeps its bits.
         self.has_loaded_master = False
         # The borrowed view that replaces the parameter inside a block of full_params, with the

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from types import FrameType
+from collections.abc import Iterator
+from functools import lru_cache
+from types import CodeType, FrameType
 
 import torch
 
@@ -86,14 +88,6 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
             "Register one hook for each parameter: param.register_post_accumulate_grad_hook(hook).",
         ),
         (
-            "trl/trainer/callbacks.py",
-            "_sync_target_model",
-            (
-                "sync_ref_model changes the reference model's weights outside its forward: leave it"
-                " out, or keep a plain reference model."
-            ),
-        ),
-        (
             "peft/",
             (
                 "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter"
@@ -156,32 +150,46 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
                 " inside a forward, or of what infinity.full_params(model, names) gives."
             ),
         ),
-        (
-            "torch/nn/init.py",
-            "",
-            (
-                "Initialise before wrap_model, or inside `with infinity.full_params(model,"
-                " writeback=True)`."
-            ),
-        ),
     ]
 ]
 DEEPEST = 60  # frames that are searched
 
 
+# Of these only the copies are mistakes: what they read and write of parameters works.
+ONLY_COPIES = ("torch/optim/swa_utils.py", "diffusers/training_utils.py")
+
+
 def advice(param: torch.Tensor | None = None) -> str:
     """Returns a hint for the calling library, or for ``param`` if its module was called alone; else
     an empty string."""
-    frame = sys._getframe(1)
+    for said, _ in _running(sys._getframe(1)):
+        return said
+    return "" if param is None else called_alone(param)
+
+
+def is_misuse() -> bool:
+    """Tells whether a function is running that may not use parameters at home."""
+    return any(not only_copies for _, only_copies in _running(sys._getframe(1)))
+
+
+def _running(frame: FrameType | None) -> Iterator[tuple[str, bool]]:
+    """Yields the hints for the known functions that are running, the innermost first, and whether
+    only copies are mistakes."""
     for _ in range(DEEPEST):
         if frame is None:
-            break
-        path, name = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
-        for known, names, said in KNOWN:
-            if f"/{known}" in path and (not names or name in names):
-                return said
+            return
+        if (found := _known(frame.f_code)) is not None:
+            yield found
         frame = frame.f_back
-    return "" if param is None else called_alone(param)
+
+
+@lru_cache(maxsize=4096)
+def _known(code: CodeType) -> tuple[str, bool] | None:
+    path = code.co_filename.replace(os.sep, "/")
+    for known, names, said in KNOWN:
+        if f"/{known}" in path and (not names or code.co_name in names):
+            return said, known in ONLY_COPIES
+    return None
 
 
 def is_called_from(path: str, name: str = "") -> bool:

@@ -58,6 +58,7 @@ class Operation(Enum):
     STATE_DICT = "state_dict()"
     LOAD_STATE_DICT = "load_state_dict()"
     WRITE_STATE_DICT = "writing to a tensor of a state dict"
+    TOUCH = "using a parameter"
     WRITE_VALUE = "writing to a parameter"
     FULL_PARAMS = "full_params"
     WRITE_FULL_PARAMS = "full_params(writeback=True)"
@@ -100,6 +101,7 @@ TABLE = """
     STATE_DICT                 u . . . s p . w .
     LOAD_STATE_DICT            u f . a s p e w .
     WRITE_STATE_DICT           u . . a . . . w .
+    TOUCH                      u . . . s p . w .
     WRITE_VALUE                u . . . . p e w .
     FULL_PARAMS                u . . . s p . w .
     WRITE_FULL_PARAMS          u . . a s p e w .
@@ -134,6 +136,7 @@ QUICK = {
     Operation.SET_GRAD,
     Operation.ADD_PARAM_GROUP,
     Operation.WRITE_STATE_DICT,
+    Operation.TOUCH,
     Operation.WRITE_VALUE,
 }
 

@@ -15,6 +15,7 @@ StoredDTensor       a distributed parameter whose local part is at home; while t
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +26,17 @@ from ..machine import storage_guard
 from . import mistakes
 from .borrowed import lent_to
 from .dtensors import DTensor, is_distributed
-from .handle import DisableTorchFunction, handle_of, own_bytes, raw_grad, set_raw_grad
+from .handle import (
+    DisableTorchFunction,
+    ParamHandle,
+    handle_of,
+    own_bytes,
+    raw_grad,
+    set_raw_grad,
+)
 from .torch_functions import DETACH, EQUAL, LIKE, METADATA, TO, converts_to_itself, type_name
+from .touch import touch
+from .view_chain import ViewChain, chain_of, present
 
 
 class _ManagedGrad:
@@ -128,10 +138,11 @@ class _Stored:
                 return _set_data(subject, args[1])
         touched = [leaf for leaf in leaves if isinstance(leaf, _Stored)]
         engine = handle_of(touched[0]).engine
+        if not engine.computing:
+            if subject is not None and func is torch.Tensor.copy_ and _is_whole(subject):
+                return _set_value(subject, *args[1:], **kwargs)
+            return touch(func, args, kwargs, touched, StoredAlias.like)
         with engine.uses.begin():
-            if subject is not None and func is torch.Tensor.copy_ and not engine.computing:
-                engine.write_value(handle_of(subject), args[1])
-                return subject
             for tensor in touched:
                 handle_of(tensor).engine.touch(
                     handle_of(tensor), getattr(func, "__name__", str(func))
@@ -220,26 +231,31 @@ class StoredAlias(_Stored, torch.Tensor):
 
     @staticmethod
     def of(source: torch.Tensor) -> StoredAlias:
-        """Makes the alias of a parameter, or of another alias."""
+        """Makes the detached counterpart of a parameter, or of a tensor at rest that views one."""
+        chain = replace(chain_of(source), is_detached=True)
+        return StoredAlias.like(source, handle_of(source), chain)
+
+    @staticmethod
+    def like(view: torch.Tensor, handle: ParamHandle, chain: ViewChain) -> StoredAlias:
+        """Makes the tensor at rest that ``chain`` leads to, with the metadata of ``view``."""
         with DisableTorchFunction():
             alias = torch.Tensor._make_wrapper_subclass(
                 StoredAlias,
-                source.shape,
-                strides=source.stride(),
-                dtype=source.dtype,
-                device=source.device,
+                view.shape,
+                strides=view.stride(),
+                dtype=view.dtype,
+                device=view.device,
+                requires_grad=view.requires_grad and not chain.is_detached,
             )
             storage_guard.close(alias.untyped_storage())
-        alias._infinity = handle_of(source)
+        alias._infinity, alias._chain = handle, chain
         return alias
 
     def gathered(self) -> torch.Tensor:
-        """Returns the parameter's own bytes, once they are on the device."""
+        """Returns its bytes, once the parameter's are on the device, in a forward or backward."""
         handle = handle_of(self)
-        param = handle.flat_param.params[handle.index]
-        data = own_bytes(param)
-        handle.unit.watch(param, data)
-        return data
+        handle.unit.watch(handle.param, own_bytes(handle.param))
+        return present(self)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -317,13 +333,40 @@ def _equal(one: Any, other: Any) -> bool | None:
     return torch.equal(*values)
 
 
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor at rest is all of its parameter, in its own shape."""
+    return not chain_of(tensor).steps
+
+
+def _set_value(subject: torch.Tensor, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+    """Does ``subject.copy_(value)`` at home."""
+    if isinstance(value, _Stored):
+        with torch.no_grad():
+            value = value.clone()
+    engine = handle_of(subject).engine
+    with engine.uses.begin():
+        engine.write_value(handle_of(subject), value)
+    return subject
+
+
 def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
-    """Allows ``p.data = p``, which an unchanged module.to() does. Any other value would not reach
-    home, and raises."""
-    if value is subject or handle_of(value) is handle_of(subject):
+    """Does ``p.data = value`` at home, for a value of the parameter's shape and dtype."""
+    if value is subject or (handle_of(value) is handle_of(subject) and _is_whole(value)):
         return
-    name = handle_of(subject).name
-    raise UsageError(
-        f"assigning {name}.data would not reach its home. Use `with infinity.full_params(model,"
-        f" [{name!r}], writeback=True)`, or load_state_dict()."
+    handle = handle_of(subject)
+    alike = isinstance(value, torch.Tensor) and all(
+        getattr(value, name) == getattr(subject, name) for name in ("shape", "dtype", "device")
     )
+    if (
+        handle.engine.computing
+        or not _is_whole(subject)
+        or not alike
+        or isinstance(value, _Stored)  # in torch both would have one memory from then on
+    ):
+        raise UsageError(
+            f"assigning {handle.name}.data would not reach its home. Use `with"
+            f" infinity.full_params(model, [{handle.name!r}], writeback=True)`, or"
+            " load_state_dict()."
+        )
+    _set_value(subject, value)
+    handle.replaced += 1

@@ -49,6 +49,7 @@ class Job:
 
     def __init__(self) -> None:
         self.computing, self.said, self.version, self.inside = False, [], 0, []
+        self.lets = False  # whether a parameter may be touched outside of a forward
         self.gradients = self.uses = self
         params = [torch.nn.Parameter(value.clone()) for value in VALUES]
         self.flat_param = FlatParam(SPEC, params)
@@ -87,6 +88,22 @@ class Job:
             give_storage(handle.param)
             own_bytes(handle.param).copy_(VALUES[handle.index])
         handle.param.__class__ = ResidentParameter
+
+    @contextmanager
+    def touching(self, handles, operation: str, *, writes: bool):
+        if not self.lets:
+            raise self.refusal(handles[0], operation)
+        names = ", ".join(handle.name for handle in handles)
+        self.said.append(f"{operation} of {names}{', which may be written' if writes else ''}")
+        self.computing = True
+        for handle in handles:
+            if handle.param.__class__ is StoredParameter:
+                self.touch(handle, operation)
+                self.said.pop()
+        self.computing = False
+        yield
+        for handle in handles:
+            handle.param.__class__ = StoredParameter
 
     def write_value(self, handle, value) -> None:
         self.said.append((f"write {handle.name} inside {self.inside}", value))
@@ -247,14 +264,23 @@ def test_a_whole_copy_writes_home_and_returns_the_parameter(job):
     assert job.said[0] == "copy_ of a inside ['use']"
 
 
-def test_its_data_may_be_set_to_itself_alone(job):
-    """Twin: any other value would not reach home."""
-    a, b, _ = job.params
+def test_data_that_is_assigned_goes_home(job):
+    """Twins: its own is no assignment; another shape or dtype, another parameter's memory, and any
+    in a forward are refused."""
+    a, b, c = job.params
+    value = torch.zeros(2, 3)
     a.data = a
     a.data = a.detach()
-    for value in (torch.zeros(2, 3), b):
-        with pytest.raises(UsageError, match=r"assigning a\.data would not reach its home"):
-            a.data = value
+    assert job.said == [] and a._infinity.replaced == 0
+    a.data = value
+    assert job.said == [("write a inside ['use']", value)] and a._infinity.replaced == 1
+    job.said.clear()
+    for param, other in ((a, torch.zeros(3)), (a, value.double()), (b, c), (b, c.detach())):
+        with pytest.raises(UsageError, match=r"assigning [ab]\.data would not reach its home"):
+            param.data = other
+    job.computing = True
+    with pytest.raises(UsageError, match=r"assigning a\.data would not reach its home"):
+        a.data = torch.zeros(2, 3)
     assert job.said == []
 
 
@@ -420,7 +446,7 @@ def test_a_distributed_parameter_is_gathered_for_its_local_part_and_for_all_of_i
                 assert use(tensor).tolist() == [0, 1, 2, 3]
                 assert job.said.pop() == f"{name} of d inside ['use']" and job.said == []
                 assert type(param) is DTensor
-        param.__class__ = StoredDTensor
+        param.__class__, job.computing = StoredDTensor, True
         assert (param + 1).to_local().tolist() == [1, 2, 3, 4]
         assert type(param) is StoredDTensor and job.said[0] == "add of d inside ['use']"
     finally:

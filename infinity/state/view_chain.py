@@ -1,0 +1,92 @@
+"""ViewChain: the views that led from a parameter at rest to a tensor, to be repeated.
+
+A view of a parameter at rest has no bytes. Each use of it brings the parameter, and views it again:
+so it shows the newest values, as in torch, and a write to it is a write to the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ..errors import UsageError
+from .handle import handle_of, managed, own_bytes
+
+SUBJECT = object()  # stands among the arguments for the tensor that is viewed
+
+
+@dataclass(frozen=True)
+class ViewStep:
+    """A call of ``func``, of whose results the one numbered ``output`` is the view."""
+
+    func: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    output: int
+    with_grad: bool  # whether autograd recorded it
+
+    @classmethod
+    def of_call(
+        cls, func, args: tuple, kwargs: dict, subject: torch.Tensor, output: int
+    ) -> ViewStep:
+        """Makes the step of a call with ``subject`` among its arguments."""
+        args, kwargs = tree_map(lambda each: SUBJECT if each is subject else each, (args, kwargs))
+        return cls(func, args, kwargs, output, torch.is_grad_enabled())
+
+    @classmethod
+    def of_place(cls, view: torch.Tensor) -> ViewStep:
+        """Makes the step that gives ``view`` by its place in the parameter's memory."""
+        place = (SUBJECT, view.size(), view.stride(), view.storage_offset())
+        return cls(torch.as_strided, place, {}, 0, torch.is_grad_enabled())
+
+    def repeat(self, subject: torch.Tensor) -> torch.Tensor:
+        """Takes the view of ``subject``, which is resident."""
+        with torch.set_grad_enabled(self.with_grad):
+            args, kwargs = tree_map(
+                lambda each: subject if each is SUBJECT else each, (self.args, self.kwargs)
+            )
+            return tree_flatten(self.func(*args, **kwargs))[0][self.output]
+
+
+@dataclass(frozen=True)
+class ViewChain:
+    """The views that led from a parameter to a tensor at rest, the first of them first."""
+
+    steps: tuple[ViewStep, ...] = ()
+    is_detached: bool = False  # from the graph of autograd, as by ``detach`` and ``data``
+    replaced: int = 0  # times that ``param.data`` had been assigned when it was made
+
+    def repeat(self, param: torch.Tensor) -> torch.Tensor:
+        """Takes the views of ``param``, which is resident."""
+        value = own_bytes(param) if self.is_detached else param
+        for step in self.steps:
+            value = step.repeat(value)
+        return value
+
+    def then(self, step: ViewStep) -> ViewChain:
+        """Returns the chain of a view of the tensor that has this one."""
+        return replace(self, steps=(*self.steps, step))
+
+
+def chain_of(tensor: torch.Tensor) -> ViewChain:
+    """Returns the chain of a parameter, or of a tensor at rest that views one."""
+    if (chain := tensor.__dict__.get("_chain")) is not None:
+        return chain
+    handle = handle_of(tensor)
+    return ViewChain(replaced=0 if handle is None else handle.replaced)
+
+
+def present(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor at rest with its bytes, while its parameter is resident. Raises UsageError
+    for a view of values that ``param.data = ...`` has replaced."""
+    handle, chain = managed(tensor), chain_of(tensor)
+    if chain.replaced != handle.replaced:
+        raise UsageError(
+            f"a view of parameter {handle.name} shows the values before {handle.name}.data was"
+            " assigned, which are gone. Take the view again, or keep a copy: view.clone()."
+        )
+    return chain.repeat(handle.param)

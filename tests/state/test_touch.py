@@ -1,0 +1,196 @@
+"""Touch: one operation on parameters at rest has the results that it has on plain ones, and leaves
+nothing resident."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import AtHome, small_at_home
+from torch import nn
+
+import infinity
+from infinity.errors import UsageError
+from infinity.runtime.touches import Touches
+from infinity.state.parameter import StoredAlias, StoredParameter
+
+VALUES = torch.arange(8.0).view(2, 4)
+
+
+@pytest.fixture
+def job() -> AtHome:
+    """Six weights, each in a unit of its own, with 0, 1, 2, ..."""
+    job = small_at_home()
+    with torch.no_grad():
+        for layer in job.model.layers:
+            layer.weight.copy_(VALUES)
+    return job
+
+
+def weights(job: AtHome) -> list[nn.Parameter]:
+    return list(job.model.parameters())
+
+
+def home(job: AtHome, number: int = 0) -> list:
+    return job.model.state_dict()[f"layers.{number}.weight"].tolist()
+
+
+def is_at_rest(job: AtHome) -> bool:
+    held = any(job.engine.job.prefetcher.is_held(handle.unit) for handle in job.handles)
+    return not held and all(type(weight) is StoredParameter for weight in weights(job))
+
+
+# --- results ---
+
+
+def test_a_read_gives_a_plain_tensor(job):
+    weight = weights(job)[0]
+    found = weight.detach() * 2 + weight.data
+    assert type(found) is torch.Tensor and torch.equal(found, VALUES * 3) and is_at_rest(job)
+
+
+def test_a_result_in_a_parameters_memory_is_at_rest_itself(job):
+    """Method: what the views give follows the values. Twin: a result with memory of its own does
+    not."""
+    weight = weights(job)[0]
+    views = [weight.detach().t(), weight.data[1], weight.view(-1)[2:4], *weight.split(2, dim=1)]
+    copy = weight.detach().clone()
+    assert all(type(view) is StoredAlias for view in views)
+    with torch.no_grad():
+        weight.mul_(2)
+    plain = VALUES * 2
+    for view, expected in zip(
+        views, [plain.t(), plain[1], plain.view(-1)[2:4], *plain.split(2, 1)]
+    ):
+        assert view.shape == expected.shape and view.stride() == expected.stride()
+        assert torch.equal(view + 0, expected)
+    assert torch.equal(copy, VALUES) and is_at_rest(job)
+
+
+def test_what_an_operation_returns_of_its_arguments_is_the_argument(job):
+    weight = weights(job)[0]
+    alias, view = weight.detach(), weight.detach()[0]
+    with torch.no_grad():
+        assert weight.add_(1) is weight and alias.mul_(2) is alias and view.zero_() is view
+    assert home(job)[0] == [0] * 4 and home(job)[1] == [10, 12, 14, 16]
+
+
+def test_views_of_several_parameters_in_one_memory_are_told_apart():
+    """Method: two parameters of one unit, in one call."""
+    model = nn.Linear(4, 4)
+    model, _ = infinity.wrap_model(model, None, {"params": "host"})
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    weight, bias = torch.broadcast_tensors(model.weight.detach(), model.bias.detach())
+    assert torch.equal(weight + 0, values["weight"])
+    assert torch.equal(bias + 0, values["bias"].expand(4, 4))
+
+
+# --- writes ---
+
+
+def test_a_write_goes_home_with_every_way_to_write(job):
+    """Twin: the others keep their values."""
+    with torch.no_grad():
+        weights(job)[0].clamp_(2, 5)
+        weights(job)[1].data[0, 1:3] = 9
+        torch.add(VALUES, 1, out=weights(job)[2].data)
+        weights(job)[3].data += 3
+        nn.init.constant_(weights(job)[4], 4)
+    assert home(job, 0) == VALUES.clamp(2, 5).tolist()
+    assert home(job, 1) == [[0, 9, 9, 3], [4, 5, 6, 7]]
+    assert home(job, 2) == (VALUES + 1).tolist() and home(job, 3) == (VALUES + 3).tolist()
+    assert home(job, 4) == [[4] * 4] * 2 and home(job, 5) == VALUES.tolist()
+    assert is_at_rest(job)
+
+
+def test_torchs_own_refusal_is_raised_and_changes_nothing(job):
+    """Method: a leaf that requires a gradient, and shapes that do not fit. Twin: work goes on."""
+    weight = weights(job)[0]
+    for wrong in (lambda: weight.mul_(2), lambda: weight @ weight, lambda: weight[0].add_(1)):
+        with pytest.raises(RuntimeError) as refused:
+            wrong()
+        assert not isinstance(refused.value, infinity.InfinityError)
+        assert is_at_rest(job) and not job.engine.uses.scopes.interrupted
+    assert home(job) == VALUES.tolist() and weight.sum().item() == 28
+
+
+@pytest.mark.parametrize(
+    "refused",
+    ["numpy", "data_ptr", "share_memory_", "t_", "resize_", "__array__", "storage"],
+)
+def test_what_gives_memory_away_or_changes_its_form_is_refused(refused, job):
+    """Twin: of a copy it is not."""
+    alias = weights(job)[0].detach()
+    arguments = (2,) if refused == "resize_" else ()
+    with pytest.raises(UsageError, match=f"{refused} on parameter layers.0.weight, which is at"):
+        getattr(alias, refused)(*arguments)
+    getattr(alias.clone(), refused)(*arguments)
+
+
+# --- gradients ---
+
+
+def test_what_is_computed_with_gradients_trains(job):
+    """Method: a norm, a view and a product, whose saved weights are references. Twin: a detached
+    one gives none."""
+    a, b, *_ = weights(job)
+    ((a * b).sum() + a[0].sum() + b.detach().sum()).backward()
+    assert (a.grad + 0).tolist() == [[1, 2, 3, 4], [4, 5, 6, 7]]
+    assert torch.equal(b.grad + 0, VALUES)
+    assert is_at_rest(job)
+
+
+def test_a_gradient_and_its_parameter_are_used_together(job):
+    weight = weights(job)[0]
+    weight.pow(2).sum().backward()
+    for product in (weight * weight.grad, weight.grad * weight, weight.grad * weight.data):
+        assert torch.equal(product.detach() + 0, 2 * VALUES * VALUES)
+
+
+def test_a_backward_that_needs_values_from_before_a_write_is_refused(job):
+    """Twin: of another parameter they may be written."""
+    a, b, *_ = weights(job)
+    loss = (a * a).sum()
+    with torch.no_grad():
+        b.zero_()
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        a.zero_()
+    with pytest.raises(UsageError, match="they were changed since"):
+        loss.backward()
+
+
+# --- several parameters ---
+
+
+def test_a_function_of_lists_needs_one_unit_at_a_time(job, monkeypatch):
+    """Method: six units, and a list of plain tensors and numbers beside them. Twin: the results are
+    those of plain tensors."""
+    held = []
+    holding = Touches.holding
+    monkeypatch.setattr(
+        Touches,
+        "holding",
+        lambda self, handles, *args, **named: (
+            held.append({handle.unit for handle in handles})
+            or holding(self, handles, *args, **named)
+        ),
+    )
+    found = torch._foreach_add(weights(job), [VALUES] * 6, alpha=2)
+    assert [torch.equal(each, VALUES * 3) for each in found] == [True] * 6
+    assert len(held) == 6 and all(len(units) == 1 for units in held)
+    with torch.no_grad():
+        torch._foreach_mul_(weights(job), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert [home(job, n) == ((n + 1) * VALUES).tolist() for n in range(6)] == [True] * 6
+    norms = torch._foreach_norm(weights(job)[:2])
+    assert [norm.item() for norm in norms] == [VALUES.norm().item(), (2 * VALUES).norm().item()]
+    mixed = torch._foreach_neg([torch.ones(2), *weights(job)[:1]])
+    assert mixed[0].tolist() == [-1, -1] and torch.equal(mixed[1], -VALUES)
+
+
+def test_two_wrapped_models_are_used_in_one_operation(job):
+    other = small_at_home()
+    with torch.no_grad():
+        weights(other)[0].lerp_(weights(job)[0], 0.5)
+        weights(other)[1].copy_(weights(job)[0])
+    assert home(other) == ((1 + VALUES) / 2).tolist() and home(other, 1) == VALUES.tolist()
+    assert is_at_rest(job) and is_at_rest(other)
