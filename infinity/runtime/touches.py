@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from ..errors import UsageError
+from ..machine.sizes import format_nbytes
 from ..state import mistakes
 from ..state.dtensors import is_distributed
 from ..state.handle import ParamHandle
 from ..state.operations import Operation
+from ..state.residency import Residency
 from ..state.unit import ParamUnit
 from .job import Job
+
+logger = logging.getLogger(__name__)
+NAMED = 3  # operations in the line that is logged
+
+
+@dataclass
+class Cost:
+    """What touches cost between two steps of the optimizer."""
+
+    step: int
+    count: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    operations: dict[str, None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        names = ", ".join(list(self.operations)[:NAMED])
+        return (
+            f"{self.count} operations on parameters outside of a pass ({names}) brought"
+            f" {format_nbytes(self.nbytes)} in {self.seconds:.3f} s in the last step. Cheaper:"
+            " infinity.full_params(model, names) brings a parameter once for many operations, and"
+            " infinity.named_weights(model) reads all of them. This is said once."
+        )
 
 
 class Touches:
@@ -20,6 +48,7 @@ class Touches:
 
     def __init__(self, job: Job, refuse: Callable[[ParamHandle, str], UsageError]):
         self.job, self._refuse = job, refuse
+        self._cost, self._has_told = Cost(job.steps.index), False
 
     @contextmanager
     def holding(
@@ -33,13 +62,17 @@ class Touches:
         job = self.job
         with job.uses.begin():
             job.uses.check(Operation.WRITE_VALUE if writes else Operation.TOUCH, operation)
+            is_misuse = mistakes.is_misuse()
             for handle in handles:
-                if self._needs_others(handle) or mistakes.is_misuse():
+                if is_misuse or self._needs_others(handle):
                     raise self._refuse(handle, operation)
             held: list[ParamUnit] = []
+            start, cost = time.perf_counter(), self._cost_of(operation)
             try:
                 with job.store.guarding():
                     for unit in dict.fromkeys(handle.unit for handle in handles):
+                        if unit.residency is not Residency.RESIDENT:
+                            cost.nbytes += unit.weight_nbytes
                         job.prefetcher.hold(unit, in_pass=False)
                         held.append(unit)
                 if writes:
@@ -49,6 +82,20 @@ class Touches:
             finally:
                 for unit in held:
                     self._let_go(unit)
+            cost.seconds += time.perf_counter() - start
+
+    def _cost_of(self, operation: str) -> Cost:
+        """Returns the cost of the present step, to which ``operation`` belongs. Logs that of the
+        first step with any, once it is over."""
+        cost = self._cost
+        if cost.step != self.job.steps.index:
+            if cost.nbytes and not self._has_told:
+                self._has_told = True
+                logger.info("%s", cost)
+            self._cost = cost = Cost(self.job.steps.index)
+        cost.count += 1
+        cost.operations.setdefault(operation)
+        return cost
 
     @staticmethod
     def _needs_others(handle: ParamHandle) -> bool:

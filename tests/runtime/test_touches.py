@@ -124,3 +124,27 @@ def test_a_known_misuse_is_refused():
         stray.step()
     assert job.model.state_dict()["layers.0.weight"].tolist() == [[1] * 4] * 2
     assert torch.nn.utils.parameters_to_vector(job.model.parameters()).sum().item() == 48
+
+
+def test_what_a_loops_uses_cost_is_logged_once_at_its_second_step(caplog):
+    """Twins: nothing is logged in the first step, nor for a unit that is resident anyway."""
+    caplog.set_level("INFO", logger="infinity.runtime.touches")
+    job = small_at_home()
+    for expected in (0, 1, 1):
+        for weight in job.model.parameters():
+            weight.detach().norm()
+        assert len(caplog.messages) == expected
+        job.backward(RAMP)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    assert caplog.messages[0].startswith(
+        "6 operations on parameters outside of a pass (norm) brought"
+    )
+    caplog.clear()
+    kept = small_at_home("device")
+    for _ in range(2):
+        kept.model.layers[0].weight.detach().norm()
+        kept.backward(RAMP)
+        kept.optimizer.step()
+        kept.optimizer.zero_grad()
+    assert caplog.messages == []
