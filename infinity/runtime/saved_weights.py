@@ -55,16 +55,6 @@ class SavedWeight:
                 " but they were changed since (by optimizer.step(), load_state_dict() or an edit)."
                 " Run backward before that."
             )
-        if (
-            torch.is_grad_enabled()
-            and torch._C._current_graph_task_id() != -1
-            and not self.unit.stays
-        ):
-            raise UsageError(
-                "create_graph=True: the graph of this backward would need the weights of unit"
-                f" {self.unit.name} after they have gone home. Second-order gradients need"
-                " Config(params='device')."
-            )
 
     def tensor(self) -> torch.Tensor:
         """Makes the tensor that was saved. Its unit is resident."""
@@ -117,8 +107,21 @@ def saving_hooks(
             return saved.tensor() if isinstance(saved, SavedTensor) else outer_unpack(saved)
         saved.check()
         hold(saved.unit)
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            _save_in_graph_of_backward(storages, hold)
         return saved.tensor()
 
     pack, unpack = through_dtensors(pack, unpack)
     pack.is_counted = counted
     return pack, unpack
+
+
+def _save_in_graph_of_backward(
+    storages: WeightStorages, hold: Callable[[ParamUnit], None]
+) -> None:
+    """Saves weights as references in the graph of a backward (``create_graph=True``), too.
+
+    Called as a node of the graph takes its saved weights out, before it computes with them. Nobody
+    takes the hooks off: autograd restores the thread's hooks at the end of each node.
+    """
+    torch._C._autograd._push_saved_tensors_default_hooks(*saving_hooks(storages, hold))

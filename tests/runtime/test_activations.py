@@ -479,8 +479,7 @@ def test_loops(home, loop, tmp_path):
 
 @both_homes
 def test_gradient_penalty_of_second_order(home, tmp_path):
-    """Method: the norm of a gradient is part of the loss; the weights stay on the device, as they
-    must for this."""
+    """Method: the norm of a gradient is part of the loss; the weights stay on the device."""
     build = lambda: Between(torch.tanh)
 
     def loop(model, optimizer):
