@@ -116,9 +116,7 @@ def saving_hooks(
     return pack, unpack
 
 
-def _save_in_graph_of_backward(
-    storages: WeightStorages, hold: Callable[[ParamUnit], None]
-) -> None:
+def _save_in_graph_of_backward(storages: WeightStorages, hold: Callable[[ParamUnit], None]) -> None:
     """Saves weights as references in the graph of a backward (``create_graph=True``), too.
 
     Called as a node of the graph takes its saved weights out, before it computes with them. Nobody

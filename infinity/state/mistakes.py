@@ -18,11 +18,6 @@ UNWRAP = (
     "Call model, optimizer = infinity.unwrap_model(model, optimizer) first, do it, and wrap again."
 )
 USE_FULL_PARAMS = "Read or change it inside `with infinity.full_params(model, [{!r}]) as params:`."
-ONLY_SOME = (
-    "backward(inputs=...) asks for weights that are at home. Set requires_grad_(False) on what is"
-    " to get no gradient, and call backward() without inputs; or set their gradients: for p, grad"
-    " in zip(params, torch.autograd.grad(loss, params)): p.grad = grad"
-)
 
 # End of a path, names of functions there (none: any) -> the mistake, and what to do. The innermost
 # frame that matches counts.
@@ -140,8 +135,6 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
                 " wrap_model."
             ),
         ),
-        ("torch/_tensor.py", "backward", ONLY_SOME),
-        ("torch/autograd/__init__.py", "backward", ONLY_SOME),
         (
             "torch/nn/parameter.py",
             "__new__",

@@ -14,6 +14,7 @@ StoredDTensor       a distributed parameter whose local part is at home; while t
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import replace
 from typing import Any
@@ -108,8 +109,8 @@ class _Stored:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.autograd.grad:
-            return _grad_of_places(*args, **kwargs)
+        if func in _ASKING_FOR_PLACES:
+            return _ask_for_places(func, args, kwargs)
         if func in METADATA:
             with DisableTorchFunction():
                 return func(*args, **kwargs)
@@ -287,8 +288,11 @@ def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tenso
         return func(handle.param, *args, **kwargs)
 
 
-def _grad_of_places(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls ``torch.autograd.grad`` for parameters at rest: it needs their nodes in the graph, not
+_ASKING_FOR_PLACES = {torch.autograd.grad, torch.autograd.backward}
+
+
+def _ask_for_places(func, args: tuple, kwargs: dict) -> Any:
+    """Calls ``func`` for gradients of parameters at rest: it needs their nodes in the graph, not
     their bytes."""
 
     def place(tensor: Any) -> Any:
@@ -297,8 +301,12 @@ def _grad_of_places(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
         with DisableTorchFunction():
             return torch.autograd.graph.get_gradient_edge(tensor)
 
-    inputs = place(inputs) if isinstance(inputs, torch.Tensor) else [place(each) for each in inputs]
-    return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    inputs = bound.arguments["inputs"]
+    bound.arguments["inputs"] = (
+        place(inputs) if isinstance(inputs, torch.Tensor) else [place(each) for each in inputs]
+    )
+    return func(*bound.args, **bound.kwargs)
 
 
 def _on_borrowed(func, args: tuple, kwargs: dict) -> Any:

@@ -96,18 +96,19 @@ def test_lora_is_the_same(kind, tmp_path):
     )
 
 
-def test_a_reference_that_follows_the_policy_is_refused(tmp_path):
-    """Method: sync_ref_model changes the reference's weights in place, outside any forward; the
-    error says so before step 2."""
+def test_a_reference_that_follows_the_policy_is_the_same(tmp_path):
+    """Method: sync_ref_model changes the reference's weights in place, outside any forward."""
     data = texts(prompt=4, chosen=5, rejected=5)
-    more = {"ref_model": llama(), "infinity": on_disk(tmp_path)}
-    with pytest.raises(infinity.UsageError, match="sync_ref_model"):
-        run(
-            integrations.InfinityDPOTrainer,
-            tmp_path,
-            trl.DPOConfig,
-            data,
-            more,
-            sync_ref_model=True,
-            ref_model_sync_steps=1,
-        )
+    follows = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+    ours = run(
+        integrations.InfinityDPOTrainer,
+        tmp_path,
+        trl.DPOConfig,
+        data,
+        {"ref_model": llama(), "infinity": on_disk(tmp_path)},
+        **follows,
+    )
+    theirs = run(trl.DPOTrainer, tmp_path, trl.DPOConfig, data, {"ref_model": llama()}, **follows)
+    assert_same(ours, theirs)
+    mine, its = ours.ref_model.state_dict(), theirs.ref_model.state_dict()
+    assert all(torch.equal(mine[name], value) for name, value in its.items())
