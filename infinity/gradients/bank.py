@@ -47,7 +47,6 @@ class GradientBank:
         # With several ranks: see `reduce_with`.
         self._add_whole: Callable[[ParamHandle, torch.Tensor], None] | None = None
         self._average: Callable[..., None] = lambda **_: None
-        self._adds_to_consumed = False  # the running backward belongs to another model's loss
         # In a pass of several backwards: sums that land after the last one
         self._waiting: WholeGradients | None = None
         self.takes_samples = False  # of gradients that ranks with other local parts share
@@ -154,17 +153,11 @@ class GradientBank:
         ``average`` takes ``are_gone``: there is no gradient any more, and no rank to meet."""
         self._add_whole, self._average = add, average
 
-    def add_to_consumed(self) -> None:
-        """Lets the running backward add to gradients that a step has consumed: it is of another
-        model's loss."""
-        self._adds_to_consumed = True
-
     # --- backwards that fail ---
 
     def end_backward(self) -> None:
         """Ends the backward: the gradients that it changed are complete."""
         self.changes.end()
-        self._adds_to_consumed = False
 
     # --- several backwards in one pass ---
 
@@ -179,7 +172,6 @@ class GradientBank:
     def end_one_of_several(self) -> None:
         """Ends a backward that others of the same pass follow. Its gradients stay incomplete until
         the last."""
-        self._adds_to_consumed = False
 
     def land_together(self, units: Iterable[ParamUnit]) -> None:
         """Lands the sums of the pass's backwards."""
@@ -209,7 +201,6 @@ class GradientBank:
         """Marks gradients that an exception interrupted as torn, and sends opened gradients home.
         Only while no transfer is running."""
         self.changes.tear()
-        self._adds_to_consumed = False
         if self._waiting is not None:
             self._waiting.drop()
         self._waiting = None
@@ -218,14 +209,14 @@ class GradientBank:
     # --- landing ---
 
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Adds ``grad`` to the landed gradient. Raises UsageError if a step has consumed that, or
-        ``grad`` is sparse."""
+        """Adds ``grad`` to the landed gradient. Raises UsageError if ``grad`` is sparse, or the
+        landed one cannot be added to any more."""
         if grad.is_sparse:
             raise UsageError(
                 f"{handle.name} got a sparse gradient; build the embedding with sparse=False"
             )
         assigned = self.assigned.lands_on(handle)
-        self._reopen(handle)
+        self.reopen(handle)
         self.changes.begin(handle)
         if self.takes_samples and is_common(handle.param):
             handle.grad.take_sample(grad)
@@ -254,7 +245,7 @@ class GradientBank:
         """Adds this rank's shard of the average of all ranks' gradients, in fp32, to the landed
         gradient."""
         if not self.ranks.keeps_gradients:
-            self._reopen(handle)
+            self.reopen(handle)
         record = handle.grad
         if record.state is GradState.TORN:
             return
@@ -264,32 +255,21 @@ class GradientBank:
         record.averaged = True
         record.move(GradState.LANDED)
 
-    def _reopen(self, handle: ParamHandle) -> None:
-        """Prepares the gradient of ``handle`` for an addition.
-
-        A consumed gradient is still at home. Another model's loss adds to it, as in torch: a GAN's
-        generator leaves gradients on the discriminator. Any other backward raises UsageError:
-        zero_grad() was forgotten.
-        """
-        if (
-            handle.grad.state is GradState.CONSUMED
-            and self._adds_to_consumed
-            and self.ranks.keeps_gradients
-        ):
+    def reopen(self, handle: ParamHandle) -> None:
+        """Lets a gradient that a step has applied be added to, or stepped again: it is still at
+        home, as in torch without ``zero_grad()``. Raises UsageError if ranks have averaged it to
+        shards of the optimizer only."""
+        if handle.grad.state is not GradState.CONSUMED:
+            return
+        if self.ranks.keeps_gradients:
             raise UsageError(
-                f"another model's loss would add to the gradient of {handle.name}, which a step has"
-                " averaged over the ranks and consumed: with shard='optimizer' that cannot be"
-                " done. Call zero_grad() before that backward, or use shard='gradients'."
+                f"the gradient of {handle.name} was averaged over the ranks and consumed by the"
+                " last step: with shard='optimizer' it cannot be added to, nor stepped again. Call"
+                " optimizer.zero_grad() between step() and the next backward(), or use"
+                " shard='gradients'."
             )
-        if handle.grad.state is GradState.CONSUMED and self._adds_to_consumed:
-            handle.grad.move(GradState.LANDED)
-            handle.grad.norm = None
-        elif handle.grad.state is GradState.CONSUMED:
-            raise UsageError(
-                f"a second backward through {handle.name} after optimizer.step(): its gradient was"
-                " consumed by the step. Call optimizer.zero_grad() between step() and the next"
-                " backward()."
-            )
+        handle.grad.move(GradState.LANDED)
+        handle.grad.norm = None
 
     @contextmanager
     def landing_rows(self, handle: ParamHandle) -> Iterator[Callable]:
@@ -299,7 +279,7 @@ class GradientBank:
         # Never with several ranks: tiles are refused there
         record, flat_param = handle.grad, handle.flat_param
         assigned = self.assigned.lands_on(handle)
-        self._reopen(handle)
+        self.reopen(handle)
         if record.state is GradState.TORN:
             yield lambda begin, end, compute: None
             return

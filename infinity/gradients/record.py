@@ -2,7 +2,7 @@
 
     ABSENT     None in torch; the next gradient is copied
     LANDED     at home: the next gradient is added, the next step applies it
-    CONSUMED   applied by a step: it can be read and zeroed; only another model's loss adds to it
+    CONSUMED   applied by a step: it can be read and zeroed, added to, and stepped again
     TORN       a failed backward had begun to change it: only zeroing is left, landings are dropped
 
 sample     a few elements of all that has landed on this rank, if other ranks must have the same
@@ -45,7 +45,7 @@ class GradState(Enum):
 MOVES = {
     GradState.ABSENT: {GradState.LANDED, GradState.CONSUMED},
     GradState.LANDED: {GradState.LANDED, GradState.CONSUMED},
-    GradState.CONSUMED: {GradState.LANDED, GradState.CONSUMED},  # another model's loss adds to it
+    GradState.CONSUMED: {GradState.LANDED, GradState.CONSUMED},
     GradState.TORN: {GradState.CONSUMED},
 }
 

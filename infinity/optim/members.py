@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
@@ -49,16 +50,26 @@ class Members:
 
     def check_unconsumed(self) -> None:
         """Raises UsageError if a step has used a gradient that was not changed since."""
+        for handle in self._consumed():
+            raise UsageError(
+                f"step_in_backward with the gradient of {handle.name} from the last step: part of"
+                " the units would be stepped before this backward adds to it. Call"
+                " optimizer.zero_grad() before the block."
+            )
+
+    def reopen_consumed(self) -> None:
+        """Lets the gradients that the last step used, and that were not cleared since, be stepped
+        again, as in torch. Raises UsageError if they cannot be."""
+        for handle in self._consumed():
+            self._context.gradients.reopen(handle)
+
+    def _consumed(self) -> Iterator[ParamHandle]:
         for handle in self.group_of:
             if handle.grad.state is GradState.CONSUMED:
-                self._context.gradients.assigned.settle(
-                    handle
-                )  # an assigned tensor may have changed
+                # An assigned tensor may have changed.
+                self._context.gradients.assigned.settle(handle)
             if handle.grad.state is GradState.CONSUMED:
-                raise UsageError(
-                    f"step() without a new gradient: the one of {handle.name} was consumed by the"
-                    " last step. Call zero_grad() and run backward before the next step()."
-                )
+                yield handle
 
     def _stepped(self, param: torch.Tensor, index: int) -> ParamHandle:
         handle = handle_of(param)

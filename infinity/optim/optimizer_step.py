@@ -44,7 +44,7 @@ class OptimizerStep:
         context = self._context
         context.gradients.average()
         if not context.steps.begun:
-            self._members.check_unconsumed()
+            self._members.reopen_consumed()
         for handle in context.trained:
             refuse_torn(handle)
 

@@ -233,17 +233,6 @@ class Passes:
         releases the frozen ones when it leaves them."""
         me = weakref.ref(self.backward)
         units = frame.units
-        if not self.frames and any(
-            tensor.grad_fn is not None for tensor in _tensors((args, kwargs))
-        ):
-
-            def come_from_another(_grad: torch.Tensor) -> None:
-                if backward := me():
-                    backward.track_task()  # clears the mark at its end, even if no gradient arrives
-                    backward.job.gradients.add_to_consumed()
-
-            for tensor in _computed(output):
-                tensor.register_hook(come_from_another)
         if units and next(frame.module.children(), None) is not None:
             # Only modules with children: a checkpoint inside this forward hides the saved weights
             # from our hooks. The weights that autograd saves of a leaf module have their own unpack

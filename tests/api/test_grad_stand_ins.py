@@ -16,10 +16,7 @@ import torch
 from contract_cases import LR, SEED, both_ends, save, step, wrapped
 from models import (
     at_home,
-    differing,
-    loss_of,
     survey,
-    tokens,
     transformer,
 )
 from runs import adamw
@@ -366,33 +363,33 @@ def test_assigning_what_is_no_gradient_raises(value, pair):
 
 
 @both_ends
-def test_backward_after_a_step_without_zero_grad_raises(pair):
-    """Method: step, then backward without zero_grad: the gradients were consumed; UsageError names
-    zero_grad, and with it the model goes on."""
-    _, model, optimizer = pair
-    optimizer.step()
-    with pytest.raises(infinity.UsageError, match="zero_grad"):
-        step(model)
-    optimizer.zero_grad()
-    step(model, optimizer, 1)
+def test_gradients_that_are_kept_over_a_step_add_up_as_in_torch(home, tmp_path):
+    """Method: steps without zero_grad, one of them with nothing new and one of them clipped; the
+    bits of plain torch, gradients included. Twin: with zero_grad they are others."""
 
-
-def test_after_the_refused_backward_the_bits_are_those_of_a_run_without_it(tmp_path):
-    """Method: one of two runs forgets zero_grad once, is told, and repeats the step; same bits."""
-    states = []
-    for forgets in (False, True):
-        model, optimizer = wrapped("nvme", tmp_path)
-        for at in range(3):
-            torch.manual_seed(at)
-            loss_of(model, tokens(SEED + at)).backward()
+    def run(wrap: bool, *, clears: bool = False) -> list[torch.Tensor]:
+        torch.manual_seed(SEED)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if wrap:
+            model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, tmp_path))
+        for at in range(4):
+            model[2].requires_grad_(at != 2)
+            model(torch.linspace(-1, 1, 24).view(3, 8) * (at + 1)).square().mean().backward()
+            if at == 1:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
-            if forgets and at == 1:
-                with pytest.raises(infinity.UsageError):
-                    step(model, at=2)
-            optimizer.zero_grad()
-        states.append(model.state_dict())
-        del model, optimizer
-    assert differing(*states) == []
+            if at == 3:
+                optimizer.step()
+            if clears:
+                optimizer.zero_grad()
+        grads = [p.grad + 0 for p in model.parameters() if p.grad is not None]
+        return [*(value.clone() for value in model.state_dict().values()), *grads]
+
+    right = run(False)
+    found = run(True)
+    assert len(found) == 8 and all(map(torch.equal, found, right))
+    assert not all(map(torch.equal, run(True, clears=True), right))
 
 
 def test_sparse_gradients_are_refused(tmp_path):

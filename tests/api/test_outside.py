@@ -3,8 +3,6 @@ gradients of another's loss."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from models import at_home, differing
@@ -187,18 +185,6 @@ def test_what_another_loss_added_to_a_consumed_gradient_is_stepped_as_torch_step
     assert differing(run(at_home(home, home, tmp_path)), run(None)) == []
 
 
-def test_forgetting_zero_grad_in_ones_own_loop_still_raises(tmp_path: Path):
-    """The twin: an input without a graph."""
-    model = nn.Linear(8, 8)
-    model, optimizer = infinity.wrap_model(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path)
-    )
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    with pytest.raises(infinity.UsageError, match="zero_grad"):
-        model(torch.ones(1, 8)).sum().backward()
-
-
 # --- full_params ---
 
 
@@ -357,22 +343,6 @@ def test_after_a_step_inside_the_block_the_parameter_is_at_rest(tmp_path):
         assert torch.equal(model.body[0].weight + 0, model.state_dict()["body.0.weight"])
         with pytest.raises(infinity.UsageError, match="full_params"):
             model.body[0].weight.data_ptr()
-
-
-def test_after_a_loss_through_a_frozen_model_zero_grad_is_asked_for_again(tmp_path):
-    """Method: a loss of another model passes through this one, of which nothing is trained just
-    then; the next own backward without zero_grad raises as ever."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    model, optimizer = infinity.wrap_model(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path)
-    )
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    model.requires_grad_(False)
-    model(nn.Linear(8, 8)(torch.ones(1, 8))).sum().backward()
-    model.requires_grad_(True)
-    with pytest.raises(infinity.UsageError, match="zero_grad"):
-        model(torch.ones(1, 8)).sum().backward()
 
 
 # --- backwards for some parameters, and layers by themselves ---

@@ -7,6 +7,7 @@ import torch
 from small import RAMP, AtHome, Small, small_at_home
 
 from infinity import UsageError
+from infinity.gradients.record import GradState
 from infinity.optim.members import Members
 
 
@@ -93,7 +94,7 @@ def test_a_parameter_that_was_in_no_group_at_the_wrap_is_refused():
     refused(job, [{"params": [frozen]}], r"layers\.3\.weight.*add_param_group")
 
 
-def test_a_second_step_on_the_same_gradients_is_refused():
+def test_gradients_of_the_last_step_are_told_and_opened_again():
     """Twins: before the step, after zero_grad(), and of parameters that are in no group."""
     job = small_at_home()
     first, second, *_ = job.handles
@@ -105,9 +106,14 @@ def test_a_second_step_on_the_same_gradients_is_refused():
     found.check_unconsumed()
     job.optimizer.step()
     assert found.are_consumed and not others.are_consumed
-    with pytest.raises(UsageError, match=r"layers\.0\.weight was consumed by the last step"):
+    with pytest.raises(UsageError, match=r"the gradient of layers\.0\.weight from the last step"):
         found.check_unconsumed()
     others.check_unconsumed()
+    others.reopen_consumed()
+    assert found.are_consumed
+    found.reopen_consumed()
+    assert not found.are_consumed and first.grad.state is GradState.LANDED
+    first.grad.move(GradState.CONSUMED)
     job.optimizer.zero_grad()
     assert not found.are_consumed
     found.check_unconsumed()
@@ -125,5 +131,5 @@ def test_a_consumed_gradient_counts_again_if_its_assigned_tensor_was_changed(is_
         found.check_unconsumed()
         assert not found.are_consumed
     else:
-        with pytest.raises(UsageError, match="was consumed"):
+        with pytest.raises(UsageError, match="from the last step"):
             found.check_unconsumed()
