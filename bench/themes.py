@@ -14,6 +14,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "train_1b": "bench.endtoend:measure_large",
     "tiling": "bench.tiling",
     "startup": "bench.startup",
+    "touches": "bench.touches",
     "disks": "bench.disks",
     "cluster": "bench.cluster",
     "checkpoint": "bench.checkpoint",

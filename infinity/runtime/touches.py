@@ -49,6 +49,7 @@ class Touches:
     def __init__(self, job: Job, refuse: Callable[[ParamHandle, str], UsageError]):
         self.job, self._refuse = job, refuse
         self._cost, self._has_told = Cost(job.steps.index), False
+        self._last = -1  # index of the unit that was brought last
 
     @contextmanager
     def holding(
@@ -71,9 +72,7 @@ class Touches:
             try:
                 with job.store.guarding():
                     for unit in dict.fromkeys(handle.unit for handle in handles):
-                        if unit.residency is not Residency.RESIDENT:
-                            cost.nbytes += unit.weight_nbytes
-                        job.prefetcher.hold(unit, in_pass=False)
+                        cost.nbytes += self._bring(unit)
                         held.append(unit)
                 if writes:
                     for handle in handles:
@@ -83,6 +82,16 @@ class Touches:
                 for unit in held:
                     self._let_go(unit)
             cost.seconds += time.perf_counter() - start
+
+    def _bring(self, unit: ParamUnit) -> int:
+        """Holds a unit. Returns the bytes that were brought for it."""
+        prefetcher, is_brought = self.job.prefetcher, unit.residency is not Residency.RESIDENT
+        prefetcher.hold(unit, in_pass=False)
+        if is_brought:
+            if unit.index == self._last + 1:  # a walk through the model
+                prefetcher.fetch_ahead(range(unit.index + 1, len(self.job.units)))
+            self._last = unit.index
+        return unit.weight_nbytes if is_brought else 0
 
     def _cost_of(self, operation: str) -> Cost:
         """Returns the cost of the present step, to which ``operation`` belongs. Logs that of the

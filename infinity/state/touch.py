@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import is_
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ REFUSED = frozenset(
     " pin_memory set_ resize_ resize_as_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_"
     " as_strided_ detach_ rename_ __reduce_ex__ __deepcopy__".split()
 )
+CONTAINERS = (list, tuple, dict)
 ASSIGNING = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__"
     " __ior__ __ixor__ __ilshift__ __irshift__".split()
@@ -49,6 +51,13 @@ def touch(
     return _for_each(call) if name.startswith("_foreach_") else call.run(touched)
 
 
+def _replaced(given: Any, values: dict[int, torch.Tensor]) -> Any:
+    """Returns an argument with every tensor at rest replaced by its value."""
+    if isinstance(given, CONTAINERS):
+        return tree_map(lambda each: values.get(id(each), each), given)
+    return values.get(id(given), given)
+
+
 @dataclass(frozen=True)
 class _Call:
     """One call of a function of torch."""
@@ -70,9 +79,8 @@ class _Call:
                 held.enter_context(engine.touching(its, self.name, writes=self.may_write))
                 held.enter_context(engine.saving_tensors())
             values = {id(tensor): present(tensor) for tensor in touched}
-            args, kwargs = tree_map(
-                lambda each: values.get(id(each), each), (self.args, self.kwargs)
-            )
+            args = tuple(_replaced(each, values) for each in self.args)
+            kwargs = {name: _replaced(each, values) for name, each in self.kwargs.items()}
             try:
                 result = self._at_rest(self.func(*args, **kwargs), values, touched)
             except Exception as error:  # noqa: BLE001 - torch's own: nothing is to be repaired
@@ -91,18 +99,21 @@ class _Call:
         self, result: Any, values: dict[int, torch.Tensor], touched: Sequence[torch.Tensor]
     ) -> Any:
         """Returns ``result``, with tensors at rest for what lies in parameters' memory."""
-        leaves, spec = tree_flatten(result)
         own = {id(values[id(tensor)]): tensor for tensor in touched}
-        changed = False
-        for index, leaf in enumerate(leaves):
+
+        def rest_of(leaf: Any, index: int) -> Any:
             if not isinstance(leaf, torch.Tensor):
-                continue
+                return leaf
             rest = own.get(id(leaf))
             if rest is None and leaf.layout is torch.strided:
                 rest = self._view_at_rest(leaf, index, values, touched)
-            if rest is not None:
-                leaves[index], changed = rest, True
-        return tree_unflatten(leaves, spec) if changed else result
+            return leaf if rest is None else rest
+
+        if not isinstance(result, CONTAINERS):
+            return rest_of(result, 0)
+        leaves, spec = tree_flatten(result)
+        rests = [rest_of(leaf, index) for index, leaf in enumerate(leaves)]
+        return result if all(map(is_, rests, leaves)) else tree_unflatten(rests, spec)
 
     def _view_at_rest(
         self,
