@@ -33,7 +33,7 @@ def make() -> nn.Sequential:
 
 @torch.no_grad()
 def clamp(params: Iterable[torch.Tensor], _copies: Sequence[torch.Tensor]) -> None:
-    """Clamps every parameter; each time to a smaller bound, so that there is something to do."""
+    """Writes every parameter, clamped to a bound that shrinks, so that there is something to do."""
     bound = _copies[0].fill_(0.999 * float(_copies[0].view(-1)[0])).view(-1)[0].item()
     for param in params:
         param.clamp_(-bound, bound)

@@ -35,7 +35,16 @@ from .handle import (
     raw_grad,
     set_raw_grad,
 )
-from .torch_functions import DETACH, EQUAL, LIKE, METADATA, TO, converts_to_itself, type_name
+from .torch_functions import (
+    DETACH,
+    EQUAL,
+    IN_GRAPH,
+    LIKE,
+    METADATA,
+    TO,
+    converts_to_itself,
+    type_name,
+)
 from .touch import touch
 from .view_chain import ViewChain, chain_of, present
 
@@ -112,6 +121,9 @@ class _Stored:
         if func in _ASKING_FOR_PLACES:
             return _ask_for_places(func, args, kwargs)
         if func in METADATA:
+            if func in IN_GRAPH and args[0].__class__ is StoredAlias and args[1:] != (False,):
+                # Each use takes the value anew: what is told to this object would be lost.
+                raise handle_of(args[0]).engine.refusal(handle_of(args[0]), func.__name__)
             with DisableTorchFunction():
                 return func(*args, **kwargs)
         if func is torch.Tensor.is_pinned:
@@ -166,6 +178,8 @@ class _Stored:
     __str__ = __repr__
 
     def __format__(self, spec):
+        if self.dim() == 0 and spec:
+            return format(self.item(), spec)  # as torch's does
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo):
@@ -296,6 +310,8 @@ def _ask_for_places(func, args: tuple, kwargs: dict) -> Any:
     their bytes."""
 
     def place(tensor: Any) -> Any:
+        if tensor.__class__ is StoredAlias:
+            raise handle_of(tensor).engine.refusal(handle_of(tensor), func.__name__)
         if tensor.__class__ not in STORED:
             return tensor
         with DisableTorchFunction():
@@ -329,6 +345,8 @@ def _equal(one: Any, other: Any) -> bool | None:
     """Compares a parameter at rest as ``torch.equal`` does: libraries search for one among others
     that way. Returns None if a forward has to gather for it."""
     if not isinstance(other, torch.Tensor) or handle_of(one).engine.computing:
+        return None
+    if not _is_whole(one) or not _is_whole(other):
         return None
     if handle_of(one) is handle_of(other):
         return True

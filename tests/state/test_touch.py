@@ -194,3 +194,32 @@ def test_two_wrapped_models_are_used_in_one_operation(job):
         weights(other)[1].copy_(weights(job)[0])
     assert home(other) == ((1 + VALUES) / 2).tolist() and home(other, 1) == VALUES.tolist()
     assert is_at_rest(job) and is_at_rest(other)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        lambda view: view.requires_grad_(),
+        lambda view: view.register_hook(print),
+        lambda view: torch.autograd.grad(torch.ones((), requires_grad=True) * 2, view),
+    ],
+)
+def test_what_autograd_is_told_of_one_view_is_refused(told, job):
+    """It would be lost, for each use takes the view anew. Twin: of a copy it is known."""
+    weight = weights(job)[0]
+    with pytest.raises(UsageError, match="layers.0.weight, which is at home"):
+        told(weight.detach()[0] if told.__code__.co_names[0] == "requires_grad_" else weight[0])
+    assert weight.detach()[0].clone().requires_grad_().requires_grad
+    assert not weight.detach().requires_grad_(False).requires_grad
+
+
+def test_views_are_compared_by_their_own_values(job):
+    """Twins: two of the same elements, and the parameter with itself."""
+    weight = weights(job)[0]
+    assert not torch.equal(weight[0], weight[1]) and not weight[0].equal(VALUES[1])
+    assert torch.equal(weight[0], weight.detach()[0]) and torch.equal(weight, weight.detach())
+
+
+def test_one_element_is_formatted_as_a_number(job):
+    """Twin: a parameter of several elements is described."""
+    assert f"{weights(job)[0][0, 1]:.2f}" == "1.00" and "home=host" in f"{weights(job)[0]}"
