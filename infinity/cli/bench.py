@@ -40,6 +40,7 @@ IN_CHECKOUT = (
     "step",
     "tensor_parallel",
     "tiling",
+    "touches",
     "train",
     "train_1b",
     "train_ways",

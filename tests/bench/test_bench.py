@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench.__main__ as checkout
-from bench import first_steps, meetings, report
+from bench import first_steps, meetings, report, touches
 from bench.themes import APART, THEMES
 from infinity.bench import results
 from infinity.bench.rounds import Times, alternate, paired
@@ -418,3 +418,16 @@ def test_meetings_are_measured_in_all_three_ways(monkeypatch, tmp_path):
         "meetings.2.count",
     ], found.notes
     assert found.rows[2].median > 0
+
+
+def test_touches_are_measured_beside_torch_and_full_params(monkeypatch, tmp_path):
+    """Method: a few small blocks at one home."""
+    monkeypatch.setattr(touches, "BLOCKS", 3)
+    monkeypatch.setattr(touches, "HOMES", ("host",))
+    found = touches.measure(Settings(folder=str(tmp_path), rounds=1))
+    assert [each.name for each in found.rows] == [
+        "touches.host.clamp",
+        "touches.host.norms",
+        "touches.host.average",
+    ]
+    assert all(each.ratios.keys() == {"torch", "full_params"} for each in found.rows)
