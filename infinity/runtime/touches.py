@@ -76,7 +76,7 @@ class Touches:
                         held.append(unit)
                 if writes:
                     for handle in handles:
-                        self._watch(handle)
+                        self._watch(handle, is_counted=not operation.startswith("_foreach_"))
                 yield
             finally:
                 for unit in held:
@@ -111,9 +111,10 @@ class Touches:
         return handle.unit.is_sharded or is_distributed(handle.param)
 
     @staticmethod
-    def _watch(handle: ParamHandle) -> None:
-        """Keeps the value before a write, if home would not have it then."""
-        if handle.unit.stays and "master" in handle.flat_param.arrays:
+    def _watch(handle: ParamHandle, *, is_counted: bool) -> None:
+        """Watches for a write that torch may not count (lists with gradients of the engine). Keeps
+        the value before, if home would not have it then."""
+        if not is_counted or handle.unit.stays and "master" in handle.flat_param.arrays:
             handle.unit.watch(handle.param, handle.param.detach())
 
     def _let_go(self, unit: ParamUnit) -> None:

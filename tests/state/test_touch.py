@@ -223,3 +223,12 @@ def test_views_are_compared_by_their_own_values(job):
 def test_one_element_is_formatted_as_a_number(job):
     """Twin: a parameter of several elements is described."""
     assert f"{weights(job)[0][0, 1]:.2f}" == "1.00" and "home=host" in f"{weights(job)[0]}"
+
+
+def test_lists_with_gradients_are_written_home(job):
+    """torch does not count the writes of such a call."""
+    weight = weights(job)[0]
+    weight.sum().backward()
+    with torch.no_grad():
+        torch._foreach_add_([weight], [weight.grad], alpha=-0.5)
+    assert home(job) == (VALUES - 0.5).tolist()
