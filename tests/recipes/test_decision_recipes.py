@@ -425,6 +425,17 @@ def maml_with_fast_weights_in_the_graph(run: Run) -> None:
 
 
 @recipe
+def maml_of_second_order(run: Run) -> None:
+    model, optimizer = run.start(mlp(8, 16, 4))
+    for at in range(2):
+        params = list(model.parameters())
+        inner = torch.autograd.grad(fit(model, at), params, create_graph=True)
+        w, b, w2, b2 = [p - 0.1 * g for p, g in zip(params, inner)]
+        out = F.linear(torch.tanh(F.linear(draw(6, 8, at=at + 20), w, b)), w2, b2)
+        run.log(descend(optimizer, F.cross_entropy(out, pick(4, 6, at=at))))
+
+
+@recipe
 def inner_rates_that_are_learned(run: Run) -> None:
     class Learner(nn.Module):
         def __init__(self) -> None:
