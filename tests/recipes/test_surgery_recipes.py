@@ -646,7 +646,7 @@ def momentum_read_and_scaled(run: Run) -> None:
 # --- what is not yet as in torch ---
 
 
-@RECIPES.differing("a write to a list of weights beside gradients counts as none, and is lost")
+@recipe
 def a_step_by_foreach_of_gradients(run: Run) -> None:
     model, optimizer = run.start(mlp(8, 16, 4))
     for at in range(2):
