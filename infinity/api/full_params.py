@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..errors import UsageError
+from ..errors import CapacityError, UsageError
 from ..machine.tiers import Tier
 from ..runtime.job import Job
 from ..runtime.registry import engine_of, whole_of
@@ -47,7 +47,11 @@ def full_params(
     with job.uses.operation(Operation.WRITE_FULL_PARAMS if writeback else Operation.FULL_PARAMS):
         selected = _select(whole_of(model), names)
         nbytes = sum(local_of(param).numel() * param.itemsize for param in set(selected.values()))
-        charge = job.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
+        try:
+            charge = job.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
+        except CapacityError:
+            job.prefetcher.release_unused()
+            charge = job.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
         copies = {param: _FullCopy(job, param) for param in dict.fromkeys(selected.values())}
     try:
         yield {name: copies[param].borrowed.tensor for name, param in selected.items()}

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state import mistakes
 from ..state.dtensors import is_common, like, part_of
-from ..state.handle import ParamHandle, set_raw_grad
+from ..state.handle import ParamHandle, handle_of, set_raw_grad
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from ..storage.store import ArrayStore
@@ -93,6 +93,8 @@ class GradientBank:
             self.clear(handle)
             return
         _check_value(handle, value)
+        if handle_of(value) is not None:
+            value = value.detach().clone()  # a parameter at rest, or a view of one: no memory
         value = self.assigned.plain_of(handle, value)
         if value is record.shown or self.assigned.is_assigned(handle, value):
             return

@@ -49,7 +49,8 @@ class SavedWeight:
     def check(self) -> None:
         """Raises UsageError if the bytes that the forward computed with are not available in this
         backward."""
-        if self.version != self.unit.in_use.version:
+        offset = self.offset * self.dtype.itemsize // self.flat.itemsize
+        if self.unit.is_changed_since(self.version, self.flat, offset):
             raise UsageError(
                 f"this backward needs weights of unit {self.unit.name} as they were in its forward,"
                 " but they were changed since (by optimizer.step(), load_state_dict() or an edit)."

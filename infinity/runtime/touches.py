@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
+from .. import native
 from ..errors import UsageError
 from ..machine.sizes import format_nbytes
 from ..state import mistakes
 from ..state.dtensors import is_distributed
-from ..state.handle import ParamHandle
-from ..state.operations import Operation
+from ..state.handle import ParamHandle, managed, own_bytes
+from ..state.operations import Operation, State
 from ..state.residency import Residency
 from ..state.unit import ParamUnit
 from .job import Job
@@ -67,20 +69,27 @@ class Touches:
             for handle in handles:
                 if is_misuse or self._needs_others(handle):
                     raise self._refuse(handle, operation)
-            held: list[ParamUnit] = []
             start, cost = time.perf_counter(), self._cost_of(operation)
+            held: list[ParamUnit] = []
             try:
-                with job.store.guarding():
-                    for unit in dict.fromkeys(handle.unit for handle in handles):
-                        cost.nbytes += self._bring(unit)
-                        held.append(unit)
-                if writes:
+                try:
+                    with job.store.guarding():
+                        for unit in dict.fromkeys(handle.unit for handle in handles):
+                            cost.nbytes += self._bring(unit)
+                            held.append(unit)
+                    # torch counts no writes of lists that have gradients of the engine beside them.
+                    is_counted = not (writes and operation.startswith("_foreach_"))
                     for handle in handles:
-                        self._watch(handle, is_counted=not operation.startswith("_foreach_"))
-                yield
-            finally:
-                for unit in held:
-                    self._let_go(unit)
+                        self._watch(handle, is_counted=is_counted)
+                    yield
+                except Exception:
+                    self._let_go(held, operation)
+                    raise
+                self._let_go(held, operation)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    native.insist(partial(_abandon, held))
+                raise
             cost.seconds += time.perf_counter() - start
 
     def _bring(self, unit: ParamUnit) -> int:
@@ -110,19 +119,52 @@ class Touches:
     def _needs_others(handle: ParamHandle) -> bool:
         return handle.unit.is_sharded or is_distributed(handle.param)
 
-    @staticmethod
-    def _watch(handle: ParamHandle, *, is_counted: bool) -> None:
-        """Watches for a write that torch may not count (lists with gradients of the engine). Keeps
-        the value before, if home would not have it then."""
-        if not is_counted or handle.unit.stays and "master" in handle.flat_param.arrays:
-            handle.unit.watch(handle.param, handle.param.detach())
+    def _watch(self, handle: ParamHandle, *, is_counted: bool) -> None:
+        """Watches for a write that torch does not count. Keeps the value before, if home would not
+        have it after a write."""
+        unit = handle.unit
+        is_lost = unit.stays and (
+            "master" in handle.flat_param.arrays or self.job.uses.is_in(State.AVERAGED)
+        )
+        if is_lost or not is_counted:
+            unit.watch(handle.param, own_bytes(handle.param))
 
-    def _let_go(self, unit: ParamUnit) -> None:
-        """Takes the hold off, which sends changes home. What autograd saved before is stale."""
-        edits = [handle.forward_edits for handle in unit.handles]
-        self.job.prefetcher.unhold(unit, in_pass=False)
-        for handle, before in zip(unit.handles, edits):
-            if handle.forward_edits != before:
-                handle.changed()
-        if not self.job.ranks.alone:  # ranks have to have the same units resident
-            self.job.prefetcher.release_all([unit])
+    def _let_go(self, units: Sequence[ParamUnit], operation: str) -> None:
+        """Takes the holds off, which sends changes home. Raises UsageError if they may not be made
+        now, with the values of before."""
+        refusals = [self._count_edits(unit, operation) for unit in units]
+        with ExitStack() as left:
+            for unit in units:
+                left.callback(self.job.prefetcher.unhold, unit, in_pass=False)
+        if any(refusals) or not self.job.ranks.alone:
+            # What was refused is not home; ranks have to have the same units resident.
+            self.job.prefetcher.release_all(units)
+        for refusal in filter(None, refusals):
+            raise refusal
+
+    def _count_edits(self, unit: ParamUnit, operation: str) -> UsageError | None:
+        """Counts the changes before they go home, so that an interrupt between the two is told. If
+        they may not be made now, takes them back and returns the error."""
+        if not (edited := unit.exposure.edited()):
+            return None
+        try:
+            self.job.uses.check(Operation.WRITE_VALUE, operation)
+        except UsageError as error:
+            unit.exposure.take_back()
+            unit.exposure.begin()
+            return error
+        for param in edited:
+            managed(param).changed()
+        return None
+
+
+def _abandon(units: Sequence[ParamUnit]) -> None:
+    """Puts parameters to rest after an interrupt, so that their next use recovers first. A device
+    that is the home keeps what was written, unless masters would not have it. Can be called
+    again."""
+    for unit in units:
+        if unit.stays:
+            unit.exposure.take_back()
+            for param in unit.exposure.edited():
+                managed(param).changed()
+        unit.exposure.forget()

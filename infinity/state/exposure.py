@@ -94,6 +94,14 @@ class Exposure:
         may have a shard only: each rank compares with a whole copy, so that all find the same."""
         return not self._is_stale and not stays and not self._ranks.compresses
 
+    def take_back(self) -> None:
+        """Restores the values before of watched parameters that home would not have."""
+        self._edits.take_back()
+
+    def edited(self) -> list[torch.nn.Parameter]:
+        """Lists the parameters that were changed since :meth:`begin`, wherever their home is."""
+        return self._edits.find()
+
     def find_edits(self, store: ArrayStore, *, stays: bool) -> bool:
         """Returns whether a forward may have changed its own parameters (clamping a weight, for
         example). ``stays``: the device's bytes are the home.

@@ -3,7 +3,7 @@ home."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -82,16 +82,23 @@ class ForwardEdits:
             for param, counted in zip(params, self._versions)
         )
 
-    def find(self) -> bool:
-        """Tells whether any parameter was changed. One given to a user is compared with its value
+    def find(self) -> list[torch.nn.Parameter]:
+        """Lists the parameters that were changed. One given to a user is compared with its value
         before, or counts as changed if that was not kept."""
         if not self.look():
-            return False
+            return []
         params = [param for flat in self._flat_params for param in flat.params]
-        return any(
-            _count(param) != counted or self._differs(param)
+        return [
+            param
             for param, counted in zip(params, self._versions)
-        )
+            if _count(param) != counted or self._differs(param)
+        ]
+
+    def take_back(self) -> None:
+        """Restores the values before of the parameters that home would not have."""
+        for param, before in self._watched.items():
+            if before is not None:
+                own_bytes(param).copy_(local_of(before))
 
     def _differs(self, param: torch.nn.Parameter) -> bool:
         before = self._watched.get(param)
@@ -141,6 +148,10 @@ class ForwardEdits:
             parts = flat_param.changes(store, index, own_bytes(param), before=before)
             version = flat_param.weight.extent.version
             param._infinity.forward_edits += 1
-            journal.carry_out(
-                partial(flat_param.write_changes, store, index, parts, version=version)
-            )
+            write = partial(flat_param.write_changes, store, index, parts, version=version)
+            journal.carry_out(partial(self._finish, param, write))
+
+    def _finish(self, param: torch.nn.Parameter, write: Callable[[], None]) -> None:
+        """Writes a change home. Can be called again."""
+        write()
+        self._watched.pop(param, None)  # from here on nobody may restore the value before

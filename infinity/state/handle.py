@@ -74,6 +74,8 @@ class ParamHandle:
         "version",
         "forward_edits",
         "replaced",
+        "changed_at",
+        "views",
         "has_loaded_master",
         "borrowed",
         "is_counted",
@@ -96,6 +98,8 @@ class ParamHandle:
         self.version = 0  # counts changes of the value at home, without those of forwards
         self.forward_edits = 0  # counts those
         self.replaced = 0  # counts assignments of ``param.data``
+        self.changed_at = 0  # the unit's version after the last change
+        self.views: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()  # tensors at rest
         # Since the last step: loading the value that it belongs to keeps its bits.
         self.has_loaded_master = False
         # The borrowed view that replaces the parameter inside a block of full_params, with the
@@ -143,7 +147,10 @@ class ParamHandle:
         self.edits = 0 if by_load else self.edits
         self.version += 1
         self.unit.version += 1
+        self.changed_at = self.unit.version
         self.has_loaded_master = False
+        for view in self.views:
+            torch.autograd.graph.increment_version(view)
 
     @property
     def engine(self) -> Owner:

@@ -29,6 +29,7 @@ from .borrowed import lent_to
 from .dtensors import DTensor, is_distributed
 from .handle import (
     DisableTorchFunction,
+    Owner,
     ParamHandle,
     handle_of,
     own_bytes,
@@ -38,7 +39,6 @@ from .handle import (
 from .torch_functions import (
     DETACH,
     EQUAL,
-    IN_GRAPH,
     LIKE,
     METADATA,
     TO,
@@ -46,7 +46,7 @@ from .torch_functions import (
     type_name,
 )
 from .touch import touch
-from .view_chain import ViewChain, chain_of, present
+from .view_chain import ViewChain, chain_of, is_recorded, is_whole, place_of, present
 
 
 class _ManagedGrad:
@@ -121,9 +121,6 @@ class _Stored:
         if func in _ASKING_FOR_PLACES:
             return _ask_for_places(func, args, kwargs)
         if func in METADATA:
-            if func in IN_GRAPH and args[0].__class__ is StoredAlias and args[1:] != (False,):
-                # Each use takes the value anew: what is told to this object would be lost.
-                raise handle_of(args[0]).engine.refusal(handle_of(args[0]), func.__name__)
             with DisableTorchFunction():
                 return func(*args, **kwargs)
         if func is torch.Tensor.is_pinned:
@@ -136,7 +133,7 @@ class _Stored:
             and not any(isinstance(leaf, _Stored) for leaf in leaves[1:])
         ):
             return _like(func, subject, args[1:], kwargs)
-        if any(leaf.__class__ in STORED and lent_to(leaf) is not None for leaf in leaves):
+        if any(isinstance(leaf, _Stored) and lent_to(leaf) is not None for leaf in leaves):
             return _on_borrowed(func, args, kwargs)
         if subject is not None:
             if func in DETACH:
@@ -151,8 +148,8 @@ class _Stored:
                 return _set_data(subject, args[1])
         touched = [leaf for leaf in leaves if isinstance(leaf, _Stored)]
         engine = handle_of(touched[0]).engine
-        if not engine.computing:
-            if subject is not None and func is torch.Tensor.copy_ and _is_whole(subject):
+        if not engine.computing or not _is_computing_here(engine):
+            if subject is not None and func is torch.Tensor.copy_ and is_whole(subject):
                 return _set_value(subject, *args[1:], **kwargs)
             return touch(func, args, kwargs, touched, StoredAlias.like)
         with engine.uses.begin():
@@ -241,8 +238,10 @@ def _detached(subject: torch.Tensor) -> torch.Tensor:
 
 
 class StoredAlias(_Stored, torch.Tensor):
-    """The detached tensor of a StoredParameter: same rules, no gradient, and no readable
-    storage."""
+    """The detached tensor of a StoredParameter, or a view of either: same rules, and no readable
+    storage. Its gradient is its own, as of any tensor."""
+
+    grad = property(raw_grad, set_raw_grad, lambda alias: set_raw_grad(alias, None))
 
     @staticmethod
     def of(source: torch.Tensor) -> StoredAlias:
@@ -252,7 +251,8 @@ class StoredAlias(_Stored, torch.Tensor):
 
     @staticmethod
     def like(view: torch.Tensor, handle: ParamHandle, chain: ViewChain) -> StoredAlias:
-        """Makes the tensor at rest that ``chain`` leads to, with the metadata of ``view``."""
+        """Makes the tensor at rest that ``chain`` leads to, with the form of ``view`` and no
+        gradient."""
         with DisableTorchFunction():
             alias = torch.Tensor._make_wrapper_subclass(
                 StoredAlias,
@@ -260,10 +260,11 @@ class StoredAlias(_Stored, torch.Tensor):
                 strides=view.stride(),
                 dtype=view.dtype,
                 device=view.device,
-                requires_grad=view.requires_grad and not chain.is_detached,
             )
             storage_guard.close(alias.untyped_storage())
         alias._infinity, alias._chain = handle, chain
+        if handle is not None:
+            handle.views.add(alias)
         return alias
 
     def gathered(self) -> torch.Tensor:
@@ -292,6 +293,13 @@ RESIDENT = ResidentParameter, DTensor
 STORED = StoredParameter, StoredDTensor
 
 
+def _is_computing_here(engine: Owner) -> bool:
+    """Tells whether the pass is still running, once this thread may use the engine: it may be
+    another thread's."""
+    with engine.uses.begin():
+        return engine.computing
+
+
 def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
     """Calls ``func``, which needs only the shape of a tensor at rest. Raises UsageError for a known
     misuse."""
@@ -299,7 +307,12 @@ def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tenso
     if mistakes.advice():
         raise handle.engine.refusal(handle, func.__name__)
     with DisableTorchFunction():
-        return func(handle.param, *args, **kwargs)
+        if is_whole(subject):
+            return func(handle.param, *args, **kwargs)
+        twin = torch.empty_strided(
+            subject.shape, subject.stride(), dtype=subject.dtype, device="meta"
+        )
+        return func(twin, *args, **{"device": subject.device} | kwargs)
 
 
 _ASKING_FOR_PLACES = {torch.autograd.grad, torch.autograd.backward}
@@ -310,35 +323,42 @@ def _ask_for_places(func, args: tuple, kwargs: dict) -> Any:
     their bytes."""
 
     def place(tensor: Any) -> Any:
-        if tensor.__class__ is StoredAlias:
-            raise handle_of(tensor).engine.refusal(handle_of(tensor), func.__name__)
-        if tensor.__class__ not in STORED:
-            return tensor
-        with DisableTorchFunction():
-            return torch.autograd.graph.get_gradient_edge(tensor)
+        return place_of(tensor) if isinstance(tensor, _Stored) else tensor
 
     bound = inspect.signature(func).bind(*args, **kwargs)
-    inputs = bound.arguments["inputs"]
-    bound.arguments["inputs"] = (
-        place(inputs) if isinstance(inputs, torch.Tensor) else [place(each) for each in inputs]
-    )
+    outputs, *_ = names = list(bound.arguments)  # "outputs", or "tensors" of a backward
+    for name in names:
+        if name == "inputs" or name == outputs:
+            of_leaf = place if name == "inputs" else _with_bytes
+            given = bound.arguments[name]
+            bound.arguments[name] = (
+                [of_leaf(each) for each in given]
+                if isinstance(given, (list, tuple))
+                else of_leaf(given)
+            )
     return func(*bound.args, **bound.kwargs)
+
+
+def _with_bytes(output: Any) -> Any:
+    return output.clone() if isinstance(output, _Stored) else output
 
 
 def _on_borrowed(func, args: tuple, kwargs: dict) -> Any:
     """Calls ``func`` with the borrowed tensors of the parameters among its arguments."""
 
-    def replaced(param: torch.Tensor) -> torch.Tensor:
-        borrowed = lent_to(param)
-        return param if borrowed is None else borrowed
+    def replaced(tensor: torch.Tensor) -> torch.Tensor:
+        borrowed = lent_to(tensor)
+        if borrowed is None or tensor.__class__ in STORED:
+            return tensor if borrowed is None else borrowed
+        return chain_of(tensor).repeat(borrowed, with_grad=True)
 
     if func == torch.Tensor.data.__set__ and lent_to(args[0]) is not None:
         with torch.no_grad():
-            lent_to(args[0]).copy_(args[1])
+            replaced(args[0]).copy_(args[1])
         return None
-    result = func(*(new := tree_map_only(STORED, replaced, (args, kwargs)))[0], **new[1])
+    result = func(*(new := tree_map_only(_Stored, replaced, (args, kwargs)))[0], **new[1])
     # In place.
-    return args[0] if args and args[0].__class__ in STORED and result is new[0][0] else result
+    return args[0] if args and isinstance(args[0], _Stored) and result is new[0][0] else result
 
 
 def _equal(one: Any, other: Any) -> bool | None:
@@ -346,7 +366,7 @@ def _equal(one: Any, other: Any) -> bool | None:
     that way. Returns None if a forward has to gather for it."""
     if not isinstance(other, torch.Tensor) or handle_of(one).engine.computing:
         return None
-    if not _is_whole(one) or not _is_whole(other):
+    if not is_whole(one) or not is_whole(other):
         return None
     if handle_of(one) is handle_of(other):
         return True
@@ -359,13 +379,12 @@ def _equal(one: Any, other: Any) -> bool | None:
     return torch.equal(*values)
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor at rest is all of its parameter, in its own shape."""
-    return not chain_of(tensor).steps
-
-
 def _set_value(subject: torch.Tensor, value: Any, *_: Any, **__: Any) -> torch.Tensor:
-    """Does ``subject.copy_(value)`` at home."""
+    """Does ``subject.copy_(value)`` at home. Raises RuntimeError as torch does for a leaf."""
+    if is_recorded(subject):
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
     if isinstance(value, _Stored):
         with torch.no_grad():
             value = value.clone()
@@ -377,7 +396,7 @@ def _set_value(subject: torch.Tensor, value: Any, *_: Any, **__: Any) -> torch.T
 
 def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
     """Does ``p.data = value`` at home, for a value of the parameter's shape and dtype."""
-    if value is subject or (handle_of(value) is handle_of(subject) and _is_whole(value)):
+    if value is subject or (handle_of(value) is handle_of(subject) and is_whole(value)):
         return
     handle = handle_of(subject)
     alike = isinstance(value, torch.Tensor) and all(
@@ -385,7 +404,7 @@ def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
     )
     if (
         handle.engine.computing
-        or not _is_whole(subject)
+        or subject.__class__ not in STORED  # only that object would have the value
         or not alike
         or isinstance(value, _Stored)  # in torch both would have one memory from then on
     ):
@@ -394,5 +413,6 @@ def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
             f" infinity.full_params(model, [{handle.name!r}], writeback=True)`, or"
             " load_state_dict()."
         )
-    _set_value(subject, value)
+    with torch.no_grad():
+        _set_value(subject, value)
     handle.replaced += 1

@@ -46,14 +46,6 @@ def _metadata_functions() -> set:
 
 
 METADATA = _metadata_functions()
-# Those that change what autograd does with one tensor object.
-IN_GRAPH = {
-    torch.Tensor.requires_grad_,
-    torch.Tensor.requires_grad.__set__,
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.retain_grad,
-}
 # Their results have the shape, dtype and device of a tensor, and none of its bytes.
 LIKE = {
     getattr(torch, f"{kind}_like")

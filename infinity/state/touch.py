@@ -7,9 +7,11 @@ view    a result in a parameter's memory: it leaves as a tensor at rest, which a
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import is_
 from typing import Any
@@ -19,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..machine import storage_guard
 from .handle import Owner, ParamHandle, handle_of, managed
-from .view_chain import ViewChain, ViewStep, chain_of, present
+from .view_chain import View, ViewChain, ViewStep, chain_of, present
 
 # They would give the memory away, replace it, or change the shape of a parameter in place.
 REFUSED = frozenset(
@@ -34,6 +36,7 @@ ASSIGNING = frozenset(
 )
 
 
+# Makes the tensor at rest of a view: from a tensor of its form, its handle and its chain.
 Rest = Callable[[torch.Tensor, ParamHandle, ViewChain], torch.Tensor]
 
 
@@ -76,24 +79,40 @@ class _Call:
         failure, result = None, None
         with ExitStack() as held:
             for engine, its in handles.items():
-                held.enter_context(engine.touching(its, self.name, writes=self.may_write))
+                writes = any(managed(each).engine is engine for each in self.targets)
+                held.enter_context(engine.touching(its, self.name, writes=writes))
                 held.enter_context(engine.saving_tensors())
-            values = {id(tensor): present(tensor) for tensor in touched}
+            written = self.targets
+            values = {
+                id(tensor): present(tensor, written=any(each is tensor for each in written))
+                for tensor in touched
+            }
             args = tuple(_replaced(each, values) for each in self.args)
             kwargs = {name: _replaced(each, values) for name, each in self.kwargs.items()}
             try:
                 result = self._at_rest(self.func(*args, **kwargs), values, touched)
             except Exception as error:  # noqa: BLE001 - torch's own: nothing is to be repaired
                 failure = error
+            finally:
+                del values, args, kwargs
         if failure is not None:
-            raise failure
+            # An exception that a user keeps would keep weights in memory.
+            traceback.clear_frames(failure.__traceback__)
+            try:
+                raise failure
+            finally:
+                del failure
         return result
 
     @property
-    def may_write(self) -> bool:
-        """Whether it may write to its arguments, by torch's naming."""
+    def targets(self) -> list[torch.Tensor]:
+        """The tensors at rest that it may write to, by torch's naming."""
+        written: list[Any] = [self.kwargs.get("out")]
         in_place = self.name.endswith("_") and not self.name.endswith("__")
-        return in_place or self.name in ASSIGNING or self.kwargs.get("out") is not None
+        if in_place or self.name in ASSIGNING or self.kwargs.get("inplace"):
+            first = self.args[:1] or list(self.kwargs.values())[:1]
+            written.append(first)
+        return [leaf for leaf in tree_flatten(written)[0] if handle_of(leaf) is not None]
 
     def _at_rest(
         self, result: Any, values: dict[int, torch.Tensor], touched: Sequence[torch.Tensor]
@@ -104,6 +123,8 @@ class _Call:
         def rest_of(leaf: Any, index: int) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
+            if leaf.is_nested:
+                raise managed(touched[0]).engine.refusal(managed(touched[0]), self.name)
             rest = own.get(id(leaf))
             if rest is None and leaf.layout is torch.strided:
                 rest = self._view_at_rest(leaf, index, values, touched)
@@ -135,10 +156,13 @@ class _Call:
             if len(sources) == 1:
                 step = ViewStep.of_call(self.func, self.args, self.kwargs, source, index)
             elif first <= view.storage_offset() < first + max(values[id(source)].numel(), 1):
-                step = ViewStep.of_place(view)
+                step = ViewStep.of_place(view, values[id(source)])
             else:
                 continue
-            return self.rest(view, managed(source), chain_of(source).then(step))
+            chain = chain_of(source).then(step)
+            make = partial(self.rest, view.detach(), managed(source), chain)
+            is_new = view.requires_grad and torch.is_grad_enabled()
+            return View.apply(source, step, make) if is_new else make()
         return None
 
 

@@ -2,6 +2,10 @@
 
 A view of a parameter at rest has no bytes. Each use of it brings the parameter, and views it again:
 so it shows the newest values, as in torch, and a write to it is a write to the parameter.
+
+node   a view that autograd recorded has a node of its own in the graph, as in torch. Each use adds
+       a node behind it that gives the bytes, so that hooks, gradients and sums of gradients are
+       those of one tensor
 """
 
 from __future__ import annotations
@@ -34,22 +38,40 @@ class ViewStep:
         cls, func, args: tuple, kwargs: dict, subject: torch.Tensor, output: int
     ) -> ViewStep:
         """Makes the step of a call with ``subject`` among its arguments."""
-        args, kwargs = tree_map(lambda each: SUBJECT if each is subject else each, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda each: SUBJECT if each is subject else _frozen(each), (args, kwargs)
+        )
         return cls(func, args, kwargs, output, torch.is_grad_enabled())
 
     @classmethod
-    def of_place(cls, view: torch.Tensor) -> ViewStep:
-        """Makes the step that gives ``view`` by its place in the parameter's memory."""
-        place = (SUBJECT, view.size(), view.stride(), view.storage_offset())
-        return cls(torch.as_strided, place, {}, 0, torch.is_grad_enabled())
+    def of_place(cls, view: torch.Tensor, subject: torch.Tensor) -> ViewStep:
+        """Makes the step that gives ``view`` by its place in the memory of ``subject``."""
+        offset = view.storage_offset() - subject.storage_offset()
+        place = (SUBJECT, view.size(), view.stride(), offset)
+        return cls(_at_place, place, {}, 0, torch.is_grad_enabled())
 
     def repeat(self, subject: torch.Tensor) -> torch.Tensor:
-        """Takes the view of ``subject``, which is resident."""
-        with torch.set_grad_enabled(self.with_grad):
-            args, kwargs = tree_map(
-                lambda each: subject if each is SUBJECT else each, (self.args, self.kwargs)
-            )
-            return tree_flatten(self.func(*args, **kwargs))[0][self.output]
+        """Takes the view of ``subject``."""
+        args, kwargs = tree_map(
+            lambda each: subject if each is SUBJECT else each, (self.args, self.kwargs)
+        )
+        return tree_flatten(self.func(*args, **kwargs))[0][self.output]
+
+
+def _at_place(subject: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    return subject.as_strided(size, stride, subject.storage_offset() + offset)
+
+
+def _frozen(given: Any) -> Any:
+    """Returns an argument as it is now: users may change their tensors before the next use. A view
+    takes numbers from them, or shapes."""
+    if isinstance(given, slice):
+        return slice(*(_frozen(each) for each in (given.start, given.stop, given.step)))
+    if not isinstance(given, torch.Tensor):
+        return given
+    if given.dim() == 0 and not given.is_floating_point():
+        return given.item()
+    return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -60,16 +82,58 @@ class ViewChain:
     is_detached: bool = False  # from the graph of autograd, as by ``detach`` and ``data``
     replaced: int = 0  # times that ``param.data`` had been assigned when it was made
 
-    def repeat(self, param: torch.Tensor) -> torch.Tensor:
-        """Takes the views of ``param``, which is resident."""
-        value = own_bytes(param) if self.is_detached else param
-        for step in self.steps:
-            value = step.repeat(value)
+    def repeat(self, param: torch.Tensor, *, with_grad: bool = False) -> torch.Tensor:
+        """Takes the views of ``param``, which has its bytes; ``with_grad``: as autograd recorded
+        them first."""
+        if with_grad and not self.is_detached:
+            value = param
+            for step in self.steps:
+                with torch.set_grad_enabled(step.with_grad):
+                    value = step.repeat(value)
+            return value
+        with torch.no_grad():
+            value = param.detach()
+            for step in self.steps:
+                value = step.repeat(value)
         return value
 
     def then(self, step: ViewStep) -> ViewChain:
         """Returns the chain of a view of the tensor that has this one."""
         return replace(self, steps=(*self.steps, step))
+
+
+class View(torch.autograd.Function):
+    """The node of a view at rest. ``make`` makes the tensor; ``step`` leads to it from
+    ``source``."""
+
+    @staticmethod
+    def forward(ctx, source, step, make):
+        ctx.step = step
+        ctx.form = source.shape, source.stride(), source.dtype, source.device
+        return make()
+
+    @staticmethod
+    def backward(ctx, grad):
+        shape, stride, dtype, device = ctx.form
+        with torch.enable_grad():
+            stand_in = torch.empty_strided(
+                shape, stride, dtype=dtype, device=device, requires_grad=True
+            )
+            view = ctx.step.repeat(stand_in)
+        (found,) = torch.autograd.grad(view, stand_in, grad, create_graph=torch.is_grad_enabled())
+        return found, None, None
+
+
+class _Bytes(torch.autograd.Function):
+    """The bytes of a tensor at rest, as computed from it."""
+
+    @staticmethod
+    def forward(ctx, rest, value):
+        return value
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
 
 
 def chain_of(tensor: torch.Tensor) -> ViewChain:
@@ -80,13 +144,42 @@ def chain_of(tensor: torch.Tensor) -> ViewChain:
     return ViewChain(replaced=0 if handle is None else handle.replaced)
 
 
-def present(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor at rest with its bytes, while its parameter is resident. Raises UsageError
-    for a view of values that ``param.data = ...`` has replaced."""
-    handle, chain = managed(tensor), chain_of(tensor)
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor at rest, or a plain one, is all of its parameter as it is now."""
+    chain, handle = chain_of(tensor), handle_of(tensor)
+    return not chain.steps and (handle is None or chain.replaced == handle.replaced)
+
+
+def present(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
+    """Returns a tensor at rest with its bytes, while its parameter is resident. ``written``: it may
+    be changed in place, which torch allows or refuses as for the view itself.
+
+    Raises UsageError for a view of values that ``param.data = ...`` has replaced.
+    """
+    handle, chain = managed(tensor), tensor.__dict__.get("_chain")
+    if chain is None:
+        return handle.param
     if chain.replaced != handle.replaced:
         raise UsageError(
             f"a view of parameter {handle.name} shows the values before {handle.name}.data was"
             " assigned, which are gone. Take the view again, or keep a copy: view.clone()."
         )
-    return chain.repeat(handle.param)
+    if written:
+        return chain.repeat(handle.param, with_grad=True)
+    value = chain.repeat(own_bytes(handle.param))
+    return _Bytes.apply(tensor, value) if is_recorded(tensor) else value
+
+
+def place_of(tensor: torch.Tensor) -> torch.autograd.graph.GradientEdge:
+    """Returns the place in the graph of a tensor at rest, which torch finds by viewing it. Raises
+    RuntimeError if it requires no gradient."""
+    if not tensor.requires_grad:
+        raise RuntimeError("One of the differentiated Tensors does not require grad")
+    with torch.enable_grad():
+        behind = _Bytes.apply(tensor, torch.empty(())).grad_fn
+    return torch.autograd.graph.GradientEdge(*behind.next_functions[0], behind)
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Tells whether autograd records a use of ``tensor`` now."""
+    return tensor.requires_grad and torch.is_grad_enabled()

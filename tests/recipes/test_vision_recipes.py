@@ -94,7 +94,7 @@ def group_lasso_over_filters(run: Run) -> None:
         run.log((model.body.weight.flatten(1).norm(dim=1) < 0.3).sum())
 
 
-@RECIPES.differing("a view kept in a variable is taken again at each use: sums of gradients")
+@recipe
 def orthogonal_kernels(run: Run) -> None:
     model, optimizer = run.start(Vision())
     for at in range(3):

@@ -24,6 +24,9 @@ class Unit:
         self.storages, self.held = WeightStorages(), []
         self.storages.enter(self, self.flat)
 
+    def is_changed_since(self, version: int, flat: torch.Tensor, offset: int) -> bool:
+        return self.in_use.version != version
+
     def hooks(self) -> tuple:
         return saving_hooks(self.storages, self.held.append)
 

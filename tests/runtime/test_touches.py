@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -148,3 +152,147 @@ def test_what_a_loops_uses_cost_is_logged_once_at_its_second_step(caplog):
         kept.optimizer.step()
         kept.optimizer.zero_grad()
     assert caplog.messages == []
+
+
+# --- whatever comes in between ---
+
+STRUCK = ("runtime/touches.py", "state/touch.py", "state/exposure.py", "state/forward_edits.py")
+
+
+def struck_at(line: int) -> Callable:
+    """A tracer that interrupts at that line of the files of a touch."""
+    lines = itertools.count(1)
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.endswith(STRUCK):
+            return None
+        if event == "line" and next(lines) == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def is_struck(line: int, work: Callable[[], object]) -> bool:
+    before = sys.gettrace()
+    sys.settrace(struck_at(line))
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_after_an_interrupt_at_any_line_the_old_or_the_new_value_stands(home):
+    """Method: every line of a write, to bf16 weights with masters; then what is read, written,
+    stepped and saved agrees, and a backward from before is right or refused. Twin: some strikes
+    leave the old value and some the new one."""
+    seen = set()
+    for line in itertools.count(1):
+        model = torch.nn.Linear(4, 4).bfloat16()
+        config = {"params": home, "optimizer": home}
+        model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), config)
+        weight, old = model.weight, model.weight.detach().clone()
+        x = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)
+        loss = (x * weight.detach()).sum()
+        if not is_struck(line, lambda weight=weight: weight.data.mul_(2)):
+            break
+        now = weight.detach().clone()
+        is_old = torch.equal(now, old)
+        seen.add(is_old)
+        assert is_old or torch.equal(now, 2 * old)
+        assert torch.equal(model.state_dict()["weight"], now)
+        try:
+            loss.backward()
+        except (RuntimeError, UsageError):
+            pass
+        else:
+            assert is_old and torch.equal(x.grad, old)
+        weight.data.add_(1)
+        model(x.detach()).sum().backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        assert torch.equal(model.state_dict()["weight"], now + 1)
+        master = optimizer.state_dict()["state"].get(0, {}).get("master", now + 1)
+        assert torch.equal(master.bfloat16(), now + 1)
+    assert seen == {True, False} and line > 50
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_a_write_is_counted_wherever_the_home_is(home):
+    """Method: fp32 weights that are their own masters; a state dict and a graph from before the
+    write are told. Twin: those of a parameter that is not written to."""
+    job = small_at_home(home)
+    first, second = job.model.layers[0].weight, job.model.layers[1].weight
+    loss, state = (first * first).sum(), job.model.state_dict()
+    second.data.zero_()
+    loss.backward(retain_graph=True)
+    first.data.zero_()
+    with pytest.raises(UsageError, match="they were changed since"):
+        loss.backward()
+    state["layers.0.weight"][0] = 5
+    with pytest.raises(UsageError, match="was written to after"):
+        job.model.state_dict()
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_a_write_that_torch_does_not_name_as_one_is_found(home):
+    """Method: relu in place, which masters follow; and inside an average's block, where it is
+    refused with the values of before. Twin: copying the averages out is a read."""
+    relu = torch.nn.functional.relu
+    model = torch.nn.Linear(4, 4).bfloat16()
+    config = {"params": home, "optimizer": home}
+    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), config)
+    with torch.no_grad():
+        relu(model.weight, True)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert (optimizer.state_dict()["state"][0]["master"] > -0.01).all()
+    job = small_at_home(home)
+    job.model.layers[0].weight.data.neg_()
+    average = infinity.ema(job.model, 0.5)
+    average.update()
+    with average.applied(), torch.no_grad():
+        with pytest.raises(UsageError, match="inside `with average.applied"):
+            relu(job.model.layers[0].weight, True)
+        copy = torch.empty(2, 4).copy_(job.model.layers[0].weight)
+    for values in (copy, average.state_dict()["layers.0.weight"], job.model.layers[0].weight):
+        assert torch.equal(values.detach() + 0, torch.full((2, 4), -1.0))
+
+
+def test_units_that_were_touched_give_way_to_full_params():
+    """Twin: without that, a block would not fit its budget."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(8)))
+    config = {"params": "host", "device_memory": "200KiB"}
+    model, _ = infinity.wrap_model(model, None, config)
+    for weight in model.parameters():
+        weight.detach().norm()
+    with infinity.full_params(model, ["0.weight"]) as params:
+        assert params["0.weight"].shape == (128, 128)
+
+
+def test_a_touch_beside_another_threads_pass_waits_for_it():
+    """Method: one thread trains while another reads, until that has seen several steps."""
+    job, seen, failures = small_at_home(), set(), []
+    is_over = threading.Event()
+
+    def read() -> None:
+        try:
+            while not is_over.is_set():
+                seen.add((job.model.layers[0].weight.detach() * 1)[0, 0].item())
+        except UsageError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while len(seen) < 3 and not failures:
+        job.backward(RAMP)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    is_over.set()
+    thread.join()
+    assert failures == []

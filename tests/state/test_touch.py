@@ -196,21 +196,99 @@ def test_two_wrapped_models_are_used_in_one_operation(job):
     assert is_at_rest(job) and is_at_rest(other)
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        lambda view: view.requires_grad_(),
-        lambda view: view.register_hook(print),
-        lambda view: torch.autograd.grad(torch.ones((), requires_grad=True) * 2, view),
-    ],
-)
-def test_what_autograd_is_told_of_one_view_is_refused(told, job):
-    """It would be lost, for each use takes the view anew. Twin: of a copy it is known."""
+def seen_by_autograd(weight: torch.Tensor) -> list:
+    """What autograd does with views of a leaf that are kept in variables."""
+    view, found = weight[1], []
+    view.register_hook(lambda grad: found.append(grad.clone()))
+    view.retain_grad()
+    (view * view).sum().backward()
+    leaf = weight.detach().requires_grad_()
+    (leaf * leaf).sum().backward()
+    leaf.sum().backward()
+    flat = weight.view(-1)
+    (slope,) = torch.autograd.grad(flat.pow(3).sum(), flat, create_graph=True)
+    slope.square().sum().backward()
+    found += [view.grad, leaf.grad, slope.detach(), torch.autograd.grad(weight[0, 1], weight)[0]]
+    weight.requires_grad_(False)
+    return [*found, weight.grad + 0, view.is_leaf, view.grad_fn is None, (view * 2).requires_grad]
+
+
+def test_autograd_knows_a_view_as_one_tensor(job):
+    """Method: hooks, gradients of views and of leaves made of them, second order, and a parameter
+    that is frozen behind its view; as with a plain parameter."""
+    right, found = seen_by_autograd(nn.Parameter(VALUES.clone())), seen_by_autograd(weights(job)[0])
+    for one, other in zip(found, right, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one is other
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def test_a_function_of_the_users_takes_what_is_at_rest(job):
+    """Method: the parameter and a view, whose gradients land; and a detached one that is written
+    to before the backward, as torch refuses it. Twin: one that is not written to."""
     weight = weights(job)[0]
-    with pytest.raises(UsageError, match="layers.0.weight, which is at home"):
-        told(weight.detach()[0] if told.__code__.co_names[0] == "requires_grad_" else weight[0])
-    assert weight.detach()[0].clone().requires_grad_().requires_grad
-    assert not weight.detach().requires_grad_(False).requires_grad
+    (Squared.apply(weight).sum() + Squared.apply(weight.view(-1)).sum()).backward()
+    assert torch.equal(weight.grad + 0, 4 * VALUES)
+    for writes in (False, True):
+        leaf = weight.detach().requires_grad_()
+        loss = Squared.apply(leaf).sum()
+        if not writes:
+            loss.backward()
+            assert torch.equal(leaf.grad, 2 * VALUES)
+            continue
+        with torch.no_grad():
+            weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_tensors_like_a_view_have_its_form(job):
+    weight = weights(job)[0]
+    assert torch.zeros_like(weight[0]).shape == (4,)
+    assert weight.data.view(torch.int32).new_zeros(2).dtype is torch.int32
+
+
+def test_inside_full_params_a_view_is_one_of_the_copy(job):
+    """Twin: after the block it is one of what was written back."""
+    view = weights(job)[0].detach().view(-1)
+    with torch.no_grad(), infinity.full_params(job.model, writeback=True) as params:
+        params["layers.0.weight"].mul_(2)
+        assert torch.equal(view + 0, 2 * VALUES.view(-1))
+        view[0] = 9
+    assert view[0].item() == 9 and home(job)[0][0] == 9
+
+
+def test_a_leaf_is_not_copied_into_where_autograd_records(job):
+    """As in torch. Twins: under no_grad, and by ``data``, it is."""
+    weight = weights(job)[0]
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        weight.copy_(torch.ones(2, 4))
+    assert home(job) == VALUES.tolist()
+    weight.data.copy_(torch.ones(2, 4))
+    assert home(job) == [[1] * 4] * 2
+
+
+def test_what_was_replaced_is_told_to_every_use(job):
+    """Twin: what is taken anew is right."""
+    weight = weights(job)[0]
+    old = weight.data
+    weight.data = torch.full((2, 4), 7.0)
+    for use in (lambda: torch.equal(old, weight), lambda: old.copy_(VALUES), lambda: old + 0):
+        with pytest.raises(UsageError, match="shows the values before layers.0.weight.data was"):
+            use()
+    with pytest.raises(UsageError, match="assigning layers.0.weight.data would not reach"):
+        weight.detach().data = VALUES
+    assert torch.equal(weight.data, torch.full((2, 4), 7.0)) and home(job) == [[7] * 4] * 2
 
 
 def test_views_are_compared_by_their_own_values(job):

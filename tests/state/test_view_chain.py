@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infinity.errors import UsageError
-from infinity.state.view_chain import ViewChain, ViewStep, chain_of, present
+from infinity.state.view_chain import View, ViewChain, ViewStep, chain_of, present
 
 
 def parameter() -> torch.nn.Parameter:
@@ -43,23 +43,60 @@ def test_one_of_several_results_is_the_view():
     assert values == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_a_view_is_recorded_by_autograd_as_it_was_first():
-    """Twins: one that was taken under no_grad, and one of the detached tensor, are not."""
+def test_a_view_to_write_to_is_taken_as_autograd_recorded_it():
+    """Twins: one that was taken under no_grad, and one of the detached tensor, are not recorded;
+    nor is one that is only read."""
     param = parameter()
     recorded = ViewStep.of_call(torch.t, (param,), {}, param, 0)
     with torch.no_grad():
         unrecorded = ViewStep.of_call(torch.t, (param,), {}, param, 0)
-        assert present(seen(param, chain_of(param).then(recorded))).grad_fn is not None
-    assert present(seen(param, chain_of(param).then(unrecorded))).grad_fn is None
+        rest = seen(param, chain_of(param).then(recorded))
+        assert present(rest, written=True).grad_fn is not None
+    assert present(rest).grad_fn is None
+    rest = seen(param, chain_of(param).then(unrecorded))
+    assert present(rest, written=True).grad_fn is None
     detached = ViewChain((recorded,), is_detached=True)
-    assert not present(seen(param, detached)).requires_grad
+    assert not present(seen(param, detached), written=True).requires_grad
     assert detached.then(recorded).is_detached
 
 
+def test_a_view_keeps_what_it_was_asked_for():
+    """Method: the user's tensors change behind the call, by position, in a slice, as a shape."""
+    param, at, like = parameter(), torch.tensor(0), torch.ones(3, 2)
+    steps = [
+        ViewStep.of_call(torch.Tensor.__getitem__, (param, at), {}, param, 0),
+        ViewStep.of_call(torch.Tensor.__getitem__, (param, slice(at, None)), {}, param, 0),
+        ViewStep.of_call(torch.Tensor.view_as, (param, like), {}, param, 0),
+    ]
+    at += 1
+    like.resize_(6)
+    values = [present(seen(param, chain_of(param).then(step))).tolist() for step in steps]
+    assert values == [[0, 1, 2], [[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3], [4, 5]]]
+
+
 def test_a_view_by_its_place_has_that_place():
-    param = parameter()
+    """Method: the parameter's memory begins elsewhere by then."""
+    param, other = parameter(), torch.arange(10.0)
     view = param.detach()[1:, ::2]
-    assert torch.equal(present(seen(param, chain_of(param).then(ViewStep.of_place(view)))), view)
+    step = ViewStep.of_place(view, param)
+    assert torch.equal(present(seen(param, chain_of(param).then(step))), view)
+    assert step.repeat(other[4:].view(2, 3)).tolist() == [[7, 9]]
+
+
+def test_the_node_of_a_view_has_the_gradient_of_the_view():
+    """Method: an expansion, whose gradient is a sum; and the gradient of that. Twin: torch's."""
+    found = []
+    for kind in ("node", "torch"):
+        param, weights = torch.arange(1.0, 4.0, requires_grad=True), torch.arange(6.0).view(2, 3)
+        if kind == "node":
+            step = ViewStep.of_call(torch.Tensor.expand, (param, 2, 3), {}, param, 0)
+            view = View.apply(param, step, lambda: param.detach().expand(2, 3).clone())
+        else:
+            view = param.expand(2, 3)
+        loss = (view.pow(3) * weights).sum()
+        (grad,) = torch.autograd.grad(loss, param, create_graph=True)
+        found.append((grad.detach(), *torch.autograd.grad(grad.sum(), param)))
+    assert all(map(torch.equal, *found))
 
 
 def test_a_view_shows_the_newest_values_and_none_that_were_replaced():
