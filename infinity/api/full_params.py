@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from .. import native
 from ..errors import CapacityError, UsageError
 from ..machine.tiers import Tier
 from ..runtime.job import Job
@@ -47,11 +48,7 @@ def full_params(
     with job.uses.operation(Operation.WRITE_FULL_PARAMS if writeback else Operation.FULL_PARAMS):
         selected = _select(whole_of(model), names)
         nbytes = sum(local_of(param).numel() * param.itemsize for param in set(selected.values()))
-        try:
-            charge = job.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
-        except CapacityError:
-            job.prefetcher.release_unused()
-            charge = job.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
+        charge = _reserve(job, nbytes)
         copies = {param: _FullCopy(job, param) for param in dict.fromkeys(selected.values())}
     try:
         yield {name: copies[param].borrowed.tensor for name, param in selected.items()}
@@ -73,6 +70,16 @@ def full_params(
         if writeback:
             copies_of = [(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())]
             engine.job.edits.write_changes(copies_of, "leaving full_params")
+
+
+def _reserve(job: Job, nbytes: int) -> native.Charge:
+    """Charges the copies to the device. Units that are there and not in use give way. Raises
+    CapacityError."""
+    try:
+        return job.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
+    except CapacityError:
+        job.prefetcher.release_all([unit for unit in job.units if not job.prefetcher.is_held(unit)])
+        return job.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
 
 
 class _FullCopy:

@@ -157,13 +157,6 @@ class Prefetcher:
         for unit in [unit for unit in self._pass.resident if unit not in self._pass.holds]:
             self._evict(unit)
 
-    def release_unused(self) -> None:
-        """Releases every idle unit, for memory that is needed outside of a pass. Does nothing if
-        ranks have to have the same units resident."""
-        if self._ranks.alone:
-            for unit in [unit for unit in self._pass.resident if unit not in self._pass.holds]:
-                self._evict(unit)
-
     # --- residency ---
 
     def ensure(self, unit: ParamUnit, *, backward: bool = False) -> None:

@@ -49,13 +49,26 @@ class SavedWeight:
     def check(self) -> None:
         """Raises UsageError if the bytes that the forward computed with are not available in this
         backward."""
-        offset = self.offset * self.dtype.itemsize // self.flat.itemsize
-        if self.unit.is_changed_since(self.version, self.flat, offset):
+        if self.version != self.unit.in_use.version and self._is_changed():
             raise UsageError(
                 f"this backward needs weights of unit {self.unit.name} as they were in its forward,"
                 " but they were changed since (by optimizer.step(), load_state_dict() or an edit)."
                 " Run backward before that."
             )
+
+    def _is_changed(self) -> bool:
+        """Tells whether the parameter itself has changed, not only others of its unit."""
+        if self.unit.stale is not None:  # whose versions change without the parameters'
+            return True
+        start = self.offset * self.dtype.itemsize // self.flat.itemsize - self.flat.storage_offset()
+        changes = [
+            handle.changed_at
+            for buffer in self.unit.buffers
+            if buffer.flat is self.flat
+            for handle, place in zip(buffer.flat_param.handles, buffer.flat_param.layout.placements)
+            if place.offset <= start <= place.end
+        ]
+        return not changes or max(changes) > self.version
 
     def tensor(self) -> torch.Tensor:
         """Makes the tensor that was saved. Its unit is resident."""

@@ -14,7 +14,6 @@ StoredDTensor       a distributed parameter whose local part is at home; while t
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import replace
 from typing import Any
@@ -29,7 +28,6 @@ from .borrowed import lent_to
 from .dtensors import DTensor, is_distributed
 from .handle import (
     DisableTorchFunction,
-    Owner,
     ParamHandle,
     handle_of,
     own_bytes,
@@ -46,7 +44,8 @@ from .torch_functions import (
     type_name,
 )
 from .touch import touch
-from .view_chain import ViewChain, chain_of, is_recorded, is_whole, place_of, present
+from .view_chain import ViewChain, chain_of, is_whole, present
+from .view_nodes import ASKING_FOR_PLACES, ask_for_places, is_recorded
 
 
 class _ManagedGrad:
@@ -118,8 +117,8 @@ class _Stored:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _ASKING_FOR_PLACES:
-            return _ask_for_places(func, args, kwargs)
+        if func in ASKING_FOR_PLACES:
+            return ask_for_places(func, args, kwargs, _Stored)
         if func in METADATA:
             with DisableTorchFunction():
                 return func(*args, **kwargs)
@@ -148,21 +147,13 @@ class _Stored:
                 return _set_data(subject, args[1])
         touched = [leaf for leaf in leaves if isinstance(leaf, _Stored)]
         engine = handle_of(touched[0]).engine
-        if not engine.computing or not _is_computing_here(engine):
-            if subject is not None and func is torch.Tensor.copy_ and is_whole(subject):
-                return _set_value(subject, *args[1:], **kwargs)
-            return touch(func, args, kwargs, touched, StoredAlias.like)
-        with engine.uses.begin():
-            for tensor in touched:
-                handle_of(tensor).engine.touch(
-                    handle_of(tensor), getattr(func, "__name__", str(func))
-                )
-                # So that its next use is routed through here too.
-                if isinstance(tensor, torch.nn.Parameter):
-                    tensor.__class__ = StoredDTensor if is_distributed(tensor) else StoredParameter
-            args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
-            with engine.saving_tensors(), DisableTorchFunction():
-                return func(*args, **kwargs)
+        if engine.computing:
+            with engine.uses.begin():  # another thread's pass is over by then
+                if engine.computing:
+                    return _compute(func, args, kwargs, touched)
+        if subject is not None and func is torch.Tensor.copy_ and is_whole(subject):
+            return _set_value(subject, *args[1:], **kwargs)
+        return touch(func, args, kwargs, touched, StoredAlias.like)
 
     def __repr__(self, *, tensor_contents=None):
         handle = handle_of(self)
@@ -293,11 +284,17 @@ RESIDENT = ResidentParameter, DTensor
 STORED = StoredParameter, StoredDTensor
 
 
-def _is_computing_here(engine: Owner) -> bool:
-    """Tells whether the pass is still running, once this thread may use the engine: it may be
-    another thread's."""
-    with engine.uses.begin():
-        return engine.computing
+def _compute(func, args: tuple, kwargs: dict, touched: list) -> Any:
+    """Calls ``func`` in a forward or backward, which holds the parameters until its end."""
+    for tensor in touched:
+        engine = handle_of(tensor).engine
+        engine.touch(handle_of(tensor), getattr(func, "__name__", str(func)))
+        # So that its next use is routed through here too.
+        if isinstance(tensor, torch.nn.Parameter):
+            tensor.__class__ = StoredDTensor if is_distributed(tensor) else StoredParameter
+    args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
+    with handle_of(touched[0]).engine.saving_tensors(), DisableTorchFunction():
+        return func(*args, **kwargs)
 
 
 def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -313,34 +310,6 @@ def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tenso
             subject.shape, subject.stride(), dtype=subject.dtype, device="meta"
         )
         return func(twin, *args, **{"device": subject.device} | kwargs)
-
-
-_ASKING_FOR_PLACES = {torch.autograd.grad, torch.autograd.backward}
-
-
-def _ask_for_places(func, args: tuple, kwargs: dict) -> Any:
-    """Calls ``func`` for gradients of parameters at rest: it needs their nodes in the graph, not
-    their bytes."""
-
-    def place(tensor: Any) -> Any:
-        return place_of(tensor) if isinstance(tensor, _Stored) else tensor
-
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    outputs, *_ = names = list(bound.arguments)  # "outputs", or "tensors" of a backward
-    for name in names:
-        if name == "inputs" or name == outputs:
-            of_leaf = place if name == "inputs" else _with_bytes
-            given = bound.arguments[name]
-            bound.arguments[name] = (
-                [of_leaf(each) for each in given]
-                if isinstance(given, (list, tuple))
-                else of_leaf(given)
-            )
-    return func(*bound.args, **bound.kwargs)
-
-
-def _with_bytes(output: Any) -> Any:
-    return output.clone() if isinstance(output, _Stored) else output
 
 
 def _on_borrowed(func, args: tuple, kwargs: dict) -> Any:

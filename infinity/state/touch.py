@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..machine import storage_guard
 from .handle import Owner, ParamHandle, handle_of, managed
-from .view_chain import View, ViewChain, ViewStep, chain_of, present
+from .view_chain import ViewChain, ViewStep, chain_of, present
+from .view_nodes import View
 
 # They would give the memory away, replace it, or change the shape of a parameter in place.
 REFUSED = frozenset(

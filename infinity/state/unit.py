@@ -192,22 +192,6 @@ class ParamUnit:
             self._second.forget()  # first: a write may fail after others have gone home
             self.exposure.write_edits(store, journal, stays=self.stays)
 
-    def is_changed_since(self, version: int, flat: torch.Tensor, offset: int) -> bool:
-        """Tells whether the parameter at ``offset`` of the device buffer ``flat`` has other values
-        at home than in ``version``."""
-        if self.in_use.version == version:
-            return False
-        if self.stale is not None:  # whose versions change without the parameters'
-            return True
-        found = [
-            handle.changed_at
-            for buffer in self.buffers
-            if buffer.flat is flat
-            for handle, place in zip(buffer.flat_param.handles, buffer.flat_param.layout.placements)
-            if place.offset <= offset - flat.storage_offset() < max(place.end, place.offset + 1)
-        ]
-        return not found or max(found) > version
-
     def share(self) -> None:
         """Marks the unit as used by several modules, so that its gradients may arrive far apart."""
         self.is_shared = True

@@ -2,10 +2,6 @@
 
 A view of a parameter at rest has no bytes. Each use of it brings the parameter, and views it again:
 so it shows the newest values, as in torch, and a write to it is a write to the parameter.
-
-node   a view that autograd recorded has a node of its own in the graph, as in torch. Each use adds
-       a node behind it that gives the bytes, so that hooks, gradients and sums of gradients are
-       those of one tensor
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import UsageError
 from .handle import handle_of, managed, own_bytes
+from .view_nodes import with_node
 
 SUBJECT = object()  # stands among the arguments for the tensor that is viewed
 
@@ -102,40 +99,6 @@ class ViewChain:
         return replace(self, steps=(*self.steps, step))
 
 
-class View(torch.autograd.Function):
-    """The node of a view at rest. ``make`` makes the tensor; ``step`` leads to it from
-    ``source``."""
-
-    @staticmethod
-    def forward(ctx, source, step, make):
-        ctx.step = step
-        ctx.form = source.shape, source.stride(), source.dtype, source.device
-        return make()
-
-    @staticmethod
-    def backward(ctx, grad):
-        shape, stride, dtype, device = ctx.form
-        with torch.enable_grad():
-            stand_in = torch.empty_strided(
-                shape, stride, dtype=dtype, device=device, requires_grad=True
-            )
-            view = ctx.step.repeat(stand_in)
-        (found,) = torch.autograd.grad(view, stand_in, grad, create_graph=torch.is_grad_enabled())
-        return found, None, None
-
-
-class _Bytes(torch.autograd.Function):
-    """The bytes of a tensor at rest, as computed from it."""
-
-    @staticmethod
-    def forward(ctx, rest, value):
-        return value
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
 def chain_of(tensor: torch.Tensor) -> ViewChain:
     """Returns the chain of a parameter, or of a tensor at rest that views one."""
     if (chain := tensor.__dict__.get("_chain")) is not None:
@@ -166,20 +129,4 @@ def present(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
         )
     if written:
         return chain.repeat(handle.param, with_grad=True)
-    value = chain.repeat(own_bytes(handle.param))
-    return _Bytes.apply(tensor, value) if is_recorded(tensor) else value
-
-
-def place_of(tensor: torch.Tensor) -> torch.autograd.graph.GradientEdge:
-    """Returns the place in the graph of a tensor at rest, which torch finds by viewing it. Raises
-    RuntimeError if it requires no gradient."""
-    if not tensor.requires_grad:
-        raise RuntimeError("One of the differentiated Tensors does not require grad")
-    with torch.enable_grad():
-        behind = _Bytes.apply(tensor, torch.empty(())).grad_fn
-    return torch.autograd.graph.GradientEdge(*behind.next_functions[0], behind)
-
-
-def is_recorded(tensor: torch.Tensor) -> bool:
-    """Tells whether autograd records a use of ``tensor`` now."""
-    return tensor.requires_grad and torch.is_grad_enabled()
+    return with_node(tensor, chain.repeat(own_bytes(handle.param)))

@@ -16,16 +16,13 @@ from infinity.state.weight_storages import WeightStorages
 class Unit:
     """A unit whose buffer holds the numbers 1 to 16."""
 
-    name, stays = "a unit", False
+    name, stays, stale, buffers = "a unit", False, None, ()
 
     def __init__(self) -> None:
         self.version, self.in_use = 3, self
         self.flat = torch.arange(1.0, 17.0)
         self.storages, self.held = WeightStorages(), []
         self.storages.enter(self, self.flat)
-
-    def is_changed_since(self, version: int, flat: torch.Tensor, offset: int) -> bool:
-        return self.in_use.version != version
 
     def hooks(self) -> tuple:
         return saving_hooks(self.storages, self.held.append)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infinity.errors import UsageError
-from infinity.state.view_chain import View, ViewChain, ViewStep, chain_of, present
+from infinity.state.view_chain import ViewChain, ViewStep, chain_of, present
 
 
 def parameter() -> torch.nn.Parameter:
@@ -81,22 +81,6 @@ def test_a_view_by_its_place_has_that_place():
     step = ViewStep.of_place(view, param)
     assert torch.equal(present(seen(param, chain_of(param).then(step))), view)
     assert step.repeat(other[4:].view(2, 3)).tolist() == [[7, 9]]
-
-
-def test_the_node_of_a_view_has_the_gradient_of_the_view():
-    """Method: an expansion, whose gradient is a sum; and the gradient of that. Twin: torch's."""
-    found = []
-    for kind in ("node", "torch"):
-        param, weights = torch.arange(1.0, 4.0, requires_grad=True), torch.arange(6.0).view(2, 3)
-        if kind == "node":
-            step = ViewStep.of_call(torch.Tensor.expand, (param, 2, 3), {}, param, 0)
-            view = View.apply(param, step, lambda: param.detach().expand(2, 3).clone())
-        else:
-            view = param.expand(2, 3)
-        loss = (view.pow(3) * weights).sum()
-        (grad,) = torch.autograd.grad(loss, param, create_graph=True)
-        found.append((grad.detach(), *torch.autograd.grad(grad.sum(), param)))
-    assert all(map(torch.equal, *found))
 
 
 def test_a_view_shows_the_newest_values_and_none_that_were_replaced():

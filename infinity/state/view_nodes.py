@@ -1,0 +1,91 @@
+"""ViewNodes: the places of tensors at rest in the graph of autograd.
+
+node   a view that autograd recorded has a node of its own in the graph, as in torch. Each use adds
+       a node behind it that gives the bytes, so that hooks, gradients and sums of gradients are
+       those of one tensor
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+ASKING_FOR_PLACES = {torch.autograd.grad, torch.autograd.backward}
+
+
+class View(torch.autograd.Function):
+    """The node of a view at rest. ``make`` makes the tensor; ``step`` leads to it from
+    ``source``."""
+
+    @staticmethod
+    def forward(ctx, source, step, make):
+        ctx.step = step
+        ctx.form = source.shape, source.stride(), source.dtype, source.device
+        return make()
+
+    @staticmethod
+    def backward(ctx, grad):
+        shape, stride, dtype, device = ctx.form
+        with torch.enable_grad():
+            stand_in = torch.empty_strided(
+                shape, stride, dtype=dtype, device=device, requires_grad=True
+            )
+            view = ctx.step.repeat(stand_in)
+        (found,) = torch.autograd.grad(view, stand_in, grad, create_graph=torch.is_grad_enabled())
+        return found, None, None
+
+
+class Bytes(torch.autograd.Function):
+    """The bytes of a tensor at rest, as computed from it."""
+
+    @staticmethod
+    def forward(ctx, rest, value):
+        return value
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Tells whether autograd records a use of ``tensor`` now."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def with_node(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Returns ``value``, the bytes of ``tensor`` at rest, as computed from it if autograd
+    records."""
+    return Bytes.apply(tensor, value) if is_recorded(tensor) else value
+
+
+def place_of(tensor: torch.Tensor) -> GradientEdge:
+    """Returns the place in the graph of a tensor at rest, which torch finds by viewing it. Raises
+    RuntimeError if it requires no gradient."""
+    if not tensor.requires_grad:
+        raise RuntimeError("One of the differentiated Tensors does not require grad")
+    with torch.enable_grad():
+        behind = Bytes.apply(tensor, torch.empty(())).grad_fn
+    return GradientEdge(*behind.next_functions[0], behind)
+
+
+def ask_for_places(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any:
+    """Calls ``func`` for gradients of tensors at rest, which are of that ``kind``: it needs their
+    nodes in the graph, not their bytes."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    outputs = next(iter(bound.arguments))  # "outputs", or "tensors" of a backward
+
+    def replaced(given: Any, of_leaf: Callable) -> Any:
+        if isinstance(given, dict):
+            return {key: replaced(each, of_leaf) for key, each in given.items()}
+        if isinstance(given, (list, tuple)) and not isinstance(given, GradientEdge):
+            return [replaced(each, of_leaf) for each in given]
+        return of_leaf(given) if isinstance(given, kind) else given
+
+    bound.arguments[outputs] = replaced(bound.arguments[outputs], torch.clone)
+    if "inputs" in bound.arguments:
+        bound.arguments["inputs"] = replaced(bound.arguments["inputs"], place_of)
+    return func(*bound.args, **bound.kwargs)
