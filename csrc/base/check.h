@@ -5,10 +5,13 @@
 // INFINITY_CHECK.
 #pragma once
 
+#include <cstdint>
+#include <cstdio>
 #include <cstring>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 
 namespace infinity {
@@ -43,11 +46,38 @@ class CheckFailure : public std::logic_error {
   using std::logic_error::logic_error;
 };
 
+// The core uses no streams: theirs are looked up in a table that all copies of the C++ library in a
+// process share, and a copy linked into this module crashes where torch has loaded another.
+template <class Part>
+void append(std::string& text, const Part& part) {
+  if constexpr (std::is_same_v<Part, char>) {
+    text.push_back(part);
+  } else if constexpr (std::is_integral_v<Part>) {
+    text.append(std::to_string(part));
+  } else if constexpr (std::is_convertible_v<Part, std::string_view>) {
+    text.append(std::string_view(part));
+  } else {
+    char digits[32];
+    if constexpr (std::is_floating_point_v<Part>)
+      std::snprintf(digits, sizeof digits, "%g", static_cast<double>(part));
+    else
+      std::snprintf(digits, sizeof digits, "%p", static_cast<const void*>(part));
+    text.append(digits);
+  }
+}
+
+inline std::string in_hex(std::uint32_t value) {
+  char digits[12];
+  std::snprintf(digits, sizeof digits, "%x", value);
+  return digits;
+}
+
+// Strings, characters, numbers and addresses, one after the other.
 template <class... Parts>
 std::string concat(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
+  std::string text;
+  (append(text, parts), ...);
+  return text;
 }
 
 }  // namespace infinity

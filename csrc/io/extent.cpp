@@ -194,7 +194,7 @@ void Extent::hold(std::size_t block, std::uint32_t found, const IoEngine& engine
   if (found == expected) return;
   throw CorruptionError(
       concat("checksum mismatch in ", where(engine, block * kChecksumNbytes), " (version ",
-             version(), "): wrote ", std::hex, expected, ", read ", found,
+             version(), "): wrote ", in_hex(expected), ", read ", in_hex(found),
              ". The disk or its file was changed or lost a write; resume from the last "
              "checkpoint, on another disk if it happens again"));
 }

@@ -1,13 +1,13 @@
 #include "memory/region.h"
 
+#include <fcntl.h>
 #include <malloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <fstream>
-#include <iterator>
+#include <cstring>
 #include <string>
 
 #include "base/check.h"
@@ -40,9 +40,12 @@ int fault_in(std::byte* data, std::size_t nbytes, bool shared) {
 
 // True if huge pages are switched off for the whole machine.
 bool are_off() {
-  std::ifstream file("/sys/kernel/mm/transparent_hugepage/enabled");
-  const std::string said{std::istreambuf_iterator<char>(file), {}};
-  return said.find("[never]") != std::string::npos;
+  char said[64] = "";
+  const int file = open("/sys/kernel/mm/transparent_hugepage/enabled", O_RDONLY | O_CLOEXEC);
+  if (file < 0) return false;
+  const ssize_t nbytes = read(file, said, sizeof said - 1);
+  close(file);
+  return nbytes > 0 && std::strstr(said, "[never]") != nullptr;
 }
 }  // namespace
 

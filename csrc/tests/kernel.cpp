@@ -187,8 +187,8 @@ TEST(kernel, split_masters_join_to_what_they_were) {
     std::uint32_t found;
     std::memcpy(&found, &joined[i], 4);
     const bool nan = (words[i] & 0x7FFFFFFF) > 0x7F800000;
-    CHECK(found == (nan ? (words[i] & 0x80000000) | 0x7FC00000 : words[i]), std::hex, words[i],
-          " became ", found);
+    CHECK(found == (nan ? (words[i] & 0x80000000) | 0x7FC00000 : words[i]), in_hex(words[i]),
+          " became ", in_hex(found));
   }
 }
 

@@ -4,6 +4,7 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <system_error>
 #include <utility>
 
@@ -164,6 +165,20 @@ void check_update(const UnitUpdate& update, const Kernel& kernel) {
   }
 }
 
+// The first of `sequence` that is ready, before all others one that is also urgent.
+template <class Sequence, class IsReady, class IsUrgent>
+auto first_of(Sequence& sequence, IsReady is_ready, IsUrgent is_urgent) {
+  auto found = sequence.end();
+  for (auto each = sequence.begin(); each != sequence.end(); ++each) {
+    if ((found != sequence.end() && !is_urgent(*each)) || !is_ready(*each)) continue;
+    found = each;
+    if (is_urgent(*each)) break;
+  }
+  return found;
+}
+
+constexpr std::size_t kFewUpdates = 1024;
+
 }  // namespace
 
 Updater::Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, int thread_count,
@@ -222,15 +237,33 @@ std::shared_ptr<Updater::Job> Updater::make_job(const UnitUpdate& update) const 
                    chunk_grain(update.layout), " elements");
   job->ticket = std::make_shared<Ticket>((update.count + job->chunk - 1) / job->chunk);
   job->update = update;
-  std::vector<TicketPtr> before;  // transfers to the arrays that are under way
-  if (update.after) before.push_back(update.after);
-  for (const Role role : kRoles)
-    if (const auto& extent = extent_of(update, role); extent && extent->is_file())
-      if (TicketPtr writes = extent->writes_under_way()) before.push_back(std::move(writes));
-  job->update.after = joined(before);
-  // another update may wait for it
-  job->ticket->on_done([signal = signal_](std::exception_ptr) { signal->raise(); });
   return job;
+}
+
+// Puts the job behind the transfers to its arrays that are under way, and behind the earlier
+// updates of them.
+void Updater::put_in_order(Job& job) {
+  std::vector<TicketPtr> before;
+  if (job.update.after) before.push_back(job.update.after);
+  for (const Role role : kRoles)
+    if (const auto& extent = extent_of(job.update, role); extent && extent->is_file())
+      if (TicketPtr writes = extent->writes_under_way()) before.push_back(std::move(writes));
+  for (const Extent* extent : extents_of(job.update)) {
+    TicketPtr& last = last_updates_[extent];
+    if (last && last != job.ticket && !last->done()) before.push_back(last);
+    last = job.ticket;
+  }
+  job.update.after = joined(before);
+  if (job.update.after)
+    job.update.after->on_done([signal = signal_](std::exception_ptr) { signal->raise(); });
+}
+
+// Extents come and go: their finished updates are forgotten now and then.
+void Updater::forget_finished() {
+  if (last_updates_.size() < kept_updates_) return;
+  for (auto each = last_updates_.begin(); each != last_updates_.end();)
+    each = each->second->done() ? last_updates_.erase(each) : std::next(each);
+  kept_updates_ = std::max<std::size_t>(kFewUpdates, 2 * last_updates_.size());
 }
 
 TicketPtr Updater::submit(UnitUpdate update) {
@@ -243,27 +276,25 @@ TicketPtr Updater::submit(UnitUpdate update) {
 void Updater::submit_all(const std::vector<std::shared_ptr<UnitUpdate>>& updates) {
   INFINITY_REQUIRE(is_ours(), "an updater of process ", process_, " was used in its forked child ",
                    getpid());
-  std::deque<std::shared_ptr<Job>> jobs;
-  std::vector<UnitUpdate*> waiting;
+  std::vector<std::shared_ptr<Job>> jobs;
+  std::vector<UnitUpdate*> submitted;
   for (const auto& update : updates) {
     if (update->ticket) continue;
     jobs.push_back(make_job(*update));
-    waiting.push_back(update.get());
+    submitted.push_back(update.get());
   }
   if (const auto error = failure_->get()) std::rethrow_exception(error);
-  {
+  Lock submitting(submitting_);
+  try {
+    forget_finished();
+    for (const auto& job : jobs) put_in_order(*job);
     Lock lock(mutex_);
-    // From here on nothing throws but for want of memory, and then nothing has been started: the
-    // thread needs the lock.
-    const std::size_t before = jobs_.size();
-    try {
-      jobs_.insert(jobs_.end(), jobs.begin(), jobs.end());
-    } catch (...) {
-      jobs_.resize(std::min(jobs_.size(), before));
-      throw;
-    }
-    for (std::size_t i = 0; i < waiting.size(); ++i) waiting[i]->ticket = jobs[i]->ticket;
+    submitted_.insert(submitted_.end(), jobs.begin(), jobs.end());
+  } catch (...) {
+    for (const auto& job : jobs) job->end(std::current_exception());  // nothing waits for them
+    throw;
   }
+  for (std::size_t i = 0; i < submitted.size(); ++i) submitted[i]->ticket = jobs[i]->ticket;
   signal_->raise();
 }
 
@@ -296,8 +327,8 @@ void Updater::run() {
   }
 }
 
-// Loads chunks as long as there are slots, and steps the loaded ones in the order of submission: no
-// chunk is stepped after one that failed. Otherwise blocks until any transfer completes.
+// Loads chunks as long as there are slots, and steps those that have arrived: no chunk is stepped
+// after one that failed. Otherwise blocks until any transfer completes.
 void Updater::serve(std::deque<Chunk>& loading) {
   for (;;) {
     std::uint64_t seen;
@@ -305,20 +336,29 @@ void Updater::serve(std::deque<Chunk>& loading) {
       Lock lock(signal_->mutex);
       seen = signal_->count;
     }
+    bool stopping;
+    {
+      Lock lock(mutex_);
+      stopping = stopping_;
+      jobs_.insert(jobs_.end(), submitted_.begin(), submitted_.end());
+      submitted_.clear();
+    }
     for (auto place = free_place(); place && start_next(loading, *place); place = free_place()) {
     }
-    if (!loading.empty() && (!loading.front().loads || loading.front().loads->done())) {
-      Chunk chunk = std::move(loading.front());
-      loading.pop_front();
+    const auto arrived = first_of(
+        loading,
+        [](const Chunk& chunk) {
+          return chunk.turn == chunk.job->stepped && (!chunk.loads || chunk.loads->done());
+        },
+        [](const Chunk& chunk) { return chunk.job->ticket->hurried(); });
+    if (arrived != loading.end()) {
+      Chunk chunk = std::move(*arrived);
+      loading.erase(arrived);
       finish(chunk);
       continue;
     }
-    bool waiting = !loading.empty();
-    {
-      Lock lock(mutex_);
-      waiting |= !jobs_.empty();
-      if (!waiting && stopping_) return;
-    }
+    const bool waiting = !loading.empty() || !jobs_.empty();
+    if (!waiting && stopping) return;
     const auto start = Clock::now();
     {
       Lock lock(signal_->mutex);
@@ -363,26 +403,23 @@ bool Updater::touched(const Job& job, std::size_t begin, std::size_t end) const 
                      [&](const Run& run) { return run.begin < end && begin < run.end; });
 }
 
-// Starts the loads of the next chunk that has anything to step. False when there is none.
+// Starts the loads of the next chunk that has anything to step. False when there is none. A job
+// begins when all that it comes after has finished: until then a slot serves another one.
 bool Updater::start_next(std::deque<Chunk>& loading, const Place& place) {
-  std::shared_ptr<Job> job;
-  {
-    Lock lock(mutex_);
-    if (jobs_.empty()) return false;
-    job = jobs_.front();
-  }
   const std::exception_ptr error = failure_->get();
-  if (job->next == 0 && conflicts(*job)) return false;
+  const auto found = first_of(
+      jobs_,
+      [&](const auto& job) { return error || !job->update.after || job->update.after->done(); },
+      [](const auto& job) { return job->ticket->hurried(); });
+  if (found == jobs_.end()) return false;
+  const std::shared_ptr<Job> job = *found;
   Chunk chunk;
   chunk.job = job;
   chunk.begin = job->next;
   chunk.end = std::min(job->next + job->chunk, job->update.count);
-  if (job->next == 0) unfinished_.push_back(job);
+  if (job->next == 0) note_unfinished(job);
   job->next = chunk.end;
-  if (job->next == job->update.count) {
-    Lock lock(mutex_);
-    jobs_.pop_front();
-  }
+  if (job->next == job->update.count) jobs_.erase(found);
   // A shadow also gets the elements that no run touches.
   if (error || !(job->update.is_shadow() || touched(*job, chunk.begin, chunk.end))) {
     job->ticket->part_done(error);
@@ -390,6 +427,7 @@ bool Updater::start_next(std::deque<Chunk>& loading, const Place& place) {
   }
   try {
     load(chunk, place);
+    chunk.turn = job->loaded++;
     loading.push_back(std::move(chunk));
   } catch (...) {
     const std::exception_ptr failed = std::current_exception();
@@ -403,19 +441,12 @@ bool Updater::start_next(std::deque<Chunk>& loading, const Place& place) {
   return true;
 }
 
-// True if an unfinished update uses one of the job's extents. Forgets the finished ones.
-bool Updater::conflicts(const Job& job) {
+void Updater::note_unfinished(const std::shared_ptr<Job>& job) {
   unfinished_.erase(
       std::remove_if(unfinished_.begin(), unfinished_.end(),
                      [](const std::shared_ptr<Job>& other) { return other->ticket->done(); }),
       unfinished_.end());
-  const auto ours = extents_of(job.update);
-  for (const auto& other : unfinished_) {
-    const auto theirs = extents_of(other->update);
-    if (std::find_first_of(ours.begin(), ours.end(), theirs.begin(), theirs.end()) != ours.end())
-      return true;
-  }
-  return false;
+  unfinished_.push_back(job);
 }
 
 // Fills in the chunk's addresses and starts the loads of its arrays on disk into the slot.
@@ -465,8 +496,6 @@ void Updater::load(Chunk& chunk, const Place& place) {
                   scales[1]};
   if (requests.empty()) {
     chunk.loads = job.update.after;
-    if (chunk.loads)
-      chunk.loads->on_done([signal = signal_](std::exception_ptr) { signal->raise(); });
     return;
   }
   const auto start = Clock::now();
@@ -482,6 +511,7 @@ void Updater::load(Chunk& chunk, const Place& place) {
 
 void Updater::finish(Chunk& chunk) {
   TicketPtr saves;
+  ++chunk.job->stepped;
   try {
     if (chunk.loads) chunk.loads->wait();  // has finished: this throws its error, if any
     const auto loaded = Clock::now();

@@ -15,9 +15,11 @@
 // Thread safety: every member function may be called from any thread, the destructor only while no
 // other thread uses the updater. In a forked child only `is_ours` is valid. A UnitUpdate belongs to
 // the updater from `submit` until its ticket finishes.
-// `mutex_` guards the members marked so. Slots, chunks and unfinished updates belong to the
-// updater's thread alone. Failure, Recorder and Signal each have a mutex of their own.
-// Lock order: none of these mutexes is held while another is taken, nor while a ticket is used.
+// `mutex_` and `submitting_` guard the members marked so. Slots, chunks, jobs and unfinished
+// updates belong to the updater's thread alone. Failure, Recorder and Signal each have a mutex of
+// their own.
+// Lock order: submitting_ -> a ticket or any of the others. None of the others is held while
+// another is taken, nor while a ticket is used.
 // Ownership: the updater shares the engine and the slots' memory, and owns its threads. A job keeps
 // its extents until it has finished.
 #pragma once
@@ -31,6 +33,7 @@
 #include <memory>
 #include <optional>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include <unistd.h>
@@ -90,10 +93,11 @@ class Updater {
   Updater(const Updater&) = delete;
   Updater& operator=(const Updater&) = delete;
 
-  // Updates run in the order of submission. An update that shares an extent with an earlier one
+  // An update starts when its gradient has arrived: a hurried one first, else in the order of
+  // submission. Its chunks are stepped in order. One that shares an extent with an earlier one
   // starts after it has finished. The ticket finishes when the new values are at home. After a
-  // failed update every later one fails with the same error: training must not go on from a
-  // half-updated state.
+  // failed update all that have not been stepped fail with the same error: training must not go on
+  // from a half-updated state.
   TicketPtr submit(UnitUpdate update);
 
   // Submits the updates that have no ticket yet, in order, and sets their tickets. If one is
@@ -120,6 +124,11 @@ class Updater {
     Kernel kernel;
     std::size_t chunk = 0;  // elements
     std::size_t next = 0;  // first element of the next chunk
+    int loaded = 0, stepped = 0;  // chunks: they are stepped in order
+    // Ends the ticket of a job that was never started.
+    void end(const std::exception_ptr& error) const {
+      while (!ticket->done()) ticket->part_done(error);
+    }
   };
   // The first error. Shared with the completions of saves, which may run after the updater is gone.
   struct Failure {
@@ -164,6 +173,7 @@ class Updater {
   struct Chunk {
     std::shared_ptr<Job> job;
     std::size_t begin = 0, end = 0;
+    int turn = 0;  // among the loaded chunks of its job
     std::optional<int> slot;  // none: no array of it is on disk
     Arrays arrays;  // element `begin` is at index `begin`
     std::vector<Part> parts;
@@ -192,12 +202,14 @@ class Updater {
   };
 
   std::shared_ptr<Job> make_job(const UnitUpdate& update) const;
+  void put_in_order(Job& job) INFINITY_REQUIRES(submitting_);
+  void forget_finished() INFINITY_REQUIRES(submitting_);
   void run();
   void serve(std::deque<Chunk>& loading);
   void end_all(const std::exception_ptr& error, std::deque<Chunk>& loading);
   bool touched(const Job& job, std::size_t begin, std::size_t end) const;
   bool start_next(std::deque<Chunk>& loading, const Place& place);
-  bool conflicts(const Job& job);
+  void note_unfinished(const std::shared_ptr<Job>& job);
   void load(Chunk& chunk, const Place& place);
   void release(Chunk& chunk, TicketPtr saves = nullptr);
   void finish(Chunk& chunk);
@@ -213,14 +225,18 @@ class Updater {
   const bool checksums_;
   std::vector<TicketPtr> slot_saves_;
   std::vector<bool> slot_taken_;
+  std::deque<std::shared_ptr<Job>> jobs_;  // of which a chunk has not been started
   std::vector<std::shared_ptr<Job>> unfinished_;  // started, not at home yet
   ThreadPool pool_;
   std::optional<TeamSize> team_size_;  // none: all threads
   const int process_ = getpid();
 
+  Mutex submitting_;  // one caller at a time: it orders updates by their extents
+  std::unordered_map<const Extent*, TicketPtr> last_updates_ INFINITY_GUARDED_BY(submitting_);
+  std::size_t kept_updates_ INFINITY_GUARDED_BY(submitting_) = 0;
   mutable Mutex mutex_;
   const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
-  std::deque<std::shared_ptr<Job>> jobs_ INFINITY_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<Job>> submitted_ INFINITY_GUARDED_BY(mutex_);
   const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>();
   const std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
   UpdaterTotals totals_ INFINITY_GUARDED_BY(mutex_);

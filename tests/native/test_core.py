@@ -22,6 +22,9 @@ from unittest import mock
 
 import ninja
 import pytest
+import torch
+
+from infinity import native
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "csrc" / "tests"
@@ -285,3 +288,19 @@ def test_the_neon_unit_gives_the_bits_of_the_scalar_one(tmp_path):
             run_case([qemu, str(built)], name, tmp_path)
         except pytest.skip.Exception as reason:
             print(f"{name}: {reason}")
+
+
+def streams_in(module: Path) -> set[str]:
+    """Symbols of the C++ library's streams and locales that ``module`` has or needs."""
+    symbols = subprocess.run(["nm", "-DC", module], capture_output=True, text=True, check=True)
+    return set(re.findall(r"\bstd::(?:__cxx11::)?(?:\w*stream|basic_ios|locale)\b", symbols.stdout))
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+def test_no_module_uses_streams():
+    """Streams look their parts up in a table that all copies of the C++ library in a process share.
+    Linked with a copy of its own, as some compilers do, a module that uses them crashes beside
+    torch. Twin: one of torch's libraries has them."""
+    modules = [Path(native._C.__file__), *Path(native.__file__).parent.glob("_cuda*.so")]
+    assert not {module.name for module in modules if streams_in(module)}
+    assert streams_in(Path(torch.__file__).parent / "lib" / "libc10.so")
