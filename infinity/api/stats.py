@@ -1,7 +1,8 @@
 """Stats: the bytes moved, their cost, the tiers' fill, and the last step compared with its bound.
 
-bound   the time of a step's slowest resource: the compute, the disk's reads and writes at their
-        measured rates, or the optimizer's bytes at the measured memory bandwidth (all can overlap)
+bound   the time of a step's slowest resource: the compute, the link to the device, the disk's
+        reads and writes at their measured rates, or the optimizer's bytes at the measured memory
+        bandwidth (all can overlap)
 """
 
 from __future__ import annotations
@@ -134,9 +135,12 @@ def _bounds(job: Job, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
     """Returns the seconds that each resource alone needs for one step, for the average traffic of
     the steps so far."""
     steps = max(1, job.updates.clock.steps)
-    waited = [*edges.values(), *job.traffic.collectives.values()]
+    waited = [*edges.values(), *job.traffic.collectives.values(), job.traffic.updates]
     stalls = sum(edge.stall_seconds for edge in waited) / steps
     bounds = {"compute": max(0.0, job.updates.clock.step_seconds - stalls)}
+    if not job.device.is_host:
+        busy = (edges[name].busy_seconds for name in ("host->device", "device->host"))
+        bounds["the link to the device"] = max(busy) / steps
     if job.planned.plan.planned_nbytes(Tier.NVME):
         read = edges["nvme->host"].nbytes + edges.get(PAST_HOST, EdgeTraffic()).nbytes
         bounds["the disk"] = disk_profile.seconds(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -19,6 +20,7 @@ from .device import PAST, QUEUES, SHARE_FOR_THE_ENGINE, Copy, Device, Event
 from .sizes import format_nbytes
 from .traffic import Traffic
 
+Count = Callable[[float, float], None]  # of a start and an end, of time.perf_counter()
 ORIGIN_SECONDS = 60.0  # after which event times are measured from a later origin
 
 
@@ -92,7 +94,8 @@ class Accelerator(Device):
             ) from error
         self.backend = _backend_of(where)
         self._began = time.perf_counter()
-        self._uncounted: deque[tuple[torch.Event, torch.Event, Copy]] = deque()
+        # Start, end, and what counts their times.
+        self._uncounted: deque[tuple[torch.Event, torch.Event, Count]] = deque()
         self._watch: SimpleQueue = SimpleQueue()
         self._watcher = threading.Thread(
             target=_watch, args=(self._watch, where), daemon=True, name="infinity-watch"
@@ -132,7 +135,8 @@ class Accelerator(Device):
         end.record(stream)
         if transfer is not None:
             self.traffic.edges[transfer.edge].nbytes += transfer.nbytes
-            self._uncounted.append((start, end, transfer))
+            count = partial(self.traffic.copied, transfer.edge, 0, transfer.what)
+            self._uncounted.append((start, end, count))
             self._count()
         return _DeviceEvent(end, self._streams)
 
@@ -156,11 +160,9 @@ class Accelerator(Device):
     def _count(self) -> None:
         """Adds the durations of finished events to the statistics."""
         while self._uncounted and self._uncounted[0][1].query():
-            start, end, transfer = self._uncounted.popleft()
+            start, end, count = self._uncounted.popleft()
             began = self._began + self._origin.elapsed_time(start) / 1000
-            self.traffic.copied(
-                transfer.edge, 0, transfer.what, began, began + start.elapsed_time(end) / 1000
-            )
+            count(began, began + start.elapsed_time(end) / 1000)
             # Times are floats: a far origin makes them coarse
             if time.perf_counter() - self._began > ORIGIN_SECONDS:
                 self._origin, self._began = end, began + start.elapsed_time(end) / 1000
@@ -169,6 +171,18 @@ class Accelerator(Device):
         event = self._streams.event()
         event.record(self._streams.current())
         return _DeviceEvent(event, self._streams)
+
+    @contextmanager
+    def stalled(self, edge: str, what: str) -> Iterator[None]:
+        """By events of the compute's stream: the training thread's own time tells nothing of it."""
+        stream = self._streams.current()
+        start, end = (self._streams.event(timing=True) for _ in range(2))
+        start.record(stream)
+        try:
+            yield
+        finally:
+            end.record(stream)
+            self._uncounted.append((start, end, partial(self.traffic.stood_still, edge, what)))
 
     @property
     def driver_calls(self) -> int:

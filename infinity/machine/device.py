@@ -1,7 +1,8 @@
 """Device: runs queues that move bytes to and from the compute device, beside the compute.
 
 queue     work that runs in order, beside the compute and the other queues: ``in`` (to the device),
-          ``out`` (from it), ``step`` (the optimizer on the device)
+          ``out`` (from it), ``step`` (the optimizer on the device), ``state-in`` and ``state-out``
+          (optimizer state that passes the device: weights that are needed next overtake it)
 event     a position in a queue, or in the compute, after which other work can be ordered
 
 On a GPU a queue is a stream: ordering one after another costs the host nothing. A processor runs
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +30,7 @@ from . import direct_storage, storage_guard
 from .heap import Heap
 from .traffic import Traffic
 
-QUEUES = ("in", "out", "step")
+QUEUES = ("in", "out", "step", "state-in", "state-out")
 
 SHARE_FOR_THE_ENGINE = 0.5  # of a GPU's free memory, without a budget; the rest is for activations
 
@@ -127,6 +129,16 @@ class Device:
     def now(self) -> Event:
         """Returns the event after all compute so far."""
         return PAST
+
+    def stalled(self, edge: str, what: str) -> AbstractContextManager[None]:
+        """Counts how long the compute stands still in the block, as a stall on ``edge``."""
+        return self.traffic.stalled(edge, what)
+
+    def follow(self, event: Event, edge: str, what: str) -> None:
+        """Orders this thread's later compute after ``event``: a stall on ``edge``."""
+        if not event.done:
+            with self.stalled(edge, what):
+                event.precede()
 
     @property
     def direct_calls(self) -> int:

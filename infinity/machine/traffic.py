@@ -16,6 +16,8 @@ from .timeline import COLLECTIVES, EDGES, Timeline
 
 logger = logging.getLogger(__name__)
 
+UPDATES = "optimizer"  # what the compute waits for if weights are still being updated
+
 
 @dataclass
 class EdgeTraffic:
@@ -28,8 +30,8 @@ class EdgeTraffic:
 
 @dataclass
 class Traffic:
-    """The four edges of one engine, the bytes received from other ranks, and the timeline, if
-    any."""
+    """The four edges of one engine, the bytes received from other ranks, the waits for updates
+    since they were last taken, and the timeline, if any."""
 
     edges: dict[str, EdgeTraffic] = field(
         default_factory=lambda: {edge: EdgeTraffic() for edge in EDGES}
@@ -37,7 +39,14 @@ class Traffic:
     collectives: dict[str, EdgeTraffic] = field(
         default_factory=lambda: {name: EdgeTraffic() for name in COLLECTIVES}
     )
+    updates: EdgeTraffic = field(default_factory=EdgeTraffic)  # only its stalls are counted
+    update_waits: list[float] = field(default_factory=list)
     timeline: Timeline | None = None
+
+    def take_update_waits(self) -> list[float]:
+        """Returns the seconds of each wait for an update, and forgets them."""
+        taken, self.update_waits = self.update_waits, []
+        return taken
 
     def mark(self, lane: str, name: str, start: float, end: float | None = None, **details) -> None:
         """Adds work that ended now (or at ``end``) to the timeline."""
@@ -48,14 +57,23 @@ class Traffic:
 
     @contextmanager
     def stalled(self, edge: str, what: str = "") -> Iterator[None]:
-        """Counts the block's duration as a stall of the training thread on ``edge``."""
+        """Counts the block's duration as a stall of the training thread on ``edge``: one of the
+        edges, a collective, or :data:`UPDATES`."""
         start = time.perf_counter()
         try:
             yield
         finally:
+            self.stood_still(edge, what, start, time.perf_counter())
+
+    def stood_still(self, edge: str, what: str, start: float, end: float) -> None:
+        """Counts a stall of the compute on ``edge``."""
+        if edge == UPDATES:
+            counted = self.updates
+            self.update_waits.append(end - start)
+        else:
             counted = self.edges.get(edge) or self.collectives[edge]
-            counted.stall_seconds += time.perf_counter() - start
-            self.mark("stalled", f"{edge} {what}".strip(), start)
+        counted.stall_seconds += end - start
+        self.mark("stalled", f"{edge} {what}".strip(), start, end)
 
     def copied(self, edge: str, nbytes: int, what: str, start: float, end: float) -> None:
         """Counts a copy made beside the training thread."""

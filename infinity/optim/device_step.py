@@ -4,7 +4,8 @@ in place   arrays at home on the device
 passing    arrays at home in host memory: copied in, stepped and copied out in chunks, in slots
 slot       device memory for one chunk of passing arrays; one is stepped while the next is copied
            in and the last copied out
-share      of state at home on the host, the fraction stepped here; the processor steps the rest
+share      of state at home on the host, the fraction stepped here: that of the units needed last.
+           The processor steps the rest
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from ..state.flat_layout import SHARD_ALIGNMENT
 from ..state.flat_param import FlatParam
 from ..state.flat_param_spec import elements_each
 from ..storage.arrays import StateArray
+
+WAIT_WORTH = 0.02  # of the update's time on the processor: a wait that the share is raised for
+SHARE_STEP = 0.02  # by which the share falls without such a wait
 
 Span = tuple[int, int, native.Hyperparameters]  # first element, end, hyperparameters
 
@@ -76,30 +80,54 @@ class DeviceStepper:
             _Slot(device.zeros(slot_nbytes, torch.uint8, "optimizer slots")) for _ in range(count)
         ]
         self._turn = 0
+        self._first_own: dict[FlatParam, int] = {}
         self.share = 0.0  # of the elements of state on the host
 
-    def choose_share(self, processor_rate: float, flat_param_bytes: float) -> None:
-        """Splits the update so that device and processor finish together. ``processor_rate``:
-        elements per second. ``flat_param_bytes``: bytes per element in the busier direction."""
+    def choose_share(
+        self, processor_rate: float, flat_param_bytes: float, numel: int, waits: Sequence[float]
+    ) -> None:
+        """Adapts the share to how long the compute waited for updates, up to the one with which
+        device and processor finish together.
+
+        ``processor_rate``: elements per second. ``flat_param_bytes``: bytes per element in the
+        busier direction. ``numel``: elements of state on the host. ``waits``: seconds, of the last
+        step. The longest is not counted: what is needed first lands last, whoever steps it.
+        """
         edge = self._traffic.edges["host->device"]
-        if self._slots and processor_rate and edge.busy_seconds and flat_param_bytes:
-            own_rate = edge.nbytes / edge.busy_seconds / flat_param_bytes
-            self.share = own_rate / (own_rate + processor_rate)
+        if not (self._slots and processor_rate and edge.busy_seconds and flat_param_bytes):
+            return
+        own_rate = edge.nbytes / edge.busy_seconds / flat_param_bytes
+        waited = sum(waits) - max(waits, default=0.0)
+        whole = numel / processor_rate  # seconds, without the device
+        change = waited / whole / 2 if waited > WAIT_WORTH * whole else -SHARE_STEP
+        most = own_rate / (own_rate + processor_rate)
+        self.share = min(max(self.share + change, 0.0), most)
+
+    def divide(self, flat_params: Sequence[FlatParam]) -> None:
+        """Divides ``flat_params``, in the order of their next use: the share is the last elements,
+        so that the copies of few units pass the device, and none that is needed soon."""
+        own = [flat_param for flat_param in flat_params if self._may_step(flat_param)]
+        left = round(sum(flat_param.layout.shard_numel for flat_param in own) * (1 - self.share))
+        self._first_own = {}
+        for flat_param in own:
+            numel = flat_param.layout.shard_numel
+            first = min(left, numel)
+            left -= first
+            if first < numel:
+                self._first_own[flat_param] = first // SHARD_ALIGNMENT * SHARD_ALIGNMENT
+
+    def _may_step(self, flat_param: FlatParam) -> bool:
+        """Returns whether the state of ``flat_param`` can pass the device."""
+        return (
+            bool(self._slots)
+            and flat_param.spec.stepped
+            and all(array.tier is Tier.HOST for array in flat_param.arrays.values())
+        )
 
     def first_own(self, flat_param: FlatParam) -> int:
         """Returns the first element of a host flat param that is stepped here. The processor steps
         those before it."""
-        if (
-            not self.share
-            or not self._slots
-            or any(array.tier is not Tier.HOST for array in flat_param.arrays.values())
-        ):
-            return flat_param.layout.shard_numel
-        return (
-            round(flat_param.layout.shard_numel * (1 - self.share))
-            // SHARD_ALIGNMENT
-            * SHARD_ALIGNMENT
-        )
+        return self._first_own.get(flat_param, flat_param.layout.shard_numel)
 
     def step(
         self,
@@ -111,10 +139,14 @@ class DeviceStepper:
         behind: Sequence[Event],
         newer: StateArray | None = None,
     ) -> DeviceUpdate:
-        """Steps ``spans`` of a flat param, after the compute enqueued so far and ``behind``.
-        ``newer``: receives the new weights; None: in place."""
+        """Steps ``spans`` of a flat param, after ``behind``, its landing gradients, and after the
+        compute enqueued so far unless all is in host memory. ``newer``: receives the new weights;
+        None: in place."""
         names, arrays = passing(flat_param), flat_param.arrays
-        behind = [self._device.now(), *behind]
+        # A copy to the device may still read the weights.
+        behind = [flat_param.homes.last_read, *behind]
+        if len(names) < len(arrays):
+            behind.append(self._device.now())
         event: Event = PAST
         if newer is not None:
             arrays = arrays | {"weight": newer}
@@ -187,14 +219,17 @@ class DeviceStepper:
 
         nbytes = sum(target.nbytes for target in there.values())
         arrived = self._device.put(
-            "in", come, behind=[slot.free, *behind], transfer=Copy("host->device", nbytes, label)
+            "state-in",
+            come,
+            behind=[slot.free, *behind],
+            transfer=Copy("host->device", nbytes, label),
         )
         stepped = self._device.put(
             "step", partial(self._kernel, layout, parts, begin, runs), behind=[arrived]
         )
         nbytes -= there["grad"].nbytes if "grad" in there else 0
         slot.free = self._device.put(
-            "out", leave, behind=[stepped], transfer=Copy("device->host", nbytes, label)
+            "state-out", leave, behind=[stepped], transfer=Copy("device->host", nbytes, label)
         )
         return slot.free
 

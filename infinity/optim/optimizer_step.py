@@ -51,15 +51,18 @@ class OptimizerStep:
     def make(self, groups: Groups, clip: float) -> None:
         """Steps all units, after :meth:`prepare`. ``clip``: the factor of all gradients. It is a
         part of the plan and no change of the gradients, so an interrupted step can be repeated."""
-        context, begun = self._context, self._context.steps.begun
+        context, begun, units = self._context, self._context.steps.begun, self._in_order()
         if not begun:
-            context.updates.begin_step()
+            context.updates.begin_step(units)
         version = context.steps.index if begun else context.steps.index + 1
-        steps: list[FlatParamStep] = []
         stepper, backwards = self._stepper(groups), context.steps.backwards
         with context.store.guarding():
-            for index in self._order():
-                steps += stepper.plan(context.units[index], version, clip)
+            # Tickets are watched in the order in which they are made: as gradients land.
+            planned = {
+                unit: stepper.plan(unit, version, clip)
+                for unit in (reversed(units) if context.device.overlaps else units)
+            }
+            steps = [step for unit in units for step in planned[unit]]
             context.journal.carry_out(
                 partial(self._finish, stepper, steps, version), partial(self._meet, groups, clip)
             )
@@ -74,13 +77,16 @@ class OptimizerStep:
         context.borrowed.refresh()
         context.steps.mark_reported()  # the return reports it
 
-    def _order(self) -> list[int]:
+    def _in_order(self) -> list[ParamUnit]:
         """Returns the units in the order of the next forward, then the others, which a step beside
         stale weights copies."""
         units = self._context.units
         first = [index for index in self._context.schedule.first() if index < len(units)]
         known = set(first)
-        return first + [unit.index for unit in units if unit.index not in known]
+        return [
+            *(units[index] for index in first),
+            *(unit for unit in units if unit.index not in known),
+        ]
 
     def _meet(self, groups: Groups, clip: float, then: Callable[[], None]) -> None:
         """Meets the other ranks, which step as soon as all are there. Differences raise before
@@ -125,7 +131,7 @@ class OptimizerStep:
         """Begins a step whose units are stepped in the backward. Raises UsageError for a consumed
         gradient."""
         self._members.check_unconsumed()
-        self._context.updates.begin_step()
+        self._context.updates.begin_step(self._in_order())
         self._context.steps.stream()
 
     def end_stream(self) -> None:

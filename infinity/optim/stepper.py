@@ -113,7 +113,7 @@ class Stepper:
         """Runs the planned ``steps``. After an interrupt it can be called again, and does the rest,
         unless a step was interrupted on the device: that halts the engine."""
         context = self._context
-        for step in steps:
+        for step in reversed(steps):  # as gradients land
             if step.device_step is not None and step.device_update is None:
                 if step.has_begun:
                     raise context.uses.halt("a step was cut short on the device")

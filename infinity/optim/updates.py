@@ -27,7 +27,7 @@ class Updates:
     """The steppers of the state of ``units``. Used from the thread that steps."""
 
     def __init__(self, units: Sequence[ParamUnit], traffic: Traffic, plan: MemoryPlan):
-        self._units, self._traffic = units, traffic
+        self._traffic = traffic
         self.names = [unit.name for unit in units]
         self.clock = StepClock()
         self.updater: native.Updater | None = None  # None: nothing is stepped
@@ -49,19 +49,22 @@ class Updates:
             updater.record_events()
             self.recorded.append(updater)
 
-    def begin_step(self) -> None:
-        """Starts a step: chooses the device's share of it."""
-        if self.stepper is not None and self.updater.step_seconds:
+    def begin_step(self, units: Sequence[ParamUnit]) -> None:
+        """Starts a step: chooses the device's share of it. ``units``: in the order of their next
+        use."""
+        waits = self._traffic.take_update_waits()
+        if self.stepper is None:
+            return
+        stepped = [flat for unit in units for flat in unit.flat_params if flat.spec.stepped]
+        if self.updater.step_seconds:
+            per_element = [sum(flat.spec.nbytes_per_element().values()) for flat in stepped]
             self.stepper.choose_share(
-                self.updater.elements / self.updater.step_seconds, self._passing_nbytes()
+                self.updater.elements / self.updater.step_seconds,
+                max(per_element, default=0.0),
+                sum(flat.layout.shard_numel for flat in stepped),
+                waits,
             )
-
-    def _passing_nbytes(self) -> float:
-        """Returns the bytes of state per element that the device would have to copy in."""
-        specs = [
-            flat.spec for unit in self._units for flat in unit.flat_params if flat.spec.stepped
-        ]
-        return max((sum(spec.nbytes_per_element().values()) for spec in specs), default=0.0)
+        self.stepper.divide(stepped)
 
     def end_step(self) -> None:
         """Ends a step, after its updates are submitted."""

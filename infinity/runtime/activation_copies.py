@@ -67,7 +67,7 @@ class ActivationCopies:
                     and not other.was_changed()
                 ):
                     self._set_out(other)
-        event.precede()
+        self._device.follow(event, "host->device", "activations")
         return storage
 
     def _set_out(self, saved: Saved) -> None:

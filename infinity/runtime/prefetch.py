@@ -20,6 +20,7 @@ from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
+from ..machine.traffic import UPDATES
 from ..planning.lookahead import LookAhead
 from ..planning.schedule import Schedule
 from ..state.apart import apart
@@ -185,9 +186,7 @@ class Prefetcher:
             unit.arrival.event.precede()
             if unit in self._pass.resident:
                 self._pass.resident[unit] = self._pass.resident.pop(unit)  # most recently used
-        if unit.is_updating:
-            with self._store.traffic.stalled("nvme->host", unit.name):
-                unit.wait_for_update()
+        self._wait_for_update(unit)
 
     def begin_pass(self, *, training: bool) -> None:
         """Begins a root forward with the trace that the schedule expects. Every data rank calls
@@ -262,10 +261,15 @@ class Prefetcher:
                 self.misses += 1
                 unit.fetch(self._store, self._slots.take(unit))
             if unit.residency is Residency.FETCHING and not unit.copies_while_fetching:
-                with self._store.traffic.stalled("nvme->host", unit.name):
+                with self._device.stalled("nvme->host", unit.name):
                     unit.stage()
         else:
-            unit.wait_for_update()
+            self._wait_for_update(unit)
+
+    def _wait_for_update(self, unit: ParamUnit) -> None:
+        if unit.is_updating:
+            with self._device.stalled(UPDATES, unit.name):
+                unit.wait_for_update()
 
     def narrow(self, nbytes: int) -> None:
         """Takes ``nbytes`` of the planned window away until the next call; between passes, and the

@@ -107,11 +107,9 @@ class Arrival:
 
     def finish(self, store: ArrayStore) -> None:
         """Orders later compute after the weights. May block on other ranks."""
-        if self.event is not PAST:
-            with store.traffic.stalled("host->device", self._name):
-                self.event.precede()
+        self._device.follow(self.event, "host->device", self._name)
         if self._pending:
-            with store.traffic.stalled("all-gather", self._name):
+            with self._device.stalled("all-gather", self._name):
                 for pending in self._pending:
                     pending.wait()
         self._pending = []
