@@ -136,9 +136,11 @@ class Device:
 
     def follow(self, event: Event, edge: str, what: str) -> None:
         """Orders this thread's later compute after ``event``: a stall on ``edge``."""
-        if not event.done:
-            with self.stalled(edge, what):
-                event.precede()
+        if event.done:
+            event.precede()  # raises its work's error
+            return
+        with self.stalled(edge, what):
+            event.precede()
 
     @property
     def direct_calls(self) -> int:

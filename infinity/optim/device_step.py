@@ -4,8 +4,7 @@ in place   arrays at home on the device
 passing    arrays at home in host memory: copied in, stepped and copied out in chunks, in slots
 slot       device memory for one chunk of passing arrays; one is stepped while the next is copied
            in and the last copied out
-share      of state at home on the host, the fraction stepped here: that of the units needed last.
-           The processor steps the rest
+share      the part of the state at home on the host that is stepped here (:mod:`.device_share`)
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from ..state.flat_layout import SHARD_ALIGNMENT
 from ..state.flat_param import FlatParam
 from ..state.flat_param_spec import elements_each
 from ..storage.arrays import StateArray
-
-WAIT_WORTH = 0.02  # of the update's time on the processor: a wait that the share is raised for
-SHARE_STEP = 0.02  # by which the share falls without such a wait
+from .device_share import DeviceShare, Rates
 
 Span = tuple[int, int, native.Hyperparameters]  # first element, end, hyperparameters
 
@@ -80,54 +77,31 @@ class DeviceStepper:
             _Slot(device.zeros(slot_nbytes, torch.uint8, "optimizer slots")) for _ in range(count)
         ]
         self._turn = 0
-        self._first_own: dict[FlatParam, int] = {}
-        self.share = 0.0  # of the elements of state on the host
+        self.share = DeviceShare()
 
     def choose_share(
-        self, processor_rate: float, flat_param_bytes: float, numel: int, waits: Sequence[float]
+        self, flat_params: Sequence[FlatParam], waits: Sequence[float], processor_rate: float
     ) -> None:
-        """Adapts the share to how long the compute waited for updates, up to the one with which
-        device and processor finish together.
-
-        ``processor_rate``: elements per second. ``flat_param_bytes``: bytes per element in the
-        busier direction. ``numel``: elements of state on the host. ``waits``: seconds, of the last
-        step. The longest is not counted: what is needed first lands last, whoever steps it.
-        """
+        """Chooses what of ``flat_params``, in the order of their next use, is stepped here.
+        ``waits``: see :class:`DeviceShare`. ``processor_rate``: elements per second; 0 if
+        unknown."""
+        passing = [flat_param for flat_param in flat_params if self._may_pass(flat_param)]
         edge = self._traffic.edges["host->device"]
-        if not (self._slots and processor_rate and edge.busy_seconds and flat_param_bytes):
-            return
-        own_rate = edge.nbytes / edge.busy_seconds / flat_param_bytes
-        waited = sum(waits) - max(waits, default=0.0)
-        whole = numel / processor_rate  # seconds, without the device
-        change = waited / whole / 2 if waited > WAIT_WORTH * whole else -SHARE_STEP
-        most = own_rate / (own_rate + processor_rate)
-        self.share = min(max(self.share + change, 0.0), most)
+        rates = None
+        if passing and processor_rate and edge.busy_seconds:
+            per_element = max(
+                sum(flat_param.spec.nbytes_per_element().values()) for flat_param in passing
+            )
+            numel = sum(flat_param.layout.shard_numel for flat_param in passing)
+            rates = Rates(processor_rate, edge.nbytes / edge.busy_seconds / per_element, numel)
+        self.share.note(waits, rates)
+        self.share.divide(passing)
 
-    def divide(self, flat_params: Sequence[FlatParam]) -> None:
-        """Divides ``flat_params``, in the order of their next use: the share is the last elements,
-        so that the copies of few units pass the device, and none that is needed soon."""
-        own = [flat_param for flat_param in flat_params if self._may_step(flat_param)]
-        left = round(sum(flat_param.layout.shard_numel for flat_param in own) * (1 - self.share))
-        self._first_own = {}
-        for flat_param in own:
-            numel = flat_param.layout.shard_numel
-            first = min(left, numel)
-            left -= first
-            if first < numel:
-                self._first_own[flat_param] = first // SHARD_ALIGNMENT * SHARD_ALIGNMENT
-
-    def _may_step(self, flat_param: FlatParam) -> bool:
+    def _may_pass(self, flat_param: FlatParam) -> bool:
         """Returns whether the state of ``flat_param`` can pass the device."""
-        return (
-            bool(self._slots)
-            and flat_param.spec.stepped
-            and all(array.tier is Tier.HOST for array in flat_param.arrays.values())
+        return bool(self._slots) and all(
+            array.tier is Tier.HOST for array in flat_param.arrays.values()
         )
-
-    def first_own(self, flat_param: FlatParam) -> int:
-        """Returns the first element of a host flat param that is stepped here. The processor steps
-        those before it."""
-        return self._first_own.get(flat_param, flat_param.layout.shard_numel)
 
     def step(
         self,

@@ -113,15 +113,16 @@ class Stepper:
         """Runs the planned ``steps``. After an interrupt it can be called again, and does the rest,
         unless a step was interrupted on the device: that halts the engine."""
         context = self._context
+        # First: the next forward waits for these, and the device's take longer to submit.
+        context.updates.updater.submit_all(
+            [step.update for step in steps if step.update is not None]
+        )
         for step in reversed(steps):  # as gradients land
             if step.device_step is not None and step.device_update is None:
                 if step.has_begun:
                     raise context.uses.halt("a step was cut short on the device")
                 step.has_begun = True
                 step.device_update = step.device_step()
-        context.updates.updater.submit_all(
-            [step.update for step in steps if step.update is not None]
-        )
         for step in steps:
             flat_param = step.flat_param
             if step.shadow is not None:
@@ -197,7 +198,7 @@ class Stepper:
                 flat_param, spans, after, label=label, version=version
             )
             return
-        first = 0 if steps_on_device(flat_param) else stepper.first_own(flat_param)
+        first = 0 if steps_on_device(flat_param) else stepper.share.first_own(flat_param)
         own = [(max(begin, first), end, hyper) for begin, end, hyper in spans if end > first]
         rest = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
         if rest:

@@ -52,19 +52,11 @@ class Updates:
     def begin_step(self, units: Sequence[ParamUnit]) -> None:
         """Starts a step: chooses the device's share of it. ``units``: in the order of their next
         use."""
-        waits = self._traffic.take_update_waits()
-        if self.stepper is None:
-            return
-        stepped = [flat for unit in units for flat in unit.flat_params if flat.spec.stepped]
-        if self.updater.step_seconds:
-            per_element = [sum(flat.spec.nbytes_per_element().values()) for flat in stepped]
-            self.stepper.choose_share(
-                self.updater.elements / self.updater.step_seconds,
-                max(per_element, default=0.0),
-                sum(flat.layout.shard_numel for flat in stepped),
-                waits,
-            )
-        self.stepper.divide(stepped)
+        waits, updater = self._traffic.take_update_waits(), self.updater
+        if self.stepper is not None:
+            rate = updater.elements / updater.step_seconds if updater.step_seconds else 0.0
+            stepped = [flat for unit in units for flat in unit.flat_params if flat.spec.stepped]
+            self.stepper.choose_share(stepped, waits, rate)
 
     def end_step(self) -> None:
         """Ends a step, after its updates are submitted."""

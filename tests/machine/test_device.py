@@ -33,6 +33,7 @@ from infinity.gradients import homes, lander, values
 from infinity.machine import accelerator, in_flight
 from infinity.machine import device as devices
 from infinity.machine.traffic import Traffic
+from infinity.optim.device_share import DeviceShare
 from infinity.runtime.activation_disk import ActivationsOnDisk
 from infinity.runtime.registry import wrapped
 from infinity.state.staged_reads import StagedReads
@@ -221,30 +222,13 @@ def test_a_step_that_is_split_has_the_same_bits(moments, kernels, compute_on, mo
     config = {"params": "host", "optimizer": "host", "moments": moments}
     by_processor = trained(config, clip=True)
     compute_on(Elsewhere, kernels)
-    shares = []
-
-    def half(stepper, processor_rate, flat_param_bytes):
-        assert processor_rate > 0 and flat_param_bytes > 0
-        stepper.share = 0.5
-        shares.append(stepper.share)
-
-    monkeypatch.setattr("infinity.optim.device_step.DeviceStepper.choose_share", half)
+    monkeypatch.setattr(DeviceShare, "note", give_half)
     assert same(trained(config, clip=True), by_processor)
-    assert shares
 
 
-def test_the_share_is_where_both_are_done_together(kernels):
-    """1 GB/s over the edge at 20 bytes per element is 50 M elements a second: beside 150 M, a
-    quarter."""
-    from infinity.optim.device_step import DeviceStepper
-
-    traffic = Traffic()
-    stepper = DeviceStepper(devices.Device(torch.device("cpu"), traffic), traffic, 1 << 20)
-    stepper.choose_share(150e6, 20)
-    assert stepper.share == 0  # nothing is known of the edge yet
-    traffic.edges["host->device"].nbytes, traffic.edges["host->device"].busy_seconds = 10**9, 1.0
-    stepper.choose_share(150e6, 20)
-    assert stepper.share == pytest.approx(0.25)
+def give_half(share: DeviceShare, *of_step) -> None:
+    """Let the device step half of the state."""
+    share.value = 0.5
 
 
 # --- order ---
@@ -524,10 +508,7 @@ def test_a_gradient_that_is_set_goes_home_from_the_device(compute_on):
 
 
 def test_a_split_step_is_in_order(kernels, monkeypatch):
-    monkeypatch.setattr(
-        "infinity.optim.device_step.DeviceStepper.choose_share",
-        lambda stepper, *rates: setattr(stepper, "share", 0.5),
-    )
+    monkeypatch.setattr(DeviceShare, "note", give_half)
     assert races_of(monkeypatch, {"params": "host", "optimizer": "host"}, kernels)[0] == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from torch import nn
 
 import infinity
 from infinity import native
+from infinity.machine.device import PAST
 from infinity.machine.tiers import Tier
+from infinity.optim.device_share import Rates
 from infinity.optim.device_step import DeviceStepper, DeviceUpdate, passing, steps_on_device
 from infinity.planning.device_slots import DEVICE_SLOTS, SLOT_ALIGNMENT
 from infinity.runtime.registry import wrapped
 
+QUEUES = ("state-in", "step", "state-out")
 CHUNK, CHUNKS = 4096, DEVICE_SLOTS + 2
 NUMEL = CHUNKS * CHUNK
 # Of a weight and a gradient of four bytes each; too few for the alignment of two chunks.
@@ -97,22 +101,29 @@ def test_state_comes_and_goes_and_gradients_only_come(state):
     assert edges["device->host"].nbytes == 4 * native.MOMENT_BLOCK
     step(state, device, (0, NUMEL))
     assert edges["host->device"].nbytes == 8 * (native.MOMENT_BLOCK + NUMEL)
-    assert [len(device.of(queue)) for queue in ("in", "step", "out")] == [1 + CHUNKS] * 3
+    assert [len(device.of(queue)) for queue in QUEUES] == [1 + CHUNKS] * 3
 
 
 def test_a_chunk_comes_once_its_slot_is_free_and_goes_once_it_is_stepped(state):
-    """All of it comes after the compute so far, and after what the caller waits for."""
+    """All of it comes after what the caller waits for, and after the copies of the weights. The
+    compute so far need not be over: all arrays are in host memory. Twin: the gradient is not."""
     device, before = Recorder(), SimpleNamespace(name="landing")
+    state.job.flat_param.homes.lend(read := SimpleNamespace(name="read"))
     update = step(state, device, (0, NUMEL), behind=[before])
-    come, stepped, leave = (device.of(queue) for queue in ("in", "step", "out"))
+    come, stepped, leave = (device.of(queue) for queue in QUEUES)
     for number in range(CHUNKS):
         behind = come[number][1]
-        assert NOW in behind and before in behind
+        assert NOW not in behind and before in behind and read in behind
         if number >= DEVICE_SLOTS:
             assert leave[number - DEVICE_SLOTS][0] in behind
         assert stepped[number][1] == [come[number][0]]
         assert leave[number][1] == [stepped[number][0]]
     assert update.event is leave[-1][0]
+    device, grad = Recorder(), state.arrays["grad"]
+    with patch.object(grad, "tier", Tier.DEVICE):
+        step(state, device, (0, NUMEL), behind=[before])
+    assert all(NOW in behind for _, behind in device.of("state-in"))
+    state.job.flat_param.homes.lend(PAST)
 
 
 def test_new_weights_are_made_beside_the_old_ones(state):
@@ -141,36 +152,29 @@ def test_only_state_on_the_device_itself_is_stepped_in_place(state):
     assert not steps_on_device(flat_param(weight=Tier.HOST, grad=Tier.DEVICE))
 
 
-SHARES = [(0.0, NUMEL), (1.0, 0), (0.4, 3 * CHUNK), (0.3, 3 * CHUNK), (1e-9, NUMEL)]
+@pytest.mark.parametrize("slots", [SLOT_NBYTES, 0])
+def test_state_passes_only_if_there_are_slots_and_all_of_it_is_in_host_memory(job, slots):
+    stepper = DeviceStepper(device := Recorder(), device.traffic, slots)
+    stepper.share.value = 1.0
+    stepper.choose_share([job.flat_param], [], 0.0)
+    assert stepper.share.first_own(job.flat_param) == (0 if slots else NUMEL)
+    with patch.object(job.flat_param.arrays["grad"], "tier", Tier.DEVICE):
+        stepper.choose_share([job.flat_param], [], 0.0)
+    assert stepper.share.first_own(job.flat_param) == NUMEL
 
 
-@pytest.mark.parametrize("share, first", SHARES)
-def test_the_device_steps_the_last_elements_from_a_whole_block_on(job, share, first):
-    stepper = DeviceStepper(device := Recorder(), device.traffic, SLOT_NBYTES)
-    stepper.share = share
-    assert stepper.first_own(job.flat_param) == first
-    without = DeviceStepper(device, device.traffic, 0)
-    without.share = share
-    assert without.first_own(job.flat_param) == NUMEL
-
-
-def test_device_and_processor_take_shares_that_end_together():
-    """By hand: the edge brings 4800 bytes a second, 300 elements. Twins: without slots, or while
-    one of the rates is unknown, the share stays."""
-    for slots, rate, nbytes, seconds, share in (
-        (SLOT_NBYTES, 100.0, 16.0, 2.0, 0.75),
-        (SLOT_NBYTES, 900.0, 16.0, 2.0, 0.25),
-        (0, 100.0, 16.0, 2.0, 0.0),
-        (SLOT_NBYTES, 0.0, 16.0, 2.0, 0.0),
-        (SLOT_NBYTES, 100.0, 0.0, 2.0, 0.0),
-        (SLOT_NBYTES, 100.0, 16.0, 0.0, 0.0),
-    ):
-        device = Recorder()
-        edge = device.traffic.edges["host->device"]
-        edge.nbytes, edge.busy_seconds = 9600, seconds
-        stepper = DeviceStepper(device, device.traffic, slots)
-        stepper.choose_share(rate, nbytes)
-        assert stepper.share == share
+@pytest.mark.parametrize("rate, seconds", [(100.0, 2.0), (0.0, 2.0), (100.0, 0.0)])
+def test_what_device_and_processor_reach_is_measured(job, monkeypatch, rate, seconds):
+    """By hand: the edge brings 4800 bytes a second, of which an element has 8. Twins: one of the
+    rates is unknown."""
+    device, told = Recorder(), []
+    edge = device.traffic.edges["host->device"]
+    edge.nbytes, edge.busy_seconds = 9600, seconds
+    stepper = DeviceStepper(device, device.traffic, SLOT_NBYTES)
+    monkeypatch.setattr(stepper.share, "note", lambda *args: told.append(args))
+    stepper.choose_share([job.flat_param], [0.5], rate)
+    known = rate and seconds
+    assert told == [([0.5], Rates(100.0, 600.0, NUMEL) if known else None)]
 
 
 @pytest.mark.parametrize("on_device", [True, False])

@@ -104,7 +104,7 @@ def test_gradients_are_averaged_before_a_step_and_each_step_begins_once():
     job.backward(RAMP)
     averager = SimpleNamespace(average=lambda: averages.append(True))
     job.engine.gradients.reduce_with(None, averager.average)
-    job.engine.job.updates.begin_step = lambda: begun.append(job.engine.steps.index)
+    job.engine.job.updates.begin_step = lambda units: begun.append(job.engine.steps.index)
     step = step_of(job)
     step.prepare()
     assert averages == [True]

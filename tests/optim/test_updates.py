@@ -9,9 +9,8 @@ import torch
 from small import RAMP, small_at_home
 
 from infinity.machine.device import Device
-from infinity.machine.traffic import Traffic
+from infinity.machine.traffic import UPDATES, Traffic
 from infinity.optim.updates import Updates, draw_updates
-from infinity.state.flat_param_spec import MOMENTS
 
 
 class Line:
@@ -53,7 +52,8 @@ def make(line: Line | None = None, *, shadowed: bool = False, kernels=None) -> S
     device = Device(torch.device("cpu"), traffic)
     device.kernels = kernels
     plan = SimpleNamespace(shadowed=shadowed)
-    return SimpleNamespace(it=Updates(units, traffic, plan), device=device, traffic=traffic)
+    updates = Updates(units, traffic, plan)
+    return SimpleNamespace(it=updates, device=device, traffic=traffic, units=units)
 
 
 def test_each_event_is_drawn_in_the_lane_of_its_edge():
@@ -120,24 +120,25 @@ def test_the_device_steps_only_with_kernels():
 
 
 @pytest.mark.parametrize("has_stepped", [True, False])
-def test_the_devices_share_is_chosen_by_what_both_have_done(has_stepped):
-    """By hand: the processor steps 100 elements a second. An element has a weight, two moments and
-    a gradient of 4 bytes each, so that an edge of 4800 bytes a second brings 300. Twin: before the
-    first step nothing is known."""
+def test_the_devices_share_is_chosen_by_what_the_last_step_waited_for(has_stepped, monkeypatch):
+    """Twin: before the first step nothing is known of the processor. A wait is told once."""
     updates = make(kernels=object())
-    edge = updates.traffic.edges["host->device"]
-    edge.nbytes, edge.busy_seconds = 9600, 2.0
     updates.it.use(Updater(400, 4.0 * has_stepped), updates.device, 1 << 16)
-    assert updates.it.stepper.share == 0
-    updates.it.begin_step()
-    assert updates.it.stepper.share == (0.75 if has_stepped else 0)
-    assert len(MOMENTS) == 2
+    updates.traffic.stood_still(UPDATES, "a", 1.0, 3.0)
+    asked: list[tuple] = []
+    monkeypatch.setattr(updates.it.stepper, "choose_share", lambda *args: asked.append(args))
+    units = updates.units[::-1]
+    for waits in ([2.0], []):
+        updates.it.begin_step(units)
+        flat_params, *rest = asked.pop()
+        assert flat_params == [flat for unit in units for flat in unit.flat_params]
+        assert rest == [waits, 100.0 * has_stepped]
 
 
 def test_a_step_begins_without_a_device_that_steps():
     updates = make()
     updates.it.use(Updater(400, 4.0), updates.device, 0)
-    updates.it.begin_step()
+    updates.it.begin_step([])
     assert updates.it.stepper is None
 
 

@@ -38,6 +38,8 @@ class Said:
 
 
 class Event:
+    done = False
+
     def __init__(self, said: Said, name: str):
         self.said, self.name = said, name
 
@@ -54,6 +56,12 @@ class Queues(Device):
     def __init__(self, said: Said):
         super().__init__(torch.device("cpu"), Traffic())
         self.puts, self.said = [], said
+
+    @contextmanager
+    def stalled(self, edge: str, what: str):
+        self.said.note(f"stalled by {edge} of {what}")
+        yield
+        self.said.note("no more")
 
     def now(self):
         return NOW
@@ -118,7 +126,7 @@ class Case:
             self.device.puts.clear()
             self.said.events.clear()
         self.second = SimpleNamespace(copy_out=self.copy_out)
-        self.store = SimpleNamespace(traffic=SimpleNamespace(stalled=self.stalled))
+        self.store = SimpleNamespace()
         self.arrival = Arrival(
             "block", self.flat_params, self.buffers, self.second, self.collectives, self.device
         )
@@ -127,12 +135,6 @@ class Case:
     def copy_out(flats: list[torch.Tensor]) -> None:
         for flat in flats:
             flat.fill_(7)
-
-    @contextmanager
-    def stalled(self, edge: str, name: str):
-        self.said.note(f"stalled by {edge} of {name}")
-        yield
-        self.said.note("no more")
 
     def start(self, reads: object | None = None, *, in_node: bool = False) -> list[torch.Tensor]:
         """The buffers, which are full of -1 where nothing came."""

@@ -28,7 +28,7 @@ from ranks import serve, told
 
 import infinity
 from infinity.machine import accelerator, device, direct_storage
-from infinity.optim.device_step import DeviceStepper
+from infinity.optim.device_share import DeviceShare
 from infinity.runtime.registry import wrapped
 
 
@@ -165,7 +165,7 @@ def elsewhere(
         library.set(short=2)
     accelerator.KINDS["cpu"] = _Elsewhere
     _Elsewhere.loaded = load_stand_in(Path(kernels)) if kernels else None
-    DeviceStepper.choose_share = lambda self, *rates: setattr(self, "share", share)
+    DeviceShare.note = lambda self, *of_step: setattr(self, "value", share)
     try:
         return in_nodes(**arguments) if nodes else parity(**arguments)
     finally:
