@@ -198,6 +198,7 @@ def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
         group.name,
         tuple(_size_of_flat_param(flat) for flat in flat_params),
         tile_nbytes,
+        group.place,
     )
 
 

@@ -60,6 +60,7 @@ class UnitSize:
     name: str
     flat_params: tuple[FlatParamSize, ...]
     tile_nbytes: int = 0  # bytes of a tile, if its weight is tiled; 0: it is gathered whole
+    place: int = 0  # of its first parameter in the model: about the order of use
 
     @property
     def weight_nbytes(self) -> int:

@@ -36,6 +36,7 @@ class Group:
     # Its one weight is brought to the device in tiles of this many rows; 0: whole.
     tile_rows: int = 0
     is_divided: bool = False  # experts, of which other data ranks have others
+    place: int = 0  # of its first parameter in the model: about the order of use
 
 
 def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
@@ -85,6 +86,9 @@ def partition(
         model, taken, small=max(SMALL_NBYTES, largest // 4), cap=max(4 * SMALL_NBYTES, largest)
     )
     _add_outside_owners(model, groups)
+    places = {param: place for place, param in enumerate(names)}
+    for group in groups:
+        group.place = min(places[param] for param in group.params)
     return groups
 
 
