@@ -77,7 +77,7 @@ bench: setup $(VENV)/.test-ready
 
 # Everything that needs a GPU, with a Python that has torch already: no network, no virtual environment. Resumable.
 gpu:
-	$(PYTHON) tools/gpu.py
+	$(PYTHON) tools/gpu.py $(ARGS)
 
 env: setup
 	$(BIN)/infinity env

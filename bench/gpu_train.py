@@ -3,8 +3,8 @@
 ``python -m bench.gpu_train <system> ...`` runs one and prints JSON; :func:`measure` runs, most
 telling first:
 
-a  a model that fits, with nothing offloaded, beside ours with all, half and none of its state on
-   the device, and on disk; then an 8 B model
+a  an 8 B model; then one that fits, with nothing offloaded, beside ours with all, half and none of
+   its state on the device, and on disk
 b  the largest model that trains, exact and with 8-bit moments
 budget  the first model against the device's budget
 d  a step that the next forward overlaps, beside one that is waited for, both clipped
@@ -37,7 +37,7 @@ PEAK_FLOPS = {
     "H100": 989e12,
     "A100": 312e12,
 }  # bf16, dense, by the maker's data sheets
-WARM_UP = 2
+WARM_UP = 4  # until the device's share of the update has settled
 
 
 def main() -> None:
@@ -121,6 +121,7 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
     small, large = ("tiny", "tiny") if tiny else ("1.3B", "8B")
     state = 14 * SHAPES[small].parameters
     few, many, one = (["--batch", str(n)] for n in ((1, 2, 1) if tiny else (4, 16, 1)))
+    largest = [] if tiny else many
 
     def job(
         name: str,
@@ -132,7 +133,11 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
         given = [] if config is None else ["--config", json.dumps(config)]
         return name, system, ["--size", size, *options, *given]
 
-    jobs = []
+    trace = {"trace": os.path.join("build", "gpu", "trace.json")} if not tiny else {}
+    jobs = [
+        job(f"a.{large}.32k.auto", large, largest, trace),
+        job(f"a.{large}.32k.int8", large, largest, {**HOST, "moments": "int8"}),
+    ]
     for tokens, batch in (("8k", few), ("32k", many)):
         stem = f"a.{small}.{tokens}"
         jobs += [
@@ -143,11 +148,7 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
             job(f"{stem}.deepspeed", small, batch, system="deepspeed"),
             job(f"{stem}.fsdp2", small, batch, system="fsdp2"),
         ]
-    if not tiny:  # behind what tells most of the small one
-        jobs[3:3] = [
-            job(f"a.{large}.32k.host", large, many, HOST),
-            job(f"a.{large}.32k.auto", large, many, {}),
-        ]
+    jobs.append(job(f"a.{large}.32k.host", large, largest, HOST))  # 105 GiB of host memory
     disk = {"params": "host", "optimizer": "nvme", "nvme_paths": [folder]}
     jobs += [
         job(f"d.{small}.overlapped", small, [*few, "--clip"], HOST),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 LOSS_TOKENS = 4096  # whose logits are in memory at once
+TABLE_ELEMENTS = 1 << 20  # of the values that weights are filled with
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,37 @@ SHAPES = {
 }
 
 
+class Linear(nn.Linear):
+    """A linear layer without bias, filled by :func:`fill`."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Fills the weight."""
+        fill(self.weight)
+
+
+class Embedding(nn.Embedding):
+    """An embedding, filled by :func:`fill`."""
+
+    def reset_parameters(self) -> None:
+        """Fills the weight."""
+        fill(self.weight)
+
+
+@torch.no_grad()
+def fill(weight: torch.Tensor) -> None:
+    """Fills ``weight`` with a table of random values, repeated: drawing billions of them would take
+    minutes of one processor. Zeros would make a GPU's products faster than they are."""
+    if weight.is_meta:
+        return
+    generator = torch.Generator().manual_seed(weight.numel())
+    table = torch.randn(TABLE_ELEMENTS, generator=generator).mul_(0.02).to(weight)
+    for part in weight.view(-1).split(TABLE_ELEMENTS):
+        part.copy_(table[: part.numel()])
+
+
 class Attention(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
@@ -59,10 +91,10 @@ class Attention(nn.Module):
             shape.key_heads,
             shape.width // shape.heads,
         )
-        self.query = nn.Linear(shape.width, shape.width, bias=False)
-        self.key = nn.Linear(shape.width, self.key_heads * self.size, bias=False)
-        self.value = nn.Linear(shape.width, self.key_heads * self.size, bias=False)
-        self.out = nn.Linear(shape.width, shape.width, bias=False)
+        self.query = Linear(shape.width, shape.width)
+        self.key = Linear(shape.width, self.key_heads * self.size)
+        self.value = Linear(shape.width, self.key_heads * self.size)
+        self.out = Linear(shape.width, shape.width)
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
         def split(values: torch.Tensor, heads: int) -> torch.Tensor:
@@ -91,9 +123,9 @@ class Block(nn.Module):
         super().__init__()
         self.before, self.attention = nn.RMSNorm(shape.width), Attention(shape)
         self.between = nn.RMSNorm(shape.width)
-        self.gate = nn.Linear(shape.width, shape.inner, bias=False)
-        self.up = nn.Linear(shape.width, shape.inner, bias=False)
-        self.down = nn.Linear(shape.inner, shape.width, bias=False)
+        self.gate = Linear(shape.width, shape.inner)
+        self.up = Linear(shape.width, shape.inner)
+        self.down = Linear(shape.inner, shape.width)
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.before(x), turn)
@@ -108,10 +140,10 @@ class Llama(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.shape = shape
-        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.embed = Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head = Linear(shape.width, shape.vocabulary)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
