@@ -1,12 +1,12 @@
-// The GPU's loops over the formula: a grid over quads, and for 8-bit moments a warp over each block
-// of 64. Included by formula.h in place of its own.
+// The GPU's loops over the formula: a grid over quads, and for 8-bit moments half a warp over each
+// block of 64. Included by formula.h in place of its own.
 
 constexpr int kThreads = 256;
 
 template <template <class> class Weights, template <class> class Grads,
           template <class> class Moments, template <class> class RuleOf>
 __global__ void __launch_bounds__(kThreads)
-    step_quads(Arrays a, std::size_t begin, std::size_t end, Constants k) {
+    step_quads(Arrays a, std::size_t begin, std::size_t end, const __grid_constant__ Constants k) {
   const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
   const std::size_t first = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const std::size_t quads = (end - begin) / Quad::width;
@@ -16,58 +16,85 @@ __global__ void __launch_bounds__(kThreads)
     step_at<Scalar, Weights, Grads, Moments, RuleOf<Scalar>>(a, i, k);
 }
 
-// Lane j has elements j and j + 32 of its warp's block.
+// The codes of four elements, which a thread moves at once.
+struct alignas(4) FourCodes {
+  std::uint8_t x[4];
+};
+
+__device__ inline void store_codes(std::uint8_t* codes, const FourCodes& found, int count) {
+  if (count == 4)
+    *reinterpret_cast<FourCodes*>(codes) = found;
+  else
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (j < count) codes[j] = found.x[j];
+}
+
+// Half a warp has a block: lane j its elements 4 j to 4 j + 3.
 template <template <class> class Weights, template <class> class Grads,
           template <class> class RuleOf>
 __global__ void __launch_bounds__(kThreads)
-    step_blocks(Arrays a, std::size_t begin, std::size_t end, Constants k) {
+    step_blocks(Arrays a, std::size_t begin, std::size_t end, const __grid_constant__ Constants k) {
   using Codes = Int8<Scalar>;
-  using TheRule = RuleOf<Scalar>;
-  constexpr std::size_t kLanes = 32, kEach = kMomentBlock / kLanes;
-  const std::size_t warps = std::size_t{gridDim.x} * blockDim.x / kLanes;
-  const std::size_t warp = (std::size_t{blockIdx.x} * blockDim.x + threadIdx.x) / kLanes,
-                    lane = threadIdx.x % kLanes;
+  using TheRule = RuleOf<Quad>;
+  constexpr std::size_t kLanes = kMomentBlock / Quad::width;
+  const std::size_t thread = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const std::size_t group = thread / kLanes, first = thread % kLanes * Quad::width;
+  const std::size_t groups = std::size_t{gridDim.x} * blockDim.x / kLanes;
+  const unsigned mask = 0xFFFFu << (threadIdx.x & 16);
   const bool exp_avg = TheRule::uses_exp_avg(k);
   auto* m_codes = static_cast<std::uint8_t*>(a.exp_avg);
   auto* v_codes = static_cast<std::uint8_t*>(a.exp_avg_sq);
-  for (std::size_t i = begin + warp * kMomentBlock; i < end; i += warps * kMomentBlock) {
-    const std::size_t block = i / kMomentBlock;
-    const auto m_power = Codes::power(exp_avg ? a.exp_avg_scale[block] : 0, Codes::kExpAvgField, 1);
-    const auto v_power = Codes::power(TheRule::uses_exp_avg_sq ? a.exp_avg_sq_scale[block] : 0,
-                                      Codes::kExpAvgSqField, 1);
-    float m[kEach], v[kEach];
+  for (std::size_t i = begin + group * kMomentBlock; i < end; i += groups * kMomentBlock) {
+    const std::size_t block = i / kMomentBlock, at = i + first;
+    // The others are padding, and stay zero.
+    const int stepped = at >= end ? 0 : static_cast<int>(end - at < 4 ? end - at : 4);
+    Quad::F m = Quad::set(0.0f), v = m;
     std::int32_t m_largest = 0, v_largest = 0;
-#pragma unroll
-    for (std::size_t j = 0; j < kEach; ++j) {
-      const std::size_t at = i + lane + j * kLanes;
-      m[j] = v[j] = 0.0f;
-      if (at >= end) continue;  // padding stays zero
-      float g = Grads<Scalar>::load(a.grad, at);
+    if (stepped) {
+      Quad::F g = Grads<Quad>::load(a.grad, at);
       for (int f = 0; f < k.factor_count; ++f)
-        g = Grads<Scalar>::round(Scalar::mul(g, k.factors[f]));
-      if (k.maximize) g = Scalar::neg(g);
-      float p = Weights<Scalar>::load(a, at);
-      if (exp_avg) m[j] = Codes::decode_exp_avg(m_codes + at, m_power);
-      if (TheRule::uses_exp_avg_sq) v[j] = Codes::decode_exp_avg_sq(v_codes + at, v_power);
-      TheRule::step(p, g, m[j], v[j], k);
-      m_largest = Scalar::imax(m_largest, Scalar::as_int(m[j]) & 0x7FFFFFFF);
-      v_largest = Scalar::imax(v_largest, Scalar::as_int(v[j]) & 0x7FFFFFFF);
-      Weights<Scalar>::store(a, at, p);
+        g = Grads<Quad>::round(Quad::mul(g, Quad::set(k.factors[f])));
+      if (k.maximize) g = Quad::neg(g);
+      Quad::F p = Weights<Quad>::load(a, at);
+      if (exp_avg) {
+        const auto power = Codes::power(a.exp_avg_scale[block], Codes::kExpAvgField, 1);
+        const FourCodes codes = *reinterpret_cast<const FourCodes*>(m_codes + at);
+        m = Quad::each([&](int j) { return Codes::decode_exp_avg(&codes.x[j], power); });
+      }
+      if (TheRule::uses_exp_avg_sq) {
+        const auto power = Codes::power(a.exp_avg_sq_scale[block], Codes::kExpAvgSqField, 1);
+        const FourCodes codes = *reinterpret_cast<const FourCodes*>(v_codes + at);
+        v = Quad::each([&](int j) { return Codes::decode_exp_avg_sq(&codes.x[j], power); });
+      }
+      TheRule::step(p, g, m, v, k);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j >= stepped) m.x[j] = v.x[j] = 0.0f;
+        m_largest = Scalar::imax(m_largest, Scalar::as_int(m.x[j]) & 0x7FFFFFFF);
+        v_largest = Scalar::imax(v_largest, Scalar::as_int(v.x[j]) & 0x7FFFFFFF);
+      }
+      if (stepped == 4)
+        Weights<Quad>::store(a, at, p);
+      else
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (j < stepped) Weights<Scalar>::store(a, at + j, p.x[j]);
     }
-    const auto m_scale = static_cast<std::uint8_t>(__reduce_max_sync(0xFFFFFFFFu, m_largest) >> 23);
-    const auto v_scale = static_cast<std::uint8_t>(__reduce_max_sync(0xFFFFFFFFu, v_largest) >> 23);
+    const auto m_scale = static_cast<std::uint8_t>(__reduce_max_sync(mask, m_largest) >> 23);
+    const auto v_scale = static_cast<std::uint8_t>(__reduce_max_sync(mask, v_largest) >> 23);
     const auto to_m = Codes::power(m_scale, Codes::kExpAvgField, -1);
     const auto to_v = Codes::power(v_scale, Codes::kExpAvgSqField, -1);
+    FourCodes m_new, v_new;
 #pragma unroll
-    for (std::size_t j = 0; j < kEach; ++j) {
-      const std::size_t element = lane + j * kLanes, at = i + element;
-      if (at >= end) continue;
-      const auto random = Codes::random(block, element, k.salt);
-      if (exp_avg) Codes::encode_exp_avg(m_codes + at, to_m, m[j], Codes::low_bits(random));
-      if (TheRule::uses_exp_avg_sq)
-        Codes::encode_exp_avg_sq(v_codes + at, to_v, v[j], Codes::high_bits(random));
+    for (int j = 0; j < 4; ++j) {
+      const auto random = Codes::random(block, first + j, k.salt);
+      Codes::encode_exp_avg(&m_new.x[j], to_m, m.x[j], Codes::low_bits(random));
+      Codes::encode_exp_avg_sq(&v_new.x[j], to_v, v.x[j], Codes::high_bits(random));
     }
-    if (lane == 0) {
+    if (exp_avg) store_codes(m_codes + at, m_new, stepped);
+    if (TheRule::uses_exp_avg_sq) store_codes(v_codes + at, v_new, stepped);
+    if (first == 0) {
       if (exp_avg) a.exp_avg_scale[block] = m_scale;
       if (TheRule::uses_exp_avg_sq) a.exp_avg_sq_scale[block] = v_scale;
     }
@@ -95,5 +122,5 @@ void run_block_kernel(const Arrays& a, std::size_t begin, std::size_t end, const
   INFINITY_REQUIRE(begin % kMomentBlock == 0,
                    "a run of 8-bit moments begins at a block of 64, not at ", begin);
   const auto kernel = step_blocks<Weights, Grads, RuleOf>;
-  INFINITY_LAUNCH(kernel, blocks_for((end - begin + 1) / 2), kThreads, stream)(a, begin, end, k);
+  INFINITY_LAUNCH(kernel, blocks_for((end - begin + 3) / 4), kThreads, stream)(a, begin, end, k);
 }

@@ -21,6 +21,7 @@
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(n)
+#define __grid_constant__
 
 struct float4 {
   float x, y, z, w;
@@ -62,9 +63,10 @@ class Barrier {
   unsigned count_, waiting_ = 0, round_ = 0;
 };
 
+// Half a warp: who is reduced together.
 struct Warp {
-  Barrier barrier{32};
-  int values[32];
+  Barrier barrier{16};
+  int values[16];
 };
 
 inline thread_local Barrier* block = nullptr;
@@ -83,7 +85,7 @@ inline void run_block(unsigned threads, const std::function<void()>& kernel) {
   static std::vector<std::unique_ptr<char[]>> stacks;
   static std::minstd_rand drawn;
   Barrier barrier(threads);
-  std::vector<Warp> warps(threads / 32);
+  std::vector<Warp> warps(threads / 16);
   std::vector<Fiber> fibers(threads);
   block = &barrier, work = &kernel;
   unsigned left = threads;
@@ -94,7 +96,7 @@ inline void run_block(unsigned threads, const std::function<void()>& kernel) {
       const unsigned t = (first + i * stride) % threads;
       running = &fibers[t];
       if (running->over) continue;
-      threadIdx = {t}, warp = &warps[t / 32];
+      threadIdx = {t}, warp = &warps[t / 16];
       if (!running->stack) {
         if (stacks.empty()) stacks.emplace_back(new char[kStackNbytes]);
         running->stack = std::move(stacks.back());
@@ -134,11 +136,12 @@ auto launch(Kernel kernel, unsigned blocks, unsigned threads) {
 
 inline void __syncthreads() { on_cpu::block->wait(); }
 
-inline int __reduce_max_sync(unsigned, int value) {
+inline int __reduce_max_sync(unsigned mask, int value) {
+  if (mask != 0xFFFFu << (threadIdx.x & 16)) std::abort();  // no other is used
   on_cpu::Warp& warp = *on_cpu::warp;
-  warp.values[threadIdx.x % 32] = value;
+  warp.values[threadIdx.x % 16] = value;
   warp.barrier.wait();
-  const int largest = *std::max_element(warp.values, warp.values + 32);
+  const int largest = *std::max_element(warp.values, warp.values + 16);
   warp.barrier.wait();
   return largest;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import native
-from ..errors import CapacityError, ConfigError, StorageError
+from ..errors import CapacityError, ConfigError, StorageError, UsageError
 from . import storage_guard
 from .device import PAST, QUEUES, SHARE_FOR_THE_ENGINE, Copy, Device, Event
 from .sizes import format_nbytes
@@ -93,6 +94,7 @@ class Accelerator(Device):
                 f"device {where} cannot be used: {note}. `infinity env` tells more."
             ) from error
         self.backend = _backend_of(where)
+        self._warmed = self._reserved = 0
         self._began = time.perf_counter()
         # Start, end, and what counts their times.
         self._uncounted: deque[tuple[torch.Event, torch.Event, Count]] = deque()
@@ -228,6 +230,25 @@ class Accelerator(Device):
             torch.empty(nbytes, dtype=torch.uint8, device=self.where)
 
         self.put("in", take)
+        self._warmed, self._reserved = nbytes, self._reserved_nbytes()
+
+    def _reserved_nbytes(self) -> int:
+        """Returns the bytes that torch's allocator has from the driver; 0 if it does not tell."""
+        return torch.cuda.memory_reserved(self.where) if self.where.type == "cuda" else 0
+
+    def begin_pass(self) -> None:
+        if self.where.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "this forward is recorded as a CUDA graph, but weights come to other places each"
+                " time, which a graph cannot follow. Run it outside of torch.cuda.graph(), and"
+                ' compile without mode="reduce-overhead".'
+            )
+        # torch.cuda.empty_cache() between two steps gives the window's memory back, too.
+        reserved = self._reserved_nbytes()
+        if reserved < self._reserved and self._warmed:
+            with contextlib.suppress(CapacityError):  # the units then take it one by one
+                self.warm(self._warmed)
+        self._reserved = self._reserved_nbytes() if reserved < self._reserved else reserved
 
     def free_nbytes(self) -> int | None:
         memory = getattr(torch.get_device_module(self.where), "mem_get_info", None)
@@ -290,6 +311,11 @@ def make_device(where: torch.device, traffic: Traffic) -> Device:
     """Makes the compute device of ``where``. Raises ConfigError if there is none."""
     if where.type in KINDS:
         return KINDS[where.type](where, traffic)
+    if torch.version.hip is not None:
+        raise ConfigError(
+            f"device {where} is AMD's, by ROCm, for which there are no kernels and no registered"
+            " host memory here. Compute on the processor: Config(device='cpu')."
+        )
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type != where.type:
         reason = (

@@ -207,6 +207,10 @@ class Device:
         """Allocates a flat array of zeros on the device. Raises CapacityError if it has no room."""
         return torch.zeros(numel, dtype=dtype, device=self.where)
 
+    def begin_pass(self) -> None:
+        """Prepares for a forward of the whole model. Raises UsageError if the device's compute
+        cannot be moved to and fro now."""
+
     def warm(self, nbytes: int) -> None:
         """Makes the allocator keep ``nbytes`` in one piece for the queue ``in``, to cut later
         allocations from."""

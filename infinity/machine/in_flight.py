@@ -11,16 +11,17 @@ from .device import PAST, Event
 
 
 class InFlight:
-    """Tensors that queues still read. Above ``limit_nbytes`` the compute waits for the oldest."""
+    """Tensors that queues still read. Above ``limit_nbytes``, and above ``of_largest`` tensors of
+    the largest size so far, the compute waits for the oldest."""
 
-    def __init__(self, limit_nbytes: int):
-        self._limit = limit_nbytes
+    def __init__(self, limit_nbytes: int, *, of_largest: int = 0):
+        self._limit, self._of_largest = limit_nbytes, of_largest
         self._held: deque[tuple[Event, torch.Tensor, Callable[[], None]]] = deque()
         self._nbytes = 0
 
     def emptied(self) -> InFlight:
         """Returns an empty one with the same limit."""
-        return InFlight(self._limit)
+        return InFlight(self._limit, of_largest=self._of_largest)
 
     def keep(
         self, tensor: torch.Tensor, event: Event, then: Callable[[], None] = lambda: None
@@ -31,6 +32,7 @@ class InFlight:
             return
         self._held.append((event, tensor, then))
         self._nbytes += tensor.nbytes
+        self._limit = max(self._limit, self._of_largest * tensor.nbytes)
         while self._held and (self._nbytes > self._limit or self._held[0][0].done):
             event, tensor, then = self._held.popleft()
             event.precede()

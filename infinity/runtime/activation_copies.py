@@ -11,7 +11,9 @@ from ..machine.device import PAST, Copy, Device, Event
 from ..machine.in_flight import InFlight
 from .saved_tensor import Saved, SavingOrder, release_saved
 
-IN_FLIGHT_NBYTES = 256 * 1024 * 1024  # activations on their way home; more of them wait
+IN_FLIGHT_NBYTES = 256 * 1024 * 1024  # activations on their way; more of them wait
+# As many of the largest may be on their way, or each would wait for its own copy.
+IN_FLIGHT_OF_LARGEST = 4
 
 
 class ActivationCopies:
@@ -20,7 +22,7 @@ class ActivationCopies:
 
     def __init__(self, device: Device, order: SavingOrder):
         self._device, self._order = device, order
-        self._in_flight = InFlight(IN_FLIGHT_NBYTES)  # activations on their way home
+        self._in_flight = InFlight(IN_FLIGHT_NBYTES, of_largest=IN_FLIGHT_OF_LARGEST)
         self._in_use: dict[int, Event] = {}  # by home address: the last copy that reads the buffer
         # By queue: its last copy; after it no copy uses any buffer.
         self._last: dict[str, Event] = {}
@@ -60,7 +62,7 @@ class ActivationCopies:
         storage, event = saved.coming
         saved.coming = None
         if self._device.overlaps:
-            for other in self._order.before(saved):
+            for other in self._order.before(saved, nbytes=IN_FLIGHT_NBYTES):
                 if (
                     other.coming is None
                     and other.bytes_on_device() is None

@@ -9,6 +9,7 @@ A forward holds a unit from its owner's pre-hook to its post-hook. The holds of 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..forwards.context import too_late
 from ..forwards.lazy_logits import Logits
+from ..machine.sizes import format_nbytes
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, set_raw_grad
 from ..state.operations import Operation, State
@@ -28,6 +30,10 @@ from .backward import Backward
 from .job import Job
 from .pass_state import Frame
 from .saved_weights import OPAQUE, is_checkpoint, saving_hooks
+
+logger = logging.getLogger(__name__)
+
+WORTH_TELLING_NBYTES = 256 * 1024 * 1024  # of copies by autocast
 
 
 class Passes:
@@ -39,6 +45,7 @@ class Passes:
         self._hook: Callable[[torch.Tensor], None] | None = None
         # Run last, after hooks that a forward may have registered.
         self.reorder_hooks: list[Callable[[], None]] = []
+        self._has_told = False  # of autocast's copies
 
     @property
     def frames(self) -> list[Frame]:
@@ -130,11 +137,15 @@ class Passes:
             return
         if not self._pass.is_accumulating:
             job.uses.check(Operation.LONE_FORWARD)
+        job.device.begin_pass()
         for handle in job.trained if training else ():
             # Left by a backward that was interrupted before the engine knew of it.
             set_raw_grad(handle.param, None)
         if training:
             job.gradients.assigned.let_go_unheld()
+            if not self._has_told and torch.is_autocast_enabled(job.device.where.type):
+                self._has_told = True
+                _tell_of_autocast(job)
         job.schedule.begin(self._pass.kind if training else "infer")
         job.prefetcher.begin_pass(training=training)
 
@@ -311,3 +322,21 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             pending += item
         elif is_dataclass(item) and not isinstance(item, type):
             pending += vars(item).values() if hasattr(item, "__dict__") else []
+
+
+def _tell_of_autocast(job: Job) -> None:
+    """Tells what copies of weights autocast keeps until the backward, beside the plan."""
+    dtype = torch.get_autocast_dtype(job.device.where.type)
+    flats = [flat for unit in job.units for flat in unit.flat_params]
+    copies = sum(flat.layout.numel for flat in flats if flat.spec.dtype is torch.float32)
+    if (nbytes := copies * dtype.itemsize) >= WORTH_TELLING_NBYTES:
+        logger.warning(
+            "autocast makes a %s copy of each fp32 weight that it multiplies by, and keeps it for"
+            " the backward: up to %s on %s beside the plan. Weights in %s need none, and have fp32"
+            " masters all the same: Config(param_dtype=%s).",
+            str(dtype).removeprefix("torch."),
+            format_nbytes(nbytes),
+            job.device.where,
+            str(dtype).removeprefix("torch."),
+            dtype,
+        )

@@ -170,16 +170,19 @@ class SavingOrder:
         """Drops those that autograd has freed."""
         self._order = [ref for ref in self._order if ref() is not None]
 
-    def before(self, saved: Saved) -> Iterator[Saved]:
+    def before(self, saved: Saved, *, nbytes: int = 0) -> Iterator[Saved]:
         """Yields the storages saved just before ``saved`` that are still in use: the backward needs
-        them next."""
+        them next. Yields two, and more up to ``nbytes`` in all."""
         while self._order and self._order[-1]() is None:
             self._order.pop()
         index = next(
             (i for i in range(len(self._order) - 1, -1, -1) if self._order[i]() is saved), 0
         )
-        for ref in self._order[max(0, index - READ_AHEAD) : index][::-1]:
+        for count, ref in enumerate(self._order[:index][::-1]):
             other = ref()
+            nbytes -= 0 if other is None else other.nbytes
+            if count >= READ_AHEAD and nbytes < 0:
+                return
             if other is not None:
                 yield other
 

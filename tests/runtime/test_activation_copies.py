@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from infinity.machine.device import PAST, Device
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
+from infinity.runtime import activation_copies
 from infinity.runtime.activation_copies import ActivationCopies
 from infinity.runtime.saved_tensor import Saved, SavingOrder, raw_bytes
 from infinity.storage.arrays import StateArray
@@ -128,8 +129,10 @@ def test_a_change_while_the_bytes_are_sent_is_told():
     assert at_once.bring(0) == [1.0] and at_once.saved[0].source is None
 
 
-def test_the_two_saved_before_are_brought_ahead():
-    """Claim: each storage is copied once, and those that are back are not copied again."""
+def test_the_two_saved_before_are_brought_ahead(monkeypatch):
+    """Claim: each storage is copied once, and those that are back are not copied again. The room
+    for more is none here."""
+    monkeypatch.setattr(activation_copies, "IN_FLIGHT_NBYTES", 0)
     sent = Sent(Lazy(), 4)
     assert sent.bring(3) == [4.0]
     assert [each.coming is not None for each in sent.saved] == [False, True, True, False]

@@ -145,6 +145,14 @@ def test_the_two_saved_just_before_come_next_the_last_first():
     assert list(order.before(saved_of())) == []
 
 
+@pytest.mark.parametrize("count, found", [(0, 2), (2, 2), (3, 3), (9, 4)])
+def test_more_come_next_if_there_is_room_for_their_bytes(count, found):
+    """Two in any case."""
+    *before, last = [saved_of() for _ in range(5)]
+    order = order_of(*before, last)
+    assert list(order.before(last, nbytes=count * last.nbytes)) == before[::-1][:found]
+
+
 def test_freed_storages_are_passed_over_and_forgotten():
     """Twin: those that live stay in their order."""
     all_saved = [saved_of() for _ in range(4)]
