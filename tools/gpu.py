@@ -49,7 +49,8 @@ STAGES: list[tuple[str, list[str], int]] = [  # name, command, seconds it may ta
     ),
     (
         "suite",
-        [*PYTEST, *WORKERS, "-m", "not slow", "--continue-on-collection-errors", "tests"],
+        # Verbose: what failed is known when it is cut off, too.
+        [*PYTEST, "-vv", *WORKERS, "-m", "not slow", "--continue-on-collection-errors", "tests"],
         300,
     ),
     (

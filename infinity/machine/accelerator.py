@@ -53,6 +53,66 @@ class _Streams:
         return torch.Event(device=self._where, enable_timing=timing)
 
 
+class StreamClock:
+    """Times what runs between two events of a stream, without waiting for it."""
+
+    def __init__(self, streams: _Streams):
+        """Waits for the current stream, once."""
+        self._streams = streams
+        self._origin, self._began = streams.event(timing=True), time.perf_counter()
+        self._origin.record(streams.current())
+        self._origin.synchronize()
+        self._uncounted: deque[tuple[torch.Event, torch.Event, Count]] = deque()
+
+    def add(self, start: torch.Event, end: torch.Event, count: Count) -> None:
+        """Calls ``count`` once ``end`` is over. Counts what is over by now."""
+        self._uncounted.append((start, end, count))
+        while self._uncounted and self._uncounted[0][1].query():
+            start, end, count = self._uncounted.popleft()
+            began = self._began + self._origin.elapsed_time(start) / 1000
+            count(began, began + start.elapsed_time(end) / 1000)
+            # Times are floats: a far origin makes them coarse
+            if time.perf_counter() - self._began > ORIGIN_SECONDS:
+                self._origin, self._began = end, began + start.elapsed_time(end) / 1000
+
+    @contextmanager
+    def running(self, count: Count) -> Iterator[None]:
+        """Times what the block does to the current stream."""
+        stream = self._streams.current()
+        start, end = (self._streams.event(timing=True) for _ in range(2))
+        start.record(stream)
+        try:
+            yield
+        finally:
+            end.record(stream)
+            self.add(start, end, count)
+
+    def clear(self) -> None:
+        """Forgets what is not counted yet."""
+        self._uncounted.clear()
+
+
+class KeptMemory:
+    """The memory that torch's allocator keeps for the window. ``torch.cuda.empty_cache()`` between
+    two steps gives it back to the driver."""
+
+    def __init__(self, where: torch.device):
+        self._where, self._reserved, self.nbytes = where, 0, 0
+
+    def note(self, nbytes: int) -> None:
+        """Notes that the allocator now keeps ``nbytes``."""
+        self.nbytes, self._reserved = nbytes, self._reserved_nbytes()
+
+    def was_given_back(self) -> bool:
+        """Tells whether the allocator has less from the driver than when it was last asked."""
+        before, self._reserved = self._reserved, self._reserved_nbytes()
+        return self.nbytes > 0 and self._reserved < before
+
+    def _reserved_nbytes(self) -> int:
+        """Returns what the allocator has from the driver; 0 if it does not tell."""
+        return torch.cuda.memory_reserved(self._where) if self._where.type == "cuda" else 0
+
+
 class _DeviceEvent:
     """An event of an accelerator."""
 
@@ -85,19 +145,14 @@ class Accelerator(Device):
         self._streams = _Streams(where)
         try:
             self._queues = {name: self._streams.new() for name in QUEUES}
-            self._origin = self._streams.event(timing=True)
-            self._origin.record(self._streams.current())
-            self._origin.synchronize()
+            self._clock = StreamClock(self._streams)
         except RuntimeError as error:
             note = str(error).splitlines()[0]
             raise ConfigError(
                 f"device {where} cannot be used: {note}. `infinity env` tells more."
             ) from error
         self.backend = _backend_of(where)
-        self._warmed = self._reserved = 0
-        self._began = time.perf_counter()
-        # Start, end, and what counts their times.
-        self._uncounted: deque[tuple[torch.Event, torch.Event, Count]] = deque()
+        self._kept = KeptMemory(where)
         self._watch: SimpleQueue = SimpleQueue()
         self._watcher = threading.Thread(
             target=_watch, args=(self._watch, where), daemon=True, name="infinity-watch"
@@ -130,61 +185,30 @@ class Accelerator(Device):
         except BaseException as error:
             stream.synchronize()  # the caller gets no event for what has started
             if isinstance(error, torch.OutOfMemoryError):
-                raise self._no_room(
-                    transfer.what if transfer is not None else "the engine", error
-                ) from error
+                what = transfer.what if transfer is not None else "the engine"
+                raise no_room(self, what, error) from error
             raise
         end.record(stream)
         if transfer is not None:
             self.traffic.edges[transfer.edge].nbytes += transfer.nbytes
             count = partial(self.traffic.copied, transfer.edge, 0, transfer.what)
-            self._uncounted.append((start, end, count))
-            self._count()
+            self._clock.add(start, end, count)
         return _DeviceEvent(end, self._streams)
 
     def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
         try:
             return super().zeros(numel, dtype, what)
         except torch.OutOfMemoryError as error:
-            raise self._no_room(what, error) from error
-
-    def _no_room(self, what: str, error: BaseException) -> CapacityError:
-        free = self.free_nbytes()
-        note = (
-            f" ({format_nbytes(free / SHARE_FOR_THE_ENGINE)} is free)" if free is not None else ""
-        )
-        return CapacityError(
-            f"{self.where} has no memory for {what}, which was planned{note}: activations or"
-            " another process took it. Lower device_memory, or run fewer samples at once. The"
-            f" device says: {str(error).splitlines()[0]}"
-        )
-
-    def _count(self) -> None:
-        """Adds the durations of finished events to the statistics."""
-        while self._uncounted and self._uncounted[0][1].query():
-            start, end, count = self._uncounted.popleft()
-            began = self._began + self._origin.elapsed_time(start) / 1000
-            count(began, began + start.elapsed_time(end) / 1000)
-            # Times are floats: a far origin makes them coarse
-            if time.perf_counter() - self._began > ORIGIN_SECONDS:
-                self._origin, self._began = end, began + start.elapsed_time(end) / 1000
+            raise no_room(self, what, error) from error
 
     def now(self) -> Event:
         event = self._streams.event()
         event.record(self._streams.current())
         return _DeviceEvent(event, self._streams)
 
-    @contextmanager
-    def stalled(self, edge: str, what: str) -> Iterator[None]:
-        """By events of the compute's stream: the training thread's own time tells nothing of it."""
-        stream = self._streams.current()
-        start, end = (self._streams.event(timing=True) for _ in range(2))
-        start.record(stream)
-        try:
-            yield
-        finally:
-            end.record(stream)
-            self._uncounted.append((start, end, partial(self.traffic.stood_still, edge, what)))
+    def stalled(self, edge: str, what: str) -> AbstractContextManager[None]:
+        # Not the training thread's own time: it is ahead of the compute.
+        return self._clock.running(partial(self.traffic.stood_still, edge, what))
 
     @property
     def driver_calls(self) -> int:
@@ -230,25 +254,14 @@ class Accelerator(Device):
             torch.empty(nbytes, dtype=torch.uint8, device=self.where)
 
         self.put("in", take)
-        self._warmed, self._reserved = nbytes, self._reserved_nbytes()
-
-    def _reserved_nbytes(self) -> int:
-        """Returns the bytes that torch's allocator has from the driver; 0 if it does not tell."""
-        return torch.cuda.memory_reserved(self.where) if self.where.type == "cuda" else 0
+        self._kept.note(nbytes)
 
     def begin_pass(self) -> None:
-        if self.where.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UsageError(
-                "this forward is recorded as a CUDA graph, but weights come to other places each"
-                " time, which a graph cannot follow. Run it outside of torch.cuda.graph(), and"
-                ' compile without mode="reduce-overhead".'
-            )
-        # torch.cuda.empty_cache() between two steps gives the window's memory back, too.
-        reserved = self._reserved_nbytes()
-        if reserved < self._reserved and self._warmed:
+        if self.where.type == "cuda":
+            _refuse_capture()
+        if self._kept.was_given_back():
             with contextlib.suppress(CapacityError):  # the units then take it one by one
-                self.warm(self._warmed)
-        self._reserved = self._reserved_nbytes() if reserved < self._reserved else reserved
+                self.warm(self._kept.nbytes)
 
     def free_nbytes(self) -> int | None:
         memory = getattr(torch.get_device_module(self.where), "mem_get_info", None)
@@ -269,7 +282,7 @@ class Accelerator(Device):
     def drain(self) -> None:
         for stream in self._queues.values():
             stream.synchronize()
-        self._uncounted.clear()
+        self._clock.clear()
 
     def close(self) -> None:
         try:
@@ -280,6 +293,26 @@ class Accelerator(Device):
         finally:
             self._watch.put(None)
             self._watcher.join()
+
+
+def no_room(device: Device, what: str, error: BaseException) -> CapacityError:
+    """Makes the error of a device that has no memory for ``what``."""
+    free = device.free_nbytes()
+    note = f" ({format_nbytes(free / SHARE_FOR_THE_ENGINE)} is free)" if free is not None else ""
+    return CapacityError(
+        f"{device.where} has no memory for {what}, which was planned{note}: activations or another"
+        " process took it. Lower device_memory, or run fewer samples at once. The device says:"
+        f" {str(error).splitlines()[0]}"
+    )
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "this forward is recorded as a CUDA graph, but weights come to other places each time,"
+            " which a graph cannot follow. Run it outside of torch.cuda.graph(), and compile"
+            ' without mode="reduce-overhead".'
+        )
 
 
 def _backend_of(where: torch.device) -> str | None:

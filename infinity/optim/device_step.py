@@ -192,12 +192,8 @@ class DeviceStepper:
                     part(name).copy_(source, non_blocking=True)
 
         nbytes = sum(target.nbytes for target in there.values())
-        arrived = self._device.put(
-            "state-in",
-            come,
-            behind=[slot.free, *behind],
-            transfer=Copy("host->device", nbytes, label),
-        )
+        transfer, before = Copy("host->device", nbytes, label), [slot.free, *behind]
+        arrived = self._device.put("state-in", come, behind=before, transfer=transfer)
         stepped = self._device.put(
             "step", partial(self._kernel, layout, parts, begin, runs), behind=[arrived]
         )

@@ -20,7 +20,6 @@ from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
-from ..machine.traffic import UPDATES
 from ..planning.lookahead import LookAhead
 from ..planning.schedule import Schedule
 from ..state.apart import apart
@@ -186,7 +185,7 @@ class Prefetcher:
             unit.arrival.event.precede()
             if unit in self._pass.resident:
                 self._pass.resident[unit] = self._pass.resident.pop(unit)  # most recently used
-        self._wait_for_update(unit)
+        unit.wait_for_update()
 
     def begin_pass(self, *, training: bool) -> None:
         """Begins a root forward with the trace that the schedule expects. Every data rank calls
@@ -264,12 +263,7 @@ class Prefetcher:
                 with self._device.stalled("nvme->host", unit.name):
                     unit.stage()
         else:
-            self._wait_for_update(unit)
-
-    def _wait_for_update(self, unit: ParamUnit) -> None:
-        if unit.is_updating:
-            with self._device.stalled(UPDATES, unit.name):
-                unit.wait_for_update()
+            unit.wait_for_update()
 
     def narrow(self, nbytes: int) -> None:
         """Takes ``nbytes`` of the planned window away until the next call; between passes, and the

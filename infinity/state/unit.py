@@ -11,7 +11,7 @@ from ..distributed.collectives import Collectives
 from ..machine.device import PAST, Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
-from ..machine.traffic import Traffic
+from ..machine.traffic import UPDATES, Traffic
 from ..storage.arrays import StateArray
 from ..storage.store import ArrayStore
 from .arrival import Arrival
@@ -149,8 +149,10 @@ class ParamUnit:
 
     def wait_for_update(self) -> None:
         """Waits until the weights of the last step are at home. Raises its error."""
-        for flat_param in self.flat_params if not self.is_stale else ():
-            flat_param.homes.wait()
+        if self.is_updating:
+            with self._device.stalled(UPDATES, self.name):
+                for flat_param in self.flat_params:
+                    flat_param.homes.wait()
 
     def make_stale(self, index: int) -> ParamUnit:
         """Makes the unit ``index`` of the weights before the last update, with their buffers.

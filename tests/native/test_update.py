@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import time
 from collections.abc import Sequence
 
 import doubles
@@ -346,6 +347,55 @@ def test_many_units_through_few_slots(tmp_path, kind, steps):
     for form, arrays, made, unit in cases:
         assert not different(steps.whole(form, arrays, made), unit.arrays())
     assert pipeline.updater.elements == sum(arrays["weight"].numel() for _, arrays, *_ in cases)
+
+
+@pytest.mark.parametrize("in_file", [(), ALL], ids=["in memory", "on disk"])
+def test_updates_begin_as_their_gradients_arrive(tmp_path, kind, in_file, steps):
+    """The first in line lands last, and holds up nobody: with slots for one it takes none before.
+    Twin: two that have landed go in the order of submission."""
+    disk, made = Disk(tmp_path, kind, nbytes=32 * MIB), hyper(**MADE)
+    units = [
+        Unit(PLAIN, random_arrays(PLAIN, 8192, seeded(50 + i)), disk=disk, in_file=in_file)
+        for i in range(4)
+    ]
+    before = [unit.arrays() for unit in units]
+    pipeline = Pipeline(disk, smallest_slot_nbytes(PLAIN, ALL), slots=1)
+    pipeline.updater.record_events()
+    landings = [native.Ticket(1) for _ in units]
+    tickets = [
+        pipeline.submit(unit.whole(made, after=landing, label=label))
+        for label, (unit, landing) in enumerate(zip(units, landings))
+    ]
+    for label in (2, 1):
+        landings[label].part_done()
+        tickets[label].wait()
+    assert not tickets[0].done and not tickets[3].done
+    for label in (3, 0):
+        landings[label].part_done()
+    for ticket in tickets:
+        ticket.wait()
+    stepped = [label for what, label, *_ in pipeline.updater.take_events() if what == "step"]
+    assert stepped[:2] == [2, 1] and sorted(stepped) == [0, 1, 2, 3]
+    for arrays, unit in zip(before, units):
+        assert not different(steps.whole(PLAIN, arrays, made), unit.arrays())
+
+
+def test_an_update_that_is_waited_for_goes_first(tmp_path, kind):
+    """Twin: the others keep their order. Waiting hurries: the test looks whether they are done."""
+    disk = Disk(tmp_path, kind)
+    units = [Unit(PLAIN, random_arrays(PLAIN, 8192, seeded(60 + i)), disk=disk) for i in range(4)]
+    pipeline, landing = Pipeline(disk, 0), native.Ticket(1)
+    pipeline.updater.record_events()
+    tickets = [
+        pipeline.submit(unit.whole(hyper(**MADE), after=landing, label=label))
+        for label, unit in enumerate(units)
+    ]
+    assert not tickets[2].wait_for(0)
+    landing.part_done()
+    while not all(ticket.done for ticket in tickets):
+        time.sleep(0.001)
+    stepped = [label for what, label, *_ in pipeline.updater.take_events() if what == "step"]
+    assert stepped == [2, 0, 1, 3]
 
 
 def test_dropping_the_updater_finishes_what_was_submitted(tmp_path, kind, steps):

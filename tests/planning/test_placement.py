@@ -381,6 +381,19 @@ def test_a_unit_that_does_not_fit_keeps_no_other_away(tmp_path):
     assert [plan.tiers_of(index)["weight"] for index in range(2)] == [Tier.HOST, Tier.DEVICE]
 
 
+def test_the_device_holds_what_is_first_in_the_model(tmp_path):
+    """Though it is the last of the units, and not the smallest: nothing hides its update."""
+    embed = UnitSize("embed", (FlatParamSize(SPECS[0], 2 * MIB),))
+    first, second = (
+        dataclasses.replace(unit, place=1 + i) for i, unit in enumerate(equal_units(2))
+    )
+    more = {Tier.DEVICE: 3 * 14 * MIB + MIB}
+    _, placement = spending([first, second, embed], Tier.HOST, Elsewhere, tmp_path, more=more)
+    placement.place_whole(Tier.DEVICE)
+    homes = [placement.result().tiers_of(index)["weight"] for index in range(3)]
+    assert homes == [Tier.DEVICE, Tier.HOST, Tier.DEVICE]
+
+
 def test_slots_on_the_device_come_before_a_wider_window(tmp_path):
     slots = DEVICE_SLOTS * needed_device_slot_nbytes(equal_units(4))
     budgets, placement = spending(

@@ -283,7 +283,7 @@ class Unit:
                 self.extents[name] = native.Extent.in_memory(staging.address, nbytes)
 
     def update(
-        self, runs: Runs, *, version: int = 1, after: native.Ticket | None = None
+        self, runs: Runs, *, version: int = 1, after: native.Ticket | None = None, label: int = 0
     ) -> native.UnitUpdate:
         get = self.extents.get
         return native.UnitUpdate(
@@ -297,6 +297,7 @@ class Unit:
             runs=[native.Run(*run) for run in runs],
             version=version,
             after=after,
+            label=label,
         )
 
     def whole(self, made: native.Hyperparameters, **options) -> native.UnitUpdate:

@@ -1,0 +1,119 @@
+"""Accelerator: what it makes sure of before a pass. Method: an object of the class without streams,
+and torch's functions of CUDA in its place; the streams run in tests/gpu."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from infinity.errors import CapacityError, ConfigError, UsageError
+from infinity.machine.accelerator import Accelerator, KeptMemory, StreamClock, make_device
+from infinity.machine.traffic import Traffic
+
+
+class Cuda:
+    """torch's allocator, as far as a pass asks it."""
+
+    def __init__(self) -> None:
+        self.reserved, self.is_capturing, self.has_room = 100, False, True
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> Cuda:
+    cuda = Cuda()
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda where: cuda.reserved)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.is_capturing)
+    return cuda
+
+
+class WithoutStreams(Accelerator):
+    """Takes the window's memory from ``cuda`` when it warms up."""
+
+    def __init__(self, cuda: Cuda):
+        self.where, self._cuda = torch.device("cuda"), cuda
+        self._kept = KeptMemory(self.where)
+
+    def put(self, queue, work, *, behind=(), transfer=None):
+        if not self._cuda.has_room:
+            raise CapacityError("no room")
+        self._cuda.reserved += 50
+
+
+def test_memory_that_was_given_back_between_steps_is_taken_again(cuda):
+    """Twins: it grew, it was not given back."""
+    device = WithoutStreams(cuda)
+    device.warm(50)
+    assert cuda.reserved == 150
+    for reserved, expected in ((150, 150), (400, 400), (30, 80), (80, 80)):
+        cuda.reserved = reserved
+        device.begin_pass()
+        assert cuda.reserved == expected
+
+
+def test_a_pass_runs_without_the_memory_if_there_is_no_room(cuda):
+    device = WithoutStreams(cuda)
+    device.warm(50)
+    cuda.reserved, cuda.has_room = 0, False
+    device.begin_pass()
+    assert cuda.reserved == 0
+
+
+def test_a_pass_that_a_graph_would_record_is_refused(cuda):
+    """Twin: outside of a recording."""
+    device = WithoutStreams(cuda)
+    device.begin_pass()
+    cuda.is_capturing = True
+    with pytest.raises(UsageError, match="CUDA graph"):
+        device.begin_pass()
+
+
+def test_rocm_is_refused_by_name(monkeypatch):
+    """It calls itself cuda. Twin: without it the reason is another one here."""
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    with pytest.raises(ConfigError, match="ROCm"):
+        make_device(torch.device("cuda"), Traffic())
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="there is no device cuda"):
+        make_device(torch.device("cuda"), Traffic())
+
+
+class Moment:
+    """An event of a stream: a place in its time."""
+
+    def __init__(self, stream: SimpleNamespace):
+        self.stream, self.at = stream, None
+
+    def record(self, stream) -> None:
+        self.at = stream.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.stream.done >= self.at
+
+    def elapsed_time(self, end: Moment) -> float:
+        return 1000 * (end.at - self.at)
+
+
+def test_a_stall_lasts_as_long_as_the_stream_stands_still(cuda):
+    """The training thread's own time does not count, nor is it waited for. A wait for an update is
+    told apart."""
+    device, stream = WithoutStreams(cuda), SimpleNamespace(now=0.0, done=0.0)
+    device.traffic = Traffic()
+    device._streams = SimpleNamespace(current=lambda: stream, event=lambda timing: Moment(stream))
+    device._clock = StreamClock(device._streams)
+    edge = device.traffic.edges["host->device"]
+    with device.stalled("host->device", "a unit"):
+        stream.now += 2.0
+    assert edge.stall_seconds == 0.0
+    with device.stalled("optimizer", "a unit"):
+        stream.now += 3.0
+        stream.done = stream.now
+    assert edge.stall_seconds == pytest.approx(2.0)
+    assert device.traffic.updates.stall_seconds == pytest.approx(3.0)
+    assert device.traffic.take_update_waits() == [pytest.approx(3.0)]
+    assert device.traffic.take_update_waits() == []
