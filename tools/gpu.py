@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,7 +121,7 @@ def _ended(code: int, log: Path) -> str:
     return "passed"
 
 
-def main(names: list[str]) -> int:
+def main(names: Sequence[str] = ()) -> int:
     """Runs what is left, of the stages ``names`` if there are any. 0 when all of it has passed."""
     STATE.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + SECONDS

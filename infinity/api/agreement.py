@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import logging
 import socket
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -47,18 +48,15 @@ def describe_config(config: Config) -> dict[str, str]:
 
 
 def describe(
-    model: DescribedModel, optimizer: torch.optim.Optimizer | None, config: Config
+    model: DescribedModel, optimizers: Sequence[torch.optim.Optimizer], config: Config
 ) -> dict[str, str]:
     """Describes the inputs of wrap_model that must be the same on every rank. Raises ConfigError
-    for a trained parameter that the optimizer lacks."""
+    for a trained parameter that the optimizers lack."""
     inputs = describe_config(config)
     inputs["the model"] = type(model.module).__name__
     names_of = {param: name for name, param in model.params.items()}
-    given = {
-        param
-        for group in (optimizer.param_groups if optimizer is not None else [])
-        for param in group["params"]
-    }
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    given = {param for group in groups for param in group["params"]}
     for name, param in model.names:
         inputs[f"parameter {name}"] = (
             f"{tuple(param.shape)}{describe_placements(param)} {param.dtype}"
@@ -66,21 +64,17 @@ def describe(
         )
         if raw_grad(param) is not None:
             inputs[f"the gradient of {name}"] = "present"
-        if state := optimizer.state.get(param) if optimizer is not None else None:
-            inputs[f"the optimizer's state of {name}"] = ", ".join(sorted(state))
-        if (
-            optimizer is not None
-            and param.requires_grad
-            and param not in given
-            and is_managed(param)
-        ):
+        for optimizer in optimizers:
+            if state := optimizer.state.get(param):
+                inputs[f"the optimizer's state of {name}"] = ", ".join(sorted(state))
+        if optimizers and param.requires_grad and param not in given and is_managed(param):
             raise ConfigError(
                 f"parameter {name} requires a gradient but is not in the optimizer: with several"
                 " ranks nobody would average it. Give it to the optimizer, or set"
                 " requires_grad=False."
             )
-    inputs["the optimizer"] = type(optimizer).__name__
-    for i, group in enumerate(optimizer.param_groups if optimizer is not None else []):
+    inputs["the optimizer"] = ", ".join(type(each).__name__ for each in optimizers) or "None"
+    for i, group in enumerate(groups):
         names = [names_of.get(param, "another") for param in group["params"]]
         inputs[f"the optimizer's group {i}"] = (
             f"{len(names)} parameters, {', '.join(names[:3])}, ..."

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,15 +30,15 @@ TOLD = 3  # names in the message
 MARK = "infinity"  # in the metadata of a graph's node
 
 
-def warn_of_aliases(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Warns, once, if an object outside the model and its optimizer shares the memory of managed
+def warn_of_aliases(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warns, once, if an object outside the model and its optimizers shares the memory of managed
     parameters."""
     names = {
         param: its[0]
         for param, its in parameter_names(model).items()
         if is_managed(param) and _has_bytes(local_of(param))
     }
-    own = _own_tensors(model, optimizer)
+    own = _own_tensors(model, optimizers)
     counts = Counter(map(storage_guard.identity, own.values()))
     held: dict[int, list[nn.Parameter]] = {}
     for param in names:
@@ -101,15 +101,15 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _own_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[int, torch.Tensor]:
-    """Returns the tensors of the model and its optimizer, and their view bases, by id."""
+    """Returns the tensors of the model and its optimizers, and their view bases, by id."""
     given: list[torch.Tensor | None] = [
         *model.parameters(),
         *model.buffers(),
         *map(raw_grad, model.parameters()),
     ]
-    for state in optimizer.state.values() if optimizer is not None else ():
+    for state in (state for optimizer in optimizers for state in optimizer.state.values()):
         given += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return _with_bases([local_of(each) for each in given if each is not None])
 

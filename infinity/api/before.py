@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Before:
         "_load_state_dict_pre_hooks",
     )
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
         self.materialized: Materialized | None = None  # undone by restore(), too
         self._modules = [
             (
@@ -42,9 +43,9 @@ class Before:
         ]
         self._params = [_ParamBefore(param) for param in model.parameters()]
         self._buffers = [(buffer, buffer.data) for buffer in model.buffers()]
-        self._optimizer, self._attributes, self._state = optimizer, {}, {}
-        if optimizer is not None:
-            self._attributes, self._state = dict(optimizer.__dict__), dict(optimizer.state)
+        self._optimizers = [
+            (optimizer, dict(optimizer.__dict__), dict(optimizer.state)) for optimizer in optimizers
+        ]
 
     def restore(self) -> None:
         for module, attributes, hooks_of in self._modules:
@@ -62,11 +63,11 @@ class Before:
         for buffer, data in self._buffers:
             if buffer.device != data.device:
                 buffer.data = data
-        if self._optimizer is not None:
-            for name in self._optimizer.__dict__.keys() - self._attributes.keys():
-                del self._optimizer.__dict__[name]
-            self._optimizer.__dict__.update(self._attributes)
-            self._optimizer.state.update(self._state)
+        for optimizer, attributes, state in self._optimizers:
+            for name in optimizer.__dict__.keys() - attributes.keys():
+                del optimizer.__dict__[name]
+            optimizer.__dict__.update(attributes)
+            optimizer.state.update(state)
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from ..distributed.parallel_dims import ParallelDims
 from ..errors import ConfigError, UsageError
 from ..machine.sizes import format_nbytes
 from ..optim.optimizer import InfinityOptimizer
+from ..optim.recognised import check_together
 from ..optim.rules import check_expected, refuse_wrapper
 from ..state.dtensors import check_placements, is_distributed, local_of, ranks_over
 from ..state.handle import handle_of
@@ -56,19 +59,12 @@ OWNERS = {
 }
 
 
-def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
+def check(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config) -> None:
     """Raises ConfigError or UsageError for inputs that cannot be wrapped as they are."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    if isinstance(optimizer, InfinityOptimizer):
-        raise UsageError(
-            "this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model"
-            " first"
-        )
-    if optimizer is not None:
-        refuse_wrapper(optimizer)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    for optimizer in optimizers:
+        _check_kind(optimizer)
     native.simd_unit()  # raises for an unknown INFINITY_SIMD
     _check_owners(model)
     names = parameter_names(model)
@@ -97,10 +93,11 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
                 " outside zero.Init"
             )
     _check_storages(names)
-    if optimizer is not None:
-        expected = config.expects_optimizer
+    expected = config.expects_optimizer
+    for optimizer in optimizers:
         check_expected(optimizer, expected if expected is None else dict(expected).items())
         _check_optimizer(optimizer, names, config)
+    check_together(optimizers, names, config)
 
 
 def check_tensor_parallel(model: DescribedModel, config: Config, ranks: ParallelDims) -> None:
@@ -287,6 +284,17 @@ def _share_memory(name: str, other: str) -> ConfigError:
         f"parameters {name} and {other} share memory without being one Parameter. Tie them properly"
         " (module.weight = other.weight), or give one of them a copy."
     )
+
+
+def _check_kind(optimizer: Any) -> None:
+    if isinstance(optimizer, InfinityOptimizer):
+        raise UsageError(
+            "this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model"
+            " first"
+        )
+    refuse_wrapper(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Config) -> None:

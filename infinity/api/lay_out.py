@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -27,7 +27,7 @@ from ..machine.device import Device
 from ..machine.scratch import Candidate
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
-from ..optim.rules import moment_names, recognise
+from ..optim.recognised import Optimizers, as_given
 from ..planning.memory_plan import MemoryPlan, term_of
 from ..planning.plan import make_plan
 from ..planning.unit_sizes import FlatParamSize, UnitSize
@@ -80,7 +80,7 @@ def choose_device(model: nn.Module, config: Config, collectives: Collectives) ->
 
 def lay_out(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     config: Config,
     ranks: ParallelDims | None = None,
 ) -> tuple[MemoryPlan, list[UnitSize]]:
@@ -88,18 +88,15 @@ def lay_out(
     allocating or changing anything. ``ranks``: the planned ranks, which need not exist; None: one.
     """
 
-    check(model, optimizer, config)
-    rule = recognise(optimizer) if optimizer is not None else None
-    group_of = groups_of_optimizer(optimizer)
+    check(model, given := as_given(optimizer), config)
+    optimizers = Optimizers(given)
     alone = Collectives(ranks)
     device = choose_device(model, config, alone)
     try:
         dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
         flat_params_of = partial(
             flat_params_of_group,
-            group_of=group_of,
-            rule=rule,
-            optimizer=optimizer,
+            optimizers=optimizers,
             config=config,
             collectives=alone,
             dtype_of=dtype_of,
@@ -215,35 +212,29 @@ def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
     )
 
 
-def groups_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, int]:
-    groups = optimizer.param_groups if optimizer is not None else []
-    return {param: index for index, group in enumerate(groups) for param in group["params"]}
-
-
 def flat_params_of_group(
     group: Group,
-    group_of: dict,
-    rule,
-    optimizer,
+    optimizers: Optimizers,
     config: Config,
     collectives: Collectives,
     dtype_of: Callable[[torch.Tensor], torch.dtype],
 ) -> list[FlatParam]:
-    """Makes one flat param for each kind of parameter in the group. Inside a flat param, parameters
-    of one optimizer group are adjacent. ``dtype_of``: the dtype in which a parameter computes."""
+    """Makes one flat param for each kind of parameter in the group, and for each optimizer. Inside
+    a flat param, parameters of one optimizer group are adjacent. ``dtype_of``: the dtype in which a
+    parameter computes."""
     by_spec: dict[FlatParamSpec, list[nn.Parameter]] = {}
     collectives = collectives.of_experts if group.is_divided else collectives
     for param in group.params:
-        spec = _spec_of(param, param in group_of, rule, optimizer, config, dtype_of(param))
+        spec = _spec_of(param, optimizers, config, dtype_of(param))
         by_spec.setdefault(spec, []).append(param)
     return [
-        FlatParam(spec, sorted(params, key=lambda param: group_of.get(param, 0)), collectives)
+        FlatParam(spec, sorted(params, key=optimizers.order_of), collectives)
         for spec, params in by_spec.items()
     ]
 
 
 def _spec_of(
-    param: nn.Parameter, stepped: bool, rule, optimizer, config: Config, dtype: torch.dtype
+    param: nn.Parameter, optimizers: Optimizers, config: Config, dtype: torch.dtype
 ) -> FlatParamSpec:
     # A gradient is not narrower than its parameter: a parameter kept in fp32 has an fp32 gradient.
     grad_dtype = (
@@ -258,11 +249,10 @@ def _spec_of(
         moment_count=0,
         stepped=False,
     )
-    return (
-        frozen.trained(config.master, len(moment_names(rule, optimizer.param_groups)))
-        if stepped
-        else frozen
-    )
+    place, stepped_by = optimizers.place_of(param), optimizers.of(param)
+    if place is None or stepped_by is None:
+        return frozen
+    return frozen.trained(config.master, len(stepped_by.moments), place)
 
 
 class Laid(NamedTuple):

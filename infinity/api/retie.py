@@ -22,11 +22,11 @@ class Ties:
     def tie(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         pairs: Sequence[tuple[str, str]],
     ) -> None:
         """Replaces the second parameter of each of ``pairs`` by the first, in the model and in the
-        optimizer.
+        optimizers.
 
         Raises ConfigError for an unknown name, and for parameters with different placements or
         values.
@@ -34,7 +34,8 @@ class Ties:
         for first, second in pairs:
             _tie(model, first, second, self._replaced)
         gone = {before for *_, before in self._replaced} - set(model.parameters())
-        for group in optimizer.param_groups if optimizer is not None and gone else ():
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        for group in groups if gone else ():
             self._groups.append((group, group["params"]))
             group["params"] = [param for param in group["params"] if param not in gone]
 

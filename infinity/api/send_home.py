@@ -10,7 +10,7 @@ from torch import nn
 from ..checkpoint.boxes import Box, boxes_of_run
 from ..distributed.collectives import Collectives
 from ..errors import ConfigError
-from ..optim.rules import moment_names
+from ..optim.recognised import Optimizers
 from ..runtime.job import Job
 from ..state.dtensors import global_of, is_distributed, local_of, part_offset
 from ..state.flat_param import FlatParam
@@ -87,8 +87,7 @@ class Homes:
 def send_flat_param_home(
     store: ArrayIO,
     flat_param: FlatParam,
-    optimizer: torch.optim.Optimizer | None,
-    rule,
+    optimizers: Optimizers,
     *,
     done: set[nn.Parameter],
 ) -> None:
@@ -106,10 +105,10 @@ def send_flat_param_home(
                 version=0,
                 fresh=True,
             )
-        if optimizer is None or not flat_param.spec.stepped:
+        if (stepped_by := optimizers.of(param)) is None:
             continue
-        state = optimizer.state.get(param, {})
-        for name, array in moment_names(rule, optimizer.param_groups).items():
+        state = stepped_by.optimizer.state.get(param, {})
+        for name, array in stepped_by.moments.items():
             if state.get(name) is not None:
                 moment = _of_first_rank(collectives, state[name], "the optimizer's state")
                 flat_param.write_moment(store, array, index, moment, version=0)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .. import native
-from ..errors import UsageError
 from ..gradients.at_home import AtHome
 from ..optim.optimizer import InfinityOptimizer
+from ..optim.recognised import as_given, like_given
 from ..runtime.registry import RECORD, Wrapped, wrapped
 from ..state.dtensors import local_of, plain_class, set_bytes
 from ..state.operations import Operation
@@ -20,12 +21,13 @@ from ..state.parts import parts_of
 
 @torch.no_grad()
 def unwrap_model(
-    model: nn.Module | Sequence[nn.Module], optimizer: torch.optim.Optimizer | None = None
-) -> tuple[nn.Module | list[nn.Module], torch.optim.Optimizer | None]:
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+) -> tuple[nn.Module | list[nn.Module], Any]:
     """Returns plain torch objects: parameters with their bytes on their original device, in the
-    dtypes of the wrap, and the wrapped optimizer with its state. Closes and removes the homes.
-    Without ``optimizer`` uses the one that was wrapped with the model, while it is alive. Every
-    rank calls this.
+    dtypes of the wrap, and the wrapped optimizer (or the list of them) with its state. Closes and
+    removes the homes. Without ``optimizer`` uses the one that was wrapped with the model, while it
+    is alive. Every rank calls this.
 
     Raises UsageError when ``model`` is not wrapped, or has its average for weights, or
     ``optimizer`` is not the one that wrap_model returned with it. If an exception interrupts it,
@@ -33,20 +35,18 @@ def unwrap_model(
     """
     roots = list(model) if isinstance(model, (list, tuple)) else [model]
     if (
-        isinstance(optimizer, InfinityOptimizer)
-        and optimizer.is_unwrapped
+        (given := cast("list[InfinityOptimizer]", as_given(optimizer)))
+        and all(isinstance(each, InfinityOptimizer) and each.is_unwrapped for each in given)
         and not any(RECORD in root.__dict__ for root in roots)
     ):
         # The unwrap completed although an exception interrupted the call.
-        return _as_given(model), optimizer.wrapped
+        return _as_given(model), like_given([each.wrapped for each in given], optimizer)
     record = wrapped(model)
     job = record.engine.job
-    managed = optimizer if optimizer is not None else record.optimizer
-    if managed is not None and (
-        not isinstance(managed, InfinityOptimizer) or managed.context.uses is not job.uses
-    ):
-        raise UsageError("this optimizer is not the one that wrap_model returned with this model")
-    plain = managed.wrapped if managed is not None else None
+    record.check_optimizers(given)
+    managed = given or record.optimizers
+    form = record.optimizer if optimizer is None else optimizer
+    plain = like_given([each.wrapped for each in managed], form)
     if (change := record.unwrapping) is None:
         with job.uses.operation(Operation.UNWRAP):
             change = _plan_unwrap(record, managed)
@@ -54,8 +54,8 @@ def unwrap_model(
     try:
         native.insist(change)
     except BaseException:
-        if managed is not None:
-            managed.is_unwrapped = True
+        for each in managed:
+            each.is_unwrapped = True
         raise
     record.unwrapping = None  # the change refers to the record, and so keeps the engine alive
     return _as_given(model), plain
@@ -75,15 +75,16 @@ def _as_given(model: nn.Module | Sequence[nn.Module]) -> nn.Module | list[nn.Mod
     return model if isinstance(model, nn.Module) else list(model)
 
 
-def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable[[], None]:
+def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Callable[[], None]:
     """Reads all values and state into memory. Returns the function that makes the model and its
-    optimizer plain. Nothing changes before that is called. It is idempotent: call it until it
+    optimizers plain. Nothing changes before that is called. It is idempotent: call it until it
     completes."""
     engine, model = record.engine, record.model
     engine.wait_idle()
-    state = managed.plain_state_dict() if managed is not None else None
-    outside = managed.state_outside_groups() if managed is not None else {}
-    attributes = managed.own_attributes if managed is not None else {}
+    books = [
+        (each.given, each.plain_state_dict(), each.state_outside_groups(), each.own_attributes)
+        for each in managed
+    ]
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for unit in engine.job.units:
         for flat_param in unit.flat_params:
@@ -111,8 +112,8 @@ def _plan_unwrap(record: Wrapped, managed: InfinityOptimizer | None) -> Callable
             param.__dict__.pop("_infinity", None)
             set_bytes(param, value)
             param.grad = grad
-        if managed is not None and state is not None:
-            managed.given.take_back(state, outside, attributes)
+        for given, state, outside, attributes in books:
+            given.take_back(state, outside, attributes)
         engine.shut_down()
         for module in (*parts_of(model), model):
             module.__dict__.pop(RECORD, None)

@@ -33,7 +33,8 @@ from ..machine.device import Device
 from ..machine.progress import progress
 from ..machine.traffic import Traffic
 from ..optim.optimizer import InfinityOptimizer
-from ..optim.rules import moment_names, recognise, saved_step
+from ..optim.recognised import Optimizers, Recognised, as_given, like_given
+from ..optim.rules import saved_step
 from ..runtime.build import build_engine
 from ..runtime.engine import Engine
 from ..runtime.hooks import install_hooks
@@ -65,7 +66,6 @@ from .lay_out import (
     Laid,
     choose_device,
     flat_params_of_group,
-    groups_of_optimizer,
     lay_out_here,
     unit_size,
 )
@@ -84,20 +84,20 @@ NOTHING_CHOSEN = {"nvme_paths": AUTO}
 @torch.inference_mode(False)
 def wrap_model(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike | None = None,
     *,
     mesh: Any = None,
-) -> tuple[nn.Module | list[nn.Module], torch.optim.Optimizer | None]:
+) -> tuple[nn.Module | list[nn.Module], Any]:
     """Moves ``model``'s parameters and ``optimizer``'s state to their homes, and returns both.
 
     model
         Any module, its parameters on one device or on ``meta``. It computes there unless
         ``Config(device=...)`` names another. The same object is returned, hooked. Or a list of
-        modules, this rank's pipeline stages, which share one engine: returned as a list.
+        modules, this rank's pipeline stages, which share one engine: returned as one.
     optimizer
         ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are
-        kept. None: the weights stream and nothing is updated.
+        kept. None: nothing is updated. Or a list of them with disjoint parameters, returned as one.
     config
         A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file. None: the
         homes, and a scratch folder if needed, follow from the machine; a log line gives the reason.
@@ -109,7 +109,7 @@ def wrap_model(
 
     Every rank calls this, with the same model and configuration; the first data rank's values are
     used. Raises ConfigError, CapacityError, StorageError or UsageError with model and optimizer
-    restored, on all ranks; PeerError if another rank has ended.
+    restored; PeerError if another rank has ended.
     """
     if isinstance(model, (list, tuple)) and model and all(isinstance(m, nn.Module) for m in model):
         _, stepping = wrap_model(Parts(model), optimizer, config, mesh=mesh)
@@ -118,14 +118,15 @@ def wrap_model(
         mesh = mesh_of_parameters(model.parameters())
     ranks, traffic = parallel_dims(mesh, divides_experts=divides_experts(model)), Traffic()
     let_scalers_mix()
-    collectives, ties = Collectives(ranks, traffic), Ties()
+    collectives, ties, given = Collectives(ranks, traffic), Ties(), as_given(optimizer)
     try:
-        config, described = _check_everywhere(model, optimizer, config, ties, collectives)
+        config, described = _check_everywhere(model, given, config, ties, collectives)
         ranks = _describe_ranks(described, config, collectives, mesh)
         share_processors(collectives)
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(2 * len(described.params) + 1)
-        return _wrap(described.module, optimizer, config, collectives, mesh)
+        model, stepping = _wrap(described.module, given, config, collectives, mesh)
+        return model, like_given(stepping, optimizer)
     except BaseException:
         ties.undo()
         collectives.close()
@@ -154,7 +155,7 @@ def _describe_ranks(
 
 def _check_everywhere(
     model: Any,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     config: Config | Mapping[str, Any] | str | os.PathLike | None,
     ties: Ties,
     collectives: Collectives,
@@ -163,12 +164,12 @@ def _check_everywhere(
     Returns the configuration, and the model as read. Every rank calls this."""
     with collectives.together("checking what wrap_model was given"):
         config = Config.make(config if config is not None else NOTHING_CHOSEN)
-        check(model, optimizer, config)
-        warn_of_aliases(model, optimizer)
-        ties.tie(model, optimizer, config.tied)
+        check(model, optimizers, config)
+        warn_of_aliases(model, optimizers)
+        ties.tie(model, optimizers, config.tied)
         described = read_model(model)
         check_tensor_parallel(described, config, collectives.ranks)
-        description = {} if collectives.ranks.alone else describe(described, optimizer, config)
+        description = {} if collectives.ranks.alone else describe(described, optimizers, config)
     # Other stages do not see a difference here.
     with collectives.together("comparing what wrap_model was given"):
         collectives.compare(description, "wrap_model")
@@ -179,18 +180,16 @@ def _check_everywhere(
 
 def _wrap(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    given: Sequence[torch.optim.Optimizer],
     config: Config,
     collectives: Collectives,
     mesh: Any,
-) -> tuple:
-    rule = recognise(optimizer) if optimizer is not None else None
+) -> tuple[nn.Module, list[InfinityOptimizer]]:
+    optimizers = Optimizers(given)
     config = own_budgets(config, collectives.ranks)
-    device, config, (groups, flat_params, plan) = _lay_out(
-        model, optimizer, rule, config, collectives
-    )
-    engine, trains = None, optimizer is not None
-    before = Before(model, optimizer)
+    device, config, (groups, flat_params, plan) = _lay_out(model, optimizers, config, collectives)
+    engine, trains = None, len(optimizers) > 0
+    before = Before(model, given)
     try:
         if collectives.ranks.data_size > 1 and (
             device.backend is not None or device.where.type != "cpu"
@@ -214,7 +213,7 @@ def _wrap(
             # Meta tensors become real.
             materialized = Materialized(model, config.weights, is_managed)
             before.materialized = materialized
-            _send_home(engine, materialized, optimizer, rule)
+            _send_home(engine, materialized, optimizers)
             engine.job.store.arrays.await_pages()
             device.warm(plan.device_window_nbytes)
             for unit in units:
@@ -222,25 +221,20 @@ def _wrap(
             broadcast_rest(model, collectives)
             moved = MovedRest(model, device.where)
             report_the_rest(model)
-        return _commit(model, optimizer, rule, engine, groups, moved)
+        return _commit(model, optimizers, engine, groups, moved)
     except BaseException:
         native.insist(partial(_undo, before, engine, device))
         raise
 
 
 def _lay_out(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    rule,
-    config: Config,
-    collectives: Collectives,
+    model: nn.Module, optimizers: Optimizers, config: Config, collectives: Collectives
 ) -> tuple[Device, Config, Laid]:
     """Chooses the device, and lays the model out on this machine. Every rank calls this."""
-    group_of = groups_of_optimizer(optimizer)
     dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
 
     def make_flat_params(group: Group) -> list[FlatParam]:
-        return flat_params_of_group(group, group_of, rule, optimizer, config, collectives, dtype_of)
+        return flat_params_of_group(group, optimizers, config, collectives, dtype_of)
 
     device = None
     try:
@@ -257,9 +251,7 @@ def _lay_out(
         raise
 
 
-def _send_home(
-    engine: Engine, materialized: Materialized, optimizer: torch.optim.Optimizer | None, rule
-) -> None:
+def _send_home(engine: Engine, materialized: Materialized, optimizers: Optimizers) -> None:
     """Copies every value, moment and gradient home. Values of a model on meta come first, from its
     file or its modules."""
     job = engine.job
@@ -270,7 +262,7 @@ def _send_home(
         ) as advance:
             for unit, size in zip(job.units, engine.job.planned.sizes):
                 for flat_param in unit.flat_params:
-                    send_flat_param_home(store, flat_param, optimizer, rule, done=materialized.sent)
+                    send_flat_param_home(store, flat_param, optimizers, done=materialized.sent)
                 advance(size.shard_nbytes)
 
 
@@ -291,7 +283,13 @@ def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
         check_block(name, block)
 
 
-def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], moved: MovedRest) -> tuple:
+def _commit(
+    model: nn.Module,
+    optimizers: Optimizers,
+    engine: Engine,
+    groups: list[Group],
+    moved: MovedRest,
+) -> tuple[nn.Module, list[InfinityOptimizer]]:
     """Changes the model. All steps that can fail for lack of space or for bad input are done."""
     job = engine.job
     flat_params = [flat for unit in job.units for flat in unit.flat_params]
@@ -306,7 +304,8 @@ def _commit(model, optimizer, rule, engine: Engine, groups: list[Group], moved: 
         *install_state_dict(engine, model),
         *_replace_forwards(engine, model, groups),
     ]
-    stepping = _make_optimizer(engine, optimizer, rule) if optimizer is not None else None
+    count = len(optimizers)
+    stepping = [_make_optimizer(engine, each, i, count) for i, each in enumerate(optimizers)]
     job.in_common.note_buffers(model)
     record = Wrapped(engine, model, removers, stepping, came_from)
     for module in (*parts_of(model), model):
@@ -361,12 +360,12 @@ def _replace_forwards(engine: Engine, model: nn.Module, groups: list[Group]) -> 
     return removers
 
 
-def _make_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, rule) -> InfinityOptimizer:
-    """Makes the optimizer that steps the parameters, and takes over their gradients."""
-    params = list(groups_of_optimizer(optimizer))
-    stepping = InfinityOptimizer(engine.make_step_context(), optimizer, rule)
-    moments = moment_names(rule, optimizer.param_groups)
-    for param in params:
+def _make_optimizer(engine: Engine, given: Recognised, place: int, count: int) -> InfinityOptimizer:
+    """Makes the optimizer that steps the parameters of the one ``given`` at ``place`` of ``count``,
+    and takes over their gradients."""
+    optimizer, moments = given.optimizer, given.moments
+    stepping = InfinityOptimizer(engine.make_step_context(place, count), optimizer, given.rule)
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
         handle, state = managed(param), optimizer.state.get(param, {})
         handle.step = saved_step(state, moments)
         handle.keeps_moments = not handle.step and any(name in state for name in moments)

@@ -8,7 +8,7 @@ their local part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..errors import UsageError
 from ..optim.optimizer import InfinityOptimizer
 from ..runtime.engine import Engine
 from ..runtime.job import Job
-from ..runtime.registry import engine_of
+from ..runtime.registry import engine_of, wrapped
 from ..state.dtensors import is_distributed, part_offset
 from ..state.flat_layout import is_dense
 from ..state.flat_param_spec import ARRAYS
@@ -36,12 +36,9 @@ def flat_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
-def engine_of_pair(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
+def engine_of_pair(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Engine:
     engine = engine_of(model)
-    if optimizer is not None and (
-        not isinstance(optimizer, InfinityOptimizer) or optimizer.context.uses is not engine.uses
-    ):
-        raise UsageError("this optimizer is not the one that wrap_model returned with this model")
+    wrapped(model).check_optimizers(optimizers)
     return engine
 
 
@@ -144,9 +141,7 @@ def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
     )
 
 
-def describe_groups(optimizer: InfinityOptimizer | None) -> list[dict[str, Any]] | None:
-    if optimizer is None:
-        return None
+def describe_groups(optimizer: InfinityOptimizer) -> list[dict[str, Any]]:
     optimizer.read_groups()
     return [
         {key: value for key, value in group.items() if key != "params"}
@@ -167,10 +162,10 @@ def describe_own_state(optimizer: InfinityOptimizer) -> dict[str, dict[Any, Any]
     return found
 
 
-def put_own_state(optimizer: InfinityOptimizer, job: Job, saved: dict[str, dict[Any, Any]]) -> None:
+def put_own_state(optimizer: InfinityOptimizer, saved: dict[str, dict[Any, Any]]) -> None:
     """Replaces users' entries in ``optimizer.state`` by those that :func:`describe_own_state`
     listed."""
-    params = {handle.name: handle.param for handle in job.trained}
+    params = {handle.name: handle.param for handle in optimizer.context.trained}
     of_params = {
         params[name]: own for name, own in saved.get("parameters", {}).items() if name in params
     }
@@ -178,12 +173,12 @@ def put_own_state(optimizer: InfinityOptimizer, job: Job, saved: dict[str, dict[
 
 
 def groups_of_stages(
-    optimizer: torch.optim.Optimizer | None, collectives: Collectives
-) -> list[dict[str, Any]] | None:
+    optimizer: InfinityOptimizer, collectives: Collectives
+) -> list[dict[str, Any]]:
     """Describes an optimizer's groups with the parameters of all pipeline stages. Raises UsageError
     if stages have different group counts. Every rank calls this."""
     mine, stages = describe_groups(optimizer), collectives.ranks.pp_group
-    if stages is None or mine is None:
+    if stages is None:
         return mine
     everyones = collectives.collect(
         [group["params"] for group in mine], "the optimizer's groups", [stages]

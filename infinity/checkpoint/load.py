@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..distributed.collectives import Collectives
 from ..errors import CorruptionError, InfinityError, UsageError
 from ..machine.kernel import running_kernel
 from ..optim.optimizer import InfinityOptimizer
+from ..optim.recognised import as_given
 from ..optim.step_inputs import OF_PARAMETERS
 from ..runtime.engine import Engine
 from ..runtime.job import Job
@@ -56,21 +57,24 @@ NOT_A_CHECKPOINT = (
 
 
 def load_checkpoint(
-    path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> Any:
-    """Loads a checkpoint into a wrapped model, its optimizer and the random number generators.
+    """Loads a checkpoint into a wrapped model, its optimizer (or their list) and the random
+    number generators.
 
     Every rank calls this. Returns ``extra``. Verifies everything before any change: raises
     CorruptionError for damaged files, UsageError naming the parameters when it is of another model.
     """
-    engine = engine_of_pair(model, optimizer)
+    engine = engine_of_pair(model, optimizers := as_given(optimizer))
     job = engine.job
     with (
         job.uses.operation(Operation.LOAD_CHECKPOINT),
         job.collectives.together("load_checkpoint"),
     ):
         with checkpoint_of(Path(path), job.collectives) as (manifest, data):
-            return _Load(manifest, data, engine, whole_of(model), optimizer).run()
+            return _Load(manifest, data, engine, whole_of(model), optimizers).run()
 
 
 @contextmanager
@@ -99,8 +103,8 @@ class _Checked:
 
     once: ReadOnce  # its files are verified as they are read
     other: dict[str, torch.Tensor]  # everything except the units' arrays
-    groups: list[dict] | None
-    own_state: dict[str, dict]  # users' entries in optimizer.state
+    # For each optimizer its groups, and users' entries in optimizer.state.
+    books: list[tuple[list[dict], dict[str, dict]]]
     extra: Any
     generators: tuple | None  # None: this rank did not exist then, and keeps its generators
 
@@ -113,7 +117,7 @@ class _Load:
     data: Path
     engine: Engine
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizers: Sequence[InfinityOptimizer]
 
     @property
     def job(self) -> Job:
@@ -136,10 +140,10 @@ class _Load:
         engine.steps.resume(self.manifest["step_index"])
         self.homes.load(once)
         self._load_average()
-        if self.optimizer is not None and checked.groups is not None:
-            for group, saved in zip(self.optimizer.param_groups, checked.groups):
+        for optimizer, (groups, own_state) in zip(self._in_order(), checked.books):
+            for group, saved in zip(optimizer.param_groups, groups):
                 group.update({k: value for k, value in saved.items() if k not in OF_PARAMETERS})
-            put_own_state(self.optimizer, engine.job, checked.own_state)
+            put_own_state(optimizer, own_state)
         _load_rest(self.model, checked.other, self._rank(of_stage=True))
         engine.steps.count_backwards(0)
         if checked.generators is not None:
@@ -163,16 +167,19 @@ class _Load:
             before = {name: entry for name, entry in files.items() if name not in once.files}
             _check_files(data, before, engine.job.collectives)
             other = read_tensors(data / OF_READERS)
-            groups = decode_value(manifest["groups"], other)
+            books = [
+                (
+                    decode_value(saved["groups"], other),
+                    decode_value(saved.get("own_state", {"$dict": []}), other),
+                )
+                for saved in manifest["optimizers"]
+            ]
             extra = decode_value(manifest["extra"], other)
-            own_state = decode_value(manifest.get("own_state", {"$dict": []}), other)
             self._check_complete()
             generators, random = None, manifest["random"]
             if rank < len(random):
                 generators = check_random_state(random[rank], other, rank)
-            if self.optimizer is not None:
-                name = manifest["optimizer"]
-                _check_optimizer(self.optimizer, name, groups, engine.job.collectives)
+            self._check_optimizers([groups for groups, _ in books])
             for prefix, targets in _rest(self.model, self._rank(of_stage=True)):
                 _check_shapes({prefix + name: value for name, value in targets.items()}, other)
         except InfinityError:
@@ -182,7 +189,21 @@ class _Load:
             raise CorruptionError(
                 f"{data.parent / MANIFEST} does not describe a checkpoint: {error!r}"
             ) from error
-        return _Checked(once, other, groups, own_state, extra, generators)
+        return _Checked(once, other, books, extra, generators)
+
+    def _in_order(self) -> list[InfinityOptimizer]:
+        """Returns the optimizers in the order in which wrap_model got them."""
+        return sorted(self.optimizers, key=lambda optimizer: optimizer.context.place)
+
+    def _check_optimizers(self, groups: list[list[dict]]) -> None:
+        """Raises UsageError unless the checkpoint is of the given optimizers, if there are any."""
+        ours, collectives = self._in_order(), self.job.collectives
+        if ours and len(groups) != len(ours):
+            raise UsageError(
+                f"the checkpoint has {len(groups) or 'no'} optimizers, and {len(ours)} are given"
+            )
+        for optimizer, saved, of_one in zip(ours, self.manifest["optimizers"], groups):
+            _check_optimizer(optimizer, saved["rule"], of_one, collectives)
 
     def _choose_files(self) -> ReadOnce:
         """Chooses the files to read once; none if a file is malformed, which its check reports."""
@@ -306,8 +327,8 @@ def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Coll
 
 def _check_optimizer(
     optimizer: InfinityOptimizer,
-    rule_name: str | None,
-    groups: list[dict] | None,
+    rule_name: str,
+    groups: list[dict],
     collectives: Collectives,
 ) -> None:
     if rule_name != optimizer.rule_name:
@@ -315,13 +336,13 @@ def _check_optimizer(
             f"the checkpoint's optimizer is {rule_name}, this one is {optimizer.rule_name}"
         )
     ours = [group["params"] for group in groups_of_stages(optimizer, collectives)]
-    theirs = [group["params"] for group in groups or []]
+    theirs = [group["params"] for group in groups]
     if list(map(sorted, ours)) != list(map(sorted, theirs)):
         raise UsageError(
             f"the checkpoint's optimizer groups ({[len(names) for names in theirs]} parameters) are"
             f" not this optimizer's ({[len(names) for names in ours]})"
         )
-    optimizer.check_groups(groups or [], "this checkpoint")
+    optimizer.check_groups(groups, "this checkpoint")
 
 
 def _check_shapes(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ from ..untrusted import is_regular, parse_json, read_text
 from .file_reader import changed_file
 from .folder import DATA_NAME
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(
     r"(unit|average)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors"

@@ -21,7 +21,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from ..errors import PeerError, StorageError, UsageError
 from ..gradients.record import would_be_lost
 from ..machine.progress import progress
 from ..optim.optimizer import InfinityOptimizer
+from ..optim.recognised import as_given
 from ..runtime.engine import Engine
 from ..runtime.job import Job
 from ..runtime.registry import whole_of
@@ -77,7 +78,7 @@ FILES_AT_ONCE = 3  # one is read while two are in flight to the disk
 def save_checkpoint(
     path: str | os.PathLike,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     extra: Any = None,
     *,
     overwrite: bool = False,
@@ -94,20 +95,20 @@ def save_checkpoint(
     with the old checkpoint intact, UsageError while another process saves to that folder,
     ConfigError if another model's checkpoint is there.
     """
-    engine = engine_of_pair(model, optimizer)
+    engine = engine_of_pair(model, optimizers := as_given(optimizer))
     job = engine.job
     with (
         job.uses.operation(Operation.SAVE_CHECKPOINT),
         job.collectives.together("save_checkpoint"),
     ):
-        _save_all(Path(path), engine, whole_of(model), optimizer, extra, overwrite)
+        _save_all(Path(path), engine, whole_of(model), optimizers, extra, overwrite)
 
 
 def _save_all(
     root: Path,
     engine: Engine,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[InfinityOptimizer],
     extra: Any,
     overwrite: bool,
 ) -> None:
@@ -120,14 +121,14 @@ def _save_all(
             f" ({landed[0]}, ...) would be lost. Save after step(), or call zero_grad() first."
         )
     tensors: dict[str, torch.Tensor] = {}
-    own_state = _encode_own_state(optimizer, tensors, collectives)
     content = {
         "format": FORMAT,
         "data": f"infinity-{_token(collectives)}",
         "parameters": _describe_parameters(root, job, overwrite=overwrite),
-        "optimizer": optimizer.rule_name if optimizer is not None else None,
-        "groups": encode_value(groups_of_stages(optimizer, collectives), tensors, "groups"),
-        **({"own_state": own_state} if own_state is not None else {}),
+        "optimizers": [
+            _describe_optimizer(optimizer, place, tensors, collectives)
+            for place, optimizer in enumerate(sorted(optimizers, key=lambda o: o.context.place))
+        ],
         "random": collectives.collect(read_random_state(), "random state"),
         "data_ranks": job.ranks.data_size,
         "parts": job.ranks.tp_size,
@@ -184,15 +185,24 @@ def _publish(
         ) from error
 
 
-def _encode_own_state(
-    optimizer: InfinityOptimizer | None, tensors: dict[str, torch.Tensor], collectives: Collectives
-) -> Any:
-    """Encodes users' entries in ``optimizer.state``; None if there are none."""
-    if optimizer is None:
-        return None
+def _describe_optimizer(
+    optimizer: InfinityOptimizer,
+    place: int,
+    tensors: dict[str, torch.Tensor],
+    collectives: Collectives,
+) -> dict[str, Any]:
+    """Describes an optimizer's rule, groups, and the users' entries in ``optimizer.state``. Tensors
+    in them go to ``tensors``."""
     own = describe_own_state(optimizer)
     own = {kind: _of_stages(values, collectives) for kind, values in own.items()}
-    return encode_value(own, tensors, "own_state") if any(own.values()) else None
+    groups = groups_of_stages(optimizer, collectives)
+    told = {
+        "rule": optimizer.rule_name,
+        "groups": encode_value(groups, tensors, f"groups/{place}"),
+    }
+    if any(own.values()):
+        told["own_state"] = encode_value(own, tensors, f"own_state/{place}")
+    return told
 
 
 def _describe_parameters(root: Path, job: Job, *, overwrite: bool) -> dict[str, Any]:

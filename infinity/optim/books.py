@@ -129,7 +129,8 @@ class OptimizerBooks(Shown, defaultdict):
             handle
             if handle is not None
             and handle.grad is not None
-            and handle.engine.uses is self._owner()[0].uses
+            and handle.engine.uses is (context := self._owner()[0]).uses
+            and context.steps_flat_param(handle.flat_param)
             else None
         )
 

@@ -14,6 +14,7 @@ from ..distributed.comparing import Comparison
 from ..gradients.bank import GradientBank
 from ..machine.device import Device
 from ..planning.schedule import Schedule
+from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
@@ -26,11 +27,15 @@ from .updates import Updates
 
 @dataclass(frozen=True, eq=False)
 class StepContext:
-    """The parts of one job that its optimizer uses. An optimizer keeps its job alive by it."""
+    """The parts of one job that one of its optimizers uses. An optimizer keeps its job alive by it.
 
+    ``place``: of the optimizer among those of the job. ``is_only``: there is no other."""
+
+    place: int
+    is_only: bool
     config: Config
     units: list[ParamUnit]
-    trained: list[ParamHandle]  # the parameters that have optimizer state
+    trained_in_job: list[ParamHandle]  # the parameters that have optimizer state
     collectives: Collectives
     device: Device
     store: ArrayStore
@@ -55,3 +60,12 @@ class StepContext:
     # With several ranks: sends home users' writes to state dicts
     settle_state_dicts: Callable[[], None]
     hand_out: Callable[[ParamHandle, str, torch.Tensor], None]  # watches a tensor of a state dict
+
+    def steps_flat_param(self, flat_param: FlatParam) -> bool:
+        """Tells whether ``flat_param`` is this optimizer's to step."""
+        return flat_param.spec.stepped and flat_param.spec.optimizer == self.place
+
+    @property
+    def trained(self) -> list[ParamHandle]:
+        """The parameters that this optimizer has state of."""
+        return [h for h in self.trained_in_job if h.flat_param.spec.optimizer == self.place]

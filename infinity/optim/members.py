@@ -85,4 +85,9 @@ class Members:
                 " model was wrapped: give it to optimizer.add_param_group() before its first"
                 " backward"
             )
+        if not self._context.steps_flat_param(handle.flat_param):
+            raise UsageError(
+                f"the optimizer's group {index} has {handle.name}, whose state is another"
+                " optimizer's of this model. unwrap_model first, move it, and wrap again."
+            )
         return handle

@@ -120,6 +120,11 @@ class OptimizerStep:
         """Raises UsageError if units cannot be stepped in the backward."""
         context = self._context
         context.uses.check(Operation.STEP_IN_BACKWARD)
+        if not context.is_only:
+            raise UsageError(
+                "step_in_backward of one of several optimizers: a backward has the gradients of all"
+                " of them. Call step() of each after it."
+            )
         if context.config.max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward: max_grad_norm needs the norm of all gradients before the first"

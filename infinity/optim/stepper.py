@@ -76,7 +76,7 @@ class Stepper:
         planned = [
             flat
             for flat in unit.flat_params
-            if flat.spec.stepped and (beside or self._has_landed(flat))
+            if context.steps_flat_param(flat) and (beside or self._has_landed(flat))
         ]
         if planned and not beside:  # if beside, gathered weights stay valid
             context.release([unit])
@@ -156,6 +156,8 @@ class Stepper:
         with context.store.guarding():
             for flat_param in unit.flat_params:
                 handles = [handle_of(param) for param in flat_param.params]
+                if not context.steps_flat_param(flat_param):
+                    continue
                 if not flat_param.homes.shadow_extents or any(
                     h.grad.viewed or h.grad.assigned is not None for h in handles
                 ):

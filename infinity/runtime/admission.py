@@ -53,18 +53,18 @@ def admit(
     resources: Resources,
     params: Iterable[torch.Tensor],
     *,
+    place: int,
     moment_count: int,
     hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
 ) -> None:
-    """Steps ``params``, frozen until now: see :meth:`Engine.admit`. Blocks until all bytes are at
-    home."""
-    handles, master = _latecomers(job, params), job.config.master
-    growths = {
-        handle.flat_param: Growth(handle.unit, handle.flat_param.spec.trained(master, moment_count))
-        for handle in handles
-        if not handle.flat_param.spec.stepped
-    }
+    """Steps ``params``: see :meth:`Engine.admit`. Blocks until all bytes are at home."""
+    handles = _latecomers(job, params, place)
+    growths: dict[FlatParam, Growth] = {}
+    for handle in handles:
+        if not (spec := handle.flat_param.spec).stepped:
+            trained = spec.trained(job.config.master, moment_count, place)
+            growths[handle.flat_param] = Growth(handle.unit, trained)
     sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]
     wait_idle(job)
     job.gradients.homes.settle()
@@ -99,7 +99,7 @@ def admit(
     native.insist(change)
 
 
-def _latecomers(job: Job, params: Iterable[torch.Tensor]) -> list[ParamHandle]:
+def _latecomers(job: Job, params: Iterable[torch.Tensor], place: int) -> list[ParamHandle]:
     """Returns the handles of ``params``. Raises UsageError if a parameter, or the job, allows no
     admission."""
     handles = []
@@ -110,6 +110,11 @@ def _latecomers(job: Job, params: Iterable[torch.Tensor]) -> list[ParamHandle]:
                 f"add_param_group: a parameter of shape {tuple(param.shape)} is not one that"
                 " wrap_model has taken home with this optimizer, so its state has no home."
                 f" {INSTEAD}"
+            )
+        if handle.flat_param.spec.stepped and handle.flat_param.spec.optimizer != place:
+            raise UsageError(
+                f"add_param_group: {handle.name} is stored with parameters of another optimizer of"
+                f" this model. {INSTEAD}"
             )
         if raw_grad(param) is not None:
             raise UsageError(

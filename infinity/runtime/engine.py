@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -60,14 +61,16 @@ class Engine:
         job.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
         define_states(job.uses, job.running, job.steps)
 
-    def make_step_context(self) -> StepContext:
-        """Makes the context of the optimizer. Its callbacks may keep this object alive; this object
-        does not keep the context."""
+    def make_step_context(self, place: int = 0, count: int = 1) -> StepContext:
+        """Makes the context of the optimizer at ``place`` of ``count``. Its callbacks may keep this
+        object alive; this object does not keep the context."""
         job, running, handed = self.job, self.job.running, self.job.handed
         return StepContext(
+            place=place,
+            is_only=count == 1,
             config=job.config,
             units=job.units,
-            trained=job.trained,
+            trained_in_job=job.trained,
             collectives=job.collectives,
             device=job.device,
             store=job.store,
@@ -84,7 +87,7 @@ class Engine:
             listen_to_landed=self.backward.listen,
             release=job.prefetcher.release_all,
             end_step=self.end_step,
-            admit=self.admit,
+            admit=partial(self.admit, place=place),
             settle_state_dicts=handed.settle_on_ranks,
             hand_out=handed.watch,
         )
@@ -219,10 +222,15 @@ class Engine:
             return handle.flat_param.read_value(self.job.store, handle.index)
 
     def admit(
-        self, params: Iterable[torch.Tensor], *, moment_count: int, then: Callable[[], None]
+        self,
+        params: Iterable[torch.Tensor],
+        *,
+        place: int,
+        moment_count: int,
+        then: Callable[[], None],
     ) -> None:
-        """Steps ``params``, frozen until now. Raises UsageError or CapacityError with nothing
-        changed."""
+        """Steps ``params``, frozen until now, by the optimizer at ``place``. Raises UsageError or
+        CapacityError with nothing changed."""
         if self.average is not None:
             raise UsageError(
                 "add_param_group: the average of this model does not have these parameters. Make"
@@ -237,6 +245,7 @@ class Engine:
             self.job,
             self._resources,
             params,
+            place=place,
             moment_count=moment_count,
             hook=self.passes.hook,
             then=then,

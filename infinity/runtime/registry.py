@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from ..errors import UsageError
@@ -24,7 +25,7 @@ class Wrapped:
         engine: Engine,
         model: nn.Module,
         removers: list,
-        optimizer: InfinityOptimizer | None,
+        optimizers: Sequence[InfinityOptimizer],
         came_from: dict,
     ):
         self.engine, self.removers = engine, removers
@@ -34,7 +35,7 @@ class Wrapped:
         self.came_from = came_from  # the device of each parameter before the wrap
         # The rest of an unwrap that has begun; may be called repeatedly.
         self.unwrapping: Callable[[], None] | None = None
-        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
 
     @property
     def model(self) -> nn.Module:
@@ -42,8 +43,32 @@ class Wrapped:
         return self._model()
 
     @property
-    def optimizer(self) -> InfinityOptimizer | None:
-        return self._optimizer()
+    def optimizers(self) -> list[InfinityOptimizer]:
+        """The optimizers that wrap_model returned, as far as they are alive."""
+        return [alive for optimizer in self._optimizers if (alive := optimizer()) is not None]
+
+    @property
+    def optimizer(self) -> InfinityOptimizer | list[InfinityOptimizer] | None:
+        """The optimizer that wrap_model returned, or all of them if they are several."""
+        alive = self.optimizers
+        return (alive[0] if alive else None) if len(self._optimizers) < 2 else alive
+
+    def check_optimizers(self, given: Sequence[torch.optim.Optimizer]) -> None:
+        """Raises UsageError unless ``given`` are the ones that wrap_model returned, or none."""
+        if not given:
+            return
+        if any(
+            not isinstance(each, InfinityOptimizer) or each.context.uses is not self.engine.uses
+            for each in given
+        ):
+            raise UsageError(
+                "this optimizer is not the one that wrap_model returned with this model"
+            )
+        if len({each.context.place for each in given}) != len(self._optimizers):
+            raise UsageError(
+                f"{len(given)} of the {len(self._optimizers)} optimizers that wrap_model returned"
+                " with this model: give the whole list"
+            )
 
 
 def wrapped(model: nn.Module | Sequence[nn.Module]) -> Wrapped:

@@ -28,15 +28,18 @@ class FlatParamSpec:
     moment_dtype: torch.dtype
     moment_count: int
     stepped: bool
+    optimizer: int = 0  # the place, among those of the job, of the one that steps them
 
-    def trained(self, master: str, moment_count: int) -> FlatParamSpec:
-        """Describes the same parameters when the optimizer steps them. ``master``: the
+    def trained(self, master: str, moment_count: int, optimizer: int = 0) -> FlatParamSpec:
+        """Describes the same parameters when ``optimizer`` steps them. ``master``: the
         configuration's."""
         kind = native.Master.OWN
         if self.dtype != torch.float32 and master != "none":
             split = master == "split" and self.dtype == torch.bfloat16
             kind = native.Master.SPLIT if split else native.Master.FLOAT32
-        return replace(self, master=kind, moment_count=moment_count, stepped=True)
+        return replace(
+            self, master=kind, moment_count=moment_count, stepped=True, optimizer=optimizer
+        )
 
     def array_dtypes(self) -> dict[str, torch.dtype]:
         """Maps the name of every array of such a flat param to its dtype."""

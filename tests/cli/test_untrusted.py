@@ -230,14 +230,16 @@ HOSTILE = [
     (["parameters", "0.weight", "step"], -1),
     (["parameters", "0.weight", "step"], 1.5),
     (["parameters", "0.weight"], None),
-    (["groups"], 7),
+    (["optimizers", 0, "groups"], 7),
+    (["optimizers", 0], None),
     (["step_index"], "1"),
     (["random"], None),
     (["random"], [{"python": [], "numpy": []}]),
     (["extra"], {"$dict": [[[], 1]]}),
     (["extra"], {"$tensor": "nowhere"}),
     (["persistent_buffers"], 3),
-    (["optimizer"], 5),
+    (["optimizers"], 5),
+    (["optimizers", 0, "rule"], 5),
 ]
 
 

@@ -1,0 +1,102 @@
+"""Recognised: the optimizers that were given to wrap_model, and the rules that they step by.
+
+place   the number of an optimizer among those of one job; a flat param belongs to one of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import native
+from ..config.config import Config
+from ..errors import ConfigError
+from .rules import moment_names, recognise
+
+
+@dataclass(frozen=True, eq=False)
+class Recognised:
+    """One optimizer, and its rule."""
+
+    optimizer: torch.optim.Optimizer
+    rule: native.Rule
+
+    @property
+    def moments(self) -> dict[str, str]:
+        """torch's name of each moment -> the flat param's array for it."""
+        return moment_names(self.rule, self.optimizer.param_groups)
+
+
+class Optimizers:
+    """The optimizers of one job, with disjoint parameters. Empty: nothing is stepped."""
+
+    def __init__(self, given: Sequence[torch.optim.Optimizer]):
+        """Raises ConfigError for one whose step is not exactly a known one."""
+        self._all = [Recognised(optimizer, recognise(optimizer)) for optimizer in given]
+        self._order = {
+            param: (place, index)
+            for place, each in enumerate(self._all)
+            for index, group in enumerate(each.optimizer.param_groups)
+            for param in group["params"]
+        }
+
+    def __iter__(self) -> Iterator[Recognised]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def place_of(self, param: torch.Tensor) -> int | None:
+        """Returns which optimizer steps ``param``; None: none does."""
+        return self._order[param][0] if param in self._order else None
+
+    def order_of(self, param: torch.Tensor) -> tuple[int, int]:
+        """Returns the place of the optimizer and the group of ``param``, to sort by."""
+        return self._order.get(param, (0, 0))
+
+    def of(self, param: torch.Tensor) -> Recognised | None:
+        """Returns the optimizer that steps ``param``, or None."""
+        place = self.place_of(param)
+        return None if place is None else self._all[place]
+
+
+def as_given(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> list[torch.optim.Optimizer]:
+    """Lists the optimizers of an argument that may be one, several or None."""
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def like_given(optimizers: Sequence[torch.optim.Optimizer], given: Any) -> Any:
+    """Returns ``optimizers`` in the form of the argument ``given``: a list, one, or None."""
+    if isinstance(given, (list, tuple)):
+        return list(optimizers)
+    return optimizers[0] if optimizers else None
+
+
+def check_together(
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[torch.Tensor, list[str]],
+    config: Config,
+) -> None:
+    """Raises ConfigError for what several optimizers of one model do not allow. ``names``: of the
+    parameters."""
+    places: dict[torch.Tensor, int] = {}
+    for place, optimizer in enumerate(optimizers):
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if places.setdefault(param, place) != place:
+                raise ConfigError(
+                    f"parameter {names[param][0]} is in the optimizers {places[param]} and {place}"
+                    " of the list: give each parameter to one of them"
+                )
+    for name in ("max_grad_norm", "speculate") if len(optimizers) > 1 else ():
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name} with {len(optimizers)} optimizers: it is for a step of all parameters."
+                " Clip in the loop: torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
+            )
