@@ -1,0 +1,19 @@
+"""Several optimizers of one model over several ranks."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import Jobs
+
+pytestmark = pytest.mark.timeout(700)
+
+
+@pytest.mark.parametrize("shard", ["parameters", "gradients"])
+def test_ranks_step_each_optimizer_together(shard, standing_ranks, tmp_path):
+    """With the bits of one process, and through a checkpoint. Twin: ranks that step different ones
+    raise."""
+    given = {"folder": str(tmp_path), "shard": shard}
+    jobs = Jobs(standing_ranks(2), "several_jobs", {"several": given})
+    for found in jobs["several"]:
+        assert found["same"] and found["resumed"]
+        assert found["said"] in ("UsageError", "PeerError")
