@@ -21,11 +21,12 @@ from ..distributed.parallel_dims import ParallelDims
 from ..errors import ConfigError, UsageError
 from ..machine.sizes import format_nbytes
 from ..optim.optimizer import InfinityOptimizer
+from ..optim.outside import is_moved
 from ..optim.recognised import check_together
 from ..optim.rules import check_expected, refuse_wrapper
 from ..state.dtensors import check_placements, is_distributed, local_of, ranks_over
 from ..state.handle import handle_of
-from ..state.partition import is_managed, parameter_names
+from ..state.partition import STAYS, is_managed, parameter_names
 from .described_model import DescribedModel
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ def check(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config:
     expected = config.expects_optimizer
     for optimizer in optimizers:
         check_expected(optimizer, expected if expected is None else dict(expected).items())
-        _check_optimizer(optimizer, names, config)
+        _check_optimizer(optimizer, names, config, is_only=len(optimizers) == 1)
     check_together(optimizers, names, config)
 
 
@@ -297,40 +298,38 @@ def _check_kind(optimizer: Any) -> None:
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict, config: Config) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param not in names:
-                raise ConfigError(
-                    f"the optimizer has a parameter of shape {tuple(param.shape)} that is not one"
-                    f" of the model's {len(names)}: build the optimizer from model.parameters() of"
-                    " this very model. One optimizer over several models:"
-                    " wrap_model(torch.nn.ModuleList([first, second]), optimizer)"
-                )
-            if any(
-                isinstance(value, torch.Tensor) and value.is_meta
-                for value in optimizer.state.get(param, {}).values()
-            ):
-                raise ConfigError(
-                    f"the optimizer's state of {names[param][0]} is on meta: build it anew, without"
-                    " steps"
-                )
-            dtype = config.param_dtype or param.dtype
-            if (
-                param.dtype not in native.DTYPES
-                or dtype not in native.DTYPES
-                or not is_managed(param)
-            ):
-                raise ConfigError(
-                    f"parameter {names[param][0]} ({type(param).__name__}, {param.dtype}) cannot be"
-                    " trained: fp32, bf16 and fp16 Parameters can. Freeze it, or convert the"
-                    " model."
-                )
-            grad = config.grad_dtype
-            if grad is not None and grad not in (torch.float32, dtype):
-                raise ConfigError(
-                    f"grad_dtype={grad} with {dtype} parameters: use {dtype} or torch.float32"
-                )
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, names: dict, config: Config, *, is_only: bool
+) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if is_only and params and not any(param in names for param in params):
+        raise ConfigError(
+            f"the optimizer has {len(params)} parameters (the first of shape"
+            f" {tuple(params[0].shape)}), and none is one of the model's {len(names)}: build the"
+            " optimizer from model.parameters() of this very model. One optimizer over several"
+            " models: wrap_model(torch.nn.ModuleList([first, second]), optimizer)"
+        )
+    for param in params:
+        if (handle := handle_of(param)) is not None:
+            raise ConfigError(
+                f"the optimizer has {handle.name} of a model that is wrapped already:"
+                " wrap both as one, wrap_model(torch.nn.ModuleList([first, second]), optimizer)"
+            )
+        if any(
+            isinstance(value, torch.Tensor) and value.is_meta
+            for value in optimizer.state.get(param, {}).values()
+        ):
+            raise ConfigError(
+                f"the optimizer's state of {names.get(param, ['a parameter'])[0]} is on meta: build"
+                " it anew, without steps"
+            )
+        if param not in names or not is_moved(param, config):
+            continue
+        grad, dtype = config.grad_dtype, config.param_dtype or param.dtype
+        if grad is not None and grad not in (torch.float32, dtype):
+            raise ConfigError(
+                f"grad_dtype={grad} with {dtype} parameters: use {dtype} or torch.float32"
+            )
 
 
 def rest_nbytes(param: torch.Tensor) -> int:
@@ -377,9 +376,11 @@ def report_the_rest(model: nn.Module) -> None:
             f"{count} {name}"
             for name, count in Counter(type(param).__name__ for param in rest).items()
         )
+        trained = sum(hasattr(param, STAYS) for param in rest)
         logger.warning(
-            "%s of this model's weights (%s) stay where they are, frozen: the engine does not move"
+            "%s of this model's weights (%s) stay where they are, %s: the engine does not move"
             " them, and no budget counts them",
             format_nbytes(sum(map(rest_nbytes, rest))),
             kinds,
+            f"{trained} of them trained by torch's own optimizer" if trained else "frozen",
         )

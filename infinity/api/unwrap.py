@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,20 +33,22 @@ def unwrap_model(
     ``optimizer`` is not the one that wrap_model returned with it. If an exception interrupts it,
     call it again.
     """
+    given = as_given(optimizer)
     roots = list(model) if isinstance(model, (list, tuple)) else [model]
     if (
-        (given := cast("list[InfinityOptimizer]", as_given(optimizer)))
-        and all(isinstance(each, InfinityOptimizer) and each.is_unwrapped for each in given)
+        (ours := [each for each in given if isinstance(each, InfinityOptimizer)])
+        and all(each.is_unwrapped for each in ours)
         and not any(RECORD in root.__dict__ for root in roots)
     ):
         # The unwrap completed although an exception interrupted the call.
-        return _as_given(model), like_given([each.wrapped for each in given], optimizer)
+        return _as_given(model), like_given(
+            [getattr(each, "wrapped", each) for each in given], optimizer
+        )
     record = wrapped(model)
     job = record.engine.job
-    record.check_optimizers(given)
-    managed = given or record.optimizers
+    managed = record.take_optimizers(given)[0] if given else record.optimizers
     form = record.optimizer if optimizer is None else optimizer
-    plain = like_given([each.wrapped for each in managed], form)
+    plain = like_given([getattr(each, "wrapped", each) for each in given or managed], form)
     if (change := record.unwrapping) is None:
         with job.uses.operation(Operation.UNWRAP):
             change = _plan_unwrap(record, managed)

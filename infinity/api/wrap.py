@@ -33,6 +33,7 @@ from ..machine.device import Device
 from ..machine.progress import progress
 from ..machine.traffic import Traffic
 from ..optim.optimizer import InfinityOptimizer
+from ..optim.outside import staying
 from ..optim.recognised import Optimizers, Recognised, as_given, like_given
 from ..optim.rules import saved_step
 from ..runtime.build import build_engine
@@ -42,9 +43,9 @@ from ..runtime.registry import RECORD, Wrapped
 from ..state.dtensors import let_scalers_mix, local_of, mesh_of_parameters
 from ..state.experts import divides_experts
 from ..state.flat_param import FlatParam
-from ..state.handle import managed, raw_grad, set_raw_grad
+from ..state.handle import handle_of, managed, raw_grad, set_raw_grad
 from ..state.kept_dtypes import computing_dtypes
-from ..state.partition import Group, is_managed, parameter_names
+from ..state.partition import Group, Staying, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
 from ..state.unit import ParamUnit
 from ..storage.write_behind import writing_behind
@@ -184,8 +185,25 @@ def _wrap(
     config: Config,
     collectives: Collectives,
     mesh: Any,
-) -> tuple[nn.Module, list[InfinityOptimizer]]:
-    optimizers = Optimizers(given)
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    stays = Staying(staying(model, given, config, alone=collectives.ranks.alone))
+    try:
+        return _wrap_moved(model, given, config, collectives, mesh, stays)
+    except BaseException:
+        stays.remove()
+        raise
+
+
+def _wrap_moved(
+    model: nn.Module,
+    given: Sequence[torch.optim.Optimizer],
+    config: Config,
+    collectives: Collectives,
+    mesh: Any,
+    stays: Staying,
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    moved = set(filter(is_managed, model.parameters()))
+    optimizers = Optimizers(given, moved.__contains__)
     config = own_budgets(config, collectives.ranks)
     device, config, (groups, flat_params, plan) = _lay_out(model, optimizers, config, collectives)
     engine, trains = None, len(optimizers) > 0
@@ -219,9 +237,9 @@ def _wrap(
             for unit in units:
                 unit.allocate()
             broadcast_rest(model, collectives)
-            moved = MovedRest(model, device.where)
+            rest = MovedRest(model, device.where)
             report_the_rest(model)
-        return _commit(model, optimizers, engine, groups, moved)
+        return _commit(model, optimizers, engine, groups, [stays, rest])
     except BaseException:
         native.insist(partial(_undo, before, engine, device))
         raise
@@ -288,8 +306,8 @@ def _commit(
     optimizers: Optimizers,
     engine: Engine,
     groups: list[Group],
-    moved: MovedRest,
-) -> tuple[nn.Module, list[InfinityOptimizer]]:
+    first: list,
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """Changes the model. All steps that can fail for lack of space or for bad input are done."""
     job = engine.job
     flat_params = [flat for unit in job.units for flat in unit.flat_params]
@@ -299,7 +317,7 @@ def _commit(
     engine.attach({param: [prefix + name for name in names] for param, names in named})
     owners = _find_owners(model, engine, groups)
     removers = [
-        moved,
+        *first,
         *install_hooks(engine, parts_of(model), owners),
         *install_state_dict(engine, model),
         *_replace_forwards(engine, model, groups),
@@ -307,10 +325,10 @@ def _commit(
     count = len(optimizers)
     stepping = [_make_optimizer(engine, each, i, count) for i, each in enumerate(optimizers)]
     job.in_common.note_buffers(model)
-    record = Wrapped(engine, model, removers, stepping, came_from)
+    record = Wrapped(engine, model, removers, stepping, came_from, optimizers.plain)
     for module in (*parts_of(model), model):
         module.__dict__[RECORD] = record
-    return model, stepping
+    return model, optimizers.results(stepping)
 
 
 def _find_owners(
@@ -365,7 +383,8 @@ def _make_optimizer(engine: Engine, given: Recognised, place: int, count: int) -
     and takes over their gradients."""
     optimizer, moments = given.optimizer, given.moments
     stepping = InfinityOptimizer(engine.make_step_context(place, count), optimizer, given.rule)
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in (param for param in params if handle_of(param) is not None):
         handle, state = managed(param), optimizer.state.get(param, {})
         handle.step = saved_step(state, moments)
         handle.keeps_moments = not handle.step and any(name in state for name in moments)

@@ -27,6 +27,7 @@ from ..state.handle import ParamHandle, handle_of
 from ..state.unit import ParamUnit
 from .boxes import Box, boxes_of_run, order_of, view_of_run
 from .saved_tensors import LocalPart
+from .values import encode_value
 
 SAVED = [name for name in ARRAYS if name != "grad"]
 
@@ -36,10 +37,14 @@ def flat_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
-def engine_of_pair(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Engine:
+Books = tuple[list[InfinityOptimizer], list[torch.optim.Optimizer]]  # at home, and plain ones
+
+
+def engine_of_pair(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[Engine, Books]:
     engine = engine_of(model)
-    wrapped(model).check_optimizers(optimizers)
-    return engine
+    return engine, wrapped(model).take_optimizers(optimizers)
 
 
 def part_of_rank(handle: ParamHandle) -> LocalPart:
@@ -143,22 +148,54 @@ def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
 
 def describe_groups(optimizer: InfinityOptimizer) -> list[dict[str, Any]]:
     optimizer.read_groups()
+    names = names_in_groups(optimizer)
     return [
         {key: value for key, value in group.items() if key != "params"}
-        | {"params": [handle_of(param).name for param in group["params"]]}
+        | {"params": [names[param] for param in group["params"]]}
         for group in optimizer.param_groups
     ]
+
+
+def names_in_groups(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """Names the parameters of an optimizer's groups; those that the engine does not move by their
+    place."""
+    return {
+        param: handle.name
+        if (handle := handle_of(param)) is not None
+        else f"outside {index}.{number}"
+        for index, group in enumerate(optimizer.param_groups)
+        for number, param in enumerate(group["params"])
+    }
+
+
+def values_outside(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Returns the parameters that the engine does not move, by :func:`names_in_groups`."""
+    names = names_in_groups(optimizer).items()
+    return {name: param for param, name in names if handle_of(param) is None}
+
+
+def every_value_outside(books: Books) -> dict[str, torch.Tensor]:
+    """Returns the parameters of all optimizers that the engine does not move, by their names in a
+    checkpoint."""
+    return {
+        f"outside/{place}/{name}": param
+        for place, optimizer in enumerate([*books[0], *books[1]])
+        for name, param in values_outside(optimizer).items()
+    }
 
 
 def describe_own_state(optimizer: InfinityOptimizer) -> dict[str, dict[Any, Any]]:
     """Lists users' entries in ``optimizer.state`` beside torch's keys: of ``parameters``, by name,
     and ``others``."""
     found: dict[str, dict[Any, Any]] = {"parameters": {}, "others": {}}
+    names = names_in_groups(optimizer)
     for key, own in optimizer.state.own_values().items():
-        if (handle := handle_of(key)) is None:
+        if isinstance(key, torch.Tensor) and key in names:
+            found["parameters"] |= {names[key]: own} if own else {}
+        elif (handle := handle_of(key)) is not None:
+            found["parameters"] |= {handle.name: own} if own else {}
+        elif not isinstance(key, torch.Tensor):
             found["others"][key] = own
-        elif own:
-            found["parameters"][handle.name] = own
     return found
 
 
@@ -166,10 +203,24 @@ def put_own_state(optimizer: InfinityOptimizer, saved: dict[str, dict[Any, Any]]
     """Replaces users' entries in ``optimizer.state`` by those that :func:`describe_own_state`
     listed."""
     params = {handle.name: handle.param for handle in optimizer.context.trained}
+    params |= values_outside(optimizer)
     of_params = {
         params[name]: own for name, own in saved.get("parameters", {}).items() if name in params
     }
     optimizer.state.take_own(of_params | saved.get("others", {}))
+
+
+def describe_plain(
+    optimizers: Sequence[torch.optim.Optimizer], tensors: dict[str, torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Describes the optimizers that have no parameter at home. Tensors go to ``tensors``."""
+    return [
+        {
+            "kind": type(optimizer).__name__,
+            "state": encode_value(optimizer.state_dict(), tensors, f"plain/{place}"),
+        }
+        for place, optimizer in enumerate(optimizers)
+    ]
 
 
 def groups_of_stages(

@@ -27,9 +27,11 @@ from ..runtime.registry import whole_of
 from ..state.operations import Operation
 from ..state.tensors import overwrite
 from .content import (
+    Books,
     buffers_of,
     describe_parameter,
     engine_of_pair,
+    every_value_outside,
     groups_of_stages,
     put_own_state,
     unmanaged_parameters,
@@ -67,14 +69,14 @@ def load_checkpoint(
     Every rank calls this. Returns ``extra``. Verifies everything before any change: raises
     CorruptionError for damaged files, UsageError naming the parameters when it is of another model.
     """
-    engine = engine_of_pair(model, optimizers := as_given(optimizer))
+    engine, books = engine_of_pair(model, as_given(optimizer))
     job = engine.job
     with (
         job.uses.operation(Operation.LOAD_CHECKPOINT),
         job.collectives.together("load_checkpoint"),
     ):
         with checkpoint_of(Path(path), job.collectives) as (manifest, data):
-            return _Load(manifest, data, engine, whole_of(model), optimizers).run()
+            return _Load(manifest, data, engine, whole_of(model), books).run()
 
 
 @contextmanager
@@ -105,6 +107,7 @@ class _Checked:
     other: dict[str, torch.Tensor]  # everything except the units' arrays
     # For each optimizer its groups, and users' entries in optimizer.state.
     books: list[tuple[list[dict], dict[str, dict]]]
+    plain: list[dict]  # the state dicts of those without a parameter at home
     extra: Any
     generators: tuple | None  # None: this rank did not exist then, and keeps its generators
 
@@ -117,7 +120,7 @@ class _Load:
     data: Path
     engine: Engine
     model: nn.Module
-    optimizers: Sequence[InfinityOptimizer]
+    optimizers: Books
 
     @property
     def job(self) -> Job:
@@ -140,10 +143,15 @@ class _Load:
         engine.steps.resume(self.manifest["step_index"])
         self.homes.load(once)
         self._load_average()
-        for optimizer, (groups, own_state) in zip(self._in_order(), checked.books):
+        at_home, plain = self.optimizers
+        for name, param in every_value_outside(self.optimizers).items():
+            param.detach().copy_(checked.other[name])
+        for optimizer, (groups, own_state) in zip(at_home, checked.books):
             for group, saved in zip(optimizer.param_groups, groups):
                 group.update({k: value for k, value in saved.items() if k not in OF_PARAMETERS})
             put_own_state(optimizer, own_state)
+        for optimizer, state in zip(plain, checked.plain):
+            optimizer.load_state_dict(state)
         _load_rest(self.model, checked.other, self._rank(of_stage=True))
         engine.steps.count_backwards(0)
         if checked.generators is not None:
@@ -174,12 +182,13 @@ class _Load:
                 )
                 for saved in manifest["optimizers"]
             ]
+            plain = [decode_value(saved["state"], other) for saved in manifest["plain"]]
             extra = decode_value(manifest["extra"], other)
             self._check_complete()
             generators, random = None, manifest["random"]
             if rank < len(random):
                 generators = check_random_state(random[rank], other, rank)
-            self._check_optimizers([groups for groups, _ in books])
+            self._check_optimizers([groups for groups, _ in books], other)
             for prefix, targets in _rest(self.model, self._rank(of_stage=True)):
                 _check_shapes({prefix + name: value for name, value in targets.items()}, other)
         except InfinityError:
@@ -189,21 +198,27 @@ class _Load:
             raise CorruptionError(
                 f"{data.parent / MANIFEST} does not describe a checkpoint: {error!r}"
             ) from error
-        return _Checked(once, other, books, extra, generators)
+        return _Checked(once, other, books, plain, extra, generators)
 
-    def _in_order(self) -> list[InfinityOptimizer]:
-        """Returns the optimizers in the order in which wrap_model got them."""
-        return sorted(self.optimizers, key=lambda optimizer: optimizer.context.place)
-
-    def _check_optimizers(self, groups: list[list[dict]]) -> None:
+    def _check_optimizers(self, groups: list[list[dict]], tensors: dict[str, torch.Tensor]) -> None:
         """Raises UsageError unless the checkpoint is of the given optimizers, if there are any."""
-        ours, collectives = self._in_order(), self.job.collectives
-        if ours and len(groups) != len(ours):
+        (ours, plain), collectives = self.optimizers, self.job.collectives
+        kinds = [saved["kind"] for saved in self.manifest["plain"]]
+        if (ours or plain) and (len(groups), kinds) != (
+            len(ours),
+            [type(each).__name__ for each in plain],
+        ):
             raise UsageError(
-                f"the checkpoint has {len(groups) or 'no'} optimizers, and {len(ours)} are given"
+                f"the checkpoint has {len(groups) + len(kinds) or 'no'} optimizers, and"
+                f" {len(ours) + len(plain)} are given"
             )
-        for optimizer, saved, of_one in zip(ours, self.manifest["optimizers"], groups):
-            _check_optimizer(optimizer, saved["rule"], of_one, collectives)
+        for place, (optimizer, of_one) in enumerate(zip(ours, groups)):
+            rule = self.manifest["optimizers"][place]["rule"]
+            _check_optimizer(optimizer, rule, of_one, collectives)
+        outside = every_value_outside(self.optimizers)
+        if missing := outside.keys() - tensors.keys():
+            raise UsageError(f"the checkpoint lacks {len(missing)} parameters of these optimizers")
+        _check_shapes(outside, tensors)
 
     def _choose_files(self) -> ReadOnce:
         """Chooses the files to read once; none if a file is malformed, which its check reports."""

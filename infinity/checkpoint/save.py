@@ -43,12 +43,15 @@ from ..state.operations import Operation
 from ..state.parts import parts_of
 from ..storage.transfers import Window
 from .content import (
+    Books,
     Entry,
     average_files,
     buffers_of,
     describe_own_state,
     describe_parameter,
+    describe_plain,
     engine_of_pair,
+    every_value_outside,
     flat_bytes,
     groups_of_stages,
     persistent_buffers,
@@ -95,20 +98,20 @@ def save_checkpoint(
     with the old checkpoint intact, UsageError while another process saves to that folder,
     ConfigError if another model's checkpoint is there.
     """
-    engine = engine_of_pair(model, optimizers := as_given(optimizer))
+    engine, books = engine_of_pair(model, as_given(optimizer))
     job = engine.job
     with (
         job.uses.operation(Operation.SAVE_CHECKPOINT),
         job.collectives.together("save_checkpoint"),
     ):
-        _save_all(Path(path), engine, whole_of(model), optimizers, extra, overwrite)
+        _save_all(Path(path), engine, whole_of(model), books, extra, overwrite)
 
 
 def _save_all(
     root: Path,
     engine: Engine,
     model: nn.Module,
-    optimizers: Sequence[InfinityOptimizer],
+    books: Books,
     extra: Any,
     overwrite: bool,
 ) -> None:
@@ -127,8 +130,9 @@ def _save_all(
         "parameters": _describe_parameters(root, job, overwrite=overwrite),
         "optimizers": [
             _describe_optimizer(optimizer, place, tensors, collectives)
-            for place, optimizer in enumerate(sorted(optimizers, key=lambda o: o.context.place))
+            for place, optimizer in enumerate(books[0])
         ],
+        "plain": describe_plain(books[1], tensors),
         "random": collectives.collect(read_random_state(), "random state"),
         "data_ranks": job.ranks.data_size,
         "parts": job.ranks.tp_size,
@@ -140,6 +144,7 @@ def _save_all(
         ),
         "config": description_of(parts_of(model)[0]),
     }
+    tensors |= {name: p.detach().clone() for name, p in every_value_outside(books).items()}
     buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(model).items()}
     rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}
     rest |= {

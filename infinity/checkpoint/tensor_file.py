@@ -19,7 +19,6 @@ NAMES = {dtype: name for name, dtype in FILE_DTYPES.items() if dtype is not None
     torch.uint16: "U16",
     torch.uint32: "U32",
     torch.uint64: "U64",
-    torch.complex64: "C64",
 }
 
 

@@ -21,6 +21,7 @@ PLAIN_DTYPES = {
     torch.int8,
     torch.uint8,
     torch.bool,
+    torch.complex64,
 }
 
 

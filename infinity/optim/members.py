@@ -33,6 +33,8 @@ class Members:
         found: dict[ParamHandle, int] = {}
         for index, params in enumerate(lists):
             for param in params:
+                if handle_of(param) is None:
+                    continue  # see Outside
                 handle = self._stepped(param, index)
                 if handle in found:
                     raise UsageError(
@@ -73,11 +75,11 @@ class Members:
 
     def _stepped(self, param: torch.Tensor, index: int) -> ParamHandle:
         handle = handle_of(param)
-        if handle is None or handle.engine.uses is not self._context.uses:
+        if handle.engine.uses is not self._context.uses:
             raise UsageError(
-                f"the optimizer's group {index} has a parameter of shape {tuple(param.shape)} that"
-                " wrap_model did not take home with this optimizer, so its state has no home."
-                " unwrap_model first, add it, and wrap again."
+                f"the optimizer's group {index} has {handle.name} of another wrapped model, so its"
+                " state has no home here. Give each model an optimizer, or wrap both as one:"
+                " wrap_model(torch.nn.ModuleList([first, second]), optimizer)."
             )
         if handle.grad is None:
             raise UsageError(

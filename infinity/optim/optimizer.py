@@ -29,6 +29,7 @@ from .given import Given
 from .members import Members
 from .optimizer_state import OptimizerState
 from .optimizer_step import OptimizerStep
+from .outside import Outside, outside_of
 from .rules import moment_names, refuse_flags
 from .state_entry import GONE
 from .step_inputs import settings_of
@@ -58,6 +59,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             partial(_parts, weakref.ref(self)), self._moments, counts_steps=counts
         )
         self._members, self.given = Members(context), Given(wrapped)
+        self._outside = Outside(wrapped, self._books)
         self._stepping = OptimizerStep(context, rule, self._members)
         self.is_unwrapped = False  # by an unwrap_model that was interrupted and raised
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
@@ -148,7 +150,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 if all(each is not group for each in self.param_groups):
                     self.param_groups.append(group)
 
-            context.admit(group["params"], moment_count=len(self._moments), then=then)
+            outside = set(outside_of(group))
+            moved = [param for param in group["params"] if param not in outside]
+            context.admit(moved, moment_count=len(self._moments), then=then)
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
         """Raises UsageError if ``groups``, from ``where``, need what the rule does not support."""
@@ -188,6 +192,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self.wrapped._opt_called = True  # read by a scheduler made for the wrapped optimizer
         most = self.context.config.max_grad_norm
         clip = 1.0 if most is None else clip_factor(self.total_norm(), most)
+        self._outside.step(self.param_groups, clip)
         self._stepping.make(self.param_groups, clip)
 
     def total_norm(
@@ -303,5 +308,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             groups = self._state.check(state_dict)
             self.check_groups(groups, "load_state_dict()")
             self._state.write(state_dict, groups, self._books)
+            params = [param for group in self.param_groups for param in group["params"]]
+            self._outside.load(self._state.by_number(state_dict), self.param_groups, params)
             for hook in self._optimizer_load_state_dict_post_hooks.values():
                 hook(self)

@@ -52,8 +52,8 @@ class OptimizerState:
         state: dict[Any, Any] = {}
         of_flat_params: dict[FlatParam, list[torch.Tensor]] = {}
         for param in indices:
-            if handle_of(param).has_state:
-                of_flat_params.setdefault(handle_of(param).flat_param, []).append(param)
+            if (handle := handle_of(param)) is not None and handle.has_state:
+                of_flat_params.setdefault(handle.flat_param, []).append(param)
         for flat_param, params in of_flat_params.items():
             with_masters = masters and flat_param.hides_bits
             with flat_param.assembling_state(store, self.moments.values(), masters=with_masters):
@@ -124,22 +124,34 @@ class OptimizerState:
             for name in (*self.moments, "master"):
                 value = state.get(name)
                 if value is not None and tuple(value.shape) != tuple(params[index].shape):
+                    handle = handle_of(params[index])
                     raise UsageError(
-                        f"{name} of {handle_of(params[index]).name} has shape {tuple(value.shape)},"
-                        f" the parameter {tuple(params[index].shape)}"
+                        f"{name} of {handle.name if handle is not None else f'parameter {index}'}"
+                        f" has shape {tuple(value.shape)}, the parameter"
+                        f" {tuple(params[index].shape)}"
                     )
         return [
             group | {key: value for key, value in saved.items() if key != "params"}
             for group, saved in zip(self._groups, saved_groups)
         ]
 
-    def _params_of(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
+    def _all_params_of(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
         """Maps the indices of ``state_dict`` to our parameters."""
         return {
             index: param
             for group, saved in zip(self._groups, state_dict["param_groups"])
             for index, param in zip(saved["params"], group["params"])
         }
+
+    def _params_of(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """Maps the indices of ``state_dict`` to our parameters at home."""
+        found = self._all_params_of(state_dict).items()
+        return {index: param for index, param in found if handle_of(param) is not None}
+
+    def by_number(self, state_dict: dict[str, Any]) -> dict[int, Any]:
+        """Returns the state of ``state_dict`` by the numbers of our parameters."""
+        found = enumerate(self._all_params_of(state_dict))
+        return {n: state_dict["state"][key] for n, key in found if key in state_dict["state"]}
 
     def _comparisons(self, state_dict: dict[str, Any]) -> list[Callable]:
         """Lists the sync points that compare the tensors of ``state_dict``. Over the ranks that
@@ -201,11 +213,13 @@ class OptimizerState:
         absent, others, loaded = (of_masters[kind] for kind in MASTERS)
         for names in of_masters.values():
             names.clear()  # of an interrupted call
-        params = self._params_of(state_dict)
+        params, everyones = self._params_of(state_dict), self._all_params_of(state_dict)
         for group, taken in zip(self._groups, groups):
             group.update(taken)
         self._context.borrowed.forget()
-        books.take_own({params.get(key, key): value for key, value in state_dict["state"].items()})
+        books.take_own(
+            {everyones.get(key, key): value for key, value in state_dict["state"].items()}
+        )
         for index, param in params.items():
             state, handle = state_dict["state"].get(index, {}), handle_of(param)
             self._adopt(param, state)

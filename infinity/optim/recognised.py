@@ -5,7 +5,7 @@ place   the number of an optimizer among those of one job; a flat param belongs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,44 @@ class Recognised:
 
 
 class Optimizers:
-    """The optimizers of one job, with disjoint parameters. Empty: nothing is stepped."""
+    """The optimizers of one job, with disjoint parameters. Empty: nothing is stepped.
 
-    def __init__(self, given: Sequence[torch.optim.Optimizer]):
-        """Raises ConfigError for one whose step is not exactly a known one."""
-        self._all = [Recognised(optimizer, recognise(optimizer)) for optimizer in given]
-        self._order = {
-            param: (place, index)
-            for place, each in enumerate(self._all)
-            for index, group in enumerate(each.optimizer.param_groups)
-            for param in group["params"]
+    plain
+        Those of the given ones without a parameter that the engine moves. They step by themselves.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[torch.optim.Optimizer],
+        is_moved: Callable[[torch.Tensor], bool] = lambda param: True,
+    ):
+        """``is_moved``: whether the engine moves a parameter. Raises ConfigError for an optimizer
+        whose step is not exactly a known one."""
+        self._given, self._order = list(given), {}
+        self._all: list[Recognised] = []
+        for optimizer in given:
+            moved = {
+                param: (len(self._all), index)
+                for index, group in enumerate(optimizer.param_groups)
+                for param in group["params"]
+                if is_moved(param)
+            }
+            if moved or not any(group["params"] for group in optimizer.param_groups):
+                self._all.append(Recognised(optimizer, recognise(optimizer)))
+            self._order |= moved
+
+    @property
+    def plain(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that step by themselves."""
+        known = [each.optimizer for each in self._all]
+        return [each for each in self._given if all(each is not other for other in known)]
+
+    def results(self, stepping: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """Lists what stands for each of the given ones: one of ``stepping``, or itself."""
+        of_given = {
+            id(each.optimizer): result for each, result in zip(self._all, stepping, strict=True)
         }
+        return [of_given.get(id(each), each) for each in self._given]
 
     def __iter__(self) -> Iterator[Recognised]:
         return iter(self._all)
@@ -90,8 +117,9 @@ def check_together(
     for place, optimizer in enumerate(optimizers):
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if places.setdefault(param, place) != place:
+                name = names.get(param, [f"of shape {tuple(param.shape)}"])[0]
                 raise ConfigError(
-                    f"parameter {names[param][0]} is in the optimizers {places[param]} and {place}"
+                    f"parameter {name} is in the optimizers {places[param]} and {place}"
                     " of the list: give each parameter to one of them"
                 )
     for name in ("max_grad_norm", "speculate") if len(optimizers) > 1 else ():

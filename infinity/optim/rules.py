@@ -66,8 +66,8 @@ def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
         raise ConfigError(
             f"optimizer {name} is not supported. {_instead(kind)}Supported are {SUPPORTED}."
         )
-    own = _plain_step(vars(optimizer)["step"]) if "step" in vars(optimizer) else None
-    runs = _plain_step(kind.step)
+    own = plain_step(vars(optimizer)["step"]) if "step" in vars(optimizer) else None
+    runs = plain_step(kind.step)
     if own is not None and own is not runs:
         raise _other_step(name, "was replaced on the object", own)
     if base is None:
@@ -225,7 +225,7 @@ def refuse_flags(
         raise UsageError(f"{where}: {error}") from None
 
 
-def _plain_step(step: Callable) -> Callable:
+def plain_step(step: Callable) -> Callable:
     """Returns ``step`` without torch's own wrappers: profiler, ``differentiable``, a scheduler's
     counter."""
     step = getattr(step, "__func__", step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ class Wrapped:
         removers: list,
         optimizers: Sequence[InfinityOptimizer],
         came_from: dict,
+        plain: Sequence[torch.optim.Optimizer] = (),
     ):
         self.engine, self.removers = engine, removers
         self._model = weakref.ref(model)
@@ -36,6 +38,8 @@ class Wrapped:
         # The rest of an unwrap that has begun; may be called repeatedly.
         self.unwrapping: Callable[[], None] | None = None
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        # Given to wrap_model, too: they have no parameter that the engine moves.
+        self._plain = [weakref.ref(optimizer) for optimizer in plain]
 
     @property
     def model(self) -> nn.Module:
@@ -53,10 +57,16 @@ class Wrapped:
         alive = self.optimizers
         return (alive[0] if alive else None) if len(self._optimizers) < 2 else alive
 
-    def check_optimizers(self, given: Sequence[torch.optim.Optimizer]) -> None:
-        """Raises UsageError unless ``given`` are the ones that wrap_model returned, or none."""
-        if not given:
-            return
+    def take_optimizers(
+        self, given: Sequence[torch.optim.Optimizer]
+    ) -> tuple[list[InfinityOptimizer], list[torch.optim.Optimizer]]:
+        """Returns ``given`` in two parts: those that step at home, in their order, and the plain
+        ones. Raises UsageError unless they are all that wrap_model returned, or none."""
+        known = [ref() for ref in self._plain]
+        plain = [each for each in known if any(each is other for other in given)]
+        given = [each for each in given if all(each is not other for other in plain)]
+        if not given and not plain:
+            return [], []
         if any(
             not isinstance(each, InfinityOptimizer) or each.context.uses is not self.engine.uses
             for each in given
@@ -64,11 +74,14 @@ class Wrapped:
             raise UsageError(
                 "this optimizer is not the one that wrap_model returned with this model"
             )
-        if len({each.context.place for each in given}) != len(self._optimizers):
+        ours = sorted(cast("list[InfinityOptimizer]", given), key=lambda each: each.context.place)
+        count, wanted = len(ours) + len(plain), len(self._optimizers) + len(self._plain)
+        if count != wanted or len({each.context.place for each in ours}) != len(ours):
             raise UsageError(
-                f"{len(given)} of the {len(self._optimizers)} optimizers that wrap_model returned"
-                " with this model: give the whole list"
+                f"{count} of the {wanted} optimizers that wrap_model returned with this model: give"
+                " the whole list"
             )
+        return ours, plain
 
 
 def wrapped(model: nn.Module | Sequence[nn.Module]) -> Wrapped:

@@ -10,7 +10,7 @@ owner   a module whose forward needs a unit: the block, or any module that holds
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -39,10 +39,28 @@ class Group:
     place: int = 0  # of its first parameter in the model: about the order of use
 
 
+STAYS = "_infinity_stays"  # attribute of a parameter
+
+
+class Staying:
+    """Parameters that stay in place though their class could be moved."""
+
+    def __init__(self, params: Iterable[torch.Tensor]):
+        self._params = list(params)
+        for param in self._params:
+            setattr(param, STAYS, True)
+
+    def remove(self) -> None:
+        """Lets the engine move them again. Idempotent."""
+        for param in self._params:
+            vars(param).pop(STAYS, None)
+
+
 def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
     """Tells whether the engine moves ``param``. Parameter subclasses (quantised ones, for example)
-    stay in place."""
-    return type(param) is nn.Parameter or is_distributed_parameter(param)
+    stay in place, and what :class:`Staying` names."""
+    own_class = type(param) is nn.Parameter or is_distributed_parameter(param)
+    return own_class and not hasattr(param, STAYS)
 
 
 def partition(

@@ -390,13 +390,3 @@ def test_gradients_that_are_kept_over_a_step_add_up_as_in_torch(home, tmp_path):
     found = run(True)
     assert len(found) == 8 and all(map(torch.equal, found, right))
     assert not all(map(torch.equal, run(True, clears=True), right))
-
-
-def test_sparse_gradients_are_refused(tmp_path):
-    """Method: an embedding with sparse=True; UsageError (or ConfigError at the wrap) names it."""
-    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8))
-    with pytest.raises(infinity.InfinityError, match="sparse"):
-        model, optimizer = infinity.wrap_model(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), at_home("host", "host", tmp_path)
-        )
-        model(torch.tensor([1, 2])).sum().backward()

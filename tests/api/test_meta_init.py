@@ -159,7 +159,7 @@ BROKEN: dict[
         folder_of(a=lambda p: write_file(p, good()), b=lambda p: edited(p, lambda data: data[:-1])),
         "b.safetensors",
     ),
-    "unknown dtype": (replaced(b'"I64"', b'"C64"'), "num_batches_tracked"),
+    "unknown dtype": (replaced(b'"I64"', b'"U64"'), "num_batches_tracked"),
     "a parameter missing": (
         lambda path: write_file(path, {n: t for n, t in good().items() if n != "1.bias"}),
         "1.bias",

@@ -33,7 +33,7 @@ def rewrite_format(folder: Path, number: object) -> None:
     (folder / MANIFEST).write_bytes(seal_manifest(read_manifest(folder) | {"format": number}))
 
 
-KEYS = """format data parameters optimizers random data_ranks parts step_index average extra
+KEYS = """format data parameters optimizers plain random data_ranks parts step_index average extra
 persistent_buffers config""".split()
 
 

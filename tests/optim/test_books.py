@@ -377,10 +377,6 @@ def test_moments_whose_count_is_zero_are_saved_and_resumed(swap, tmp_path):
 
 
 REFUSED = {
-    "a foreign parameter": (
-        lambda m, o: o.param_groups[0]["params"].append(nn.Parameter(torch.zeros(3))),
-        "did not take home",
-    ),
     "one twice": (lambda m, o: o.param_groups[0]["params"].append(m[2][0].bias), "groups 0 and 2"),
     "a frozen one": (lambda m, o: o.param_groups[0]["params"].append(m.extra), "add_param_group"),
     "a partial entry": (lambda m, o: o.state[m[0][0].weight].pop("exp_avg_sq"), "lacks exp_avg_sq"),

@@ -78,13 +78,19 @@ def test_a_parameter_in_two_groups_or_twice_in_one_is_refused():
 
 
 def test_a_tensor_that_is_not_at_home_with_this_optimizer_is_refused():
-    """A plain one, and one of another job. Twin: the others of the group are taken."""
+    """One of another job. Twins: the others of the group are taken, and a plain one is not the
+    engine's to step."""
     job, other = small_at_home(), small_at_home()
     first = job.handles[0].param
-    for stranger in (Small().layers[0].weight, other.handles[0].param):
-        message = r"group 1 has a parameter of shape \(2, 4\) that wrap_model did not take home"
-        refused(job, [{"params": [first]}, {"params": [stranger]}], message)
-    members(job).read([{"params": [first]}])
+    stranger = other.handles[0].param
+    refused(
+        job,
+        [{"params": [first]}, {"params": [stranger]}],
+        "group 1 has .* of another wrapped model",
+    )
+    found = members(job)
+    found.read([{"params": [first, Small().layers[0].weight]}])
+    assert list(found.group_of) == job.handles[:1]
     members(other).read([{"params": [other.handles[0].param]}])
 
 

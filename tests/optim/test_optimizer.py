@@ -263,7 +263,7 @@ def test_an_added_group_is_completed_and_stepped():
 @pytest.mark.parametrize(
     "group, message",
     [
-        (lambda job: {"params": [torch.nn.Parameter(torch.ones(3))]}, "wrap_model"),
+        (lambda job: {"params": [small_at_home().handles[0].param]}, "wrap_model"),
         (lambda job: {"params": [job.handles[5].param], "differentiable": True}, "add_param_group"),
         (lambda job: {"params": [job.handles[0].param]}, "more than one parameter group"),
     ],

@@ -198,9 +198,9 @@ def test_a_checkpoint_after_a_group_was_added_resumes(dtype, groups, tmp_path):
 
 
 def test_what_cannot_be_added_is_refused_and_changes_nothing(tmp_path):
-    """Method: a parameter of another model, one that is in a group, settings that the rule does not
-    honour, a model with an average, a gradient from before, a call inside a forward: each is
-    refused, and the run goes on with torch's bits.
+    """Method: a parameter of another wrapped model, one that is in a group, settings that the rule
+    does not honour, a model with an average, a gradient from before, a call inside a forward: each
+    is refused, and the run goes on with torch's bits.
     """
     model, plain = frozen(), frozen()
     plain_optimizer = adamw(plain.head.parameters())
@@ -208,8 +208,10 @@ def test_what_cannot_be_added_is_refused_and_changes_nothing(tmp_path):
         model, adamw(model.head.parameters()), home_of(tmp_path, "host")
     )
     block = list(model.blocks[2].parameters())
+    other = frozen()
+    infinity.wrap_model(other, adamw(other.head.parameters()), home_of(tmp_path, "host"))
     with pytest.raises(infinity.UsageError, match="not one that wrap_model"):
-        optimizer.add_param_group({"params": [*block, nn.Parameter(torch.zeros(3))]})
+        optimizer.add_param_group({"params": [*block, other.head.weight]})
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [*block, model.head.weight]})
     with pytest.raises(infinity.UsageError, match="amsgrad"):
