@@ -238,7 +238,7 @@ TOP = (
     Key(
         "sparse_gradients",
         NOT_NEEDED,
-        "gradients are dense: build embeddings with sparse=False",
+        "an embedding with sparse=True trains in one process, its table where it is",
         removed=True,
     ),
     Key("communication_data_type", NOT_NEEDED, "bytes travel in the dtype they have"),
