@@ -65,7 +65,7 @@ def check(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     for optimizer in optimizers:
-        _check_kind(optimizer)
+        check_kind(optimizer)
     native.simd_unit()  # raises for an unknown INFINITY_SIMD
     _check_owners(model)
     names = parameter_names(model)
@@ -73,8 +73,9 @@ def check(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config:
     for param, param_names in names.items():
         if handle_of(param) is not None:
             raise UsageError(
-                f"this model is wrapped already (parameter {param_names[0]} is managed):"
-                " unwrap_model it first"
+                f"a model with parameter {param_names[0]} is wrapped already: unwrap_model it"
+                " first, or wrap modules that share parameters as one,"
+                " wrap_model(torch.nn.ModuleList([first, second]), ...)"
             )
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ConfigError(
@@ -287,7 +288,8 @@ def _share_memory(name: str, other: str) -> ConfigError:
     )
 
 
-def _check_kind(optimizer: Any) -> None:
+def check_kind(optimizer: Any) -> None:
+    """Raises UsageError or ConfigError for what is no plain optimizer."""
     if isinstance(optimizer, InfinityOptimizer):
         raise UsageError(
             "this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model"

@@ -28,22 +28,18 @@ from ..forwards.context import found_weakly
 from ..forwards.micro_batch import check_block, install_chunks
 from ..forwards.replaced_forward import ReplacedForward
 from ..forwards.tiled_layers import install_tiles
-from ..gradients.record import GradState
 from ..machine.device import Device
 from ..machine.progress import progress
 from ..machine.traffic import Traffic
-from ..optim.optimizer import InfinityOptimizer
 from ..optim.outside import staying
-from ..optim.recognised import Optimizers, Recognised, as_given, like_given
-from ..optim.rules import saved_step
+from ..optim.recognised import Optimizers, as_given, like_given
 from ..runtime.build import build_engine
 from ..runtime.engine import Engine
 from ..runtime.hooks import install_hooks
-from ..runtime.registry import RECORD, Wrapped
-from ..state.dtensors import let_scalers_mix, local_of, mesh_of_parameters
+from ..runtime.registry import RECORD, Wrapped, is_wrapped
+from ..state.dtensors import let_scalers_mix, mesh_of_parameters
 from ..state.experts import divides_experts
 from ..state.flat_param import FlatParam
-from ..state.handle import handle_of, managed, raw_grad, set_raw_grad
 from ..state.kept_dtypes import computing_dtypes
 from ..state.partition import Group, Staying, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
@@ -63,6 +59,7 @@ from .aliases import warn_of_aliases
 from .before import Before, MovedRest
 from .checks import check, check_tensor_parallel, report_the_rest
 from .described_model import DescribedModel, read_model
+from .join import join, make_optimizer
 from .lay_out import (
     Laid,
     choose_device,
@@ -95,7 +92,7 @@ def wrap_model(
     model
         Any module, its parameters on one device or on ``meta``. It computes there unless
         ``Config(device=...)`` names another. The same object is returned, hooked. Or a list of
-        modules, this rank's pipeline stages, which share one engine: returned as one.
+        modules, this rank's pipeline stages. A wrapped model gets one more optimizer.
     optimizer
         ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are
         kept. None: nothing is updated. Or a list of them with disjoint parameters, returned as one.
@@ -109,12 +106,13 @@ def wrap_model(
         default process group, if there is one.
 
     Every rank calls this, with the same model and configuration; the first data rank's values are
-    used. Raises ConfigError, CapacityError, StorageError or UsageError with model and optimizer
-    restored; PeerError if another rank has ended.
-    """
+    used. Raises ConfigError, CapacityError, StorageError, UsageError or PeerError with model and
+    optimizer restored."""
     if isinstance(model, (list, tuple)) and model and all(isinstance(m, nn.Module) for m in model):
         _, stepping = wrap_model(Parts(model), optimizer, config, mesh=mesh)
         return list(model), stepping
+    if isinstance(model, nn.Module) and is_wrapped(model) and optimizer is not None:
+        return model, join(model, optimizer, config)
     if mesh is None and isinstance(model, nn.Module):
         mesh = mesh_of_parameters(model.parameters())
     ranks, traffic = parallel_dims(mesh, divides_experts=divides_experts(model)), Traffic()
@@ -322,8 +320,7 @@ def _commit(
         *install_state_dict(engine, model),
         *_replace_forwards(engine, model, groups),
     ]
-    count = len(optimizers)
-    stepping = [_make_optimizer(engine, each, i, count) for i, each in enumerate(optimizers)]
+    stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]
     job.in_common.note_buffers(model)
     record = Wrapped(engine, model, removers, stepping, came_from, optimizers.plain)
     for module in (*parts_of(model), model):
@@ -376,21 +373,3 @@ def _replace_forwards(engine: Engine, model: nn.Module, groups: list[Group]) -> 
             ReplacedForward(block, planner.add(block, units_of(block))) for _, block in blocks
         ]
     return removers
-
-
-def _make_optimizer(engine: Engine, given: Recognised, place: int, count: int) -> InfinityOptimizer:
-    """Makes the optimizer that steps the parameters of the one ``given`` at ``place`` of ``count``,
-    and takes over their gradients."""
-    optimizer, moments = given.optimizer, given.moments
-    stepping = InfinityOptimizer(engine.make_step_context(place, count), optimizer, given.rule)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for param in (param for param in params if handle_of(param) is not None):
-        handle, state = managed(param), optimizer.state.get(param, {})
-        handle.step = saved_step(state, moments)
-        handle.keeps_moments = not handle.step and any(name in state for name in moments)
-        if (grad := raw_grad(param)) is not None:
-            set_raw_grad(param, None)
-            handle.grad.move(GradState.LANDED)
-            engine.gradients.assigned.watch(handle, grad, local_of(grad))
-    stepping.given.share_state(stepping.state, stepping)
-    return stepping

@@ -29,10 +29,9 @@ from .updates import Updates
 class StepContext:
     """The parts of one job that one of its optimizers uses. An optimizer keeps its job alive by it.
 
-    ``place``: of the optimizer among those of the job. ``is_only``: there is no other."""
+    ``place``: of the optimizer among those of the job."""
 
     place: int
-    is_only: bool
     config: Config
     units: list[ParamUnit]
     trained_in_job: list[ParamHandle]  # the parameters that have optimizer state
@@ -48,6 +47,7 @@ class StepContext:
     borrowed: BorrowedState
     in_common: Comparison  # compared over ranks with other local parts of the tensors
 
+    is_only: Callable[[], bool]  # no other optimizer steps parameters of the job
     is_cut_short: Callable[[], bool]  # a forward or backward was interrupted
     keeps_stale: Callable[[], bool]  # an update writes new weights beside the old ones
     # Called with each unit whose gradients landed

@@ -120,7 +120,7 @@ class OptimizerStep:
         """Raises UsageError if units cannot be stepped in the backward."""
         context = self._context
         context.uses.check(Operation.STEP_IN_BACKWARD)
-        if not context.is_only:
+        if not context.is_only():
             raise UsageError(
                 "step_in_backward of one of several optimizers: a backward has the gradients of all"
                 " of them. Call step() of each after it."

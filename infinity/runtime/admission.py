@@ -55,11 +55,12 @@ def admit(
     *,
     place: int,
     moment_count: int,
+    asked: str,
     hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
 ) -> None:
     """Steps ``params``: see :meth:`Engine.admit`. Blocks until all bytes are at home."""
-    handles = _latecomers(job, params, place)
+    handles = _latecomers(job, params, place, asked)
     growths: dict[FlatParam, Growth] = {}
     for handle in handles:
         if not (spec := handle.flat_param.spec).stepped:
@@ -69,7 +70,7 @@ def admit(
     wait_idle(job)
     job.gradients.homes.settle()
     job.prefetcher.release_all(job.units)
-    _check_room(job, growths)
+    _check_room(job, growths, asked)
     try:
         for flat_param, growth in growths.items():
             _allocate(job, flat_param, growth)
@@ -99,7 +100,9 @@ def admit(
     native.insist(change)
 
 
-def _latecomers(job: Job, params: Iterable[torch.Tensor], place: int) -> list[ParamHandle]:
+def _latecomers(
+    job: Job, params: Iterable[torch.Tensor], place: int, asked: str
+) -> list[ParamHandle]:
     """Returns the handles of ``params``. Raises UsageError if a parameter, or the job, allows no
     admission."""
     handles = []
@@ -107,28 +110,28 @@ def _latecomers(job: Job, params: Iterable[torch.Tensor], place: int) -> list[Pa
         handle = handle_of(param)
         if handle is None or handle.engine.uses is not job.uses:
             raise UsageError(
-                f"add_param_group: a parameter of shape {tuple(param.shape)} is not one that"
+                f"{asked}: a parameter of shape {tuple(param.shape)} is not one that"
                 " wrap_model has taken home with this optimizer, so its state has no home."
                 f" {INSTEAD}"
             )
         if handle.flat_param.spec.stepped and handle.flat_param.spec.optimizer != place:
             raise UsageError(
-                f"add_param_group: {handle.name} is stored with parameters of another optimizer of"
+                f"{asked}: {handle.name} is stored with parameters of another optimizer of"
                 f" this model. {INSTEAD}"
             )
         if raw_grad(param) is not None:
             raise UsageError(
-                f"add_param_group: {handle.name} has a gradient from before: set it to None first"
+                f"{asked}: {handle.name} has a gradient from before: set it to None first"
             )
         handles.append(handle)
     if not job.ranks.alone:
         raise UsageError(
-            "add_param_group after wrap_model, with several ranks: not available in this version."
+            f"{asked} after wrap_model, with several ranks: not available in this version."
             f" {INSTEAD}"
         )
     if not job.device.is_host:
         raise UsageError(
-            f"add_param_group after wrap_model, computing on {job.device.where}: not available in"
+            f"{asked} after wrap_model, computing on {job.device.where}: not available in"
             f" this version. {INSTEAD}"
         )
     return handles
@@ -161,7 +164,7 @@ def _sizes(plan: MemoryPlan, growths: Mapping[FlatParam, Growth]) -> list[tuple[
     return found
 
 
-def _check_room(job: Job, growths: Mapping[FlatParam, Growth]) -> None:
+def _check_room(job: Job, growths: Mapping[FlatParam, Growth], asked: str) -> None:
     """Raises CapacityError if free memory does not hold the growth. The ledger checks budgets."""
     needed: dict[Tier, int] = {}
     for tier, _, nbytes in _sizes(job.planned.plan, growths):
@@ -171,7 +174,7 @@ def _check_room(job: Job, growths: Mapping[FlatParam, Growth]) -> None:
         free = measured_free(tier, job.config, job.device)
         if nbytes > free:
             raise CapacityError(
-                "add_param_group: gradients and optimizer state of these parameters, and of those"
+                f"{asked}: gradients and optimizer state of these parameters, and of those"
                 f" stored in the same arrays, need {format_nbytes(nbytes)} on {tier}, of which"
                 f" {format_nbytes(free)} may be used. Give them a farther home,"
                 " Config(optimizer='nvme', nvme_paths=[...]), or free as much."

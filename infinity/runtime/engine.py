@@ -57,17 +57,19 @@ class Engine:
         self.accumulation = AccumulationPass(job, self.backward)
         self._touches = Touches(job, lambda handle, what: me().refusal(handle, what))
         # insist: a finalizer runs once, so Ctrl-C must not end it early.
+        self.optimizers = 0  # that step the parameters
         finalizer = self._finalizer = weakref.finalize(self, native.insist, free)
         job.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
         define_states(job.uses, job.running, job.steps)
 
-    def make_step_context(self, place: int = 0, count: int = 1) -> StepContext:
-        """Makes the context of the optimizer at ``place`` of ``count``. Its callbacks may keep this
-        object alive; this object does not keep the context."""
+    def make_step_context(self, place: int = 0) -> StepContext:
+        """Makes the context of the optimizer at ``place``. Its callbacks may keep this object
+        alive; this object does not keep the context."""
+        self.optimizers = max(self.optimizers, place + 1)
         job, running, handed = self.job, self.job.running, self.job.handed
         return StepContext(
             place=place,
-            is_only=count == 1,
+            is_only=lambda: self.optimizers == 1,
             config=job.config,
             units=job.units,
             trained_in_job=job.trained,
@@ -228,17 +230,18 @@ class Engine:
         place: int,
         moment_count: int,
         then: Callable[[], None],
+        asked: str = "add_param_group",
     ) -> None:
         """Steps ``params``, frozen until now, by the optimizer at ``place``. Raises UsageError or
-        CapacityError with nothing changed."""
+        CapacityError, which say what was ``asked``, with nothing changed."""
         if self.average is not None:
             raise UsageError(
-                "add_param_group: the average of this model does not have these parameters. Make"
+                f"{asked}: the average of this model does not have these parameters. Make"
                 " infinity.ema or swa afterwards."
             )
         if self.stale is not None:
             raise UsageError(
-                "add_param_group after without_flush, which keeps no stale weights of these"
+                f"{asked} after without_flush, which keeps no stale weights of these"
                 f" parameters. {INSTEAD}"
             )
         admit(
@@ -247,6 +250,7 @@ class Engine:
             params,
             place=place,
             moment_count=moment_count,
+            asked=asked,
             hook=self.passes.hook,
             then=then,
         )

@@ -57,6 +57,18 @@ class Wrapped:
         alive = self.optimizers
         return (alive[0] if alive else None) if len(self._optimizers) < 2 else alive
 
+    @property
+    def count(self) -> int:
+        """How many optimizers step at home."""
+        return len(self._optimizers)
+
+    def join(
+        self, optimizers: Sequence[InfinityOptimizer], plain: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Adds optimizers that step other parameters."""
+        self._optimizers += [weakref.ref(optimizer) for optimizer in optimizers]
+        self._plain += [weakref.ref(optimizer) for optimizer in plain]
+
     def take_optimizers(
         self, given: Sequence[torch.optim.Optimizer]
     ) -> tuple[list[InfinityOptimizer], list[torch.optim.Optimizer]]:

@@ -213,3 +213,90 @@ def test_places_and_orders_follow_the_list():
     assert optimizers.order_of(model.shared.bias) == (1, 1)
     assert optimizers.of(model.encoder[0].weight).optimizer is both[0]
     assert optimizers.of(nn.Parameter(torch.zeros(1))) is None and len(Optimizers([])) == 0
+
+
+def wrapped_twice(home: str, folder):
+    model, (first, second) = job()
+    model, first = infinity.wrap_model(model, first, config(home, folder))
+    model, second = infinity.wrap_model(model, second, config(home, folder))
+    return model, [first, second]
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_model_is_wrapped_again_with_another_optimizer(home, tmp_path):
+    """With torch's bits; and a checkpoint has both."""
+    plain, theirs = job()
+    expected = train(plain, theirs)
+    model, optimizers = wrapped_twice(home, tmp_path)
+    assert train(model, optimizers) == expected and same_values(model, plain)
+    infinity.save_checkpoint(tmp_path / "saved", model, optimizers)
+    more = train(model, optimizers, seed=2)
+    again, others = infinity.wrap_model(*job(), config("host", tmp_path))
+    infinity.load_checkpoint(tmp_path / "saved", again, others)
+    assert train(again, others, seed=2) == more == train(plain, theirs, seed=2)
+    model, given = infinity.unwrap_model(model, optimizers)
+    assert train(model, given, seed=3) == train(plain, theirs, seed=3)
+
+
+def test_an_optimizer_with_state_joins():
+    """What a plain run left in it goes home."""
+    plain, theirs = job()
+    train(plain, theirs)
+    model, (first, second) = copy.deepcopy((plain, theirs))
+    model, second = infinity.wrap_model(model, second, config("host", None))
+    model, first = infinity.wrap_model(model, first)
+    assert train(model, [first, second], seed=2) == train(plain, theirs, seed=2)
+
+
+def test_what_cannot_join_is_refused_and_changes_nothing():
+    """Parameters that are stepped already, those of another model, and another configuration."""
+    model, (first, second) = job()
+    model, first = infinity.wrap_model(model, first, config("host", None))
+    other, (strange, _) = job()
+    infinity.wrap_model(other, strange, config("host", None))
+    for optimizer, said in (
+        (torch.optim.SGD([model.shared.weight], lr=0.1), "is stepped by one"),
+        (torch.optim.SGD([other.shared.bias], lr=0.1), "of another wrapped model"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            infinity.wrap_model(model, optimizer)
+    with pytest.raises(ConfigError, match="master='fp32'"):
+        infinity.wrap_model(model, second, {"master": "fp32"})
+    with pytest.raises(UsageError, match="this optimizer is wrapped already|not supported"):
+        infinity.wrap_model(model, first)
+    model, second = infinity.wrap_model(model, second)
+    plain, theirs = job()
+    assert train(model, [first, second]) == train(plain, theirs)
+
+
+def test_modules_that_share_a_trunk_are_wrapped_as_one():
+    """Each is called by itself. Twin: one after the other is refused, and says how."""
+
+    def pair():
+        torch.manual_seed(0)
+        trunk = nn.Linear(16, 16)
+        both = nn.Sequential(trunk, nn.Linear(16, 4)), nn.Sequential(trunk, nn.Linear(16, 2))
+        return both, [
+            torch.optim.SGD(both[0].parameters(), lr=0.1),
+            torch.optim.SGD(both[1][1].parameters(), lr=0.2),
+        ]
+
+    def run(both, optimizers):
+        losses = []
+        for _ in range(3):
+            for module, optimizer in zip(both, optimizers):
+                loss = module(torch.ones(2, 16)).pow(2).mean()
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+                for each in optimizers:
+                    each.zero_grad()
+        return losses
+
+    both, optimizers = pair()
+    _, optimizers = infinity.wrap_model(nn.ModuleList(both), optimizers, config("host", None))
+    assert run(both, optimizers) == run(*pair())
+    both, optimizers = pair()
+    infinity.wrap_model(both[0], optimizers[0], config("host", None))
+    with pytest.raises(UsageError, match="share parameters as one"):
+        infinity.wrap_model(both[1], optimizers[1], config("host", None))

@@ -1,0 +1,106 @@
+"""Join: makes the optimizers of a job, at the wrap and for a model that is wrapped already."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.config import Config
+from ..errors import ConfigError
+from ..gradients.record import GradState
+from ..optim.optimizer import InfinityOptimizer
+from ..optim.recognised import Optimizers, Recognised, as_given, like_given
+from ..optim.rules import saved_step
+from ..runtime.engine import Engine
+from ..runtime.job import Job
+from ..runtime.registry import engine_of, wrapped
+from ..state.dtensors import local_of
+from ..state.handle import handle_of, managed, raw_grad, set_raw_grad
+from ..state.operations import Operation
+from .checks import check_kind
+
+ASKED = "wrap_model with another optimizer"
+
+
+def make_optimizer(engine: Engine, given: Recognised, place: int) -> InfinityOptimizer:
+    """Makes the optimizer that steps the parameters of the one ``given`` at ``place``, and takes
+    over their gradients."""
+    optimizer, moments = given.optimizer, given.moments
+    stepping = InfinityOptimizer(engine.make_step_context(place), optimizer, given.rule)
+    for param in _moved(given):
+        handle, state = managed(param), optimizer.state.get(param, {})
+        handle.step = saved_step(state, moments)
+        handle.keeps_moments = not handle.step and any(name in state for name in moments)
+        if (grad := raw_grad(param)) is not None:
+            set_raw_grad(param, None)
+            handle.grad.move(GradState.LANDED)
+            engine.gradients.assigned.watch(handle, grad, local_of(grad))
+    stepping.given.share_state(stepping.state, stepping)
+    return stepping
+
+
+def join(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    config: Config | Mapping[str, Any] | str | os.PathLike | None,
+) -> Any:
+    """Gives a wrapped ``model`` more optimizers, of parameters that none of its others steps.
+
+    Returns what stands for ``optimizer``, in its form. Raises ConfigError for parameters that are
+    stepped already or are another model's, and for other settings in ``config``; UsageError or
+    CapacityError as ``add_param_group`` does.
+    """
+    engine, record = engine_of(model), wrapped(model)
+    job, given = engine.job, as_given(optimizer)
+    _check_config(config, job.config)
+    for each in given:
+        check_kind(each)
+    optimizers = Optimizers(given, lambda param: handle_of(param) is not None)
+    for recognised in optimizers:
+        for param in _moved(recognised):
+            handle = managed(param)
+            if handle.engine.uses is not job.uses:
+                raise ConfigError(f"{ASKED}: {handle.name} is of another wrapped model")
+            if handle.grad is not None:
+                raise ConfigError(f"{ASKED}: {handle.name} is stepped by one of this model already")
+    places = enumerate(optimizers, start=record.count)
+    stepping = [_admit(engine, job, each, place) for place, each in places]
+    record.join(stepping, optimizers.plain)
+    return like_given(optimizers.results(stepping), optimizer)
+
+
+def _moved(given: Recognised) -> list[torch.Tensor]:
+    params = [param for group in given.optimizer.param_groups for param in group["params"]]
+    return [param for param in params if handle_of(param) is not None]
+
+
+def _admit(engine: Engine, job: Job, given: Recognised, place: int) -> InfinityOptimizer:
+    """Takes over one optimizer: its parameters get memory for gradients and state."""
+    params, count = _moved(given), len(given.moments)
+    with job.uses.operation(Operation.ADD_PARAM_GROUP):
+        engine.admit(params, place=place, moment_count=count, then=lambda: None, asked=ASKED)
+        for param in params:
+            handle, state = managed(param), given.optimizer.state.get(param, {})
+            for name, array in given.moments.items():
+                if state.get(name) is not None:
+                    handle.flat_param.write_moment(
+                        job.store, array, handle.index, state[name], version=job.steps.index
+                    )
+    return make_optimizer(engine, given, place)
+
+
+def _check_config(config: Any, ours: Config) -> None:
+    """Raises ConfigError for settings that the model was not wrapped with."""
+    made, default = Config.make(config if config is not None else {}), Config()
+    for field in dataclasses.fields(Config):
+        value = getattr(made, field.name)
+        if value not in (getattr(default, field.name), getattr(ours, field.name)):
+            raise ConfigError(
+                f"{ASKED}: {field.name}={value!r}, but this model was wrapped with"
+                f" {getattr(ours, field.name)!r}. Leave the configuration out."
+            )
