@@ -20,8 +20,8 @@ from ..config.config import Config
 from ..distributed.parallel_dims import ParallelDims
 from ..errors import ConfigError, UsageError
 from ..machine.sizes import format_nbytes
+from ..optim.companion import is_moved
 from ..optim.optimizer import InfinityOptimizer
-from ..optim.outside import is_moved
 from ..optim.recognised import check_together
 from ..optim.rules import check_expected, refuse_wrapper
 from ..state.dtensors import check_placements, is_distributed, local_of, ranks_over

@@ -31,7 +31,7 @@ from ..forwards.tiled_layers import install_tiles
 from ..machine.device import Device
 from ..machine.progress import progress
 from ..machine.traffic import Traffic
-from ..optim.outside import staying
+from ..optim.companion import staying
 from ..optim.recognised import Optimizers, as_given, like_given
 from ..runtime.build import build_engine
 from ..runtime.engine import Engine
@@ -184,7 +184,8 @@ def _wrap(
     collectives: Collectives,
     mesh: Any,
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    stays = Staying(staying(model, given, config, alone=collectives.ranks.alone))
+    with collectives.together("finding what stays where it is"):
+        stays = Staying(staying(model, given, config, alone=collectives.ranks.alone))
     try:
         return _wrap_moved(model, given, config, collectives, mesh, stays)
     except BaseException:

@@ -34,7 +34,7 @@ class Members:
         for index, params in enumerate(lists):
             for param in params:
                 if handle_of(param) is None:
-                    continue  # see Outside
+                    continue  # see Companion
                 handle = self._stepped(param, index)
                 if handle in found:
                     raise UsageError(

@@ -24,12 +24,12 @@ from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from .books import OptimizerBooks
 from .clipping import clip_factor
+from .companion import Companion, outside_of
 from .context import StepContext
 from .given import Given
 from .members import Members
 from .optimizer_state import OptimizerState
 from .optimizer_step import OptimizerStep
-from .outside import Outside, outside_of
 from .rules import moment_names, refuse_flags
 from .state_entry import GONE
 from .step_inputs import settings_of
@@ -59,7 +59,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             partial(_parts, weakref.ref(self)), self._moments, counts_steps=counts
         )
         self._members, self.given = Members(context), Given(wrapped)
-        self._outside = Outside(wrapped, self._books)
+        self._outside = Companion(wrapped, self._books)
         self._stepping = OptimizerStep(context, rule, self._members)
         self.is_unwrapped = False  # by an unwrap_model that was interrupted and raised
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))

@@ -53,11 +53,11 @@ def admit(
     resources: Resources,
     params: Iterable[torch.Tensor],
     *,
-    place: int,
     moment_count: int,
-    asked: str,
     hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
+    place: int = 0,
+    asked: str = "add_param_group",
 ) -> None:
     """Steps ``params``: see :meth:`Engine.admit`. Blocks until all bytes are at home."""
     handles = _latecomers(job, params, place, asked)

@@ -227,9 +227,9 @@ class Engine:
         self,
         params: Iterable[torch.Tensor],
         *,
-        place: int,
         moment_count: int,
         then: Callable[[], None],
+        place: int = 0,
         asked: str = "add_param_group",
     ) -> None:
         """Steps ``params``, frozen until now, by the optimizer at ``place``. Raises UsageError or

@@ -584,7 +584,7 @@ def test_compressed_gathers_pass_a_quarter_of_the_bytes_within_the_stated_error(
         ("model", "ConfigError", r"parameter blocks\.3.* is \(.* on rank 0 and absent on rank 1"),
         ("budget", "ConfigError", r"Config\(host_memory\) is None on rank 0 and 1000 on rank 1"),
         ("budget everywhere", "CapacityError", "host_memory is 500 B"),
-        ("bad model", "", "the optimizer has a parameter"),
+        ("bad model", "", "none is one of the model's"),
         ("folder", "", "no folder /nowhere"),
         ("axis", "ConfigError", "axes must be named dp_replicate, dp, dp_shard"),
     ],

@@ -337,13 +337,14 @@ def test_the_optimizer_has_the_parts_of_this_job():
     engine, context = job.engine, job.engine.make_step_context()
     shared = {f.name for f in dataclasses.fields(StepContext)}
     shared &= {f.name for f in dataclasses.fields(engine.job)}
-    assert len(shared) == 14
+    assert len(shared) == 13
     for name in shared:
         assert getattr(context, name) is getattr(engine.job, name)
     handed = engine.job.handed
     assert context.listen_to_landed == engine.backward.listen
     assert context.release == engine.job.prefetcher.release_all
-    assert (context.end_step, context.admit) == (engine.end_step, engine.admit)
+    assert context.end_step == engine.end_step and context.trained_in_job is engine.job.trained
+    assert context.admit.func == engine.admit and context.admit.keywords == {"place": 0}
     assert context.settle_state_dicts == handed.settle_on_ranks and context.hand_out == handed.watch
 
 

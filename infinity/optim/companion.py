@@ -1,8 +1,8 @@
-"""Outside: steps the parameters of an optimizer that the engine does not move, by its own class.
+"""Companion: steps the parameters of an optimizer that the engine does not move, by its own class.
 
 outside     such a parameter: of a loss or another module, of a dtype that has no kernels (fp64,
             complex), of a sparse embedding. It stays where it is, and so does its state
-companion   an optimizer of the class that was given, for them. It shares the books
+plain       an optimizer of the class that was given, for them. It shares the books
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ def staying(
     return [param for param in found if param in names]
 
 
-class Outside:
-    """What one optimizer steps outside of the engine. Used from the thread that steps."""
+class Companion:
+    """Steps what is outside, for one optimizer. Used from the thread that steps."""
 
     def __init__(self, given: torch.optim.Optimizer, books: OptimizerBooks):
         left_out = (*Given.REPLACED, *Given.SHARED, "param_groups", "state")
-        companion = object.__new__(type(given))
-        vars(companion).update({k: v for k, v in vars(given).items() if k not in left_out})
-        vars(companion).update({kind: OrderedDict() for kind in Given.SHARED})
-        companion.param_groups, companion.state = [], books
-        self._companion, self._books = companion, books
+        plain = object.__new__(type(given))
+        vars(plain).update({k: v for k, v in vars(given).items() if k not in left_out})
+        vars(plain).update({kind: OrderedDict() for kind in Given.SHARED})
+        plain.param_groups, plain.state = [], books
+        self._plain, self._books = plain, books
 
     @torch.no_grad()
     def step(self, groups: Groups, clip: float) -> None:
@@ -86,7 +86,7 @@ class Outside:
         for param in (param for group in own for param in group["params"]):
             if clip != 1.0 and param.grad is not None:
                 param.grad.mul_(clip)
-        plain_step(type(self._companion).step)(self._companion)
+        plain_step(type(self._plain).step)(self._plain)
 
     def load(self, state: dict[int, Any], groups: Groups, params: Sequence[torch.Tensor]) -> None:
         """Loads ``state``, by the numbers of ``params`` (those of ``groups``, in order), by torch's
@@ -101,13 +101,13 @@ class Outside:
         ]
         wanted = {number for group in saved for number in group["params"]}
         found = {number: values for number, values in state.items() if number in wanted}
-        self._companion.load_state_dict({"state": found, "param_groups": saved})
-        loaded, self._companion.state = self._companion.state, self._books
+        self._plain.load_state_dict({"state": found, "param_groups": saved})
+        loaded, self._plain.state = self._plain.state, self._books
         for param, values in loaded.items():
             self._books[param] = values
 
     def _take(self, groups: Groups) -> Groups:
-        """Gives the companion its part of ``groups``, and returns it."""
+        """Gives the plain optimizer its part of ``groups``, and returns it."""
         own = [group | {"params": outside_of(group)} for group in groups]
-        self._companion.param_groups = [group for group in own if group["params"]]
-        return self._companion.param_groups
+        self._plain.param_groups = [group for group in own if group["params"]]
+        return self._plain.param_groups
