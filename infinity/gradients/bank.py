@@ -217,6 +217,13 @@ class GradientBank:
             raise UsageError(
                 f"{handle.name} got a sparse gradient; build the embedding with sparse=False"
             )
+        if self._waiting is None and self.assigned.has_graph(handle, grad):
+            if handle.grad.state is not GradState.TORN:
+                self.reopen(handle)
+                self._set(handle, grad := self.assigned.sum_with_graph(handle, grad))
+                self.changes.begin(handle)
+                handle.grad.with_graph = grad
+            return
         assigned = self.assigned.lands_on(handle)
         self.reopen(handle)
         self.changes.begin(handle)

@@ -68,6 +68,7 @@ class GradRecord:
     edits: int = 0  # digest of users' changes: factors, and values common to all ranks
     own_edits: int = 0  # digest of values of which other ranks have other local parts
     assigned: Assigned | None = None  # None: no assigned tensor, or it was released
+    with_graph: torch.Tensor | None = None  # what p.grad is after a backward with create_graph
     # A view was handed out: bytes may change unobserved, so norms are recomputed
     viewed: bool = False
 

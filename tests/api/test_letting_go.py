@@ -22,7 +22,7 @@ from models import TIERS, Fail, at_home, in_child, seeded
 from torch import nn
 
 import infinity
-from infinity.api import wrap
+from infinity.api import join, wrap
 from infinity.runtime import build, hooks
 
 SEED, WIDTH, ROUNDS = 2, 64, 50
@@ -237,7 +237,7 @@ def a_wrap_that_fails_as_values_go_home(home, folder):
 
 @way
 def a_wrap_that_fails_as_it_ends(home, folder):
-    return failed_wrap(home, folder, wrap, "InfinityOptimizer", KeyboardInterrupt)
+    return failed_wrap(home, folder, join, "InfinityOptimizer", KeyboardInterrupt)
 
 
 @way

@@ -179,3 +179,35 @@ def test_weights_that_change_before_the_second_backward_are_refused(tmp_path):
         optimizer.zero_grad()
         with pytest.raises(infinity.UsageError, match="they were changed since"):
             slope.square().sum().backward()
+
+
+@both_homes
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loss_of_gradients_that_a_backward_left_trains(home, count, tmp_path):
+    """``p.grad`` has its graph after ``backward(create_graph=True)``, of several backwards too,
+    also where one of them adds a constant. Twin: without it there is none."""
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        told = []
+        for step in range(STEPS):
+            x = torch.full((3, WIDTH), 0.1 * (step + 1))
+            model(x).square().mean().backward(create_graph=True)
+            for _ in range(count - 1):
+                model(2 * x).sum().backward(create_graph=True)
+            penalty = sum(p.grad.square().sum() for p in model.parameters())
+            penalty.backward()
+            told += [penalty.detach(), *(p.grad.detach().clone() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        return told + [value.clone() for value in model.state_dict().values()]
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = Critic()
+        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    expected = run(*made())
+    model, optimizer = infinity.wrap_model(*made(), at_home(home, home, tmp_path))
+    assert all(map(torch.equal, run(model, optimizer), expected))
+    model(torch.ones(1, WIDTH)).sum().backward()
+    assert not any(param.grad.requires_grad for param in model.parameters())
