@@ -10,6 +10,7 @@ import torch
 
 from ..errors import UsageError
 from ..state import mistakes
+from ..state.apart import uncompiled
 from ..state.unit import ParamUnit
 from .engine import Engine
 from .fixed_form import fix_forms
@@ -92,7 +93,9 @@ class LandingHooks:
             if (running := backward()) is not None:
                 running.landed(param)
 
-        self._landed = landed  # holds only a weak reference to the backward: see LandingHook
+        self._landed = uncompiled(
+            landed
+        )  # holds only a weak reference to the backward: see LandingHook
 
     def add(self, param: torch.Tensor) -> None:
         """Hooks a parameter that is stepped from now on."""

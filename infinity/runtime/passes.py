@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from ..forwards.context import too_late
 from ..forwards.lazy_logits import Logits
 from ..machine.sizes import format_nbytes
+from ..state.apart import uncompiled
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, set_raw_grad
 from ..state.operations import Operation, State
@@ -254,7 +255,7 @@ class Passes:
                         backward.hold(unit)
 
             for tensor in _computed(output):
-                tensor.register_hook(arrive)
+                tensor.register_hook(uncompiled(arrive))
         frozen = [
             unit
             for unit in units
@@ -272,7 +273,7 @@ class Passes:
             # would accumulate on them, and their gradients come last.
             for tensor in _tensors((args, kwargs)):
                 if type(tensor) is not Logits and tensor.grad_fn is not None:
-                    tensor.register_hook(depart)
+                    tensor.register_hook(uncompiled(depart))
 
     # --- saved tensors ---
 

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import native
 from ..machine.device import PAST, Event
 from ..machine.sizes import round_up
+from ..state.apart import uncompiled
 from ..state.dtensors import is_distributed, local_of, over, spec_of
 from ..storage.arrays import StateArray
 
@@ -99,7 +100,7 @@ def through_dtensors(
             else unpack(packed)
         )
 
-    return pack_local, unpack_whole
+    return uncompiled(pack_local), uncompiled(unpack_whole)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from .. import native
+from ..state.apart import uncompiled
 from .one_thread import begin_task
 from .pass_state import Pass
 
@@ -52,6 +53,7 @@ class AutogradTasks:
             if (tasks := me()) is not None and (alive := found()) is not None:
                 tasks._leave(task, alive)
 
+        uncompiled(leave)
         self._pass.tokens[task] = weakref.ref(token)
         for callback in (token, leave):
             torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -14,9 +14,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import FunctionType
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
@@ -28,6 +34,7 @@ from . import mistakes
 from .dtensors import local_of
 
 P = ParamSpec("P")
+F = TypeVar("F", bound=FunctionType)
 R = TypeVar("R")
 
 _KEYS = torch._C._TorchDispatchModeKey
@@ -59,6 +66,13 @@ def _is_plain() -> bool:
         not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def uncompiled(function: F) -> F:
+    """Keeps torch.compile from tracing ``function``, which autograd calls in the middle of compiled
+    code, and all that it calls. Costs nothing at a call, as torch.compiler.disable does."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(*[_FrameAction.SKIP] * 2))
+    return function
 
 
 def is_compiling() -> bool:

@@ -126,6 +126,31 @@ def test_a_compiled_step_is_the_step():
     assert differing(*found) == []
 
 
+def test_a_compiled_loop_body_trains_as_it_does_uncompiled():
+    """Forward, backward, step and zero_grad in one compiled function: autograd calls the engine in
+    the middle of it, and dynamo does not trace that. Twin: plain torch's, uncompiled."""
+    torch._dynamo.reset()
+    found = []
+    for wrapped in (True, False):
+        model, optimizer = small()
+        if wrapped:
+            model, optimizer = infinity.wrap_model(
+                model, optimizer, {"params": "host", "optimizer": "host"}
+            )
+
+        def train(x: torch.Tensor, model=model, optimizer=optimizer) -> torch.Tensor:
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        train = torch.compile(train, backend="eager") if wrapped else train
+        found.append([train(torch.full((2, 8), 0.1 * step)).detach() for step in range(STEPS)])
+        found[-1].append(model.state_dict()["0.weight"].clone())
+    assert all(map(torch.equal, *found))
+
+
 def test_a_whole_graph_and_compiled_autograd_are_refused_with_the_way_that_works():
     """fullgraph=True is torch's own error, with our reason in it. Twin: without either the same
     model trains."""
