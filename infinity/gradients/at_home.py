@@ -62,10 +62,14 @@ class AtHome(torch.Tensor):
     def data(self, value):
         if isinstance(value, AtHome) and value._infinity_grad is self._infinity_grad:
             return  # module.to() assigns the present one
-        raise UsageError(
-            f"{self._infinity_grad.name}.grad.data = ... would not reach its home: assign "
-            "param.grad = value, or write grad.copy_(value)"
-        )
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise UsageError(
+                f"{self._infinity_grad.name}.grad.data = a tensor of shape {tuple(value.shape)} and"
+                f" {value.dtype}: the gradient keeps shape {tuple(self.shape)} and {self.dtype}."
+                " Assign param.grad = value.to(param.grad)."
+            )
+        with torch.no_grad():
+            self.copy_(value)
 
     # --- exports ---
 

@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state import mistakes
 from ..state.handle import ParamHandle
+from ..state.torch_functions import mutated_arguments
 from .at_home import AtHome
 from .record import GradState, refuse_torn, writable
 from .values import GradValues
@@ -98,7 +99,7 @@ class GradProxy(AtHome):
         for grad in grads:
             grad._values  # noqa: B018 - raises for a stale one
             refuse_torn(grad._infinity_grad)
-        borrowed = _Borrowed(grads, _mutated_arguments(func, args, kwargs))
+        borrowed = _Borrowed(grads, mutated_arguments(func, args, kwargs))
         if func.is_view and subject is not None:
             is_consumed = subject._infinity_grad.grad.state is GradState.CONSUMED
             is_strided = func is aten.as_strided.default
@@ -224,7 +225,7 @@ class GradView(AtHome):
         kwargs = kwargs or {}
         views = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GradView)]
         name = views[0]._infinity_grad.name
-        if any(isinstance(each, GradView) for each in _mutated_arguments(func, args, kwargs)):
+        if any(isinstance(each, GradView) for each in mutated_arguments(func, args, kwargs)):
             raise UsageError(
                 f"{func} of a view of {name}.grad: that gradient is consumed, or at home elsewhere"
                 " (on another device, a disk, or several ranks), where a view can be read only."
@@ -300,16 +301,3 @@ def _shortcut(func, subject: GradProxy, args: tuple):
         subject._values.change_own(handle, lambda own: own.div_(args[1]))
         return subject
     return None
-
-
-def _mutated_arguments(func, args: tuple, kwargs: dict) -> list:
-    """Returns the tensors among the arguments that ``func`` writes to, by its schema."""
-    mutated: list = []
-    # Whose schemas do not tell
-    if func.namespace == "c10d" and func is not torch.ops.c10d.send.default and args:
-        return tree_flatten(args[0])[0]
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            mutated += list(value) if isinstance(value, (list, tuple)) else [value]
-    return mutated

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import UsageError
 from ..state import mistakes
-from ..state.apart import uncompiled
+from ..state.apart import makes_hooks
 from ..state.unit import ParamUnit
 from .engine import Engine
 from .fixed_form import fix_forms
@@ -84,6 +84,7 @@ class LandingHook:
 class LandingHooks:
     """The landing hooks of all parameters that are stepped, until :meth:`remove`."""
 
+    @makes_hooks
     def __init__(self, engine: Engine):
         self._hooks: list[LandingHook] = []
         self._late = engine.passes.reorder_hooks if engine.job.ranks.tp_group is not None else []
@@ -93,9 +94,7 @@ class LandingHooks:
             if (running := backward()) is not None:
                 running.landed(param)
 
-        self._landed = uncompiled(
-            landed
-        )  # holds only a weak reference to the backward: see LandingHook
+        self._landed = landed  # holds only a weak reference to the backward: see LandingHook
 
     def add(self, param: torch.Tensor) -> None:
         """Hooks a parameter that is stepped from now on."""

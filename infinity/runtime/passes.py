@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from ..forwards.context import too_late
 from ..forwards.lazy_logits import Logits
 from ..machine.sizes import format_nbytes
-from ..state.apart import uncompiled
+from ..state.apart import makes_hooks
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, set_raw_grad
 from ..state.operations import Operation, State
@@ -240,6 +240,7 @@ class Passes:
             self.job.prefetcher.hold(unit)
             self.frames[0].units.append(unit)
 
+    @makes_hooks
     def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:
         """Hooks tensors so that the backward holds ``frame``'s units when it reaches them, and
         releases the frozen ones when it leaves them."""
@@ -255,7 +256,7 @@ class Passes:
                         backward.hold(unit)
 
             for tensor in _computed(output):
-                tensor.register_hook(uncompiled(arrive))
+                tensor.register_hook(arrive)
         frozen = [
             unit
             for unit in units
@@ -273,7 +274,7 @@ class Passes:
             # would accumulate on them, and their gradients come last.
             for tensor in _tensors((args, kwargs)):
                 if type(tensor) is not Logits and tensor.grad_fn is not None:
-                    tensor.register_hook(uncompiled(depart))
+                    tensor.register_hook(depart)
 
     # --- saved tensors ---
 

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import native
 from ..machine.device import PAST, Event
 from ..machine.sizes import round_up
-from ..state.apart import uncompiled
+from ..state.apart import makes_hooks
 from ..state.dtensors import is_distributed, local_of, over, spec_of
 from ..storage.arrays import StateArray
 
@@ -81,6 +81,7 @@ class SavedDTensor:
     spec: Any
 
 
+@makes_hooks
 def through_dtensors(
     pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
 ) -> tuple[Callable, Callable]:
@@ -100,7 +101,7 @@ def through_dtensors(
             else unpack(packed)
         )
 
-    return uncompiled(pack_local), uncompiled(unpack_whole)
+    return pack_local, unpack_whole
 
 
 @dataclass(frozen=True)

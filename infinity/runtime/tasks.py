@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from .. import native
-from ..state.apart import uncompiled
+from ..state.apart import makes_hooks
 from .one_thread import begin_task
 from .pass_state import Pass
 
@@ -30,6 +30,7 @@ class AutogradTasks:
         """Whether a task began and has not ended: it is running, or was interrupted."""
         return bool(self._pass.tokens)
 
+    @makes_hooks
     def track(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         """Calls ``begin`` now if the running task is the outermost one, and ``end`` at its end.
         Once per task. Does nothing outside of tasks.
@@ -53,7 +54,6 @@ class AutogradTasks:
             if (tasks := me()) is not None and (alive := found()) is not None:
                 tasks._leave(task, alive)
 
-        uncompiled(leave)
         self._pass.tokens[task] = weakref.ref(token)
         for callback in (token, leave):
             torch.autograd.Variable._execution_engine.queue_callback(callback)

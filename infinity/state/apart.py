@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -68,10 +68,15 @@ def _is_plain() -> bool:
     )
 
 
-def uncompiled(function: F) -> F:
-    """Keeps torch.compile from tracing ``function``, which autograd calls in the middle of compiled
-    code, and all that it calls. Costs nothing at a call, as torch.compiler.disable does."""
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(*[_FrameAction.SKIP] * 2))
+def makes_hooks(function: F) -> F:
+    """Keeps torch.compile from tracing the functions that ``function`` defines, and all that they
+    call: autograd calls them in the middle of compiled code.
+
+    torch.compiler.disable would cost two frames at each call of a hook; this costs none.
+    """
+    for inner in function.__code__.co_consts:
+        if isinstance(inner, CodeType):
+            set_code_exec_strategy(inner, _FrameExecStrategy(*[_FrameAction.SKIP] * 2))
     return function
 
 

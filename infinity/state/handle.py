@@ -75,7 +75,7 @@ class ParamHandle:
         "forward_edits",
         "replaced",
         "changed_at",
-        "views",
+        "_views",
         "has_loaded_master",
         "borrowed",
         "is_counted",
@@ -99,7 +99,7 @@ class ParamHandle:
         self.forward_edits = 0  # counts those
         self.replaced = 0  # counts assignments of ``param.data``
         self.changed_at = 0  # the unit's version after the last change
-        self.views: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()  # tensors at rest
+        self._views: weakref.WeakSet[torch.Tensor] | None = None  # tensors at rest
         # Since the last step: loading the value that it belongs to keeps its bits.
         self.has_loaded_master = False
         # The borrowed view that replaces the parameter inside a block of full_params, with the
@@ -149,8 +149,14 @@ class ParamHandle:
         self.unit.version += 1
         self.changed_at = self.unit.version
         self.has_loaded_master = False
-        for view in self.views:
+        for view in self._views or ():
             torch.autograd.graph.increment_version(view)
+
+    def add_view(self, view: torch.Tensor) -> None:
+        """Adds a tensor at rest that shows the value, and with it the changes to come."""
+        if self._views is None:
+            self._views = weakref.WeakSet()
+        self._views.add(view)
 
     @property
     def engine(self) -> Owner:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import UsageError
 from ..machine import storage_guard
-from . import mistakes
+from . import mistakes, transforms
 from .borrowed import lent_to
 from .dtensors import DTensor, is_distributed
 from .handle import (
@@ -44,7 +44,7 @@ from .torch_functions import (
     type_name,
 )
 from .touch import touch
-from .view_chain import ViewChain, chain_of, is_whole, present
+from .view_chain import ViewChain, chain_of, is_whole, present, shows_all
 from .view_nodes import ASKING_FOR_PLACES, ask_for_places, is_recorded
 
 
@@ -151,6 +151,8 @@ class _Stored:
             with engine.uses.begin():  # another thread's pass is over by then
                 if engine.computing:
                     return _compute(func, args, kwargs, touched)
+        if transforms.are_running() and not any(map(is_distributed, touched)):
+            return transforms.call(func, args, kwargs, _Stored, _for_transform)
         if subject is not None and func is torch.Tensor.copy_ and is_whole(subject):
             return _set_value(subject, *args[1:], **kwargs)
         return touch(func, args, kwargs, touched, StoredAlias.like)
@@ -163,12 +165,22 @@ class _Stored:
             f" home={home})"
         )
 
-    __str__ = __repr__
+    def __str__(self):
+        """Writes the values as torch does. Writes a description if they cannot be brought now."""
+        handle = handle_of(self)
+        if not handle.is_alive or handle.engine.computing:
+            return repr(self)
+        try:
+            if isinstance(self, torch.nn.Parameter):
+                return str(torch.nn.Parameter(self.detach().clone(), self.requires_grad))
+            return torch.Tensor.__repr__(self)
+        except UsageError:
+            return repr(self)
 
     def __format__(self, spec):
         if self.dim() == 0 and spec:
             return format(self.item(), spec)  # as torch's does
-        return format(repr(self), spec)
+        return format(str(self), spec)
 
     def __deepcopy__(self, memo):
         raise _refuse_copy(self, "deep-copied")
@@ -255,7 +267,7 @@ class StoredAlias(_Stored, torch.Tensor):
             storage_guard.close(alias.untyped_storage())
         alias._infinity, alias._chain = handle, chain
         if handle is not None:
-            handle.views.add(alias)
+            handle.add_view(alias)
         return alias
 
     def gathered(self) -> torch.Tensor:
@@ -266,18 +278,29 @@ class StoredAlias(_Stored, torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        # Only calls that bypass __torch_function__ arrive here: torch.tensor(alias), for example.
-        # Calls that bypass this too (DLPack) meet the storage guard.
+        # Only calls that bypass __torch_function__ arrive here: torch.tensor(alias), and operations
+        # of a transform of torch.func. Calls that bypass this too (DLPack) meet the storage guard.
         aliases = [
             leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias)
         ]
         engine = handle_of(aliases[0]).engine
+        if not engine.computing:
+            return touch(func, args, kwargs or {}, aliases, StoredAlias.like, dispatched=True)
         with engine.uses.begin():
             for alias in aliases:
                 engine.touch(handle_of(alias), str(func))
             args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs or {}))
             return func(*args, **kwargs)
 
+
+def _for_transform(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what stands for a tensor at rest in a transform of torch.func."""
+    if isinstance(tensor, StoredParameter) and not handle_of(tensor).engine.computing:
+        return transforms.whole_view(tensor, StoredAlias.like)
+    return tensor
+
+
+transforms.let_be_wrapped(_Stored, _for_transform)
 
 # Classes of a plain and of a distributed parameter.
 RESIDENT = ResidentParameter, DTensor
@@ -365,7 +388,7 @@ def _set_value(subject: torch.Tensor, value: Any, *_: Any, **__: Any) -> torch.T
 
 def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
     """Does ``p.data = value`` at home, for a value of the parameter's shape and dtype."""
-    if value is subject or (handle_of(value) is handle_of(subject) and is_whole(value)):
+    if value is subject or (handle_of(value) is handle_of(subject) and shows_all(value)):
         return
     handle = handle_of(subject)
     alike = isinstance(value, torch.Tensor) and all(

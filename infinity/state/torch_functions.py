@@ -1,10 +1,11 @@
-"""Functions of torch that need no bytes of a tensor, or may not: they answer at rest too."""
+"""Functions of torch: those that need no bytes of a tensor, or may not, and what others write to."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 
 def _metadata_functions() -> set:
@@ -141,3 +142,16 @@ def _is_own_device(value: Any, subject: torch.Tensor) -> bool:
     return (
         value.index is None or subject.device.index is None or value.index == subject.device.index
     )
+
+
+def mutated_arguments(func, args: tuple, kwargs: dict) -> list:
+    """Returns the tensors among the arguments that ``func`` writes to, by its schema."""
+    mutated: list = []
+    # Whose schemas do not tell
+    if func.namespace == "c10d" and func is not torch.ops.c10d.send.default and args:
+        return tree_flatten(args[0])[0]
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            mutated += list(value) if isinstance(value, (list, tuple)) else [value]
+    return mutated

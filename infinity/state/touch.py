@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..machine import storage_guard
 from .handle import Owner, ParamHandle, handle_of, managed
+from .torch_functions import mutated_arguments
 from .view_chain import ViewChain, ViewStep, chain_of, present
 from .view_nodes import View
 
@@ -42,16 +43,23 @@ Rest = Callable[[torch.Tensor, ParamHandle, ViewChain], torch.Tensor]
 
 
 def touch(
-    func: Callable, args: tuple, kwargs: dict, touched: Sequence[torch.Tensor], rest: Rest
+    func: Callable,
+    args: tuple,
+    kwargs: dict,
+    touched: Sequence[torch.Tensor],
+    rest: Rest,
+    *,
+    dispatched: bool = False,
 ) -> Any:
     """Calls ``func`` with the values of the tensors at rest ``touched``, all of which are among its
-    arguments. ``rest`` makes the tensor at rest of a view. Raises UsageError if it is refused,
+    arguments. ``rest`` makes the tensor at rest of a view. ``dispatched``: beneath autograd, which
+    saved the tensors at rest, and does not count writes there. Raises UsageError if it is refused,
     before anything changed."""
     name = getattr(func, "__name__", str(func)).partition(".")[0]
     if name in REFUSED:
         handle = managed(touched[0])
         raise handle.engine.refusal(handle, name)
-    call = _Call(func, name, args, kwargs, rest)
+    call = _Call(func, name, args, kwargs, rest, dispatched)
     return _for_each(call) if name.startswith("_foreach_") else call.run(touched)
 
 
@@ -71,6 +79,7 @@ class _Call:
     args: tuple
     kwargs: dict[str, Any]
     rest: Rest
+    dispatched: bool
 
     def run(self, touched: Sequence[torch.Tensor]) -> Any:
         """Calls the function, with the parameters of ``touched`` resident meanwhile."""
@@ -82,7 +91,8 @@ class _Call:
             for engine, its in handles.items():
                 writes = any(managed(each).engine is engine for each in self.targets)
                 held.enter_context(engine.touching(its, self.name, writes=writes))
-                held.enter_context(engine.saving_tensors())
+                if not self.dispatched:
+                    held.enter_context(engine.saving_tensors())
             written = self.targets
             values = {
                 id(tensor): present(tensor, written=any(each is tensor for each in written))
@@ -95,6 +105,9 @@ class _Call:
             except Exception as error:  # noqa: BLE001 - torch's own: nothing is to be repaired
                 failure = error
             finally:
+                if self.dispatched:
+                    for tensor in written:
+                        torch.autograd.graph.increment_version(managed(tensor).param)
                 del values, args, kwargs
         if failure is not None:
             # An exception that a user keeps would keep weights in memory.
@@ -107,10 +120,12 @@ class _Call:
 
     @property
     def targets(self) -> list[torch.Tensor]:
-        """The tensors at rest that it may write to, by torch's naming."""
+        """The tensors at rest that it may write to, by its schema or torch's naming."""
         written: list[Any] = [self.kwargs.get("out")]
         in_place = self.name.endswith("_") and not self.name.endswith("__")
-        if in_place or self.name in ASSIGNING or self.kwargs.get("inplace"):
+        if isinstance(self.func, torch._ops.OpOverload):
+            written = mutated_arguments(self.func, self.args, self.kwargs)
+        elif in_place or self.name in ASSIGNING or self.kwargs.get("inplace"):
             first = self.args[:1] or list(self.kwargs.values())[:1]
             written.append(first)
         return [leaf for leaf in tree_flatten(written)[0] if handle_of(leaf) is not None]

@@ -142,17 +142,18 @@ class ParamUnit:
         """The running updates of the weights."""
         return [None if self.is_stale else flat.homes.update for flat in self.flat_params]
 
-    @property
-    def is_updating(self) -> bool:
-        """Whether an update of the weights was not waited for."""
-        return not self.is_stale and any(flat.homes.update is not None for flat in self.flat_params)
-
     def wait_for_update(self) -> None:
         """Waits until the weights of the last step are at home. Raises its error."""
-        if self.is_updating:
+        if self.is_stale:
+            return
+        for flat_param in self.flat_params:
+            if (update := flat_param.homes.update) is None:
+                continue
+            if update.done:
+                flat_param.homes.wait()  # raises its error
+                continue
             with self._device.stalled(UPDATES, self.name):
-                for flat_param in self.flat_params:
-                    flat_param.homes.wait()
+                flat_param.homes.wait()
 
     def make_stale(self, index: int) -> ParamUnit:
         """Makes the unit ``index`` of the weights before the last update, with their buffers.

@@ -113,6 +113,17 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return not chain.steps and (handle is None or chain.replaced == handle.replaced)
 
 
+def shows_all(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor at rest is all of its parameter in the parameter's own form, after any
+    views."""
+    chain, handle = chain_of(tensor), managed(tensor)
+    param = handle.param
+    form = param.shape, param.stride(), param.dtype
+    view = chain.repeat(torch.empty_strided(*form[:2], dtype=param.dtype, device="meta"))
+    shown = view.shape, view.stride(), view.dtype
+    return chain.replaced == handle.replaced and shown == form and not view.storage_offset()
+
+
 def present(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
     """Returns a tensor at rest with its bytes, while its parameter is resident. ``written``: it may
     be changed in place, which torch allows or refuses as for the view itself.

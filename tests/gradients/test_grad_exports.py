@@ -40,7 +40,7 @@ DOORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "set_": lambda g: g.set_(torch.ones(3)),
     "resize_": lambda g: g.resize_(1, 2),
     "t_": lambda g: g.t_(),
-    "data =": lambda g: setattr(g, "data", torch.ones(g.shape)),
+    "data =": lambda g: setattr(g, "data", torch.ones(3)),
 }
 UNHEARD: dict[str, Callable[[torch.Tensor], Any]] = {
     "to_dlpack": torch._C._to_dlpack,

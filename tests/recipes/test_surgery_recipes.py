@@ -605,7 +605,7 @@ def a_leaf_made_of_a_weight(run: Run) -> None:
         run.log(grad, descend(optimizer, fit(model, at)))
 
 
-@RECIPES.differing("refused: vmap hands torch what is at rest")
+@recipe
 def mapped_over_rows(run: Run) -> None:
     model, optimizer = run.start(mlp(8, 4))
     for at in range(2):
@@ -614,7 +614,7 @@ def mapped_over_rows(run: Run) -> None:
         run.log(torch.vmap(torch.dot, (0, 0))(model[0].weight, model[0].weight))
 
 
-@RECIPES.differing("refused: torch.func hands torch what is at rest")
+@recipe
 def functional_gradients_of_weights(run: Run) -> None:
     model, optimizer = run.start(mlp(8, 4))
     params = dict(model.named_parameters())
@@ -690,7 +690,7 @@ def a_backward_to_a_detached_weight(run: Run) -> None:
     run.log(weight.grad, descend(optimizer, fit(model)))
 
 
-@RECIPES.differing("refused: autograd.Variable hands torch what is at rest")
+@recipe
 def a_variable_made_of_a_weight(run: Run) -> None:
     model, optimizer = run.start(mlp(8, 4))
     weight = torch.autograd.Variable(model[0].weight.data, requires_grad=True)
@@ -705,29 +705,20 @@ def numbers_formatted_from_weights(run: Run) -> None:
     run.log(f"{model[0].bias[1].detach():.2f}")
 
 
-@RECIPES.differing("a weight is printed as its description")
+@recipe
 def a_weight_printed(run: Run) -> None:
     model, optimizer = run.start(mlp(8, 4))
     run.log(descend(optimizer, fit(model)), str(model[0].bias.data), f"{model[0].bias.data}")
 
 
-@RECIPES.differing("torch.tensor reads past what is at rest")
+@recipe
 def tensors_made_of_weights(run: Run) -> None:
     model, optimizer = run.start(mlp(8, 4))
     run.log(descend(optimizer, fit(model)), torch.tensor(model[0].bias.detach()))
-    run.log(torch.tensor(model[0].bias))
+    run.log(torch.FloatTensor(model[0].bias.data), torch.asarray(model[0].bias.data, copy=True))
 
 
-@RECIPES.differing("a plain parameter gets what is at rest as its data, and no refusal")
-def a_plain_layer_that_gets_the_data_of_a_weight(run: Run) -> None:
-    model, optimizer = run.start(mlp(8, 4))
-    run.log(descend(optimizer, fit(model)))
-    plain = nn.Linear(8, 4)
-    plain.weight.data = model[0].weight.data
-    run.log(plain.weight.norm())
-
-
-@RECIPES.differing("refused: grad.data = value")
+@recipe
 def gradients_assigned_through_data(run: Run) -> None:
     model, optimizer = run.start(mlp(8, 4))
     for at in range(2):
@@ -738,7 +729,7 @@ def gradients_assigned_through_data(run: Run) -> None:
         optimizer.step()
 
 
-@RECIPES.differing("refused: a weight's own memory in its own shape, assigned to it")
+@recipe
 def a_weight_that_gets_a_view_of_itself(run: Run) -> None:
     model, optimizer = run.start(mlp(8, 4))
     run.log(descend(optimizer, fit(model)))

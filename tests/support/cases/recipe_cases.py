@@ -159,15 +159,6 @@ class Recipes(list[Recipe]):
         self.append(recipe)
         return recipe
 
-    def differing(self, reason: str) -> Callable[[Recipe], Recipe]:
-        """Adds one that does not yet have the bits of plain torch, as a decorator."""
-
-        def add(recipe: Recipe) -> Recipe:
-            self.append(pytest.param(recipe, marks=pytest.mark.xfail(strict=True, reason=reason)))
-            return recipe
-
-        return add
-
     def each(self) -> pytest.MarkDecorator:
         """Makes the parameter ``recipe`` of a test."""
         return pytest.mark.parametrize("recipe", self, ids=lambda recipe: recipe.__name__)
