@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..errors import UsageError
 from .dtensors import like
 from .handle import handle_of
+from .view_chain import chain_of
 
 
 class Borrowed:
@@ -63,3 +67,20 @@ def lent_to(tensor: torch.Tensor) -> torch.Tensor | None:
     if borrowed is None or handle.engine.computing or handle.version != borrowed.version:
         return None
     return borrowed.tensor
+
+
+def call_on_borrowed(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any:
+    """Calls ``func`` with the borrowed tensors of the parameters among its arguments, which are of
+    ``kind``, as are views of them."""
+
+    def replaced(tensor: torch.Tensor) -> torch.Tensor:
+        borrowed = lent_to(tensor)
+        return tensor if borrowed is None else chain_of(tensor).repeat(borrowed, with_grad=True)
+
+    if func == torch.Tensor.data.__set__ and lent_to(args[0]) is not None:
+        with torch.no_grad():
+            replaced(args[0]).copy_(args[1])
+        return None
+    result = func(*(new := tree_map_only(kind, replaced, (args, kwargs)))[0], **new[1])
+    # In place.
+    return args[0] if args and isinstance(args[0], kind) and result is new[0][0] else result

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ..errors import UsageError
 from ..machine import storage_guard
 from . import mistakes, transforms
-from .borrowed import lent_to
+from .borrowed import call_on_borrowed, lent_to
 from .dtensors import DTensor, is_distributed
 from .handle import (
     DisableTorchFunction,
@@ -133,7 +133,7 @@ class _Stored:
         ):
             return _like(func, subject, args[1:], kwargs)
         if any(isinstance(leaf, _Stored) and lent_to(leaf) is not None for leaf in leaves):
-            return _on_borrowed(func, args, kwargs)
+            return call_on_borrowed(func, args, kwargs, _Stored)
         if subject is not None:
             if func in DETACH:
                 return _detached(subject)
@@ -283,12 +283,12 @@ class StoredAlias(_Stored, torch.Tensor):
         aliases = [
             leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias)
         ]
-        engine = handle_of(aliases[0]).engine
-        if not engine.computing:
+        handle = handle_of(aliases[0])
+        if not handle.engine.computing:
             return touch(func, args, kwargs or {}, aliases, StoredAlias.like, dispatched=True)
-        with engine.uses.begin():
+        with handle.engine.uses.begin():
             for alias in aliases:
-                engine.touch(handle_of(alias), str(func))
+                handle.engine.touch(handle_of(alias), str(func))
             args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs or {}))
             return func(*args, **kwargs)
 
@@ -333,24 +333,6 @@ def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tenso
             subject.shape, subject.stride(), dtype=subject.dtype, device="meta"
         )
         return func(twin, *args, **{"device": subject.device} | kwargs)
-
-
-def _on_borrowed(func, args: tuple, kwargs: dict) -> Any:
-    """Calls ``func`` with the borrowed tensors of the parameters among its arguments."""
-
-    def replaced(tensor: torch.Tensor) -> torch.Tensor:
-        borrowed = lent_to(tensor)
-        if borrowed is None or tensor.__class__ in STORED:
-            return tensor if borrowed is None else borrowed
-        return chain_of(tensor).repeat(borrowed, with_grad=True)
-
-    if func == torch.Tensor.data.__set__ and lent_to(args[0]) is not None:
-        with torch.no_grad():
-            replaced(args[0]).copy_(args[1])
-        return None
-    result = func(*(new := tree_map_only(_Stored, replaced, (args, kwargs)))[0], **new[1])
-    # In place.
-    return args[0] if args and isinstance(args[0], _Stored) and result is new[0][0] else result
 
 
 def _equal(one: Any, other: Any) -> bool | None:

@@ -1,4 +1,4 @@
-"""Functions of torch: those that need no bytes of a tensor, or may not, and what others write to."""
+"""Functions of torch: those that need no bytes of a tensor, or may not; what others write to."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ REFUSED = frozenset(
     " pin_memory set_ resize_ resize_as_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_"
     " as_strided_ detach_ rename_ __reduce_ex__ __deepcopy__".split()
 )
+KEEPING = frozenset(["_make_dual"])  # their results keep the arguments: these get copies
 CONTAINERS = (list, tuple, dict)
 ASSIGNING = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__"
@@ -59,6 +60,9 @@ def touch(
     if name in REFUSED:
         handle = managed(touched[0])
         raise handle.engine.refusal(handle, name)
+    if name in KEEPING:
+        copied = {id(tensor): tensor.clone() for tensor in touched}
+        return func(*(_replaced(each, copied) for each in args), **_replaced(kwargs, copied))
     call = _Call(func, name, args, kwargs, rest, dispatched)
     return _for_each(call) if name.startswith("_foreach_") else call.run(touched)
 

@@ -12,6 +12,7 @@ import torch
 from models import at_home
 from recipe_cases import Recipes, Run, assert_same_at_home, descend, draw, every_home, fit, mlp
 from torch import func, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import infinity
@@ -23,6 +24,12 @@ X = draw(6, 8)
 
 def loss_of(weight: torch.Tensor) -> torch.Tensor:
     return F.linear(X, weight).sin().pow(2).sum()
+
+
+def forward_mode(weight: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(weight, weight.detach().cos())
+        return forward_ad.unpack_dual(F.linear(X, dual).sin()).tangent.clone()
 
 
 # From a weight of 4 x 8: the whole of it, or detached.
@@ -44,6 +51,7 @@ OF_A_WEIGHT: dict[str, Callable[[torch.Tensor], Any]] = {
     "jacrev": lambda w: func.jacrev(lambda v: (v @ X[0]).sin())(w),
     "jacfwd": lambda w: func.jacfwd(lambda v: (v @ X[0]).sin())(w),
     "hessian": lambda w: func.hessian(lambda v: (v @ X[0]).sin().sum())(w),
+    "forward mode": forward_mode,
     "functional.hvp": lambda w: torch.autograd.functional.hvp(loss_of, w, torch.ones(4, 8)),
     "functional.jacobian": lambda w: torch.autograd.functional.jacobian(loss_of, w),
 }
