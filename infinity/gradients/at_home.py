@@ -12,6 +12,7 @@ import torch
 
 from ..errors import UsageError
 from ..machine import storage_guard
+from ..state.apart import leave_graph
 from ..state.handle import DisableTorchFunction, ParamHandle
 
 
@@ -109,6 +110,7 @@ class AtHome(torch.Tensor):
 
     def untyped_storage(self):
         """Raises UsageError: there is no storage of its own."""
+        leave_graph(f"{self._infinity_grad.name}.grad")
         self._refuse("untyped_storage()")
 
     def storage(self):

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state import mistakes
+from ..state.apart import uncompiled
 from ..state.handle import ParamHandle
 from ..state.torch_functions import mutated_arguments
 from .at_home import AtHome
@@ -64,6 +65,7 @@ class GradProxy(AtHome):
         return handle.engine.gradients
 
     @classmethod
+    @uncompiled
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         grads = [
             leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, GradProxy)
@@ -221,6 +223,7 @@ class GradView(AtHome):
         return self._take(self._source._values.value(self._infinity_grad, write=False))
 
     @classmethod
+    @uncompiled
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         views = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GradView)]

@@ -199,6 +199,12 @@ class Engine:
         refused now."""
         return self._touches.holding(handles, operation, writes=writes)
 
+    def put_to_rest(self, handle: ParamHandle) -> None:
+        """Releases a parameter that is not in use from the device: someone who asks for its storage
+        could read and write past torch's operations."""
+        if not self.computing:
+            self._touches.put_to_rest(handle)
+
     def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
         """Makes the error for using a parameter at home."""
         own_name = handle.name.removeprefix(self.job.ranks.stage_prefix)

@@ -92,6 +92,13 @@ class Touches:
                 raise
             cost.seconds += time.perf_counter() - start
 
+    def put_to_rest(self, handle: ParamHandle) -> None:
+        """Releases the unit of ``handle`` from the device, unless it is held, or ranks have to have
+        the same units there."""
+        with self.job.uses.begin():
+            if self.job.ranks.alone and not self.job.prefetcher.is_held(handle.unit):
+                self.job.prefetcher.release_all([handle.unit])
+
     def _bring(self, unit: ParamUnit) -> int:
         """Holds a unit. Returns the bytes that were brought for it."""
         prefetcher, is_brought = self.job.prefetcher, unit.residency is not Residency.RESIDENT

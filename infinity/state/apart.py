@@ -26,7 +26,7 @@ from torch._C._dynamo.eval_frame import (
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UsageError
@@ -68,21 +68,39 @@ def _is_plain() -> bool:
     )
 
 
+def uncompiled(function: F) -> F:
+    """Leaves a call of ``function``, and all that it calls, out of the graphs of torch.compile.
+
+    torch.compiler.disable would cost two frames at each call; this costs none.
+    """
+    function._torchdynamo_disable = True
+    _skip(function.__code__)
+    return function
+
+
 def makes_hooks(function: F) -> F:
     """Keeps torch.compile from tracing the functions that ``function`` defines, and all that they
-    call: autograd calls them in the middle of compiled code.
-
-    torch.compiler.disable would cost two frames at each call of a hook; this costs none.
-    """
+    call: autograd calls them in the middle of compiled code."""
     for inner in function.__code__.co_consts:
         if isinstance(inner, CodeType):
-            set_code_exec_strategy(inner, _FrameExecStrategy(*[_FrameAction.SKIP] * 2))
+            _skip(inner)
     return function
+
+
+def _skip(code: CodeType) -> None:
+    set_code_exec_strategy(code, _FrameExecStrategy(*[_FrameAction.SKIP] * 2))
 
 
 def is_compiling() -> bool:
     """Tells whether torch is compiling."""
     return TracingContext.try_get() is not None
+
+
+def leave_graph(what: str) -> None:
+    """Leaves ``what`` out of a graph that torch.compile is making now: a tensor without bytes, of
+    which torch asks a property."""
+    if is_compiling():
+        raise UnsupportedFakeTensorException(f"{what} is at home")
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:

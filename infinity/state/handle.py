@@ -30,6 +30,7 @@ class Owner(Protocol):
     gradients: Any  # the GradientBank, which gets and sets ``p.grad``
     touch: Callable[[ParamHandle, str], None]  # gathers in a forward or backward, or raises
     touching: Callable[..., AbstractContextManager]  # uses parameters outside of a pass
+    put_to_rest: Callable[[ParamHandle], None]  # releases it from the device, if it is not in use
     device: Device  # the device that computes
     uses: Uses
     steps: StepCounter

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ..errors import UsageError
 from ..machine import storage_guard
 from . import mistakes, transforms
+from .apart import uncompiled
 from .borrowed import call_on_borrowed, lent_to
 from .dtensors import DTensor, is_distributed
 from .handle import (
@@ -44,13 +45,15 @@ from .torch_functions import (
     type_name,
 )
 from .touch import touch
-from .view_chain import ViewChain, chain_of, is_whole, present, shows_all
-from .view_nodes import ASKING_FOR_PLACES, ask_for_places, is_recorded
+from .view_chain import ViewChain, chain_of, is_whole, present
+from .view_nodes import ASKING_FOR_PLACES, ask_for_places
+from .whole_value import equal, set_data, set_value
 
 
 class _ManagedGrad:
     """The ``grad`` of a managed parameter: the engine's proxy for the landed gradient."""
 
+    @uncompiled
     def __get__(self, param, owner=None):
         if param is None:
             return self
@@ -104,6 +107,15 @@ class ResidentParameter(torch.nn.Parameter):
     grad = _ManagedGrad()
     data = _WatchedData()
 
+    def set_(self, source=None, *form):
+        """Copies ``source`` into the memory of the device, if the parameter is managed."""
+        if handle_of(self) is None:
+            return super().set_(*(() if source is None else (source,)), *form)
+        if form or not isinstance(source, torch.Tensor):
+            raise handle_of(self).engine.refusal(handle_of(self), "set_")
+        self.data = source
+        return self
+
     def __deepcopy__(self, memo):
         raise _refuse_copy(self, "deep-copied")
 
@@ -115,11 +127,16 @@ class _Stored:
     """The rules of tensors whose bytes are at home."""
 
     @classmethod
+    @uncompiled
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in ASKING_FOR_PLACES:
             return ask_for_places(func, args, kwargs, _Stored)
         if func in METADATA:
+            if func is torch.Tensor.storage_offset and isinstance(args[0], StoredParameter):
+                return 0  # what else is in the device's buffer is not seen
+            if func is torch.Tensor.untyped_storage:
+                handle_of(args[0]).engine.put_to_rest(handle_of(args[0]))
             with DisableTorchFunction():
                 return func(*args, **kwargs)
         if func is torch.Tensor.is_pinned:
@@ -139,12 +156,12 @@ class _Stored:
                 return _detached(subject)
             if func == torch.Tensor.type and len(args) == 1 and not kwargs:
                 return type_name(subject)
-            if func in EQUAL and (answer := _equal(*args)) is not None:
+            if func in EQUAL and (answer := equal(*args)) is not None:
                 return answer
             if func in TO and converts_to_itself(func, subject, args, kwargs):
                 return subject
             if func == torch.Tensor.data.__set__:  # a new object at every look-up, so never `is`
-                return _set_data(subject, args[1])
+                return set_data(subject, args[1])
         touched = [leaf for leaf in leaves if isinstance(leaf, _Stored)]
         engine = handle_of(touched[0]).engine
         if engine.computing:
@@ -154,8 +171,16 @@ class _Stored:
         if transforms.are_running() and not any(map(is_distributed, touched)):
             return transforms.call(func, args, kwargs, _Stored, _for_transform)
         if subject is not None and func is torch.Tensor.copy_ and is_whole(subject):
-            return _set_value(subject, *args[1:], **kwargs)
+            return set_value(subject, *args[1:], **kwargs)
         return touch(func, args, kwargs, touched, StoredAlias.like)
+
+    def set_(self, source=None, *form):
+        """Copies ``source`` home, as ``data = source`` does. torch asks no ``__torch_function__``
+        here."""
+        if form or not isinstance(source, torch.Tensor):
+            raise handle_of(self).engine.refusal(handle_of(self), "set_")
+        set_data(self, source)
+        return self
 
     def __repr__(self, *, tensor_contents=None):
         handle = handle_of(self)
@@ -256,11 +281,18 @@ class StoredAlias(_Stored, torch.Tensor):
     def like(view: torch.Tensor, handle: ParamHandle, chain: ViewChain) -> StoredAlias:
         """Makes the tensor at rest that ``chain`` leads to, with the form of ``view`` and no
         gradient."""
+        offset = view.storage_offset()
         with DisableTorchFunction():
+            if handle is not None and not isinstance(view, StoredAlias):
+                param = handle.param  # what is before it in the device's buffer is not seen
+                offset = view.storage_offset() - (
+                    param.storage_offset() * param.itemsize // view.itemsize
+                )
             alias = torch.Tensor._make_wrapper_subclass(
                 StoredAlias,
                 view.shape,
                 strides=view.stride(),
+                storage_offset=offset,
                 dtype=view.dtype,
                 device=view.device,
             )
@@ -277,6 +309,7 @@ class StoredAlias(_Stored, torch.Tensor):
         return present(self)
 
     @classmethod
+    @uncompiled
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         # Only calls that bypass __torch_function__ arrive here: torch.tensor(alias), and operations
         # of a transform of torch.func. Calls that bypass this too (DLPack) meet the storage guard.
@@ -333,60 +366,3 @@ def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tenso
             subject.shape, subject.stride(), dtype=subject.dtype, device="meta"
         )
         return func(twin, *args, **{"device": subject.device} | kwargs)
-
-
-def _equal(one: Any, other: Any) -> bool | None:
-    """Compares a parameter at rest as ``torch.equal`` does: libraries search for one among others
-    that way. Returns None if a forward has to gather for it."""
-    if not isinstance(other, torch.Tensor) or handle_of(one).engine.computing:
-        return None
-    if not is_whole(one) or not is_whole(other):
-        return None
-    if handle_of(one) is handle_of(other):
-        return True
-    if one.shape != other.shape:
-        return False
-    values = (
-        each if (handle := handle_of(each)) is None else handle.engine.read_value(handle)
-        for each in (one, other)
-    )
-    return torch.equal(*values)
-
-
-def _set_value(subject: torch.Tensor, value: Any, *_: Any, **__: Any) -> torch.Tensor:
-    """Does ``subject.copy_(value)`` at home. Raises RuntimeError as torch does for a leaf."""
-    if is_recorded(subject):
-        raise RuntimeError(
-            "a leaf Variable that requires grad is being used in an in-place operation."
-        )
-    if isinstance(value, _Stored):
-        with torch.no_grad():
-            value = value.clone()
-    engine = handle_of(subject).engine
-    with engine.uses.begin():
-        engine.write_value(handle_of(subject), value)
-    return subject
-
-
-def _set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
-    """Does ``p.data = value`` at home, for a value of the parameter's shape and dtype."""
-    if value is subject or (handle_of(value) is handle_of(subject) and shows_all(value)):
-        return
-    handle = handle_of(subject)
-    alike = isinstance(value, torch.Tensor) and all(
-        getattr(value, name) == getattr(subject, name) for name in ("shape", "dtype", "device")
-    )
-    if (
-        handle.engine.computing
-        or subject.__class__ not in STORED  # only that object would have the value
-        or not alike
-        or isinstance(value, _Stored)  # in torch both would have one memory from then on
-    ):
-        raise UsageError(
-            f"assigning {handle.name}.data would not reach its home. Use `with"
-            f" infinity.full_params(model, [{handle.name!r}], writeback=True)`, or"
-            " load_state_dict()."
-        )
-    with torch.no_grad():
-        _set_value(subject, value)
-    handle.replaced += 1

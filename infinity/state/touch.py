@@ -17,21 +17,30 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
+from ..errors import UsageError
 from ..machine import storage_guard
-from .handle import Owner, ParamHandle, handle_of, managed
+from . import mistakes
+from .handle import Owner, ParamHandle, handle_of, managed, own_bytes
 from .torch_functions import mutated_arguments
-from .view_chain import ViewChain, ViewStep, chain_of, present
-from .view_nodes import View
+from .view_chain import ViewChain, ViewStep, bytes_of, chain_of
+from .view_nodes import View, with_node
 
-# They would give the memory away, replace it, or change the shape of a parameter in place.
-REFUSED = frozenset(
+# They would give the memory away
+SHARING = frozenset(
     "numpy __array__ __dlpack__ data_ptr storage untyped_storage typed_storage share_memory_"
-    " pin_memory set_ resize_ resize_as_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_"
-    " as_strided_ detach_ rename_ __reduce_ex__ __deepcopy__".split()
+    " pin_memory __reduce_ex__ __deepcopy__".split()
 )
+# They would change the form of a parameter in place
+RESHAPING = frozenset(
+    "set_ resize_ resize_as_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_"
+    " detach_ rename_".split()
+)
+STRIDED = {"as_strided": 3, "as_strided_copy": 3, "as_strided_scatter": 4}  # where the offset is
 KEEPING = frozenset(["_make_dual"])  # their results keep the arguments: these get copies
+# They write to statistics among their arguments, which torch does not count
+UNCOUNTED = ("batch_norm", "instance_norm", "moving_avg")
 CONTAINERS = (list, tuple, dict)
 ASSIGNING = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__"
@@ -57,21 +66,103 @@ def touch(
     saved the tensors at rest, and does not count writes there. Raises UsageError if it is refused,
     before anything changed."""
     name = getattr(func, "__name__", str(func)).partition(".")[0]
-    if name in REFUSED:
-        handle = managed(touched[0])
-        raise handle.engine.refusal(handle, name)
+    if name in SHARING | RESHAPING:
+        raise _refusal(managed(touched[0]), name)
+    if name in STRIDED:
+        func, args, kwargs = _from_own_element(func, STRIDED[name], args, dict(kwargs))
     if name in KEEPING:
-        copied = {id(tensor): tensor.clone() for tensor in touched}
-        return func(*(_replaced(each, copied) for each in args), **_replaced(kwargs, copied))
+        args, kwargs = tree_map(
+            lambda each: each.clone() if handle_of(each) is not None else each, (args, kwargs)
+        )
+        return func(*args, **kwargs)
     call = _Call(func, name, args, kwargs, rest, dispatched)
     return _for_each(call) if name.startswith("_foreach_") else call.run(touched)
 
 
-def _replaced(given: Any, values: dict[int, torch.Tensor]) -> Any:
-    """Returns an argument with every tensor at rest replaced by its value."""
-    if isinstance(given, CONTAINERS):
-        return tree_map(lambda each: values.get(id(each), each), given)
-    return values.get(id(given), given)
+def _refusal(handle: ParamHandle, name: str) -> UsageError:
+    if name in SHARING:
+        return handle.engine.refusal(handle, name)
+    return UsageError(
+        f"{name} would change the form of parameter {handle.name}, whose home keeps shape, strides"
+        f" and dtype. {mistakes.UNWRAP}"
+    )
+
+
+def _from_own_element(
+    func: Callable, place: int, args: tuple, kwargs: dict
+) -> tuple[Callable, tuple, dict]:
+    """Returns a call whose offset counts from the subject's first element: in memory the parameter
+    has others before it, which users do not see. Raises RuntimeError beyond the parameter's
+    end, as torch does. ``place``: the offset's, among the arguments."""
+    subject = args[0]
+    offset = kwargs.pop("storage_offset", args[place] if len(args) > place else None)
+    offset = subject.storage_offset() if offset is None else offset
+    size, stride = kwargs.get("size"), kwargs.get("stride")
+    size = args[place - 2] if size is None else size
+    stride = args[place - 1] if stride is None else stride
+    param = managed(subject).param
+    room = 1 + sum((n - 1) * step for n, step in zip(param.shape, param.stride()))
+    reach = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride))
+    if 0 not in size and reach * subject.itemsize > room * param.itemsize:
+        raise RuntimeError(
+            f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {offset}, and"
+            f" itemsize {subject.itemsize} requiring a storage size of {reach * subject.itemsize}"
+            f" are out of bounds for storage of size {room * param.itemsize}"
+        )
+    return partial(_strided, func, offset - subject.storage_offset()), args[:place], kwargs
+
+
+def _strided(func: Callable, offset: int, subject: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return func(subject, *args, storage_offset=subject.storage_offset() + offset, **kwargs)
+
+
+class _Values:
+    """The bytes of the tensors at rest ``touched``, for the arguments of one call. Those of
+    ``written`` may be changed in place.
+
+    Each use has a node of its own in the graph: autograd then adds up gradients as for any tensor.
+    """
+
+    def __init__(self, touched: Sequence[torch.Tensor], written: Sequence[torch.Tensor]):
+        self._written = {id(tensor) for tensor in written}
+        self._bytes = {
+            id(tensor): bytes_of(tensor, written=id(tensor) in self._written) for tensor in touched
+        }
+        # A use, and the tensor at rest that it stands for
+        self._uses: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the bytes of a tensor at rest."""
+        return self._bytes[id(tensor)]
+
+    def arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Returns arguments with every tensor at rest replaced by its bytes. The last one is
+        replaced first: autograd then adds up the gradients in the arguments' order."""
+        named = {name: self._replaced(kwargs[name]) for name in reversed(kwargs)}
+        return tuple([self._replaced(each) for each in reversed(args)][::-1]), named
+
+    def _replaced(self, given: Any) -> Any:
+        if not isinstance(given, CONTAINERS):
+            return self._use(given)
+        leaves, form = tree_flatten(given)
+        return tree_unflatten([self._use(each) for each in reversed(leaves)][::-1], form)
+
+    def at_rest(self, used: Any) -> torch.Tensor | None:
+        """Returns the tensor at rest whose use is ``used``, or None."""
+        return next((tensor for use, tensor in self._uses if use is used), None)
+
+    def has(self, given: Any) -> bool:
+        """Tells whether ``given`` is one of the tensors."""
+        return id(given) in self._bytes
+
+    def _use(self, given: Any) -> Any:
+        if not self.has(given):
+            return given
+        value = self.of(given)
+        if id(given) not in self._written and "_chain" in given.__dict__:
+            value = with_node(given, value)
+        self._uses.append((value, given))
+        return value
 
 
 @dataclass(frozen=True)
@@ -98,20 +189,14 @@ class _Call:
                 if not self.dispatched:
                     held.enter_context(engine.saving_tensors())
             written = self.targets
-            values = {
-                id(tensor): present(tensor, written=any(each is tensor for each in written))
-                for tensor in touched
-            }
-            args = tuple(_replaced(each, values) for each in self.args)
-            kwargs = {name: _replaced(each, values) for name, each in self.kwargs.items()}
+            values = _Values(touched, written)
+            args, kwargs = values.arguments(self.args, self.kwargs)
             try:
                 result = self._at_rest(self.func(*args, **kwargs), values, touched)
             except Exception as error:  # noqa: BLE001 - torch's own: nothing is to be repaired
                 failure = error
             finally:
-                if self.dispatched:
-                    for tensor in written:
-                        torch.autograd.graph.increment_version(managed(tensor).param)
+                self._note_uncounted(touched, written, failed=failure is not None)
                 del values, args, kwargs
         if failure is not None:
             # An exception that a user keeps would keep weights in memory.
@@ -134,18 +219,27 @@ class _Call:
             written.append(first)
         return [leaf for leaf in tree_flatten(written)[0] if handle_of(leaf) is not None]
 
-    def _at_rest(
-        self, result: Any, values: dict[int, torch.Tensor], touched: Sequence[torch.Tensor]
-    ) -> Any:
+    def _note_uncounted(
+        self, touched: Sequence[torch.Tensor], written: Sequence[torch.Tensor], *, failed: bool
+    ) -> None:
+        """Notes writes that torch has not counted, so that they go home."""
+        if self.dispatched:
+            for tensor in written:
+                torch.autograd.graph.increment_version(managed(tensor).param)
+        # A function that raises may have written before.
+        if failed or any(word in self.name for word in UNCOUNTED):
+            for handle in map(managed, touched):
+                handle.unit.watch(handle.param, own_bytes(handle.param))
+
+    def _at_rest(self, result: Any, values: _Values, touched: Sequence[torch.Tensor]) -> Any:
         """Returns ``result``, with tensors at rest for what lies in parameters' memory."""
-        own = {id(values[id(tensor)]): tensor for tensor in touched}
 
         def rest_of(leaf: Any, index: int) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if leaf.is_nested:
                 raise managed(touched[0]).engine.refusal(managed(touched[0]), self.name)
-            rest = own.get(id(leaf))
+            rest = values.at_rest(leaf)
             if rest is None and leaf.layout is torch.strided:
                 rest = self._view_at_rest(leaf, index, values, touched)
             return leaf if rest is None else rest
@@ -160,7 +254,7 @@ class _Call:
         self,
         view: torch.Tensor,
         index: int,
-        values: dict[int, torch.Tensor],
+        values: _Values,
         touched: Sequence[torch.Tensor],
     ) -> torch.Tensor | None:
         """Returns the tensor at rest for ``view``, the result numbered ``index``. None if it lies
@@ -169,14 +263,18 @@ class _Call:
         sources = [
             tensor
             for tensor in {id(each): each for each in touched}.values()
-            if storage_guard.identity(values[id(tensor)]) == storage
+            if storage_guard.identity(values.of(tensor)) == storage
         ]
+        others = any(
+            isinstance(leaf, torch.Tensor) and leaf.dim() and not values.has(leaf)
+            for leaf in tree_flatten((self.args, self.kwargs))[0]
+        )
         for source in sources:
-            first = values[id(source)].storage_offset()
-            if len(sources) == 1:
+            first = values.of(source).storage_offset()
+            if len(sources) == 1 and (not others or self.name.endswith("_as")):
                 step = ViewStep.of_call(self.func, self.args, self.kwargs, source, index)
-            elif first <= view.storage_offset() < first + max(values[id(source)].numel(), 1):
-                step = ViewStep.of_place(view, values[id(source)])
+            elif first <= view.storage_offset() < first + max(values.of(source).numel(), 1):
+                step = ViewStep.of_place(view, values.of(source))
             else:
                 continue
             chain = chain_of(source).then(step)
@@ -188,15 +286,13 @@ class _Call:
 
 def _for_each(call: _Call) -> Any:
     """Calls a function of lists unit by unit, so that no more than one is needed at a time."""
-    lists = [
-        each for each in (*call.args, *call.kwargs.values()) if isinstance(each, (list, tuple))
-    ]
-    length = max((len(each) for each in lists), default=0)
-    whole = [each for each in lists if len(each) == length]
+    lists = [each for each in (*call.args, *call.kwargs.values()) if _is_list(each)]
+    if len({len(each) for each in lists}) > 1:
+        return call.func(*map(_form, call.args), **tree_map(_form, call.kwargs))  # raises
     results: list[Any] = []
-    for run in _runs_of_units(whole, length):
-        cut = lambda each: each[run] if any(each is one for one in whole) else each
-        args, kwargs = tuple(map(cut, call.args)), {k: cut(v) for k, v in call.kwargs.items()}
+    for run in _runs_of_units(lists):
+        args = tuple(each[run] if _is_list(each) else each for each in call.args)
+        kwargs = {k: each[run] if _is_list(each) else each for k, each in call.kwargs.items()}
         leaves = tree_flatten((args, kwargs))[0]
         touched = [leaf for leaf in leaves if handle_of(leaf) is not None]
         part = replace(call, args=args, kwargs=kwargs)
@@ -206,7 +302,18 @@ def _for_each(call: _Call) -> Any:
     return type(results[0])(each for result in results for each in result)
 
 
-def _runs_of_units(lists: Sequence[Sequence], length: int) -> Iterator[slice]:
+def _is_list(given: Any) -> bool:
+    """Tells whether an argument has an item for each tensor: a list, or a tensor of scalars."""
+    is_scalars = isinstance(given, torch.Tensor) and handle_of(given) is None and given.dim() == 1
+    return is_scalars or isinstance(given, (list, tuple))
+
+
+def _form(given: Any) -> Any:
+    """Returns an argument whose tensors have form alone."""
+    return tree_map_only(torch.Tensor, partial(torch.empty_like, device="meta"), given)
+
+
+def _runs_of_units(lists: Sequence[Sequence]) -> Iterator[slice]:
     """Yields runs of list positions whose parameters are in the same units."""
 
     def units(index: int) -> tuple:
@@ -214,6 +321,6 @@ def _runs_of_units(lists: Sequence[Sequence], length: int) -> Iterator[slice]:
             handle.unit for each in lists if (handle := handle_of(each[index])) is not None
         )
 
-    for _, run in groupby(range(length), units):
+    for _, run in groupby(range(len(lists[0])), units):
         positions = list(run)
         yield slice(positions[0], positions[-1] + 1)

@@ -124,9 +124,17 @@ def shows_all(tensor: torch.Tensor) -> bool:
     return chain.replaced == handle.replaced and shown == form and not view.storage_offset()
 
 
-def present(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
-    """Returns a tensor at rest with its bytes, while its parameter is resident. ``written``: it may
-    be changed in place, which torch allows or refuses as for the view itself.
+def present(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor at rest with its bytes, while its parameter is resident. Raises as
+    :func:`bytes_of` does."""
+    value = bytes_of(tensor)
+    return with_node(tensor, value) if "_chain" in tensor.__dict__ else value
+
+
+def bytes_of(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
+    """Returns the bytes of a tensor at rest, with no place in the graph, while its parameter is
+    resident. ``written``: they may be changed in place, which torch allows or refuses as for the
+    view itself.
 
     Raises UsageError for a view of values that ``param.data = ...`` has replaced.
     """
@@ -140,4 +148,4 @@ def present(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
         )
     if written:
         return chain.repeat(handle.param, with_grad=True)
-    return with_node(tensor, chain.repeat(own_bytes(handle.param)))
+    return chain.repeat(own_bytes(handle.param))

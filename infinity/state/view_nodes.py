@@ -86,6 +86,20 @@ def ask_for_places(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any
         return of_leaf(given) if isinstance(given, kind) else given
 
     bound.arguments[outputs] = replaced(bound.arguments[outputs], torch.clone)
-    if "inputs" in bound.arguments:
-        bound.arguments["inputs"] = replaced(bound.arguments["inputs"], place_of)
-    return func(*bound.args, **bound.kwargs)
+    asked = bound.arguments.get("inputs")
+    if asked is None:
+        return func(*bound.args, **bound.kwargs)
+    bound.arguments["inputs"] = replaced(asked, place_of)
+    fills = bound.arguments.get("materialize_grads") and bound.arguments.get("allow_unused", True)
+    if not fills:
+        return func(*bound.args, **bound.kwargs)
+    # torch makes no zeros for a place in the graph
+    bound.arguments |= {"materialize_grads": False, "allow_unused": True}
+    found = func(*bound.args, **bound.kwargs)
+    if isinstance(asked, dict):
+        return {name: _or_zeros(found[name], each) for name, each in asked.items()}
+    return tuple(map(_or_zeros, found, [asked] if isinstance(asked, torch.Tensor) else asked))
+
+
+def _or_zeros(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like, requires_grad=False) if grad is None else grad

@@ -107,13 +107,15 @@ def test_on_a_processor_there_is_no_interface_of_cuda(grad):
     assert not hasattr(grad, "__cuda_array_interface__")
 
 
-def test_data_can_be_replaced_by_itself_alone(job, grad):
-    """Twins: by another gradient or a plain tensor it would not reach its home."""
+def test_data_is_replaced_by_values_of_its_form(grad):
+    """Twins: by itself it stays as it is; another shape or dtype is refused."""
     grad.data = grad.detach()
-    for other in (job.handles[1].param.grad, torch.ones(2, 4)):
+    for other in (torch.ones(4, 2), torch.ones(2, 4).double()):
         with pytest.raises(UsageError, match=r"layers\.0\.weight\.grad\.data = "):
             grad.data = other
     assert torch.equal(grad.clone(), ROWS)
+    grad.data = 2 * ROWS
+    assert torch.equal(grad.clone(), 2 * ROWS)
 
 
 @pytest.mark.parametrize("reshape", ["resize_", "unsqueeze_", "t_", "squeeze_"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infinity.errors import UsageError
-from infinity.state.view_chain import ViewChain, ViewStep, chain_of, present
+from infinity.state.view_chain import ViewChain, ViewStep, bytes_of, chain_of, present
 
 
 def parameter() -> torch.nn.Parameter:
@@ -51,12 +51,12 @@ def test_a_view_to_write_to_is_taken_as_autograd_recorded_it():
     with torch.no_grad():
         unrecorded = ViewStep.of_call(torch.t, (param,), {}, param, 0)
         rest = seen(param, chain_of(param).then(recorded))
-        assert present(rest, written=True).grad_fn is not None
+        assert bytes_of(rest, written=True).grad_fn is not None
     assert present(rest).grad_fn is None
     rest = seen(param, chain_of(param).then(unrecorded))
-    assert present(rest, written=True).grad_fn is None
+    assert bytes_of(rest, written=True).grad_fn is None
     detached = ViewChain((recorded,), is_detached=True)
-    assert not present(seen(param, detached), written=True).requires_grad
+    assert not bytes_of(seen(param, detached), written=True).requires_grad
     assert detached.then(recorded).is_detached
 
 
