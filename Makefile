@@ -47,7 +47,7 @@ test-all: setup $(VENV)/.test-ready
 # pyproject.toml names.
 lint: setup $(VENV)/.lint-ready
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu')
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'tests/support/late_device/*.cpp' 'tests/support/late_device/*.h')
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

@@ -43,6 +43,7 @@ LONGEST = (
     "storage/test_write_behind.py",
     "training/test_steps_and_gradients.py",
     "machine/test_device.py",
+    "late/test_late_device.py",
     "runtime/test_recovery.py",
     "bench/test_bench.py",
     "training/test_architectures.py",

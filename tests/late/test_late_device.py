@@ -1,0 +1,131 @@
+"""The engine on a device that is late: the product's own device class, threads and allocator, on
+streams whose jobs come late, on memory that the host cannot read and that is overwritten when it is
+freed.
+
+Words used here: **punctual**: a run whose launches wait for their jobs. **survey**: the answers of
+all jobs of one subject, which one process runs (see `late_jobs`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import prepared
+import pytest
+from marks import every, few
+
+JOBS = Path(__file__).parents[1] / "support" / "jobs" / "late_jobs.py"
+SECONDS = 280
+WAYS = [
+    "plain",
+    "clipped_micro_batches",
+    "accumulated",
+    "stepped_in_the_backward",
+    "scaled",
+    "evaluated_and_edited",
+    "resumed",
+    "gradients_edited",
+    "two_backwards",
+    "averaged",
+    "parked",
+    "on_a_side_stream",
+]
+HOMES = ["host", "nvme", "window", "activations"]
+ALONE = [
+    "plain:host-nvme",
+    "plain:nvme-host",
+    "plain:activations on disk",
+    "plain:another device",
+    "plain:checkpoints, reentrant",
+    "plain:checkpoints, not reentrant",
+    "clipped_micro_batches:speculating",
+]
+KERNELS = [
+    f"kernels:{homes} {moments}"
+    for moments in ("fp32", "int8")
+    for homes in ("device-device", "auto-auto", "device-host", "host-device")
+]
+FAULTS = [
+    "gradients are freed while they are sent",
+    "gradients are sent before they are computed",
+    "weights are freed while they are used",
+    "weights are used before they came",
+    "updates do not wait for gradients",
+]
+
+
+def answers(names: list[str]) -> dict[str, Any]:
+    """What each job answered. One that is missing ended the process."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "answers"
+        ended = prepared.run(JOBS, out, *names, seconds=SECONDS, folder=Path(folder))
+        lines = out.read_text().splitlines() if out.exists() else []
+        found = dict(json.loads(line) for line in lines)
+    for name in names:
+        found.setdefault(name, f"the process ended with {ended.returncode}: {ended.stderr[-2000:]}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def survey(request):
+    """The answers of the jobs of this module's tests that are run, a process for each subject."""
+    wanted: dict[str, list[str]] = {}
+    for item in request.session.items:
+        if item.module is request.module and (job := job_of(item)) is not None:
+            wanted.setdefault(item.originalname, []).append(job)
+
+    @functools.cache
+    def of_subject(subject: str) -> dict[str, Any]:
+        return answers(wanted[subject])
+
+    return of_subject
+
+
+def job_of(item: Any) -> str | None:
+    return item.callspec.params.get("job") if hasattr(item, "callspec") else None
+
+
+@pytest.fixture
+def answer(request, survey):
+    """The answer of the test's job."""
+    return survey(request.node.originalname)[job_of(request.node)]
+
+
+@pytest.mark.parametrize("job", every([f"{way}:{home}" for home in HOMES for way in WAYS], 3))
+def test_a_late_run_has_the_bits_of_a_punctual_one(job, answer):
+    """Method: every way of training at every home, twice, with other delays."""
+    assert answer == [True, True]
+
+
+@pytest.mark.parametrize("job", few(ALONE, 3))
+def test_other_forms_have_the_bits_of_a_punctual_run(job, answer):
+    assert answer == [True, True]
+
+
+@pytest.mark.parametrize("job", [*few(KERNELS, 2), "kernels:a step that is split"])
+def test_steps_on_the_device_have_the_bits_of_a_punctual_run(job, answer):
+    """Method: the GPU's kernels, compiled for the processor, are jobs of the device's streams."""
+    assert answer == [True, True]
+
+
+@pytest.mark.parametrize("job", [f"fault:{fault}" for fault in FAULTS])
+def test_what_is_not_ordered_is_found(job, answer):
+    """Method: one order that the engine keeps is taken away. Runs differ, raise, or end."""
+    assert not isinstance(answer, list) or not all(answer)
+
+
+@pytest.mark.parametrize("job", ["fault:none"])
+def test_without_a_fault_nothing_is_found(job, answer):
+    """The twin of the tests above."""
+    assert answer == [True] * 4
+
+
+@pytest.mark.parametrize("job", few(["memory:host", "memory:nvme"], 1))
+def test_a_step_that_finds_no_memory_can_be_repeated(job, answer):
+    """Method: another allocation of the step fails each time. The step that follows with the same
+    batch has the bits of a run without a failure."""
+    assert list(answer) == ["the same bits"]

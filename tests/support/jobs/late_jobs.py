@@ -1,0 +1,510 @@
+"""What a process with the late device runs: each job trains, and tells what came out.
+
+``python late_jobs.py FOLDER JOB...`` writes one line of JSON for each job: its name and its answer,
+or the error that it raised.
+
+Words used here:
+
+**way**: a way of training; **homes**: where state is; **punctual**: a run whose launches wait for
+their jobs, with which the others are compared.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path += [str(folder) for folder in Path(__file__).resolve().parents[1].glob("*/")]
+
+import late_device
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import infinity
+from infinity.errors import InfinityError
+from infinity.machine import accelerator, in_flight, storage_guard
+from infinity.machine import device as devices
+from infinity.optim.device_share import DeviceShare
+
+LATE = late_device.install()
+WHERE = "late:0"
+SEED = 20261126
+STEPS = 3
+WIDTH, VOCABULARY, BLOCKS = 64, 96, 4
+LATE_RUNS = 2  # of each case
+HOST = {"params": "host", "optimizer": "host"}
+NVME = {"params": "nvme", "optimizer": "nvme"}
+WINDOW = {**HOST, "device_memory": "320KiB"}
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (x.float() * scale).to(x.dtype) * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = Norm()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, *, checkpoints: str = ""):
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            if self.checkpoints:
+                is_reentrant = self.checkpoints == "reentrant"
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=is_reentrant)
+            else:
+                x = block(x)
+        return self.head(x)
+
+
+def made(**form: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(SEED)
+    model = Model(**form).to(torch.bfloat16)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def batches(count: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(count):
+        yield torch.randint(0, VOCABULARY, (16, 32), generator=generator)
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    where = model.head.weight.device
+    ids = ids.to(where)
+    return nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+
+
+def step(optimizer: Any) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- ways of training: each returns what it read on the way ---
+
+WAYS: dict[str, Callable[[nn.Module, Any], list[torch.Tensor]]] = {}
+
+
+def way(train: Callable) -> Callable:
+    WAYS[train.__name__] = train
+    return train
+
+
+@way
+def plain(model, optimizer, steps=STEPS):
+    told = []
+    for ids in batches(steps):
+        loss = loss_of(model, ids)
+        loss.backward()
+        step(optimizer)
+        told.append(loss.detach())
+    return told
+
+
+@way
+def clipped_micro_batches(model, optimizer):
+    told = []
+    for ids in batches(STEPS):
+        for part in ids.chunk(2):
+            loss = loss_of(model, part)
+            loss.backward()
+            told.append(loss.detach())
+        told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        step(optimizer)
+    return told
+
+
+@way
+def accumulated(model, optimizer):
+    told = []
+    for ids in batches(STEPS):
+        with infinity.accumulate(model):
+            for part in ids.chunk(2):
+                loss = loss_of(model, part)
+                loss.backward()
+                told.append(loss.detach())
+        step(optimizer)
+    return told
+
+
+@way
+def stepped_in_the_backward(model, optimizer):
+    told = []
+    for ids in batches(STEPS):
+        loss = loss_of(model, ids)
+        with optimizer.step_in_backward():
+            loss.backward()
+        step(optimizer)
+        told.append(loss.detach())
+    return told
+
+
+@way
+def scaled(model, optimizer):
+    """The first scales overflow."""
+    scaler, told = torch.amp.GradScaler("late", init_scale=2.0**126, growth_interval=2), []
+    for ids in batches(2 * STEPS):
+        loss = loss_of(model, ids)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        told.append(loss.detach())
+    return told
+
+
+@way
+def evaluated_and_edited(model, optimizer):
+    told = []
+    for ids in batches(STEPS):
+        told += plain(model, optimizer, 1)
+        with torch.no_grad():
+            told.append(loss_of(model, ids))
+            model.head.weight.mul_(0.99)
+        with infinity.full_params(model, ["head.weight"], writeback=True) as params:
+            params["head.weight"].mul_(0.99)
+    return told
+
+
+@way
+def resumed(model, optimizer):
+    told = plain(model, optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        infinity.save_checkpoint(f"{folder}/saved", model, optimizer)
+        told += plain(model, optimizer, 1)
+        infinity.load_checkpoint(f"{folder}/saved", model, optimizer)
+    return told + plain(model, optimizer, 1)
+
+
+@way
+def gradients_edited(model, optimizer):
+    told = []
+    for ids in batches(STEPS):
+        loss = loss_of(model, ids)
+        loss.backward()
+        for param in model.parameters():
+            param.grad.mul_(0.5)
+            param.grad.add_(0.001)
+        told += [param.grad.float().norm() for param in model.parameters()]
+        step(optimizer)
+    return told
+
+
+@way
+def two_backwards(model, optimizer):
+    told = []
+    for ids in batches(STEPS):
+        loss = loss_of(model, ids)
+        loss.backward(retain_graph=True)
+        (grad,) = torch.autograd.grad(loss, [model.head.weight], retain_graph=True)
+        loss.backward()
+        step(optimizer)
+        told += [loss.detach(), grad.float().norm()]
+    return told
+
+
+@way
+def averaged(model, optimizer):
+    average = infinity.ema(model, 0.9)
+    told = []
+    for _ in range(STEPS):
+        told += plain(model, optimizer, 1)
+        average.update()
+    with average.applied():
+        told += [value.clone() for value in model.state_dict().values()]
+    return told
+
+
+@way
+def parked(model, optimizer):
+    told = plain(model, optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        infinity.park(model, folder)
+        return told + plain(model, optimizer)
+
+
+@way
+def on_a_side_stream(model, optimizer):
+    with torch.Stream(device=WHERE):
+        return [value.cpu() for value in plain(model, optimizer)]
+
+
+# --- runs that are compared ---
+
+
+def trained(train: Callable, config: dict[str, Any], **form: Any) -> list[torch.Tensor]:
+    """Returns what a run read, its weights and its moments."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"device": WHERE, "nvme_paths": [folder], **config}
+        model, optimizer = infinity.wrap_model(*made(**form), config)
+        try:
+            values = [value.cpu() for value in train(model, optimizer)]
+            values += [value.cpu().clone() for value in model.state_dict().values()]
+            values += [
+                value.clone()
+                for entry in optimizer.state_dict()["state"].values()
+                for value in entry.values()
+            ]
+        finally:
+            infinity.unwrap_model(model, optimizer)
+    return values
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def compared(train: Callable, config: dict[str, Any], **form: Any) -> list[bool]:
+    """Tells which late runs have the bits of the punctual one."""
+    with late_device.never_late(LATE):
+        expected = trained(train, config, **form)
+    with late_device.delayed(LATE):
+        return [same(trained(train, config, **form), expected) for _ in range(LATE_RUNS)]
+
+
+class _Kernels:
+    """The GPU's kernels, compiled for the processor, as jobs of the current stream."""
+
+    def __init__(self):
+        from gpu_stand_in import build_stand_in
+
+        self._stand_in = build_stand_in()
+
+    def step(self, layout, *, runs, stream, **addresses):
+        there = {name: LATE.usable(at) if at else 0 for name, at in addresses.items()}
+        LATE.put(0, lambda: self._stand_in.step(layout, runs=runs, stream=0, **there))
+
+    def calls(self):
+        return 0
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[None]:
+    """Gives the device kernels in the block."""
+    real, own = accelerator.Accelerator.__init__, _Kernels()
+
+    def init(self, where, traffic):
+        real(self, where, traffic)
+        self.kernels = own
+
+    accelerator.Accelerator.__init__ = init
+    with mock.patch.object(accelerator.Accelerator, "stream_handle", 0):
+        yield
+    accelerator.Accelerator.__init__ = real
+
+
+JOBS: dict[str, Callable[[], Any]] = {}
+
+
+def add(name: str, *given: Any, **form: Any) -> None:
+    JOBS[name] = lambda: compared(*given, **form)
+
+
+for _name, _train in WAYS.items():
+    for _homes, _config in {
+        "host": HOST,
+        "nvme": NVME,
+        "window": WINDOW,
+        "activations": {**HOST, "activations": "host"},
+    }.items():
+        add(f"{_name}:{_homes}", _train, _config)
+for _homes in ("host-nvme", "nvme-host"):
+    _params, _optimizer = _homes.split("-")
+    add(f"plain:{_homes}", plain, {"params": _params, "optimizer": _optimizer})
+add("plain:activations on disk", plain, {**HOST, "activations": "nvme"})
+add("clipped_micro_batches:speculating", clipped_micro_batches, {**HOST, "speculate": True})
+add("plain:another device", plain, {**HOST, "device": "late:1"})
+for _kind in ("reentrant", "not reentrant"):
+    add(f"plain:checkpoints, {_kind}", plain, WINDOW, checkpoints=_kind)
+
+
+def with_kernels(config: dict[str, Any], share: float | None = None) -> Callable[[], list[bool]]:
+    def run() -> list[bool]:
+        with contextlib.ExitStack() as held:
+            held.enter_context(kernels())
+            if share is not None:
+
+                def give(own: DeviceShare, *of_step: Any) -> None:
+                    own.value = share
+
+                held.enter_context(mock.patch.object(DeviceShare, "note", give))
+            return compared(clipped_micro_batches, config)
+
+    return run
+
+
+for _homes in ("device-device", "device-host", "host-device", "auto-auto"):
+    _params, _optimizer = _homes.split("-")
+    for _moments in ("fp32", "int8"):
+        _config = {"params": _params, "optimizer": _optimizer, "moments": _moments}
+        JOBS[f"kernels:{_homes} {_moments}"] = with_kernels(_config)
+JOBS["kernels:a step that is split"] = with_kernels(HOST, share=0.5)
+
+
+# --- planted faults ---
+
+
+def with_fault(owner: Any, name: str, fault: Any, train: Callable, config: dict) -> Callable:
+    def run() -> list[bool]:
+        with late_device.never_late(LATE):
+            expected = trained(train, config)
+        found = []
+        with late_device.delayed(LATE), mock.patch.object(owner, name, fault):
+            for _ in range(4):
+                try:
+                    found.append(same(trained(train, config), expected))
+                except (InfinityError, RuntimeError):
+                    found.append(False)
+        return found
+
+    return run
+
+
+def _free_at_once(self, storage, nbytes, *, behind=devices.PAST):
+    storage_guard.open(storage)
+    storage.resize_(nbytes)
+    if not nbytes:
+        storage_guard.close(storage)
+
+
+FAULTS = {
+    "none": (in_flight.InFlight, "keep", in_flight.InFlight.keep, plain, HOST),
+    "gradients are freed while they are sent": (
+        in_flight.InFlight,
+        "keep",
+        lambda self, *given, **more: None,
+        plain,
+        HOST,
+    ),
+    "gradients are sent before they are computed": (
+        accelerator.Accelerator,
+        "now",
+        lambda self: devices.PAST,
+        plain,
+        HOST,
+    ),
+    "weights are freed while they are used": (
+        accelerator.Accelerator,
+        "resize",
+        _free_at_once,
+        plain,
+        WINDOW,
+    ),
+    "weights are used before they came": (
+        accelerator._DeviceEvent,
+        "precede",
+        lambda self: None,
+        plain,
+        HOST,
+    ),
+    "updates do not wait for gradients": (
+        accelerator.Accelerator,
+        "ticket",
+        lambda self, events: None,
+        plain,
+        HOST,
+    ),
+}
+for _name, _fault in FAULTS.items():
+    JOBS[f"fault:{_name}"] = with_fault(*_fault)
+
+
+# --- out of memory ---
+
+
+def out_of_memory(config: dict[str, Any], samples: int) -> Callable[[], dict[str, int]]:
+    """Makes one allocation of the second step fail, each time another one; the step is repeated.
+    Counts how it ended."""
+
+    def run() -> dict[str, int]:
+        expected, asked = _with_failing(config, None)
+        ends = collections.Counter()
+        for number in range(0, asked, max(1, asked // samples)):
+            found, _ = _with_failing(config, number)
+            is_same = not isinstance(found, str) and same(found, expected)
+            ends["the same bits" if is_same else found if isinstance(found, str) else "others"] += 1
+        return dict(ends)
+
+    return run
+
+
+def _with_failing(config: dict[str, Any], number: int | None) -> tuple[Any, int]:
+    asked = 0
+
+    def train(model, optimizer):
+        nonlocal asked
+        told = []
+        for index, ids in enumerate(batches(STEPS)):
+            before = LATE.counts()["allocations"]
+            if index == 1 and number is not None:
+                LATE.fail_in(number)
+            try:
+                told.append(_one(model, optimizer, ids))
+            except (torch.OutOfMemoryError, InfinityError):
+                LATE.fail_in(-1)
+                optimizer.zero_grad()
+                told.append(_one(model, optimizer, ids))
+            LATE.fail_in(-1)
+            asked = LATE.counts()["allocations"] - before if index == 1 else asked
+        return told
+
+    try:
+        return trained(train, config), asked
+    except (torch.OutOfMemoryError, InfinityError) as error:
+        return type(error).__name__, asked
+
+
+def _one(model: nn.Module, optimizer: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = loss_of(model, ids)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    step(optimizer)
+    return loss.detach()
+
+
+JOBS["memory:host"] = out_of_memory({**WINDOW, "activations": "host"}, 40)
+JOBS["memory:nvme"] = out_of_memory(NVME, 20)
+
+
+def main(out: str, names: list[str]) -> None:
+    with open(out, "w") as file:
+        for name in names:
+            try:
+                answer = JOBS[name]()
+            except Exception as error:  # noqa: BLE001 - the test tells
+                answer = f"{type(error).__name__}: {error}"
+            file.write(json.dumps([name, answer]) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:] or list(JOBS))

@@ -1,0 +1,161 @@
+// Memory of the late device: mapped twice. Where tensors point, the host can neither read nor write
+// it (SIGSEGV); jobs use the other mapping.
+//
+// Freed blocks go to the cache of their stream at once, as in torch's allocator, and are
+// overwritten in the order of that stream, as a later kernel would. An allocation can be made to
+// fail.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <c10/core/Allocator.h>
+#include <c10/util/Exception.h>
+
+#include "streams.h"
+
+namespace late {
+
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+constexpr std::size_t kCapacity = std::size_t{6} << 30;  // address space: pages come when used
+constexpr std::size_t kGranule = 512;
+constexpr int kFreed = 0xFF;  // of all bytes: a NaN in every format
+
+class Memory {
+ public:
+  static Memory& all() {
+    static auto* memory = new Memory;
+    return *memory;
+  }
+
+  std::atomic<long> fail_in{-1};  // allocations until one fails; negative: none does
+  std::atomic<long> asked{0}, fresh{0}, reused{0};
+
+  bool has(const void* place) const {
+    auto* byte = static_cast<const char*>(place);
+    return byte >= seen_ && byte < seen_ + kCapacity;
+  }
+  // Where jobs find the memory that tensors see at ``place``.
+  void* usable(const void* place) const {
+    return place ? used_ + (static_cast<const char*>(place) - seen_) : nullptr;
+  }
+  std::size_t free_nbytes() {
+    std::lock_guard hold(mutex_);
+    return kCapacity - taken_;
+  }
+
+  void* allocate(std::size_t nbytes, int device) {
+    ++asked;
+    if (fail_in >= 0 && fail_in-- == 0)
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "late: this allocation was made to fail");
+    const std::size_t size =
+        (std::max<std::size_t>(nbytes, 1) + kGranule - 1) / kGranule * kGranule;
+    Stream* stream = stream_of(device);
+    std::lock_guard hold(mutex_);
+    auto& cached = caches_[stream][size];
+    char* place;
+    if (!cached.empty()) {
+      place = cached.back();
+      cached.pop_back();
+      ++reused;
+    } else {
+      TORCH_CHECK_WITH(OutOfMemoryError, taken_ + size <= kCapacity, "late: out of memory");
+      place = seen_ + taken_;
+      taken_ += size;
+      ++fresh;
+    }
+    blocks_[place] = {size, stream};
+    return place;
+  }
+
+  static void release(void* place) {
+    if (place) all().give_back(static_cast<char*>(place));
+  }
+
+ private:
+  struct Block {
+    std::size_t size;
+    Stream* owner;
+  };
+
+  Memory() {
+    int file = memfd_create("late-device", 0);
+    TORCH_CHECK(file >= 0 && ftruncate(file, kCapacity) == 0, "no memory for a late device");
+    auto map = [file](int access) {
+      void* place = mmap(nullptr, kCapacity, access, MAP_SHARED | MAP_NORESERVE, file, 0);
+      TORCH_CHECK(place != MAP_FAILED, "no addresses for a late device");
+      return static_cast<char*>(place);
+    };
+    seen_ = map(PROT_NONE);
+    used_ = map(PROT_READ | PROT_WRITE);
+    close(file);
+  }
+
+  void give_back(char* place) {
+    Block block;
+    {
+      std::lock_guard hold(mutex_);
+      block = blocks_.at(place);
+      blocks_.erase(place);
+    }
+    block.owner->put([to = usable(place), size = block.size] { std::memset(to, kFreed, size); });
+    std::lock_guard hold(mutex_);
+    caches_[block.owner][block.size].push_back(place);
+  }
+
+  char *seen_, *used_;
+  std::mutex mutex_;
+  std::size_t taken_ = 4096;
+  std::map<char*, Block> blocks_;
+  std::map<Stream*, std::map<std::size_t, std::vector<char*>>> caches_;
+};
+
+class Allocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t nbytes) override {
+    void* place = nbytes ? Memory::all().allocate(nbytes, current_device) : nullptr;
+    return {place, place, &Memory::release, c10::Device(kType, current_device)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &Memory::release; }
+  void copy_data(void*, const void*, std::size_t) const override {
+    TORCH_CHECK(false, "late: a copy without a stream");
+  }
+};
+inline Allocator allocator;
+
+// Host memory that was registered: copies from and to it do not wait.
+class Registered {
+ public:
+  static Registered& all() {
+    static auto* registered = new Registered;
+    return *registered;
+  }
+  void add(void* place, std::size_t nbytes) {
+    std::lock_guard hold(mutex_);
+    ranges_[static_cast<char*>(place)] = nbytes;
+  }
+  void remove(void* place) {
+    std::lock_guard hold(mutex_);
+    ranges_.erase(static_cast<char*>(place));
+  }
+  bool has(const void* place, std::size_t nbytes) {
+    std::lock_guard hold(mutex_);
+    auto* byte = static_cast<const char*>(place);
+    auto after = ranges_.upper_bound(const_cast<char*>(byte));
+    if (after == ranges_.begin()) return false;
+    auto [begin, size] = *--after;
+    return byte + nbytes <= begin + size;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<char*, std::size_t> ranges_;
+};
+
+}  // namespace late
