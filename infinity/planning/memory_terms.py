@@ -79,8 +79,8 @@ class MemoryTerms:
         slot, service = self._slot(), self._service()
         self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
         self._add_ranks()
-        window = self._window()
         landing, device_slot = self._device_step()
+        window = self._window()  # takes the rest of a budget
         return MemoryPlan(
             tiers=self.tiers,
             units_ahead=self._rung.units_ahead,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import re
 import sys
 import threading
 import time
@@ -486,6 +487,24 @@ def test_what_the_device_is_planned_to_hold_is_charged(compute_on, kernels):
     there_always = terms["gradients on their way"] + terms["optimizer slots"]
     assert there_always > 0 and engine.job.ledger.accounts["device"].charged_nbytes == there_always
     infinity.unwrap_model(model, optimizer)
+
+
+def test_every_budget_from_the_least_one_on_is_enough(compute_on):
+    """The least that an error names works, and so does all above it. Twin: one byte less does
+    not."""
+    compute_on(Elsewhere)
+    config = {"params": "host", "optimizer": "host"}
+    with pytest.raises(CapacityError, match="the least that works") as refused:
+        infinity.wrap_model(*a_model(), config | {"device_memory": "64KiB"})
+    least = int(re.search(r"works here is .*?\((\d+) bytes\)", str(refused.value))[1])
+    with pytest.raises(CapacityError):
+        infinity.wrap_model(*a_model(), config | {"device_memory": least - 1})
+    for more in (0, 4 << 10, 32 << 10, 1 << 20):
+        model, optimizer = infinity.wrap_model(*a_model(), config | {"device_memory": least + more})
+        train(model, optimizer, steps=1)
+        tier = infinity.stats(model).tiers["device"]
+        assert tier.peak_nbytes <= least + more
+        infinity.unwrap_model(model, optimizer)
 
 
 def test_a_gradient_that_is_set_goes_home_from_the_device(compute_on):

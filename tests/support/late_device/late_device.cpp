@@ -157,6 +157,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage", set_storage);
   library.impl("set_.source_Storage_storage_offset", set_storage_at);
   library.impl("view", view);
+  library.impl("record_stream", record_stream);
   library.impl("_has_compatible_shallow_copy_type", has_compatible_copy_type);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include <sys/mman.h>
@@ -70,8 +71,15 @@ class Memory {
       taken_ += size;
       ++fresh;
     }
-    blocks_[place] = {size, stream};
+    blocks_[place] = {size, stream, {}};
     return place;
+  }
+
+  // Notes that ``stream`` uses the memory of a tensor that belongs to another one.
+  void record(const void* data, Stream* stream) {
+    std::lock_guard hold(mutex_);
+    auto after = blocks_.upper_bound(static_cast<char*>(const_cast<void*>(data)));
+    if (after != blocks_.begin()) (--after)->second.users.insert(stream);
   }
 
   static void release(void* place) {
@@ -82,6 +90,7 @@ class Memory {
   struct Block {
     std::size_t size;
     Stream* owner;
+    std::set<Stream*> users;
   };
 
   Memory() {
@@ -104,6 +113,7 @@ class Memory {
       block = blocks_.at(place);
       blocks_.erase(place);
     }
+    for (Stream* user : block.users) block.owner->wait_for(user->mark());
     block.owner->put([to = usable(place), size = block.size] { std::memset(to, kFreed, size); });
     std::lock_guard hold(mutex_);
     caches_[block.owner][block.size].push_back(place);

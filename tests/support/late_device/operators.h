@@ -178,6 +178,11 @@ inline at::Scalar to_scalar(const Tensor& self) {
   return host.item();
 }
 
+inline void record_stream(Tensor& self, c10::Stream stream) {
+  if (void* data = data_of(self))
+    Memory::all().record(data, Streams::all().at(stream.device_index(), stream.id()));
+}
+
 // --- all other operators ---
 
 inline Tensor meta_of(const Tensor& tensor) {

@@ -44,6 +44,7 @@ LONGEST = (
     "training/test_steps_and_gradients.py",
     "machine/test_device.py",
     "late/test_late_device.py",
+    "late/test_late_ranks.py",
     "runtime/test_recovery.py",
     "bench/test_bench.py",
     "training/test_architectures.py",

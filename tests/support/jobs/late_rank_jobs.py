@@ -1,0 +1,39 @@
+"""Jobs of ranks on the late device (see `ranks`, `late_jobs`). Their collectives are jobs of
+streams, as those of NCCL are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(folder) for folder in Path(__file__).resolve().parents[1].glob("*/")]
+
+import late_jobs
+import torch
+import torch.distributed as dist
+from ranks import serve
+
+
+def batch_of_rank(count: int):
+    """Batches of this rank's own."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(count):
+        yield torch.randint(0, late_jobs.VOCABULARY, (4, 32), generator=generator)
+
+
+late_jobs.batches = batch_of_rank
+
+
+def late_runs(way: str, config: dict[str, Any]) -> list[bool]:
+    """Tells which late runs have the bits of the punctual one."""
+    return late_jobs.compared(late_jobs.WAYS[way], config)
+
+
+def without_order() -> list[bool]:
+    """The same, if gradients are sent before they are computed."""
+    return late_jobs.JOBS["fault:gradients are sent before they are computed"]()
+
+
+if __name__ == "__main__":
+    serve(globals())
