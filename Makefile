@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/build/huggingface
 export INFINITY_CACHE := $(CURDIR)/build/cache
 
-.PHONY: train test test-fast test-all check lint docs mutants sanitize packages setup env bench gpu clean
+.PHONY: train test test-fast test-all check lint docs mutants sanitize kernels packages setup env bench gpu clean
 
 # The main job: a 50 M-parameter model, all of its state on disk, a quarter of it allowed in host memory.
 train: setup
@@ -66,6 +66,11 @@ mutants: setup $(VENV)/.test-ready
 sanitize: setup $(VENV)/.test-ready
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/native/test_core.py -m slow -n 2 --dist loadfile --basetemp=build/pytest $(ARGS)
+
+# What nvcc makes of the GPU's kernels, for each kind of GPU: two minutes. Skipped where there is no nvcc.
+kernels: setup $(VENV)/.test-ready
+	mkdir -p build
+	$(BIN)/python -m pytest tests/native/test_compiled_kernels.py -m slow -rs --basetemp=build/pytest $(ARGS)
 
 # The source distribution and the wheel, each built, installed in an environment of its own and used.
 packages: setup

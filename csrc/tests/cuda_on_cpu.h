@@ -1,5 +1,6 @@
 // Enough of CUDA to run the GPU's kernels on a processor, for tests: a block's threads are fibers
-// of the thread that launches, one block after the other. Given to the compiler with -include,
+// of the thread that launches, one block after the other. Compiled with GCC's alignment checks, which
+// end the process at what a GPU would refuse. Given to the compiler with -include,
 // before anything else.
 #pragma once
 
@@ -23,7 +24,7 @@
 #define __launch_bounds__(n)
 #define __grid_constant__
 
-struct float4 {
+struct alignas(16) float4 {
   float x, y, z, w;
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }

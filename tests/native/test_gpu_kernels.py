@@ -9,6 +9,9 @@ this processor with a launch that runs each block's threads in turns (`csrc/test
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -225,6 +228,37 @@ def test_bad_input_is_a_usage_error(stand_in):
         stand_in.step(right, weight=0, grad=0, exp_avg=64, runs=runs)
     with pytest.raises(UsageError, match="multiple of 4"):
         stand_in.step(right, weight=0, grad=0, exp_avg=64, exp_avg_sq=64, runs=runs)
+
+
+@pytest.mark.parametrize("offset, ends_well", [(16, True), (4, False), (8, False)])
+def test_the_stand_in_ends_at_a_misaligned_vector(offset, ends_well, stand_in):
+    """A GPU faults at it, a processor forgives it. The check is one of the stand-in."""
+    script = f"""
+import torch
+from gpu_stand_in import load_stand_in
+from pathlib import Path
+from infinity import native
+layout = native.Layout(
+    rule=native.Rule.ADAMW, weight=native.DType.FLOAT32, master=native.Master.OWN,
+    grad=native.DType.FLOAT32, moments=native.DType.FLOAT32,
+)
+weight, grad, exp_avg, exp_avg_sq = arrays = torch.zeros(4, 64).unbind()
+assert all(each.data_ptr() % 16 == 0 for each in arrays)
+load_stand_in(Path({stand_in.__file__!r})).step(
+    layout, weight=weight.data_ptr() + {offset}, grad=grad.data_ptr(),
+    exp_avg=exp_avg.data_ptr(), exp_avg_sq=exp_avg_sq.data_ptr(),
+    runs=[native.Run(0, 8, native.Hyperparameters())],
+)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode == 0) == ends_well, done.stderr
+    assert ends_well or done.returncode < 0, "by a signal"
 
 
 def test_the_module_for_gpus_is_built_where_there_is_a_compiler():

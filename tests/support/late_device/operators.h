@@ -355,7 +355,8 @@ inline double flops_of(const OperatorHandle& op, const Stack& metas) {
   std::vector<Tensor> factors;
   for (const auto& meta : metas)
     if (meta.isTensor()) factors.push_back(meta.toTensor());
-  if (factors.size() == 3) factors.erase(factors.begin());  // what is added
+  if (op.schema().name().find("add") != std::string::npos)  // an output may be there, too
+    factors.erase(factors.begin());  // what is added
   return 2.0 * factors[0].numel() * factors[1].size(-1);
 }
 
