@@ -26,4 +26,5 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "gpu": "bench.gpu",
     "gpu_train": "bench.gpu_train",
     "past_host": "bench.past_host",
+    "late_device": "bench.late_device",
 }

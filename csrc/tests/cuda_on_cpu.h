@@ -1,7 +1,7 @@
 // Enough of CUDA to run the GPU's kernels on a processor, for tests: a block's threads are fibers
-// of the thread that launches, one block after the other. Compiled with GCC's alignment checks, which
-// end the process at what a GPU would refuse. Given to the compiler with -include,
-// before anything else.
+// of the thread that launches, one block after the other. Compiled with GCC's alignment checks,
+// which end the process at what a GPU would refuse. Given to the compiler with -include, before
+// anything else.
 #pragma once
 
 #include <ucontext.h>
