@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .. import native
 from ..errors import CapacityError, ConfigError, StorageError, UsageError
 from . import storage_guard
-from .device import PAST, QUEUES, SHARE_FOR_THE_ENGINE, Copy, Device, Event
+from .device import QUEUES, SHARE_FOR_THE_ENGINE, Copy, Device, Event
 from .sizes import format_nbytes
 from .traffic import Traffic
 
@@ -227,24 +227,28 @@ class Accelerator(Device):
             self._watch.put((event, ticket))
         return ticket
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Event = PAST) -> None:
+    def resize(
+        self, storage: torch.UntypedStorage, nbytes: int, *, behind: Iterable[Event] = ()
+    ) -> None:
         storage_guard.open(storage)
         if nbytes:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
             return
-        self._follow_compute(behind)
+        self._free_behind(behind)
         storage.resize_(0)
         storage_guard.close(storage)
 
-    def close_storage(self, storage: torch.UntypedStorage, *, behind: Event = PAST) -> None:
-        self._follow_compute(behind)
+    def close_storage(
+        self, storage: torch.UntypedStorage, *, behind: Iterable[Event] = ()
+    ) -> None:
+        self._free_behind(behind)
         super().close_storage(storage)
 
-    def _follow_compute(self, behind: Event) -> None:
+    def _free_behind(self, behind: Iterable[Event]) -> None:
         """Makes the queue ``in``, which allocates and frees memory, wait until the compute has read
         it."""
-        for event in (self.now(), behind):
+        for event in behind:
             if isinstance(event, _DeviceEvent):
                 self._queues["in"].wait_event(event.event)
 

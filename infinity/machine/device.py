@@ -182,9 +182,11 @@ class Device:
         ]
         return native.joined(tickets) if tickets else None
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Event = PAST) -> None:
+    def resize(
+        self, storage: torch.UntypedStorage, nbytes: int, *, behind: Iterable[Event] = ()
+    ) -> None:
         """Allocates the memory of ``storage`` (called inside work of the queue ``in``), or frees it
-        after all compute so far and ``behind``."""
+        after the events ``behind``."""
         storage_guard.open(storage)
         freed = storage.nbytes()
         if freed != nbytes:  # no resize of unchanged memory: torch could refuse it
@@ -198,9 +200,11 @@ class Device:
         allocator keeps it, unless the heap is trimmed."""
         self._heap.freed(nbytes)
 
-    def close_storage(self, storage: torch.UntypedStorage, *, behind: Event = PAST) -> None:
+    def close_storage(
+        self, storage: torch.UntypedStorage, *, behind: Iterable[Event] = ()
+    ) -> None:
         """Makes the bytes of ``storage`` inaccessible, and keeps its memory. The next fill comes
-        after all compute so far and ``behind``."""
+        after the events ``behind``."""
         storage_guard.close(storage)
 
     def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:

@@ -99,12 +99,14 @@ class Prefetcher:
         if self._take_off(unit):
             if in_pass:
                 self.schedule.leave(unit.index)
-            unit.buffers.note_use(self._device.now())
-            if unit.residency is Residency.RESIDENT:
-                try:
-                    unit.write_edits(self._store, self._journal)
-                finally:
-                    unit.exposure.end()
+            try:
+                if unit.residency is Residency.RESIDENT:
+                    try:
+                        unit.write_edits(self._store, self._journal)
+                    finally:
+                        unit.exposure.end()
+            finally:
+                unit.buffers.note_use(self._device.now())
 
     def _take_off(self, unit: ParamUnit) -> bool:
         """Takes one hold off ``unit``. Returns whether it was the last."""

@@ -16,6 +16,7 @@ nothing can notice. So no use of weights in a forward can keep the engine from r
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -96,8 +97,8 @@ class DeviceBuffer:
         self._device.resize(self.flat.untyped_storage(), self.flat_param.weight_nbytes)
         self._left_print = None
 
-    def empty(self, behind: Event) -> None:
-        """Frees its memory after the compute so far and ``behind``. If the memory is held, makes it
+    def empty(self, behind: Sequence[Event]) -> None:
+        """Frees its memory after the events ``behind``. If the memory is held, makes it
         inaccessible to torch instead."""
         storage_guard.open(self.flat.untyped_storage())
         if self.is_held and not self.is_moved:
@@ -110,7 +111,7 @@ class DeviceBuffer:
         self._left_print = None
         self._device.resize(self.flat.untyped_storage(), 0, behind=behind)
 
-    def _leave(self, behind: Event) -> None:
+    def _leave(self, behind: Sequence[Event]) -> None:
         """Leaves the memory to its holders, as if it were their copy. The next fill reuses it in
         place."""
         storage = self.flat.untyped_storage()

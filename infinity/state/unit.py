@@ -295,7 +295,7 @@ class ParamUnit:
         self.arrival.forget_gathers()
         self._reads, self._copied, self._charge = StagedReads([]), None, None
         self.arrival.event = PAST
-        self.buffers.note_use(PAST)
+        self.buffers.forget_uses()
         self._second.forget()
         self._moves.note_rebuild(self.residency)
         self.exposure.forget()

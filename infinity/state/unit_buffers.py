@@ -13,11 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from ..distributed.channel import Channel
-from ..machine.device import PAST, Device, Event
+from ..machine.device import Device, Event
 from ..storage.arrays import StateArray
 from .device_buffer import DeviceBuffer
 from .flat_param import FlatParam
 from .weight_storages import WeightStorages
+
+USES = 8  # recorded ones from which on those that are over are dropped
 
 
 class UnitBuffers:
@@ -26,7 +28,7 @@ class UnitBuffers:
     def __init__(self, flat_params: Sequence[FlatParam], device: Device):
         self._flat_params, self._device = flat_params, device
         self._buffers: list[DeviceBuffer] = []
-        self._last_use: Event = PAST  # the end of the last compute with them
+        self._uses: list[Event] = []  # ends of compute with them, since they were filled
 
     def __iter__(self):
         return iter(self._buffers)
@@ -69,9 +71,12 @@ class UnitBuffers:
             buffer.align(shows=shows)
 
     def empty(self) -> None:
-        """Frees the memory after the last use."""
+        """Frees the memory after its uses. Not after all compute so far: the thread that launches
+        it is ahead, and the next weights would come late."""
+        behind = self._uses or [self._device.now()]
         for buffer in self._buffers:
-            buffer.empty(self._last_use)
+            buffer.empty(behind)
+        self._uses = []
 
     def check_left(self) -> None:
         """Raises UsageError if memory that was left to its holders was written to."""
@@ -90,13 +95,19 @@ class UnitBuffers:
 
     def note_use(self, event: Event) -> None:
         """Records ``event``, the end of compute with them: their memory is not reused before."""
-        self._last_use = event
+        if len(self._uses) >= USES:
+            self._uses = [use for use in self._uses if not use.done]
+        self._uses.append(event)
+
+    def forget_uses(self) -> None:
+        """Forgets what was recorded: what comes next waits for all compute so far."""
+        self._uses = []
 
     def swap(self, other: UnitBuffers) -> None:
         """Swaps the memory, with its content, with that of the same parameters' ``other``."""
-        # One statement, so that no interrupt can lose a buffer. Recovery resets the last use.
+        # One statement, so that no interrupt can lose a buffer. Recovery forgets the uses.
         self._buffers, other._buffers = other._buffers, self._buffers
-        self._last_use, other._last_use = other._last_use, self._last_use
+        self._uses, other._uses = other._uses, self._uses
 
 
 class NodeShards:

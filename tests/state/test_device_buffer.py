@@ -15,7 +15,7 @@ import torch
 from infinity import native
 from infinity.errors import UsageError
 from infinity.machine import storage_guard
-from infinity.machine.device import PAST, Device
+from infinity.machine.device import Device
 from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.state.device_buffer import DeviceBuffer
@@ -27,7 +27,7 @@ from infinity.storage.arrays import StateArray
 F32 = torch.float32
 SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=False)
 NBYTES = 4096 * 4  # of the flat param: its length is padded
-USED = SimpleNamespace(name="the last use")
+USED = [SimpleNamespace(name="the last use")]
 
 OUTSIDE = {
     "numpy": lambda param: param.detach().numpy(),
@@ -48,11 +48,11 @@ class Asked(Device):
         super().__init__(torch.device("cpu"), Traffic())
         self.asked: list[tuple] = []
 
-    def resize(self, storage, nbytes, *, behind=PAST):
+    def resize(self, storage, nbytes, *, behind=()):
         self.asked.append((nbytes, behind))
         super().resize(storage, nbytes, behind=behind)
 
-    def close_storage(self, storage, *, behind=PAST):
+    def close_storage(self, storage, *, behind=()):
         self.asked.append(("closed", behind))
         super().close_storage(storage, behind=behind)
 
@@ -173,7 +173,7 @@ def test_memory_is_freed_and_given_to_the_same_storage_and_its_views():
         with pytest.raises(RuntimeError):
             tensor.detach().clone()
     buffer.fill()
-    assert buffer._device.asked[1:] == [(NBYTES, PAST)]
+    assert buffer._device.asked[1:] == [(NBYTES, ())]
     assert places(buffer) == before and buffer.flat.untyped_storage().nbytes() == NBYTES
     buffer.flat.copy_(torch.arange(4096.0))
     assert values(buffer) == [[[0, 2, 4], [1, 3, 5]], [64, 65, 66, 67, 68]]
@@ -182,8 +182,8 @@ def test_memory_is_freed_and_given_to_the_same_storage_and_its_views():
 def test_memory_may_be_freed_twice():
     buffer = shown()
     buffer.empty(USED)
-    buffer.empty(PAST)
-    assert buffer._device.asked == [(0, USED), (0, PAST)]
+    buffer.empty(())
+    assert buffer._device.asked == [(0, USED), (0, ())]
 
 
 @needs_guard
@@ -210,12 +210,12 @@ def test_held_memory_stays_for_its_holders_and_is_used_again(kind, said):
 
 def test_memory_that_stays_is_told_of_once_in_a_process(said):
     """Twin: what is freed is not."""
-    shown().empty(PAST)
+    shown().empty(())
     assert said.messages == []
     for _ in range(2):
         buffer = shown()
         outside = buffer.flat_param.params[0].detach()
-        buffer.empty(PAST)
+        buffer.empty(())
         assert outside is not None
     assert len(said.messages) == 1
     assert "16.0 KiB of weights (a.weight, ...)" in said.text
@@ -224,9 +224,9 @@ def test_memory_that_stays_is_told_of_once_in_a_process(said):
 def test_a_view_of_memory_that_is_away_keeps_none(said):
     """Method: a view is made of it then, and it is emptied again."""
     buffer = shown()
-    buffer.empty(PAST)
+    buffer.empty(())
     view = buffer.flat.view(64, 64)
-    buffer.empty(PAST)
+    buffer.empty(())
     buffer.check_left()
     assert said.messages == [] and view.untyped_storage().nbytes() == 0
 
@@ -255,7 +255,7 @@ def test_parameters_that_show_another_version_are_let_be_when_storage_is_replace
     buffer = made()
     before = places(buffer)
     buffer.flat.numpy()
-    buffer.empty(PAST)
+    buffer.empty(())
     after = places(buffer)
     assert after[0] != before[0] and after[1:] == before[1:]
     buffer.show()
@@ -268,8 +268,8 @@ def test_moved_memory_is_replaced_even_if_it_is_held(said):
     buffer = shown()
     buffer.flat.share_memory_()
     outside = buffer.flat_param.params[1].detach()
-    buffer.empty(PAST)
-    assert buffer._device.asked == [(0, PAST)] and not said.messages
+    buffer.empty(())
+    assert buffer._device.asked == [(0, ())] and not said.messages
     assert outside.tolist() == [64, 65, 66, 67, 68]
     buffer.fill()
     assert not (buffer.is_moved or buffer.is_held)
@@ -282,7 +282,7 @@ def left(said: pytest.LogCaptureFixture) -> tuple[DeviceBuffer, object]:
     """A buffer whose memory an array holds, and the array."""
     buffer = shown()
     array = buffer.flat_param.params[0].detach().numpy()
-    buffer.empty(PAST)
+    buffer.empty(())
     assert said.messages
     return buffer, array
 
@@ -318,7 +318,7 @@ def test_a_write_that_was_told_of_is_not_told_of_again(said):
 def test_a_write_is_found_although_the_memory_was_left_once_more(said):
     buffer, array = left(said)
     array[0, 0] = 7
-    buffer.empty(PAST)
+    buffer.empty(())
     with pytest.raises(UsageError):
         buffer.check_left()
 
@@ -331,7 +331,7 @@ def test_a_write_to_memory_that_is_left_no_more_is_let_be(way, said):
         buffer.fill()
     else:
         del array
-        buffer.empty(PAST)
+        buffer.empty(())
         assert buffer.flat.untyped_storage().nbytes() == 0
     buffer.check_left()
     if way == "filled":
@@ -349,7 +349,7 @@ def test_an_interrupted_replacement_is_undone(shows):
     buffer.flat.numpy()
     buffer.flat_param.params[1].armed = True
     with pytest.raises(KeyboardInterrupt):
-        buffer.empty(PAST)
+        buffer.empty(())
     assert len(set(places(buffer))) == 2
     buffer.align(shows=shows)
     assert (places(buffer) == before) == shows

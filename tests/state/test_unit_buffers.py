@@ -16,7 +16,7 @@ from infinity.machine.tiers import Tier
 from infinity.machine.traffic import Traffic
 from infinity.state.flat_param import FlatParam
 from infinity.state.flat_param_spec import FlatParamSpec
-from infinity.state.unit_buffers import NodeShards, UnitBuffers
+from infinity.state.unit_buffers import USES, NodeShards, UnitBuffers
 from infinity.state.weight_storages import WeightStorages
 from infinity.storage.arrays import StateArray
 
@@ -36,7 +36,7 @@ class Late(Device):
         self.queues.append(queue)
         return SimpleNamespace(wait=work)
 
-    def resize(self, storage, nbytes, *, behind=PAST):
+    def resize(self, storage, nbytes, *, behind=()):
         if not nbytes:
             self.freed.append(behind)
         super().resize(storage, nbytes, behind=behind)
@@ -134,15 +134,29 @@ def test_moved_buffers_return_each_to_its_own_home(are_homes):
     assert are_shown(buffers) == [True, True]
 
 
-def test_all_memory_is_freed_after_the_last_use_that_was_noted():
-    """Twin: without a use it is freed after what is past."""
+def test_all_memory_is_freed_after_every_use_that_was_noted_and_nothing_later():
+    """Twins: without a use, and once uses are forgotten, after all compute so far."""
     buffers = unit()
+    first, last = SimpleNamespace(done=False), SimpleNamespace(done=False)
+    for each in (first, last):
+        buffers.note_use(each)
     buffers.empty()
-    for event in (SimpleNamespace(name="first"), SimpleNamespace(name="last")):
-        buffers.note_use(event)
     buffers.empty()
-    assert buffers._device.freed == [PAST, PAST, event, event]
+    buffers.note_use(first)
+    buffers.forget_uses()
+    buffers.empty()
+    assert buffers._device.freed == [*[[first, last]] * 2, *[[PAST]] * 4]
     assert [flat.untyped_storage().nbytes() for flat in buffers.flats] == [0, 0]
+
+
+def test_a_unit_that_is_never_freed_remembers_no_use_that_is_over():
+    buffers, running = unit(), SimpleNamespace(done=False)
+    buffers.note_use(running)
+    for _ in range(100):
+        buffers.note_use(PAST)
+    buffers.empty()
+    behind = buffers._device.freed[0]
+    assert behind[0] is running and len(behind) <= USES
 
 
 @pytest.mark.parametrize("held", [0, 1])
@@ -182,7 +196,7 @@ def test_two_versions_swap_their_memory_with_its_content_and_its_last_use():
         assert all(flat is was for flat, was in zip(buffers.flats, expected, strict=True))
     one.empty()
     other.empty()
-    assert other._device.freed == ["of other"] * 2 and one._device.freed == ["of one"] * 2
+    assert other._device.freed == [["of other"]] * 2 and one._device.freed == [["of one"]] * 2
 
 
 # --- node shards ---

@@ -136,9 +136,11 @@ class RaceDetector(device.Device):
     def pin(self, region):
         self.host_memory.append((region.address, region.address + region.nbytes))
 
-    def resize(self, storage, nbytes, *, behind=device.PAST):
+    def resize(self, storage, nbytes, *, behind=()):
         if not nbytes and storage.nbytes():
-            self.join("in", self.clocks["compute"])  # as a GPU's does
+            for moment in behind:
+                if isinstance(moment, DetectedMoment):
+                    self.join("in", moment.clock)
             self.free(storage._cdata, "in")
         super().resize(storage, nbytes)
         if nbytes:

@@ -78,7 +78,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (!event || !recorded(event)) return;
-    if (!recorded(event)->done()) ++counts.host_waits;
+    if (!recorded(event)->done()) counts.wait();
     recorded(event)->wait();
   }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {

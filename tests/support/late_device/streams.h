@@ -42,7 +42,13 @@ struct Pace {
 inline Pace pace;
 
 struct Counts {
-  std::atomic<long> jobs{0}, host_waits{0};
+  std::atomic<long> jobs{0};
+  std::atomic<long> host_waits{0};  // of the thread that loaded this: the one that trains
+
+  void wait() { host_waits += std::this_thread::get_id() == trains_; }
+
+ private:
+  const std::thread::id trains_ = std::this_thread::get_id();
 };
 inline Counts counts;
 
@@ -101,7 +107,7 @@ class Stream {
     return event;
   }
   void synchronize() {
-    ++counts.host_waits;
+    counts.wait();
     mark()->wait();
   }
   bool idle() {
