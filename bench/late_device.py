@@ -82,12 +82,11 @@ def measure(settings: Settings) -> Measured:
     found = Measured([])
     for home in ("host", "nvme"):
         with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
-            config = {"device": WHERE, "params": home, "optimizer": home}
-            config |= {"nvme_paths": [folder]} if home == "nvme" else {}
+            config = config_at(home, folder)
             updates, step = _alone(config)
             for name, shape in SHAPES.items():
                 times = Shape(shape.compute * step, shape.link * step, shape.copies)
-                measured = _at(late_device, late, config, times, folder)
+                measured = at_rates(late_device, late, config, times, folder)
                 bound = times.bound(updates)
                 found.rows.append(
                     row(
@@ -107,10 +106,19 @@ def measure(settings: Settings) -> Measured:
 
 
 @dataclass
-class _Steps:
+class Steps:
+    """``share``: of updates that began before the last landing; ``waits``: of the training thread,
+    each step."""
+
     seconds: list[float]
     share: float
     waits: float
+
+
+def config_at(home: str, folder: str) -> dict[str, Any]:
+    """Returns the configuration of a job on the late device with all homes at ``home``."""
+    config = {"device": WHERE, "params": home, "optimizer": home}
+    return config | ({"nvme_paths": [folder]} if home == "nvme" else {})
 
 
 def _made(config: dict[str, Any]) -> tuple[nn.Module, Any]:
@@ -146,8 +154,9 @@ def _alone(config: dict[str, Any]) -> tuple[float, float]:
     return min(updates), min(steps)
 
 
-def _at(tool: Any, late: Any, config: dict[str, Any], times: Shape, folder: str) -> _Steps:
-    """Trains at the rates that give a step's compute and link these times."""
+def at_rates(tool: Any, late: Any, config: dict[str, Any], times: Shape, folder: str) -> Steps:
+    """Trains at the rates that give a step's compute and link these times. Leaves its trace in
+    ``folder``."""
     count = BLOCKS * 4 * WIDTH * WIDTH
     rates = {
         "flops": 6 * TOKENS * count / times.compute,
@@ -169,7 +178,7 @@ def _at(tool: Any, late: Any, config: dict[str, Any], times: Shape, folder: str)
         torch.accelerator.synchronize(WHERE)
         seconds.append((time.perf_counter() - start) / STEPS)
         infinity.unwrap_model(model, optimizer)
-    return _Steps(seconds, _early(json.loads(trace.read_text())), waits)
+    return Steps(seconds, _early(json.loads(trace.read_text())), waits)
 
 
 def _early(events: list[dict[str, Any]]) -> float:

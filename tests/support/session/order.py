@@ -45,6 +45,7 @@ LONGEST = (
     "machine/test_device.py",
     "late/test_late_device.py",
     "late/test_late_ranks.py",
+    "late/test_overlap.py",
     "runtime/test_recovery.py",
     "bench/test_bench.py",
     "training/test_architectures.py",
