@@ -25,7 +25,7 @@ Count = Callable[[float, float], None]  # of a start and an end, of time.perf_co
 ORIGIN_SECONDS = 60.0  # after which event times are measured from a later origin
 
 
-class _Streams:
+class Streams:
     """torch's streams and events of one device of any type. CUDA has its own classes, which older
     torches do not mix with the general ones."""
 
@@ -56,7 +56,7 @@ class _Streams:
 class StreamClock:
     """Times what runs between two events of a stream, without waiting for it."""
 
-    def __init__(self, streams: _Streams):
+    def __init__(self, streams: Streams):
         """Waits for the current stream, once."""
         self._streams = streams
         self._origin, self._began = streams.event(timing=True), time.perf_counter()
@@ -116,7 +116,7 @@ class KeptMemory:
 class _DeviceEvent:
     """An event of an accelerator."""
 
-    def __init__(self, event: torch.Event, streams: _Streams):
+    def __init__(self, event: torch.Event, streams: Streams):
         self.event, self._streams = event, streams
 
     @property
@@ -142,10 +142,10 @@ class Accelerator(Device):
         if where.index is None:
             where = torch.device(where.type, torch.accelerator.current_device_index())
         super().__init__(where, traffic)
-        self._streams = _Streams(where)
+        self.streams = Streams(where)
         try:
-            self._queues = {name: self._streams.new() for name in QUEUES}
-            self._clock = StreamClock(self._streams)
+            self._queues = {name: self.streams.new() for name in QUEUES}
+            self._clock = StreamClock(self.streams)
         except RuntimeError as error:
             note = str(error).splitlines()[0]
             raise ConfigError(
@@ -177,10 +177,10 @@ class Accelerator(Device):
                 stream.wait_event(event.event)
             else:
                 event.wait()
-        start, end = (self._streams.event(timing=transfer is not None) for _ in range(2))
+        start, end = (self.streams.event(timing=transfer is not None) for _ in range(2))
         start.record(stream)
         try:
-            with self._streams.running(stream):
+            with self.streams.running(stream):
                 work()
         except BaseException as error:
             stream.synchronize()  # the caller gets no event for what has started
@@ -193,7 +193,7 @@ class Accelerator(Device):
             self.traffic.edges[transfer.edge].nbytes += transfer.nbytes
             count = partial(self.traffic.copied, transfer.edge, 0, transfer.what)
             self._clock.add(start, end, count)
-        return _DeviceEvent(end, self._streams)
+        return _DeviceEvent(end, self.streams)
 
     def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
         try:
@@ -202,9 +202,9 @@ class Accelerator(Device):
             raise no_room(self, what, error) from error
 
     def now(self) -> Event:
-        event = self._streams.event()
-        event.record(self._streams.current())
-        return _DeviceEvent(event, self._streams)
+        event = self.streams.event()
+        event.record(self.streams.current())
+        return _DeviceEvent(event, self.streams)
 
     def stalled(self, edge: str, what: str) -> AbstractContextManager[None]:
         # Not the training thread's own time: it is ahead of the compute.
@@ -239,9 +239,7 @@ class Accelerator(Device):
         storage.resize_(0)
         storage_guard.close(storage)
 
-    def close_storage(
-        self, storage: torch.UntypedStorage, *, behind: Iterable[Event] = ()
-    ) -> None:
+    def close_storage(self, storage: torch.UntypedStorage, *, behind: Iterable[Event] = ()) -> None:
         self._free_behind(behind)
         super().close_storage(storage)
 

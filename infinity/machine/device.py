@@ -200,9 +200,7 @@ class Device:
         allocator keeps it, unless the heap is trimmed."""
         self._heap.freed(nbytes)
 
-    def close_storage(
-        self, storage: torch.UntypedStorage, *, behind: Iterable[Event] = ()
-    ) -> None:
+    def close_storage(self, storage: torch.UntypedStorage, *, behind: Iterable[Event] = ()) -> None:
         """Makes the bytes of ``storage`` inaccessible, and keeps its memory. The next fill comes
         after the events ``behind``."""
         storage_guard.close(storage)

@@ -205,10 +205,8 @@ class MemoryTerms:
         if not self._device.is_host and self._stepped:
             landing = max(flat.nbytes("grad") for flat in self._flat_params)
             self._add(Tier.DEVICE, "gradients on their way", GRADS_IN_FLIGHT * landing)
-            if self._params is not self._optimizer and Tier.DEVICE in (
-                self._params,
-                self._optimizer,
-            ):
+            homes = {self._params, self._optimizer, self._grad}
+            if Tier.DEVICE in homes and len(homes) > 1:  # the device steps it, and the rest passes
                 device_slot = needed_device_slot_nbytes(self._units)
                 self._add(Tier.DEVICE, "optimizer slots", DEVICE_SLOTS * device_slot)
         return landing, device_slot
