@@ -81,6 +81,7 @@ bench: setup $(VENV)/.test-ready
 	$(BIN)/python -m pytest bench -q --basetemp=build/pytest $(ARGS)
 
 # Everything that needs a GPU, with a Python that has torch already: no network, no virtual environment. Resumable.
+# make gpu ARGS=late runs the stages on a machine without a GPU.
 gpu:
 	$(PYTHON) tools/gpu.py $(ARGS)
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import torch
 
 from infinity import native
 from infinity.bench.results import Measured, row
 from infinity.bench.settings import Settings
-from infinity.errors import ConfigError
+from infinity.machine.accelerator import Accelerator
+
+from .accelerators import this_machines
 
 PARAMETERS = 256 * 1024 * 1024
 FORMS = {  # name -> weight, master, gradient, moments
@@ -28,43 +31,41 @@ FORMS = {  # name -> weight, master, gradient, moments
 def measure(settings: Settings) -> Measured:
     """Measures rows ``gpu.adam.*``, ``gpu.scan`` (GB/s), ``gpu.pin`` (GiB/s),
     ``gpu.copy.in|out|both`` (GB/s)."""
-    kernels, refusal = native.gpu_kernels()
-    if kernels is None or not torch.cuda.is_available():
-        raise ConfigError(f"bench gpu needs a GPU: {refusal or 'torch sees none'}")
-    count = settings.scaled(PARAMETERS, 4096)
-    bandwidth = _copy_bandwidth(settings)
-    rows = [_adam(kernels, name, count, settings, bandwidth) for name in FORMS]
-    rows += [_scan(kernels, count, settings, bandwidth), _pin(settings), *_copies(settings)]
-    return Measured(
-        rows, [f"device: {torch.cuda.get_device_name(0)}, driver {native.cuda_driver()[0]}"]
-    )
+    with closing(this_machines("gpu")) as gpu:
+        count = settings.scaled(PARAMETERS, 4096)
+        bandwidth = _copy_bandwidth(gpu, settings)
+        rows = [_adam(gpu, name, count, settings, bandwidth) for name in FORMS]
+        rows += [_scan(gpu, count, settings, bandwidth), _pin(gpu, settings)]
+        rows += _copies(gpu, settings)
+        name = torch.get_device_module(gpu.where).get_device_name(0)
+        return Measured(rows, [f"device: {name}, driver {native.cuda_driver()[0]}"])
 
 
-def _seconds(work: Callable[[], None], rounds: int) -> list[float]:
+def _seconds(gpu: Accelerator, work: Callable[[], None], rounds: int) -> list[float]:
     """Of each round, by events on the current stream, after one to warm up."""
     work()
     found = []
     for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        start, end = (gpu.streams.event(timing=True) for _ in range(2))
+        start.record(gpu.streams.current())
         work()
-        end.record()
+        end.record(gpu.streams.current())
         end.synchronize()
         found.append(start.elapsed_time(end) / 1000)
     return found
 
 
-def _copy_bandwidth(settings: Settings) -> list[float]:
+def _copy_bandwidth(gpu: Accelerator, settings: Settings) -> list[float]:
     """GB/s read and written by a copy inside the device."""
-    source = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
+    source = torch.ones(settings.scaled(1 << 30, 1), dtype=torch.uint8, device=gpu.where)
     target = torch.empty_like(source)
     return [
         2 * source.numel() / seconds / 1e9
-        for seconds in _seconds(lambda: target.copy_(source), settings.rounds)
+        for seconds in _seconds(gpu, lambda: target.copy_(source), settings.rounds)
     ]
 
 
-def _adam(kernels, name: str, count: int, settings: Settings, bandwidth: list[float]):
+def _adam(gpu: Accelerator, name: str, count: int, settings: Settings, bandwidth: list[float]):
     weight, master, grad, moments = FORMS[name]
     layout = native.Layout(
         rule=native.Rule.ADAMW,
@@ -74,19 +75,19 @@ def _adam(kernels, name: str, count: int, settings: Settings, bandwidth: list[fl
         moments=native.MOMENT_DTYPES[moments],
     )
     arrays = {
-        "weight": torch.zeros(count, dtype=weight, device="cuda"),
-        "grad": torch.ones(count, dtype=grad, device="cuda"),
+        "weight": torch.zeros(count, dtype=weight, device=gpu.where),
+        "grad": torch.ones(count, dtype=grad, device=gpu.where),
     }
     arrays |= {
-        moment: torch.zeros(count, dtype=moments, device="cuda")
+        moment: torch.zeros(count, dtype=moments, device=gpu.where)
         for moment in ("exp_avg", "exp_avg_sq")
     }
     if master == native.Master.SPLIT:
-        arrays["master"] = torch.zeros(count, dtype=torch.int16, device="cuda")
+        arrays["master"] = torch.zeros(count, dtype=torch.int16, device=gpu.where)
     if moments == torch.uint8:
         blocks = count // native.MOMENT_BLOCK
         arrays |= {
-            f"{moment}_scale": torch.zeros(blocks, dtype=torch.uint8, device="cuda")
+            f"{moment}_scale": torch.zeros(blocks, dtype=torch.uint8, device=gpu.where)
             for moment in ("exp_avg", "exp_avg_sq")
         }
     hyper = native.Hyperparameters()
@@ -94,27 +95,32 @@ def _adam(kernels, name: str, count: int, settings: Settings, bandwidth: list[fl
     moved = 2 * sum(array.nbytes for array in arrays.values()) - arrays["grad"].nbytes
 
     def step() -> None:
-        kernels.step(
+        gpu.kernels.step(
             layout,
             runs=[native.Run(0, count, hyper)],
-            stream=torch.cuda.current_stream().cuda_stream,
+            stream=gpu.stream_handle,
             **addresses,
         )
 
-    rates = [moved / seconds / 1e9 for seconds in _seconds(step, settings.rounds)]
+    rates = [moved / seconds / 1e9 for seconds in _seconds(gpu, step, settings.rounds)]
     return row(f"gpu.adam.{name}", "GB/s", rates, ceiling=("a copy inside the device", bandwidth))
 
 
-def _scan(kernels, count: int, settings: Settings, bandwidth: list[float]):
+def _scan(gpu: Accelerator, count: int, settings: Settings, bandwidth: list[float]):
     grad, out = (
-        torch.ones(count, dtype=torch.bfloat16, device="cuda"),
-        torch.empty(count, dtype=torch.float32, device="cuda"),
+        torch.ones(count, dtype=torch.bfloat16, device=gpu.where),
+        torch.empty(count, dtype=torch.float32, device=gpu.where),
     )
-    total, flag = torch.zeros(1, dtype=torch.float64, device="cuda"), torch.zeros(1, device="cuda")
-    workspace = torch.zeros(kernels.scan_workspace_nbytes(count), dtype=torch.uint8, device="cuda")
+    total, flag = (
+        torch.zeros(1, dtype=torch.float64, device=gpu.where),
+        torch.zeros(1, device=gpu.where),
+    )
+    workspace = torch.zeros(
+        gpu.kernels.scan_workspace_nbytes(count), dtype=torch.uint8, device=gpu.where
+    )
 
     def scan() -> None:
-        kernels.scan(
+        gpu.kernels.scan(
             grad=grad.data_ptr(),
             grad_dtype=native.DType.BFLOAT16,
             out=out.data_ptr(),
@@ -123,29 +129,32 @@ def _scan(kernels, count: int, settings: Settings, bandwidth: list[float]):
             sum=total.data_ptr(),
             not_finite=flag.data_ptr(),
             workspace=workspace.data_ptr(),
-            stream=torch.cuda.current_stream().cuda_stream,
+            stream=gpu.stream_handle,
         )
 
     rates = [
-        (grad.nbytes + out.nbytes) / seconds / 1e9 for seconds in _seconds(scan, settings.rounds)
+        (grad.nbytes + out.nbytes) / seconds / 1e9
+        for seconds in _seconds(gpu, scan, settings.rounds)
     ]
     return row("gpu.scan", "GB/s", rates, ceiling=("a copy inside the device", bandwidth))
 
 
-def _pin(settings: Settings):
+def _pin(gpu: Accelerator, settings: Settings):
     """A GiB that is mapped and touched already, against a pinned GiB of torch's."""
-    ours, theirs = [], []
+    ours, theirs, nbytes = [], [], settings.scaled(1 << 30, 1 << 20)
+    gib = nbytes / (1 << 30)
     for _ in range(settings.rounds):
-        region = native.Region(1 << 30, True, settings.threads)
+        region = native.Region(nbytes, True, settings.threads)
         start = time.perf_counter()
-        region.pin()
-        ours.append(1 / (time.perf_counter() - start))
+        gpu.pin(region)
+        ours.append(gib / (time.perf_counter() - start))
         del region
         start = time.perf_counter()
-        pinned = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-        theirs.append(1 / (time.perf_counter() - start))
+        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        theirs.append(gib / (time.perf_counter() - start))
         del pinned
-        torch._C._host_emptyCache()  # else the next one costs nothing
+        if gpu.where.type == "cuda":
+            torch._C._host_emptyCache()  # else the next one costs nothing
     return row(
         "gpu.pin",
         "GiB/s",
@@ -154,29 +163,28 @@ def _pin(settings: Settings):
     )
 
 
-def _copies(settings: Settings) -> list:
+def _copies(gpu: Accelerator, settings: Settings) -> list:
     """Both ways at once between a registered region and the device, against torch's pinned memory
     in one direction."""
-    nbytes = 1 << 30
+    nbytes = settings.scaled(1 << 30, 1 << 20)
     region = native.Region(2 * nbytes, True, settings.threads)
-    region.pin()
+    gpu.pin(region)
     whole = native.tensor_at(region, region.address, 2 * nbytes, torch.uint8)
     host_in, host_out = whole[:nbytes], whole[nbytes:]
     device_in, device_out = (
-        torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)
+        torch.empty(nbytes, dtype=torch.uint8, device=gpu.where) for _ in range(2)
     )
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    side = torch.cuda.Stream()
 
     def both() -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            host_out.copy_(device_out, non_blocking=True)
+        out = gpu.put(
+            "out", lambda: host_out.copy_(device_out, non_blocking=True), behind=[gpu.now()]
+        )
         device_in.copy_(host_in, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(side)
+        out.precede()
 
     def rates(work: Callable[[], None], moved: int) -> list[float]:
-        return [moved / seconds / 1e9 for seconds in _seconds(work, settings.rounds)]
+        return [moved / seconds / 1e9 for seconds in _seconds(gpu, work, settings.rounds)]
 
     limit_in = rates(lambda: device_in.copy_(pinned, non_blocking=True), nbytes)
     limit_out = rates(lambda: pinned.copy_(device_out, non_blocking=True), nbytes)

@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--size", choices=SHAPES, default="1.3B")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default=_here())
     parser.add_argument("--config", default="{}", help="ours: JSON")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=LENGTH)
@@ -60,13 +60,21 @@ def main() -> None:
     os._exit(0)  # a rival's threads may not end
 
 
+def _here() -> str:
+    """Names the type of this machine's accelerator."""
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator().type
+    return "cpu"
+
+
 def _run(args: argparse.Namespace) -> dict:
-    on_gpu = torch.device(args.device).type == "cuda"
-    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    on_gpu = torch.device(args.device).type != "cpu"
+    gpu = torch.get_device_module(args.device)
+    wait = gpu.synchronize if on_gpu else lambda: None
     step, more = SYSTEMS[args.system](args)
     losses = [step() for _ in range(WARM_UP)]
     wait()
-    allocated = torch.cuda.memory_stats().get("num_device_alloc", 0) if on_gpu else 0
+    allocated = gpu.memory_stats().get("num_device_alloc", 0) if on_gpu else 0
     start = time.perf_counter()
     losses += [step() for _ in range(args.steps)]
     wait()
@@ -79,13 +87,13 @@ def _run(args: argparse.Namespace) -> dict:
     }
     if on_gpu:
         peak = next(
-            (flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()),
+            (flops for name, flops in PEAK_FLOPS.items() if name in gpu.get_device_name()),
             None,
         )
         told["mfu"] = shape.flops(args.length) * tokens / seconds / peak if peak else None
-        told["peak_device"] = torch.cuda.max_memory_allocated()
-        told["allocations"] = torch.cuda.memory_stats().get("num_device_alloc", 0) - allocated
-        told["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+        told["peak_device"] = gpu.max_memory_allocated()
+        told["allocations"] = gpu.memory_stats().get("num_device_alloc", 0) - allocated
+        told["retries"] = gpu.memory_stats()["num_alloc_retries"]
     if "model" in more:
         import infinity
 
@@ -121,7 +129,6 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
     small, large = ("tiny", "tiny") if tiny else ("1.3B", "8B")
     state = 14 * SHAPES[small].parameters
     few, many, one = (["--batch", str(n)] for n in ((1, 2, 1) if tiny else (4, 16, 1)))
-    largest = [] if tiny else many
 
     def job(
         name: str,
@@ -135,8 +142,8 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
 
     trace = {"trace": os.path.join("build", "gpu", "trace.json")} if not tiny else {}
     jobs = [
-        job(f"a.{large}.32k.auto", large, largest, trace),
-        job(f"a.{large}.32k.int8", large, largest, {**HOST, "moments": "int8"}),
+        job(f"a.{large}.32k.auto", large, many, trace),
+        job(f"a.{large}.32k.int8", large, many, {**HOST, "moments": "int8"}),
     ]
     for tokens, batch in (("8k", few), ("32k", many)):
         stem = f"a.{small}.{tokens}"
@@ -148,7 +155,7 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
             job(f"{stem}.deepspeed", small, batch, system="deepspeed"),
             job(f"{stem}.fsdp2", small, batch, system="fsdp2"),
         ]
-    jobs.append(job(f"a.{large}.32k.host", large, largest, HOST))  # 105 GiB of host memory
+    jobs.append(job(f"a.{large}.32k.host", large, many, HOST))  # 105 GiB of host memory
     disk = {"params": "host", "optimizer": "nvme", "nvme_paths": [folder]}
     jobs += [
         job(f"d.{small}.overlapped", small, [*few, "--clip"], HOST),
@@ -168,7 +175,7 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
 def measure(settings: Settings) -> Measured:
     """Measures rows ``gpu_train.<a|b|d>.<model>...`` (tokens/s), with MFU, peaks and the bound in
     notes. The losses of ours at every home must be the same numbers; a note tells where not."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _here()
     tiny = settings.scale < 1 or device == "cpu"
     rows, notes, found = [], [], {}
     deadline = time.monotonic() + float(os.environ.get("INFINITY_BENCH_SECONDS", 1e9))

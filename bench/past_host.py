@@ -18,16 +18,15 @@ from infinity import native
 from infinity.bench.results import Measured, row
 from infinity.bench.rounds import alternate
 from infinity.bench.settings import Settings
-from infinity.errors import ConfigError
 from infinity.machine import direct_storage
-from infinity.machine.accelerator import make_device
 from infinity.machine.device import PAST, Device, Event
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
-from infinity.machine.traffic import Traffic
 from infinity.storage.arrays import StateArray
 from infinity.storage.staging import Fetch
 from infinity.storage.store import ArrayStore
+
+from .accelerators import this_machines
 
 MIB = 1024 * 1024
 NBYTES = 2048 * MIB
@@ -37,10 +36,7 @@ AHEAD = 8  # pieces
 
 def measure(settings: Settings) -> Measured:
     """Measures rows ``past_host.through|past`` and ``past_host.checksums`` (GB/s)."""
-    kernels, refusal = native.gpu_kernels()
-    if kernels is None or not torch.cuda.is_available():
-        raise ConfigError(f"bench past_host needs a GPU: {refusal or 'torch sees none'}")
-    with closing(make_device(torch.device("cuda"), Traffic())) as device:
+    with closing(this_machines("past_host")) as device:
         return measure_on(device, settings)
 
 

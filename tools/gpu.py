@@ -4,6 +4,8 @@ from.
 stage   a command with its log in build/gpu; stages that these very sources have passed are not run
         again. The first call answers whether the bits are right and how fast an 8 B model is, and
         why; the second runs the suite, the third compute-sanitizer
+late    an argument: everything runs against the late device of the tests, which needs no GPU. It
+        shows that the stages run from start to end; its figures mean nothing
 
 Needs the repository and a Python with torch, pybind11 or pip's wheel of it, and pytest: no network,
 no liburing (the thread engine serves, or LIBURING_ROOT points at a copy). Tests of what is not
@@ -27,7 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STATE = ROOT / "build" / "gpu"
+RESULTS = "bench/results"
+LATE = "late"
+AS_GPU = ROOT / "tests" / "support" / "late_device" / "everywhere"
 PYTHON = sys.executable
 PYTEST = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp=build/pytest"]
 WORKERS = (
@@ -41,11 +45,11 @@ STAGES: list[tuple[str, list[str], int]] = [  # name, command, seconds it may ta
     ("env", [PYTHON, "-m", "infinity", "env"], 60),
     ("kernels", [*PYTEST, *WORKERS, "tests/gpu/test_kernels_on_device.py"], 90),
     ("engine", [*PYTEST, *WORKERS, "tests/gpu/test_engine_on_device.py"], 150),
-    ("bench", [PYTHON, "-m", "bench", "gpu", "--json", "bench/results"], 60),
-    ("train", [PYTHON, "-m", "bench", "gpu_train", "--json", "bench/results"], 300),
+    ("bench", [PYTHON, "-m", "bench", "gpu", "--json", RESULTS], 60),
+    ("train", [PYTHON, "-m", "bench", "gpu_train", "--json", RESULTS], 300),
     (
         "past_host",
-        [PYTHON, "-m", "bench", "past_host", "--folder", "build", "--json", "bench/results"],
+        [PYTHON, "-m", "bench", "past_host", "--folder", "build", "--json", RESULTS],
         120,
     ),
     (
@@ -65,6 +69,8 @@ STAGES: list[tuple[str, list[str], int]] = [  # name, command, seconds it may ta
 ]
 SECONDS = 530  # of one call; the next goes on from there
 TRAIN_SECONDS = 240  # of the stage "train" in one call, for its jobs
+BENCHES = ("bench", "past_host", "train")
+LATE_SLOWNESS = 4  # of two processors against a machine with a GPU
 
 
 def _digest() -> str:
@@ -77,12 +83,22 @@ def _digest() -> str:
     return digest.hexdigest()
 
 
-def _run(command: list[str], log: Path, seconds: float, *, suite: bool) -> str:
+def _on_late(name: str, command: list[str], folder: Path) -> list[str]:
+    """The command of stage ``name`` against the late device."""
+    if name not in BENCHES:
+        return command
+    small = ["--scale", "0.01", "--rounds", "1", "--no-rivals", "--overwrite"]
+    return [str(folder) if word == RESULTS else word for word in command] + small
+
+
+def _run(
+    command: list[str], log: Path, seconds: float, *, suite: bool, paths: Sequence[Path]
+) -> str:
     """One stage, and how it ended. Nothing of it is left running."""
     if seconds < 5:
         return "no time left: call again"
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "INFINITY_BENCH_SECONDS": str(min(TRAIN_SECONDS, seconds - 5)),
         "INFINITY_CUDA": "1",  # a build without kernels is none
     }
@@ -123,10 +139,13 @@ def _ended(code: int, log: Path) -> str:
 
 def main(names: Sequence[str] = ()) -> int:
     """Runs what is left, of the stages ``names`` if there are any. 0 when all of it has passed."""
-    STATE.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + SECONDS
+    late = LATE in names
+    names = [name for name in names if name != LATE]
+    folder = ROOT / "build" / ("gpu-late" if late else "gpu")
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + SECONDS * (LATE_SLOWNESS if late else 1)
     sources = _digest()
-    path = STATE / "state.json"
+    path = folder / "state.json"
     state = json.loads(path.read_text()) if path.exists() else {}
     if state.get("sources") != sources:
         state = {"sources": sources, "stages": {}}
@@ -135,8 +154,17 @@ def main(names: Sequence[str] = ()) -> int:
         if name != "build" and state["stages"].get(name, {}).get("status") == "passed":
             continue
         start = time.monotonic()
-        log = STATE / f"{name}.log"
-        status = _run(command, log, min(seconds, deadline - start), suite=name == "suite")
+        log = folder / f"{name}.log"
+        if late and name == "sanitizer":
+            status = "not run: the late device runs nothing of CUDA"
+        else:
+            status = _run(
+                _on_late(name, command, folder) if late else command,
+                log,
+                min(seconds * (LATE_SLOWNESS if late else 1), deadline - start),
+                suite=name == "suite",
+                paths=[AS_GPU, ROOT] if late else [ROOT],
+            )
         state["stages"][name] = {"status": status, "seconds": round(time.monotonic() - start, 1)}
         path.write_text(json.dumps(state, indent=1))
         if status != "passed":
@@ -146,8 +174,8 @@ def main(names: Sequence[str] = ()) -> int:
     print(f"{'stage':<10}{'seconds':>9}  status")
     for name, told in state["stages"].items():
         print(f"{name:<10}{told['seconds']:>9}  {told['status']}")
-    for name in ("bench", "past_host", "train"):
-        if (log := STATE / f"{name}.log").exists():
+    for name in BENCHES:
+        if (log := folder / f"{name}.log").exists():
             print(log.read_text())
     return (
         0

@@ -29,9 +29,9 @@ from infinity.machine import direct_storage
 from infinity.runtime.registry import wrapped
 
 KERNELS, REFUSAL = native.gpu_kernels()
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason=f"no GPU: {REFUSAL or 'torch sees none'}"
-)
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+GPU = torch.get_device_module(DEVICE)
+pytestmark = pytest.mark.skipif(DEVICE is None, reason=f"no GPU: {REFUSAL or 'torch sees none'}")
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason=f"no kernels: {REFUSAL}")
 
 WITHOUT_KERNELS = [("host", "host"), ("nvme", "nvme"), ("host", "nvme"), ("nvme", "host")]
@@ -40,7 +40,7 @@ HOMES = [*WITHOUT_KERNELS, *(pytest.param(homes, marks=needs_kernels) for homes 
 
 
 def config_at(homes, tmp_path, **more) -> dict:
-    return on_stand_in.config_at(homes, tmp_path, device="cuda", **more)
+    return on_stand_in.config_at(homes, tmp_path, device=str(DEVICE), **more)
 
 
 def train(
@@ -55,7 +55,7 @@ def train(
             ids = (
                 torch.randint(0, on_stand_in.VOCABULARY, (16, 32), generator=generator)
                 .pin_memory()
-                .cuda(non_blocking=True)
+                .to(DEVICE, non_blocking=True)
             )
             loss = torch.nn.functional.cross_entropy(
                 model(ids).float().flatten(0, 1), ids.flatten()
@@ -122,10 +122,16 @@ def test_parameters_are_on_the_gpu_and_come_back_where_they_were(tmp_path):
     model, optimizer = on_stand_in.a_model()
     model.register_buffer("seen", torch.zeros(3))
     model, optimizer = infinity.wrap_model(model, optimizer, config_at(("host", "host"), tmp_path))
-    assert {param.device.type for param in model.parameters()} == {"cuda"} and model.seen.is_cuda
+    assert (
+        {param.device.type for param in model.parameters()}
+        == {DEVICE.type}
+        == {model.seen.device.type}
+    )
     train(model, optimizer, steps=1)
     infinity.unwrap_model(model, optimizer)
-    assert {param.device.type for param in model.parameters()} == {"cpu"} and not model.seen.is_cuda
+    assert (
+        {param.device.type for param in model.parameters()} == {"cpu"} == {model.seen.device.type}
+    )
 
 
 def test_host_homes_are_registered(tmp_path):
@@ -144,17 +150,17 @@ def test_a_warm_step_allocates_nothing_and_waits_for_nothing(homes, tmp_path):
     for those it knows), but for a disk. Failing twin: reading a loss."""
     model, optimizer = infinity.wrap_model(*on_stand_in.a_model(), config_at(homes, tmp_path))
     train(model, optimizer, steps=4)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()
-    torch.cuda.set_sync_debug_mode("error")
+    torch.accelerator.synchronize()
+    before = GPU.memory_stats()
+    GPU.set_sync_debug_mode("error")
     try:
         told = train(model, optimizer, steps=3)
         with pytest.raises(RuntimeError, match="synchroniz"):
             told[0].item()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    after = torch.cuda.memory_stats()
+        GPU.set_sync_debug_mode("default")
+    torch.accelerator.synchronize()
+    after = GPU.memory_stats()
     assert after["num_alloc_retries"] == before["num_alloc_retries"] == 0
     assert after.get("num_device_alloc", 0) == before.get("num_device_alloc", 0)
     infinity.unwrap_model(model, optimizer)
@@ -179,14 +185,13 @@ def test_copies_run_beside_the_compute(tmp_path):
     )
     device = wrapped(model).engine.device
     region = native.Region(64 << 20, True, 4)
-    region.pin()
+    device.pin(region)
     host = native.tensor_at(region, region.address, 16 << 20, torch.float32)
-    there = torch.empty(16 << 20, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)
-    computed = torch.cuda.Event()
-    computed.record()
+    there = torch.empty(16 << 20, device=DEVICE)
+    torch.accelerator.synchronize()
+    GPU._sleep(2_000_000_000)
+    computed = device.now()
     copied = device.put("in", lambda: there.copy_(host, non_blocking=True))
     copied.wait()
-    assert not computed.query(), "the copy waited for the compute"
+    assert not computed.done, "the copy waited for the compute"
     infinity.unwrap_model(model, optimizer)

@@ -104,8 +104,8 @@ def test_a_stall_lasts_as_long_as_the_stream_stands_still(cuda):
     told apart."""
     device, stream = WithoutStreams(cuda), SimpleNamespace(now=0.0, done=0.0)
     device.traffic = Traffic()
-    device._streams = SimpleNamespace(current=lambda: stream, event=lambda timing: Moment(stream))
-    device._clock = StreamClock(device._streams)
+    device.streams = SimpleNamespace(current=lambda: stream, event=lambda timing: Moment(stream))
+    device._clock = StreamClock(device.streams)
     edge = device.traffic.edges["host->device"]
     with device.stalled("host->device", "a unit"):
         stream.now += 2.0

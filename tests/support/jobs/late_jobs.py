@@ -291,37 +291,6 @@ def compared(train: Callable, config: dict[str, Any], **form: Any) -> list[bool]
         return [same(trained(train, config, **form), expected) for _ in range(LATE_RUNS)]
 
 
-class _Kernels:
-    """The GPU's kernels, compiled for the processor, as jobs of the current stream."""
-
-    def __init__(self):
-        from gpu_stand_in import build_stand_in
-
-        self._stand_in = build_stand_in()
-
-    def step(self, layout, *, runs, stream, **addresses):
-        there = {name: LATE.usable(at) if at else 0 for name, at in addresses.items()}
-        LATE.put(0, lambda: self._stand_in.step(layout, runs=runs, stream=0, **there))
-
-    def calls(self):
-        return 0
-
-
-@contextlib.contextmanager
-def kernels() -> Iterator[None]:
-    """Gives the device kernels in the block."""
-    real, own = accelerator.Accelerator.__init__, _Kernels()
-
-    def init(self, where, traffic):
-        real(self, where, traffic)
-        self.kernels = own
-
-    accelerator.Accelerator.__init__ = init
-    with mock.patch.object(accelerator.Accelerator, "stream_handle", 0):
-        yield
-    accelerator.Accelerator.__init__ = real
-
-
 JOBS: dict[str, Callable[[], Any]] = {}
 
 
@@ -350,7 +319,7 @@ for _kind in ("reentrant", "not reentrant"):
 def with_kernels(config: dict[str, Any], share: float | None = None) -> Callable[[], list[bool]]:
     def run() -> list[bool]:
         with contextlib.ExitStack() as held:
-            held.enter_context(kernels())
+            held.enter_context(late_device.kernels(LATE))
             if share is not None:
 
                 def give(own: DeviceShare, *of_step: Any) -> None:

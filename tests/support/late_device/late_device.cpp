@@ -9,6 +9,7 @@
 #include <string>
 
 #include <pybind11/functional.h>
+#include <ATen/native/CPUFallback.h>
 #include <torch/extension.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -123,6 +124,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
     return device < 0 ? current_device : exchangeDevice(device);
   }
   bool isPinnedPtr(const void* place) const override { return Registered::all().has(place, 1); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
 
   void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t nbytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
@@ -144,8 +146,15 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   }
 };
 
+void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", empty);
+  // The host has to know the size of what they return
+  for (const char* name : {"equal", "masked_select", "nonzero", "_unique2"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_host>());
   library.impl("empty_strided", empty_strided);
   library.impl("as_strided", as_strided);
   library.impl("resize_", resize);
@@ -183,6 +192,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace late;
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
+  at::globalContext().lazyInitDevice(kType);  // else torch takes no memory for pinned
   module.def("set_waits", [](bool waits) { pace.waits = waits; });
   module.def("set_delays", [](int most_us, double share) {
     pace.most_us = most_us;
@@ -206,6 +216,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("put", &put, pybind11::arg("device"), pybind11::arg("work"),
              pybind11::arg("seconds") = 0.0);
   module.def("free_nbytes", [] { return Memory::all().free_nbytes(); });
+  module.def("taken_nbytes", [] { return Memory::all().taken_nbytes(); });
+  module.def("refuse_copies", [](bool refuses) { counts.refuses_copies = refuses; });
   module.def("counts", [] {
     auto& memory = Memory::all();
     return std::map<std::string, long>{{"jobs", counts.jobs},

@@ -12,11 +12,14 @@ import importlib.util
 import subprocess
 import sys
 import sysconfig
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 NAME = "late"
+CYCLES = 2e9  # that its clock makes in a second
 
 
 def install() -> ModuleType:
@@ -49,9 +53,19 @@ def _device_module(late: ModuleType) -> ModuleType:
     module.device_count = torch.accelerator.device_count
     module.current_device = torch.accelerator.current_device_index
     module.set_device = torch.accelerator.set_device_index
+    module.synchronize = torch.accelerator.synchronize
     module.mem_get_info = lambda where=None: (late.free_nbytes(), 6 << 30)
+    module.max_memory_allocated = late.taken_nbytes
+    module.memory_stats = lambda: {
+        "num_device_alloc": late.counts()["fresh"],
+        "num_alloc_retries": 0,
+    }
+    module.get_device_name = lambda where=None: "late device of the tests"
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.set_sync_debug_mode = lambda mode: late.refuse_copies(mode == "error")
+    module._sleep = lambda cycles: late.put(0, lambda: time.sleep(cycles / CYCLES))
     module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = module.manual_seed = lambda seed: None  # its numbers are the host's
     return module
 
 
@@ -60,6 +74,56 @@ def _teach_engine(late: ModuleType) -> None:
     from infinity.machine.accelerator import Accelerator
 
     Accelerator.pin = lambda self, region: late.register(region.address, region.nbytes)
+
+
+class Kernels:
+    """The optimizer's kernels for a GPU, compiled for the processor, as jobs of the current
+    stream."""
+
+    def __init__(self, late: ModuleType):
+        from gpu_stand_in import build_stand_in
+
+        self._late, self._stand_in = late, build_stand_in()
+        self.scan_workspace_nbytes = self._stand_in.scan_workspace_nbytes
+
+    def step(self, layout: Any, *, runs: list, stream: int, **addresses: int) -> None:
+        self._put(self._stand_in.step, addresses, layout, runs=runs)
+
+    def scan(self, *, grad_dtype: Any, out_dtype: Any, count: int, stream: int, **addresses: int):
+        self._put(
+            self._stand_in.scan, addresses, grad_dtype=grad_dtype, out_dtype=out_dtype, count=count
+        )
+
+    def checksums(self, address: int, nbytes: int) -> list[int]:
+        torch.accelerator.synchronize()
+        return self._stand_in.checksums(self._late.usable(address), nbytes)
+
+    def calls(self) -> int:
+        return 0
+
+    def _put(self, work: Callable, addresses: dict[str, int], *given: Any, **more: Any) -> None:
+        there = {name: self._late.usable(at) if at else 0 for name, at in addresses.items()}
+        self._late.put(0, lambda: work(*given, stream=0, **there, **more))
+
+
+@contextmanager
+def kernels(late: ModuleType) -> Iterator[None]:
+    """Gives the device kernels in the block."""
+    from infinity import native
+    from infinity.machine.accelerator import Accelerator
+
+    real, own = Accelerator.__init__, Kernels(late)
+
+    def init(self: Accelerator, where: torch.device, traffic: Any) -> None:
+        real(self, where, traffic)
+        self.kernels, self.kernels_refusal = own, ""
+
+    with (
+        mock.patch.object(Accelerator, "__init__", init),
+        mock.patch.object(Accelerator, "stream_handle", 0),
+        mock.patch.object(native, "gpu_kernels", lambda: (own, "")),
+    ):
+        yield
 
 
 # --- paces ---

@@ -46,6 +46,10 @@ class Memory {
   void* usable(const void* place) const {
     return place ? used_ + (static_cast<const char*>(place) - seen_) : nullptr;
   }
+  std::size_t taken_nbytes() {
+    std::lock_guard hold(mutex_);
+    return taken_;
+  }
   std::size_t free_nbytes() {
     std::lock_guard hold(mutex_);
     return kCapacity - taken_;
@@ -142,6 +146,17 @@ inline Allocator allocator;
 // Host memory that was registered: copies from and to it do not wait.
 class Registered {
  public:
+  // Host memory that is registered from its allocation on: what torch calls pinned.
+  static c10::DataPtr allocate(std::size_t nbytes) {
+    auto* memory = std::aligned_alloc(64, (nbytes + 63) / 64 * 64);
+    all().add(memory, nbytes);
+    return {memory, memory, &give_back, c10::DeviceType::CPU};
+  }
+  static void give_back(void* memory) {
+    if (!memory) return;
+    all().remove(memory);
+    std::free(memory);
+  }
   static Registered& all() {
     static auto* registered = new Registered;
     return *registered;
@@ -167,5 +182,15 @@ class Registered {
   std::mutex mutex_;
   std::map<char*, std::size_t> ranges_;
 };
+
+class PinnedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t nbytes) override { return Registered::allocate(nbytes); }
+  c10::DeleterFnPtr raw_deleter() const override { return &Registered::give_back; }
+  void copy_data(void* to, const void* from, std::size_t nbytes) const override {
+    std::memcpy(to, from, nbytes);
+  }
+};
+inline PinnedAllocator pinned_allocator;
 
 }  // namespace late

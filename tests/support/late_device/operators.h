@@ -152,18 +152,26 @@ inline Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking)
   auto is_registered = [](const Tensor& host) {
     return Registered::all().has(data_of(host), span_of(host));
   };
+  // torch's own pinned memory is not used again before its copies are over. A region's may be.
+  auto if_torchs = [](const Tensor& host) {
+    const auto deleter = host.storage().data_ptr().get_deleter();
+    return deleter == &Registered::give_back ? host : Tensor();
+  };
+  const bool waits =
+      is_late(from) ? !is_late(to) && !(non_blocking && is_registered(to)) : !non_blocking;
+  TORCH_CHECK(!waits || !counts.refuses_copies || !counts.trains(),
+              "called a synchronizing late operation");
   if (is_late(from) && is_late(to)) {
     copy_later(stream, to, from, false);
   } else if (is_late(from)) {
-    copy_later(stream, to, from, true);
-    if (!non_blocking || !is_registered(to)) stream->synchronize();
+    copy_later(stream, to, from, true, if_torchs(to));
   } else if (non_blocking && is_registered(from)) {
-    copy_later(stream, to, from, true);
+    copy_later(stream, to, from, true, if_torchs(from));
   } else {  // pageable memory is read at once, into a copy
     const Tensor kept = from.clone();
     copy_later(stream, to, kept, true, kept);
-    if (!non_blocking) stream->synchronize();
   }
+  if (waits) stream->synchronize();
   return to;
 }
 
@@ -367,6 +375,14 @@ inline double seconds_of(const OperatorHandle& op, const Arguments& arguments,
   return (arguments.nbytes + results.nbytes) / pace.memory;
 }
 
+// Means and deviations of a norm are fp32 on devices, and of the input's type on the processor.
+inline void match_processor(const OperatorHandle& op, Stack& values) {
+  if (op.schema().name() != "aten::native_layer_norm_backward") return;
+  const auto type = values[1].toTensor().scalar_type();
+  if (values[5].isTensor() && values[5].toTensor().scalar_type() != type) return;  // mixed: fp32
+  for (int at : {3, 4}) values[at] = values[at].toTensor().to(type);
+}
+
 inline void launch(const OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, *stack);
   Stack metas = arguments.metas;
@@ -378,6 +394,7 @@ inline void launch(const OperatorHandle& op, Stack* stack) {
           [op, kept = std::move(arguments.kept), places = results.places] {
             Stack values;
             for (const auto& each : kept) values.push_back(each.value());
+            match_processor(op, values);
             op.callBoxed(&values);
             for (const auto& [index, to] : places) {
               if (values[index].isTensor()) {

@@ -45,7 +45,10 @@ struct Counts {
   std::atomic<long> jobs{0};
   std::atomic<long> host_waits{0};  // of the thread that loaded this: the one that trains
 
-  void wait() { host_waits += std::this_thread::get_id() == trains_; }
+  std::atomic<bool> refuses_copies{false};  // that the training thread would wait for
+
+  void wait() { host_waits += trains(); }
+  bool trains() const { return std::this_thread::get_id() == trains_; }
 
  private:
   const std::thread::id trains_ = std::this_thread::get_id();
