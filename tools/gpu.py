@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+STATE = ROOT / "build" / "gpu"
 RESULTS = "bench/results"
 LATE = "late"
 AS_GPU = ROOT / "tests" / "support" / "late_device" / "everywhere"
@@ -141,7 +142,7 @@ def main(names: Sequence[str] = ()) -> int:
     """Runs what is left, of the stages ``names`` if there are any. 0 when all of it has passed."""
     late = LATE in names
     names = [name for name in names if name != LATE]
-    folder = ROOT / "build" / ("gpu-late" if late else "gpu")
+    folder = STATE.with_name("gpu-late") if late else STATE
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + SECONDS * (LATE_SLOWNESS if late else 1)
     sources = _digest()

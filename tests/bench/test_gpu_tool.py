@@ -72,3 +72,19 @@ def test_no_time_is_no_start(tool, monkeypatch):
     monkeypatch.setattr(tool, "SECONDS", 0)
     monkeypatch.setattr(tool, "STAGES", [stage("one", "true")])
     assert tool.main() == 1 and statuses(tool) == {"one": "no time left: call again"}
+
+
+def test_against_the_late_device_every_process_has_it_and_no_result_is_kept(
+    tool, tmp_path, monkeypatch
+):
+    """Twin: without the argument neither; the sanitizer has nothing to look at there."""
+    asked = tmp_path / "asked"
+    show = f'echo $PYTHONPATH "$@" >> {asked}'
+    command = ["sh", "-c", show, "sh", "--json", tool.RESULTS]
+    monkeypatch.setattr(tool, "STAGES", [("bench", command, 60), stage("sanitizer", "true")])
+    assert tool.main() == 0 and tool.main(["late"]) == 1
+    plain, late = asked.read_text().splitlines()
+    assert str(tool.AS_GPU) in late and str(tool.AS_GPU) not in plain
+    assert tool.RESULTS in plain and tool.RESULTS not in late and "--scale" in late
+    told = json.loads((tmp_path / "gpu-late" / "state.json").read_text())["stages"]
+    assert told["sanitizer"]["status"].startswith("not run")
