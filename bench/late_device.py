@@ -34,6 +34,7 @@ WHERE = "late:0"
 WIDTH, BLOCKS, TOKENS = 768, 12, 4
 WARM, STEPS = 4, 4
 MEMORY = 200e9  # bytes a second of the device's own memory: never what a step waits for
+LINK = 1e9  # bytes a second, for parking: slower than this machine's memory
 MEMORY_FOR = {1: "256MiB", 2: "64MiB"}  # by copies of the weights; they have 113 MB
 
 
@@ -73,8 +74,8 @@ class Block(nn.Module):
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``late.<home>.<shape>``: the bound divided by the step, its parts in ms, the
-    share of early updates and the waits."""
+    """Measures rows ``late.<home>.<shape>`` (steps/s, with the share of early updates and the
+    waits) and ``late.park``, ``late.resume`` (GB/s)."""
     sys.path.append(str(ROOT / "tests" / "support" / "late_device"))
     import late_device
 
@@ -102,7 +103,35 @@ def measure(settings: Settings) -> Measured:
                     f" {1e3 * times.link:.0f} ms, updates {1e3 * updates:.0f} ms; a step"
                     f" {1e3 * statistics.median(measured.seconds):.0f} ms"
                 )
+    found.rows += _parking(late_device, late, settings.rounds)
     return found
+
+
+def _parking(tool: Any, late: Any, rounds: int) -> list[Any]:
+    """Parks a model that is at home on the device, with its state, to host memory, and back."""
+    seconds: dict[str, list[float]] = {"park": [], "resume": []}
+    with tool.kernels(late), tool.at_rates(late, flops=1e15, memory=MEMORY, link=LINK):
+        model, optimizer = _made({"device": WHERE, "params": "device", "optimizer": "device"})
+        for _ in range(rounds):
+            _step(model, optimizer, torch.randn(TOKENS, WIDTH).to(WHERE))
+            wrapped(model).engine.wait_idle()
+            start = time.perf_counter()
+            infinity.park(model, to="host")
+            middle = time.perf_counter()
+            infinity.resume(model)
+            seconds["park"].append(middle - start)
+            seconds["resume"].append(time.perf_counter() - middle)
+        infinity.unwrap_model(model, optimizer)
+    nbytes = 4 * 3 * BLOCKS * 4 * WIDTH * WIDTH  # weights and two moments; the gradients are blank
+    return [
+        row(
+            f"late.{name}",
+            "GB/s",
+            [nbytes / each / 1e9 for each in times],
+            ceiling=("the link", [LINK / 1e9] * rounds),
+        )
+        for name, times in seconds.items()
+    ]
 
 
 @dataclass

@@ -10,53 +10,110 @@ from torch import nn
 
 from ..errors import ConfigError, UsageError
 from ..gradients.record import would_be_lost
+from ..machine.tiers import Tier
+from ..runtime.engine import Engine
 from ..runtime.job import Job
 from ..runtime.parking import arrays_in_memory, give_back_heap
 from ..runtime.registry import engine_of
 from ..state.operations import Operation
 
+PARTS = {"all": {}, "weights": {"optimizer": False}, "optimizer": {"weights": False}}
+
 
 @torch.no_grad()
-def park(model: nn.Module, folder: str | os.PathLike | None = None) -> int:
-    """Writes all state of a wrapped ``model`` and its optimizer, on the device and in host memory,
-    to a disk, and frees that memory: for a rollout between two updates, for example. Staging
-    buffers stay. Blocks until the disk has the state.
+def park(
+    model: nn.Module,
+    folder: str | os.PathLike | None = None,
+    *,
+    to: str = "nvme",
+    what: str = "all",
+) -> int:
+    """Moves state of a wrapped ``model`` and its optimizer out of memory, and frees that memory:
+    for a rollout between two updates, for example. Staging buffers, the optimizer's slots and the
+    model's buffers stay. Blocks until the state has arrived.
 
     folder
         Folder of the swap file; None: the first of ``nvme_paths``.
+    to
+        "nvme": all that is on the device and in host memory goes to a disk. "host": what is on the
+        device goes to registered host memory, at the rate of the link. It counts in
+        ``host_memory``, and a second call can send it on to a disk.
+    what
+        "all", "weights", or "optimizer": master weights, moments and gradients.
 
-    The next use of the model or its optimizer reads the state back, or :func:`resume` does. No bit
-    changes. Returns the number of freed bytes. Each rank parks its own state. Raises UsageError
-    between a backward and its step, ConfigError without a folder, CapacityError if the disk has no
-    room, StorageError if no file can be made there; the model stays usable after each of them.
+    The next use of the model or its optimizer brings all state back, or :func:`resume` does. No bit
+    changes. Returns the number of bytes that are parked. Each rank parks its own state. Raises
+    UsageError between a backward and its step, and for ``to="host"`` if the device is the
+    processor; ConfigError for unknown words and without a folder, CapacityError if the disk or the
+    host has no room, StorageError if no file can be made there. The model stays usable after each
+    of them.
     """
     engine = engine_of(model)
-    job = engine.job
-    job.uses.check(Operation.PARK)
+    where = _checked(engine.job, folder, to, what)
+    if engine.parking.nbytes:
+        with engine.job.uses.begin_parked():  # a use would bring it back
+            return _park(engine, where, what)
+    engine.job.uses.check(Operation.PARK)
+    with engine.job.uses.begin():
+        _settle(engine)
+        return _park(engine, where, what)
+
+
+def _checked(job: Job, folder: str | os.PathLike | None, to: str, what: str) -> str | None:
+    """Returns the folder to park in; None for host memory."""
+    if to not in ("nvme", "host") or what not in PARTS:
+        raise ConfigError(
+            f"park(to={to!r}, what={what!r}): to is 'nvme' or 'host', and what is one of"
+            f" {', '.join(map(repr, PARTS))}"
+        )
+    if to == "host":
+        if folder is not None:
+            raise ConfigError("park(to='host') needs no folder: leave it out, or use to='nvme'")
+        if job.device.is_host:
+            raise UsageError(
+                "park(to='host') would free nothing: the device is the processor, whose memory is"
+                " the host's. Park to a disk: infinity.park(model, '/path/on/the/disk')"
+            )
+        return None
     if folder is None and not job.config.nvme_paths:
         raise ConfigError(
             "park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or"
             " Config(nvme_paths=[...])"
         )
-    with job.uses.begin():
-        if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
-            raise UsageError(
-                f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait"
-                " for it. Park after step()"
-            )
-        with job.store.guarding():
-            _refuse_held(job)
-            engine.wait_idle()
-            job.prefetcher.release_all([unit for unit in job.units if not unit.stays])
-            for unit in job.units:
-                for flat_param in unit.flat_params:
-                    flat_param.homes.wait_idle()
-        averages = engine.average.arrays_in_memory if engine.average is not None else []
-        where = os.path.abspath(folder) if folder is not None else job.config.nvme_paths[0]
-        # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.
-        engine.parking.park([*arrays_in_memory(job.units), *averages], where)
-        give_back_heap()
-        return engine.parking.nbytes
+    return os.path.abspath(folder) if folder is not None else job.config.nvme_paths[0]
+
+
+def _settle(engine: Engine) -> None:
+    """Ends all that is under way. Raises UsageError if gradients, or objects outside the engine,
+    need the memory."""
+    job = engine.job
+    if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
+        raise UsageError(
+            f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait"
+            " for it. Park after step()"
+        )
+    with job.store.guarding():
+        engine.wait_idle()  # first: what is under way refers to weights, too
+        _refuse_held(job)
+        job.prefetcher.release_all([unit for unit in job.units if not unit.stays])
+        for unit in job.units:
+            for flat_param in unit.flat_params:
+                flat_param.homes.wait_idle()
+
+
+def _park(engine: Engine, folder: str | None, what: str) -> int:
+    arrays, blank = arrays_in_memory(engine.job.units, **PARTS[what])
+    if engine.average is not None and what != "weights":
+        arrays += engine.average.arrays_in_memory
+    # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.
+    if folder is None:
+        engine.parking.park_on_host(arrays)
+    else:
+        engine.parking.park(arrays, folder)
+    on_device = [array for array in blank if array.tier is Tier.DEVICE]
+    engine.parking.park_blank(blank if folder is not None else on_device)
+    give_back_heap()
+    return engine.parking.nbytes
 
 
 def _refuse_held(job: Job) -> None:

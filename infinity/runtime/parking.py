@@ -1,87 +1,167 @@
-"""Parking: moves all of an engine's arrays in memory to disk for a while, to free the memory.
+"""Parking: moves arrays of an engine out of memory for a while: from the device to the host, or
+from both to a disk.
 
-parked   of an array: its bytes are in a swap file, and its memory was returned to the system; its
-         address stays
+parked   of an array: its bytes are at its place, on the host or in a swap file, and its memory was
+         returned to the system; its address stays
+blank    an array for gradients that has none: parked without a place
 
-An array is written out before its memory is freed. It is on the list from then until its bytes are
-back. So :meth:`Parking.resume` restores it, even after an interrupt.
+An array's bytes are at its place before its memory is freed. It is on the list from then until they
+are back. So :meth:`Parking.resume` restores it, even after an interrupt.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from .. import native
 from ..gradients.record import GradState
+from ..machine.device import Copy, Event
 from ..machine.tiers import Tier
 from ..state.flat_param import FlatParam
 from ..state.unit import ParamUnit
 from ..storage.arrays import StateArray
 from ..storage.store import ArrayStore
 
-PIECE_NBYTES = 8 * 1024 * 1024  # in memory at once
+WEIGHTS = ("weight",)  # of a flat param's arrays; all others are the optimizer's
+PIECE_NBYTES = 8 * 1024 * 1024  # in memory at once, on the way to a disk
+
+
+@dataclass(eq=False)
+class _Parked:
+    array: StateArray
+    place: StateArray | None = None  # None: it is blank
 
 
 class Parking:
     """The parked arrays of one engine. Used from one thread, inside a use of the engine."""
 
     def __init__(self, store: ArrayStore):
-        self._store = store
-        self._parked: list[tuple[StateArray, StateArray]] = []  # each array, and its copy on disk
+        self._store, self._device = store, store.device
+        self._parked: list[_Parked] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays that are parked."""
-        return sum(array.nbytes for array, _ in self._parked)
+        return sum(parked.array.nbytes for parked in self._parked)
 
-    def park(self, arrays: list[StateArray], folder: str) -> None:
-        """Writes ``arrays`` to a swap file in ``folder`` and frees their memory. Blocks on the
-        disk. Raises CapacityError or StorageError if the disk has no room; arrays parked by then
-        stay parked."""
-        if arrays:
+    def park(self, arrays: Iterable[StateArray], folder: str) -> None:
+        """Moves ``arrays``, and what is parked on the host, to a swap file in ``folder``. Blocks on
+        the disk. Raises CapacityError or StorageError if the disk has no room; arrays parked by
+        then stay parked."""
+        coming = self._not_parked(arrays)
+        if coming or self._parked:
             self._store.need_service()
-        for array in arrays:
-            place = self._store.arrays.allocate_more(
-                Tier.NVME, array.nbytes, "parked state", folder=folder
-            )
-            flat = array.flat.view(torch.uint8)
-            for at in range(0, array.nbytes, PIECE_NBYTES):
-                self._store.write(
-                    place, at, flat[at : at + PIECE_NBYTES].cpu(), version=array.extent.version
-                )
-            self._parked.append((array, place))
+        for parked in self._parked:
+            if parked.place is not None and parked.place.tier is Tier.HOST:
+                on_host, parked.place = parked.place, self._written(parked.place, folder)
+                self._store.arrays.free_more(on_host)
+        for array in coming:
+            self._parked.append(_Parked(array, self._written(array, folder)))
             self._store.arrays.empty(array)
 
+    def park_blank(self, arrays: Iterable[StateArray]) -> None:
+        """Frees the memory of ``arrays``, which hold nothing."""
+        for array in self._not_parked(arrays):
+            self._parked.append(_Parked(array))
+            self._store.arrays.empty(array)
+
+    def park_on_host(self, arrays: Iterable[StateArray]) -> None:
+        """Moves those of ``arrays`` whose home is the device to registered host memory, at the rate
+        of the link. Raises CapacityError if the host's budget has no room; arrays parked by then
+        stay parked."""
+        sent: list[tuple[_Parked, Event]] = []
+        try:
+            for array in self._not_parked(arrays):
+                if array.tier is Tier.DEVICE:
+                    # Its pages are populated while the copy before is on its way
+                    place = self._store.arrays.allocate_more(
+                        Tier.HOST, array.nbytes, "parked state"
+                    )
+                    sent.append((_Parked(array, place), self._copy(place, array, "out")))
+        finally:
+            for parked, event in sent:
+                event.wait()
+                self._parked.append(parked)
+                self._store.arrays.empty(parked.array)
+
     def resume(self) -> None:
-        """Reads all parked arrays back, if any. Blocks on the disk. After an interrupt, call it
-        again."""
+        """Brings all parked arrays back, if any. Blocks on the disk and the link. After an
+        interrupt, call it again."""
+        coming: dict[_Parked, Event] = {}
+        for parked in self._parked:
+            self._store.arrays.refill(parked.array)
+            if parked.place is None:
+                parked.array.flat.zero_()
+            elif parked.place.tier is Tier.HOST:
+                coming[parked] = self._copy(parked.array, parked.place, "in")
         while self._parked:
-            array, place = self._parked[-1]
-            self._store.arrays.refill(array)
-            flat = array.flat.view(torch.uint8)
-            for at in range(0, array.nbytes, PIECE_NBYTES):
-                end = min(array.nbytes, at + PIECE_NBYTES)
-                flat[at:end].copy_(self._store.read(place, at, end))
+            parked = self._parked[-1]
+            if parked in coming:
+                coming[parked].wait()
+            elif parked.place is not None:
+                self._read(parked.array, parked.place)
             self._parked.pop()
-            self._store.arrays.free_more(place)
+            if parked.place is not None:
+                self._store.arrays.free_more(parked.place)
+
+    def _read(self, array: StateArray, place: StateArray) -> None:
+        """Reads the bytes of ``array`` from its place on a disk. Blocks on the disk."""
+        flat = array.flat.view(torch.uint8)
+        for at in range(0, array.nbytes, PIECE_NBYTES):
+            end = min(array.nbytes, at + PIECE_NBYTES)
+            flat[at:end].copy_(self._store.read(place, at, end))
+
+    def _not_parked(self, arrays: Iterable[StateArray]) -> list[StateArray]:
+        parked = {id(parked.array) for parked in self._parked}
+        return [array for array in arrays if id(array) not in parked]
+
+    def _copy(self, to: StateArray, source: StateArray, queue: str) -> Event:
+        """Starts copying between the device and the host, behind the compute so far."""
+        edge = "device->host" if queue == "out" else "host->device"
+
+        def copy() -> None:
+            to.flat.view(torch.uint8).copy_(source.flat.view(torch.uint8), non_blocking=True)
+
+        return self._device.put(
+            queue,
+            copy,
+            behind=[self._device.now()],
+            transfer=Copy(edge, source.nbytes, "parked state"),
+        )
+
+    def _written(self, array: StateArray, folder: str) -> StateArray:
+        """Writes the bytes of ``array`` to a new place in ``folder``. Blocks on the disk."""
+        place = self._store.arrays.allocate_more(
+            Tier.NVME, array.nbytes, "parked state", folder=folder
+        )
+        flat = array.flat.view(torch.uint8)
+        for at in range(0, array.nbytes, PIECE_NBYTES):
+            self._store.write(
+                place, at, flat[at : at + PIECE_NBYTES].cpu(), version=array.extent.version
+            )
+        return place
 
 
-def arrays_in_memory(units: list[ParamUnit]) -> list[StateArray]:
-    """Lists the arrays of all units that are not on a disk, without gradient arrays that hold no
-    gradient."""
-    flat_params = [flat for unit in units for flat in unit.flat_params]
-    there = {
+def arrays_in_memory(
+    units: Sequence[ParamUnit], *, weights: bool = True, optimizer: bool = True
+) -> tuple[list[StateArray], list[StateArray]]:
+    """Lists the arrays of all units that are not on a disk, and apart from them those for gradients
+    that have none. ``weights``, ``optimizer``: with the weights, with all else."""
+    have_grads = {
         handle.flat_param
         for unit in units
         for handle in unit.handles
         if handle.grad and handle.grad.state is not GradState.ABSENT
     }
-    return [
-        array
-        for flat in flat_params
-        for name, array in _arrays(flat)
-        if array.tier is not Tier.NVME and (name != "grad" or flat in there)
-    ]
+    found: tuple[list[StateArray], list[StateArray]] = [], []
+    for flat_param in (flat for unit in units for flat in unit.flat_params):
+        for name, array in _arrays(flat_param):
+            if array.tier is not Tier.NVME and (weights if name in WEIGHTS else optimizer):
+                found[name == "grad" and flat_param not in have_grads].append(array)
+    return found
 
 
 def _arrays(flat_param: FlatParam) -> list[tuple[str, StateArray]]:
@@ -94,6 +174,8 @@ def _arrays(flat_param: FlatParam) -> list[tuple[str, StateArray]]:
 
 def give_back_heap() -> None:
     """Returns the freed memory that torch and the C library cache to the system."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        give_back = getattr(torch.get_device_module(), "empty_cache", None)  # some cache nothing
+        if give_back is not None:
+            give_back()
     native.trim_heap()

@@ -61,7 +61,7 @@ def test_a_parked_run_is_the_same(home, tmp_path):
             average.update()
             if parks:
                 parked = infinity.park(model, tmp_path)
-                assert (parked > 0) == (home != "nvme")
+                assert parked > 0  # with a home on a disk, the memory for gradients
                 if number == 1:
                     infinity.resume(model)
                     infinity.resume(model)

@@ -106,7 +106,9 @@ def test_other_forms_have_the_bits_of_a_punctual_run(job, answer):
     assert answer == [True, True]
 
 
-@pytest.mark.parametrize("job", [*few(KERNELS, 2), "kernels:a step that is split"])
+@pytest.mark.parametrize(
+    "job", [*few(KERNELS, 2), "kernels:a step that is split", "kernels:parked on the host"]
+)
 def test_steps_on_the_device_have_the_bits_of_a_punctual_run(job, answer):
     """Method: the GPU's kernels, compiled for the processor, are jobs of the device's streams."""
     assert answer == [True, True]

@@ -157,14 +157,31 @@ def test_a_disk_without_room_leaves_the_rest_in_memory(store, swap):
 
 @pytest.mark.parametrize(("home", "weights"), [("host", 1), ("nvme", 0)])
 def test_of_a_model_the_arrays_in_memory_are_parked(home, weights, swap):
-    """Claim: weights and two moments, without those on a disk; the gradients while there are
-    some."""
+    """Claim: weights and two moments, without those on a disk; the gradients while there are some.
+    Else their memory is blank."""
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, "host", swap))
-    arrays = lambda: arrays_in_memory(wrapped(model).engine.job.units)
-    assert len(arrays()) == weights + 2 and all(array.flat is not None for array in arrays())
+
+    def counted(**parts: bool) -> tuple[int, int]:
+        arrays, blank = arrays_in_memory(wrapped(model).engine.job.units, **parts)
+        assert all(array.flat is not None for array in (*arrays, *blank))
+        return len(arrays), len(blank)
+
+    assert counted() == (weights + 2, 1)
+    assert counted(optimizer=False) == (weights, 0) and counted(weights=False) == (2, 1)
     model(torch.ones(1, 4)).sum().backward()
-    assert len(arrays()) == weights + 3
+    assert counted() == (weights + 3, 0)
     optimizer.zero_grad()
-    assert len(arrays()) == weights + 2
+    assert counted() == (weights + 2, 1)
+
+
+def test_blank_memory_is_given_up_and_comes_back_as_zeros(store, swap):
+    """Twin: what holds something comes back as it was."""
+    (blank, *arrays), (_, *values) = arrays_of(store)
+    parking_ = Parking(store)
+    parking_.park(arrays, str(swap))
+    parking_.park_blank([blank, *arrays])  # those are parked already
+    assert parking_.nbytes == sum(SIZES) and not blank.flat.any()
+    parking_.resume()
+    assert is_there(arrays, values) == [True] * 2 and not blank.flat.any()

@@ -78,11 +78,13 @@ class ThreadedDevice(Device):
         event, behind = _ThreadEvent(), list(behind)
 
         def run() -> None:
+            nonlocal work
             try:
                 for before in behind:
                     before.wait()
                 start = time.perf_counter()
                 work()
+                work = None  # it refers to tensors
                 if transfer is not None:
                     self.traffic.copied(
                         transfer.edge, transfer.nbytes, transfer.what, start, time.perf_counter()
@@ -118,6 +120,7 @@ class ThreadedDevice(Device):
 def _serve(queue: SimpleQueue) -> None:
     while (work := queue.get()) is not None:
         work()
+        del work  # the next one may be long in coming
 
 
 def _ticket_of(events: list[_ThreadEvent]) -> native.Ticket | None:

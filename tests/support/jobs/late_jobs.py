@@ -316,7 +316,20 @@ for _kind in ("reentrant", "not reentrant"):
     add(f"plain:checkpoints, {_kind}", plain, WINDOW, checkpoints=_kind)
 
 
-def with_kernels(config: dict[str, Any], share: float | None = None) -> Callable[[], list[bool]]:
+def parked_on_the_host(model, optimizer):
+    """In turns: brought back by the next forward, by resume, and by parts."""
+    told = []
+    for number in range(STEPS):
+        told += plain(model, optimizer, 1)
+        infinity.park(model, to="host", what="optimizer" if number == 2 else "all")
+        if number == 1:
+            infinity.resume(model)
+    return told
+
+
+def with_kernels(
+    config: dict[str, Any], share: float | None = None, train: Callable = clipped_micro_batches
+) -> Callable[[], list[bool]]:
     def run() -> list[bool]:
         with contextlib.ExitStack() as held:
             held.enter_context(late_device.kernels(LATE))
@@ -326,7 +339,7 @@ def with_kernels(config: dict[str, Any], share: float | None = None) -> Callable
                     own.value = share
 
                 held.enter_context(mock.patch.object(DeviceShare, "note", give))
-            return compared(clipped_micro_batches, config)
+            return compared(train, config)
 
     return run
 
@@ -336,6 +349,9 @@ for _homes in ("device-device", "device-host", "host-device", "auto-auto"):
     for _moments in ("fp32", "int8"):
         _config = {"params": _params, "optimizer": _optimizer, "moments": _moments}
         JOBS[f"kernels:{_homes} {_moments}"] = with_kernels(_config)
+JOBS["kernels:parked on the host"] = with_kernels(
+    {"params": "device", "optimizer": "device"}, train=parked_on_the_host
+)
 JOBS["kernels:a step that is split"] = with_kernels(HOST, share=0.5)
 
 
