@@ -263,6 +263,27 @@ class Laid(NamedTuple):
     plan: MemoryPlan
 
 
+def _within_device(config: Config, device: Device, collectives: Collectives) -> Config:
+    """Returns ``config`` with no more ``device_memory`` than the device can give. Every rank calls
+    this."""
+    most = device.most_nbytes(several_ranks=not collectives.ranks.alone)
+    if config.device_memory is None or most is None:
+        return config
+    (most,) = collectives.least([most], "device memory")
+    given = int(config.device_memory)
+    if given <= most:
+        return config
+    logger.warning(
+        "device_memory is %s, but %s can give %s, beside what other processes have and what"
+        " cuBLAS%s needs: it is planned with that. Activations need room, too.",
+        format_nbytes(given),
+        device.where,
+        format_nbytes(most),
+        "" if collectives.ranks.alone else " and NCCL",
+    )
+    return dataclasses.replace(config, device_memory=most)
+
+
 def lay_out_here(
     model: nn.Module,
     config: Config,
@@ -279,6 +300,8 @@ def lay_out_here(
     Every rank calls this. Raises CapacityError, or ConfigError if a folder is needed and none can
     be used.
     """
+
+    config = _within_device(config, device, collectives)
 
     def lay_out(config: Config) -> Laid:
         free = free_everywhere(config, collectives, device)

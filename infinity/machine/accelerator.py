@@ -22,6 +22,8 @@ from .sizes import format_nbytes
 from .traffic import Traffic
 
 Count = Callable[[float, float], None]  # of a start and an end, of time.perf_counter()
+LIBRARIES_NBYTES = 96 << 20  # cuBLAS: 32 MiB for each stream that computes
+NCCL_NBYTES = 1 << 30  # of two communicators: gathers and reductions
 ORIGIN_SECONDS = 60.0  # after which event times are measured from a later origin
 
 
@@ -268,6 +270,16 @@ class Accelerator(Device):
     def free_nbytes(self) -> int | None:
         memory = getattr(torch.get_device_module(self.where), "mem_get_info", None)
         return int(memory(self.where)[0] * SHARE_FOR_THE_ENGINE) if memory is not None else None
+
+    def most_nbytes(self, *, several_ranks: bool) -> int | None:
+        module = torch.get_device_module(self.where)
+        if (memory := getattr(module, "mem_get_info", None)) is None:
+            return None
+        # torch gives back what it has, if it must. The driver's context is taken already.
+        reserved = getattr(module, "memory_reserved", lambda where: 0)(self.where)
+        return (
+            int(memory(self.where)[0]) + reserved - LIBRARIES_NBYTES - several_ranks * NCCL_NBYTES
+        )
 
     def pin(self, region: native.Region) -> None:
         if self.where.type != "cuda" or region.pinned:

@@ -221,6 +221,11 @@ class Device:
         """Returns the bytes for the engine without a budget; None: as much as the host has."""
         return None
 
+    def most_nbytes(self, *, several_ranks: bool) -> int | None:
+        """Returns the bytes that the engine could ever have here: without what other processes
+        have, and what libraries will need; None: as many as the host has."""
+        return None
+
     def pin(self, region: native.Region) -> None:
         """Registers ``region`` so that copies to and from the device do not block the host."""
 

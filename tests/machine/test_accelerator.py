@@ -20,6 +20,15 @@ class Cuda:
         self.reserved, self.is_capturing, self.has_room = 100, False, True
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_what_a_card_can_give_leaves_room_for_libraries(several, cuda, monkeypatch):
+    """Claim: what is free and what torch keeps, without cuBLAS's workspaces, and NCCL's buffers
+    where ranks use them."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (8 << 30, 80 << 30))
+    given = WithoutStreams(cuda).most_nbytes(several_ranks=several)
+    assert given == (8 << 30) + 100 - (96 << 20) - several * (1 << 30)
+
+
 @pytest.fixture
 def cuda(monkeypatch) -> Cuda:
     cuda = Cuda()

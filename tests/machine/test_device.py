@@ -508,6 +508,25 @@ def test_every_budget_from_the_least_one_on_is_enough(homes, compute_on, kernels
         infinity.unwrap_model(model, optimizer)
 
 
+@pytest.mark.parametrize("given, told", [(1 << 30, True), (1 << 20, False)])
+def test_a_budget_that_the_card_cannot_give_is_planned_with_what_it_can(
+    given, told, compute_on, caplog
+):
+    """Twin: a budget that it can give stays, and nothing is said."""
+
+    class Card(Elsewhere):
+        def most_nbytes(self, *, several_ranks):
+            return 2 << 20
+
+    compute_on(Card)
+    config = {"params": "host", "optimizer": "host", "device_memory": given}
+    model, optimizer = infinity.wrap_model(*a_model(), config)
+    budget = infinity.stats(model).tiers["device"].budget_nbytes
+    assert budget == min(given, 2 << 20)
+    assert ("can give 2.0 MiB" in caplog.text) == told
+    infinity.unwrap_model(model, optimizer)
+
+
 def test_a_gradient_that_is_set_goes_home_from_the_device(compute_on):
     """What p.grad reads is a copy on the device: what is assigned, or done to it in place, is what
     is read then, and stepped."""
