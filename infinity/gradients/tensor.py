@@ -178,7 +178,14 @@ def _norm(grad: GradProxy, order: float) -> torch.Tensor:
 
 def _unscale(func, args: tuple) -> None:
     """Runs GradScaler's check and division on one gradient after the other: they need not fit in
-    memory together. Then combines the overflow flag over all ranks."""
+    memory together. Then combines the overflow flag over all ranks. Gradients whose norms show no
+    overflow are not touched: their scale is a factor of the step."""
+    at_home = [grad for grad in args[0] if isinstance(grad, GradProxy)]
+    if at_home and at_home[0]._values.are_finite([grad._infinity_grad for grad in at_home]):
+        factor = at_home[0]._values.number(args[2])
+        for grad in at_home:
+            grad._values.scale(writable(grad._infinity_grad), factor)
+        args = ([grad for grad in args[0] if not isinstance(grad, GradProxy)], *args[1:])
     for grad in args[0]:
         if isinstance(grad, GradProxy):
             grad._values.change_own(

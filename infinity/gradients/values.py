@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
 import torch
 
@@ -129,6 +129,24 @@ class GradValues:
         norm = self.norms.of(self.value(handle, write=False), order)
         record.norm = order, norm.clone()
         return norm.to(handle.flat_param.spec.grad_dtype)
+
+    def are_finite(self, handles: Sequence[ParamHandle]) -> bool:
+        """Returns whether norms taken as the gradients landed show that all elements are finite.
+        Else it is unknown: norms are taken from the next landing on. One wait for the device,
+        and none where the processor has the gradients at hand."""
+        if not self.ranks.alone or not all(map(self.homes.is_remote, handles)):
+            return False
+        if self.norms.order is None:
+            self.norms.ask(2.0)
+        records = [handle.grad for handle in handles]
+        if any(
+            record.norm is None or record.norm[0] <= 0 or record.viewed or record.factors
+            for record in records
+        ):
+            return False
+        for record in records:
+            record.landing.precede()
+        return bool(torch.stack([record.norm[1].float() for record in records]).isfinite().all())
 
     def total_norm(self, order: float, *, among: Container[ParamHandle]) -> torch.Tensor:
         """Computes the norm of the gradients of ``among`` together, in fp32: the same bits on every
