@@ -1,7 +1,7 @@
 """Recompute: measures blocks, and chooses for each to keep, send home or recompute its activations.
 
-With ``activations="auto"`` and a device budget, two passes are measured first: the bytes that each
-block saves and the seconds that its forward takes. Sending is priced at a given rate.
+Two passes are measured first: the bytes that each block saves and the seconds that its forward
+computes. Sending is priced at the rate of the link.
 
 A block is recomputed only if ``Config(recompute=True)`` allows it. It never is if its forward
 changes Python state, draws from generators other than torch's, or has hooks of others inside.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import logging
 import random
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..planning.activation_choice import ActivationChoice, Measured, choose
 from ..state.unit import ParamUnit
@@ -43,12 +43,15 @@ class ActivationPlanner:
     def __init__(
         self,
         find: Callable[[], ForwardContext],
+        device: Device,
         *,
         spare_nbytes: int,
-        send_rate: float,
+        send_rate: Callable[[], float],
         recomputes: bool,
     ):
-        self.find_context, self.spare_nbytes = find, spare_nbytes
+        """``spare_nbytes``: that activations may have on ``device``. ``send_rate``: bytes per
+        second of the round trip."""
+        self.find_context, self.device, self.spare_nbytes = find, device, spare_nbytes
         self._send_rate, self.recomputes = send_rate, recomputes
         self.block: PlannedBlock | None = None  # the block whose forward runs
         self.outside_nbytes = 0  # bytes that this pass saved outside of blocks
@@ -111,7 +114,7 @@ class ActivationPlanner:
             [block.measured() for block in blocks],
             device_nbytes=max(0, self.spare_nbytes - self.outside_nbytes),
             host_nbytes=left,
-            send_rate=self._send_rate,
+            send_rate=self._send_rate(),
         )
         for block, choice in zip(blocks, found):
             block.choice = choice
@@ -147,7 +150,7 @@ class PlannedBlock:
 
     @property
     def is_measured(self) -> bool:
-        return self._passes >= MEASURED_PASSES
+        return self._passes >= MEASURED_PASSES and self._seconds < float("inf")
 
     def end_pass(self) -> None:
         """Stores the last pass's measurements if the block ran in it, and resets the counts."""
@@ -200,15 +203,18 @@ class PlannedBlock:
             self.choice = ActivationChoice.SEND
 
     def _measure(self, args: tuple, kwargs: dict) -> Any:
-        traffic = self._planner.find_context().traffic
+        planner = self._planner
+        edges = planner.find_context().traffic.edges.values()
         state = self._state(args, kwargs) if self._is_repeatable else None
-        stalled, began = (
-            sum(edge.stall_seconds for edge in traffic.edges.values()),
-            time.perf_counter(),
-        )
-        output = self._checkpointed.forward(*args, **kwargs)
-        stalled = sum(edge.stall_seconds for edge in traffic.edges.values()) - stalled
-        self._seconds = max(0.0, time.perf_counter() - began - stalled)
+        stalled = sum(edge.stall_seconds for edge in edges)
+
+        def count(start: float, end: float) -> None:
+            # Those of a device that is behind this thread are counted at other times
+            waited = sum(edge.stall_seconds for edge in edges) - stalled
+            self._seconds = max(0.0, end - start - waited * planner.device.is_host)
+
+        with planner.device.timing(count):
+            output = self._checkpointed.forward(*args, **kwargs)
         plain = all(
             leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS))
             for leaf in tree_leaves(output)

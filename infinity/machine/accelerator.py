@@ -17,11 +17,10 @@ import torch.distributed as dist
 from .. import native
 from ..errors import CapacityError, ConfigError, StorageError, UsageError
 from . import storage_guard
-from .device import QUEUES, SHARE_FOR_THE_ENGINE, Copy, Device, Event
+from .device import QUEUES, SHARE_FOR_THE_ENGINE, Copy, Count, Device, Event
 from .sizes import format_nbytes
 from .traffic import Traffic
 
-Count = Callable[[float, float], None]  # of a start and an end, of time.perf_counter()
 LIBRARIES_NBYTES = 96 << 20  # cuBLAS: 32 MiB for each stream that computes
 NCCL_NBYTES = 1 << 30  # of two communicators: gathers and reductions
 ORIGIN_SECONDS = 60.0  # after which event times are measured from a later origin
@@ -211,6 +210,9 @@ class Accelerator(Device):
     def stalled(self, edge: str, what: str) -> AbstractContextManager[None]:
         # Not the training thread's own time: it is ahead of the compute.
         return self._clock.running(partial(self.traffic.stood_still, edge, what))
+
+    def timing(self, count: Count) -> AbstractContextManager[None]:
+        return self._clock.running(count)
 
     @property
     def driver_calls(self) -> int:

@@ -17,8 +17,9 @@ on two at once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from . import direct_storage, storage_guard
 from .heap import Heap
 from .traffic import Traffic
 
+Count = Callable[[float, float], None]  # of a start and an end, of time.perf_counter()
 QUEUES = ("in", "out", "step", "state-in", "state-out")
 
 SHARE_FOR_THE_ENGINE = 0.5  # of a GPU's free memory, without a budget; the rest is for activations
@@ -133,6 +135,14 @@ class Device:
     def stalled(self, edge: str, what: str) -> AbstractContextManager[None]:
         """Counts how long the compute stands still in the block, as a stall on ``edge``."""
         return self.traffic.stalled(edge, what)
+
+    @contextmanager
+    def timing(self, count: Count) -> Iterator[None]:
+        """Calls ``count`` with the start and the end of the compute of the block, of
+        ``time.perf_counter()``, once that is over."""
+        start = time.perf_counter()
+        yield
+        count(start, time.perf_counter())
 
     def follow(self, event: Event, edge: str, what: str) -> None:
         """Orders this thread's later compute after ``event``: a stall on ``edge``."""

@@ -48,6 +48,8 @@ from .sequences import Sequences
 from .shut_down import shut_down
 from .value_edits import ValueEdits
 
+LINK_RATE = 25e9  # bytes per second, of a link that nothing was measured on: PCIe 4.0
+
 
 class Later:
     """The engine, which is built last."""
@@ -246,9 +248,21 @@ def _plan_activations(engine: Engine) -> None:
     planned = job.activations is not None and job.activations.spare_nbytes is not None
     # Ranks must decide the same, but measure different times.
     if planned and job.config.micro_batch is None and job.ranks.alone:
-        # Sending reads and writes every byte twice, in both directions.
-        rate, recomputes = memory_rate() / 4, job.config.recompute
-        find, spare = found_weakly(engine.make_forward_context), job.activations.spare_nbytes
         job.activations.plan_with(
-            ActivationPlanner(find, spare_nbytes=spare, send_rate=rate, recomputes=recomputes)
+            ActivationPlanner(
+                found_weakly(engine.make_forward_context),
+                job.device,
+                spare_nbytes=job.activations.spare_nbytes,
+                send_rate=partial(_send_rate, job),
+                recomputes=job.config.recompute,
+            )
         )
+
+
+def _send_rate(job: Job) -> float:
+    """Returns the bytes per second of an activation's way home and back."""
+    if job.device.is_host:
+        return memory_rate() / 4  # every byte is read and written twice, in both directions
+    ways = [job.traffic.edges[edge] for edge in ("device->host", "host->device")]
+    rates = [way.nbytes / way.busy_seconds if way.busy_seconds else LINK_RATE for way in ways]
+    return 1 / sum(1 / rate for rate in rates)

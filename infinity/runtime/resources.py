@@ -59,6 +59,9 @@ def make_store(
     )
 
 
+SHARE_FOR_SAVED = 0.8  # of what a card can give; the rest is for temporaries of its operations
+
+
 class Resources:
     """The arrays of all units, and the memory that transfers and steps share.
 
@@ -177,15 +180,26 @@ class Resources:
 
     def make_activations(self) -> ActivationStore | None:
         """Makes the store of activations, or returns None if torch keeps them."""
-        home, device_memory = self._config.activations, self._config.device_memory
+        home = self._config.activations
         if home in ("host", "nvme"):
             return ActivationStore(
                 self._store, Tier(home), self.activation_staging, spare_nbytes=None
             )
-        if home == "auto" and device_memory is not None and self._store.device.is_host:
-            spare = max(0, device_memory - self._plan.planned_nbytes(Tier.DEVICE))
-            return ActivationStore(self._store, Tier.HOST, None, spare_nbytes=spare)
-        return None
+        room = self._room_for_activations() if home == "auto" else None
+        if room is None:
+            return None
+        spare = max(0, room - self._plan.planned_nbytes(Tier.DEVICE))
+        return ActivationStore(self._store, Tier.HOST, None, spare_nbytes=spare)
+
+    def _room_for_activations(self) -> int | None:
+        """Returns the bytes that the plan and activations may have together on the device; None:
+        torch keeps all that is saved. On a GPU that is what the card can give, beside temporaries,
+        for a ``device_memory`` there is the engine's alone."""
+        device, config = self._store.device, self._config
+        if device.is_host:
+            return config.device_memory
+        most = device.most_nbytes(several_ranks=False) if config.recompute else None
+        return None if most is None else int(SHARE_FOR_SAVED * most)
 
 
 def trace_path(path: str | os.PathLike, ranks: ParallelDims) -> str:

@@ -97,7 +97,7 @@ def wrap(
         config["host_memory"] = None if host is None else planned.planned_nbytes(Tier.HOST) + host
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     if choice:
-        wrapped(model).engine.job.activations.planner._send_rate = RATES[choice]
+        wrapped(model).engine.job.activations.planner._send_rate = lambda: RATES[choice]
     return model, optimizer
 
 

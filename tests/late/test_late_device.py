@@ -40,6 +40,7 @@ ALONE = [
     "plain:nvme-host",
     "plain:activations on disk",
     "plain:another device",
+    "plain:blocks recomputed",
     "plain:checkpoints, reentrant",
     "plain:checkpoints, not reentrant",
     "clipped_micro_batches:speculating",

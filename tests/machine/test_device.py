@@ -36,6 +36,7 @@ from infinity.machine import accelerator, in_flight
 from infinity.machine import device as devices
 from infinity.machine.traffic import Traffic
 from infinity.optim.device_share import DeviceShare
+from infinity.runtime import activation_store
 from infinity.runtime.activation_disk import ActivationsOnDisk
 from infinity.runtime.registry import wrapped
 from infinity.state.staged_reads import StagedReads
@@ -554,6 +555,34 @@ def test_gradients_without_overflow_are_unscaled_by_a_factor(clip, compute_on):
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
     count = len(list(a_model()[0].parameters()))
     assert brought[0] == count and brought.count(0) >= 3 and set(brought) == {0, count}
+
+
+@pytest.mark.parametrize("room, expected", [("all", "kept"), ("some", "recomputed")])
+def test_blocks_are_recomputed_once_the_card_is_full(
+    room, expected, compute_on, kernels, monkeypatch
+):
+    """Claim: what is free on the card is used before anything is recomputed, with the same bits.
+    Method: a card with room for all that the blocks save, and for a part of it."""
+    monkeypatch.setattr(activation_store, "SMALLEST_NBYTES", 1)
+    monkeypatch.setattr("infinity.runtime.build._send_rate", lambda job: 1.0)  # no choice
+
+    class Card(Elsewhere):
+        def most_nbytes(self, *, several_ranks):
+            return (64 << 20) if room == "all" else (3 << 20)
+
+    found = []
+    for device, config in ((Elsewhere, {}), (Card, {"recompute": True})):
+        compute_on(device, kernels)
+        model, optimizer = infinity.wrap_model(
+            *a_model(), {"params": "host", "optimizer": "host", **config}
+        )
+        told = train(model, optimizer, steps=6)
+        blocks = infinity.stats(model).blocks
+        found.append([*told, *(value.clone() for value in model.state_dict().values())])
+        infinity.unwrap_model(model, optimizer)
+    assert all(map(torch.equal, *found))
+    assert blocks[expected] >= 1 and blocks["sent"] == 0
+    assert (blocks["kept"] == 4) == (room == "all")
 
 
 @pytest.mark.parametrize("given, told", [(1 << 30, True), (1 << 20, False)])

@@ -298,7 +298,13 @@ def test_without_room_at_home_a_storage_stays_if_it_may(make):
 
 def planned(made: Any) -> ActivationPlanner:
     """A planner of no blocks, which the store asks from now on."""
-    planner = ActivationPlanner(lambda: None, spare_nbytes=0, send_rate=1.0, recomputes=True)
+    planner = ActivationPlanner(
+        lambda: None,
+        made.activations._device,
+        spare_nbytes=0,
+        send_rate=lambda: 1.0,
+        recomputes=True,
+    )
     made.activations.plan_with(planner)
     return planner
 

@@ -327,7 +327,8 @@ def test_a_device_budget_is_spent_on_activations(config, several, planned, secon
     assert (planner is not None) == planned
     if planned:
         assert (
-            planner.find_context().owner is built.engine and planner._send_rate == memory_rate() / 4
+            planner.find_context().owner is built.engine
+            and planner._send_rate() == memory_rate() / 4
         )
         assert planner.recomputes == config.get("recompute", False)
 

@@ -30,6 +30,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError
+from infinity.forwards.recompute import PlannedBlock
 from infinity.machine import accelerator, in_flight, storage_guard
 from infinity.machine import device as devices
 from infinity.optim.device_share import DeviceShare
@@ -126,6 +127,11 @@ def plain(model, optimizer, steps=STEPS):
         step(optimizer)
         told.append(loss.detach())
     return told
+
+
+def longer(model, optimizer):
+    """Two passes are measured before blocks are kept, sent or recomputed."""
+    return plain(model, optimizer, 2 * STEPS)
 
 
 @way
@@ -291,6 +297,18 @@ def compared(train: Callable, config: dict[str, Any], **form: Any) -> list[bool]
         return [same(trained(train, config, **form), expected) for _ in range(LATE_RUNS)]
 
 
+def recomputed() -> list[bool]:
+    """On a card that is nearly full, with a link that is not worth sending by."""
+    with (
+        mock.patch.object(accelerator.Accelerator, "most_nbytes", lambda self, **how: 3 << 20),
+        mock.patch("infinity.runtime.activation_store.SMALLEST_NBYTES", 1),
+        mock.patch("infinity.runtime.build._send_rate", lambda job: 1.0),
+        mock.patch.object(PlannedBlock, "_refuse", lambda self: sys.exit("a block was refused")),
+    ):
+        found = compared(longer, {**HOST, "recompute": True})
+    return found
+
+
 JOBS: dict[str, Callable[[], Any]] = {}
 
 
@@ -312,6 +330,7 @@ for _homes in ("host-nvme", "nvme-host"):
 add("plain:activations on disk", plain, {**HOST, "activations": "nvme"})
 add("clipped_micro_batches:speculating", clipped_micro_batches, {**HOST, "speculate": True})
 add("plain:another device", plain, {**HOST, "device": "late:1"})
+JOBS["plain:blocks recomputed"] = lambda: recomputed()
 for _kind in ("reentrant", "not reentrant"):
     add(f"plain:checkpoints, {_kind}", plain, WINDOW, checkpoints=_kind)
 
