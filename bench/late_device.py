@@ -184,7 +184,7 @@ def _alone(config: dict[str, Any]) -> tuple[float, float]:
 
 
 def at_rates(tool: Any, late: Any, config: dict[str, Any], times: Shape, folder: str) -> Steps:
-    """Trains at the rates that give a step's compute and link these times. Leaves its trace in
+    """Runs steps at the rates that give their compute and link these times. Leaves the trace in
     ``folder``."""
     count = BLOCKS * 4 * WIDTH * WIDTH
     rates = {

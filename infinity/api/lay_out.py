@@ -266,8 +266,10 @@ class Laid(NamedTuple):
 def _within_device(config: Config, device: Device, collectives: Collectives) -> Config:
     """Returns ``config`` with no more ``device_memory`` than the device can give. Every rank calls
     this."""
-    most = device.most_nbytes(several_ranks=not collectives.ranks.alone)
-    if config.device_memory is None or most is None:
+    if config.device_memory is None or device.memory is None:
+        return config
+    most = device.memory.most_nbytes(several_ranks=not collectives.ranks.alone)
+    if most is None:
         return config
     (most,) = collectives.least([most], "device memory")
     given = int(config.device_memory)

@@ -49,14 +49,26 @@ def park(
     of them.
     """
     engine = engine_of(model)
-    where = _checked(engine.job, folder, to, what)
-    if engine.parking.nbytes:
-        with engine.job.uses.begin_parked():  # a use would bring it back
-            return _park(engine, where, what)
-    engine.job.uses.check(Operation.PARK)
-    with engine.job.uses.begin():
-        _settle(engine)
-        return _park(engine, where, what)
+    job, parking = engine.job, engine.parking
+    where = _checked(job, folder, to, what)
+    is_parked = parking.nbytes > 0
+    if not is_parked:
+        job.uses.check(Operation.PARK)
+    with job.uses.begin_parked() if is_parked else job.uses.begin():  # a use would bring it back
+        if not is_parked:
+            _settle(engine, job)
+        arrays, blank = arrays_in_memory(job.units, **PARTS[what])
+        if (average := engine.average) is not None and what != "weights":
+            arrays += average.arrays_in_memory
+        # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.
+        if where is None:
+            parking.park_on_host(arrays)
+            blank = [array for array in blank if array.tier is Tier.DEVICE]
+        else:
+            parking.park(arrays, where)
+        parking.park_blank(blank)
+        give_back_heap()
+        return parking.nbytes
 
 
 def _checked(job: Job, folder: str | os.PathLike | None, to: str, what: str) -> str | None:
@@ -83,10 +95,9 @@ def _checked(job: Job, folder: str | os.PathLike | None, to: str, what: str) -> 
     return os.path.abspath(folder) if folder is not None else job.config.nvme_paths[0]
 
 
-def _settle(engine: Engine) -> None:
+def _settle(engine: Engine, job: Job) -> None:
     """Ends all that is under way. Raises UsageError if gradients, or objects outside the engine,
     need the memory."""
-    job = engine.job
     if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
         raise UsageError(
             f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait"
@@ -99,21 +110,6 @@ def _settle(engine: Engine) -> None:
         for unit in job.units:
             for flat_param in unit.flat_params:
                 flat_param.homes.wait_idle()
-
-
-def _park(engine: Engine, folder: str | None, what: str) -> int:
-    arrays, blank = arrays_in_memory(engine.job.units, **PARTS[what])
-    if engine.average is not None and what != "weights":
-        arrays += engine.average.arrays_in_memory
-    # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.
-    if folder is None:
-        engine.parking.park_on_host(arrays)
-    else:
-        engine.parking.park(arrays, folder)
-    on_device = [array for array in blank if array.tier is Tier.DEVICE]
-    engine.parking.park_blank(blank if folder is not None else on_device)
-    give_back_heap()
-    return engine.parking.nbytes
 
 
 def _refuse_held(job: Job) -> None:

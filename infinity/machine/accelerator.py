@@ -17,12 +17,11 @@ import torch.distributed as dist
 from .. import native
 from ..errors import CapacityError, ConfigError, StorageError, UsageError
 from . import storage_guard
-from .device import QUEUES, SHARE_FOR_THE_ENGINE, Copy, Count, Device, Event
+from .card_memory import CardMemory
+from .device import QUEUES, Copy, Count, Device, Event, Events
 from .sizes import format_nbytes
 from .traffic import Traffic
 
-LIBRARIES_NBYTES = 96 << 20  # cuBLAS: 32 MiB for each stream that computes
-NCCL_NBYTES = 1 << 30  # of two communicators: gathers and reductions
 ORIGIN_SECONDS = 60.0  # after which event times are measured from a later origin
 
 
@@ -93,27 +92,6 @@ class StreamClock:
         self._uncounted.clear()
 
 
-class KeptMemory:
-    """The memory that torch's allocator keeps for the window. ``torch.cuda.empty_cache()`` between
-    two steps gives it back to the driver."""
-
-    def __init__(self, where: torch.device):
-        self._where, self._reserved, self.nbytes = where, 0, 0
-
-    def note(self, nbytes: int) -> None:
-        """Notes that the allocator now keeps ``nbytes``."""
-        self.nbytes, self._reserved = nbytes, self._reserved_nbytes()
-
-    def was_given_back(self) -> bool:
-        """Tells whether the allocator has less from the driver than when it was last asked."""
-        before, self._reserved = self._reserved, self._reserved_nbytes()
-        return self.nbytes > 0 and self._reserved < before
-
-    def _reserved_nbytes(self) -> int:
-        """Returns what the allocator has from the driver; 0 if it does not tell."""
-        return torch.cuda.memory_reserved(self._where) if self._where.type == "cuda" else 0
-
-
 class _DeviceEvent:
     """An event of an accelerator."""
 
@@ -153,7 +131,7 @@ class Accelerator(Device):
                 f"device {where} cannot be used: {note}. `infinity env` tells more."
             ) from error
         self.backend = _backend_of(where)
-        self._kept = KeptMemory(where)
+        self.memory = CardMemory(where)
         self._watch: SimpleQueue = SimpleQueue()
         self._watcher = threading.Thread(
             target=_watch, args=(self._watch, where), daemon=True, name="infinity-watch"
@@ -231,9 +209,7 @@ class Accelerator(Device):
             self._watch.put((event, ticket))
         return ticket
 
-    def resize(
-        self, storage: torch.UntypedStorage, nbytes: int, *, behind: Iterable[Event] = ()
-    ) -> None:
+    def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Events = ()) -> None:
         storage_guard.open(storage)
         if nbytes:
             if storage.nbytes() != nbytes:
@@ -243,45 +219,27 @@ class Accelerator(Device):
         storage.resize_(0)
         storage_guard.close(storage)
 
-    def close_storage(self, storage: torch.UntypedStorage, *, behind: Iterable[Event] = ()) -> None:
+    def close_storage(self, storage: torch.UntypedStorage, *, behind: Events = ()) -> None:
         self._free_behind(behind)
         super().close_storage(storage)
 
-    def _free_behind(self, behind: Iterable[Event]) -> None:
-        """Makes the queue ``in``, which allocates and frees memory, wait until the compute has read
-        it."""
+    def _free_behind(self, behind: Events) -> None:
+        """Makes the queue ``in`` allocate and free memory after the events ``behind``."""
         for event in behind:
             if isinstance(event, _DeviceEvent):
                 self._queues["in"].wait_event(event.event)
 
     def warm(self, nbytes: int) -> None:
-        def take() -> None:
-            # Freed to this queue's part of the cache
-            torch.empty(nbytes, dtype=torch.uint8, device=self.where)
-
-        self.put("in", take)
-        self._kept.note(nbytes)
+        # Freed to this queue's part of the cache
+        self.put("in", partial(torch.empty, nbytes, dtype=torch.uint8, device=self.where))
+        self.memory.note_kept(nbytes)
 
     def begin_pass(self) -> None:
         if self.where.type == "cuda":
             _refuse_capture()
-        if self._kept.was_given_back():
+        if self.memory.was_given_back():
             with contextlib.suppress(CapacityError):  # the units then take it one by one
-                self.warm(self._kept.nbytes)
-
-    def free_nbytes(self) -> int | None:
-        memory = getattr(torch.get_device_module(self.where), "mem_get_info", None)
-        return int(memory(self.where)[0] * SHARE_FOR_THE_ENGINE) if memory is not None else None
-
-    def most_nbytes(self, *, several_ranks: bool) -> int | None:
-        module = torch.get_device_module(self.where)
-        if (memory := getattr(module, "mem_get_info", None)) is None:
-            return None
-        # torch gives back what it has, if it must. The driver's context is taken already.
-        reserved = getattr(module, "memory_reserved", lambda where: 0)(self.where)
-        return (
-            int(memory(self.where)[0]) + reserved - LIBRARIES_NBYTES - several_ranks * NCCL_NBYTES
-        )
+                self.warm(self.memory.kept_nbytes)
 
     def pin(self, region: native.Region) -> None:
         if self.where.type != "cuda" or region.pinned:
@@ -313,8 +271,8 @@ class Accelerator(Device):
 
 def no_room(device: Device, what: str, error: BaseException) -> CapacityError:
     """Makes the error of a device that has no memory for ``what``."""
-    free = device.free_nbytes()
-    note = f" ({format_nbytes(free / SHARE_FOR_THE_ENGINE)} is free)" if free is not None else ""
+    free = device.memory.free_nbytes() if device.memory is not None else None
+    note = f" ({format_nbytes(free)} is free)" if free is not None else ""
     return CapacityError(
         f"{device.where} has no memory for {what}, which was planned{note}: activations or another"
         " process took it. Lower device_memory, or run fewer samples at once. The device says:"

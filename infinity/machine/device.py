@@ -28,13 +28,12 @@ import torch
 from .. import native
 from ..errors import InfinityError
 from . import direct_storage, storage_guard
+from .card_memory import CardMemory
 from .heap import Heap
 from .traffic import Traffic
 
 Count = Callable[[float, float], None]  # of a start and an end, of time.perf_counter()
 QUEUES = ("in", "out", "step", "state-in", "state-out")
-
-SHARE_FOR_THE_ENGINE = 0.5  # of a GPU's free memory, without a budget; the rest is for activations
 
 
 class Event(Protocol):
@@ -65,6 +64,7 @@ class _Past:
 
 
 PAST = _Past()
+Events = Iterable[Event]
 
 
 class Ticketed:
@@ -102,6 +102,7 @@ class Device:
 
     is_host = True  # whether the processor can access device memory in place
     overlaps = False  # whether queues run beside the compute
+    memory: CardMemory | None = None  # None: the host's
     backend: str | None = None  # of process groups that reach its memory; None: the processor's
 
     def __init__(self, where: torch.device, traffic: Traffic):
@@ -138,8 +139,7 @@ class Device:
 
     @contextmanager
     def timing(self, count: Count) -> Iterator[None]:
-        """Calls ``count`` with the start and the end of the compute of the block, of
-        ``time.perf_counter()``, once that is over."""
+        """Calls ``count`` with the start and end of the block's compute, once that is over."""
         start = time.perf_counter()
         yield
         count(start, time.perf_counter())
@@ -192,9 +192,7 @@ class Device:
         ]
         return native.joined(tickets) if tickets else None
 
-    def resize(
-        self, storage: torch.UntypedStorage, nbytes: int, *, behind: Iterable[Event] = ()
-    ) -> None:
+    def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Events = ()) -> None:
         """Allocates the memory of ``storage`` (called inside work of the queue ``in``), or frees it
         after the events ``behind``."""
         storage_guard.open(storage)
@@ -210,7 +208,7 @@ class Device:
         allocator keeps it, unless the heap is trimmed."""
         self._heap.freed(nbytes)
 
-    def close_storage(self, storage: torch.UntypedStorage, *, behind: Iterable[Event] = ()) -> None:
+    def close_storage(self, storage: torch.UntypedStorage, *, behind: Events = ()) -> None:
         """Makes the bytes of ``storage`` inaccessible, and keeps its memory. The next fill comes
         after the events ``behind``."""
         storage_guard.close(storage)
@@ -226,15 +224,6 @@ class Device:
     def warm(self, nbytes: int) -> None:
         """Makes the allocator keep ``nbytes`` in one piece for the queue ``in``, to cut later
         allocations from."""
-
-    def free_nbytes(self) -> int | None:
-        """Returns the bytes for the engine without a budget; None: as much as the host has."""
-        return None
-
-    def most_nbytes(self, *, several_ranks: bool) -> int | None:
-        """Returns the bytes that the engine could ever have here: without what other processes
-        have, and what libraries will need; None: as many as the host has."""
-        return None
 
     def pin(self, region: native.Region) -> None:
         """Registers ``region`` so that copies to and from the device do not block the host."""

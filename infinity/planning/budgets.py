@@ -68,8 +68,9 @@ def measured_free(tier: Tier, config: Config, device: Device | None = None) -> i
     Leaves part of the memory to allocations outside the engine (:mod:`infinity.machine.limits`);
     part of a GPU's, to activations.
     """
-    if tier is Tier.DEVICE and device is not None and (free := device.free_nbytes()) is not None:
-        return free
+    if tier is Tier.DEVICE and device is not None and device.memory is not None:
+        if (nbytes := device.memory.engine_nbytes()) is not None:
+            return nbytes
     if tier is not Tier.NVME:
         return limits.for_the_engine(limits.memory_left())
     return disk_profile.free_nbytes(config.nvme_paths)

@@ -198,7 +198,9 @@ class Resources:
         device, config = self._store.device, self._config
         if device.is_host:
             return config.device_memory
-        most = device.most_nbytes(several_ranks=False) if config.recompute else None
+        if not config.recompute or device.memory is None:
+            return None
+        most = device.memory.most_nbytes(several_ranks=False)
         return None if most is None else int(SHARE_FOR_SAVED * most)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from infinity.errors import CapacityError, ConfigError, UsageError
-from infinity.machine.accelerator import Accelerator, KeptMemory, StreamClock, make_device
+from infinity.machine.accelerator import Accelerator, StreamClock, make_device
+from infinity.machine.card_memory import CardMemory
 from infinity.machine.traffic import Traffic
 
 
@@ -25,7 +26,7 @@ def test_what_a_card_can_give_leaves_room_for_libraries(several, cuda, monkeypat
     """Claim: what is free and what torch keeps, without cuBLAS's workspaces, and NCCL's buffers
     where ranks use them."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (8 << 30, 80 << 30))
-    given = WithoutStreams(cuda).most_nbytes(several_ranks=several)
+    given = WithoutStreams(cuda).memory.most_nbytes(several_ranks=several)
     assert given == (8 << 30) + 100 - (96 << 20) - several * (1 << 30)
 
 
@@ -42,7 +43,7 @@ class WithoutStreams(Accelerator):
 
     def __init__(self, cuda: Cuda):
         self.where, self._cuda = torch.device("cuda"), cuda
-        self._kept = KeptMemory(self.where)
+        self.memory = CardMemory(self.where)
 
     def put(self, queue, work, *, behind=(), transfer=None):
         if not self._cuda.has_room:

@@ -18,6 +18,7 @@ import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -567,8 +568,10 @@ def test_blocks_are_recomputed_once_the_card_is_full(
     monkeypatch.setattr("infinity.runtime.build._send_rate", lambda job: 1.0)  # no choice
 
     class Card(Elsewhere):
-        def most_nbytes(self, *, several_ranks):
-            return (64 << 20) if room == "all" else (3 << 20)
+        memory = SimpleNamespace(
+            engine_nbytes=lambda: 1 << 20,
+            most_nbytes=lambda several_ranks: (64 << 20) if room == "all" else (3 << 20),
+        )
 
     found = []
     for device, config in ((Elsewhere, {}), (Card, {"recompute": True})):
@@ -592,8 +595,9 @@ def test_a_budget_that_the_card_cannot_give_is_planned_with_what_it_can(
     """Twin: a budget that it can give stays, and nothing is said."""
 
     class Card(Elsewhere):
-        def most_nbytes(self, *, several_ranks):
-            return 2 << 20
+        memory = SimpleNamespace(
+            engine_nbytes=lambda: 2 << 20, most_nbytes=lambda several_ranks: 2 << 20
+        )
 
     compute_on(Card)
     config = {"params": "host", "optimizer": "host", "device_memory": given}

@@ -33,6 +33,7 @@ from infinity.errors import InfinityError
 from infinity.forwards.recompute import PlannedBlock
 from infinity.machine import accelerator, in_flight, storage_guard
 from infinity.machine import device as devices
+from infinity.machine.card_memory import CardMemory
 from infinity.optim.device_share import DeviceShare
 
 LATE = late_device.install()
@@ -300,7 +301,7 @@ def compared(train: Callable, config: dict[str, Any], **form: Any) -> list[bool]
 def recomputed() -> list[bool]:
     """On a card that is nearly full, with a link that is not worth sending by."""
     with (
-        mock.patch.object(accelerator.Accelerator, "most_nbytes", lambda self, **how: 3 << 20),
+        mock.patch.object(CardMemory, "most_nbytes", lambda self, **how: 3 << 20),
         mock.patch("infinity.runtime.activation_store.SMALLEST_NBYTES", 1),
         mock.patch("infinity.runtime.build._send_rate", lambda job: 1.0),
         mock.patch.object(PlannedBlock, "_refuse", lambda self: sys.exit("a block was refused")),

@@ -1,0 +1,50 @@
+"""CardMemory: what an accelerator has and can give, and what torch's allocator keeps of it."""
+
+from __future__ import annotations
+
+import torch
+
+SHARE_FOR_THE_ENGINE = 0.5  # of what is free, without a budget; the rest is for activations
+LIBRARIES_NBYTES = 96 << 20  # cuBLAS: 32 MiB for each stream that computes
+NCCL_NBYTES = 1 << 30  # of two communicators: gathers and reductions
+
+
+class CardMemory:
+    """The memory of the accelerator ``where``. ``kept_nbytes``: that torch's allocator keeps for
+    the window. ``torch.cuda.empty_cache()`` between two steps gives it back to the driver."""
+
+    def __init__(self, where: torch.device):
+        self._where, self._reserved, self.kept_nbytes = where, 0, 0
+
+    def free_nbytes(self) -> int | None:
+        """Returns the bytes that are free; None if the accelerator does not tell."""
+        ask = getattr(torch.get_device_module(self._where), "mem_get_info", None)
+        return None if ask is None else int(ask(self._where)[0])
+
+    def engine_nbytes(self) -> int | None:
+        """Returns the bytes for the engine without a budget; None if the accelerator does not tell
+        what is free."""
+        free = self.free_nbytes()
+        return None if free is None else int(free * SHARE_FOR_THE_ENGINE)
+
+    def most_nbytes(self, *, several_ranks: bool) -> int | None:
+        """Returns the bytes that a plan could ever have: without what other processes have, and
+        what libraries will need. None if the accelerator does not tell."""
+        free = self.free_nbytes()
+        if free is None:
+            return None
+        # torch gives back what it has, if it must. The driver's context is taken already.
+        return free + self._reserved_nbytes() - LIBRARIES_NBYTES - several_ranks * NCCL_NBYTES
+
+    def note_kept(self, nbytes: int) -> None:
+        """Notes that the allocator now keeps ``nbytes``."""
+        self.kept_nbytes, self._reserved = nbytes, self._reserved_nbytes()
+
+    def was_given_back(self) -> bool:
+        """Tells whether the allocator has less from the driver than when it was last asked."""
+        before, self._reserved = self._reserved, self._reserved_nbytes()
+        return self.kept_nbytes > 0 and self._reserved < before
+
+    def _reserved_nbytes(self) -> int:
+        """Returns what the allocator has from the driver; 0 if it does not tell."""
+        return torch.cuda.memory_reserved(self._where) if self._where.type == "cuda" else 0
