@@ -30,6 +30,7 @@ IN_CHECKOUT = (
     "gpu",
     "gpu_train",
     "integrations",
+    "late_device",
     "meetings",
     "past_host",
     "pipeline",

@@ -570,7 +570,7 @@ def test_blocks_are_recomputed_once_the_card_is_full(
     class Card(Elsewhere):
         memory = SimpleNamespace(
             engine_nbytes=lambda: 1 << 20,
-            most_nbytes=lambda several_ranks: (64 << 20) if room == "all" else (3 << 20),
+            most_nbytes=lambda several_ranks: (64 << 20) if room == "all" else (7 << 18),
         )
 
     found = []

@@ -34,6 +34,8 @@ def install() -> ModuleType:
     """Makes ``late:0`` and ``late:1`` devices of torch and of the engine. Returns the module that
     paces them."""
     late = build()
+    if hasattr(torch, NAME):  # this process has it from its start: `everywhere`
+        return late
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _device_module(late))
     dist.Backend.register_backend(

@@ -22,6 +22,7 @@ import select
 import signal
 import time
 import traceback
+import unittest
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -302,13 +303,21 @@ class ChildRaised(AssertionError):
         self.kind, self.text = kind, text
 
 
+def fork() -> int:
+    """``os.fork()``, for a child that may run a backward. With an accelerator torch refuses that:
+    the test is left out."""
+    if torch.accelerator.is_available():
+        raise unittest.SkipTest("autograd's threads of an accelerator do not survive a fork")
+    return os.fork()
+
+
 def start_child(work: Callable[[], Any]) -> tuple[int, int]:
     """Forks; the child runs ``work`` and sends what it returns. Its process id, and the pipe to
     read from."""
     # or the child would find garbage of the parent's, and clean up what is not its own
     gc.collect()
     reader, writer = os.pipe()
-    child = os.fork()
+    child = fork()
     if child:
         os.close(writer)
         return child, reader
@@ -373,7 +382,7 @@ def survey(
 
         gc.collect()
         reader, writer = os.pipe()
-        child = os.fork()
+        child = fork()
         if not child:
             try:
                 os.close(reader)
