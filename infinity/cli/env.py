@@ -166,6 +166,8 @@ def _cuda(torch) -> Finding:
         f"{len(names)} x {names[0]}, capability {capability[0]}.{capability[1]}: models on it are"
         " computed there"
     )
+    if torch.cuda.get_device_properties(0).is_integrated:
+        text += "; its memory is the host's: homes on both are one, and nothing is copied"
     remedy = (
         ""
         if capability >= (8, 0)

@@ -16,6 +16,12 @@ class CardMemory:
     def __init__(self, where: torch.device):
         self._where, self._reserved, self.kept_nbytes = where, 0, 0
 
+    @property
+    def is_unified(self) -> bool:
+        """Whether it is the host's memory, too: an integrated GPU."""
+        ask = getattr(torch.get_device_module(self._where), "get_device_properties", None)
+        return ask is not None and bool(getattr(ask(self._where), "is_integrated", False))
+
     def free_nbytes(self) -> int | None:
         """Returns the bytes that are free; None if the accelerator does not tell."""
         ask = getattr(torch.get_device_module(self._where), "mem_get_info", None)

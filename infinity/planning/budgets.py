@@ -18,7 +18,8 @@ SHARED = (Tier.DEVICE, Tier.HOST)  # one memory, if the CPU computes
 class Budgets:
     """Bytes that each tier may be charged: the given budget, or else what is free.
 
-    If the CPU computes, device and host are one memory. If neither budget is given, they share it.
+    If the CPU computes, or a GPU that is integrated, device and host are one memory. If neither
+    budget is given, they share it.
     """
 
     def __init__(self, config: Config, free: Mapping[Tier, int] | None, device: Device):
@@ -27,8 +28,10 @@ class Budgets:
         for tier in open_tiers:
             self._of[tier] = free[tier] if free is not None else measured_free(tier, config, device)
         self.shared: int | None = None  # bytes of device and host together
-        if device.is_host and set(SHARED) <= set(open_tiers):
+        is_one = device.is_host or (device.memory is not None and device.memory.is_unified)
+        if is_one and set(SHARED) <= set(open_tiers):
             self.shared = self._of[Tier.HOST]
+            self._of[Tier.DEVICE] = self.shared
 
     def __getitem__(self, tier: Tier) -> int:
         return self._of[tier]

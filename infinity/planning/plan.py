@@ -161,6 +161,8 @@ def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier,
             for homes in itertools.product(params, optimizer)
             if _is_steppable(homes, config, device)
         ]
+        if device.memory is not None and device.memory.is_unified:
+            allowed = list(dict.fromkeys(_in_place(homes, config, device) for homes in allowed))
         if not allowed:
             raise ConfigError(
                 f"params={config.params!r} with optimizer={config.optimizer!r}: what is at home on"
@@ -194,6 +196,14 @@ def _grad_homes(
     return homes + (
         [Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST]
     )
+
+
+def _in_place(homes: tuple[Tier, Tier], config: Config, device: Device) -> tuple[Tier, Tier]:
+    """Returns the homes with the device's for the host's, where both are one memory and the device
+    can step them: nothing is copied then."""
+    params, optimizer = (Tier.DEVICE if home is Tier.HOST else home for home in homes)
+    there = (params, optimizer)
+    return there if _is_steppable(there, config, device) else homes
 
 
 def _is_steppable(homes: tuple[Tier, Tier], config: Config, device: Device) -> bool:

@@ -18,8 +18,6 @@ import re
 import sys
 import threading
 import time
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import threaded_device
@@ -37,7 +35,6 @@ from infinity.machine import accelerator, in_flight
 from infinity.machine import device as devices
 from infinity.machine.traffic import Traffic
 from infinity.optim.device_share import DeviceShare
-from infinity.runtime import activation_store
 from infinity.runtime.activation_disk import ActivationsOnDisk
 from infinity.runtime.registry import wrapped
 from infinity.state.staged_reads import StagedReads
@@ -509,103 +506,6 @@ def test_every_budget_from_the_least_one_on_is_enough(homes, compute_on, kernels
         tier = infinity.stats(model).tiers["device"]
         assert tier.peak_nbytes <= budget
         infinity.unwrap_model(model, optimizer)
-
-
-def _scaled(config, clip: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], list[int]]:
-    """Trains with a GradScaler whose first scale overflows. Returns the losses and weights, and how
-    many gradients each step brought to the device to unscale them."""
-    model, optimizer = infinity.wrap_model(*a_model(torch.float32), config)
-    scaler = torch.amp.GradScaler(
-        "cpu", init_scale=2.0**127, backoff_factor=2.0**-100, growth_interval=3
-    )
-    told, brought = [], []
-
-    def change_own(self, handle, change, real=values.GradValues.change_own):
-        brought[-1] += 1
-        return real(self, handle, change)
-
-    generator = torch.Generator().manual_seed(SEED)
-    with mock.patch.object(values.GradValues, "change_own", change_own):
-        for _ in range(6):
-            brought.append(0)
-            ids = torch.randint(0, VOCABULARY, (16, 32), generator=generator)
-            logits = model(ids).flatten(0, 1)
-            loss = nn.functional.cross_entropy(logits, ids.flatten(), reduction="sum")
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            if clip:
-                told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).clone())
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            told.append(loss.detach().clone())
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    infinity.unwrap_model(model, optimizer)
-    return told, weights, brought
-
-
-@pytest.mark.parametrize("clip", [False, True])
-def test_gradients_without_overflow_are_unscaled_by_a_factor(clip, compute_on):
-    """Claim: with the same bits, and without a copy to the device. Twins: the first step, when no
-    norms are there yet, and an overflow, bring every gradient."""
-    config = {"params": "host", "optimizer": "host"}
-    expected_told, expected, _ = _scaled(config, clip)
-    compute_on(Elsewhere)
-    told, weights, brought = _scaled(config, clip)
-    assert all(torch.equal(a, b) or (a.isnan() and b.isnan()) for a, b in zip(told, expected_told))
-    assert all(torch.equal(weights[name], value) for name, value in expected.items())
-    count = len(list(a_model()[0].parameters()))
-    assert brought[0] == count and brought.count(0) >= 3 and set(brought) == {0, count}
-
-
-@pytest.mark.parametrize("room, expected", [("all", "kept"), ("some", "recomputed")])
-def test_blocks_are_recomputed_once_the_card_is_full(
-    room, expected, compute_on, kernels, monkeypatch
-):
-    """Claim: what is free on the card is used before anything is recomputed, with the same bits.
-    Method: a card with room for all that the blocks save, and for a part of it."""
-    monkeypatch.setattr(activation_store, "SMALLEST_NBYTES", 1)
-    monkeypatch.setattr("infinity.runtime.build._send_rate", lambda job: 1.0)  # no choice
-
-    class Card(Elsewhere):
-        memory = SimpleNamespace(
-            engine_nbytes=lambda: 1 << 20,
-            most_nbytes=lambda several_ranks: (64 << 20) if room == "all" else (7 << 18),
-        )
-
-    found = []
-    for device, config in ((Elsewhere, {}), (Card, {"recompute": True})):
-        compute_on(device, kernels)
-        model, optimizer = infinity.wrap_model(
-            *a_model(), {"params": "host", "optimizer": "host", **config}
-        )
-        told = train(model, optimizer, steps=6)
-        blocks = infinity.stats(model).blocks
-        found.append([*told, *(value.clone() for value in model.state_dict().values())])
-        infinity.unwrap_model(model, optimizer)
-    assert all(map(torch.equal, *found))
-    assert blocks[expected] >= 1 and blocks["sent"] == 0
-    assert (blocks["kept"] == 4) == (room == "all")
-
-
-@pytest.mark.parametrize("given, told", [(1 << 30, True), (1 << 20, False)])
-def test_a_budget_that_the_card_cannot_give_is_planned_with_what_it_can(
-    given, told, compute_on, caplog
-):
-    """Twin: a budget that it can give stays, and nothing is said."""
-
-    class Card(Elsewhere):
-        memory = SimpleNamespace(
-            engine_nbytes=lambda: 2 << 20, most_nbytes=lambda several_ranks: 2 << 20
-        )
-
-    compute_on(Card)
-    config = {"params": "host", "optimizer": "host", "device_memory": given}
-    model, optimizer = infinity.wrap_model(*a_model(), config)
-    budget = infinity.stats(model).tiers["device"].budget_nbytes
-    assert budget == min(given, 2 << 20)
-    assert ("can give 2.0 MiB" in caplog.text) == told
-    infinity.unwrap_model(model, optimizer)
 
 
 def test_a_gradient_that_is_set_goes_home_from_the_device(compute_on):
