@@ -48,6 +48,8 @@ def ours(args: argparse.Namespace) -> tuple[Step, dict]:
     model, optimizer = infinity.wrap_model(
         model, optimizer, {"device": args.device, **json.loads(args.config)}
     )
+    # Else every block is recomputed by torch's checkpoint, and nothing is left to choose
+    model.recomputes = not json.loads(args.config).get("recompute", False)
     told = {"model": model}
 
     def step() -> torch.Tensor:

@@ -143,6 +143,7 @@ def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
     trace = {"trace": os.path.join("build", "gpu", "trace.json")} if not tiny else {}
     jobs = [
         job(f"a.{large}.32k.auto", large, many, trace),
+        job(f"a.{large}.32k.chosen", large, many, {"recompute": True}),
         job(f"a.{large}.32k.int8", large, many, {**HOST, "moments": "int8"}),
     ]
     for tokens, batch in (("8k", few), ("32k", many)):
@@ -266,7 +267,7 @@ def _differing_losses(found: dict) -> list[str]:
     notes, by_job = [], {}
     for name, told in found.items():
         stem, _, own = name.rpartition(".")
-        if own in ("host", "device", "half", "auto", "nvme"):
+        if own in ("host", "device", "half", "auto", "chosen", "nvme"):
             first, losses = by_job.setdefault(stem, (own, told["losses"]))
             if losses != told["losses"]:
                 notes.append(

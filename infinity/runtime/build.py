@@ -264,5 +264,8 @@ def _send_rate(job: Job) -> float:
     if job.device.is_host:
         return memory_rate() / 4  # every byte is read and written twice, in both directions
     ways = [job.traffic.edges[edge] for edge in ("device->host", "host->device")]
-    rates = [way.nbytes / way.busy_seconds if way.busy_seconds else LINK_RATE for way in ways]
+    rates = [
+        way.nbytes / way.busy_seconds if way.nbytes and way.busy_seconds else LINK_RATE
+        for way in ways
+    ]
     return 1 / sum(1 / rate for rate in rates)

@@ -30,7 +30,8 @@ from infinity.machine.tiers import Tier
 from infinity.optim.borrowed_state import BorrowedState
 from infinity.planning.memory_plan import MemoryPlan
 from infinity.planning.schedule import Schedule
-from infinity.runtime.build import Later, build_engine
+from infinity.runtime import build
+from infinity.runtime.build import LINK_RATE, Later, build_engine
 from infinity.runtime.one_thread import wait_for_others
 from infinity.runtime.pass_state import Pass
 from infinity.runtime.prefetch import Prefetcher
@@ -331,6 +332,26 @@ def test_a_device_budget_is_spent_on_activations(config, several, planned, secon
             and planner._send_rate() == memory_rate() / 4
         )
         assert planner.recomputes == config.get("recompute", False)
+
+
+@pytest.mark.parametrize(
+    ("out", "into", "expected"),
+    [
+        ((10.0, 1.0), (30.0, 1.0), 7.5),
+        ((0, 0.0), (0, 0.0), LINK_RATE / 2),
+        ((0, 1.0), (0, 1.0), LINK_RATE / 2),
+    ],
+)
+def test_sending_is_priced_by_what_the_link_has_moved(out, into, expected):
+    """Both ways of a round trip. Twins: a link that nothing was moved by, with and without time."""
+    edges = {
+        edge: SimpleNamespace(nbytes=nbytes, busy_seconds=seconds)
+        for edge, (nbytes, seconds) in (("device->host", out), ("host->device", into))
+    }
+    job = SimpleNamespace(
+        device=SimpleNamespace(is_host=False), traffic=SimpleNamespace(edges=edges)
+    )
+    assert build._send_rate(job) == pytest.approx(expected)
 
 
 # --- the end ---
