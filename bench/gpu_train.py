@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 
+import psutil
 import torch
 
 from infinity.bench.results import Measured, row
@@ -120,7 +121,12 @@ def run(system: str, options: list[str], *, timeout: float = 240) -> dict | str:
         return (err.strip().splitlines() or [f"exit status {job.returncode}"])[-1][:300]
 
 
-HOST = {"params": "host", "optimizer": "host"}
+HOST = {
+    "params": "host",
+    "optimizer": "host",
+    # What is free now may be less: a virtual machine's memory can come as it is used
+    "host_memory": int(0.9 * psutil.virtual_memory().total),
+}
 SHARES = (0.3, 0.6, 0.9, 1.2)  # of a model's state and gradients: the device's budget
 
 
