@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
 import socket
 from collections.abc import Sequence
 from fractions import Fraction
@@ -20,7 +21,7 @@ from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.parallel_dims import ParallelDims
 from ..errors import ConfigError
-from ..machine import processors
+from ..machine import numa, processors
 from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..planning.budgets import measured_free
@@ -252,17 +253,28 @@ def share_of_machine(nbytes: int, collectives: Collectives, local_size: int) -> 
     )
 
 
-def share_processors(collectives: Collectives) -> None:
+def share_processors(collectives: Collectives, *, on_gpu: bool) -> None:
     """Exchanges the processors that each rank may use, so that a rank starts no more threads than
-    its part of the machine. Every rank calls this."""
+    its part of the machine. ``on_gpu``: the rank moves to the node of its GPU first. Every rank
+    calls this."""
     if collectives.ranks.alone:
         processors.share_with([])
         return
+    before_binding = collectives.ranks.allowed_processors
+    if on_gpu and before_binding is not None and torch.cuda.is_available():
+        index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+        numa.bind_to_gpu(pci_address(index), before_binding)
     mine = collectives.ranks.world_rank, socket.gethostname(), sorted(processors.allowed())
     everyones = collectives.collect(mine, "where the ranks may run")
     processors.share_with(
         [set(theirs) for rank, host, theirs in everyones if host == mine[1] and rank != mine[0]]
     )
+
+
+def pci_address(index: int) -> str:
+    """Returns the PCI address of CUDA's device ``index``, as the kernel writes it."""
+    gpu: Any = torch.cuda.get_device_properties(index)
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def own_budgets(config: Config, ranks: ParallelDims) -> Config:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import models
 import pytest
+import torch
 
+from infinity.api.agreement import pci_address
 from infinity.machine import numa
 
 
@@ -58,3 +61,28 @@ def test_binding_holds_for_this_thread_and_tells_what_was_before(tmp_path):
         return numa.bind(1, 2, root) == before, os.sched_getaffinity(0), numa.bind(1, 2, root)
 
     assert models.in_child(bound) == (True, {second}, None)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+@pytest.mark.parametrize("told, known", [("1", True), ("-1", False), ("7", False), (None, False)])
+def test_a_rank_is_bound_to_the_node_of_its_gpu(told, known, tmp_path):
+    """Twins: the firmware does not tell, tells a node that is not there, and no such device."""
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    root = system(tmp_path, str(first), str(second))
+    gpu = tmp_path / "devices" / "0000:1b:00.0"
+    gpu.mkdir(parents=True)
+    if told is not None:
+        (gpu / "numa_node").write_text(f"{told}\n")
+
+    def bound() -> tuple:
+        before = os.sched_getaffinity(0)
+        found = numa.bind_to_gpu(gpu.name, before, root, gpu.parent)
+        return found, os.sched_getaffinity(0) == ({second} if known else before)
+
+    assert models.in_child(bound) == (known, True)
+
+
+def test_a_gpu_is_named_as_the_kernel_names_it(monkeypatch):
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    assert pci_address(3) == "0000:1b:00.0"
