@@ -76,7 +76,8 @@ class Block(nn.Module):
 def measure(settings: Settings) -> Measured:
     """Measures rows ``late.<home>.<shape>`` (steps/s, with the share of early updates and the
     waits) and ``late.park``, ``late.resume`` (GB/s)."""
-    sys.path.append(str(ROOT / "tests" / "support" / "late_device"))
+    support = ROOT / "tests" / "support"
+    sys.path += [str(support / "late_device"), str(support / "devices")]
     import late_device
 
     late = late_device.install()

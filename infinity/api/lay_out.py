@@ -263,20 +263,30 @@ class Laid(NamedTuple):
     plan: MemoryPlan
 
 
-def _within_device(config: Config, device: Device, collectives: Collectives) -> Config:
+def _within_device(
+    model: nn.Module, config: Config, device: Device, collectives: Collectives
+) -> Config:
     """Returns ``config`` with no more ``device_memory`` than the device can give. Every rank calls
-    this."""
+    this. Raises CapacityError if it can give nothing."""
     if config.device_memory is None or device.memory is None:
         return config
-    most = device.memory.most_nbytes(several_ranks=not collectives.ranks.alone)
-    if most is None:
+    left = device.memory.left_nbytes(several_ranks=not collectives.ranks.alone)
+    if left is None:
         return config
-    (most,) = collectives.least([most], "device memory")
+    # Parameters that are there move into the plan's homes.
+    own = sum(param.nbytes for param in model.parameters() if param.device == device.where)
+    (most,) = collectives.least([left + own], "device memory")
     given = int(config.device_memory)
     if given <= most:
         return config
+    if not most:
+        raise CapacityError(
+            f"device_memory is {format_nbytes(given)}, but {device.where} has nothing left beside"
+            " other tensors and processes and what cuBLAS and NCCL need. Free some of it, or"
+            " compute elsewhere: Config(device='cpu')."
+        )
     logger.warning(
-        "device_memory is %s, but %s can give %s, beside what other processes have and what"
+        "device_memory is %s, but %s can give %s, beside other tensors and processes and what"
         " cuBLAS%s needs: it is planned with that. Activations need room, too.",
         format_nbytes(given),
         device.where,
@@ -303,7 +313,7 @@ def lay_out_here(
     be used.
     """
 
-    config = _within_device(config, device, collectives)
+    config = _within_device(model, config, device, collectives)
 
     def lay_out(config: Config) -> Laid:
         free = free_everywhere(config, collectives, device)

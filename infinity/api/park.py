@@ -14,6 +14,7 @@ from ..machine.tiers import Tier
 from ..runtime.engine import Engine
 from ..runtime.job import Job
 from ..runtime.parking import arrays_in_memory, give_back_heap
+from ..runtime.recovery import is_interrupted
 from ..runtime.registry import engine_of
 from ..state.operations import Operation
 
@@ -39,24 +40,31 @@ def park(
         device goes to registered host memory, at the rate of the link. It counts in
         ``host_memory``, and a second call can send it on to a disk.
     what
-        "all", "weights", or "optimizer": master weights, moments and gradients.
+        "all", "weights", or "optimizer": master weights, moments and gradients. Weights that a view
+        or an array outside of the engine holds cannot be parked.
 
-    The next use of the model or its optimizer brings all state back, or :func:`resume` does. No bit
-    changes. Returns the number of bytes that are parked. Each rank parks its own state. Raises
-    UsageError between a backward and its step, and for ``to="host"`` if the device is the
-    processor; ConfigError for unknown words and without a folder, CapacityError if the disk or the
-    host has no room, StorageError if no file can be made there. The model stays usable after each
-    of them.
+    The next use of the model or its optimizer brings all state back, or :func:`resume` does: what
+    does not fit then stays parked, and CapacityError is raised. No bit changes. Returns the number
+    of bytes that are parked. Each rank parks its own state.
+
+    Raises UsageError between a backward and its step, and for ``to="host"`` if the device's memory
+    is the host's; ConfigError for unknown words and without a folder, CapacityError if the disk or
+    the host has no room, StorageError if no file can be made there. The model stays usable after
+    each of them.
     """
     engine = engine_of(model)
     job, parking = engine.job, engine.parking
     where = _checked(job, folder, to, what)
-    is_parked = parking.nbytes > 0
-    if not is_parked:
+
+    def stays() -> bool:  # a use would bring it back
+        return parking.nbytes > 0 and not is_interrupted(job) and not job.uses.is_halted
+
+    if not stays():
         job.uses.check(Operation.PARK)
-    with job.uses.begin_parked() if is_parked else job.uses.begin():  # a use would bring it back
-        if not is_parked:
-            _settle(engine, job)
+    with job.uses.begin_unless(stays):
+        if not parking.nbytes:
+            job.uses.check(Operation.PARK)  # another thread may have used it meanwhile
+            _settle(engine, job, weights=what != "optimizer")
         arrays, blank = arrays_in_memory(job.units, **PARTS[what])
         if (average := engine.average) is not None and what != "weights":
             arrays += average.arrays_in_memory
@@ -81,10 +89,11 @@ def _checked(job: Job, folder: str | os.PathLike | None, to: str, what: str) -> 
     if to == "host":
         if folder is not None:
             raise ConfigError("park(to='host') needs no folder: leave it out, or use to='nvme'")
-        if job.device.is_host:
+        memory = job.device.memory
+        if job.device.is_host or (memory is not None and memory.is_unified):
             raise UsageError(
-                "park(to='host') would free nothing: the device is the processor, whose memory is"
-                " the host's. Park to a disk: infinity.park(model, '/path/on/the/disk')"
+                f"park(to='host') would free nothing: the memory of the device {job.device.where}"
+                " is the host's. Park to a disk: infinity.park(model, '/path/on/the/disk')"
             )
         return None
     if folder is None and not job.config.nvme_paths:
@@ -95,9 +104,9 @@ def _checked(job: Job, folder: str | os.PathLike | None, to: str, what: str) -> 
     return os.path.abspath(folder) if folder is not None else job.config.nvme_paths[0]
 
 
-def _settle(engine: Engine, job: Job) -> None:
-    """Ends all that is under way. Raises UsageError if gradients, or objects outside the engine,
-    need the memory."""
+def _settle(engine: Engine, job: Job, *, weights: bool) -> None:
+    """Ends all that is under way. Raises UsageError if gradients need the memory, or objects
+    outside the engine, if ``weights`` are parked."""
     if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
         raise UsageError(
             f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait"
@@ -105,7 +114,8 @@ def _settle(engine: Engine, job: Job) -> None:
         )
     with job.store.guarding():
         engine.wait_idle()  # first: what is under way refers to weights, too
-        _refuse_held(job)
+        if weights:
+            _refuse_held(job)
         job.prefetcher.release_all([unit for unit in job.units if not unit.stays])
         for unit in job.units:
             for flat_param in unit.flat_params:

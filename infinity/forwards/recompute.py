@@ -210,8 +210,9 @@ class PlannedBlock:
 
         def count(start: float, end: float) -> None:
             # Those of a device that is behind this thread are counted at other times
-            waited = sum(edge.stall_seconds for edge in edges) - stalled
-            self._seconds = max(0.0, end - start - waited * planner.device.is_host)
+            is_here = planner.device.is_host
+            waited = sum(edge.stall_seconds for edge in edges) - stalled if is_here else 0.0
+            self._seconds = max(0.0, end - start - waited)
 
         with planner.device.timing(count):
             output = self._checkpointed.forward(*args, **kwargs)

@@ -132,8 +132,8 @@ class GradValues:
 
     def are_finite(self, handles: Sequence[ParamHandle]) -> bool:
         """Returns whether norms taken as the gradients landed show that all elements are finite.
-        Else it is unknown: norms are taken from the next landing on. One wait for the device,
-        and none where the processor has the gradients at hand."""
+        Else it is unknown: norms are taken from the next landing on. Waits for the device if its
+        gradients are at home elsewhere."""
         if not self.ranks.alone or not all(map(self.homes.is_remote, handles)):
             return False
         if self.norms.order is None:

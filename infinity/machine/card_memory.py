@@ -33,14 +33,15 @@ class CardMemory:
         free = self.free_nbytes()
         return None if free is None else int(free * SHARE_FOR_THE_ENGINE)
 
-    def most_nbytes(self, *, several_ranks: bool) -> int | None:
-        """Returns the bytes that a plan could ever have: without what other processes have, and
-        what libraries will need. None if the accelerator does not tell."""
+    def left_nbytes(self, *, several_ranks: bool) -> int | None:
+        """Returns the bytes that can still be allocated: without tensors that live, other
+        processes, and what libraries will need. None if the accelerator does not tell."""
         free = self.free_nbytes()
         if free is None:
             return None
-        # torch gives back what it has, if it must. The driver's context is taken already.
-        return free + self._reserved_nbytes() - LIBRARIES_NBYTES - several_ranks * NCCL_NBYTES
+        # What torch keeps and no tensor has. The driver's context is taken already.
+        free += self._reserved_nbytes() - self._allocated_nbytes()
+        return max(0, free - LIBRARIES_NBYTES - several_ranks * NCCL_NBYTES)
 
     def note_kept(self, nbytes: int) -> None:
         """Notes that the allocator now keeps ``nbytes``."""
@@ -54,3 +55,7 @@ class CardMemory:
     def _reserved_nbytes(self) -> int:
         """Returns what the allocator has from the driver; 0 if it does not tell."""
         return torch.cuda.memory_reserved(self._where) if self._where.type == "cuda" else 0
+
+    def _allocated_nbytes(self) -> int:
+        """Returns what living tensors have of that."""
+        return torch.cuda.memory_allocated(self._where) if self._where.type == "cuda" else 0

@@ -162,7 +162,8 @@ def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier,
             if _is_steppable(homes, config, device)
         ]
         if device.memory is not None and device.memory.is_unified:
-            allowed = list(dict.fromkeys(_in_place(homes, config, device) for homes in allowed))
+            in_place = [_in_place(homes, config, device) for homes in allowed]
+            allowed = list(dict.fromkeys([*in_place, *allowed]))
         if not allowed:
             raise ConfigError(
                 f"params={config.params!r} with optimizer={config.optimizer!r}: what is at home on"

@@ -190,7 +190,7 @@ def _make_job(
         edits=edits,
         handed=HandedOut(store, steps, collectives.ranks, borrowed, uses, edits),
         prefetcher=prefetcher,
-        activations=resources.make_activations(),
+        activations=resources.make_activations(alone=base.collectives.ranks.alone),
         in_common=InCommon(collectives, base.device, steps, gradients, trained),
         sequences=Sequences(collectives, base.device),
         running=base.running,

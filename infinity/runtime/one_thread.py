@@ -43,7 +43,12 @@ def begin_task(scopes: native.Scopes) -> native.Task:
     other thread uses the engine. Raises UsageError as :func:`wait_for_others` does."""
     # Autograd has its own thread for each accelerator. It works for the caller of backward, maybe
     # inside a scope of the caller's thread.
-    of_python = threading.get_ident() in {thread.ident for thread in threading.enumerate()}
+    of_python = threading.get_ident() in {
+        thread.ident
+        for thread in threading.enumerate()
+        # What Python makes of a foreign thread that once asked who it is: logging does
+        if not isinstance(thread, threading._DummyThread)
+    }
     return scopes.task(partial(wait_for_others, scopes) if of_python else None)
 
 

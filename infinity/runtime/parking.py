@@ -18,7 +18,7 @@ import torch
 
 from .. import native
 from ..gradients.record import GradState
-from ..machine.device import Copy, Event
+from ..machine.device import PAST, Copy, Device, Event
 from ..machine.tiers import Tier
 from ..state.flat_param import FlatParam
 from ..state.unit import ParamUnit
@@ -29,10 +29,27 @@ WEIGHTS = ("weight",)  # of a flat param's arrays; all others are the optimizer'
 PIECE_NBYTES = 8 * 1024 * 1024  # in memory at once, on the way to a disk
 
 
+class _Queues:
+    """The event after all that the queues of ``device`` have."""
+
+    done = False
+
+    def __init__(self, device: Device):
+        self._device = device
+
+    def precede(self) -> None:
+        self.wait()
+
+    def wait(self) -> None:
+        self._device.drain()
+
+
 @dataclass(eq=False)
 class _Parked:
     array: StateArray
-    place: StateArray | None = None  # None: it is blank
+    place: StateArray | None = None  # None: it is blank, or has none yet
+    event: Event = PAST  # of a copy between the two
+    in_array: bool = True  # its bytes are in the array; else at its place
 
 
 class Parking:
@@ -47,65 +64,105 @@ class Parking:
         """Bytes of the arrays that are parked."""
         return sum(parked.array.nbytes for parked in self._parked)
 
-    def park(self, arrays: Iterable[StateArray], folder: str) -> None:
-        """Moves ``arrays``, and what is parked on the host, to a swap file in ``folder``. Blocks on
-        the disk. Raises CapacityError or StorageError if the disk has no room; arrays parked by
-        then stay parked."""
-        coming = self._not_parked(arrays)
-        if coming or self._parked:
+    def park(self, arrays: Sequence[StateArray], folder: str) -> None:
+        """Moves ``arrays``, also those that are parked on the host, to a swap file in ``folder``.
+        Blocks on the disk. Raises CapacityError or StorageError if the disk has no room; arrays
+        parked by then stay parked."""
+        self._settle()
+        coming, asked = self._not_parked(arrays), {id(array) for array in arrays}
+        on_host = [
+            parked
+            for parked in self._parked
+            if parked.place is not None
+            and parked.place.tier is Tier.HOST
+            and id(parked.array) in asked
+        ]
+        if coming or on_host:
             self._store.need_service()
-        for parked in self._parked:
-            if parked.place is not None and parked.place.tier is Tier.HOST:
-                on_host, parked.place = parked.place, self._written(parked.place, folder)
-                self._store.arrays.free_more(on_host)
+        for parked in on_host:
+            before, parked.place = parked.place, self._written(parked.place, folder)
+            self._store.arrays.free_more(before)
         for array in coming:
-            self._parked.append(_Parked(array, self._written(array, folder)))
+            place = self._written(array, folder)
+            self._parked.append(_Parked(array, place, in_array=False))
             self._store.arrays.empty(array)
 
     def park_blank(self, arrays: Iterable[StateArray]) -> None:
         """Frees the memory of ``arrays``, which hold nothing."""
         for array in self._not_parked(arrays):
-            self._parked.append(_Parked(array))
+            self._parked.append(_Parked(array, in_array=False))
             self._store.arrays.empty(array)
 
     def park_on_host(self, arrays: Iterable[StateArray]) -> None:
         """Moves those of ``arrays`` whose home is the device to registered host memory, at the rate
         of the link. Raises CapacityError if the host's budget has no room; arrays parked by then
         stay parked."""
-        sent: list[tuple[_Parked, Event]] = []
+        self._settle()
         try:
             for array in self._not_parked(arrays):
                 if array.tier is Tier.DEVICE:
+                    # On the list before anything runs: an interrupt loses neither place nor copy
+                    parked = _Parked(array, event=_Queues(self._device))
+                    self._parked.append(parked)
                     # Its pages are populated while the copy before is on its way
-                    place = self._store.arrays.allocate_more(
+                    parked.place = self._store.arrays.allocate_more(
                         Tier.HOST, array.nbytes, "parked state"
                     )
-                    sent.append((_Parked(array, place), self._copy(place, array, "out")))
-        finally:
-            for parked, event in sent:
-                event.wait()
-                self._parked.append(parked)
+                    parked.event = self._copy(parked.place, array, "out")
+        except BaseException:
+            if self._parked and self._parked[-1].place is None:
+                self._parked.pop()
+            self._leave()
+            raise
+        self._leave()
+
+    def _leave(self) -> None:
+        """Frees the memory of arrays whose copies to their places are over. Waits for them."""
+        for parked in self._parked:
+            if parked.in_array:
+                parked.event.wait()
+                parked.in_array = False
                 self._store.arrays.empty(parked.array)
 
-    def resume(self) -> None:
-        """Brings all parked arrays back, if any. Blocks on the disk and the link. After an
-        interrupt, call it again."""
-        coming: dict[_Parked, Event] = {}
-        for parked in self._parked:
-            self._store.arrays.refill(parked.array)
-            if parked.place is None:
-                parked.array.flat.zero_()
-            elif parked.place.tier is Tier.HOST:
-                coming[parked] = self._copy(parked.array, parked.place, "in")
-        while self._parked:
-            parked = self._parked[-1]
-            if parked in coming:
-                coming[parked].wait()
-            elif parked.place is not None:
-                self._read(parked.array, parked.place)
-            self._parked.pop()
+    def _settle(self) -> None:
+        """Undoes what an exception left of a park or a resume: bytes are in arrays that are not
+        listed, or at places."""
+        for parked in list(self._parked):
+            parked.event.wait()
+            if not parked.in_array:
+                self._store.arrays.empty(parked.array)
+                continue
+            self._parked.remove(parked)
             if parked.place is not None:
                 self._store.arrays.free_more(parked.place)
+
+    def resume(self) -> None:
+        """Brings all parked arrays back, if any. Blocks on the disk and the link. Raises
+        CapacityError if the device has no room; all that is not back stays parked. After an
+        interrupt, call it again."""
+        if not self._parked:
+            return
+        self._settle()
+        try:
+            for parked in self._parked:
+                self._store.arrays.refill(parked.array)
+                if parked.place is None:
+                    parked.array.flat.zero_()
+                elif parked.place.tier is Tier.HOST:
+                    parked.event = _Queues(self._device)
+                    parked.event = self._copy(parked.array, parked.place, "in")
+            while self._parked:
+                parked = self._parked[-1]
+                if parked.place is not None and parked.place.tier is Tier.NVME:
+                    self._read(parked.array, parked.place)
+                parked.event.wait()
+                parked.in_array = True
+                self._parked.pop()
+                if parked.place is not None:
+                    self._store.arrays.free_more(parked.place)
+        except Exception:
+            self._settle()
+            raise
 
     def _read(self, array: StateArray, place: StateArray) -> None:
         """Reads the bytes of ``array`` from its place on a disk. Blocks on the disk."""

@@ -178,30 +178,34 @@ class Resources:
             measured=self._config.update_threads is None,
         )
 
-    def make_activations(self) -> ActivationStore | None:
-        """Makes the store of activations, or returns None if torch keeps them."""
+    def make_activations(self, *, alone: bool) -> ActivationStore | None:
+        """Makes the store of activations, or returns None if torch keeps them. ``alone``: there is
+        one rank."""
         home = self._config.activations
         if home in ("host", "nvme"):
             return ActivationStore(
                 self._store, Tier(home), self.activation_staging, spare_nbytes=None
             )
-        room = self._room_for_activations() if home == "auto" else None
-        if room is None:
+        spare = self._spare_for_activations(alone) if home == "auto" else None
+        if spare is None:
             return None
-        spare = max(0, room - self._plan.planned_nbytes(Tier.DEVICE))
-        return ActivationStore(self._store, Tier.HOST, None, spare_nbytes=spare)
+        return ActivationStore(self._store, Tier.HOST, None, spare_nbytes=max(0, spare))
 
-    def _room_for_activations(self) -> int | None:
-        """Returns the bytes that the plan and activations may have together on the device; None:
-        torch keeps all that is saved. On a GPU that is what the card can give, beside temporaries,
-        for a ``device_memory`` there is the engine's alone."""
+    def _spare_for_activations(self, alone: bool) -> int | None:
+        """Returns the bytes that the plan leaves to activations on the device; None: torch keeps
+        all that is saved. On a GPU that is of what the card can give, for a ``device_memory`` there
+        is the engine's alone."""
         device, config = self._store.device, self._config
+        planned = self._plan.planned_nbytes(Tier.DEVICE)
         if device.is_host:
-            return config.device_memory
-        if not config.recompute or device.memory is None:
+            return None if config.device_memory is None else config.device_memory - planned
+        # With several ranks nothing is chosen: they measure different times.
+        if not config.recompute or device.memory is None or not alone:
             return None
-        most = device.memory.most_nbytes(several_ranks=False)
-        return None if most is None else int(SHARE_FOR_SAVED * most)
+        left = device.memory.left_nbytes(several_ranks=False)
+        # The homes of the plan are taken already.
+        coming = planned - self._store.ledger.accounts[Tier.DEVICE].charged_nbytes
+        return None if left is None else int(SHARE_FOR_SAVED * (left - coming))
 
 
 def trace_path(path: str | os.PathLike, ranks: ParallelDims) -> str:

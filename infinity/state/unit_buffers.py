@@ -29,6 +29,7 @@ class UnitBuffers:
         self._flat_params, self._device = flat_params, device
         self._buffers: list[DeviceBuffer] = []
         self._uses: list[Event] = []  # ends of compute with them, since they were filled
+        self._leaked = False  # a view outlived a use: it may be read until they are emptied
 
     def __iter__(self):
         return iter(self._buffers)
@@ -73,10 +74,10 @@ class UnitBuffers:
     def empty(self) -> None:
         """Frees the memory after its uses. Not after all compute so far: the thread that launches
         it is ahead, and the next weights would come late."""
-        behind = self._uses or [self._device.now()]
+        behind = [*self._uses, *([] if self._uses and not self._leaked else [self._device.now()])]
         for buffer in self._buffers:
             buffer.empty(behind)
-        self._uses = []
+        self.forget_uses()
 
     def check_left(self) -> None:
         """Raises UsageError if memory that was left to its holders was written to."""
@@ -98,16 +99,18 @@ class UnitBuffers:
         if len(self._uses) >= USES:
             self._uses = [use for use in self._uses if not use.done]
         self._uses.append(event)
+        self._leaked = self._leaked or (self._device.overlaps and self.is_held)
 
     def forget_uses(self) -> None:
         """Forgets what was recorded: what comes next waits for all compute so far."""
-        self._uses = []
+        self._uses, self._leaked = [], False
 
     def swap(self, other: UnitBuffers) -> None:
         """Swaps the memory, with its content, with that of the same parameters' ``other``."""
         # One statement, so that no interrupt can lose a buffer. Recovery forgets the uses.
         self._buffers, other._buffers = other._buffers, self._buffers
         self._uses, other._uses = other._uses, self._uses
+        self._leaked, other._leaked = other._leaked, self._leaked
 
 
 class NodeShards:

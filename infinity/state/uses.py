@@ -66,10 +66,10 @@ class Uses:
         """
         return self._open(partial(self._prepare, repairing))
 
-    def begin_parked(self) -> native.Scope:
-        """Opens the scope of a use that leaves parked state where it is. Raises as :meth:`begin`,
-        but for a halted job."""
-        return self._open(lambda: None)
+    def begin_unless(self, stays: Callable[[], bool]) -> native.Scope:
+        """Opens the scope of a use as :meth:`begin`, which prepares nothing if ``stays()``: it is
+        called once no other thread uses the job."""
+        return self._open(lambda: None if stays() else self._prepare(False))
 
     def _open(self, prepare: Callable[[], None]) -> native.Scope:
         """Opens a scope. ``prepare`` runs in it, once no other thread uses the job, unless this

@@ -8,6 +8,7 @@ import torch
 
 from .. import native
 from ..machine import processors
+from ..machine.accelerator import no_room
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.sizes import round_up
@@ -132,9 +133,13 @@ class ArrayAllocator:
             array.flat.untyped_storage().resize_(0)
 
     def refill(self, array: StateArray) -> None:
-        """Allocates the memory of an array that was emptied. Idempotent."""
+        """Allocates the memory of an array that was emptied. Idempotent. Raises CapacityError if
+        the device has no room."""
         if array.region is None:
-            array.flat.untyped_storage().resize_(array.nbytes)
+            try:
+                array.flat.untyped_storage().resize_(array.nbytes)
+            except torch.OutOfMemoryError as error:
+                raise no_room(self._device, "state that comes back", error) from error
         elif not array.region.pinned:
             array.region.populate(processors.for_pages())
             self._device.pin(array.region)

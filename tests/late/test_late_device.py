@@ -41,6 +41,7 @@ ALONE = [
     "plain:activations on disk",
     "plain:another device",
     "plain:blocks recomputed",
+    "plain:views read after a use",
     "plain:checkpoints, reentrant",
     "plain:checkpoints, not reentrant",
     "clipped_micro_batches:speculating",

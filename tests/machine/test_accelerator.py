@@ -23,11 +23,12 @@ class Cuda:
 
 @pytest.mark.parametrize("several", [False, True])
 def test_what_a_card_can_give_leaves_room_for_libraries(several, cuda, monkeypatch):
-    """Claim: what is free and what torch keeps, without cuBLAS's workspaces, and NCCL's buffers
-    where ranks use them."""
+    """Claim: what is free and what torch keeps for no tensor, without cuBLAS's workspaces, and
+    NCCL's buffers where ranks use them."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (8 << 30, 80 << 30))
-    given = WithoutStreams(cuda).memory.most_nbytes(several_ranks=several)
-    assert given == (8 << 30) + 100 - (96 << 20) - several * (1 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda where: 40)
+    given = WithoutStreams(cuda).memory.left_nbytes(several_ranks=several)
+    assert given == (8 << 30) + 60 - (96 << 20) - several * (1 << 30)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from torch import nn
 
 import infinity
 from infinity.api.lay_out import lay_out
+from infinity.errors import CapacityError
 from infinity.gradients import values
 from infinity.machine.tiers import Tier
 from infinity.runtime import activation_store
@@ -41,7 +42,7 @@ def test_one_memory_is_one_home(homes, is_unified, compute_on, kernels):
         memory = SimpleNamespace(
             is_unified=is_unified,
             engine_nbytes=lambda: 1 << 30,
-            most_nbytes=lambda several_ranks: 1 << 30,
+            left_nbytes=lambda several_ranks: 1 << 30,
         )
 
     config = {"params": homes, "optimizer": homes}
@@ -117,7 +118,7 @@ def test_blocks_are_recomputed_once_the_card_is_full(
         memory = SimpleNamespace(
             is_unified=False,
             engine_nbytes=lambda: 1 << 20,
-            most_nbytes=lambda several_ranks: (64 << 20) if room == "all" else (7 << 18),
+            left_nbytes=lambda several_ranks: (64 << 20) if room == "all" else (7 << 18),
         )
 
     found = []
@@ -145,13 +146,51 @@ def test_a_budget_that_the_card_cannot_give_is_planned_with_what_it_can(
         memory = SimpleNamespace(
             is_unified=False,
             engine_nbytes=lambda: 2 << 20,
-            most_nbytes=lambda several_ranks: 2 << 20,
+            left_nbytes=lambda several_ranks: 2 << 20,
         )
 
     compute_on(Card)
     config = {"params": "host", "optimizer": "host", "device_memory": given}
     model, optimizer = infinity.wrap_model(*a_model(), config)
     budget = infinity.stats(model).tiers["device"].budget_nbytes
-    assert budget == min(given, 2 << 20)
-    assert ("can give 2.0 MiB" in caplog.text) == told
+    own = sum(param.nbytes for param in a_model()[0].parameters())  # they move into the plan
+    assert budget == min(given, (2 << 20) + own)
+    assert ("can give 2.2 MiB" in caplog.text) == told
     infinity.unwrap_model(model, optimizer)
+
+
+def test_a_card_that_has_nothing_left_is_an_error_that_says_so(compute_on):
+    class Full(Elsewhere):
+        memory = SimpleNamespace(
+            is_unified=False, engine_nbytes=lambda: 0, left_nbytes=lambda several_ranks: 0
+        )
+
+    compute_on(Full)
+    with torch.device("meta"):
+        model, optimizer = a_model()
+    with pytest.raises(CapacityError, match="nothing left beside other tensors"):
+        infinity.wrap_model(model, optimizer, {"device": "cpu", "device_memory": "1GiB"})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"params": "host", "optimizer": "host", "device_memory": "400KiB"},
+        {"params": "host", "optimizer": "host", "host_memory": "1GiB"},
+        {"device_memory": "400KiB", "host_memory": "1GiB"},
+    ],
+    ids=str,
+)
+def test_budgets_hold_on_one_memory_too(config, compute_on, kernels):
+    """Claim: homes on the host that were asked for are taken where the device's budget has no room
+    for them."""
+
+    class Integrated(Elsewhere):
+        memory = SimpleNamespace(
+            is_unified=True,
+            engine_nbytes=lambda: 1 << 20,
+            left_nbytes=lambda several_ranks: 1 << 30,
+        )
+
+    compute_on(Integrated, kernels)
+    assert same(trained(config), trained({"params": "host", "optimizer": "host"}))

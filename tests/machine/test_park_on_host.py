@@ -6,7 +6,9 @@ Words used here: see `test_device` (the model, `train`, `same`, devices that sta
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from test_device import Elsewhere, a_model, compute_on, config_at, kernels, trai
 import infinity
 from infinity.errors import CapacityError, ConfigError, UsageError
 from infinity.machine.tiers import Tier
+from infinity.runtime.parking import Parking
 from infinity.runtime.registry import wrapped
+from infinity.state.uses import Uses
+from infinity.storage.allocator import ArrayAllocator
 
 ON_DEVICE = ("device", "device")
 
@@ -136,6 +141,110 @@ def test_unknown_words_are_refused(given, error, compute_on, kernels, tmp_path):
 
 def test_a_device_that_is_the_processor_has_nothing_to_give(tmp_path):
     model, optimizer = infinity.wrap_model(*a_model(), config_at(("host", "host"), tmp_path))
-    with pytest.raises(UsageError, match="processor"):
+    with pytest.raises(UsageError, match="would free nothing"):
         infinity.park(model, to="host")
     infinity.unwrap_model(model, optimizer)
+
+
+def placed(model) -> tuple[int, int]:
+    """The bytes planned and charged on the host."""
+    host = wrapped(model).engine.job.ledger.accounts[Tier.HOST]
+    return host.planned_nbytes, host.charged_nbytes
+
+
+@pytest.fixture
+def parkable(compute_on, kernels, tmp_path):
+    """A model that was trained on the device, its optimizer, and its arrays' values."""
+    compute_on(Elsewhere, kernels)
+    config = config_at(ON_DEVICE, tmp_path, nvme_paths=[str(tmp_path)])
+    model, optimizer = infinity.wrap_model(*a_model(), config)
+    train(model, optimizer, steps=1)
+    wrapped(model).engine.wait_idle()
+    values = {name: flat.clone() for name, flat in arrays(model).items() if ".grad" not in name}
+    yield model, optimizer, values
+    infinity.unwrap_model(model, optimizer)
+
+
+def are_back(model, values: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(arrays(model)[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("strikes", [1, 3, 7])
+@pytest.mark.parametrize("then", ["resume", "park"])
+def test_an_interrupt_while_copies_run_loses_nothing(then, strikes, parkable, monkeypatch):
+    """Method: a wait for a copy is interrupted; then all is brought back, or parked once more and
+    brought back."""
+    (model, _, values), before = parkable, placed(parkable[0])
+    copy, waits = Parking._copy, []
+
+    def struck(self, *given):
+        event = copy(self, *given)
+
+        def wait() -> None:
+            waits.append(event)
+            if len(waits) == strikes:
+                raise KeyboardInterrupt
+            event.wait()
+
+        return SimpleNamespace(wait=wait, done=False)
+
+    monkeypatch.setattr(Parking, "_copy", struck)
+    with pytest.raises(KeyboardInterrupt):
+        infinity.park(model, to="host")
+    if then == "park":
+        infinity.park(model, to="host")
+        assert not any(taken(model).values())
+    infinity.resume(model)
+    assert are_back(model, values) and placed(model) == before
+
+
+def test_a_resume_without_room_leaves_all_parked(parkable, monkeypatch):
+    """Method: the device refuses the memory of the third array. Twin: it has room again."""
+    (model, _, values), refill, count = parkable, ArrayAllocator.refill, []
+
+    def refuse(self, array):
+        count.append(array)
+        if len(count) == 3:
+            raise CapacityError("no room")
+        return refill(self, array)
+
+    infinity.park(model, to="host")
+    monkeypatch.setattr(ArrayAllocator, "refill", refuse)
+    with pytest.raises(CapacityError):
+        infinity.resume(model)
+    assert not any(taken(model).values())
+    infinity.resume(model)
+    assert are_back(model, values)
+
+
+def test_a_part_that_is_asked_for_goes_on_to_a_disk_alone(parkable):
+    model, _, values = parkable
+    _, before = placed(model)
+    infinity.park(model, to="host")
+    _, parked = placed(model)
+    weights = sum(values[name].nbytes for name in values if name.endswith(".weight"))
+    infinity.park(model, what="weights")
+    service = wrapped(model).engine.job.planned.plan.service_nbytes
+    assert parked - weights <= placed(model)[1] <= parked - weights + max(service, 1 << 20)
+    infinity.resume(model)
+    assert are_back(model, values)
+
+
+def test_what_another_thread_does_before_a_second_park_counts(parkable, monkeypatch):
+    """Method: another thread runs a backward once the second park has found the first."""
+    (model, optimizer, _), begin = parkable, Uses.begin_unless
+    infinity.park(model, to="host", what="optimizer")
+
+    def meanwhile(self, stays):
+        monkeypatch.setattr(Uses, "begin_unless", begin)
+        ids = torch.randint(0, 96, (4, 8))
+        backward = lambda: model(ids).float().sum().backward()
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        return begin(self, stays)
+
+    monkeypatch.setattr(Uses, "begin_unless", meanwhile)
+    with pytest.raises(UsageError, match="between backward and step"):
+        infinity.park(model, to="host")
+    optimizer.zero_grad()

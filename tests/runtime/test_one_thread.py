@@ -3,8 +3,10 @@ yet."""
 
 from __future__ import annotations
 
+import _thread
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import prepared
 import pytest
@@ -193,3 +195,22 @@ def test_a_thread_that_the_process_waits_for_trains_on_when_the_main_thread_is_o
     done = prepared.run("-c", BEYOND_MAIN, tmp_path)
     assert done.returncode == 0 and "steps made: 3" in done.stdout, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_foreign_thread_does_not_wait_for_its_caller(is_named):
+    """Autograd has a thread of its own for each accelerator, in which Python has a name for it once
+    something logs. Twin: Python's own thread waits for others."""
+    waits, over = [], threading.Event()
+    scopes = SimpleNamespace(task=waits.append)
+
+    def run() -> None:
+        if is_named:
+            threading.current_thread()  # as logging does
+        one_thread.begin_task(scopes)
+        over.set()
+
+    _thread.start_new_thread(run, ())
+    assert over.wait(30) and waits == [None]
+    one_thread.begin_task(scopes)
+    assert waits[1] is not None

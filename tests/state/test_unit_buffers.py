@@ -149,6 +149,18 @@ def test_all_memory_is_freed_after_every_use_that_was_noted_and_nothing_later():
     assert [flat.untyped_storage().nbytes() for flat in buffers.flats] == [0, 0]
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_memory_that_a_view_outlived_a_use_of_is_freed_behind_all_compute(is_kept, monkeypatch):
+    """The view may be read between the last use and the end, and be gone by then. Twin: no view."""
+    monkeypatch.setattr(Late, "overlaps", True)
+    buffers, use = unit(), SimpleNamespace(done=False)
+    kept = [buffers.flats[0][:2]] if is_kept else []
+    buffers.note_use(use)
+    kept.clear()
+    buffers.empty()
+    assert buffers._device.freed == [[use, PAST] if is_kept else [use]] * 2
+
+
 def test_a_unit_that_is_never_freed_remembers_no_use_that_is_over():
     buffers, running = unit(), SimpleNamespace(done=False)
     buffers.note_use(running)

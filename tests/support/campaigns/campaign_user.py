@@ -34,6 +34,13 @@ HOMES: dict[str, dict[str, Any]] = {
     "int8": {"params": "nvme", "optimizer": "nvme", "moments": "int8"},
     "clipped": {"params": "nvme", "optimizer": "nvme", "max_grad_norm": 0.01},
 }
+# Where the late device is this machine's GPU (`late_device/everywhere`)
+HOMES_ON_LATE = {
+    f"late {home}": {"device": "late:0", **HOMES[home]}
+    for home in ("host", "nvme", "activations on host", "micro-batches")
+}
+if torch.accelerator.is_available():
+    HOMES |= HOMES_ON_LATE
 
 
 class Block(torch.nn.Module):
@@ -53,6 +60,7 @@ class User:
         self.config = HOMES[home] | {"nvme_paths": [str(folder / "swap")]}
         self.dtype = torch.bfloat16 if self.config.get("param_dtype") == "bf16" else torch.float32
         self.x = torch.randn(4, 48, generator=torch.Generator().manual_seed(1)).to(self.dtype)
+        self.x = self.x.to(self.config.get("device", "cpu"))
         (folder / "swap").mkdir(exist_ok=True)
         self.model, self.optimizer = self.build()
         self.steps = 0

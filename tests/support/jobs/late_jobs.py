@@ -298,10 +298,58 @@ def compared(train: Callable, config: dict[str, Any], **form: Any) -> list[bool]
         return [same(trained(train, config, **form), expected) for _ in range(LATE_RUNS)]
 
 
+class Keeps(nn.Linear):
+    """Keeps a view of its weight until it is asked for."""
+
+    def forward(self, x):
+        self.__dict__["kept"] = self.weight.t()
+        return super().forward(x)
+
+
+class Reads(nn.Module):
+    """Reads each view after the unit's last use, and drops it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Keeps(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = x = torch.tanh(layer(x))
+            for _ in range(6):
+                y = torch.tanh(y)
+            x = x + 0.1 * (y @ layer.__dict__.pop("kept"))
+        return x
+
+
+def views_read() -> list[bool]:
+    """Forwards that read views of weights after their unit's last use, in a window of few units."""
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(SEED)
+        model = infinity.wrap_model(
+            Reads(), None, {"device": WHERE, "params": "host", "device_memory": "64KiB"}
+        )
+        model = model[0] if isinstance(model, tuple) else model
+        generator = torch.Generator().manual_seed(SEED)
+        with torch.no_grad():
+            told = [
+                model(torch.randn(16, WIDTH, generator=generator).to(WHERE)) for _ in range(STEPS)
+            ]
+        found = [value.cpu() for value in told]
+        infinity.unwrap_model(model)
+        return found
+
+    with late_device.never_late(LATE):
+        expected = run()
+    with late_device.delayed(LATE):
+        return [all(map(torch.equal, run(), expected)) for _ in range(LATE_RUNS)]
+
+
 def recomputed() -> list[bool]:
     """On a card that is nearly full, with a link that is not worth sending by."""
     with (
-        mock.patch.object(CardMemory, "most_nbytes", lambda self, **how: 3 << 20),
+        mock.patch.object(CardMemory, "left_nbytes", lambda self, **how: 2 << 20),
         mock.patch("infinity.runtime.activation_store.SMALLEST_NBYTES", 1),
         mock.patch("infinity.runtime.build._send_rate", lambda job: 1.0),
         mock.patch.object(PlannedBlock, "_refuse", lambda self: sys.exit("a block was refused")),
@@ -331,6 +379,7 @@ for _homes in ("host-nvme", "nvme-host"):
 add("plain:activations on disk", plain, {**HOST, "activations": "nvme"})
 add("clipped_micro_batches:speculating", clipped_micro_batches, {**HOST, "speculate": True})
 add("plain:another device", plain, {**HOST, "device": "late:1"})
+JOBS["plain:views read after a use"] = views_read
 JOBS["plain:blocks recomputed"] = lambda: recomputed()
 for _kind in ("reentrant", "not reentrant"):
     add(f"plain:checkpoints, {_kind}", plain, WINDOW, checkpoints=_kind)
@@ -394,7 +443,7 @@ def with_fault(owner: Any, name: str, fault: Any, train: Callable, config: dict)
     return run
 
 
-def _free_at_once(self, storage, nbytes, *, behind=devices.PAST):
+def _free_at_once(self, storage, nbytes, *, behind=()):
     storage_guard.open(storage)
     storage.resize_(nbytes)
     if not nbytes:

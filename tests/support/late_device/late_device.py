@@ -67,7 +67,10 @@ def _device_module(late: ModuleType) -> ModuleType:
     module.set_sync_debug_mode = lambda mode: late.refuse_copies(mode == "error")
     module._sleep = lambda cycles: late.put(0, lambda: time.sleep(cycles / CYCLES))
     module._is_in_bad_fork = lambda: False
-    module.manual_seed_all = module.manual_seed = lambda seed: None  # its numbers are the host's
+    # Its random numbers are the host's
+    module.manual_seed_all = module.manual_seed = lambda seed: None
+    module.get_rng_state = lambda where=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, where=None: torch.set_rng_state(state)
     return module
 
 

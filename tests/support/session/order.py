@@ -47,6 +47,7 @@ LONGEST = (
     "late/test_late_ranks.py",
     "late/test_overlap.py",
     "late/test_gpu_tests.py",
+    "late/test_late_campaign.py",
     "runtime/test_recovery.py",
     "bench/test_bench.py",
     "training/test_architectures.py",
