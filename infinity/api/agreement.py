@@ -253,14 +253,17 @@ def share_of_machine(nbytes: int, collectives: Collectives, local_size: int) -> 
     )
 
 
-def share_processors(collectives: Collectives, *, on_gpu: bool) -> None:
+def share_processors(model: nn.Module, config: Config, collectives: Collectives) -> None:
     """Exchanges the processors that each rank may use, so that a rank starts no more threads than
-    its part of the machine. ``on_gpu``: the rank moves to the node of its GPU first. Every rank
+    its part of the machine. A rank that computes on a GPU moves to the GPU's node first. Every rank
     calls this."""
     if collectives.ranks.alone:
         processors.share_with([])
         return
     before_binding = collectives.ranks.allowed_processors
+    on_gpu = str(config.device or "").startswith("cuda") or any(
+        param.is_cuda for param in model.parameters()
+    )
     if on_gpu and before_binding is not None and torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
         numa.bind_to_gpu(pci_address(index), before_binding)

@@ -53,30 +53,35 @@ def park(
     each of them.
     """
     engine = engine_of(model)
-    job, parking = engine.job, engine.parking
-    where = _checked(job, folder, to, what)
+    where, job = _checked(engine.job, folder, to, what), engine.job
 
     def stays() -> bool:  # a use would bring it back
-        return parking.nbytes > 0 and not is_interrupted(job) and not job.uses.is_halted
+        return engine.parking.nbytes > 0 and not is_interrupted(job) and not job.uses.is_halted
 
     if not stays():
         job.uses.check(Operation.PARK)
     with job.uses.begin_unless(stays):
-        if not parking.nbytes:
-            job.uses.check(Operation.PARK)  # another thread may have used it meanwhile
-            _settle(engine, job, weights=what != "optimizer")
-        arrays, blank = arrays_in_memory(job.units, **PARTS[what])
-        if (average := engine.average) is not None and what != "weights":
-            arrays += average.arrays_in_memory
-        # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.
-        if where is None:
-            parking.park_on_host(arrays)
-            blank = [array for array in blank if array.tier is Tier.DEVICE]
-        else:
-            parking.park(arrays, where)
-        parking.park_blank(blank)
-        give_back_heap()
-        return parking.nbytes
+        return _park(engine, job, where, what)
+
+
+def _park(engine: Engine, job: Job, folder: str | None, what: str) -> int:
+    """Parks on the host, or in ``folder``, and returns the bytes that are parked."""
+    parking, average = engine.parking, engine.average
+    if not parking.nbytes:
+        job.uses.check(Operation.PARK)  # another thread may have used it meanwhile
+        _settle(engine, job, weights=what != "optimizer")
+    arrays, blank = arrays_in_memory(job.units, **PARTS[what])
+    if average is not None and what != "weights":
+        arrays += average.arrays_in_memory
+    # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.
+    if folder is None:
+        parking.park_on_host(arrays)
+        blank = [array for array in blank if array.tier is Tier.DEVICE]
+    else:
+        parking.park(arrays, folder)
+    parking.park_blank(blank)
+    give_back_heap()
+    return parking.nbytes
 
 
 def _checked(job: Job, folder: str | os.PathLike | None, to: str, what: str) -> str | None:

@@ -121,10 +121,7 @@ def wrap_model(
     try:
         config, described = _check_everywhere(model, given, config, ties, collectives)
         ranks = _describe_ranks(described, config, collectives, mesh)
-        on_gpu = str(config.device or "").startswith("cuda") or any(
-            param.is_cuda for param in described.module.parameters()
-        )
-        share_processors(collectives, on_gpu=on_gpu)
+        share_processors(described.module, config, collectives)
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(2 * len(described.params) + 1)
         model, stepping = _wrap(described.module, given, config, collectives, mesh)
