@@ -275,8 +275,11 @@ def share_processors(model: nn.Module, config: Config, collectives: Collectives)
 
 
 def pci_address(index: int) -> str:
-    """Returns the PCI address of CUDA's device ``index``, as the kernel writes it."""
+    """Returns the PCI address of CUDA's device ``index``, as the kernel writes it; "" if torch does
+    not tell."""
     gpu: Any = torch.cuda.get_device_properties(index)
+    if not hasattr(gpu, "pci_domain_id"):
+        return ""
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 

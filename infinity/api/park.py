@@ -69,7 +69,9 @@ def _park(engine: Engine, job: Job, folder: str | None, what: str) -> int:
     parking, average = engine.parking, engine.average
     if not parking.nbytes:
         job.uses.check(Operation.PARK)  # another thread may have used it meanwhile
-        _settle(engine, job, weights=what != "optimizer")
+        _settle(engine, job)
+    if what != "optimizer":
+        _refuse_held(job)
     arrays, blank = arrays_in_memory(job.units, **PARTS[what])
     if average is not None and what != "weights":
         arrays += average.arrays_in_memory
@@ -109,18 +111,15 @@ def _checked(job: Job, folder: str | os.PathLike | None, to: str, what: str) -> 
     return os.path.abspath(folder) if folder is not None else job.config.nvme_paths[0]
 
 
-def _settle(engine: Engine, job: Job, *, weights: bool) -> None:
-    """Ends all that is under way. Raises UsageError if gradients need the memory, or objects
-    outside the engine, if ``weights`` are parked."""
+def _settle(engine: Engine, job: Job) -> None:
+    """Ends all that is under way. Raises UsageError if gradients need the memory."""
     if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
         raise UsageError(
             f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait"
             " for it. Park after step()"
         )
     with job.store.guarding():
-        engine.wait_idle()  # first: what is under way refers to weights, too
-        if weights:
-            _refuse_held(job)
+        engine.wait_idle()
         job.prefetcher.release_all([unit for unit in job.units if not unit.stays])
         for unit in job.units:
             for flat_param in unit.flat_params:

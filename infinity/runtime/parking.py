@@ -62,7 +62,7 @@ class Parking:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays that are parked."""
-        return sum(parked.array.nbytes for parked in self._parked)
+        return sum(parked.array.nbytes for parked in self._parked if not parked.in_array)
 
     def park(self, arrays: Sequence[StateArray], folder: str) -> None:
         """Moves ``arrays``, also those that are parked on the host, to a swap file in ``folder``.
@@ -110,31 +110,38 @@ class Parking:
                     )
                     parked.event = self._copy(parked.place, array, "out")
         except BaseException:
-            if self._parked and self._parked[-1].place is None:
-                self._parked.pop()
             self._leave()
             raise
         self._leave()
 
     def _leave(self) -> None:
-        """Frees the memory of arrays whose copies to their places are over. Waits for them."""
-        for parked in self._parked:
-            if parked.in_array:
-                parked.event.wait()
+        """Frees the memory of arrays once their copies to their places are over. Takes those off
+        the list whose copy an exception has kept from starting. Waits for the copies."""
+        for parked in list(self._parked):
+            if not parked.in_array:
+                continue
+            parked.event.wait()
+            if isinstance(parked.event, _Queues):
+                self._forget(parked)
+            else:
                 parked.in_array = False
                 self._store.arrays.empty(parked.array)
+
+    def _forget(self, parked: _Parked) -> None:
+        """Takes an array that has its bytes off the list, and frees its place."""
+        self._parked.remove(parked)
+        if parked.place is not None:
+            self._store.arrays.free_more(parked.place)
 
     def _settle(self) -> None:
         """Undoes what an exception left of a park or a resume: bytes are in arrays that are not
         listed, or at places."""
         for parked in list(self._parked):
             parked.event.wait()
-            if not parked.in_array:
+            if parked.in_array:
+                self._forget(parked)
+            else:
                 self._store.arrays.empty(parked.array)
-                continue
-            self._parked.remove(parked)
-            if parked.place is not None:
-                self._store.arrays.free_more(parked.place)
 
     def resume(self) -> None:
         """Brings all parked arrays back, if any. Blocks on the disk and the link. Raises
