@@ -248,3 +248,36 @@ def test_what_another_thread_does_before_a_second_park_counts(parkable, monkeypa
     with pytest.raises(UsageError, match="between backward and step"):
         infinity.park(model, to="host")
     optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CapacityError])
+def test_an_array_whose_copy_never_started_keeps_its_bytes(error, parkable, monkeypatch):
+    """Method: a copy fails before it starts, once gradients' memory is given up. Twin: the arrays
+    before it are parked."""
+    (model, _, values), copy, count = parkable, Parking._copy, []
+
+    def failing(self, *given):
+        count.append(given)
+        if len(count) == 3:
+            raise error("before the copy")
+        return copy(self, *given)
+
+    infinity.park(model, to="host", what="optimizer")
+    monkeypatch.setattr(Parking, "_copy", failing)
+    with pytest.raises(error):
+        infinity.park(model, to="host", what="weights")
+    infinity.resume(model)
+    assert are_back(model, values) and all(taken(model).values())
+
+
+def test_weights_that_are_held_are_refused_in_a_second_park_too(parkable):
+    """Twin: the optimizer's state is parked, held or not."""
+    model, _, values = parkable
+    held = next(iter(wrapped(model).engine.job.units)).buffers.flats[0][:4]
+    infinity.park(model, to="host", what="optimizer")
+    with pytest.raises(UsageError, match="holds the memory"):
+        infinity.park(model, to="host", what="weights")
+    del held
+    assert infinity.park(model, to="host", what="weights") > 0
+    infinity.resume(model)
+    assert are_back(model, values)
