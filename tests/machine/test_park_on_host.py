@@ -177,7 +177,7 @@ def test_an_interrupt_while_copies_run_loses_nothing(then, strikes, parkable, mo
     (model, _, values), before = parkable, placed(parkable[0])
     copy, waits = Parking._copy, []
 
-    def struck(self, *given):
+    def interrupted(self, *given):
         event = copy(self, *given)
 
         def wait() -> None:
@@ -188,7 +188,7 @@ def test_an_interrupt_while_copies_run_loses_nothing(then, strikes, parkable, mo
 
         return SimpleNamespace(wait=wait, done=False)
 
-    monkeypatch.setattr(Parking, "_copy", struck)
+    monkeypatch.setattr(Parking, "_copy", interrupted)
     with pytest.raises(KeyboardInterrupt):
         infinity.park(model, to="host")
     if then == "park":

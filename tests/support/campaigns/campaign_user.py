@@ -34,7 +34,7 @@ HOMES: dict[str, dict[str, Any]] = {
     "int8": {"params": "nvme", "optimizer": "nvme", "moments": "int8"},
     "clipped": {"params": "nvme", "optimizer": "nvme", "max_grad_norm": 0.01},
 }
-# Where the late device is this machine's GPU (`late_device/everywhere`)
+# Used if the late device is this machine's GPU (`late_device/everywhere`)
 HOMES_ON_LATE = {
     f"late {home}": {"device": "late:0", **HOMES[home]}
     for home in ("host", "nvme", "activations on host", "micro-batches")

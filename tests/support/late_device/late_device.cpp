@@ -2,7 +2,7 @@
 // to order shows as wrong bits, a SIGSEGV or a NaN, with the engine's own classes, threads and
 // allocator, and torch's autograd.
 //
-// Jobs that raise end the process: a GPU's kernel has nobody to raise to either.
+// A job that raises ends the process: as with a GPU's kernel, no caller can get the error.
 #include <functional>
 #include <map>
 #include <memory>
