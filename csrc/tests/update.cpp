@@ -456,7 +456,8 @@ TEST_OF_BACKENDS(update, after_an_error_every_later_update_fails_with_it) {
 }
 
 TEST_OF_BACKENDS(update, updates_already_submitted_fail_with_the_first_error) {
-  // Five updates of two units stand in line when the third chunk's load finds a flipped bit.
+  // Five updates of two units stand in line when the third chunk's load finds a flipped bit. All
+  // wait for one gate: an update that waits for nothing would be made while the first one waits.
   const Disk disk(kind);
   Unit unit(kPlainSgd, 119), other(kPlainSgd, 120);
   unit.move_to(disk);
@@ -466,8 +467,7 @@ TEST_OF_BACKENDS(update, updates_already_submitted_fail_with_the_first_error) {
   const auto gate = std::make_shared<Ticket>(1);
   std::vector<TicketPtr> tickets;
   for (int i = 1; i <= 5; ++i)
-    tickets.push_back(steps.updater.submit(
-        (i % 2 ? unit : other).update(hyper_of(i), i, i == 1 ? gate : nullptr)));
+    tickets.push_back(steps.updater.submit((i % 2 ? unit : other).update(hyper_of(i), i, gate)));
   gate->part_done();
   std::vector<std::string> said;
   for (const TicketPtr& ticket : tickets)
