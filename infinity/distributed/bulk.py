@@ -4,11 +4,15 @@ Bytes travel in their own dtype, or as 8-bit codes if weights are compressed. Su
 fp32, in rank order, and rounded once. The transport never adds, so the result does not depend on
 its algorithm. Exception: with Config(reduction="fast") it adds in the gradients' dtype and its own
 order.
+
+ordered gathers   of a device (:mod:`.pending`): the host is some of them ahead, so that it can
+                  launch compute while they run. It waits for all where a pass ends
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -26,6 +30,8 @@ from .pending import Pending, ranks_lost
 from .quantize import decode_blocks, encode_blocks
 from .shared_homes import borrowed
 
+MOST_ORDERED = 4  # gathers that the host may be ahead of
+
 
 class Bulk:
     """The collectives of a pass. No-ops in a job of one rank. Used from the thread that runs the
@@ -36,6 +42,7 @@ class Bulk:
     ):
         self.ranks, self.traffic = ranks, traffic
         self._passes, self._progress = passes, progress
+        self._ordered: deque[Pending] = deque()
 
     # --- weights ---
 
@@ -95,21 +102,34 @@ class Bulk:
         work = self._start(collective, kind, mine, whole, begin)
 
         def finish() -> None:
-            edge = "all-gather in node" if kind is Kind.GATHER_IN_NODE else "all-gather"
-            self.traffic.received(edge, whole.numel() - mine.numel(), what, start)
-            if then is not None:
-                then()
-                for tensor in (whole, mine):  # decoded on another stream than the transport's
-                    if tensor.device.type != "cpu":
-                        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+            then()
+            for tensor in (whole, mine):  # decoded on another stream than the transport's
+                if tensor.device.type != "cpu":
+                    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
-        return self._pending([work], what, finish, whole.device)
+        pending = self._pending([work], what, None if then is None else finish, whole.device)
+        edge = "all-gather in node" if kind is Kind.GATHER_IN_NODE else "all-gather"
+        nbytes = whole.numel() - mine.numel()
+        pending.count = partial(self.traffic.received, edge, nbytes, what, start)
+        if not pending.is_on_host:
+            pending.defer = self._note_ordered
+        return pending
+
+    def _note_ordered(self, pending: Pending) -> None:
+        self._ordered.append(pending)
+        while self._ordered and (len(self._ordered) > MOST_ORDERED or self._ordered[0].is_over):
+            self._ordered.popleft().wait()
+
+    def wait_for_ordered(self) -> None:
+        """Blocks until the ordered gathers are over. Raises PeerError if one has failed."""
+        while self._ordered:
+            self._ordered.popleft().wait()
 
     def _pending(
         self,
         works: list,
         what: str,
-        finish: Callable[[], None],
+        finish: Callable[[], None] | None,
         device: torch.device,
     ) -> Pending:
         place = self.ranks.dp_group
@@ -199,7 +219,7 @@ class Bulk:
         work = self._go_on_with(
             what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1))
         )
-        self._pending([work], what, lambda: None, total.device).wait()
+        self._pending([work], what, None, total.device).wait()
         return everyones
 
     def _go_on_with(
@@ -234,6 +254,7 @@ class Bulk:
 
     def drop_lost(self) -> None:
         """Waits for all transfers. After an interrupt the last one may or may not have started."""
+        self._ordered.clear()  # the collective trace has their works
         lost = (
             self.ranks.dp_group.collective_trace.under_way()
             if self.ranks.dp_group is not None
@@ -242,9 +263,7 @@ class Bulk:
         if self.ranks.shard_group is not None and self.ranks.shard_group.homes is not None:
             lost += self.ranks.shard_group.homes.under_way()
         for work in lost:
-            self._pending(
-                [work], "what an exception left", lambda: None, torch.device("cpu")
-            ).drop()
+            self._pending([work], "what an exception left", None, torch.device("cpu")).drop()
 
 
 def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,15 @@ LONGEST_NAP = 1e-3  # seconds between two polls of a device
 
 @dataclass(eq=False)
 class Pending:
-    """A running collective. ``wait`` raises PeerError when a rank is gone."""
+    """A running collective. ``wait`` raises PeerError when a rank is gone.
+
+    ordered   of a device's collective: later compute there waits for it, and the host has not yet
+    """
 
     works: list
     what: str
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], None] | None = None  # called once, when what follows may use the bytes
+    count: Callable[[], None] = lambda: None  # called when the bytes have arrived
     release: Callable[[], None] = lambda: None  # of its memory, once no transfer runs
     # Called while waiting: raises if the others do not come
     poll: Callable[[bool], None] = lambda settling: None
@@ -31,14 +35,24 @@ class Pending:
     borrowed: Ticketed | None = None
     forget: Callable[[], None] = lambda: None  # forgets completed works
     is_on_host: bool = True  # the transport's wait has a limit and can be repeated
+    # Takes this one once it is ordered, and waits for it later; None: the first wait blocks
+    defer: Callable[[Pending], None] | None = None
 
     def wait(self, *, settling: bool = False) -> None:
-        """Blocks until the bytes have arrived. ``settling``: wait for completion only; the data is
-        not used."""
+        """Blocks until the bytes have arrived, or orders a collective that has ``defer``: that one
+        waits again, to learn whether it has failed. ``settling``: wait for completion only; the
+        data is not used."""
+        defer, self.defer = self.defer, None
+        ordering = defer is not None and not settling
         try:
             for work in self.works:
-                self._wait(work, settling)
-            self._forget_works()
+                if ordering:
+                    work.wait()
+                else:
+                    self._wait(work, settling)
+            if not ordering:
+                self._forget_works()
+                self.count()
             if self.finish is not None:
                 finish, self.finish = self.finish, None
                 finish()
@@ -52,6 +66,13 @@ class Pending:
             ) from error
         finally:
             self.release()
+        if ordering:
+            defer(self)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no transfer of it runs."""
+        return all(work.is_completed() for work in self.works)
 
     def _forget_works(self) -> None:
         self.works = []

@@ -85,6 +85,8 @@ class Prefetcher:
                 self.ensure(unit, backward=backward)
             else:
                 self._make_resident(unit)
+            if not (backward or (in_pass and self._pass.frames)):  # no pass ends behind this
+                self._collectives.bulk.wait_for_ordered()
         except BaseException:
             # Not unhold(): the unit is not exposed, so its edits would be those of its last use.
             self._take_off(unit)
@@ -151,6 +153,7 @@ class Prefetcher:
         """Ends the pass and releases every idle unit, unless ranks, or a pipeline without flush,
         keep weights. Does nothing inside an accumulation pass. Every data rank calls this, and it
         may block on them."""
+        self._collectives.bulk.wait_for_ordered()
         if self._pass.is_accumulating:
             return
         self._collectives.passes.end()

@@ -32,6 +32,7 @@ def answers(request, tmp_path_factory):
     }
     jobs = {f"late_runs:{case}": CASES[case] for case in CASES if case in asked}
     jobs["without_order"] = {}
+    jobs["host_is_ahead"] = {"config": NVME}
     found, done = launch(tmp_path_factory.mktemp("late"), 2, jobs, script="late_rank_jobs.py")
     assert done.returncode == 0, done.stderr[-3000:]
     return found
@@ -46,3 +47,7 @@ def test_late_ranks_have_the_bits_of_punctual_ones(case, answers):
 def test_collectives_before_their_bytes_are_found(answers):
     """The twin: they do not wait for the gradients that they send."""
     assert not all(answers["without_order"][0] + answers["without_order"][1])
+
+
+def test_the_host_launches_compute_while_gathers_run(answers):
+    assert answers["host_is_ahead"] == [[True, True]] * 2

@@ -9,10 +9,13 @@ from typing import Any
 
 sys.path += [str(folder) for folder in Path(__file__).resolve().parents[1].glob("*/")]
 
+import late_device
 import late_jobs
 import torch
 import torch.distributed as dist
 from ranks import serve
+
+from infinity.distributed.bulk import Bulk
 
 
 def batch_of_rank(count: int):
@@ -28,6 +31,28 @@ late_jobs.batches = batch_of_rank
 def late_runs(way: str, config: dict[str, Any]) -> list[bool]:
     """Tells which late runs have the bits of the punctual one."""
     return late_jobs.compared(late_jobs.WAYS[way], config)
+
+
+def host_is_ahead(config: dict[str, Any]) -> list[bool]:
+    """Tells whether the host went on while a gather ran, and whether all were over where passes
+    ended."""
+    running, left, note, wait = [], [], Bulk._note_ordered, Bulk.wait_for_ordered
+
+    def noted(bulk: Bulk, pending: Any) -> None:
+        running.append(not pending.is_over)
+        note(bulk, pending)
+
+    def waited(bulk: Bulk) -> None:
+        wait(bulk)
+        left.append(len(bulk._ordered))
+
+    Bulk._note_ordered, Bulk.wait_for_ordered = noted, waited
+    try:
+        with late_device.delayed(late_jobs.LATE):
+            late_jobs.trained(late_jobs.WAYS["plain"], config)
+    finally:
+        Bulk._note_ordered, Bulk.wait_for_ordered = note, wait
+    return [any(running), bool(left) and not any(left)]
 
 
 def without_order() -> list[bool]:
