@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.tiers import Tier
 from .plan_view import draw, text
+from .shapes import SHAPES, config_of
 from .training.options import FILE, FLAG, FOLDER, HOMES, PATH
 from .training.settings import AUTO, engine_config, engine_settings
 
@@ -32,7 +34,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "plan", help="where a model's state would live, and how long a step would take"
     )
     add = parser.add_argument
-    add("--model", **PATH, help="folder with config.json, or a config.json (default: train's own)")
+    add(
+        "--model",
+        **PATH,
+        help=f"folder with config.json, a config.json, or one of {', '.join(SHAPES)} (default:"
+        " train's own)",
+    )
     add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder of --model")
     dtypes = ("bf16", "fp32")
     add("--dtype", choices=dtypes, default="bf16", help="of the model's weights (default bf16)")
@@ -52,12 +59,24 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="plan with a DeepSpeed JSON, and say what changes in memory and bytes",
     )
     add("--batch-size", type=int, default=4, metavar="N", help="samples of a step (default 4)")
+    add(
+        "--batch-tokens",
+        metavar="N",
+        help="tokens of a step and rank, as 32768 or 32K, instead of --batch-size",
+    )
     add("--sequence-length", type=int, metavar="N", help="tokens of a sample (default 256)")
     add("--gradient-checkpointing", **FLAG, help="the backward computes activations again")
+    _add_machine(add)
+    add("--svg", **FILE, help="draw the memory map")
+    add("--overwrite", **FLAG, help="replace a file of --svg that is no picture of ours")
+    add("--json", **FLAG, help="the plan as one JSON object on stdout")
+
+
+def _add_machine(add: Callable[..., Any]) -> None:
     add(
         "--machine",
         metavar="FILE",
-        help="plan for this kind of machine: a TOML file, or dgx-h100, which comes along",
+        help="plan for this kind of machine: a TOML file, or h200 or dgx-h100, which come along",
     )
     add(
         "--nodes",
@@ -66,9 +85,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help="how many of them, with one rank for each device (default 1)",
     )
-    add("--svg", **FILE, help="draw the memory map")
-    add("--overwrite", **FLAG, help="replace a file of --svg that is no picture of ours")
-    add("--json", **FLAG, help="the plan as one JSON object on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,17 +125,21 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--nodes {args.nodes}: give at least 1")
     machine = Machine.read(args.machine) if args.machine is not None else None
     settings = _settings(args, machine)
-    model_config = read_model_config(args.model, trust=args.trust_remote_code)
+    known = config_of(str(args.model)) if args.model and not args.model.exists() else None
+    model_config = known or read_model_config(args.model, trust=args.trust_remote_code)
     length = choose_sequence_length(args.sequence_length, model_config)
     if getattr(model_config.get_text_config(), "vocab_size", 1) == 0:
         raise ConfigError(f"{args.model}: a model with a vocabulary of 0 has nothing to predict")
     _check_at_least((("batch-size", args.batch_size, 1), ("sequence-length", length, 2)))
+    samples = args.batch_size
+    if args.batch_tokens is not None:
+        samples = _samples_of(args.batch_tokens, length)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
     model = _build(args, model_config, dtype)
     config = engine_config(settings, model)
     optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
     checkpointing = args.gradient_checkpointing
-    batch = {"batch": args.batch_size, "length": length, "checkpointing": checkpointing}
+    batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
     job = _Job(model, model_config, optimizer, config, batch)
     if machine is not None:
         return _plan_cluster(job, machine, args.nodes)
@@ -127,6 +147,19 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     if args.deepspeed is not None:
         found["deepspeed"] = _deepspeed(model, config)
     return found
+
+
+def _samples_of(given: str, length: int) -> int:
+    """Returns the samples of a step of so many tokens; "32K" is 32 x 1,024. Raises ConfigError
+    unless they are whole samples."""
+    found = re.fullmatch(r"(\d+)([KM]?)", given.strip(), re.IGNORECASE)
+    tokens = int(found[1]) * 1024 ** " KM".index(found[2].upper() or " ") if found else 0
+    if tokens < 1 or tokens % length:
+        raise ConfigError(
+            f"--batch-tokens {given}: give a multiple of --sequence-length {length}, as"
+            f" {max(1, tokens // length) * length}"
+        )
+    return tokens // length
 
 
 def _check_at_least(options: Iterable[tuple[str, int, int]]) -> None:
@@ -218,16 +251,29 @@ def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
     """Plans one rank of ``nodes`` machines. Measures nothing on this machine."""
     from ..api.lay_out import lay_out
     from ..distributed.parallel_dims import ParallelDims
-    from ..planning.cluster import predict_cluster
+    from ..planning.cluster import predict_cluster, timeline_of
     from .training.compute import step_flops
 
     ranks = ParallelDims(size=nodes * machine.devices, local_size=machine.devices)
     plan, units = lay_out(job.model, job.optimizer, job.config, ranks)
     flops = step_flops(job.model, job.model_config, **job.batch)
     found = predict_cluster(plan, units, machine, nodes, flops=flops)
-    tokens = job.tokens * found.ranks
+    tokens, step_seconds = job.tokens * found.ranks, found.step_seconds
+    described, bound = job.describe(plan, units), found.bottleneck
+    if found.ranks == 1:
+        timeline = timeline_of(
+            plan,
+            units,
+            machine,
+            flops=flops,
+            recomputes=job.batch["checkpointing"],
+            clips=job.config.max_grad_norm is not None,
+        )
+        step_seconds, bound = timeline.seconds, timeline.bound
+        described["busy"] = timeline.busy
+        described["timeline"] = {name: spans for name, spans in timeline.spans()}
     rates = {key: value for key, value in asdict(machine).items() if type(value) in (int, float)}
-    return job.describe(plan, units) | {
+    return described | {
         "machine": machine.name,
         "nodes": nodes,
         "ranks": found.ranks,
@@ -235,10 +281,10 @@ def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
         "seconds": found.seconds,
         "compute": "assumed",
         "rates": rates,
-        "step_seconds": found.step_seconds,
+        "step_seconds": step_seconds,
         "tokens_per_step": tokens,
-        "tokens_per_second": tokens / found.step_seconds,
-        "bottleneck": found.bottleneck,
+        "tokens_per_second": tokens / step_seconds,
+        "bottleneck": bound,
         "assumptions": [
             *found.assumptions,
             "what the forward saves is not counted: give its room with --device-memory",

@@ -10,6 +10,18 @@ from . import svg
 
 BAR = 48  # characters of the memory map
 WIDTH, ROW, LEFT = 900, 64, 70
+SHOWN = 5  # units at each end of a timeline
+KINDS = (
+    "read",
+    "copy",
+    "forward",
+    "copy again",
+    "backward",
+    "landing",
+    "load",
+    "step",
+    "save",
+)
 COLOURS = {"weights": "#1f6fb2", "optimizer state": "#8a6d1b", "gradients": "#7a4fb0"}
 OTHER_COLOUR = "#2a8c4a"
 
@@ -54,14 +66,38 @@ def text(found: dict[str, Any]) -> Iterator[str]:
         f"and needs {needs} (compute"
         f" {found['compute']}{'' if 'ranks' in found else ' on this machine'})"
     )
+    if "timeline" in found:
+        yield from _timeline(found["timeline"])
     if "deepspeed" in found:
         yield from _beside_deepspeed(found)
     yield (
         f"predicted: {format_seconds(found['step_seconds'])} per step,"
-        f" {found['tokens_per_second']:,.1f} tokens/s; {found['bottleneck']} decides"
+        f" {found['tokens_per_second']:,.1f} tokens/s; {_decides(found)}"
     )
     for name in ("assumptions", "sources"):
         yield from [f"{name}:", *(f"  {line}" for line in found[name])] if name in found else []
+
+
+def _decides(found: dict[str, Any]) -> str:
+    what = found["bottleneck"]
+    if "busy" not in found:
+        return f"{what} decides"
+    share = found["busy"][what] / found["step_seconds"]
+    return f"{what} decides, at work for {share:.0%} of it"
+
+
+def _timeline(units: dict[str, dict[str, list[float]]]) -> Iterator[str]:
+    """Yields when each unit's jobs run; of many units, the first and the last."""
+    kinds = [kind for kind in KINDS if any(kind in spans for spans in units.values())]
+    yield f"{'seconds of a step':<28}" + "".join(f"{kind:>16}" for kind in kinds)
+    rows = list(units.items())
+    for number, (name, spans) in enumerate(rows):
+        if len(rows) > 2 * SHOWN + 1 and SHOWN <= number < len(rows) - SHOWN:
+            if number == SHOWN:
+                yield f"  ... {len(rows) - 2 * SHOWN} more (--json has all)"
+            continue
+        cells = ("{:.3f}-{:.3f}".format(*spans[kind]) if kind in spans else "-" for kind in kinds)
+        yield f"  {name:<26}" + "".join(f"{cell:>16}" for cell in cells)
 
 
 def _beside_deepspeed(found: dict[str, Any]) -> Iterator[str]:

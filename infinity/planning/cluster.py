@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,15 @@ from ..machine.sizes import parse_nbytes
 from ..machine.tiers import Tier
 from ..untrusted import read_text
 from .memory_plan import MemoryPlan
-from .step_traffic import optimizer_traffic, traffic
+from .step_traffic import (
+    grad_traffic,
+    optimizer_traffic,
+    state_traffic,
+    traffic,
+    update_traffic,
+    weight_traffic,
+)
+from .timeline import Timeline, UnitSeconds, plan_gathers, simulate
 from .unit_sizes import UnitSize
 
 MACHINES = Path(__file__).parent / "machines"
@@ -203,18 +212,31 @@ def predict_cluster(
 
 def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan) -> tuple[str, ...]:
     """Lists what every prediction assumes. ``gathers``: of a unit in a step, on average."""
-    return (
+    found = [
         f"{machine.name}: rates of the machine file, which names its sources; devices reach"
         f" {machine.device_flops / 1e12:.0f} TFLOP/s",
-        "one rank for each device, all of them data ranks (ZeRO-3); every disk has an equal part of"
-        " the state",
-        f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective,"
-        f" {machine.latency * 1e6:g} us each between nodes",
-        "devices, links, network, disks and the processor work beside each other; a device"
-        " computes, then steps what is at home on it; meetings are waited for",
-        f"a unit is gathered {gathers:.2g} times a step on average, in a window of"
-        f" {plan.device_window_nbytes:,} bytes",
-    )
+    ]
+    if ranks == 1:
+        found += [
+            "one rank; every disk has an equal part of the state",
+            "the compute, both directions of the link, the disks and the optimizer each run one job"
+            " after the other; the processor launches ahead of the device",
+        ]
+    else:
+        found += [
+            "one rank for each device, all of them data ranks (ZeRO-3); every disk has an equal"
+            " part of the state",
+            f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective,"
+            f" {machine.latency * 1e6:g} us each between nodes",
+            "devices, links, network, disks and the processor work beside each other; a device"
+            " computes, then steps what is at home on it; meetings are waited for",
+        ]
+    if plan.device_window_nbytes:
+        found.append(
+            f"a unit is gathered {gathers:.2g} times a step on average, in a window of"
+            f" {plan.device_window_nbytes:,} bytes"
+        )
+    return tuple(found)
 
 
 def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]) -> dict[str, int]:
@@ -245,42 +267,57 @@ def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]
 
 
 def gathers_of(units: Sequence[UnitSize], window_nbytes: int) -> list[int]:
-    """Counts how often each unit is gathered in a forward through all units and its backward.
+    """Counts how often each unit is gathered in a forward through all units and its backward."""
+    found = Counter(
+        gather.unit
+        for gather in plan_gathers([unit.weight_nbytes for unit in units], window_nbytes)
+    )
+    return [found[index] for index in range(len(units))]
 
-    The unit in use stays, and in the backward the one used before it. The next unit is prefetched
-    if it fits. The unit whose next use is furthest is evicted first.
+
+def timeline_of(
+    plan: MemoryPlan,
+    units: Sequence[UnitSize],
+    machine: Machine,
+    *,
+    flops: float,
+    recomputes: bool = False,
+    clips: bool = False,
+) -> Timeline:
+    """Simulates the steps of one rank alone on ``machine``. Units are used in the model's order.
+
+    ``flops``: operations of forward and backward, with the second forward if it ``recomputes``.
+    ``clips``: the optimizer needs the norm of all gradients.
     """
-    forward = list(range(len(units)))
-    # The backward finds the last unit still gathered. It needs no weights of the first unit, whose
-    # input has no gradient.
-    uses = forward + forward[-2:0:-1]
-    found, resident = [0] * len(units), set[int]()
-
-    def next_use(unit: int, place: int) -> float:
-        return next((at for at in range(place + 1, len(uses)) if uses[at] == unit), math.inf)
-
-    def make_room(unit: int, place: int, held: set[int]) -> bool:
-        while (
-            sum(units[each].weight_nbytes for each in resident) + units[unit].weight_nbytes
-            > window_nbytes
-        ):
-            if not (idle := resident - held):
-                return False
-            resident.remove(max(idle, key=lambda each: next_use(each, place)))
-        return True
-
-    for place, unit in enumerate(uses):
-        in_backward = place >= len(units)
-        held = {unit, uses[place - 1]} if in_backward else {unit}
-        if unit not in resident:
-            make_room(unit, place, held)
-            resident.add(unit)
-            found[unit] += 1
-        if (
-            place + 1 < len(uses)
-            and (ahead := uses[place + 1]) not in resident
-            and make_room(ahead, place, held)
-        ):
-            resident.add(ahead)
-            found[ahead] += 1
-    return found
+    order = sorted(range(len(units)), key=lambda index: units[index].place)
+    total = sum(flat.numel for unit in units for flat in unit.flat_params)
+    forward = 1 / 4 if recomputes else 1 / 3
+    found = []
+    for index in order:
+        unit = units[index]
+        copied = weight_traffic(plan, index, unit)
+        landed = grad_traffic(plan, index, unit)
+        state, steps = state_traffic(plan, index, unit), update_traffic(plan, index, unit)
+        compute = flops * sum(flat.numel for flat in unit.flat_params) / total
+        compute /= machine.device_flops
+        away = plan.tiers_of(index)["grad"] is not Tier.DEVICE
+        found.append(
+            UnitSeconds(
+                unit.name,
+                unit.weight_nbytes,
+                compute * forward,
+                compute * (1 - forward),
+                copy=copied["host->device"] / machine.host_link,
+                read=copied["nvme->host"] / machine.disk_read / machine.disks,
+                landing=away * landed["device->host"] / machine.host_link,
+                load=(state["nvme->host"] + landed["nvme->host"])
+                / machine.disk_read
+                / machine.disks,
+                step=steps[Tier.HOST] / machine.host_bandwidth,
+                save=(state["host->nvme"] + landed["host->nvme"])
+                / machine.disk_write
+                / machine.disks,
+                step_on_device=steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
+            )
+        )
+    return simulate(found, plan.device_window_nbytes, after_backward=clips)

@@ -7,34 +7,54 @@ from collections.abc import Sequence
 from ..machine.tiers import Tier
 from ..state.flat_param_spec import SCALES
 from .memory_plan import MemoryPlan
-from .unit_sizes import STATE, UnitSize
+from .unit_sizes import STATE, FlatParamSize, UnitSize
+
+EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
 
 
 def traffic(plan: MemoryPlan, units: Sequence[UnitSize], *, passes: int = 1) -> dict[str, int]:
     """Counts the bytes of a step with ``passes`` forwards and backwards over every edge.
     "optimizer": bytes that the update reads and writes in memory."""
-    edges = dict.fromkeys(
-        ("nvme->host", "host->nvme", "host->device", "device->host", "optimizer"), 0
-    )
+    edges = dict.fromkeys((*EDGES, "optimizer"), 0)
     for index, unit in enumerate(units):
-        tiers, kept = plan.tiers_of(index), plan.kept_of(index)
-        for flat_param in unit.flat_params:
-            weight = flat_param.nbytes("weight")
-            on_disk = {name: tiers[name] is Tier.NVME and name not in kept for name in tiers}
-            if tiers["weight"] is not Tier.DEVICE or flat_param.shards > 1:
-                edges["host->device"] += 2 * passes * weight
-                edges["nvme->host"] += 2 * passes * weight * on_disk["weight"]
-            if not flat_param.spec.stepped:
-                continue
-            grad = flat_param.nbytes("grad")
-            edges["device->host"] += passes * grad
-            # Read by every backward after the first, which adds to it, and by the step.
-            edges["nvme->host"] += passes * grad * on_disk["grad"]
-            edges["host->nvme"] += passes * grad * on_disk["grad"]
-            for name in STATE:
-                edges["nvme->host"] += flat_param.nbytes(name) * on_disk[name]
-                edges["host->nvme"] += flat_param.nbytes(name) * on_disk[name]
+        weights, state = weight_traffic(plan, index, unit), state_traffic(plan, index, unit)
+        for edge in EDGES:
+            edges[edge] += 2 * passes * weights[edge] + state[edge]
+        for edge, nbytes in grad_traffic(plan, index, unit).items():
+            edges[edge] += passes * nbytes
     edges["optimizer"] = sum(optimizer_traffic(plan, units).values())
+    return edges
+
+
+def weight_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]:
+    """Counts the bytes of one copy of a unit's weights to the device."""
+    edges = dict.fromkeys(EDGES, 0)
+    home = plan.tiers_of(index)["weight"]
+    for flat_param in unit.flat_params:
+        if home is not Tier.DEVICE or flat_param.shards > 1:
+            edges["host->device"] += flat_param.nbytes("weight")
+            edges["nvme->host"] += flat_param.nbytes("weight") * _on_disk(plan, index, "weight")
+    return edges
+
+
+def grad_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]:
+    """Counts the bytes of a unit's gradients in one backward. On disk they are read by every
+    backward after the first, which adds to them, and by the step."""
+    edges = dict.fromkeys(EDGES, 0)
+    for flat_param in _stepped(unit):
+        edges["device->host"] += flat_param.nbytes("grad")
+        for edge in ("nvme->host", "host->nvme"):
+            edges[edge] += flat_param.nbytes("grad") * _on_disk(plan, index, "grad")
+    return edges
+
+
+def state_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]:
+    """Counts the bytes of a unit's weights and state to and from disk for one update."""
+    edges = dict.fromkeys(EDGES, 0)
+    for flat_param in _stepped(unit):
+        for name in STATE:
+            for edge in ("nvme->host", "host->nvme"):
+                edges[edge] += flat_param.nbytes(name) * _on_disk(plan, index, name)
     return edges
 
 
@@ -43,15 +63,30 @@ def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier,
     arrays at home there, else the host's."""
     passed = {Tier.DEVICE: 0, Tier.HOST: 0}
     for index, unit in enumerate(units):
-        tiers = plan.tiers_of(index)
-        for flat_param in unit.flat_params:
-            for name in ("grad", *STATE, *SCALES.values()) if flat_param.spec.stepped else ():
-                home = tiers.get(name, tiers[name.removesuffix("_scale")])
-                times = 1 if name == "grad" else 2  # a gradient is only read
-                passed[Tier.DEVICE if home is Tier.DEVICE else Tier.HOST] += (
-                    times * flat_param.nbytes(name)
-                )
+        for tier, nbytes in update_traffic(plan, index, unit).items():
+            passed[tier] += nbytes
     return passed
+
+
+def update_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[Tier, int]:
+    """Counts as :func:`optimizer_traffic`, for one unit."""
+    passed, tiers = {Tier.DEVICE: 0, Tier.HOST: 0}, plan.tiers_of(index)
+    for flat_param in _stepped(unit):
+        for name in ("grad", *STATE, *SCALES.values()):
+            home = tiers.get(name, tiers[name.removesuffix("_scale")])
+            times = 1 if name == "grad" else 2  # a gradient is only read
+            passed[Tier.DEVICE if home is Tier.DEVICE else Tier.HOST] += times * flat_param.nbytes(
+                name
+            )
+    return passed
+
+
+def _stepped(unit: UnitSize) -> list[FlatParamSize]:
+    return [flat_param for flat_param in unit.flat_params if flat_param.spec.stepped]
+
+
+def _on_disk(plan: MemoryPlan, index: int, name: str) -> bool:
+    return plan.tiers_of(index)[name] is Tier.NVME and name not in plan.kept_of(index)
 
 
 def step_cost(plan: MemoryPlan, units: Sequence[UnitSize]) -> tuple[int, int]:

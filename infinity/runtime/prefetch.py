@@ -186,8 +186,7 @@ class Prefetcher:
         if unit.residency is not Residency.RESIDENT:
             self._bring(unit)
         else:
-            # This stream may not be the one that waited for the gather
-            unit.arrival.event.precede()
+            unit.arrival.precede()
             if unit in self._pass.resident:
                 self._pass.resident[unit] = self._pass.resident.pop(unit)  # most recently used
         unit.wait_for_update()

@@ -38,6 +38,7 @@ class Arrival:
         self._buffers, self._second, self._collectives = buffers, second, collectives
         self.event: Event = PAST
         self._pending: list[Pending] = []  # running gathers
+        self._ordered: list[Pending] = []  # those that the compute was ordered after
 
     def start(
         self,
@@ -112,7 +113,13 @@ class Arrival:
             with self._device.stalled("all-gather", self._name):
                 for pending in self._pending:
                     pending.wait()
-        self._pending = []
+        self._ordered, self._pending = self._pending, []
+
+    def precede(self) -> None:
+        """Orders later compute of this stream after the weights, if another stream was."""
+        self.event.precede()
+        for pending in self._ordered:
+            pending.order()
 
     def give_up(self) -> None:
         """Waits until nothing writes to the buffers, after an error, and ignores further ones."""
@@ -128,4 +135,4 @@ class Arrival:
         """Forgets running gathers. Their collectives still write to the device memory."""
         for pending in self._pending:
             pending.drop()
-        self._pending = []
+        self._ordered, self._pending = [], []

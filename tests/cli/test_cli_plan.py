@@ -127,6 +127,31 @@ def test_a_cluster_is_planned_on_paper(run):
     )
 
 
+def test_one_device_has_a_timeline(run):
+    """By a known model's name, in tokens: every unit of it, with what its queues do, and what
+    decides."""
+    words = ("--machine", "h200", "--batch-tokens", "32K", "--params", "host")
+    words += ("--optimizer", "host", "--sequence-length", "2048")
+    found = json.loads(run(*words, "--json", model="llama-1b", budgets={})[1])
+    assert found["tokens_per_step"] == 32 * 1024 and len(found["timeline"]) == 18
+    block = found["timeline"]["model.layers.7"]
+    assert set(block) == {"copy", "forward", "backward", "landing", "step"}
+    assert block["copy"][1] <= block["forward"][0] < block["backward"][0] <= block["landing"][0]
+    assert found["busy"][found["bottleneck"]] <= found["step_seconds"] * (1 + 1e-9)
+    text = run(*words, model="llama-1b", budgets={})[1]
+    assert "model.layers.15" in text and "more (--json has all)" in text
+    assert re.search(r"decides, at work for \d+% of it", text)
+
+
+@pytest.mark.parametrize("tokens", ["33K", "0", "many", "-64", "1.5K"])
+def test_tokens_that_are_no_samples_are_refused(run, tokens):
+    """Twin: 2K."""
+    words = ("--machine", "h200", "--sequence-length")
+    answer = run(*words, "50", f"--batch-tokens={tokens}", budgets={})
+    check_refused(answer, "--batch-tokens", "multiple of --sequence-length 50")
+    assert run(*words, "64", "--batch-tokens", "2K", budgets={})[0] == 0
+
+
 def run_tokens(run) -> int:
     return json.loads(run("--json")[1])["tokens_per_step"]
 

@@ -86,7 +86,7 @@ class Gathered(Unit):
         self.index, self.flat_params, self.asked = index, (), asked
         self.is_staged_from_disk = self.lies_on_disk = on_disk
         self.copies_while_fetching = False
-        self.arrival = SimpleNamespace(event=PAST)
+        self.arrival = SimpleNamespace(event=PAST, precede=lambda: None)
         self.exposure = SimpleNamespace(begin=lambda: None, end=lambda: None)
         self.buffers = SimpleNamespace(note_use=lambda event: None)
 
@@ -118,6 +118,7 @@ def of_two_ranks(
     ranks = SimpleNamespace(size=2, keeps_weights=False)
     collectives = SimpleNamespace(
         ranks=ranks,
+        bulk=SimpleNamespace(wait_for_ordered=lambda: None),
         passes=SimpleNamespace(wait_traces_agree=lambda: agree, begin=lambda *given, **more: None),
     )
     return Prefetcher(

@@ -81,6 +81,9 @@ class Pending:
     def wait(self) -> None:
         self.said.note(f"{self.name} is waited for")
 
+    def order(self) -> None:
+        self.said.note(f"compute is ordered after {self.name}")
+
     def drop(self) -> None:
         self.said.note(f"{self.name} is dropped")
 
@@ -293,6 +296,20 @@ def test_later_compute_comes_after_the_copy_and_the_gathers():
     case.said.events.clear()
     case.arrival.finish(case.store)
     assert case.said.events == copied
+
+
+def test_another_stream_is_ordered_after_the_copy_and_the_gathers():
+    """Claim: a stream that did not wait for them. Twin: nothing of a gather that was given up."""
+    case = gathering()
+    case.arrival.finish(case.store)
+    case.said.events.clear()
+    case.arrival.precede()
+    ordered = [f"compute is ordered after {name}" for name in ("first", "second")]
+    assert case.said.events == ["copy 2 precedes", *ordered]
+    case.arrival.give_up()
+    case.said.events.clear()
+    case.arrival.precede()
+    assert case.said.events == []
 
 
 def test_nothing_is_waited_for_that_was_not_started():

@@ -1,0 +1,325 @@
+"""Timeline: simulates the steps of one rank, as the queues of the engine would run them.
+
+queue   what runs one job after the other: the compute, each direction of the link, the disks, and
+        the optimizer on the host and on the device
+gather  one copy of a unit's weights to the device
+
+A queue without an order of its own takes, of the jobs that may begin, the one whose unit the next
+forward needs first. Three steps are simulated; the last is the result, since all before it warm up.
+The host is assumed to launch ahead of the device.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+COMPUTE, UP, DOWN = "compute", "host->device", "device->host"
+DISK, OPTIMIZER, ON_DEVICE = "disks", "optimizer", "optimizer on device"
+RANKS = 1 << 20  # more than a model has units
+IN_ORDER = (COMPUTE, UP, DOWN)
+FORWARD, BACKWARD = "forward", "backward"
+STEPS = 3
+SLOTS, PIECES = 3, 4  # of a unit's state on its way through the host
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    """The seconds that each of a unit's jobs takes by itself. 0: there is no such job."""
+
+    name: str
+    nbytes: int  # of its weights in the device window
+    forward: float
+    backward: float  # with the recomputation, if any
+    copy: float = 0.0  # of the weights to the device
+    read: float = 0.0  # of the weights from the disks, before each copy
+    landing: float = 0.0  # of the gradients on the host
+    load: float = 0.0  # of the optimizer's state from the disks
+    step: float = 0.0  # of the state on the host
+    save: float = 0.0  # of state and weights to the disks
+    step_on_device: float = 0.0
+
+
+@dataclass(eq=False)
+class Job:
+    """A job of a queue. ``start`` and ``end``: seconds. ``followers``: wait for it."""
+
+    queue: str
+    kind: str
+    unit: int
+    step: int
+    seconds: float
+    start: float = math.nan
+    end: float = math.nan
+    waits_for: int = 0
+    followers: list[Job] = field(default_factory=list, repr=False)
+
+    @property
+    def rank(self) -> int:
+        """Its turn among the jobs that may begin."""
+        return self.step * RANKS + (self.unit if self.queue not in IN_ORDER else 0)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One gather before use number ``place``. ``behind``: uses whose end frees its memory."""
+
+    unit: int
+    place: int
+    behind: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step. Jobs begin at 0, the start of its first forward; those of the optimizer may end
+    beside the next forward."""
+
+    units: tuple[str, ...]  # names, in order of use
+    jobs: tuple[Job, ...]
+    seconds: float
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Seconds of work of every queue."""
+        found: dict[str, float] = {}
+        for job in self.jobs:
+            found[job.queue] = found.get(job.queue, 0.0) + job.seconds
+        return found
+
+    @property
+    def bound(self) -> str:
+        """The queue with the most work."""
+        busy = self.busy
+        return max(busy, key=busy.__getitem__)
+
+    def spans(self) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
+        """Yields each unit's name, with the start and end of every kind of its jobs. A gather for
+        the backward is of the kind "copy again"."""
+        for index, name in enumerate(self.units):
+            found: dict[str, tuple[float, float]] = {}
+            for job in self.jobs:
+                if job.unit == index:
+                    kind = "copy again" if job.kind == "copy" and "copy" in found else job.kind
+                    start, end = found.get(kind, (job.start, job.end))
+                    found[kind] = min(start, job.start), max(end, job.end)
+            yield name, found
+
+
+def uses_of(count: int) -> list[int]:
+    """Returns the units that a forward and its backward use, in order. The backward finds the last
+    unit still gathered. It needs no weights of the first, whose input has no gradient."""
+    forward = list(range(count))
+    return forward + forward[-2:0:-1]
+
+
+def plan_gathers(nbytes: Sequence[int], window_nbytes: int, *, steps: int = 1) -> list[Gather]:
+    """Plans the gathers of forwards through all units and their backwards. Places count through
+    all steps.
+
+    The unit in use stays, and in the backward the one used before it. The next unit is prefetched
+    if it fits. The unit whose next use is furthest is evicted first. Every step begins with none.
+    ``nbytes``: of each unit's weights.
+    """
+    window = _Window(nbytes, window_nbytes)
+    uses = uses_of(len(nbytes))
+    for _ in range(steps):
+        for place, unit in enumerate(uses):
+            held = {unit, uses[place - 1]} if place >= len(nbytes) else {unit}
+            if unit not in window.resident:
+                window.gather(place, place, held)
+            window.used[unit] = place
+            if place + 1 < len(uses) and uses[place + 1] not in window.resident:
+                window.gather(place + 1, place, held)
+        window.end_step()
+    return window.gathers
+
+
+class _Window:
+    """The device window: which units are resident, and whose memory is about to be free."""
+
+    def __init__(self, nbytes: Sequence[int], window_nbytes: int):
+        self._nbytes, self._window_nbytes = nbytes, window_nbytes
+        self._uses, self._first = uses_of(len(nbytes)), 0
+        self._leaving: list[tuple[int, int]] = []  # place of the last use, bytes
+        self.resident: set[int] = set()
+        self.used: dict[int, int] = {}  # unit -> place of its last use in this step
+        self.gathers: list[Gather] = []
+
+    def gather(self, place: int, now: int, held: set[int]) -> None:
+        """Gathers the unit of ``place`` during the use at ``now``. One that is used later stays
+        away if there is no room."""
+        unit = self._uses[place]
+        while self._left(unit) < 0 and (idle := self.resident - held):
+            self._evict(max(idle, key=lambda each: self._next_use(each, now)))
+        if self._left(unit) < 0 and place != now:
+            return
+        behind = []
+        self._leaving.sort()
+        while self._leaving and self._left(unit) < sum(size for _, size in self._leaving):
+            behind.append(self._leaving.pop(0)[0])
+        self.resident.add(unit)
+        self.gathers.append(Gather(unit, self._first + place, tuple(behind)))
+
+    def end_step(self) -> None:
+        """Evicts every unit."""
+        for unit in list(self.resident):
+            self._evict(unit)
+        self._first += len(self._uses)
+        self.used.clear()
+
+    def _evict(self, unit: int) -> None:
+        self.resident.remove(unit)
+        self._leaving.append((self._first + self.used.get(unit, 0), self._nbytes[unit]))
+
+    def _next_use(self, unit: int, now: int) -> float:
+        return next(
+            (at for at in range(now + 1, len(self._uses)) if self._uses[at] == unit), math.inf
+        )
+
+    def _left(self, unit: int) -> int:
+        return (
+            self._window_nbytes
+            - self._nbytes[unit]
+            - sum(self._nbytes[each] for each in self.resident)
+        )
+
+
+def simulate(
+    units: Sequence[UnitSeconds],
+    window_nbytes: int,
+    *,
+    slots: int = SLOTS,
+    pieces: int = PIECES,
+    after_backward: bool = False,
+) -> Timeline:
+    """Simulates steps of ``units``, in order of use, and returns the last one.
+
+    ``slots``: pieces of state on their way through the host at once, of ``pieces`` a unit.
+    ``after_backward``: no unit is stepped before the last gradient has landed, as with clipping.
+    """
+    steps = _Steps(units, window_nbytes, slots, pieces)
+    ends = [steps.add_step(after_backward=after_backward) for _ in range(STEPS)]
+    _run(steps.jobs)
+    before, last = (end.end for end in ends[-2:])
+    found = [job for job in steps.jobs if job.step == STEPS - 1]
+    begin = min(job.start for job in found if job.queue == COMPUTE)
+    for job in found:
+        job.start, job.end = job.start - begin, job.end - begin
+    return Timeline(tuple(unit.name for unit in units), tuple(found), last - before)
+
+
+class _Steps:
+    """The jobs of several steps, each with those that it waits for."""
+
+    def __init__(self, units: Sequence[UnitSeconds], window_nbytes: int, slots: int, pieces: int):
+        self._units, self._pieces = units, pieces
+        self._saved: deque[list[Job]] = deque([[]] * slots, maxlen=slots)  # frees the oldest slot
+        self._last: dict[str, list[Job]] = {}  # job of a queue that keeps its order
+        self._home: list[list[Job]] = [[] for _ in units]  # after which the weights are at home
+        self._used: dict[int, Job] = {}  # place of a use -> the end of its compute
+        self._uses, self._step = len(uses_of(len(units))), -1
+        sizes = [unit.nbytes if unit.copy else 0 for unit in units]
+        self._gathers = {
+            gather.place: gather for gather in plan_gathers(sizes, window_nbytes, steps=STEPS)
+        }
+        self.jobs: list[Job] = []
+
+    def add_step(self, *, after_backward: bool) -> Job:
+        """Adds a step, and returns the end of its backward."""
+        self._step += 1
+        count, first = len(self._units), (self._step) * self._uses
+        copied: list[list[Job]] = [[] for _ in self._units]
+        for index, unit in enumerate(self._units):
+            copied[index] = self._gather(first + index)
+            self._used[first + index] = self._compute(FORWARD, index, unit.forward, copied[index])
+        landed: list[list[Job]] = [[] for _ in self._units]
+        for index in reversed(range(count)):
+            # The last unit is still there, and the first needs no weights.
+            place = first + 2 * count - 2 - index
+            again = self._gather(place) if 0 < index < count - 1 else []
+            end = self._compute(BACKWARD, index, self._units[index].backward, again)
+            if index:
+                self._used[place] = end
+            landed[index] = self._add(DOWN, "landing", index, self._units[index].landing, [end])
+        everything = sum(landed, []) if after_backward else []
+        for index in reversed(range(count)):
+            self._update(index, [*landed[index], *everything])
+        return end
+
+    def _gather(self, place: int) -> list[Job]:
+        if (gather := self._gathers.get(place)) is None:
+            return []
+        unit = self._units[gather.unit]
+        behind = [*self._home[gather.unit], *(self._used[use] for use in gather.behind)]
+        read = self._add(DISK, "read", gather.unit, unit.read, behind)
+        return self._add(UP, "copy", gather.unit, unit.copy, read)
+
+    def _compute(self, kind: str, unit: int, seconds: float, behind: list[Job]) -> Job:
+        return self._add(COMPUTE, kind, unit, seconds, behind, always=True)[0]
+
+    def _update(self, index: int, landed: list[Job]) -> None:
+        unit, done = self._units[index], []
+        done += self._add(ON_DEVICE, "step", index, unit.step_on_device, landed)
+        for _ in range(self._pieces) if unit.load else ():
+            load = self._add(DISK, "load", index, unit.load / self._pieces, landed + self._saved[0])
+            step = self._add(OPTIMIZER, "step", index, unit.step / self._pieces, load)
+            saved = self._add(DISK, "save", index, unit.save / self._pieces, step)
+            self._saved.append(saved)
+            done += saved
+        if not unit.load:
+            step = self._add(OPTIMIZER, "step", index, unit.step, landed)
+            done += self._add(DISK, "save", index, unit.save, step)
+        self._home[index] = done
+
+    def _add(
+        self,
+        queue: str,
+        kind: str,
+        unit: int,
+        seconds: float,
+        behind: list[Job],
+        *,
+        always: bool = False,
+    ) -> list[Job]:
+        """Adds a job, and returns what follows it waits for: ``behind`` if it takes no time."""
+        if not seconds and not always:
+            return behind
+        job = Job(queue, kind, unit, self._step, seconds)
+        in_order = queue in IN_ORDER
+        for other in [*behind, *self._last.get(queue, ())] if in_order else behind:
+            other.followers.append(job)
+            job.waits_for += 1
+        if in_order:
+            self._last[queue] = [job]
+        self.jobs.append(job)
+        return [job]
+
+
+def _run(jobs: Sequence[Job]) -> None:
+    """Runs ``jobs`` on a clock, and notes when each starts and ends."""
+    ready: dict[str, list[tuple[int, int, Job]]] = {job.queue: [] for job in jobs}
+    running: list[tuple[float, int, Job]] = []
+    busy: set[str] = set()
+    number = {job: at for at, job in enumerate(jobs)}
+    for job in jobs:
+        if not job.waits_for:
+            heapq.heappush(ready[job.queue], (job.rank, number[job], job))
+    now = 0.0
+    while True:
+        for queue, waiting in ready.items():
+            if waiting and queue not in busy:
+                job = heapq.heappop(waiting)[-1]
+                job.start, job.end = now, now + job.seconds
+                busy.add(queue)
+                heapq.heappush(running, (job.end, number[job], job))
+        if not running:
+            return
+        now, _, over = heapq.heappop(running)
+        busy.discard(over.queue)
+        for job in over.followers:
+            job.waits_for -= 1
+            if not job.waits_for:
+                heapq.heappush(ready[job.queue], (job.rank, number[job], job))
