@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,10 @@ from ranks import StandingRanks
 def pytest_configure() -> None:
     forget_ignored_interrupts()
     doubles.install()
+    # Most models are on the processor, and where there is a GPU each wrap of one warns.
+    logging.getLogger("infinity.api.lay_out").addFilter(
+        lambda record: "is computed there" not in record.msg
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

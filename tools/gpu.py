@@ -74,6 +74,17 @@ BENCHES = ("bench", "past_host", "train")
 LATE_SLOWNESS = 4  # of two processors against a machine with a GPU
 
 
+# What the late device cannot be: it is made by importing torch, and gloo, DataParallel and a saved
+# folder's barrier know devices by name.
+NOT_LATE = (
+    "tests/cli/test_cli_train.py::test_help_does_not_wait_for_torch",
+    "tests/cli/test_cli_train.py::test_what_is_not_installed_is_one_line",
+    "tests/cli/test_command_line.py::test_the_help_does_not_wait_for_torch",
+    "tests/api/test_checks.py::test_models_that_something_else_moves_are_refused[True-DataParallel]",
+    "tests/parallel/test_families.py::test_generation_and_a_saved_folder_are_those_of_one_process",
+)
+
+
 def _digest() -> str:
     """Of everything that a stage's result depends on: a copy of the tree may have no history."""
     digest = hashlib.sha256()
@@ -86,6 +97,8 @@ def _digest() -> str:
 
 def _on_late(name: str, command: list[str], folder: Path) -> list[str]:
     """The command of stage ``name`` against the late device."""
+    if name == "suite":
+        return [*command, *(f"--deselect={test}" for test in NOT_LATE)]
     if name not in BENCHES:
         return command
     small = ["--scale", "0.01", "--rounds", "1", "--no-rivals", "--overwrite"]

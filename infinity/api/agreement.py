@@ -261,17 +261,25 @@ def share_processors(model: nn.Module, config: Config, collectives: Collectives)
         processors.share_with([])
         return
     before_binding = collectives.ranks.allowed_processors
-    on_gpu = str(config.device or "").startswith("cuda") or any(
-        param.is_cuda for param in model.parameters()
-    )
-    if on_gpu and before_binding is not None and torch.cuda.is_available():
-        index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+    index = _gpu_of(model, config) if torch.cuda.is_available() else None
+    if index is not None and before_binding is not None:
         numa.bind_to_gpu(pci_address(index), before_binding)
     mine = collectives.ranks.world_rank, socket.gethostname(), sorted(processors.allowed())
     everyones = collectives.collect(mine, "where the ranks may run")
     processors.share_with(
         [set(theirs) for rank, host, theirs in everyones if host == mine[1] and rank != mine[0]]
     )
+
+
+def _gpu_of(model: nn.Module, config: Config) -> int | None:
+    """Returns the number of the GPU that will compute; None if the processor does."""
+    named = [torch.device(config.device)] if config.device is not None else []
+    where = next((each for each in named or (param.device for param in model.parameters())), None)
+    if where is None or where.type != "cuda":
+        return None
+    if where.index is not None:
+        return where.index
+    return int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
 
 
 def pci_address(index: int) -> str:

@@ -170,7 +170,8 @@ class Accelerator(Device):
         end.record(stream)
         if transfer is not None:
             self.traffic.edges[transfer.edge].nbytes += transfer.nbytes
-            count = partial(self.traffic.copied, transfer.edge, 0, transfer.what)
+            given = transfer.edge, transfer.nbytes, transfer.what
+            count = partial(self.traffic.copied, *given, is_counted=True)
             self._clock.add(start, end, count)
         return _DeviceEvent(end, self.streams)
 

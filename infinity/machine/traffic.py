@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class Traffic:
     collectives: dict[str, EdgeTraffic] = field(
         default_factory=lambda: {name: EdgeTraffic() for name in COLLECTIVES}
     )
+    # Bytes of the transfers whose seconds are counted: a device's are counted when they are over.
+    timed: Counter[str] = field(default_factory=Counter)
     updates: EdgeTraffic = field(default_factory=EdgeTraffic)  # only its stalls are counted
     update_waits: list[float] = field(default_factory=list)
     timeline: Timeline | None = None
@@ -75,11 +78,28 @@ class Traffic:
         counted.stall_seconds += end - start
         self.mark("stalled", f"{edge} {what}".strip(), start, end)
 
-    def copied(self, edge: str, nbytes: int, what: str, start: float, end: float) -> None:
-        """Counts a copy made beside the training thread."""
+    def rate(self, edge: str) -> float | None:
+        """Returns the bytes per second of the copies over ``edge`` that are over; None if there are
+        none."""
+        seconds = self.edges[edge].busy_seconds
+        return self.timed[edge] / seconds if self.timed[edge] and seconds else None
+
+    def copied(
+        self,
+        edge: str,
+        nbytes: int,
+        what: str,
+        start: float,
+        end: float,
+        *,
+        is_counted: bool = False,
+    ) -> None:
+        """Counts a copy made beside the training thread. ``is_counted``: its bytes were when it was
+        launched."""
         traffic = self.edges[edge]
-        traffic.nbytes += nbytes
+        traffic.nbytes += 0 if is_counted else nbytes
         traffic.busy_seconds += end - start
+        self.timed[edge] += nbytes
         self.mark(edge, what, start, end)
 
     def received(self, collective: str, nbytes: int, what: str, start: float) -> None:
@@ -101,4 +121,5 @@ class Traffic:
             traffic.nbytes += nbytes
             traffic.busy_seconds += seconds
             traffic.stall_seconds += seconds
+            self.timed[edge] += nbytes
             self.mark(edge, what, start, nbytes=nbytes)

@@ -86,14 +86,13 @@ class DeviceStepper:
         ``waits``: see :class:`DeviceShare`. ``processor_rate``: elements per second; 0 if
         unknown."""
         passing = [flat_param for flat_param in flat_params if self._may_pass(flat_param)]
-        edge = self._traffic.edges["host->device"]
-        rates = None
-        if passing and processor_rate and edge.busy_seconds:
+        link, rates = self._traffic.rate("host->device"), None
+        if passing and processor_rate and link is not None:
             per_element = max(
                 sum(flat_param.spec.nbytes_per_element().values()) for flat_param in passing
             )
             numel = sum(flat_param.layout.shard_numel for flat_param in passing)
-            rates = Rates(processor_rate, edge.nbytes / edge.busy_seconds / per_element, numel)
+            rates = Rates(processor_rate, link / per_element, numel)
         self.share.note(waits, rates)
         self.share.divide(passing)
 

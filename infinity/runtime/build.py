@@ -263,9 +263,5 @@ def _send_rate(job: Job) -> float:
     """Returns the bytes per second of an activation's way home and back."""
     if job.device.is_host:
         return memory_rate() / 4  # every byte is read and written twice, in both directions
-    ways = [job.traffic.edges[edge] for edge in ("device->host", "host->device")]
-    rates = [
-        way.nbytes / way.busy_seconds if way.nbytes and way.busy_seconds else LINK_RATE
-        for way in ways
-    ]
-    return 1 / sum(1 / rate for rate in rates)
+    ways = ("device->host", "host->device")
+    return 1 / sum(1 / (job.traffic.rate(way) or LINK_RATE) for way in ways)

@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api import lay_out
+from infinity.distributed.collectives import Collectives
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.machine import limits, scratch
 from infinity.machine.limits import GIB
 from infinity.runtime.registry import wrapped
@@ -58,6 +61,20 @@ def test_what_fits_stays_in_memory_and_is_told(caplog):
         "on nvme" not in line and "swap files" not in line and "weights 12.2 MiB on device" in line
     )
     assert wrapped(model).engine.job.config.nvme_paths == ()
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_gpu_that_is_not_used_is_told(device, monkeypatch):
+    """Twin: a device that was asked for is used without a word."""
+    told: list[str] = []
+    logger = logging.Logger("of this test")
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: told.append(record.getMessage())
+    monkeypatch.setattr(lay_out, "logger", logger)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    lay_out.choose_device(make()[0], infinity.Config(device=device), Collectives(ParallelDims()))
+    assert ["Config(device='cuda')" in line for line in told] == [True] * (device is None)
 
 
 def test_what_does_not_fit_goes_to_a_folder_that_is_found(tight, tmp_path, monkeypatch, caplog):

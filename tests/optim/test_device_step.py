@@ -168,8 +168,8 @@ def test_what_device_and_processor_reach_is_measured(job, monkeypatch, rate, sec
     """By hand: the edge brings 4800 bytes a second, of which an element has 8. Twins: one of the
     rates is unknown."""
     device, told = Recorder(), []
-    edge = device.traffic.edges["host->device"]
-    edge.nbytes, edge.busy_seconds = 9600, seconds
+    if seconds:
+        device.traffic.copied("host->device", 9600, "by hand", 0.0, seconds)
     stepper = DeviceStepper(device, device.traffic, SLOT_NBYTES)
     monkeypatch.setattr(stepper.share, "note", lambda *args: told.append(args))
     stepper.choose_share([job.flat_param], [0.5], rate)

@@ -27,6 +27,7 @@ from infinity.machine.device import Device
 from infinity.machine.ledger import Ledger
 from infinity.machine.rates import memory_rate
 from infinity.machine.tiers import Tier
+from infinity.machine.traffic import Traffic
 from infinity.optim.borrowed_state import BorrowedState
 from infinity.planning.memory_plan import MemoryPlan
 from infinity.planning.schedule import Schedule
@@ -336,21 +337,17 @@ def test_a_device_budget_is_spent_on_activations(config, several, planned, secon
 
 @pytest.mark.parametrize(
     ("out", "into", "expected"),
-    [
-        ((10.0, 1.0), (30.0, 1.0), 7.5),
-        ((0, 0.0), (0, 0.0), LINK_RATE / 2),
-        ((0, 1.0), (0, 1.0), LINK_RATE / 2),
-    ],
+    [((10, 1.0), (30, 1.0), 7.5), (None, None, LINK_RATE / 2), ((10, 0.0), None, LINK_RATE / 2)],
 )
 def test_sending_is_priced_by_what_the_link_has_moved(out, into, expected):
-    """Both ways of a round trip. Twins: a link that nothing was moved by, with and without time."""
-    edges = {
-        edge: SimpleNamespace(nbytes=nbytes, busy_seconds=seconds)
-        for edge, (nbytes, seconds) in (("device->host", out), ("host->device", into))
-    }
-    job = SimpleNamespace(
-        device=SimpleNamespace(is_host=False), traffic=SimpleNamespace(edges=edges)
-    )
+    """Both ways of a round trip, by copies that are over. Twins: a link that nothing was moved by,
+    and one whose clock stood still."""
+    traffic = Traffic()
+    for edge, moved in (("device->host", out), ("host->device", into)):
+        traffic.edges[edge].nbytes += 1000  # launched
+        if moved is not None:
+            traffic.copied(edge, moved[0], "by hand", 0.0, moved[1], is_counted=True)
+    job = SimpleNamespace(device=SimpleNamespace(is_host=False), traffic=traffic)
     assert build._send_rate(job) == pytest.approx(expected)
 
 

@@ -419,7 +419,7 @@ from runs import adamw
 from pathlib import Path
 
 first = transformer(1, blocks=1)  # what torch imports when it is first used
-infinity.unwrap_model(*infinity.wrap_model(first, adamw(first, 1e-2), at_home("host", "host", Path("."))))
+infinity.unwrap_model(*infinity.wrap_model(first, adamw(first, 1e-2), at_home("host", "host", Path("."), device="cpu")))
 gc.collect()
 gc.freeze()  # else each child's end goes through all that is imported, several times
 for name, lines in {ends!r}.items():
@@ -437,7 +437,7 @@ else:
 
 model = transformer(1, blocks=3)
 optimizer = adamw(model, 1e-2)
-config = at_home("nvme", "nvme", swap)
+config = at_home("nvme", "nvme", swap, device="cpu")
 model, optimizer = infinity.wrap_model(model, optimizer, with_least(model, optimizer, config))
 loss = loss_of(model, tokens(1))
 assert swap_files(swap) and os.listdir(swap) == []

@@ -6,11 +6,6 @@ accelerator from then on.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import importlib.util
-import subprocess
-import sys
 import sysconfig
 import time
 import types
@@ -23,8 +18,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from compiled import compiled, load
 
-ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 NAME = "late"
 CYCLES = 2e9  # that its clock makes in a second
@@ -56,6 +51,7 @@ def _device_module(late: ModuleType) -> ModuleType:
     module.current_device = torch.accelerator.current_device_index
     module.set_device = torch.accelerator.set_device_index
     module.synchronize = torch.accelerator.synchronize
+    module.current_stream = torch.accelerator.current_stream
     module.mem_get_info = lambda where=None: (late.free_nbytes(), 6 << 30)
     module.max_memory_allocated = late.taken_nbytes
     module.memory_stats = lambda: {
@@ -169,29 +165,16 @@ def at_rates(late: ModuleType, *, link: float, memory: float, flops: float) -> I
 
 
 def build() -> ModuleType:
-    """Compiles the device, once for all processes and runs with the same sources, and loads it."""
-    digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
-    for path in sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".cpp")):
-        digest.update(path.read_bytes())
-    folder = ROOT / "build" / "late-device"
-    target = folder / digest.hexdigest()[:16] / "_late.so"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            _compile(target.with_name("part"))
-            target.with_name("part").rename(target)
-    spec = importlib.util.spec_from_file_location("_late", target)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Compiles the device, and loads it."""
+    sources = [path for path in HERE.iterdir() if path.suffix in (".h", ".cpp")]
+    return load("_late", compiled("late-device", sources, [torch.__version__], _command))
 
 
-def _compile(target: Path) -> None:
+def _command(target: Path) -> list[str]:
     from torch.utils.cpp_extension import include_paths
 
     libraries = Path(torch.__file__).parent / "lib"
-    command = [
+    return [
         "g++",
         *"-shared -fPIC -std=c++20 -O1 -w -pthread -DTORCH_EXTENSION_NAME=_late".split(),
         *(f"-isystem{path}" for path in [*include_paths(), sysconfig.get_path("include")]),
@@ -202,6 +185,3 @@ def _compile(target: Path) -> None:
         "-o",
         str(target),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"the late device does not compile:\n{done.stderr[-4000:]}")
