@@ -159,6 +159,7 @@ class GradientBank:
 
     def end_backward(self) -> None:
         """Ends the backward: the gradients that it changed are complete."""
+        self.homes.queue.begin()
         self.changes.end()
 
     # --- several backwards in one pass ---

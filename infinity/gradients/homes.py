@@ -102,7 +102,9 @@ class GradHomes:
         return [each for each in (ticket, written) if each is not None]
 
     def close_all(self, flat_params: Iterable[FlatParam]) -> None:
-        """Sends the opened gradients of ``flat_params`` to disk."""
+        """Sends gradients home that were held back, and the opened ones of ``flat_params`` to
+        disk."""
+        self.queue.begin()
         for flat_param in flat_params:
             self._opened.close(flat_param)
 

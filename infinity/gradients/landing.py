@@ -1,11 +1,12 @@
 """LandingQueue: sends gradients home in a copy queue of the device, and signals their arrival.
 
 landing    gradients of a flat param that are still on their way home
+job        of the queue: small gradients share one, since each costs the thread that launches it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,14 +15,18 @@ from ..machine.in_flight import InFlight
 from ..machine.traffic import Traffic
 from ..state.flat_param import FlatParam
 
+SHARED_NBYTES = 32 * 1024**2  # of a job of several gradients: the link is at full rate
+
 
 class LandingQueue:
     """Gradients on their way to the host. Used from the thread that runs backward or the step."""
 
     def __init__(self, device: Device, traffic: Traffic, in_flight_nbytes: int):
         self._device, self._traffic = device, traffic
-        self._landing: dict[FlatParam, Event] = {}
+        self._landing: dict[FlatParam, _Job] = {}
         self._in_flight = InFlight(in_flight_nbytes)  # gradients that the queue still reads
+        self._shared_nbytes = min(SHARED_NBYTES, in_flight_nbytes)
+        self._next = _Job()
 
     def send(
         self,
@@ -31,20 +36,29 @@ class LandingQueue:
         what: str,
         *read: torch.Tensor,
     ) -> Event:
-        """Enqueues ``send``, which reads the tensors ``read``, after the compute enqueued so far.
-        Returns the event of its end. Keeps ``read`` alive until then."""
-        landing = self._device.put(
-            "out", send, behind=[self._device.now()], transfer=Copy("device->host", nbytes, what)
-        )
-        self._landing[flat_param] = landing
+        """Adds ``send``, which reads the tensors ``read``, to the next job, which comes after the
+        compute enqueued so far. Returns the event of its end. Keeps ``read`` alive until then."""
+        job = self._next
+        job.add(send, nbytes, what, read, self.begin)
+        self._landing[flat_param] = job
+        if job.nbytes >= self._shared_nbytes:
+            self.begin()
+        return job
+
+    def begin(self) -> None:
+        """Enqueues the job that gradients were added to: a backward ends, or they are needed."""
+        job, self._next = self._next, _Job()
+        if job.is_empty:
+            return
+        read = job.enqueue(self._device)
         for tensor in read:
-            self._in_flight.keep(tensor, landing)
-        return landing
+            self._in_flight.keep(tensor, job.end)
 
     def wait(self, flat_param: FlatParam) -> None:
         """Blocks until the landing gradients of ``flat_param`` have arrived: the host is about to
         use them."""
         if (landing := self._landing.get(flat_param)) is not None:
+            self.begin()
             with self._traffic.stalled("device->host", "gradients"):
                 landing.wait()
             del self._landing[flat_param]
@@ -52,7 +66,10 @@ class LandingQueue:
     def of(self, flat_param: FlatParam) -> list[Event]:
         """Lists the events that must complete before the device can read a flat param's gradients
         at home."""
-        return [self._landing[flat_param]] if flat_param in self._landing else []
+        if flat_param not in self._landing:
+            return []
+        self.begin()
+        return [self._landing[flat_param].end]
 
     def forget(self, flat_param: FlatParam) -> None:
         """Treats the landing gradients of ``flat_param`` as landed."""
@@ -61,4 +78,66 @@ class LandingQueue:
     def rebuild(self) -> None:
         """Forgets everything after an exception. Only while no transfer is running."""
         self._landing.clear()
+        self._next = _Job()
         self._in_flight = self._in_flight.emptied()
+
+
+class _Job:
+    """Sends that one job of the queue makes, and the event of its end."""
+
+    def __init__(self) -> None:
+        self._begin: Callable[[], None] | None = None  # enqueues this one, if it was not
+        self._sends: list[Callable[[], None]] = []
+        self._read: list[torch.Tensor] = []
+        self._what = ""
+        self.nbytes = 0
+        self._end: Event | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._sends
+
+    def add(
+        self,
+        send: Callable[[], None],
+        nbytes: int,
+        what: str,
+        read: Sequence[torch.Tensor],
+        begin: Callable[[], None],
+    ) -> None:
+        self._begin = begin
+        self._what = f"{self._what}, {what}" if self._what else what
+        self._sends.append(send)
+        self._read += read
+        self.nbytes += nbytes
+
+    def enqueue(self, device: Device) -> list[torch.Tensor]:
+        """Enqueues the sends. Returns the tensors that they read."""
+        sends, read = self._sends, self._read
+        self._sends, self._read, self._begin = [], [], None
+
+        def work() -> None:
+            for send in sends:
+                send()
+
+        transfer = Copy("device->host", self.nbytes, self._what)
+        self._end = device.put("out", work, behind=[device.now()], transfer=transfer)
+        return read
+
+    @property
+    def end(self) -> Event:
+        """The event of the end."""
+        if self._begin is not None:
+            self._begin()
+        assert self._end is not None, "a job of gradients that was given up"
+        return self._end
+
+    @property
+    def done(self) -> bool:
+        return self.end.done
+
+    def precede(self) -> None:
+        self.end.precede()
+
+    def wait(self) -> None:
+        self.end.wait()

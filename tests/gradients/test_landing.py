@@ -16,7 +16,7 @@ import torch
 from threaded_device import ThreadedDevice
 
 from infinity.gradients.landing import LandingQueue
-from infinity.machine.device import Device
+from infinity.machine.device import Copy, Device
 from infinity.machine.traffic import Traffic
 
 SECONDS = 5  # that a closed gate lasts at most: a fault fails, and hangs nothing
@@ -52,7 +52,7 @@ def way() -> Iterator[Way]:
 def test_a_gradient_is_home_once_it_was_waited_for(way):
     """Twin: before, it is on its way, and the caller was not held up."""
     event = way.send(SHARD, torch.ones(4))
-    assert not event.done and way.queue.of(SHARD) == [event]
+    assert not event.done and way.queue.of(SHARD) == [event.end]
     assert way.home.tolist() == [0] * 4
     way.gate.set()
     way.queue.wait(SHARD)
@@ -70,7 +70,7 @@ def test_a_shard_without_gradients_on_their_way_is_not_waited_for(way):
 def test_the_last_of_several_gradients_of_a_shard_is_waited_for(way):
     way.send(SHARD, torch.ones(4), is_gated=False)
     last = way.send(SHARD, torch.full((4,), 2.0))
-    assert way.queue.of(SHARD) == [last]
+    assert way.queue.of(SHARD) == [last.end]
     way.gate.set()
     way.queue.wait(SHARD)
     assert way.home.tolist() == [2] * 4
@@ -155,7 +155,7 @@ def test_what_is_forgotten_is_not_waited_for(way):
     event = way.send(OTHER, torch.ones(4))
     way.queue.forget(SHARD)
     way.queue.wait(SHARD)
-    assert way.queue.of(SHARD) == [] and way.queue.of(OTHER) == [event]
+    assert way.queue.of(SHARD) == [] and way.queue.of(OTHER) == [event.end]
     way.queue.rebuild()
     way.queue.wait(OTHER)
     assert way.queue.of(OTHER) == [] and way.home.tolist() == [0] * 4
@@ -166,3 +166,73 @@ def test_on_a_processor_gradients_are_home_at_once():
     queue, home = LandingQueue(device, device.traffic, 0), torch.zeros(4)
     assert queue.send(SHARD, lambda: home.fill_(3), NBYTES, "a.weight", home).done
     assert home.tolist() == [3] * 4 and device.traffic.edges["device->host"].nbytes == NBYTES
+
+
+# --- small gradients share a job ---
+
+
+class Counting(Device):
+    """Runs jobs at once, and lists their transfers."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"), Traffic())
+        self.sent: list[Copy] = []
+
+    def put(self, queue, work, *, behind=(), transfer=None):
+        self.sent.append(transfer)
+        return super().put(queue, work, behind=behind, transfer=transfer)
+
+
+@pytest.fixture
+def counting() -> Counting:
+    return Counting()
+
+
+def sent_by(queue: LandingQueue, count: int, nbytes: int = NBYTES) -> list[float]:
+    """The values that have come home, of as many gradients."""
+    home: list[float] = []
+    for number in range(count):
+        queue.send(SHARD, partial(home.append, number), nbytes, f"weight {number}")
+    return home
+
+
+BEGINS = {
+    "a backward ends": lambda queue, event: queue.begin(),
+    "they are waited for": lambda queue, event: queue.wait(SHARD),
+    "the step comes after them": lambda queue, event: queue.of(SHARD),
+    "compute comes after them": lambda queue, event: event.precede(),
+    "somebody asks": lambda queue, event: event.done,
+}
+
+
+@pytest.mark.parametrize("how", BEGINS)
+def test_small_gradients_share_a_job_until_it_is_needed(how, counting):
+    """In order. Twin: before, nothing was sent; what comes after begins another job."""
+    queue = LandingQueue(counting, counting.traffic, 100 * NBYTES)
+    home = sent_by(queue, 3)
+    event = queue.send(SHARD, partial(home.append, 3), NBYTES, "weight 3")
+    assert home == [] and counting.sent == []
+    BEGINS[how](queue, event)
+    assert home == [0, 1, 2, 3]
+    BEGINS[how](queue, event)
+    (transfer,) = counting.sent
+    assert transfer.nbytes == 4 * NBYTES and transfer.what.startswith("weight 0, weight 1")
+    sent_by(queue, 1)
+    queue.begin()
+    assert len(counting.sent) == 2
+
+
+def test_a_job_that_is_large_enough_begins_at_once(counting):
+    """As large as what may be in flight. Twin: one gradient less."""
+    queue = LandingQueue(counting, counting.traffic, 3 * NBYTES)
+    assert sent_by(queue, 2) == []
+    assert sent_by(queue, 1) == [0] and len(counting.sent) == 1
+    assert sent_by(queue, 2, nbytes=3 * NBYTES) == [0, 1] and len(counting.sent) == 3
+
+
+def test_what_an_exception_kept_back_is_never_sent(counting):
+    queue = LandingQueue(counting, counting.traffic, 100 * NBYTES)
+    home = sent_by(queue, 2)
+    queue.rebuild()
+    queue.begin()
+    assert home == [] and counting.sent == [] and queue.of(SHARD) == []
