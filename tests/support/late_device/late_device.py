@@ -52,6 +52,7 @@ def _device_module(late: ModuleType) -> ModuleType:
     module.set_device = torch.accelerator.set_device_index
     module.synchronize = torch.accelerator.synchronize
     module.current_stream = torch.accelerator.current_stream
+    module.stream = lambda stream: stream  # which is its own context
     module.mem_get_info = lambda where=None: (late.free_nbytes(), 6 << 30)
     module.max_memory_allocated = late.taken_nbytes
     module.memory_stats = lambda: {
