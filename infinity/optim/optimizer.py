@@ -179,12 +179,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 loss = closure()
         context = self.context
         with context.uses.operation(Operation.STEP):
-            if context.steps.untold == context.steps.index and self._members.are_consumed:
-                # This step was interrupted, and has been completed since.
-                context.steps.mark_reported()
-            else:
+            # Else this step was interrupted, and has been completed since.
+            if context.steps.untold != context.steps.index or not self._members.are_consumed:
                 self._step()
-        return loss
+        return context.steps.reported(loss)
 
     def _step(self) -> None:
         self._read_books("step()")

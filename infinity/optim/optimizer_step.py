@@ -75,7 +75,6 @@ class OptimizerStep:
                 self._shadowed = 0
         context.end_step()
         context.borrowed.refresh()
-        context.steps.mark_reported()  # the return reports it
 
     def _in_order(self) -> list[ParamUnit]:
         """Returns the units in the order of the next forward, then the others, which a step beside

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -39,9 +40,10 @@ class StepCounter:
         self.index, self.begun, self.untold, self.backwards = index, False, index, 0
         self.note_progress(steps=index, backwards=0)
 
-    def mark_reported(self) -> None:
-        """Notes that the last step was reported to the caller."""
-        self.untold = -1
+    def reported(self, value: Any) -> Any:
+        """Notes that the last step was reported to the caller, by the return of ``value``."""
+        # One statement: an exception behind it would have the caller step the same gradients twice.
+        return (setattr(self, "untold", -1), value)[1]
 
     def count_backwards(self, count: int) -> None:
         """Sets the number of backwards that ended since the last step."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from models import at_home
 from small import RAMP, AtHome, Small, small_at_home
+from striker import Striker
 
 import infinity
 from infinity import UsageError
@@ -332,6 +333,28 @@ def test_gradients_are_clipped_to_the_norm_that_the_config_gives(most):
         each.step()
     for index in range(3):
         assert torch.equal(weight(job, index), plain.layers[index].weight)
+
+
+LAST = 40  # lines of the package before a step has returned
+
+
+def test_a_step_that_is_cut_short_as_it_returns_is_made_once():
+    """Method: an exception at each of the last lines; the user steps again. Twin: a step after one
+    that has returned is a step of its own."""
+    striker = Striker(KeyboardInterrupt, "line")
+
+    def made(n: int) -> tuple[bool, torch.Tensor]:
+        job = small_at_home()
+        job.backward(RAMP)
+        error, _ = striker.run(n, job.optimizer.step)
+        job.optimizer.step()
+        return error is not None, weight(job)[0]
+
+    assert torch.equal(made(0)[1], 1 - 2 * RAMP)
+    lines = striker.counted
+    for n in range(lines - LAST, lines + 1):
+        struck, found = made(n)
+        assert struck and torch.equal(found, 1 - RAMP), (n - lines, striker.place)
 
 
 def test_a_step_that_was_completed_after_an_interrupt_is_not_made_twice():

@@ -61,7 +61,7 @@ def test_a_step_is_counted_and_closes_the_books_on_what_it_has_applied():
     step, steps = step_of(job), job.engine.steps
     assert (steps.index, steps.backwards) == (0, 1)
     step.make(job.optimizer.param_groups, 1.0)
-    assert (steps.index, steps.backwards, steps.begun, steps.untold) == (1, 0, False, -1)
+    assert (steps.index, steps.backwards, steps.begun, steps.untold) == (1, 0, False, 1)
     assert job.engine.gradients.clips == [] == job.engine.job.borrowed.edits
     assert job.engine.job.updates.clock.steps == 1
     assert held.tolist() == [(RAMP + 0.5).tolist()] * 2  # what is held has the new state

@@ -61,7 +61,9 @@ def test_a_finished_step_resets_the_backwards_and_is_told_to_the_ranks(listener)
 
 
 def test_a_finished_step_is_untold_until_it_is_reported_or_a_backward_follows():
-    for after in (StepCounter.mark_reported, lambda steps: steps.count_backwards(1)):
+    """The value that reports it is the caller's."""
+    assert StepCounter().reported(3.5) == 3.5
+    for after in (lambda steps: steps.reported(None), lambda steps: steps.count_backwards(1)):
         steps = StepCounter()
         steps.finish(7)
         assert steps.untold == 7
