@@ -34,6 +34,7 @@ SUBCOMMANDS = (
     "completion",
     "env",
     "export",
+    "generate",
     "plan",
     "report",
     "top",

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import infinity
 
 from ..data.corpus import Batches, TextFiles, find_text_files, read_corpus
+from ..data.example_files import ExampleFiles, find_examples
+from ..data.examples import ExampleBatches, read_examples
 from ..errors import ConfigError
 from ..machine.outputs import replacing
 from ..machine.sizes import format_seconds, parse_nbytes
@@ -33,14 +35,21 @@ from .training.model import (
     check_vocabulary,
     checkpoint_activations,
     choose_sequence_length,
+    find_model,
     is_streamed,
     no_cache,
     read_model_config,
     read_tokenizer,
 )
-from .training.options import add_options, check_options
+from .training.options import DEFAULT_ROW_LENGTH, DEFAULT_STEPS, add_options, check_options
 from .training.places import check_places, check_room, has_checkpoint, make_way
-from .training.progress import ProgressBar, ProgressLines, Scalars, make_progress
+from .training.progress import (
+    ProgressBar,
+    ProgressLines,
+    Scalars,
+    make_progress,
+    show_examples,
+)
 from .training.ranks import Ranks
 from .training.report import make_report, measure_disks, predict_step, print_report
 from .training.sample import printable, sample
@@ -72,6 +81,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the whole job and returns the exit status. Bad input raises before the model is built.
     Under torchrun, every rank calls this."""
+    if args.model is not None:
+        args.model = find_model(args.model)
     check_options(args)
     ranks = Ranks(args.timeout)
     try:
@@ -83,14 +94,15 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     settings = engine_settings(args)
     check_places(args, settings)
-    files = find_text_files(args.data)
+    files = find_examples(args.data) or find_text_files(args.data)
+    _check_data_options(args, files)
     console = _prepare(args, ranks)
     _tell_skipped(files, console)
     engine_config(settings)  # raises for a wrong engine option before the model is built
     _choose_dtype(args, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
-    inputs = _read_inputs(args, files)
+    inputs = _read_inputs(args, files, ranks, console)
     model = _make_model(args, inputs.model_config, console)
     if is_streamed(model, args.model):
         settings["weights"] = str(args.model)
@@ -128,13 +140,25 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     return _end(args, ranks, job, inputs.tokenizer, console, report)
 
 
-def _tell_skipped(files: TextFiles, console: Console) -> None:
-    if files.skipped:
-        names = ", ".join(files.skipped[:3]) + (", ..." if len(files.skipped) > 3 else "")
-        console.print(
-            f"{files.source}: {len(files.skipped)} files are not UTF-8 text and are left out:"
-            f" {names}"
-        )
+def _check_data_options(args: argparse.Namespace, files: TextFiles | ExampleFiles) -> None:
+    if isinstance(files, ExampleFiles):
+        return
+    for option, value in (("--pack", args.pack), ("--epochs", args.epochs)):
+        if value:
+            raise ConfigError(
+                f"{option} is for samples, and {files.source} is running text, of which every row"
+                " is full."
+            )
+
+
+def _tell_skipped(files: TextFiles | ExampleFiles, console: Console) -> None:
+    if isinstance(files, ExampleFiles):
+        skipped, why = files.left_out, "hold no samples"
+    else:
+        skipped, why = files.skipped, "are not UTF-8 text"
+    if skipped:
+        names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+        console.print(f"{files.source}: {len(skipped)} files {why} and are left out: {names}")
 
 
 @dataclass(frozen=True)
@@ -144,13 +168,21 @@ class _Inputs:
 
     model_config: Any
     tokenizer: Any
-    batches: Batches
+    batches: Batches | ExampleBatches
 
 
-def _read_inputs(args: argparse.Namespace, files: TextFiles) -> _Inputs:
+def _read_inputs(
+    args: argparse.Namespace, files: TextFiles | ExampleFiles, ranks: Ranks, console: Console
+) -> _Inputs:
     model_config = read_model_config(args.model, trust=args.trust_remote_code)
     tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
     check_vocabulary(model_config, tokenizer)
+    if isinstance(files, ExampleFiles):
+        batches = _read_examples(args, files, model_config, tokenizer, ranks)
+        args.steps = args.steps or batches.steps_of(args.epochs or 1.0)
+        show_examples(console, batches.corpus, tokenizer)
+        return _Inputs(model_config, tokenizer, batches)
+    args.steps = args.steps or DEFAULT_STEPS
     length = choose_sequence_length(args.sequence_length, model_config)
     limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")
     corpus = read_corpus(
@@ -162,6 +194,19 @@ def _read_inputs(args: argparse.Namespace, files: TextFiles) -> _Inputs:
     return _Inputs(model_config, tokenizer, batches)
 
 
+def _read_examples(
+    args: argparse.Namespace, files: ExampleFiles, model_config: Any, tokenizer: Any, ranks: Ranks
+) -> ExampleBatches:
+    length = choose_sequence_length(args.sequence_length, model_config, DEFAULT_ROW_LENGTH)
+    return ExampleBatches(
+        corpus=read_examples(files, tokenizer, sequence_length=length, pack=args.pack),
+        batch_size=args.batch_size,
+        sequence_length=length,
+        seed=args.seed,
+        per_step=args.accumulate * ranks.count,
+    )
+
+
 def _time_compute(args: argparse.Namespace, model: Any, inputs: _Inputs) -> Compute:
     import torch
 
@@ -169,7 +214,7 @@ def _time_compute(args: argparse.Namespace, model: Any, inputs: _Inputs) -> Comp
         model,
         inputs.model_config,
         batch=args.batch_size,
-        length=inputs.batches.sequence_length,
+        length=inputs.batches.tokens_per_batch // args.batch_size,
         dtype=getattr(torch, DTYPES[args.dtype]),
         checkpointing=args.gradient_checkpointing,
     )
@@ -279,8 +324,8 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
     corpus, options = job.batches.corpus, job.fixed_values
     console.print(
         f"{options['parameters']:,} parameters in {options['dtype']}, {job.tokens_per_step:,}"
-        f" tokens per step\n{corpus.source}: {corpus.train_ntokens:,} tokens to train on,"
-        f" {corpus.held_out_ntokens:,} held out"
+        f" tokens per step, {job.steps} steps\n{corpus.source}: {corpus.train_ntokens:,} tokens to"
+        f" train on, {corpus.held_out_ntokens:,} held out"
     )
     if args.resume and has_checkpoint(args.checkpoint):
         resume(job)

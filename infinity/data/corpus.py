@@ -214,21 +214,26 @@ def _pieces(path: Path, limit_nbytes: int) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Windows of a corpus as int64 tensors of shape [batch_size, sequence_length]."""
+    """Windows of a corpus as the tensors that a model takes: tokens and labels, both int64
+    [batch_size, sequence_length], and the same."""
 
     corpus: Corpus
     batch_size: int
     sequence_length: int
     seed: int
 
-    def train(self, step: int, micro_batch: int = 0) -> torch.Tensor:
+    @property
+    def tokens_per_batch(self) -> int:
+        return self.batch_size * self.sequence_length
+
+    def train(self, step: int, micro_batch: int = 0) -> dict[str, torch.Tensor]:
         """Draws a micro-batch: windows at random positions of the train part, determined by (seed,
         step, micro_batch)."""
         starts_count = self.corpus.train_ntokens - self.sequence_length + 1
         draws = _random_words(self.seed, step, micro_batch, self.batch_size)
         return self._windows([int(word) % starts_count for word in draws])
 
-    def held_out(self, batch_count: int) -> list[torch.Tensor]:
+    def held_out(self, batch_count: int) -> list[dict[str, torch.Tensor]]:
         """Returns at most `batch_count` batches of windows that do not overlap, spread evenly over
         the held-out part."""
         windows_count = self.corpus.held_out_ntokens // self.sequence_length
@@ -243,11 +248,16 @@ class Batches:
             for at in range(0, wanted_count, self.batch_size)
         ]
 
-    def _windows(self, starts: list[int]) -> torch.Tensor:
+    def prompt(self, ntokens: int) -> torch.Tensor:
+        """Returns the start of the held-out part: int64 [1, ntokens]."""
+        return self.held_out(1)[0]["input_ids"][:1, :ntokens]
+
+    def _windows(self, starts: list[int]) -> dict[str, torch.Tensor]:
         import torch  # here, so that `infinity --help` starts fast
 
         rows = [self.corpus.tokens[start : start + self.sequence_length] for start in starts]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
+        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+        return {"input_ids": tokens, "labels": tokens}
 
 
 def _random_words(seed: int, step: int, micro_batch: int, count: int) -> np.ndarray:

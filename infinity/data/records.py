@@ -29,6 +29,13 @@ MAGIC = {
     b"ORC": "an ORC file",
     b"LANC": "a Lance file",
 }
+LOADERS = {
+    "a Parquet file": "parquet",
+    "an Arrow file": "arrow",
+    "an Arrow stream": "arrow",
+    "parquet": "parquet",
+    "arrow": "arrow",
+}
 CONTAINERS = re.compile(
     r"\.(parquet|arrow|feather|avro|orc|lance|tfrecords?|h5|hdf5|npy|npz|mds)$", re.I
 )
@@ -79,11 +86,13 @@ TRAIN = (
 @dataclass(frozen=True)
 class NotText:
     """Why a file is no running text. ``what``: what it is or holds. ``way``: the remedy.
-    ``of_dataset``: it holds training data, so it is an error rather than skipped."""
+    ``of_dataset``: it holds training data, so it is an error rather than skipped. ``loader``: what
+    `datasets.load_dataset` calls its kind, if it reads it."""
 
     what: str
     way: str
     of_dataset: bool
+    loader: str | None = None
 
 
 def look_at(path: Path) -> NotText | None:
@@ -97,11 +106,13 @@ def look_at(path: Path) -> NotText | None:
         return NotText("is compressed", f"Unpack it first. {TRAIN}", True)
     kind = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
     if kind is not None or (CONTAINERS.search(path.name) and not _is_utf8(head)):
-        return NotText(f"is {kind or path.suffix[1:]}", f"{READ} {TRAIN}", True)
+        loader = LOADERS.get(kind or path.suffix.lower()[1:])
+        return NotText(f"is {kind or path.suffix[1:]}", f"{READ} {TRAIN}", True, loader)
     if not _is_utf8(head):
         return NotText("is not UTF-8 text", "Convert it: iconv -f LATIN1 -t UTF-8, say.", False)
     if (what := _records_in(path, head)) is not None:
-        return NotText(what, TRAIN, True)
+        loader = "csv" if path.suffix.lower() in TABLES else "json"
+        return NotText(what, TRAIN, True, loader)
     return None
 
 

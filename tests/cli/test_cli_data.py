@@ -184,4 +184,4 @@ def test_the_command_says_what_it_leaves_out(tmp_path, monkeypatch, capsys):
     write(Path("data", "chat.jsonl"), lines(CHAT))
     assert main(command) == 2
     said = capsys.readouterr()
-    assert said.out == "" and "data/chat.jsonl holds records in JSON lines (messages)" in said.err
+    assert said.out == "" and "chat.jsonl: holds records in JSON lines (messages)" in said.err

@@ -309,22 +309,22 @@ def test_batches_follow_from_seed_and_step_alone(place):
     """In order and out of order, from two objects; another seed, step or micro-batch is another
     batch."""
     one, other = batches_of("text"), batches_of("text")
-    in_order = [one.train(step) for step in range(5)]
+    in_order = [one.train(step)["input_ids"] for step in range(5)]
     for step in (4, 0, 2):
-        assert torch.equal(other.train(step), in_order[step])
+        assert torch.equal(other.train(step)["input_ids"], in_order[step])
     assert in_order[0].shape == (4, 16) and in_order[0].dtype == torch.int64
     assert not torch.equal(in_order[0], in_order[1])
-    assert not torch.equal(one.train(0, micro_batch=1), in_order[0])
-    assert not torch.equal(batches_of("text", seed=SEED + 1).train(0), in_order[0])
+    assert not torch.equal(one.train(0, micro_batch=1)["input_ids"], in_order[0])
+    assert not torch.equal(batches_of("text", seed=SEED + 1).train(0)["input_ids"], in_order[0])
 
 
 def test_training_never_sees_the_held_out_part(place):
     """The last 3 % of the file are Z, which nothing else is."""
     Path("marked.txt").write_bytes(b"a" * 9700 + b"Z" * 300)
     batches = batches_of("marked.txt")
-    trained_on = torch.cat([batches.train(step) for step in range(400)])
+    trained_on = torch.cat([batches.train(step)["input_ids"] for step in range(400)])
     assert set(trained_on.unique().tolist()) == {ord("a")}
-    held_out = torch.cat(batches.held_out(100))
+    held_out = torch.cat([batch["input_ids"] for batch in batches.held_out(100)])
     assert set(held_out.unique().tolist()) == {ord("Z")} and len(held_out) == 300 // 16
     # The twin: windows one byte beyond the part would have been seen.
     assert ord("Z") in batches.corpus.tokens[: batches.corpus.train_ntokens + 1]

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from chatty import PAIRS, ROWS, save_base, save_rows
 from ranks import run_torchrun
 
 from infinity import Config
@@ -51,6 +52,10 @@ TRAIN = "--steps 2 --sequence-length 32 --batch-size 2 --dtype fp32"
 FILLED = {  # what a document leaves open -> what is meant
     "<folder|config.json>": "model.json",
     "<file|folder>": "text.txt",
+    "infinity train --model <folder> --data <chat.jsonl> --out <tuned>": (
+        "infinity train --model base --data chat.jsonl --out tuned"
+    ),
+    "<tuned>": "answers",
     "infinity train ...": f"infinity train --model model.json --data text.txt {TRAIN}",
     "--nvme-path <dir> --host-memory 256MiB --checkpoint <dir> --out <dir>": (
         f"--nvme-path . --host-memory 256MiB --checkpoint saved --out out {TRAIN}"
@@ -114,12 +119,23 @@ def test_the_commands_run(command, tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
+    if "<tuned>" in command:
+        save_base(tmp_path / "base")
+        save_base(tmp_path / "answers")
+        save_rows(tmp_path / "chat.jsonl", [ROWS["messages"](*pair) for pair in PAIRS])
     for open_, meant in FILLED.items():
         command = command.replace(open_, meant)
     assert "<" not in command and "..." not in command, "a command that this test cannot fill in"
     for one in command.split(" && "):
         words = [sys.executable, "-m", *shlex.split(one)]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            words,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
         assert done.returncode == 0, f"{one}\n{done.stdout}\n{done.stderr}"
 
 

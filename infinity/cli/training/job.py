@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import infinity
 
 from ...data.corpus import Batches
+from ...data.examples import NOT_LEARNED, ExampleBatches
 from ...errors import InfinityError, UsageError
 from .interrupt import Interrupt
 from .options import DEFAULT_MAX_GRAD_NORM
@@ -43,8 +44,8 @@ class Job:
     model: Any
     optimizer: Any
     scheduler: Any
-    batches: Batches
-    held_out: list[torch.Tensor]
+    batches: Batches | ExampleBatches
+    held_out: list[dict[str, torch.Tensor]]
     seed: int
     steps: int
     accumulate: int
@@ -67,12 +68,7 @@ class Job:
 
     @property
     def tokens_per_step(self) -> int:
-        return (
-            self.batches.batch_size
-            * self.batches.sequence_length
-            * self.accumulate
-            * self.ranks.count
-        )
+        return self.batches.tokens_per_batch * self.accumulate * self.ranks.count
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,7 +79,7 @@ class Job:
 def make_job(
     args: argparse.Namespace,
     model: nn.Module,
-    batches: Batches,
+    batches: Batches | ExampleBatches,
     config: infinity.Config,
     ranks: Ranks,
 ) -> Job:
@@ -188,12 +184,14 @@ def train_step(job: Job, step: int) -> float:
 
     # Dropout depends on (seed, step, rank) alone, so a resumed job repeats it.
     torch.manual_seed((job.seed * 1_000_003 + step + 7_919 * job.ranks.rank) % 2**63)
-    device = next(job.model.parameters()).device
+    turns = [at * job.ranks.count + job.ranks.rank for at in range(job.accumulate)]
+    batches = [job.batches.train(step, turn) for turn in turns]
+    counts = [learned_count(batch) for batch in batches]
+    # Of a micro-batch in a step, so that every learned token counts the same
+    mean = job.ranks.mean(float(sum(counts)))
     loss_sum = 0.0
-    for micro_batch in range(job.accumulate):
-        turn = micro_batch * job.ranks.count + job.ranks.rank
-        tokens = job.batches.train(step, turn).to(device)
-        loss = job.model(input_ids=tokens, labels=tokens).loss / job.accumulate
+    for batch, count in zip(batches, counts):
+        loss = _loss(job.model, batch) / (mean / count)
         loss_sum += loss.item()
         if not math.isfinite(loss_sum):  # the other ranks' next collective raises too
             raise InfinityError(
@@ -208,22 +206,35 @@ def train_step(job: Job, step: int) -> float:
     return job.ranks.mean(loss_sum)
 
 
-def held_out_loss(model: nn.Module, batches: list[torch.Tensor]) -> float:
-    """Computes the mean loss per predicted token in nats; batches are weighted by their windows."""
+def learned_count(batch: dict[str, torch.Tensor]) -> int:
+    """Counts the tokens of a batch that the model learns to predict."""
+    return int((batch["labels"][:, 1:] != NOT_LEARNED).sum())
+
+
+def _loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     import torch
 
     device = next(model.parameters()).device
+    moved = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
+    return model(**moved).loss
+
+
+def held_out_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> float:
+    """Computes the mean loss per predicted token in nats."""
+    import torch
+
     was_training = model.training
     model.eval()
-    loss_sum, windows_count = 0.0, 0
+    loss_sum, count = 0.0, 0
     with torch.no_grad():
-        for tokens in batches:
-            loss_sum += model(
-                input_ids=tokens.to(device), labels=tokens.to(device)
-            ).loss.item() * len(tokens)
-            windows_count += len(tokens)
+        for batch in batches:
+            loss_sum += _loss(model, batch).item() * learned_count(batch)
+            count += learned_count(batch)
     model.train(was_training)
-    return loss_sum / windows_count
+    return loss_sum / count
 
 
 @dataclass(frozen=True, kw_only=True)

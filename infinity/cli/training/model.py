@@ -8,6 +8,7 @@ cache            keys and values of past tokens, which only generation uses
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+MODEL_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -28,6 +31,24 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+
+
+def find_model(given: Path) -> Path:
+    """Returns the folder or file of a model. A name on the Hugging Face hub is downloaded to its
+    cache. Raises ConfigError if there is neither."""
+    name = str(given)
+    if given.exists() or not HUB_NAME.fullmatch(name):
+        return given
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=MODEL_PATTERNS))
+    except Exception as error:  # noqa: BLE001 - no network, no such name, no library, no leave
+        raise ConfigError(
+            f"No such folder: {name}; and as a name on the Hugging Face hub it cannot be fetched:"
+            f" {_first_line(error)} Where there is a network: `hf download {name} --local-dir"
+            f" {given.name}`; then give --model {given.name}."
+        ) from None
 
 
 def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
@@ -84,10 +105,12 @@ def max_positions(model_config: Any) -> int:
     return getattr(model_config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
-def choose_sequence_length(wanted: int | None, model_config: Any) -> int:
+def choose_sequence_length(
+    wanted: int | None, model_config: Any, default: int = DEFAULT_SEQUENCE_LENGTH
+) -> int:
     limit = max_positions(model_config)
     if wanted is None:
-        return min(DEFAULT_SEQUENCE_LENGTH, limit)
+        return min(default, limit)
     if wanted > limit:
         raise ConfigError(
             f"--sequence-length {wanted} exceeds the model's {limit} positions. Give {limit} or"

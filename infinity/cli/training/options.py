@@ -21,6 +21,8 @@ PATH: dict[str, Any] = {"type": Path, "metavar": "PATH"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 FOLDER: dict[str, Any] = {"type": Path, "metavar": "FOLDER"}
 DEFAULT_SEQUENCE_LENGTH = 256
+DEFAULT_ROW_LENGTH = 1024
+DEFAULT_STEPS = 80
 DEFAULT_MAX_GRAD_NORM = 1.0
 
 
@@ -36,11 +38,18 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
     add(
         "--model",
         **PATH,
-        help="folder with config.json and safetensors, or a config.json alone for fresh weights",
+        help="folder with config.json and safetensors, a name on the Hugging Face hub, or a"
+        " config.json alone for fresh weights",
     )
     add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder of --model")
-    add("--data", **PATH, help="a text file, or a folder: all text files in it, sorted")
-    add("--data-limit", default="64MiB", metavar="BYTES", help="read no more (default 64MiB)")
+    add(
+        "--data",
+        **PATH,
+        help="text files, or conversations, prompts with completions or texts as JSON, JSON lines,"
+        " Parquet, CSV or a datasets folder: a file, or a folder of them",
+    )
+    add("--data-limit", default="64MiB", metavar="BYTES", help="of text: no more (default 64MiB)")
+    add("--pack", **FLAG, help="several samples of --data in one row of --sequence-length tokens")
     add(
         "--dtype",
         choices=("auto", "bf16", "fp32"),
@@ -100,15 +109,16 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--steps", **NUMBER, default=80, help="optimizer steps (default 80)")
+    add("--steps", **NUMBER, help="optimizer steps (default: one epoch of samples; 80 of text)")
+    add("--epochs", type=_positive_float, metavar="N", help="of samples, instead of --steps")
     add("--batch-size", **NUMBER, default=4, help="samples in a micro-batch (default 4)")
     add(
         "--sequence-length",
         type=_at_least_two,
         metavar="N",
         help=(
-            f"tokens in a sample (default {DEFAULT_SEQUENCE_LENGTH}, or what the model takes if"
-            " less)"
+            f"tokens in a sample, at most (default {DEFAULT_SEQUENCE_LENGTH} of text,"
+            f" {DEFAULT_ROW_LENGTH} of samples, or what the model takes if less)"
         ),
     )
     add("--accumulate", **NUMBER, default=1, help="micro-batches in a step (default 1)")
@@ -219,6 +229,8 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--lora-rank trains adapters of a model that has weights: give --model a folder."
         )
+    if args.steps is not None and args.epochs is not None:
+        raise ConfigError("--steps and --epochs both say how long to train: give one of them.")
     if args.resume and args.checkpoint is None:
         raise ConfigError("--resume has nowhere to look. Add --checkpoint FOLDER.")
     if args.resume and args.overwrite:

@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ...data.examples import Examples
 from ...errors import ConfigError
 from .job import EdgeCounts, Job
+from .sample import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 LINES_PER_RUN = 20
+
+
+LONGEST_SHOWN = 1500  # characters of an example
+
+
+def show_examples(console: Console, examples: Examples, tokenizer: Any) -> None:
+    """Prints the first row as the model will see it, with what is learned set apart, and what was
+    counted and skipped."""
+    from rich.text import Text
+
+    shown, left = Text(), LONGEST_SHOWN
+    for piece, learned in examples.first(tokenizer):
+        text = printable(piece)[:left]
+        left -= len(text)
+        if console.is_terminal:
+            shown.append(text, "bold green" if learned else "dim")
+        elif text:
+            shown.append(f"\u00ab{text}\u00bb" if learned else text)
+    how = "in green" if console.is_terminal else "in \u00ab \u00bb"
+    console.print(f"The first sample; what the model learns to write is {how}:")
+    console.print(shown, "..." if left <= 0 else "")
+    told = f"{examples.train_count:,} rows to train on, {examples.held_out_count:,} held out;"
+    share = examples.learned_ntokens / max(1, examples.train_ntokens)
+    console.print(f"{told} {examples.learned_ntokens:,} tokens ({share:.0%}) are learned")
+    for why, count in examples.skipped.items():
+        console.print(f"{count:,} samples {why} and are left out")
+    if not examples.has_own_template and tokenizer.chat_template:
+        console.print(
+            "The tokenizer has no chat template: it gets a plain one, which is saved with the model"
+        )
 
 
 def make_progress(console: Console, job: Job) -> ProgressBar | ProgressLines:

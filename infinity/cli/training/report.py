@@ -134,6 +134,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         "edge", "moved", "per step", "rate while busy", "loop stood still", box=None, pad_edge=False
     )
     for edge, counts in report["edges"].items():
+        if not (counts["nbytes"] or counts["stall_seconds"]):
+            continue
         rate = counts["nbytes"] / counts["busy_seconds"] if counts["busy_seconds"] else 0.0
         moved = [
             _size(counts["nbytes"]),
@@ -144,6 +146,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     console.print(edges)
     tiers = Table("tier", "peak", "planned", "budget", box=None, pad_edge=False)
     for tier, counts in report["tiers"].items():
+        if not any(counts.values()):
+            continue
         tiers.add_row(
             tier,
             *(_size(counts[name]) for name in ("peak_nbytes", "planned_nbytes", "budget_nbytes")),
@@ -183,12 +187,11 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     if report["bound_seconds"]:
         yield "bound", report["bottleneck"]
-    yield "disk", _disk_text(report["disk"])
+    if report["disk"] is not None:
+        yield "disk", _disk_text(report["disk"])
 
 
-def _disk_text(disk: dict[str, Any] | None) -> str:
-    if disk is None:
-        return "not measured"
+def _disk_text(disk: dict[str, Any]) -> str:
     rates = [
         f"{name} {disk[name]['achieved_bytes_per_second'] / 1e9:.2f} of "
         f"{disk[name]['measured_bytes_per_second'] / 1e9:.2f} GB/s ({disk[name]['share']:.0%})"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...data.corpus import Batches
+from ...data.examples import ExampleBatches
 from .model import max_positions
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def sample(
     ntokens: int,
     seed: int,
     tokenizer: Any,
-    batches: Batches,
+    batches: Batches | ExampleBatches,
     trust: bool = False,
 ) -> tuple[str, str]:
     """Loads the folder with transformers alone and continues a prompt. Returns (prompt,
@@ -49,13 +50,26 @@ def sample(
     return _decode(tokens[0], tokenizer), _decode(result[tokens.shape[1] :], tokenizer)
 
 
-def _prompt_tokens(prompt: str | None, tokenizer: Any, batches: Batches) -> torch.Tensor:
+def _prompt_tokens(
+    prompt: str | None, tokenizer: Any, batches: Batches | ExampleBatches
+) -> torch.Tensor:
     import torch
 
     if not prompt:
-        return batches.held_out(1)[0][:1, :PROMPT_NTOKENS]
-    tokens = list(prompt.encode()) if tokenizer is None else tokenizer(prompt)["input_ids"]
-    return torch.tensor([tokens])
+        return batches.prompt(PROMPT_NTOKENS)
+    if tokenizer is None:
+        return torch.tensor([list(prompt.encode())])
+    if isinstance(batches, ExampleBatches) and tokenizer.chat_template:
+        return prompt_of(tokenizer, [{"role": "user", "content": prompt}])
+    return torch.tensor([tokenizer(prompt)["input_ids"]])
+
+
+def prompt_of(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
+    """Makes the tokens of a conversation that the model is to answer: int64 [1, tokens]."""
+    found = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return found["input_ids"]
 
 
 def _decode(tokens: torch.Tensor, tokenizer: Any) -> str:

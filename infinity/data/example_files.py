@@ -1,0 +1,169 @@
+"""Example files: finds the files of a dataset of samples, and reads them with the datasets library
+into columns that TRL knows: messages; prompt and completion; or text."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .records import TABLES, look_at
+
+# Columns of question and answer by other names; the first may have more in the third.
+PAIRS = (
+    ("prompt", "completion", None),
+    ("prompt", "response", None),
+    ("prompt", "output", None),
+    ("instruction", "output", "input"),
+    ("instruction", "response", "context"),
+    ("question", "answer", None),
+    ("query", "response", None),
+    ("input", "output", None),
+    ("inputs", "targets", None),
+)
+CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue")
+BESIDE = re.compile(r"(README|LICENSE|NOTICE|dataset_infos?\.json)|.*\.md$", re.I)  # of data
+SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # in a folder of `save_to_disk`
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleFiles:
+    """Files of one kind, in order. ``loader``: the name that `datasets.load_dataset` has for it, or
+    "disk" for a folder of `save_to_disk`."""
+
+    source: str
+    loader: str
+    paths: list[Path]
+    left_out: list[str] = field(default_factory=list)  # names of files that are no data
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the files' names and sizes, 16 hex digits."""
+        digest = hashlib.sha256(self.loader.encode())
+        for path in self.paths:
+            files = sorted(path.rglob("*")) if path.is_dir() else [path]
+            for file in files:
+                digest.update(f"{file.name}\n{file.stat().st_size}\n".encode(errors="replace"))
+        return digest.hexdigest()[:16]
+
+
+def find_examples(data: Path | None) -> ExampleFiles | None:
+    """Finds the examples at a path: a file, or a folder with files of one kind. None if it has
+    none: text, or nothing. Raises ConfigError for files of several kinds, or text beside them."""
+    if data is None or not (data.is_dir() or data.is_file()):
+        return None
+    if data.is_dir() and any((data / name).is_file() for name in SAVED):
+        return ExampleFiles(source=str(data), loader="disk", paths=[data])
+    files = [data]
+    if data.is_dir():
+        files = sorted(
+            path
+            for path in data.rglob("*")
+            if path.is_file()
+            and path.stat().st_size
+            and not any(part.startswith(".") for part in path.relative_to(data).parts)
+        )
+    found = {path: look_at(path) for path in files}
+    loaders = {path: kind.loader for path, kind in found.items() if kind and kind.loader}
+    if not loaders:
+        return None
+    if len(kinds := sorted(set(loaders.values()))) > 1:
+        raise ConfigError(
+            f"--data: {data} has files of several kinds ({', '.join(kinds)}). Give one of them, or"
+            " a folder with files of one kind."
+        )
+    text = [path for path in files if found[path] is None and not BESIDE.match(path.name)]
+    if text:
+        raise ConfigError(
+            f"--data: {data} has both running text ({text[0].name}) and samples"
+            f" ({next(iter(loaders)).name}: {found[next(iter(loaders))].what}). Give one of them."
+        )
+    left_out = [path.name for path in files if path not in loaders]
+    return ExampleFiles(source=str(data), loader=kinds[0], paths=list(loaders), left_out=left_out)
+
+
+def load_examples(datasets: Any, files: ExampleFiles) -> Any:
+    """Reads the files with the library ``datasets``. Raises ConfigError if it cannot, or columns
+    are unknown."""
+    data = _load(datasets, files)
+    if not len(data):
+        raise ConfigError(f"--data: {files.source} has no samples.")
+    return _in_known_columns(data, files.source)
+
+
+def _load(datasets: Any, files: ExampleFiles) -> Any:
+    try:
+        if files.loader == "csv":
+            return _load_tables(datasets, files.paths)
+        if files.loader != "disk":
+            paths = [str(path) for path in files.paths]
+            return datasets.load_dataset(files.loader, data_files=paths, split="train")
+        found = datasets.load_from_disk(str(files.paths[0]))
+    except Exception as error:  # noqa: BLE001 - every reader has errors of its own
+        cause = error.__cause__ or error
+        line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise ConfigError(f"--data: datasets cannot read {files.source}: {line}") from None
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    if "train" not in found:
+        raise ConfigError(
+            f"--data: {files.source} has the splits {', '.join(found)} and no split named train."
+        )
+    return found["train"]
+
+
+def _load_tables(datasets: Any, paths: list[Path]) -> Any:
+    """Reads CSV and TSV. Text stays as it is written: "1." is no number, and "NA" is not
+    missing."""
+    import pandas
+
+    read = [
+        pandas.read_csv(path, sep=TABLES[path.suffix.lower()], dtype=str, keep_default_na=False)
+        for path in paths
+    ]
+    return datasets.Dataset.from_pandas(pandas.concat(read), preserve_index=False)
+
+
+def _in_known_columns(data: Any, source: str) -> Any:
+    """Returns the data with the columns messages, prompt and completion, or text alone."""
+    names = {name.strip().lower(): name for name in data.column_names}
+    if chat := next((name for name in CHATS if name in names), None):
+        kept = data.select_columns([names[chat]])
+        wanted = "conversations" if _has_from(kept[0][names[chat]]) else "messages"
+        kept = kept if names[chat] == wanted else kept.rename_column(names[chat], wanted)
+        return kept
+    if {"chosen", "rejected"} <= names.keys():
+        raise ConfigError(
+            f"--data: {source} has pairs of preferred answers (chosen, rejected), for DPO: train it"
+            " with TRL's DPOTrainer (docs/integrations.md)."
+        )
+    for prompt, completion, more in PAIRS:
+        if prompt in names and completion in names:
+            given = names[prompt], names[completion], names.get(more or "")
+            return data.map(
+                lambda row, given=given: {
+                    "prompt": _joined(row, given[0], given[2]),
+                    "completion": row[given[1]],
+                },
+                remove_columns=data.column_names,
+            )
+    if "text" in names:
+        kept = data.select_columns([names["text"]])
+        return kept if names["text"] == "text" else kept.rename_column(names["text"], "text")
+    raise ConfigError(
+        f"--data: {source} has the columns {', '.join(data.column_names)}. Needed is one of:"
+        " messages; prompt and completion; instruction and output; question and answer; text."
+    )
+
+
+def _has_from(messages: Any) -> bool:
+    return bool(messages) and isinstance(messages[0], dict) and "from" in messages[0]
+
+
+def _joined(row: dict[str, Any], prompt: str, more: str | None) -> Any:
+    added = row[more] if more else None
+    if not isinstance(row[prompt], str):
+        return row[prompt]
+    return f"{row[prompt]}\n\n{added}\n\n" if added else f"{row[prompt]}\n\n"

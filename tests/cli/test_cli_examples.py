@@ -1,0 +1,335 @@
+"""`infinity train --data` with samples: conversations, prompts with completions, texts, in every
+form that people have them. TRL renders and masks them.
+
+**learned**: what a model is trained to write, set apart from what it only reads.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+import transformers
+from chatty import PAIRS, ROWS, chat_of, save_base, save_rows
+
+import infinity.cli
+from infinity.data.example_files import find_examples
+from infinity.data.examples import (
+    NOT_LEARNED,
+    PLAIN_TEMPLATE,
+    ExampleBatches,
+    read_examples,
+)
+from infinity.errors import ConfigError
+
+QUESTION, ANSWER = PAIRS[0]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return save_base(tmp_path_factory.mktemp("chatty") / "base")
+
+
+@pytest.fixture
+def tokenizer(base):
+    return transformers.AutoTokenizer.from_pretrained(base)
+
+
+def rows_of(kind: str, pairs=PAIRS) -> list[dict]:
+    return [ROWS[kind](question, answer) for question, answer in pairs]
+
+
+def read(path: Path, tokenizer, **given):
+    return read_examples(find_examples(path), tokenizer, **({"sequence_length": 64} | given))
+
+
+# --- what is learned ---
+
+LEARNED = {  # kind of row -> its text, of which the part in brackets is learned
+    "messages": f"<|user|>{QUESTION}<|end|><|assistant|>[{ANSWER}<|end|>]",
+    "sharegpt": f"<|user|>{QUESTION}<|end|><|assistant|>[{ANSWER}<|end|>]",
+    "chat prompt": f"<|user|>{QUESTION}<|end|><|assistant|>[{ANSWER}<|end|>]",
+    "prompt": f"{QUESTION}\n\n[{ANSWER}<|end|>]",
+    "alpaca": f"{QUESTION}\n\n[{ANSWER}<|end|>]",
+    "question": f"{QUESTION}\n\n[{ANSWER}<|end|>]",
+    "text": f"[{QUESTION} {ANSWER}<|end|>]",
+}
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_the_answer_is_learned_and_what_is_asked_is_not(kind, tokenizer, tmp_path):
+    """Of a text all is learned. The labels that are learned are the tokens themselves."""
+    found = read(save_rows(tmp_path / "a.jsonl", rows_of(kind)), tokenizer)
+    shown = "".join(f"[{text}]" if learned else text for text, learned in found.first(tokenizer))
+    assert shown == LEARNED[kind]
+    row = found.rows[0]
+    assert all(
+        label in (NOT_LEARNED, token) for token, label in zip(row["input_ids"], row["labels"])
+    )
+    assert found.train_count + found.held_out_count == len(PAIRS) and found.skipped == {}
+    assert found.learned_ntokens <= found.train_ntokens
+    assert (found.learned_ntokens == found.train_ntokens) == (kind == "text")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.csv", "a folder"])
+def test_every_form_of_files_has_the_same_rows(name, tokenizer, tmp_path):
+    """Alone, and in a folder beside a README."""
+    one = read(save_rows(tmp_path / "twin.jsonl", rows_of("prompt")), tokenizer)
+    folder = tmp_path / "many"
+    folder.mkdir()
+    path = save_rows(folder / name, rows_of("prompt"))
+    (folder / "README.md").write_text("# What this is\n")
+    for data in {path, path if name == "a folder" else folder}:
+        assert read(data, tokenizer).rows["input_ids"] == one.rows["input_ids"]
+    if name != "a folder":
+        assert find_examples(folder).left_out == ["README.md"]
+
+
+def test_each_answer_of_a_conversation_is_learned_once(tokenizer, tmp_path):
+    """By a tokenizer whose template does not tell answers apart: a row each. A system message is
+    kept, and tools' empty columns are not."""
+    said = [
+        {"role": "system", "content": "Be brief."},
+        *chat_of("1+1?", "2."),
+        *chat_of("2+2?", "4."),
+    ]
+    found = read(save_rows(tmp_path / "a.jsonl", [{"messages": said}] * 3), tokenizer)
+    assert len(found.rows) == 6
+    learned = [
+        tokenizer.decode([label for label in labels if label != NOT_LEARNED])
+        for labels in found.rows["labels"]
+    ]
+    assert sorted(learned) == ["2.<|end|>"] * 3 + ["4.<|end|>"] * 3
+
+
+def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path):
+    """Twin: for prompts and completions in plain text none is needed."""
+    base = save_base(tmp_path / "base", template=None)
+    for kind, expected in (("prompt", None), ("messages", PLAIN_TEMPLATE)):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+        found = read(save_rows(tmp_path / f"{kind}.jsonl", rows_of(kind)), tokenizer)
+        assert tokenizer.chat_template == expected and not found.has_own_template
+    text = "".join(text for text, _ in found.first(tokenizer))
+    assert text == f"### user:\n{QUESTION}<|end|>\n### assistant:\n{ANSWER}<|end|>\n"
+
+
+def test_packed_rows_have_the_same_learned_tokens(tokenizer, tmp_path):
+    """In fewer rows, none longer than asked."""
+    path = save_rows(tmp_path / "a.jsonl", rows_of("prompt"))
+    apart, packed = (read(path, tokenizer, pack=pack) for pack in (False, True))
+    assert len(packed.rows) < len(apart.rows) / 2
+    assert all(len(tokens) <= 64 for tokens in packed.rows["input_ids"])
+
+    def learned(found):
+        return sorted(
+            label for labels in found.rows["labels"] for label in labels if label != NOT_LEARNED
+        )
+
+    assert learned(packed) == learned(apart)
+    assert packed.fingerprint != apart.fingerprint
+
+
+def test_what_cannot_be_learned_is_counted(tokenizer, tmp_path):
+    """Empty ones, and those whose answer begins beyond the length."""
+    rows = [*rows_of("prompt"), {"prompt": "", "completion": ""}]
+    rows += [{"prompt": "x" * 80, "completion": "y"}] * 2
+    found = read(save_rows(tmp_path / "a.jsonl", rows), tokenizer)
+    assert list(found.skipped.values()) == [1, 2] and len(found.rows) == len(PAIRS)
+
+
+# --- the order ---
+
+
+@pytest.fixture
+def batches(tokenizer, tmp_path):
+    found = read(save_rows(tmp_path / "a.jsonl", rows_of("prompt")), tokenizer)
+
+    def make(seed: int = 1, batch_size: int = 5, per_step: int = 1) -> ExampleBatches:
+        return ExampleBatches(
+            corpus=found, batch_size=batch_size, sequence_length=64, seed=seed, per_step=per_step
+        )
+
+    return make
+
+
+def drawn(batches: ExampleBatches, count: int) -> list[bytes]:
+    return [
+        row.numpy().tobytes().rstrip(b"\0")
+        for step in range(count)
+        for turn in range(batches.per_step)
+        for row in batches.train(step, turn)["labels"]
+    ]
+
+
+def test_every_row_is_in_an_epoch_once(batches):
+    """Twin: the next epoch has another order. The held-out rows are in none."""
+    count = batches().corpus.train_count
+    assert count == 35
+    found = [batches()._place(number) for number in range(2 * count)]
+    assert sorted(found[:count]) == sorted(found[count:]) == list(range(count))
+    assert found[:count] != found[count:]
+    assert batches().steps_of(1.0) == 7 and batches(batch_size=4, per_step=2).steps_of(2.0) == 9
+
+
+def test_the_seed_and_the_numbers_alone_determine_a_batch(batches):
+    """However a step is divided into batches. Twin: another seed."""
+    wide, narrow = batches(batch_size=4), batches(batch_size=2, per_step=2)
+    for step in (3, 0):
+        whole = wide.train(step)["input_ids"]
+        halves = [narrow.train(step, turn)["input_ids"] for turn in (0, 1)]
+        for row, part in zip(whole, [each for half in halves for each in half]):
+            assert torch.equal(row[: len(part)], part[: len(row)])
+    assert drawn(wide, 2) != drawn(batches(seed=2, batch_size=4), 2)
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def train(base, tmp_path, monkeypatch, capsys):
+    """Status, stdout and stderr of `infinity train` with the base."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, model: Path | str = base) -> tuple[int, str, str]:
+        capsys.readouterr()
+        given = ["--model", str(model), "--dtype", "fp32", "--batch-size", "6", "--params", "host"]
+        status = infinity.cli.main(["train", *given, "--optimizer", "host", *map(str, words)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_a_job_shows_what_it_learns_and_saves_what_can_be_talked_to(train, tmp_path):
+    """An epoch by default; the folder has its tokenizer with the chat template."""
+    save_rows(tmp_path / "chat.jsonl", rows_of("messages"))
+    status, out, err = train("--data", "chat.jsonl", "--out", "tuned", "--lr", "0.01")
+    assert status == 0, err
+    assert f"\u00ab{ANSWER}<|end|>\u00bb" in out and "35 rows to train on, 1 held out" in out
+    assert "tokens per step, 6 steps" in out
+    tokenizer = transformers.AutoTokenizer.from_pretrained("tuned")
+    assert tokenizer.chat_template
+    assert transformers.AutoModelForCausalLM.from_pretrained("tuned").generation_config.eos_token_id
+
+
+def test_a_resumed_job_has_the_bits_of_an_uninterrupted_one(train, tmp_path):
+    """With micro-batches of other counts of learned tokens."""
+    save_rows(tmp_path / "chat.jsonl", rows_of("messages"))
+    words = ("--data", "chat.jsonl", "--accumulate", 2, "--sample-bytes", 0, "--warmup-steps", 0)
+    whole = json.loads(train(*words, "--epochs", 2, "--json")[1].splitlines()[-1])
+    for more in (("--steps", 3), ("--epochs", 2, "--resume", "--out", "again")):
+        status, out, err = train(*words, *more, "--checkpoint", "kept", "--json")
+        assert status == 0, err
+    # The curve of the learning rate depends on the steps, and step 3 of 3 is another than of 6
+    assert whole["steps"] == json.loads(out.splitlines()[-1])["steps"] == 6
+
+
+def test_learned_tokens_count_the_same_in_every_micro_batch(base, tokenizer, tmp_path):
+    """One step of two micro-batches has the gradient of one batch of both, though their answers
+    have other lengths. Twin: the mean of the micro-batches' losses is another."""
+    from types import SimpleNamespace
+
+    from infinity.cli.training.job import _loss, learned_count, train_step
+    from infinity.cli.training.ranks import Ranks
+
+    pairs = [("a", "b"), ("a", "b" * 9), ("c", "d" * 30), ("e", "f")] * 2
+    data = read(save_rows(tmp_path / "a.jsonl", rows_of("prompt", pairs)), tokenizer)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    grads, losses = [], []
+    for size, accumulate in ((4, 1), (2, 2)):
+        batches = ExampleBatches(
+            corpus=data, batch_size=size, sequence_length=64, seed=3, per_step=accumulate
+        )
+        optimizer = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
+        job = SimpleNamespace(
+            model=model,
+            batches=batches,
+            accumulate=accumulate,
+            seed=0,
+            ranks=Ranks(None),
+            max_grad_norm=None,
+            optimizer=optimizer,
+            scheduler=optimizer,
+        )
+        model.zero_grad()
+        losses.append(train_step(job, 0))
+        grads.append(torch.cat([param.grad.view(-1) for param in model.parameters()]))
+        parts = [batches.train(0, turn) for turn in range(accumulate)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert torch.allclose(grads[0], grads[1], atol=1e-6)
+    plain = sum(_loss(model, part).item() for part in parts) / 2
+    assert len({learned_count(part) for part in parts}) == 2 and abs(plain - losses[0]) > 1e-3
+
+
+# --- bad input ---
+
+REFUSED = {
+    "preferences": ([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3, "DPOTrainer"),
+    "other columns": ([{"review": "a", "stars": 3}] * 3, "columns review, stars"),
+    "one sample": ([{"prompt": "a", "completion": "b"}], "and data.jsonl leaves 1."),
+    "empty samples": ([{"text": ""}] * 3, "all samples of data.jsonl are empty"),
+    "no answers": ([{"messages": chat_of("a", "b")[:1]}] * 3, "no conversation has an answer"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_data_without_a_use_is_refused_by_name(what, train, tmp_path):
+    rows, said = REFUSED[what]
+    save_rows(tmp_path / "data.jsonl", rows)
+    status, out, err = train("--data", "data.jsonl", "--out", "tuned")
+    assert status == 2 and said in err and "--data" in err, err
+    assert "Traceback" not in err and not Path("tuned").exists()
+
+
+def test_a_damaged_file_is_refused_with_the_readers_reason(train, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
+    status, _, err = train("--data", "data.jsonl")
+    assert status == 2 and "datasets cannot read data.jsonl" in err
+
+
+def test_files_of_several_kinds_are_refused(train, tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("a.jsonl", "b.parquet"):
+        save_rows(tmp_path / "data" / name, rows_of("prompt"))
+    status, _, err = train("--data", "data")
+    assert status == 2 and "several kinds (json, parquet)" in err
+
+
+def test_text_beside_samples_is_refused(train, tmp_path):
+    """Twin: a README may be there."""
+    (tmp_path / "data").mkdir()
+    save_rows(tmp_path / "data" / "a.jsonl", rows_of("prompt"))
+    (tmp_path / "data" / "README.md").write_text("# Data\n")
+    assert find_examples(tmp_path / "data").left_out == ["README.md"]
+    (tmp_path / "data" / "book.txt").write_text("Once upon a time\n")
+    status, _, err = train("--data", "data")
+    assert status == 2 and "running text (book.txt) and samples (a.jsonl: holds records" in err
+
+
+def test_samples_need_a_tokenizer(train, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(save_base(tmp_path / "base"))
+    config.to_json_file(tmp_path / "model.json")
+    save_rows(tmp_path / "data.jsonl", rows_of("prompt"))
+    status, _, err = train("--data", "data.jsonl", model="model.json")
+    assert status == 2 and "a model with a tokenizer" in err
+
+
+def test_missing_libraries_are_named(tokenizer, tmp_path, monkeypatch):
+    path = save_rows(tmp_path / "a.jsonl", rows_of("prompt"))
+    monkeypatch.setitem(__import__("sys").modules, "trl", None)
+    with pytest.raises(ConfigError, match="pip install trl datasets"):
+        read(path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "words", [("--pack",), ("--epochs", "2"), ("--epochs", "2", "--steps", "2")]
+)
+def test_options_of_samples_are_refused_for_text(words, train, tmp_path):
+    (tmp_path / "text.txt").write_text("running text " * 99)
+    status, _, err = train("--data", "text.txt", *words)
+    assert status == 2 and words[0] in err
