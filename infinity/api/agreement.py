@@ -274,7 +274,10 @@ def share_processors(model: nn.Module, config: Config, collectives: Collectives)
 def _gpu_of(model: nn.Module, config: Config) -> int | None:
     """Returns the number of the GPU that will compute; None if the processor does."""
     named = [torch.device(config.device)] if config.device is not None else []
-    where = next((each for each in named or (param.device for param in model.parameters())), None)
+    places = (
+        param.device for param in model.parameters() if is_managed(param) and not param.is_meta
+    )
+    where = next(iter(named), None) or next(places, None)
     if where is None or where.type != "cuda":
         return None
     if where.index is not None:

@@ -112,6 +112,7 @@ class Bulk:
         nbytes = whole.numel() - mine.numel()
         pending.count = partial(self.traffic.received, edge, nbytes, what, start)
         if not pending.is_on_host:
+            pending.count = partial(self.traffic.received, edge, nbytes, what, None)
             pending.defer = self._note_ordered
         return pending
 

@@ -45,11 +45,12 @@ class Pending:
         defer, self.defer = self.defer, None
         ordering = defer is not None and not settling
         try:
-            if ordering:
-                self.order()
-            else:
-                for work in self.works:
+            for work in self.works:
+                if ordering:
+                    work.wait()
+                else:
                     self._wait(work, settling)
+            if not ordering:
                 self._forget_works()
                 self.count()
             if self.finish is not None:
@@ -67,12 +68,6 @@ class Pending:
             self.release()
         if ordering:
             defer(self)
-
-    def order(self) -> None:
-        """Orders this stream's later compute after a device's collective, unless it is known to be
-        complete."""
-        for work in self.works:
-            work.wait()
 
     @property
     def is_over(self) -> bool:

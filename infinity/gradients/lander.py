@@ -60,6 +60,8 @@ class Lander:
                 self._norms.of_shard,
                 adds=adds,
             )
+            # Not held back: averages also land outside of a backward, where none would be torn.
+            self._homes.queue.begin()
         else:
             self._here(
                 handle,

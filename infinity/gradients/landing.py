@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..machine.device import Copy, Device, Event
+from ..machine.device import PAST, Copy, Device, Event
 from ..machine.in_flight import InFlight
 from ..machine.traffic import Traffic
 from ..state.flat_param import FlatParam
@@ -37,9 +37,15 @@ class LandingQueue:
         *read: torch.Tensor,
     ) -> Event:
         """Adds ``send``, which reads the tensors ``read``, to the next job, which comes after the
-        compute enqueued so far. Returns the event of its end. Keeps ``read`` alive until then."""
+        compute enqueued so far. Returns the event of its end. Keeps ``read`` alive until then.
+
+        It is held back until :meth:`begin`. Precondition: the backward whose gradient it is has not
+        ended, so that recovery finds the gradient torn; or the caller begins the job.
+        """
+        if self._next.nbytes + nbytes > self._shared_nbytes:
+            self.begin()
         job = self._next
-        job.add(send, nbytes, what, read, self.begin)
+        job.add(send, nbytes, what, read, behind=self._device.now(), begin=self.begin)
         self._landing[flat_param] = job
         if job.nbytes >= self._shared_nbytes:
             self.begin()
@@ -48,11 +54,8 @@ class LandingQueue:
     def begin(self) -> None:
         """Enqueues the job that gradients were added to: a backward ends, or they are needed."""
         job, self._next = self._next, _Job()
-        if job.is_empty:
-            return
-        read = job.enqueue(self._device)
-        for tensor in read:
-            self._in_flight.keep(tensor, job.end)
+        if not job.is_empty:
+            self._in_flight.keep(job.enqueue(self._device), job.end)
 
     def wait(self, flat_param: FlatParam) -> None:
         """Blocks until the landing gradients of ``flat_param`` have arrived: the host is about to
@@ -78,6 +81,7 @@ class LandingQueue:
     def rebuild(self) -> None:
         """Forgets everything after an exception. Only while no transfer is running."""
         self._landing.clear()
+        self._next.give_up()
         self._next = _Job()
         self._in_flight = self._in_flight.emptied()
 
@@ -89,9 +93,10 @@ class _Job:
         self._begin: Callable[[], None] | None = None  # enqueues this one, if it was not
         self._sends: list[Callable[[], None]] = []
         self._read: list[torch.Tensor] = []
-        self._what = ""
+        self._behind: list[Event] = []  # of the compute, which may run on several streams
+        self._first = ""
+        self._end: Event = PAST
         self.nbytes = 0
-        self._end: Event | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -103,33 +108,39 @@ class _Job:
         nbytes: int,
         what: str,
         read: Sequence[torch.Tensor],
+        *,
+        behind: Event,
         begin: Callable[[], None],
     ) -> None:
-        self._begin = begin
-        self._what = f"{self._what}, {what}" if self._what else what
+        self._begin, self._first = begin, self._first or what
         self._sends.append(send)
+        self._behind.append(behind)
         self._read += read
         self.nbytes += nbytes
 
     def enqueue(self, device: Device) -> list[torch.Tensor]:
         """Enqueues the sends. Returns the tensors that they read."""
-        sends, read = self._sends, self._read
-        self._sends, self._read, self._begin = [], [], None
+        sends, read, behind = self._sends, self._read, self._behind
+        more = f" and {len(sends) - 1} more" if len(sends) > 1 else ""
+        self.give_up()
 
         def work() -> None:
             for send in sends:
                 send()
 
-        transfer = Copy("device->host", self.nbytes, self._what)
-        self._end = device.put("out", work, behind=[device.now()], transfer=transfer)
+        transfer = Copy("device->host", self.nbytes, f"{self._first}{more}")
+        self._end = device.put("out", work, behind=behind, transfer=transfer)
         return read
+
+    def give_up(self) -> None:
+        """Forgets the sends: they are enqueued, or will never be."""
+        self._sends, self._read, self._behind, self._begin = [], [], [], None
 
     @property
     def end(self) -> Event:
         """The event of the end."""
         if self._begin is not None:
             self._begin()
-        assert self._end is not None, "a job of gradients that was given up"
         return self._end
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,12 +11,12 @@ from .device import PAST, Event
 
 
 class InFlight:
-    """Tensors that queues still read. Above ``limit_nbytes``, and above ``of_largest`` tensors of
-    the largest size so far, the compute waits for the oldest."""
+    """Tensors that queues still read. Above ``limit_nbytes``, and above ``of_largest`` times the
+    most that was kept at once so far, the compute waits for the oldest."""
 
     def __init__(self, limit_nbytes: int, *, of_largest: int = 0):
         self._limit, self._of_largest = limit_nbytes, of_largest
-        self._held: deque[tuple[Event, torch.Tensor, Callable[[], None]]] = deque()
+        self._held: deque[tuple[Event, Sequence[torch.Tensor], Callable[[], None]]] = deque()
         self._nbytes = 0
 
     def emptied(self) -> InFlight:
@@ -24,17 +24,23 @@ class InFlight:
         return InFlight(self._limit, of_largest=self._of_largest)
 
     def keep(
-        self, tensor: torch.Tensor, event: Event, then: Callable[[], None] = lambda: None
+        self,
+        tensors: Sequence[torch.Tensor],
+        event: Event,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Keeps ``tensor`` until ``event``, then calls ``then``. Drops what is over or exceeds the
-        limit."""
+        """Keeps ``tensors`` until ``event``, then calls ``then``. Drops what is over, and older
+        ones beyond the limit."""
         if event is PAST:
             return
-        self._held.append((event, tensor, then))
-        self._nbytes += tensor.nbytes
-        self._limit = max(self._limit, self._of_largest * tensor.nbytes)
-        while self._held and (self._nbytes > self._limit or self._held[0][0].done):
-            event, tensor, then = self._held.popleft()
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._held.append((event, tensors, then))
+        self._nbytes += nbytes
+        self._limit = max(self._limit, self._of_largest * nbytes)
+        while self._held and (
+            self._held[0][0].done or (self._nbytes > self._limit and len(self._held) > 1)
+        ):
+            event, kept, then = self._held.popleft()
             event.precede()
-            self._nbytes -= tensor.nbytes
+            self._nbytes -= sum(tensor.nbytes for tensor in kept)
             then()

@@ -102,10 +102,13 @@ class Traffic:
         self.timed[edge] += nbytes
         self.mark(edge, what, start, end)
 
-    def received(self, collective: str, nbytes: int, what: str, start: float) -> None:
-        """Counts bytes received from other ranks by a collective that ends now."""
+    def received(self, collective: str, nbytes: int, what: str, start: float | None) -> None:
+        """Counts bytes received from other ranks by a collective that ends now. ``start``: None if
+        nobody has seen how long it took."""
         now, traffic = time.perf_counter(), self.collectives[collective]
         traffic.nbytes += nbytes
+        if start is None:
+            return
         traffic.busy_seconds += now - start
         self.mark(collective, what, start, now)
 

@@ -51,7 +51,7 @@ class ActivationCopies:
         saved.sent = self._last["out"] = event
         if event is not PAST:
             saved.source = tensor.detach(), tensor._version
-            self._in_flight.keep(source, event, partial(release_saved, weakref.ref(saved)))
+            self._in_flight.keep([source], event, partial(release_saved, weakref.ref(saved)))
 
     def bring(self, saved: Saved) -> torch.UntypedStorage:
         """Copies a storage back from the host. If copies overlap compute, also starts copying the
@@ -85,6 +85,6 @@ class ActivationCopies:
             "in", lambda: target.copy_(source, non_blocking=True), behind=behind, transfer=transfer
         )
         # The copy writes to it even if no backward uses the result.
-        self._in_flight.keep(target, event)
+        self._in_flight.keep([target], event)
         self._in_use[saved.place.extent.address] = self._last["in"] = event
         saved.coming = target.untyped_storage(), event

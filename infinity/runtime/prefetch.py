@@ -153,7 +153,6 @@ class Prefetcher:
         """Ends the pass and releases every idle unit, unless ranks, or a pipeline without flush,
         keep weights. Does nothing inside an accumulation pass. Every data rank calls this, and it
         may block on them."""
-        self._collectives.bulk.wait_for_ordered()
         if self._pass.is_accumulating:
             return
         self._collectives.passes.end()
@@ -186,7 +185,8 @@ class Prefetcher:
         if unit.residency is not Residency.RESIDENT:
             self._bring(unit)
         else:
-            unit.arrival.precede()
+            # This stream may not be the one that waited for the gather
+            unit.arrival.event.precede()
             if unit in self._pass.resident:
                 self._pass.resident[unit] = self._pass.resident.pop(unit)  # most recently used
         unit.wait_for_update()

@@ -22,7 +22,7 @@ class Arrival:
     """The last copy of one unit's weights to the device, and the gather that follows it.
 
     event
-        The end of the copy.
+        The end of the copy, and then that of the gather: another stream comes after it, too.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class Arrival:
         self._buffers, self._second, self._collectives = buffers, second, collectives
         self.event: Event = PAST
         self._pending: list[Pending] = []  # running gathers
-        self._ordered: list[Pending] = []  # those that the compute was ordered after
 
     def start(
         self,
@@ -113,13 +112,8 @@ class Arrival:
             with self._device.stalled("all-gather", self._name):
                 for pending in self._pending:
                     pending.wait()
-        self._ordered, self._pending = self._pending, []
-
-    def precede(self) -> None:
-        """Orders later compute of this stream after the weights, if another stream was."""
-        self.event.precede()
-        for pending in self._ordered:
-            pending.order()
+            self.event = self._device.now()
+        self._pending = []
 
     def give_up(self) -> None:
         """Waits until nothing writes to the buffers, after an error, and ignores further ones."""
@@ -135,4 +129,4 @@ class Arrival:
         """Forgets running gathers. Their collectives still write to the device memory."""
         for pending in self._pending:
             pending.drop()
-        self._ordered, self._pending = [], []
+        self._pending = []

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import infinity
 from infinity.distributed.bulk import MOST_ORDERED, Bulk
 from infinity.distributed.parallel_dims import ParallelDims
 from infinity.distributed.pending import Pending
@@ -109,3 +110,27 @@ def test_a_transport_of_the_host_blocks(bulk):
     """It has no stream that could be ordered."""
     pending = bulk._pending([Work(3)], "a gather", lambda: None, torch.device("cpu"))
     assert pending.defer is None
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_forward_that_fails_waits_for_no_gather(fails, monkeypatch):
+    """Other ranks may not start what it would wait for. Twin: one that ends waits."""
+    waits = []
+    monkeypatch.setattr(Bulk, "wait_for_ordered", lambda self: waits.append(self))
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            waits.clear()  # its own weights are there
+            if fails:
+                raise ValueError("mine")
+            return super().forward(x)
+
+    model = Model(4, 4)
+    model, _ = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+    )
+    try:
+        model(torch.ones(1, 4))
+    except ValueError:
+        assert fails
+    assert bool(waits) != fails

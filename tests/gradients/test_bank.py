@@ -468,6 +468,23 @@ def test_an_average_replaces_the_whole_gradient_that_a_rank_keeps(job):
     assert torch.equal(at_home(job, 1), ODD)
 
 
+def test_an_average_outside_of_a_backward_is_not_lost_in_a_recovery(anywhere):
+    """It is on its way, not held back: nothing would be torn. Twin: what a backward that failed had
+    landed is torn."""
+    bank, (first, second, *_) = of_two(anywhere, "optimizer"), anywhere.handles
+    for handle in (first, second):
+        bank.land(handle, ODD)
+    bank.end_backward()
+    bank.land_average(first, ODD.view(-1) * 3)
+    anywhere.engine.job.device.drain()  # as recovery does before
+    bank.rebuild()
+    assert first.grad.state is GradState.LANDED and torch.equal(at_home(anywhere), ODD * 3)
+    bank.land(second, ODD)
+    anywhere.engine.job.device.drain()
+    bank.rebuild()
+    assert second.grad.state is GradState.TORN
+
+
 def test_an_average_lands_in_the_gradients_dtype():
     """Method: one that only fp32 tells from one, added to another."""
     job = small_at_home(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)

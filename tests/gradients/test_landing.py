@@ -216,7 +216,7 @@ def test_small_gradients_share_a_job_until_it_is_needed(how, counting):
     assert home == [0, 1, 2, 3]
     BEGINS[how](queue, event)
     (transfer,) = counting.sent
-    assert transfer.nbytes == 4 * NBYTES and transfer.what.startswith("weight 0, weight 1")
+    assert transfer.nbytes == 4 * NBYTES and transfer.what == "weight 0 and 3 more"
     sent_by(queue, 1)
     queue.begin()
     assert len(counting.sent) == 2
@@ -228,6 +228,45 @@ def test_a_job_that_is_large_enough_begins_at_once(counting):
     assert sent_by(queue, 2) == []
     assert sent_by(queue, 1) == [0] and len(counting.sent) == 1
     assert sent_by(queue, 2, nbytes=3 * NBYTES) == [0, 1] and len(counting.sent) == 3
+
+
+def test_a_job_comes_after_the_compute_of_each_of_its_gradients(counting, monkeypatch):
+    """Which may have run on several streams."""
+    moments = iter(range(9))
+    behind = []
+    monkeypatch.setattr(counting, "now", lambda: next(moments))
+    put = counting.put
+
+    def noted(queue, work, *, behind=(), transfer=None, told=behind):
+        told.append(list(behind))
+        return put(queue, work, transfer=transfer)
+
+    monkeypatch.setattr(counting, "put", noted)
+    queue = LandingQueue(counting, counting.traffic, 100 * NBYTES)
+    sent_by(queue, 3)
+    queue.begin()
+    assert behind == [[0, 1, 2]]
+
+
+def test_a_job_is_no_larger_than_what_may_be_in_flight(counting):
+    """Unless one gradient is."""
+    queue = LandingQueue(counting, counting.traffic, 3 * NBYTES)
+    sent_by(queue, 1, nbytes=2 * NBYTES)
+    sent_by(queue, 1, nbytes=2 * NBYTES)
+    queue.begin()
+    assert [transfer.nbytes for transfer in counting.sent] == [2 * NBYTES] * 2
+
+
+def test_what_was_given_up_holds_nothing_and_is_over(counting):
+    value = torch.ones(4)
+    queue = LandingQueue(counting, counting.traffic, 100 * NBYTES)
+    event = queue.send(SHARD, lambda: None, NBYTES, "a.weight", value)
+    held = weakref.ref(value)
+    del value
+    queue.rebuild()
+    gc.collect()
+    assert held() is None and event.done
+    event.precede()
 
 
 def test_what_an_exception_kept_back_is_never_sent(counting):

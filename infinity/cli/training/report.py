@@ -136,11 +136,11 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for edge, counts in report["edges"].items():
         if not (counts["nbytes"] or counts["stall_seconds"]):
             continue
-        rate = counts["nbytes"] / counts["busy_seconds"] if counts["busy_seconds"] else 0.0
+        busy = counts["busy_seconds"]
         moved = [
             _size(counts["nbytes"]),
             _size(counts["nbytes"] / steps_count),
-            f"{rate / 1e9:.2f} GB/s",
+            f"{counts['nbytes'] / busy / 1e9:.2f} GB/s" if busy else "-",
         ]
         edges.add_row(edge, *moved, f"{counts['stall_seconds']:.1f} s")
     console.print(edges)

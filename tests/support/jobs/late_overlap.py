@@ -44,11 +44,16 @@ def _weights_ahead(events: list[dict]) -> float:
     for event in events:
         if event.get("cat") == "host->device":
             copies.setdefault(int(event["name"]), []).append(event["ts"])
-    computed = sorted(
+    landings = sorted(
         (event["ts"], int(event["name"].partition(".")[0]))
         for event in events
-        if event.get("cat") == "device->host" and ".up." in event["name"]
+        if event.get("cat") == "device->host"
     )
+    computed = [  # each unit's last landing of a backward
+        one
+        for one, following in zip(landings, [*landings[1:], (0.0, -1)])
+        if one[1] != following[1]
+    ]
     ahead = []
     for (before, _), (end, unit), (later, following) in zip(computed, computed[1:], computed[2:]):
         if following == unit - 1:  # of one backward
