@@ -83,15 +83,17 @@ def lay_out(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     config: Config,
     ranks: ParallelDims | None = None,
+    device: Device | None = None,
 ) -> tuple[MemoryPlan, list[UnitSize]]:
     """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units, without
-    allocating or changing anything. ``ranks``: the planned ranks, which need not exist; None: one.
+    allocating or changing anything. ``ranks`` and ``device``: the planned ones, which need not
+    exist; None: one rank, and the device that would compute here.
     """
 
     check(model, given := as_given(optimizer), config)
     optimizers = Optimizers(given)
     alone = Collectives(ranks)
-    device = choose_device(model, config, alone)
+    device = device or choose_device(model, config, alone)
     try:
         dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
         flat_params_of = partial(

@@ -25,6 +25,7 @@ from .training.options import FILE, FLAG, FOLDER, HOMES, PATH
 from .training.settings import AUTO, engine_config, engine_settings
 
 USABLE = 0.9  # share of a machine's memory and disks; the system and libraries use the rest
+DEFAULT_SAMPLES = 4
 STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
 
 
@@ -58,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         **FILE,
         help="plan with a DeepSpeed JSON, and say what changes in memory and bytes",
     )
-    add("--batch-size", type=int, default=4, metavar="N", help="samples of a step (default 4)")
+    add("--batch-size", type=int, metavar="N", help="samples of a step (default 4)")
     add(
         "--batch-tokens",
         metavar="N",
@@ -130,8 +131,10 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     length = choose_sequence_length(args.sequence_length, model_config)
     if getattr(model_config.get_text_config(), "vocab_size", 1) == 0:
         raise ConfigError(f"{args.model}: a model with a vocabulary of 0 has nothing to predict")
-    _check_at_least((("batch-size", args.batch_size, 1), ("sequence-length", length, 2)))
-    samples = args.batch_size
+    samples = DEFAULT_SAMPLES if args.batch_size is None else args.batch_size
+    if args.batch_tokens is not None and args.batch_size is not None:
+        raise ConfigError("--batch-size and --batch-tokens both size a step: give one of them")
+    _check_at_least((("batch-size", samples, 1), ("sequence-length", length, 2)))
     if args.batch_tokens is not None:
         samples = _samples_of(args.batch_tokens, length)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
@@ -251,13 +254,14 @@ def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
     """Plans one rank of ``nodes`` machines. Measures nothing on this machine."""
     from ..api.lay_out import lay_out
     from ..distributed.parallel_dims import ParallelDims
-    from ..planning.cluster import predict_cluster, timeline_of
+    from ..planning.cluster import OnPaper, predict_cluster, timeline_of
     from .training.compute import step_flops
 
     ranks = ParallelDims(size=nodes * machine.devices, local_size=machine.devices)
-    plan, units = lay_out(job.model, job.optimizer, job.config, ranks)
+    plan, units = lay_out(job.model, job.optimizer, job.config, ranks, OnPaper())
+    lookup, tied = _embedding_of(job.model)
     flops = step_flops(job.model, job.model_config, **job.batch)
-    found = predict_cluster(plan, units, machine, nodes, flops=flops)
+    found = predict_cluster(plan, units, machine, nodes, flops=flops, tied=tied)
     tokens, step_seconds = job.tokens * found.ranks, found.step_seconds
     described, bound = job.describe(plan, units), found.bottleneck
     if found.ranks == 1:
@@ -268,6 +272,8 @@ def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
             flops=flops,
             recomputes=job.batch["checkpointing"],
             clips=job.config.max_grad_norm is not None,
+            lookup=lookup,
+            tied=tied,
         )
         step_seconds, bound = timeline.seconds, timeline.bound
         described["busy"] = timeline.busy
@@ -291,6 +297,15 @@ def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
         ],
         "sources": list(machine.sources),
     }
+
+
+def _embedding_of(model: Any) -> tuple[str, str]:
+    """Returns the name of the module that looks tokens up, and the same if its weight is also the
+    head's: ("name", "") or ("", "name")."""
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is inputs), "")
+    is_tied = outputs is not None and getattr(outputs, "weight", None) is inputs.weight
+    return ("", name) if is_tied else (name, "")
 
 
 def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:

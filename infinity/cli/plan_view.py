@@ -89,15 +89,20 @@ def _decides(found: dict[str, Any]) -> str:
 def _timeline(units: dict[str, dict[str, list[float]]]) -> Iterator[str]:
     """Yields when each unit's jobs run; of many units, the first and the last."""
     kinds = [kind for kind in KINDS if any(kind in spans for spans in units.values())]
-    yield f"{'seconds of a step':<28}" + "".join(f"{kind:>16}" for kind in kinds)
+    longest = max((end for spans in units.values() for _, end in spans.values()), default=0.0)
+    unit, scale = ("s", 1.0) if longest >= 1 else ("ms", 1e3)
+    yield f"{f'when in a step ({unit})':<28}" + "".join(f"{kind:>18}" for kind in kinds)
     rows = list(units.items())
     for number, (name, spans) in enumerate(rows):
         if len(rows) > 2 * SHOWN + 1 and SHOWN <= number < len(rows) - SHOWN:
             if number == SHOWN:
                 yield f"  ... {len(rows) - 2 * SHOWN} more (--json has all)"
             continue
-        cells = ("{:.3f}-{:.3f}".format(*spans[kind]) if kind in spans else "-" for kind in kinds)
-        yield f"  {name:<26}" + "".join(f"{cell:>16}" for cell in cells)
+        cells = (
+            " to ".join(f"{scale * at:.3f}" for at in spans[kind]) if kind in spans else "-"
+            for kind in kinds
+        )
+        yield f"  {name:<26}" + "".join(f"{cell:>18}" for cell in cells)
 
 
 def _beside_deepspeed(found: dict[str, Any]) -> Iterator[str]:

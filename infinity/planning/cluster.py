@@ -6,8 +6,9 @@ gathers     how often each unit's weights are gathered in a step, from a simulat
 ring        the collective algorithm assumed: each rank receives all but its own part from its
             neighbour, in one message per other rank
 
-The resources of a node are assumed to work in parallel, so the slowest decides. The result lists
-the assumptions that the machine file does not cover.
+Of several ranks the resources of a node are assumed to work in parallel, so the slowest decides. Of
+one rank the step is simulated (:mod:`.timeline`). The result lists the assumptions that the machine
+file does not cover.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import ConfigError
+from ..machine.device import Device
 from ..machine.sizes import parse_nbytes
 from ..machine.tiers import Tier
+from ..machine.traffic import Traffic
 from ..untrusted import read_text
 from .memory_plan import MemoryPlan
 from .step_traffic import (
@@ -133,6 +138,20 @@ def _value(found: dict[str, Any], part: str, key: str, given: str) -> float:
     return float(value)
 
 
+class OnPaper(Device):
+    """A GPU of a machine that is not here, with the optimizer's kernels: what plans ask of one."""
+
+    is_host, overlaps = False, True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda"), Traffic())
+        self.kernels, self.kernels_refusal = "on paper", ""
+
+    def reads_disks(self, folders: Sequence[str], checksums: bool | str = True) -> bool:
+        """Returns False: machine files do not tell."""
+        return False
+
+
 @dataclass(frozen=True)
 class ClusterPrediction:
     """One step. ``edges``: bytes of one rank; ``seconds``: the time of each resource alone."""
@@ -160,14 +179,21 @@ class ClusterPrediction:
 
 
 def predict_cluster(
-    plan: MemoryPlan, units: Sequence[UnitSize], machine: Machine, nodes: int, *, flops: float
+    plan: MemoryPlan,
+    units: Sequence[UnitSize],
+    machine: Machine,
+    nodes: int,
+    *,
+    flops: float,
+    tied: str = "",
 ) -> ClusterPrediction:
     """Predicts a step of ``nodes`` machines with one rank per device, sharded over all ranks.
 
     ``units``: one rank's sizes, sharded. ``flops``: operations of one rank's forward and backward.
+    ``tied``: the unit of an embedding whose weight is also the head's.
     """
     ranks = nodes * machine.devices
-    gathers = gathers_of(units, plan.device_window_nbytes)
+    gathers = gathers_of(plan, units, tied)
     edges = edges_of(plan, units, gathers)
     received = edges["all-gather"] + edges["reduce-scatter"]
     steps = optimizer_traffic(plan, units)
@@ -201,7 +227,8 @@ def predict_cluster(
             else 0.0
         ),
     }
-    told = _assumptions(machine, ranks, sum(gathers) / max(1, len(units)), plan)
+    passing = sum(bool(count) for count in gathers)
+    told = _assumptions(machine, ranks, sum(gathers) / max(1, passing), plan)
     if steps[Tier.DEVICE] and machine.device_bandwidth is None:
         told += (
             "the optimizer's time on the device is not counted: the machine file has no bandwidth"
@@ -219,8 +246,9 @@ def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan)
     if ranks == 1:
         found += [
             "one rank; every disk has an equal part of the state",
-            "the compute, both directions of the link, the disks and the optimizer each run one job"
-            " after the other; the processor launches ahead of the device",
+            "the compute, both directions of the link, the disks (with their checksums) and the"
+            " optimizer each run one job after the other; the processor launches ahead of the"
+            " device; an embedding's lookup takes no time",
         ]
     else:
         found += [
@@ -266,13 +294,32 @@ def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]
     return edges
 
 
-def gathers_of(units: Sequence[UnitSize], window_nbytes: int) -> list[int]:
-    """Counts how often each unit is gathered in a forward through all units and its backward."""
+def gathers_of(plan: MemoryPlan, units: Sequence[UnitSize], tied: str = "") -> list[int]:
+    """Counts how often each unit is gathered in a forward through all units and its backward, in
+    the model's order. ``tied``: see :func:`timeline_of`."""
+    order = _in_order(units)
+    sizes = [_passing_nbytes(plan, units, index) for index in order]
+    again = _place_of(units, order, tied)
     found = Counter(
-        gather.unit
-        for gather in plan_gathers([unit.weight_nbytes for unit in units], window_nbytes)
+        order[gather.unit]
+        for gather in plan_gathers(sizes, plan.device_window_nbytes, again=again)
+        if sizes[gather.unit]
     )
     return [found[index] for index in range(len(units))]
+
+
+def _in_order(units: Sequence[UnitSize]) -> list[int]:
+    return sorted(range(len(units)), key=lambda index: units[index].place)
+
+
+def _place_of(units: Sequence[UnitSize], order: Sequence[int], name: str) -> int | None:
+    return next((at for at, index in enumerate(order) if units[index].name == name), None)
+
+
+def _passing_nbytes(plan: MemoryPlan, units: Sequence[UnitSize], index: int) -> int:
+    """Counts the bytes of a unit's weights that come to the device for each use."""
+    is_there = plan.tiers_of(index)["weight"] is Tier.DEVICE and not units[index].is_sharded
+    return 0 if is_there else units[index].weight_nbytes
 
 
 def timeline_of(
@@ -283,41 +330,53 @@ def timeline_of(
     flops: float,
     recomputes: bool = False,
     clips: bool = False,
+    lookup: str = "",
+    tied: str = "",
 ) -> Timeline:
     """Simulates the steps of one rank alone on ``machine``. Units are used in the model's order.
 
     ``flops``: operations of forward and backward, with the second forward if it ``recomputes``.
-    ``clips``: the optimizer needs the norm of all gradients.
+    ``clips``: the optimizer needs the norm of all gradients. ``lookup``: the unit that is an
+    embedding, which computes nothing; ``tied``: the same, if its weight is also the head's.
     """
-    order = sorted(range(len(units)), key=lambda index: units[index].place)
-    total = sum(flat.numel for unit in units for flat in unit.flat_params)
-    forward = 1 / 4 if recomputes else 1 / 3
+    order, forward = _in_order(units), 1 / 4 if recomputes else 1 / 3
+    counts = {index: sum(flat.numel for flat in units[index].flat_params) for index in order}
+    computes = {index: count * (units[index].name != lookup) for index, count in counts.items()}
+    total = sum(computes.values()) or 1
+    # Bytes pass the disks and their checksums in turns, in pieces: the slower one decides.
+    read, write = (
+        min(rate * machine.disks, machine.checksum_rate)
+        for rate in (machine.disk_read, machine.disk_write)
+    )
     found = []
     for index in order:
         unit = units[index]
         copied = weight_traffic(plan, index, unit)
         landed = grad_traffic(plan, index, unit)
         state, steps = state_traffic(plan, index, unit), update_traffic(plan, index, unit)
-        compute = flops * sum(flat.numel for flat in unit.flat_params) / total
-        compute /= machine.device_flops
+        compute = flops * computes[index] / total / machine.device_flops
+        own, head = (0.0, compute) if unit.name == tied else (compute, 0.0)
         away = plan.tiers_of(index)["grad"] is not Tier.DEVICE
         found.append(
             UnitSeconds(
                 unit.name,
-                unit.weight_nbytes,
-                compute * forward,
-                compute * (1 - forward),
+                _passing_nbytes(plan, units, index),
+                own * forward,
+                own * (1 - forward),
+                head_forward=head * forward,
+                head_backward=head * (1 - forward),
                 copy=copied["host->device"] / machine.host_link,
-                read=copied["nvme->host"] / machine.disk_read / machine.disks,
+                read=copied["nvme->host"] / read,
                 landing=away * landed["device->host"] / machine.host_link,
-                load=(state["nvme->host"] + landed["nvme->host"])
-                / machine.disk_read
-                / machine.disks,
+                load=(state["nvme->host"] + landed["nvme->host"]) / read,
                 step=steps[Tier.HOST] / machine.host_bandwidth,
-                save=(state["host->nvme"] + landed["host->nvme"])
-                / machine.disk_write
-                / machine.disks,
+                save=(state["host->nvme"] + landed["host->nvme"]) / write,
                 step_on_device=steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
             )
         )
-    return simulate(found, plan.device_window_nbytes, after_backward=clips)
+    return simulate(
+        found,
+        plan.device_window_nbytes,
+        after_backward=clips,
+        again=_place_of(units, order, tied),
+    )

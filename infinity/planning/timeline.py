@@ -11,6 +11,7 @@ The host is assumed to launch ahead of the device.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 from collections import deque
@@ -34,6 +35,8 @@ class UnitSeconds:
     nbytes: int  # of its weights in the device window
     forward: float
     backward: float  # with the recomputation, if any
+    head_forward: float = 0.0  # of an embedding that is also the head: at the forward's end
+    head_backward: float = 0.0
     copy: float = 0.0  # of the weights to the device
     read: float = 0.0  # of the weights from the disks, before each copy
     landing: float = 0.0  # of the gradients on the host
@@ -108,26 +111,30 @@ class Timeline:
             yield name, found
 
 
-def uses_of(count: int) -> list[int]:
+def uses_of(count: int, again: int | None = None) -> list[int]:
     """Returns the units that a forward and its backward use, in order. The backward finds the last
-    unit still gathered. It needs no weights of the first, whose input has no gradient."""
-    forward = list(range(count))
+    unit still gathered. It needs no weights of the first, whose input has no gradient. ``again``: a
+    unit that the forward uses once more at its end."""
+    forward = list(range(count)) + ([] if again is None else [again])
     return forward + forward[-2:0:-1]
 
 
-def plan_gathers(nbytes: Sequence[int], window_nbytes: int, *, steps: int = 1) -> list[Gather]:
+def plan_gathers(
+    nbytes: Sequence[int], window_nbytes: int, *, steps: int = 1, again: int | None = None
+) -> list[Gather]:
     """Plans the gathers of forwards through all units and their backwards. Places count through
     all steps.
 
     The unit in use stays, and in the backward the one used before it. The next unit is prefetched
     if it fits. The unit whose next use is furthest is evicted first. Every step begins with none.
-    ``nbytes``: of each unit's weights.
+    ``nbytes``: of each unit's weights. ``again``: see :func:`uses_of`.
     """
-    window = _Window(nbytes, window_nbytes)
-    uses = uses_of(len(nbytes))
+    uses = uses_of(len(nbytes), again)
+    window = _Window(nbytes, window_nbytes, uses)
+    turn = len(nbytes) + (again is not None)  # the first use of the backward
     for _ in range(steps):
         for place, unit in enumerate(uses):
-            held = {unit, uses[place - 1]} if place >= len(nbytes) else {unit}
+            held = {unit, uses[place - 1]} if place >= turn else {unit}
             if unit not in window.resident:
                 window.gather(place, place, held)
             window.used[unit] = place
@@ -140,10 +147,14 @@ def plan_gathers(nbytes: Sequence[int], window_nbytes: int, *, steps: int = 1) -
 class _Window:
     """The device window: which units are resident, and whose memory is about to be free."""
 
-    def __init__(self, nbytes: Sequence[int], window_nbytes: int):
-        self._nbytes, self._window_nbytes = nbytes, window_nbytes
-        self._uses, self._first = uses_of(len(nbytes)), 0
-        self._leaving: list[tuple[int, int]] = []  # place of the last use, bytes
+    def __init__(self, nbytes: Sequence[int], window_nbytes: int, uses: Sequence[int]):
+        self._nbytes, self._uses, self._first = nbytes, uses, 0
+        self._room = window_nbytes  # beside the resident units
+        self._leaving: list[tuple[int, int]] = []  # a heap: place of the last use, bytes
+        self._leaving_nbytes = 0
+        self._places: dict[int, list[int]] = {}
+        for place, unit in enumerate(uses):
+            self._places.setdefault(unit, []).append(place)
         self.resident: set[int] = set()
         self.used: dict[int, int] = {}  # unit -> place of its last use in this step
         self.gathers: list[Gather] = []
@@ -152,15 +163,17 @@ class _Window:
         """Gathers the unit of ``place`` during the use at ``now``. One that is used later stays
         away if there is no room."""
         unit = self._uses[place]
-        while self._left(unit) < 0 and (idle := self.resident - held):
+        while self._room < self._nbytes[unit] and (idle := self.resident - held):
             self._evict(max(idle, key=lambda each: self._next_use(each, now)))
-        if self._left(unit) < 0 and place != now:
+        if self._room < self._nbytes[unit] and place != now:
             return
         behind = []
-        self._leaving.sort()
-        while self._leaving and self._left(unit) < sum(size for _, size in self._leaving):
-            behind.append(self._leaving.pop(0)[0])
+        while self._leaving and self._room - self._nbytes[unit] < self._leaving_nbytes:
+            used, nbytes = heapq.heappop(self._leaving)
+            self._leaving_nbytes -= nbytes
+            behind.append(used)
         self.resident.add(unit)
+        self._room -= self._nbytes[unit]
         self.gathers.append(Gather(unit, self._first + place, tuple(behind)))
 
     def end_step(self) -> None:
@@ -172,19 +185,14 @@ class _Window:
 
     def _evict(self, unit: int) -> None:
         self.resident.remove(unit)
-        self._leaving.append((self._first + self.used.get(unit, 0), self._nbytes[unit]))
+        self._room += self._nbytes[unit]
+        self._leaving_nbytes += self._nbytes[unit]
+        heapq.heappush(self._leaving, (self._first + self.used.get(unit, 0), self._nbytes[unit]))
 
     def _next_use(self, unit: int, now: int) -> float:
-        return next(
-            (at for at in range(now + 1, len(self._uses)) if self._uses[at] == unit), math.inf
-        )
-
-    def _left(self, unit: int) -> int:
-        return (
-            self._window_nbytes
-            - self._nbytes[unit]
-            - sum(self._nbytes[each] for each in self.resident)
-        )
+        places = self._places[unit]
+        at = bisect.bisect_right(places, now)
+        return places[at] if at < len(places) else math.inf
 
 
 def simulate(
@@ -194,13 +202,15 @@ def simulate(
     slots: int = SLOTS,
     pieces: int = PIECES,
     after_backward: bool = False,
+    again: int | None = None,
 ) -> Timeline:
     """Simulates steps of ``units``, in order of use, and returns the last one.
 
     ``slots``: pieces of state on their way through the host at once, of ``pieces`` a unit.
     ``after_backward``: no unit is stepped before the last gradient has landed, as with clipping.
+    ``again``: the unit of an embedding that is also the head.
     """
-    steps = _Steps(units, window_nbytes, slots, pieces)
+    steps = _Steps(units, window_nbytes, slots, pieces, again)
     ends = [steps.add_step(after_backward=after_backward) for _ in range(STEPS)]
     _run(steps.jobs)
     before, last = (end.end for end in ends[-2:])
@@ -214,39 +224,49 @@ def simulate(
 class _Steps:
     """The jobs of several steps, each with those that it waits for."""
 
-    def __init__(self, units: Sequence[UnitSeconds], window_nbytes: int, slots: int, pieces: int):
+    def __init__(
+        self,
+        units: Sequence[UnitSeconds],
+        window_nbytes: int,
+        slots: int,
+        pieces: int,
+        again: int | None,
+    ):
         self._units, self._pieces = units, pieces
         self._saved: deque[list[Job]] = deque([[]] * slots, maxlen=slots)  # frees the oldest slot
         self._last: dict[str, list[Job]] = {}  # job of a queue that keeps its order
         self._home: list[list[Job]] = [[] for _ in units]  # after which the weights are at home
         self._used: dict[int, Job] = {}  # place of a use -> the end of its compute
-        self._uses, self._step = len(uses_of(len(units))), -1
+        self._uses, self._step = len(uses_of(len(units), again)), -1
         sizes = [unit.nbytes if unit.copy else 0 for unit in units]
-        self._gathers = {
-            gather.place: gather for gather in plan_gathers(sizes, window_nbytes, steps=STEPS)
-        }
+        gathers = plan_gathers(sizes, window_nbytes, steps=STEPS, again=again)
+        self._gathers = {gather.place: gather for gather in gathers}
+        # Uses of a forward: the unit, and its seconds of compute in forward and backward.
+        self._forward = [(at, unit.forward, unit.backward) for at, unit in enumerate(units)]
+        if again is not None:
+            self._forward.append((again, units[again].head_forward, units[again].head_backward))
         self.jobs: list[Job] = []
 
     def add_step(self, *, after_backward: bool) -> Job:
         """Adds a step, and returns the end of its backward."""
         self._step += 1
-        count, first = len(self._units), (self._step) * self._uses
-        copied: list[list[Job]] = [[] for _ in self._units]
-        for index, unit in enumerate(self._units):
-            copied[index] = self._gather(first + index)
-            self._used[first + index] = self._compute(FORWARD, index, unit.forward, copied[index])
-        landed: list[list[Job]] = [[] for _ in self._units]
-        for index in reversed(range(count)):
-            # The last unit is still there, and the first needs no weights.
-            place = first + 2 * count - 2 - index
-            again = self._gather(place) if 0 < index < count - 1 else []
-            end = self._compute(BACKWARD, index, self._units[index].backward, again)
-            if index:
+        first, last = self._step * self._uses, len(self._forward) - 1
+        for at, (unit, seconds, _) in enumerate(self._forward):
+            copied = self._gather(first + at)
+            self._used[first + at] = self._compute(FORWARD, unit, seconds, copied)
+        landed: dict[int, list[Job]] = {}
+        for at, (unit, _, seconds) in reversed(list(enumerate(self._forward))):
+            # What the forward used last is still there, and the first needs no weights.
+            place = first + 2 * last - at
+            again = self._gather(place) if 0 < at < last else []
+            end = self._compute(BACKWARD, unit, seconds, again)
+            if at:
                 self._used[place] = end
-            landed[index] = self._add(DOWN, "landing", index, self._units[index].landing, [end])
-        everything = sum(landed, []) if after_backward else []
-        for index in reversed(range(count)):
-            self._update(index, [*landed[index], *everything])
+            if at < len(self._units):  # its first use
+                landed[unit] = self._add(DOWN, "landing", unit, self._units[unit].landing, [end])
+        everything = [job for jobs in landed.values() for job in jobs] if after_backward else []
+        for unit, jobs in landed.items():
+            self._update(unit, [*jobs, *everything])
         return end
 
     def _gather(self, place: int) -> list[Job]:

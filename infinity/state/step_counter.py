@@ -43,7 +43,7 @@ class StepCounter:
     def reported(self, value: Any) -> Any:
         """Notes that the last step was reported to the caller, by the return of ``value``."""
         # One statement: an exception behind it would have the caller step the same gradients twice.
-        return (setattr(self, "untold", -1), value)[1]
+        return (setattr(self, "untold", -1), value)[1]  # type: ignore[func-returns-value]
 
     def count_backwards(self, count: int) -> None:
         """Sets the number of backwards that ended since the last step."""

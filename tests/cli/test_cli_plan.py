@@ -150,6 +150,18 @@ def test_tokens_that_are_no_samples_are_refused(run, tokens):
     answer = run(*words, "50", f"--batch-tokens={tokens}", budgets={})
     check_refused(answer, "--batch-tokens", "multiple of --sequence-length 50")
     assert run(*words, "64", "--batch-tokens", "2K", budgets={})[0] == 0
+    answer = run(*words, "64", "--batch-tokens", "2K", "--batch-size", 4, budgets={})
+    check_refused(answer, "both size a step")
+
+
+def test_another_machines_plan_does_not_depend_on_this_one(run):
+    """Its device is no processor: what a GPU needs for gradients on their way is planned, and too
+    little is refused."""
+    words = ("--machine", "h200", "--params", "host", "--optimizer", "host")
+    found = json.loads(run(*words, "--json", model="llama-8b", budgets={})[1])
+    assert found["tiers"]["device"]["parts"]["gradients on their way"] > 2 << 30
+    answer = run(*words, "--device-memory", "2GiB", model="llama-8b", budgets={})
+    check_refused(answer, "gradients on their way")
 
 
 def run_tokens(run) -> int:

@@ -3,13 +3,21 @@ measured ones: `distributed/test_lockstep.py`."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from torch import float32
 
 import infinity
 from infinity import native
 from infinity.machine.tiers import Tier
-from infinity.planning.cluster import MACHINES, Machine, gathers_of, predict_cluster
+from infinity.planning.cluster import (
+    MACHINES,
+    Machine,
+    gathers_of,
+    predict_cluster,
+    timeline_of,
+)
 from infinity.planning.memory_plan import MemoryPlan
 from infinity.planning.unit_sizes import FlatParamSize, UnitSize
 from infinity.state.flat_param_spec import FlatParamSpec
@@ -49,7 +57,7 @@ def test_gathers_of_a_window(window, gathers):
     """What is still there when the backward begins is not gathered again; the first unit's backward
     needs no weights."""
     units = units_of(8)
-    assert gathers_of(units, window * units[0].weight_nbytes) == gathers
+    assert gathers_of(plan_of(window * units[0].weight_nbytes), units) == gathers
 
 
 def test_machine_files_that_come_along_are_whole_and_name_sources():
@@ -162,3 +170,31 @@ def test_the_slowest_resource_decides():
     assert found.seconds["disks"] == pytest.approx(
         nbytes / (8 * machine.disk_read) + nbytes / (8 * machine.disk_write)
     )
+
+
+def test_one_rank_waits_for_slow_checksums():
+    """They pass the same bytes as the disks. Twin: fast ones."""
+    fast = Machine.read("h200")
+    plan, units = plan_of(1 << 40, dict.fromkeys(HOST, Tier.NVME)), units_of(4, 1)
+    slow = dataclasses.replace(fast, checksum_rate=fast.disk_read / 10)
+    seconds = [timeline_of(plan, units, machine, flops=1.0).seconds for machine in (fast, slow)]
+    assert seconds[1] > 5 * seconds[0]
+
+
+def test_units_at_home_on_the_device_take_no_window():
+    """Nor are they counted as gathered."""
+    units = units_of(4, 1)
+    placed = {name: {0: Tier.DEVICE, 2: Tier.DEVICE} for name in HOST}
+    plan = dataclasses.replace(plan_of(units[0].weight_nbytes), placed=placed)
+    assert gathers_of(plan, units) == [0, 2, 0, 1]
+
+
+def test_the_lookup_of_an_embedding_computes_nothing():
+    """Twin: it is also the head, whose compute is at the forward's end."""
+    machine, units = Machine.read("h200"), units_of(4, 1)
+    for name in ("lookup", "tied"):
+        found = timeline_of(plan_of(1 << 40), units, machine, flops=1e15, **{name: "unit 0"})
+        first = next(job for job in found.jobs if job.unit == 0 and job.kind == "forward")
+        assert first.seconds == 0.0
+        computes = sum(job.seconds for job in found.jobs if job.queue == "compute")
+        assert computes == pytest.approx(1e15 / machine.device_flops)

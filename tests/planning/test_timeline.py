@@ -88,6 +88,21 @@ def test_a_narrow_window_copies_again_and_waits_for_memory():
     assert (gather.unit, gather.behind) == (2, (0,))
 
 
+def test_an_embedding_that_is_also_the_head_is_used_at_both_ends():
+    """Its head's compute is at the end of the forward, where the first landing begins; in a narrow
+    window it comes again for it. Its gradient lands last. Twin: a head of its own."""
+    head = UnitSeconds("both", 1, 0.0, 0.0, 1.0, 2.0, copy=0.5, landing=0.5, step=0.5)
+    units = [head, *units_of(4, copy=0.5, landing=0.5, step=0.5)]
+    for window, copies in ((100, 1), (2, 2)):
+        found = simulate(units, window, again=0)
+        assert sum(job.queue == UP and job.unit == 0 for job in found.jobs) == copies
+        computes = [(job.unit, job.kind) for job in found.jobs if job.queue == COMPUTE]
+        forward = [(0, "forward"), *((unit, "forward") for unit in range(1, 5)), (0, "forward")]
+        assert computes == forward + [(unit, "backward") for unit, _ in reversed(forward)]
+        landed = [job.unit for job in found.jobs if job.queue == DOWN]
+        assert landed == [4, 3, 2, 1, 0]
+
+
 def test_the_spans_name_every_kind_once():
     found = dict(simulate(units_of(3, copy=0.5, landing=0.5, step=0.5), 1).spans())
     assert list(found) == ["unit 0", "unit 1", "unit 2"]

@@ -586,7 +586,7 @@ def moved(config: dict, blocks: int = 8) -> dict[str, Any]:
             }
         )
     found = {name: nbytes - counted[-2].get(name, 0) for name, nbytes in counted[-1].items()}
-    gathers = gathers_of(engine.job.planned.sizes, engine.job.planned.plan.device_window_nbytes)
+    gathers = gathers_of(engine.job.planned.plan, engine.job.planned.sizes)
     predicted = edges_of(engine.job.planned.plan, engine.job.planned.sizes, gathers)
     infinity.unwrap_model(model, optimizer)
     return {"found": found, "predicted": predicted, "gathers": gathers}
