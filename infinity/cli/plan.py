@@ -263,7 +263,7 @@ def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
     flops = step_flops(job.model, job.model_config, **job.batch)
     found = predict_cluster(plan, units, machine, nodes, flops=flops, tied=tied)
     tokens, step_seconds = job.tokens * found.ranks, found.step_seconds
-    described, bound = job.describe(plan, units), found.bottleneck
+    described, bound, seconds = job.describe(plan, units), found.bottleneck, found.seconds
     if found.ranks == 1:
         timeline = timeline_of(
             plan,
@@ -275,8 +275,7 @@ def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
             lookup=lookup,
             tied=tied,
         )
-        step_seconds, bound = timeline.seconds, timeline.bound
-        described["busy"] = timeline.busy
+        step_seconds, bound, seconds = timeline.seconds, timeline.bound, timeline.busy
         described["timeline"] = {name: spans for name, spans in timeline.spans()}
     rates = {key: value for key, value in asdict(machine).items() if type(value) in (int, float)}
     return described | {
@@ -284,7 +283,7 @@ def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
         "nodes": nodes,
         "ranks": found.ranks,
         "edges": found.edges,
-        "seconds": found.seconds,
+        "seconds": seconds,
         "compute": "assumed",
         "rates": rates,
         "step_seconds": step_seconds,

@@ -80,9 +80,9 @@ def text(found: dict[str, Any]) -> Iterator[str]:
 
 def _decides(found: dict[str, Any]) -> str:
     what = found["bottleneck"]
-    if "busy" not in found:
+    if "timeline" not in found:
         return f"{what} decides"
-    share = found["busy"][what] / found["step_seconds"]
+    share = found["seconds"][what] / found["step_seconds"]
     return f"{what} decides, at work for {share:.0%} of it"
 
 

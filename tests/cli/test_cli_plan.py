@@ -137,7 +137,7 @@ def test_one_device_has_a_timeline(run):
     block = found["timeline"]["model.layers.7"]
     assert set(block) == {"copy", "forward", "backward", "landing", "step"}
     assert block["copy"][1] <= block["forward"][0] < block["backward"][0] <= block["landing"][0]
-    assert found["busy"][found["bottleneck"]] <= found["step_seconds"] * (1 + 1e-9)
+    assert found["seconds"][found["bottleneck"]] <= found["step_seconds"] * (1 + 1e-9)
     text = run(*words, model="llama-1b", budgets={})[1]
     assert "model.layers.15" in text and "more (--json has all)" in text
     assert re.search(r"decides, at work for \d+% of it", text)
