@@ -29,7 +29,7 @@ def write(folder: Path, out: Path) -> Path:
     paths = sorted(folder.glob("*.json"))
     if not paths:
         raise ConfigError(
-            f"no result files in {folder}: make some with `python -m bench all --json {folder}`"
+            f"no result files in {folder}: make some with `python -m bench all --save {folder}`"
         )
     sections = [_section_of(path) for path in paths]
     page = f"{HEAD}<style>{STYLE}</style>"
@@ -42,7 +42,7 @@ def write_plots(folder: Path, out: Path) -> list[Path]:
     a file in ``out``. Raises ConfigError as :func:`write` does."""
     if not (paths := sorted(folder.glob("*.json"))):
         raise ConfigError(
-            f"no result files in {folder}: make some with `python -m bench all --json {folder}`"
+            f"no result files in {folder}: make some with `python -m bench all --save {folder}`"
         )
     if not out.is_dir():
         raise ConfigError(f"there is no folder {out} for the plots")
@@ -72,7 +72,7 @@ def _naming(path: Path) -> Iterator[None]:
         RecursionError,
     ) as error:
         raise ConfigError(
-            f"{path} is not a result of `python -m bench <theme> --json`: {error!r}"
+            f"{path} is not a result of `python -m bench <theme> --save`: {error!r}"
         ) from error
 
 

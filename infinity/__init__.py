@@ -9,6 +9,7 @@ and the training loop stays as it is. See :class:`Config` for everything that ca
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from .errors import (
@@ -40,6 +41,27 @@ if TYPE_CHECKING:
     from .optim.clipping import clip_grad_norm_
 
 __version__ = "0.1.0"
+
+# What this package's folder has. Another distribution with the same import name adds its own.
+_OWN = frozenset(
+    "_C _cuda __init__ __main__ __pycache__ api bench checkpoint cli config data distributed errors"
+    " forwards gradients integrations machine native optim parallel planning py runtime state storage"
+    " untrusted".split()
+)
+
+
+def _refuse_others(folder: str) -> None:
+    """Raises ImportError if another distribution has put its files into ``folder``."""
+    names = (name.name for name in os.scandir(folder) if name.is_dir() or name.name.endswith(".py"))
+    if others := sorted(name for name in names if name.partition(".")[0] not in _OWN):
+        raise ImportError(
+            f"{folder} also has {', '.join(others[:3])} of another distribution, whose import name"
+            " is infinity, too. Use an environment of its own: python -m venv ENV &&"
+            " ENV/bin/python -m pip install infinity-engine"
+        )
+
+
+_refuse_others(__path__[0])
 
 __all__ = [
     "CapacityError",

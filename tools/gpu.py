@@ -46,11 +46,11 @@ STAGES: list[tuple[str, list[str], int]] = [  # name, command, seconds it may ta
     ("env", [PYTHON, "-m", "infinity", "env"], 60),
     ("kernels", [*PYTEST, *WORKERS, "tests/gpu/test_kernels_on_device.py"], 90),
     ("engine", [*PYTEST, *WORKERS, "tests/gpu/test_engine_on_device.py"], 150),
-    ("bench", [PYTHON, "-m", "bench", "gpu", "--json", RESULTS], 60),
-    ("train", [PYTHON, "-m", "bench", "gpu_train", "--json", RESULTS], 300),
+    ("bench", [PYTHON, "-m", "bench", "gpu", "--save", RESULTS], 60),
+    ("train", [PYTHON, "-m", "bench", "gpu_train", "--save", RESULTS], 300),
     (
         "past_host",
-        [PYTHON, "-m", "bench", "past_host", "--folder", "build", "--json", RESULTS],
+        [PYTHON, "-m", "bench", "past_host", "--folder", "build", "--save", RESULTS],
         120,
     ),
     (

@@ -17,6 +17,7 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -55,6 +56,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
+
+    def error(self, message: str):
+        """Exits with the message, first, and where the options are listed."""
+        if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            known = [name.strip(" '") for name in found[2].split(",")]
+            if near := difflib.get_close_matches(found[1], known, n=1):
+                message += f": did you mean {near[0]}?"
+        self.exit(
+            BAD_INPUT_STATUS, f"{self.prog}: {message}\n`{self.prog} --help` lists all options.\n"
+        )
 
     def parse_args(self, args=None, namespace=None):
         """Parses all of ``args``. Exits with a message that names the nearest option if one is
@@ -116,6 +127,7 @@ def answer(command: str, run: Callable[[argparse.Namespace], int], args: argpars
     """Runs ``command`` and returns its exit status. Prints errors that users can fix as one
     message, and reports them to the other ranks."""
     try:
+        tell_start(command)
         return run(args)
     except (InfinityError, OSError, ImportError) as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
@@ -128,6 +140,12 @@ def answer(command: str, run: Callable[[argparse.Namespace], int], args: argpars
         failure_report.leave(error)
         print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
+
+
+def tell_start(command: str) -> None:
+    """Tells a person that the command has started: its libraries take seconds to load."""
+    if sys.stderr.isatty() and "torch" not in sys.modules:
+        print(f"{command}: loading ...", end="\r", file=sys.stderr, flush=True)
 
 
 def _missing(error: ImportError) -> str:

@@ -75,11 +75,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of every theme, here and in a checkout."""
-    parser.add_argument(
-        "--json",
-        metavar="PATH",
-        help="the result as one JSON object: a file, a folder, or - for stdout",
-    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--save", metavar="PATH", help="the same in a file, or one of a folder")
     parser.add_argument(
         "--folder", default=".", metavar="DIR", help="on the disk to measure (default: here)"
     )
@@ -105,7 +102,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmarks, prints tables, and writes the file of `--json`. Raises UsageError for a
+    """Runs the benchmarks, prints tables, and writes the file of `--save`. Raises UsageError for a
     theme that needs a checkout."""
     if args.theme in IN_CHECKOUT:
         raise UsageError(
@@ -116,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequence[str]) -> int:
-    """Measures the ``chosen`` themes, prints a table for each and writes `--json`.
+    """Measures the ``chosen`` themes, prints a table for each and writes `--save`.
 
     ``themes``: name -> module, or module:function.
     """
@@ -136,26 +133,26 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
         for note in measured.notes:
             print(f"({note})")
     found = results.result(args.theme, measured)
-    if args.json == "-":
+    if args.json:
         print(json.dumps(found))
-    elif args.json and Path(args.json).is_dir():
-        print(results.save(found, Path(args.json)))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    if args.save and Path(args.save).is_dir():
+        print(results.save(found, Path(args.save)), file=sys.stderr)
+    elif args.save:
+        Path(args.save).write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
 def _check_output(args: argparse.Namespace) -> None:
-    if args.json not in (None, "-") and not Path(args.json).is_dir():
+    if args.save is not None and not Path(args.save).is_dir():
         from infinity.bench.results import BEGIN
 
-        check_outputs([Output("--json", Path(args.json), made=BEGIN)], [], overwrite=args.overwrite)
+        check_outputs([Output("--save", Path(args.save), made=BEGIN)], [], overwrite=args.overwrite)
 
 
 @contextlib.contextmanager
-def _stdout_for(target: str | None) -> Iterator[None]:
-    """Reserves stdout for the object of `--json -`: redirects all other output to stderr."""
-    if target != "-":
+def _stdout_for(is_json: bool) -> Iterator[None]:
+    """Reserves stdout for the object of `--json`: redirects all other output to stderr."""
+    if not is_json:
         yield
         return
     sys.stdout.flush()
@@ -179,8 +176,8 @@ def _settings(args: argparse.Namespace):
         raise ConfigError(f"--scale {args.scale}: give a number above 0, and at most 100")
     if not Path(args.folder).is_dir():
         raise ConfigError(f"--folder {args.folder}: there is no such folder")
-    if args.json not in (None, "-") and not Path(args.json).parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {Path(args.json).parent}")
+    if args.save is not None and not Path(args.save).parent.is_dir():
+        raise ConfigError(f"--save {args.save}: there is no folder {Path(args.save).parent}")
     chosen = {"threads": args.threads} if args.threads else {}
     return Settings(
         folder=args.folder,

@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .. import __version__
 from ..errors import InfinityError
 
 
@@ -60,6 +61,7 @@ def find(folders: list[str]) -> list[Finding]:
     import torch
 
     findings = [
+        Finding("infinity", f"{__version__} (infinity-engine) in {Path(__file__).parents[1]}"),
         Finding("python", f"{platform.python_version()}, torch {torch.__version__}"),
         _simd(),
         _io(),

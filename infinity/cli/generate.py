@@ -20,9 +20,9 @@ from .training.model import (
     read_model_config,
     read_tokenizer,
 )
-from .training.options import FLAG, FOLDER, HOMES, NUMBER, PATH
+from .training.options import FLAG, FOLDER, HOME, NUMBER, PATH
 from .training.sample import printable, prompt_of
-from .training.settings import engine_config
+from .training.settings import engine_config, paths_of
 
 DESCRIPTION = """\
 Continues a prompt, or chats (--chat): one line is one message, an empty line or Ctrl-D ends it, and
@@ -48,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--temperature", type=float, metavar="T", help="0: the likeliest token (default: model's)")
     add("--top-p", type=float, metavar="P", help="draw from the likeliest tokens of this share")
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn (default 0)")
-    add("--params", choices=HOMES, help="home of the weights (default auto)")
+    add("--params", **HOME, help="home of the weights (default auto)")
     add("--nvme-path", action="append", **FOLDER, help="swap files go here")
     add("--host-memory", metavar="BYTES", help='budget, as "8GiB"')
     add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
@@ -232,7 +232,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the engine's options that were given. A folder for swap files is found if needed."""
     given = {
         "params": args.params,
-        "nvme_paths": [str(path) for path in args.nvme_path or ()] or "auto",
+        "nvme_paths": paths_of(args.nvme_path) or "auto",
         "host_memory": args.host_memory,
         "device_memory": args.device_memory,
         "device": args.device,

@@ -21,7 +21,7 @@ from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.tiers import Tier
 from .plan_view import draw, text
 from .shapes import SHAPES, config_of
-from .training.options import FILE, FLAG, FOLDER, HOMES, PATH
+from .training.options import FILE, FLAG, FOLDER, HOME, PATH
 from .training.settings import AUTO, engine_config, engine_settings
 
 USABLE = 0.9  # share of a machine's memory and disks; the system and libraries use the rest
@@ -44,9 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder of --model")
     dtypes = ("bf16", "fp32")
     add("--dtype", choices=dtypes, default="bf16", help="of the model's weights (default bf16)")
-    add("--params", choices=HOMES, help="home of the parameters (default auto)")
-    add("--optimizer", choices=HOMES, help="home of master weights and moments (default auto)")
-    add("--activations", choices=HOMES, help="home of what the forward saves (default auto)")
+    add("--params", **HOME, help="home of the parameters (default auto)")
+    add("--optimizer", **HOME, help="home of master weights and moments (default auto)")
+    add("--activations", **HOME, help="home of what the forward saves (default auto)")
     add("--nvme-path", action="append", **FOLDER, help="on the disk that swap files would use")
     for tier in ("device-memory", "host-memory", "nvme-capacity"):
         add(f"--{tier}", metavar="BYTES", help='budget, as "80GiB" (default: what is free here)')

@@ -327,6 +327,15 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
         f" tokens per step, {job.steps} steps\n{corpus.source}: {corpus.train_ntokens:,} tokens to"
         f" train on, {corpus.held_out_ntokens:,} held out"
     )
+    trained, whole = (
+        sum(param.numel() for param in job.model.parameters() if param.requires_grad or every)
+        for every in (False, True)
+    )
+    if trained < whole:  # as PEFT tells it
+        console.print(
+            f"trainable params: {trained:,} || all params: {whole:,} || trainable%:"
+            f" {100 * trained / whole:.4f}"
+        )
     if args.resume and has_checkpoint(args.checkpoint):
         resume(job)
         console.print(f"Continuing from step {job.first_step} of {args.checkpoint}")

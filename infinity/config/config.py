@@ -16,6 +16,7 @@ import torch
 
 from ..errors import ConfigError
 from ..machine.sizes import parse_nbytes
+from ..machine.tiers import home_of
 from ..untrusted import parse_json, read_text
 from .choices import AUTO, DTYPES, HOMES, MASTERS, MOMENT_DTYPES, REDUCTIONS, SAMPLED, SHARDED
 from .deepspeed import translate_deepspeed
@@ -252,7 +253,10 @@ class Config:
     def _choose(self, name: str, allowed: Collection[str]) -> None:
         value = getattr(self, name)
         if value not in allowed:
-            near = difflib.get_close_matches(str(value), allowed, n=1)
+            near = [
+                *(known for known in [home_of(str(value))] if known in allowed),
+                *difflib.get_close_matches(str(value), allowed, n=1),
+            ]
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
                 f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}"

@@ -15,3 +15,23 @@ class Tier(StrEnum):
 
 # Config's names
 BUDGETS = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.NVME: "nvme_capacity"}
+
+
+# What people call the homes, by the name that they have here.
+OTHER_NAMES = {
+    "gpu": "device",
+    "cuda": "device",
+    "vram": "device",
+    "hbm": "device",
+    "cpu": "host",
+    "ram": "host",
+    "dram": "host",
+    "memory": "host",
+    "disk": "nvme",
+    "ssd": "nvme",
+}
+
+
+def home_of(name: str) -> str:
+    """Returns the home that people call ``name``, or the name itself."""
+    return OTHER_NAMES.get(name.lower(), name)

@@ -47,10 +47,10 @@ def run_bench(
 
 @pytest.mark.parametrize("theme", ROWS)
 def test_a_theme_prints_one_object_with_its_rows(theme, tmp_path):
-    """Method: a tiny run with `--json -`; standard output is one object with the fields and rows of
+    """Method: a tiny run with `--json`; standard output is one object with the fields and rows of
     the contract, every figure is positive, and the folder is as empty as before."""
     done = run_bench(
-        theme, "--json", "-", "--scale", "0.02", "--rounds", "1", "--no-rivals", folder=tmp_path
+        theme, "--json", "--scale", "0.02", "--rounds", "1", "--no-rivals", folder=tmp_path
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -115,7 +115,7 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
     """Method: the jobs of `gpu_train` on the processor, with a model of a few thousand parameters:
     every home of ours runs, and all of them have the same losses."""
     done = run_bench(
-        "gpu_train", "--json", "-", "--scale", "0.01", "--no-rivals", folder=tmp_path, timeout=500
+        "gpu_train", "--json", "--scale", "0.01", "--no-rivals", folder=tmp_path, timeout=500
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -175,7 +175,6 @@ def test_end_to_end_themes_run_with_small_models(tmp_path, theme, expected):
     done = run_bench(
         theme,
         "--json",
-        "-",
         "--scale",
         "0.05",
         "--rounds",
@@ -193,11 +192,11 @@ def test_end_to_end_themes_run_with_small_models(tmp_path, theme, expected):
 
 
 def test_results_are_written_where_they_are_asked_for(tmp_path, capsys):
-    """Method: `--json` with a file, then with a folder; both hold the same theme."""
+    """Method: `--save` with a file, then with a folder; both hold the same theme."""
     quick = ["--scale", "0.02", "--rounds", "1", "--no-rivals", "--folder", str(tmp_path)]
-    assert checkout.main(["pool", "--json", str(tmp_path / "one.json"), *quick]) == 0
+    assert checkout.main(["pool", "--save", str(tmp_path / "one.json"), *quick]) == 0
     (tmp_path / "results").mkdir()
-    assert checkout.main(["pool", "--json", str(tmp_path / "results"), *quick]) == 0
+    assert checkout.main(["pool", "--save", str(tmp_path / "results"), *quick]) == 0
     (kept,) = (tmp_path / "results").iterdir()
     assert kept.name.startswith("pool_") and json.loads(kept.read_text())["theme"] == "pool"
     assert json.loads((tmp_path / "one.json").read_text())["theme"] == "pool"
@@ -357,7 +356,7 @@ def test_plots_are_files_of_their_own_too(tmp_path):
 
 
 def test_a_folder_without_results_is_an_error_that_says_how_to_make_some(tmp_path):
-    with pytest.raises(ConfigError, match="python -m bench all --json"):
+    with pytest.raises(ConfigError, match="python -m bench all --save"):
         report.write(tmp_path, tmp_path / "page.html")
 
 

@@ -80,7 +80,7 @@ def test_against_the_late_device_every_process_has_it_and_no_result_is_kept(
     """Twin: without the argument neither; the sanitizer has nothing to look at there."""
     asked = tmp_path / "asked"
     show = f'echo $PYTHONPATH "$@" >> {asked}'
-    command = ["sh", "-c", show, "sh", "--json", tool.RESULTS]
+    command = ["sh", "-c", show, "sh", "--save", tool.RESULTS]
     monkeypatch.setattr(tool, "STAGES", [("bench", command, 60), stage("sanitizer", "true")])
     assert tool.main() == 0 and tool.main(["late"]) == 1
     plain, late = asked.read_text().splitlines()

@@ -168,7 +168,7 @@ KEPT = (
     (f"{TRAIN} {OF} --trace page.html", "not made by Infinity"),
     ("plan --model base --svg page.html", "not made by Infinity"),
     ("trace t.json --svg page.html", "not made by Infinity"),
-    ("bench io --scale 0.001 --json page.html", "not made by Infinity"),
+    ("bench io --scale 0.001 --save page.html", "not made by Infinity"),
 )
 
 

@@ -464,7 +464,7 @@ BAD_INPUT = [
         {"nvme_path": "nowhere"},
         "No such folder for --nvme-path: nowhere. Create it first",
     ),
-    (no_change, {"params": "ssd"}, "invalid choice: 'ssd'"),
+    (no_change, {"params": "tape"}, "invalid choice: 'tape'"),
     (no_change, {"host_memory": "0%"}, "--host-memory 0% is not a share"),
     (no_change, {"host_memory": "lots"}, "host_memory='lots' is not a size"),
     (no_change, {"host_memory": "1KiB"}, "host_memory"),

@@ -15,6 +15,7 @@ import pytest
 
 from infinity.cli import SUBCOMMANDS, build_parser, main, presets
 from infinity.cli.completion import script, words
+from infinity.config.config import Config
 from infinity.errors import ConfigError
 from infinity.machine import run_files
 
@@ -152,7 +153,7 @@ WRONG_KEYS = [
     ("[train]\nsteps = true", "train.steps is a bool: give text, a number"),
     ("[train]\nsteps = false", "train.steps is a bool"),
     ("[train]\nresume = 1", "train.resume is a int: give true or false"),
-    ("[train]\nparams = 'ssd'", "train.params: invalid choice: 'ssd'"),
+    ("[train]\nparams = 'tape'", "train.params: invalid choice: 'tape'"),
     (
         "[train]\nnvme_paths = ['a']",
         "train.nvme_paths is no option of `infinity train` in a file: did you mean nvme_path?",
@@ -199,7 +200,7 @@ def test_an_abbreviation_is_not_completed(line, place, capsys):
 def test_an_option_that_is_none_is_told_with_the_nearest(capsys):
     assert main(["train", "--step", "3"]) == 2
     assert (
-        "infinity train: error: unrecognized arguments: --step 3 (did you mean --steps?)"
+        "infinity train: unrecognized arguments: --step 3 (did you mean --steps?)"
         in capsys.readouterr().err
     )
 
@@ -431,3 +432,46 @@ def test_a_signal_leaves_a_resumable_checkpoint_and_no_swap_files(signum, status
     again.send_signal(signal.SIGTERM)
     again.communicate(timeout=100)
     assert f"Continuing from step {step} " in line
+
+
+@pytest.mark.parametrize(
+    ("given", "home"),
+    [("cpu", "host"), ("RAM", "host"), ("gpu", "device"), ("cuda", "device"), ("disk", "nvme")],
+)
+def test_homes_have_the_names_that_people_use(given, home, place, capsys):
+    """As options; in a Config they are hinted at."""
+    args = build_parser().parse_args(["train", "--params", given, "--optimizer", given])
+    assert args.params == args.optimizer == home
+    with pytest.raises(ConfigError, match=f"did you mean '{home}'"):
+        Config(params=given)
+
+
+HINTS = {  # what was typed -> what is meant
+    "trian --model x": "train",
+    "plan --parms nvme": "--params",
+    "train --params hots": "host",
+    "train --dtype bf61": "bf16",
+    "bench al": "all",
+    "train --preset loar": "lora",
+    "generate x --prompt y --temprature 0": "--temperature",
+    "export saved out --modle x": "--model",
+    "report --stpes 3": "--steps",
+}
+
+
+@pytest.mark.parametrize("typed", HINTS)
+def test_a_typo_is_answered_with_what_is_near(typed, capsys):
+    """The message comes before where the options are listed."""
+    assert main(typed.split()) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"did you mean {HINTS[typed]}?" in first and second.endswith("lists all options.")
+    assert first.startswith("infinity")
+
+
+def test_a_folder_that_is_a_file_is_told_as_one(place, capsys):
+    """Twin: one that is not there is to be created."""
+    words = "train --model model.json --data text.txt --params nvme --nvme-path".split()
+    assert main([*words, "text.txt"]) == 2
+    assert "text.txt is a file" in capsys.readouterr().err
+    assert main([*words, "none"]) == 2
+    assert "mkdir -p none" in capsys.readouterr().err

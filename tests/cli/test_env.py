@@ -4,12 +4,16 @@ be."""
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 
+import infinity
 from infinity import cli, native
 
 NAMES = {
+    "infinity",
     "storage guard",
     "python",
     "simd",
@@ -59,3 +63,32 @@ def test_a_folder_that_cannot_be_used_is_a_finding_and_not_an_error(folder, caps
     found = findings(capsys, "--nvme-path", str(tmp_path / folder))[f"disk {tmp_path / folder}"]
     assert "cannot be used" in found["value"] and found["remedy"]
     assert not list(tmp_path.glob("infinity-probe-*"))
+
+
+def test_another_package_of_this_name_is_refused_at_import(tmp_path):
+    """By its files in our folder. Twins: our own, and what Python and editors leave."""
+    for name in ("__pycache__", "api"):
+        (tmp_path / name).mkdir()
+    for name in ("notes.txt", "_C.cpython-312-x86_64-linux-gnu.so"):
+        (tmp_path / name).touch()
+    (tmp_path / "native.py").touch()
+    infinity._refuse_others(str(tmp_path))
+    (tmp_path / "trainer.py").touch()
+    with pytest.raises(ImportError, match=r"trainer\.py of another distribution.*python -m venv"):
+        infinity._refuse_others(str(tmp_path))
+
+
+def test_the_package_knows_its_own_files():
+    """As git has them."""
+    root = Path(infinity.__file__).parent
+    listed = subprocess.run(
+        ["git", "ls-files", "."], cwd=root, capture_output=True, text=True, check=True
+    ).stdout.split()
+    own = {name.partition("/")[0].partition(".")[0] for name in listed}
+    assert own <= infinity._OWN and infinity._OWN - own <= {"_C", "_cuda", "__pycache__"}
+
+
+def test_the_package_says_what_it_is(capsys):
+    assert cli.main(["env", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["infinity"]["value"]
+    assert infinity.__version__ in told and str(Path(infinity.__file__).parent) in told

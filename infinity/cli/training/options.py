@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...machine.tiers import home_of
 from ..presets import PRESETS
 
 HOMES = ("auto", "device", "host", "nvme")
+HOME: dict[str, Any] = {"type": home_of, "choices": HOMES}
 # Arguments that several options have.
 FLAG: dict[str, Any] = {"action": "store_true"}
 PATH: dict[str, Any] = {"type": Path, "metavar": "PATH"}
@@ -70,8 +72,8 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--params", choices=HOMES, help="home of the parameters (default auto)")
-    add("--optimizer", choices=HOMES, help="home of master weights and moments (default auto)")
+    add("--params", **HOME, help="home of the parameters (default auto)")
+    add("--optimizer", **HOME, help="home of master weights and moments (default auto)")
     add(
         "--shard",
         choices=("optimizer", "gradients", "parameters"),
@@ -79,7 +81,7 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--activations",
-        choices=HOMES,
+        **HOME,
         help="home of what the forward saves for the backward (default auto)",
     )
     add("--micro-batch", **NUMBER, help="samples that a unit runs at once (default all)")
@@ -87,7 +89,7 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
         "--nvme-path",
         action="append",
         **FOLDER,
-        help="swap files go here; repeat it to stripe over several disks",
+        help='swap files go here; repeat it to stripe over several disks; "auto" finds a folder',
     )
     add(
         "--host-memory",

@@ -42,7 +42,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     given = {
         "params": args.params,
         "optimizer": args.optimizer,
-        "nvme_paths": args.nvme_path and [str(path) for path in args.nvme_path],
+        "nvme_paths": paths_of(args.nvme_path),
         "host_memory": args.host_memory,
         "device_memory": args.device_memory,
         "activations": args.activations,
@@ -61,6 +61,11 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     _check_nvme_paths(settings)
     _memory_share(settings)  # raises for an invalid share before heavy imports
     return settings
+
+
+def paths_of(given: list[Path] | None) -> list[str] | str | None:
+    """Returns the folders of --nvme-path, or "auto"."""
+    return AUTO if given == [Path(AUTO)] else given and [str(path) for path in given]
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
@@ -96,6 +101,8 @@ def _check_nvme_paths(settings: dict[str, Any]) -> None:
             " FOLDER."
         )
     for path in paths:
+        if Path(path).exists() and not Path(path).is_dir():
+            raise ConfigError(f"--nvme-path {path} is a file: give a folder for swap files.")
         if not Path(path).is_dir():
             raise ConfigError(
                 f"No such folder for --nvme-path: {path}. Create it first: mkdir -p {path}"
