@@ -44,9 +44,9 @@ __version__ = "0.1.0"
 
 # What this package's folder has. Another distribution with the same import name adds its own.
 _OWN = frozenset(
-    "_C _cuda __init__ __main__ __pycache__ api bench checkpoint cli config data distributed errors"
-    " forwards gradients integrations machine native optim parallel planning py runtime state storage"
-    " untrusted".split()
+    "_C _cuda __init__ __main__ __pycache__ api bench checkpoint cli config data distributed"
+    " errors forwards gradients integrations machine native optim parallel planning py runtime"
+    " state storage untrusted".split()
 )
 
 

@@ -77,7 +77,8 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add(
         "--machine",
         metavar="FILE",
-        help="plan for this kind of machine: a TOML file, or h200 or dgx-h100, which come along",
+        help="plan for this kind of machine: a TOML file, or one of a100, dgx-h100, h100, h200,"
+        " laptop, rtx3090, rtx4090",
     )
     add(
         "--nodes",

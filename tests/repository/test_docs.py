@@ -139,6 +139,17 @@ def test_the_commands_run(command, tmp_path):
         assert done.returncode == 0, f"{one}\n{done.stdout}\n{done.stderr}"
 
 
+@pytest.mark.slow
+def test_the_table_of_what_fits_is_what_is_planned():
+    """Method: prints it anew. Twin: another one."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import what_fits
+
+    text = DOCUMENTS["docs/what-fits.md"]
+    exact, smaller = what_fits.table([]), what_fits.table(["--moments", "int8"])
+    assert exact in text and smaller in text and exact != smaller
+
+
 def test_there_are_commands():
     """The twin of the search: it finds what the README shows."""
     assert (
@@ -208,8 +219,8 @@ def test_the_readme_is_short():
     assert len(loop) <= 12 and len(README.splitlines()) <= 110
 
 
-def test_the_two_commands_stand_at_the_top_and_exist():
+def test_the_two_commands_stand_where_it_is_installed_and_exist():
     makefile = (ROOT / "Makefile").read_text()
     for command in ("train", "test"):
-        assert f"make {command}" in README[:800]
+        assert f"make {command}" in README.partition("## From a chat")[0]
         assert re.search(rf"^{command}:", makefile, flags=re.MULTILINE)

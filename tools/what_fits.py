@@ -1,0 +1,69 @@
+"""Prints the table of docs/what-fits.md: models x machines, as `infinity plan` has them.
+
+python tools/what_fits.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from infinity.cli import plan  # noqa: E402
+from infinity.errors import CapacityError  # noqa: E402
+from infinity.machine.sizes import format_seconds  # noqa: E402
+
+MODELS = ("llama-1b", "llama-8b", "qwen3-14b", "qwen3-32b", "llama-70b")
+MACHINES = ("laptop", "rtx3090", "rtx4090", "a100", "h100", "h200")
+OPTIONS = "--batch-tokens 16K --sequence-length 2048 --gradient-checkpointing --json".split()
+CARD = 0.75  # of the device's memory; the rest is left to activations
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(allow_abbrev=False)
+    plan.add_parser(found.add_subparsers(dest="subcommand"))
+    return found
+
+
+def cell(model: str, machine: str, options: list[str]) -> str:
+    """Returns where the state lives, and how long a step takes."""
+    from infinity.planning.cluster import Machine
+
+    memory = int(CARD * Machine.read(machine).device_memory)
+    words = ["plan", "--model", model, "--machine", machine, "--device-memory", str(memory)]
+    try:
+        found = plan.make(parser().parse_args([*words, *OPTIONS, *options]))
+    except CapacityError:
+        return "does not fit"
+    tiers = [tier for tier in ("device", "host", "nvme") if share_of(found, tier) > 0.02]
+    seconds = format_seconds(found["step_seconds"])
+    return f"{' + '.join(tiers)}: {seconds}, {found['tokens_per_second']:,.0f} tokens/s"
+
+
+def share_of(found: dict, tier: str) -> float:
+    """Returns the share of weights and optimizer state that is at home on ``tier``."""
+    what = ("weights", "optimizer state")
+    nbytes = {
+        name: sum(of_tier["parts"].get(part, 0) for part in what)
+        for name, of_tier in found["tiers"].items()
+    }
+    return nbytes[tier] / max(1, sum(nbytes.values()))
+
+
+def table(options: list[str]) -> str:
+    """Makes the table, in Markdown."""
+    rows = [f"| | {' | '.join(MACHINES)} |", f"|---|{'---|' * len(MACHINES)}"]
+    rows += [
+        f"| {model} | {' | '.join(cell(model, machine, options) for machine in MACHINES)} |"
+        for model in MODELS
+    ]
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table([]))
+    print()
+    print(table(["--moments", "int8"]))
