@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
 
     def error(self, message: str):
-        """Exits with the message, first, and where the options are listed."""
+        """Prints the message, then where the options are listed, and exits."""
         if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             known = [name.strip(" '") for name in found[2].split(",")]
             if near := difflib.get_close_matches(found[1], known, n=1):

@@ -14,15 +14,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import infinity
-
 from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.tiers import Tier
 from .plan_view import draw, text
 from .shapes import SHAPES, config_of
 from .training.options import FILE, FLAG, FOLDER, HOME, PATH
-from .training.settings import AUTO, engine_config, engine_settings
+from .training.settings import AUTO, engine_config, engine_settings, translated
 
 USABLE = 0.9  # share of a machine's memory and disks; the system and libraries use the rest
 DEFAULT_SAMPLES = 4
@@ -325,40 +323,17 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
         args.nvme_path = [Path(".")]  # stands for another machine's disk: only its size matters
     settings = engine_settings(args)
     if args.deepspeed is not None:
-        settings = {
-            **_translated(args.deepspeed),
-            **{name: value for name, value in settings.items() if value != AUTO},
-        }
+        given = {name: value for name, value in settings.items() if value != AUTO}
+        found = translated(args.deepspeed)
+        if folders := found.get("nvme_paths"):  # of that machine: only their size counts here
+            found["nvme_paths"] = [path if Path(path).is_dir() else "." for path in folders][:1]
+        settings = {**found, **given}
     if settings.get("nvme_paths") == AUTO:
         found = scratch.choose(scratch.candidates(), 0)
         settings["nvme_paths"] = [found.folder] if found is not None else []
     if args.nvme_capacity is not None:
         settings["nvme_capacity"] = args.nvme_capacity
         settings.setdefault("nvme_paths", ["."])
-    return settings
-
-
-def _translated(path: Path) -> dict[str, Any]:
-    """Returns the settings of a DeepSpeed JSON; logs the result for each key. Its disk folder need
-    not exist here: only its size counts."""
-    config = infinity.Config.from_deepspeed(path, strict=False)  # only bytes are planned
-    given = {
-        name: getattr(config, name)
-        for name in (
-            "params",
-            "optimizer",
-            "max_grad_norm",
-            "grad_dtype",
-            "master",
-            "moments",
-            "weights_on_host",
-        )
-    }
-    settings = {name: value for name, value in given.items() if value is not None}
-    if "nvme" in (config.params, config.optimizer):
-        settings["nvme_paths"] = [
-            path if Path(path).is_dir() else "." for path in config.nvme_paths
-        ][:1]
     return settings
 
 

@@ -19,7 +19,7 @@ from ..machine.sizes import parse_nbytes
 from ..machine.tiers import home_of
 from ..untrusted import parse_json, read_text
 from .choices import AUTO, DTYPES, HOMES, MASTERS, MOMENT_DTYPES, REDUCTIONS, SAMPLED, SHARDED
-from .deepspeed import translate_deepspeed
+from .deepspeed import folded, is_deepspeed, torch_line, translate_deepspeed
 
 logger = logging.getLogger(__name__)
 
@@ -283,8 +283,8 @@ class Config:
 
     @classmethod
     def make(cls, source: Config | Mapping | str | os.PathLike | None) -> Config:
-        """Makes a Config from a Config, a dict, or the path of a TOML or JSON file. None: the
-        defaults. Raises ConfigError."""
+        """Makes a Config from a Config, a dict, or the path of a TOML or JSON file, also a
+        DeepSpeed JSON. None: the defaults. Raises ConfigError."""
         if source is None:
             return cls()
         if isinstance(source, cls):
@@ -300,6 +300,8 @@ class Config:
     @classmethod
     def _from_mapping(cls, mapping: Mapping, where: str = "") -> Config:
         names = [field.name for field in dataclasses.fields(cls)]
+        if is_deepspeed(mapping) and not any(key in names for key in mapping):
+            return cls.from_deepspeed(mapping)
         for key in mapping:
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
@@ -309,8 +311,8 @@ class Config:
 
     @classmethod
     def from_deepspeed(cls, source: Mapping | str | os.PathLike, *, strict: bool = True) -> Config:
-        """Makes a Config from a DeepSpeed JSON. Logs the result for every key, as a warning so that
-        it is seen: mapped, not needed or off.
+        """Makes a Config from a DeepSpeed JSON. Logs what it changes, as a warning so that it is
+        seen, and the torch optimizer that it stands for; as information, the result for every key.
 
         Raises ConfigError for keys that change the training and are not supported. ``strict``: also
         for unknown keys, and for those that only the loop can handle (a scheduler, a
@@ -319,7 +321,11 @@ class Config:
         mapping = dict(source) if isinstance(source, Mapping) else _read_mapping(Path(source))
         fields, report = translate_deepspeed(mapping, strict=strict)
         config = cls(**fields)
-        logger.warning("DeepSpeed config read:\n  %s", "\n  ".join(report))
+        told = folded(report)
+        if config.expects_optimizer is not None:
+            told.append(f"its optimizer: {torch_line(dict(config.expects_optimizer))}")
+        logger.warning("DeepSpeed config read:\n  %s", "\n  ".join(told))
+        logger.info("every key of it:\n  %s", "\n  ".join(report))
         return config
 
 

@@ -23,6 +23,43 @@ SWITCHES = ("cpu_offload", "cpu_offload_param", "zero_quantized_weights", "zero_
 AUTO = "auto"
 
 
+# Keys that only a DeepSpeed JSON has.
+MARKS = (
+    "zero_optimization",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+def is_deepspeed(mapping: Mapping) -> bool:
+    """Returns whether a table of keys is a DeepSpeed JSON."""
+    return any(mark in mapping for mark in MARKS) or any(
+        isinstance(mapping.get(name), Mapping) for name in PRECISIONS
+    )
+
+
+def folded(report: list[str]) -> list[str]:
+    """Returns the lines of a report that change something, then the count of the others."""
+    told = [
+        line
+        for line in report
+        if " mapped to " in line or " unknown" in line or "left to the loop" in line
+    ]
+    left = len(report) - len(told)
+    counted = f"{left} more key{'s are' if left > 1 else ' is'} not needed, or off"
+    return [*told, counted] if left else told
+
+
+def torch_line(expected: Mapping[str, Any]) -> str:
+    """Returns the torch optimizer that a DeepSpeed JSON stands for, as a line to paste."""
+    given = {name: value for name, value in expected.items() if name != "type"}
+    words = "".join(f", {name}={value!r}" for name, value in given.items())
+    kind = expected["type"]
+    where = kind if kind == "Lion" else f"torch.optim.{kind}"  # torch has no Lion
+    return f"optimizer = {where}(model.parameters(){words})"
+
+
 def _is_on(value: Any, off: tuple[Any, ...] = ()) -> bool:
     """Whether a value switches something on: a size above 1, a fraction, or a text but "auto".
 

@@ -17,7 +17,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +208,7 @@ def predict_cluster(
         ),
         "host's links": max(edges["host->device"], edges["device->host"]) / machine.host_link,
         "optimizer": machine.devices * steps[Tier.HOST] / machine.host_bandwidth,
-        "optimizer on device": (
-            steps[Tier.DEVICE] / machine.device_bandwidth
-            if machine.device_bandwidth is not None
-            else 0.0
-        ),
+        "optimizer on device": steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
         "checksums": (
             machine.devices * (edges["nvme->host"] + edges["host->nvme"]) / machine.checksum_rate
         ),
@@ -221,11 +217,7 @@ def predict_cluster(
             * (edges["nvme->host"] / machine.disk_read + edges["host->nvme"] / machine.disk_write)
             / machine.disks
         ),
-        "meetings": (
-            MEETINGS * 2 * max(1, math.ceil(math.log(ranks, CHILDREN))) * machine.latency
-            if ranks > 1
-            else 0.0
-        ),
+        "meetings": MEETINGS * _barrier_seconds(ranks, machine),
     }
     passing = sum(bool(count) for count in gathers)
     told = _assumptions(machine, ranks, sum(gathers) / max(1, passing), plan)
@@ -235,6 +227,12 @@ def predict_cluster(
             " in [devices]",
         )
     return ClusterPrediction(ranks, sum(gathers), edges, seconds, told)
+
+
+def _barrier_seconds(ranks: int, machine: Machine) -> float:
+    if ranks == 1:
+        return 0.0
+    return 2 * max(1, math.ceil(math.log(ranks, CHILDREN))) * machine.latency
 
 
 def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan) -> tuple[str, ...]:
@@ -343,40 +341,46 @@ def timeline_of(
     counts = {index: sum(flat.numel for flat in units[index].flat_params) for index in order}
     computes = {index: count * (units[index].name != lookup) for index, count in counts.items()}
     total = sum(computes.values()) or 1
+    found = []
+    for index in order:
+        compute = flops * computes[index] / total / machine.device_flops
+        own, head = (0.0, compute) if units[index].name == tied else (compute, 0.0)
+        found.append(
+            replace(
+                _transfers_of(plan, units, index, machine),
+                forward=own * forward,
+                backward=own * (1 - forward),
+                head_forward=head * forward,
+                head_backward=head * (1 - forward),
+            )
+        )
+    again = _place_of(units, order, tied)
+    return simulate(found, plan.device_window_nbytes, after_backward=clips, again=again)
+
+
+def _transfers_of(
+    plan: MemoryPlan, units: Sequence[UnitSize], index: int, machine: Machine
+) -> UnitSeconds:
+    """Returns the seconds of a unit's copies and updates; it computes nothing."""
+    unit = units[index]
+    copied, landed = weight_traffic(plan, index, unit), grad_traffic(plan, index, unit)
+    state, steps = state_traffic(plan, index, unit), update_traffic(plan, index, unit)
     # Bytes pass the disks and their checksums in turns, in pieces: the slower one decides.
     read, write = (
         min(rate * machine.disks, machine.checksum_rate)
         for rate in (machine.disk_read, machine.disk_write)
     )
-    found = []
-    for index in order:
-        unit = units[index]
-        copied = weight_traffic(plan, index, unit)
-        landed = grad_traffic(plan, index, unit)
-        state, steps = state_traffic(plan, index, unit), update_traffic(plan, index, unit)
-        compute = flops * computes[index] / total / machine.device_flops
-        own, head = (0.0, compute) if unit.name == tied else (compute, 0.0)
-        away = plan.tiers_of(index)["grad"] is not Tier.DEVICE
-        found.append(
-            UnitSeconds(
-                unit.name,
-                _passing_nbytes(plan, units, index),
-                own * forward,
-                own * (1 - forward),
-                head_forward=head * forward,
-                head_backward=head * (1 - forward),
-                copy=copied["host->device"] / machine.host_link,
-                read=copied["nvme->host"] / read,
-                landing=away * landed["device->host"] / machine.host_link,
-                load=(state["nvme->host"] + landed["nvme->host"]) / read,
-                step=steps[Tier.HOST] / machine.host_bandwidth,
-                save=(state["host->nvme"] + landed["host->nvme"]) / write,
-                step_on_device=steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
-            )
-        )
-    return simulate(
-        found,
-        plan.device_window_nbytes,
-        after_backward=clips,
-        again=_place_of(units, order, tied),
+    away = plan.tiers_of(index)["grad"] is not Tier.DEVICE
+    return UnitSeconds(
+        unit.name,
+        _passing_nbytes(plan, units, index),
+        forward=0.0,
+        backward=0.0,
+        copy=copied["host->device"] / machine.host_link,
+        read=copied["nvme->host"] / read,
+        landing=away * landed["device->host"] / machine.host_link,
+        load=(state["nvme->host"] + landed["nvme->host"]) / read,
+        step=steps[Tier.HOST] / machine.host_bandwidth,
+        save=(state["host->nvme"] + landed["host->nvme"]) / write,
+        step_on_device=steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
     )

@@ -446,6 +446,23 @@ def test_homes_have_the_names_that_people_use(given, home, place, capsys):
         Config(params=given)
 
 
+DEEPSPEED = {
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+    "gradient_clipping": 0.5,
+}
+
+
+@pytest.mark.parametrize("option", ["--deepspeed", "--config"])
+def test_a_deepspeed_json_says_where_the_state_lives(option, place, capsys):
+    """Twin: an option goes over it."""
+    Path("ds.json").write_text(json.dumps(DEEPSPEED))
+    words = ["train", "--model", "model.json", "--data", "text.txt", *SMALL, "--json"]
+    for more, home in (((), "host"), (("--params", "device"), "device")):
+        assert main([*words, option, "ds.json", *more]) == 0
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert told["homes"]["params"] == home and told["options"]["max_grad_norm"] == 0.5
+
+
 HINTS = {  # what was typed -> what is meant
     "trian --model x": "train",
     "plan --parms nvme": "--params",

@@ -301,6 +301,32 @@ def test_every_deepspeed_key_is_accounted_for(source, caplog):
     assert not missing
 
 
+def test_a_deepspeed_json_is_recognised_where_a_configuration_is_given(tmp_path):
+    """As a dict and as a file. Twin: beside a key of our own it is a mistake."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(DEEPSPEED))
+    expected = Config.from_deepspeed(DEEPSPEED)
+    assert Config.make(DEEPSPEED) == Config.make(path) == expected != Config()
+    with pytest.raises(ConfigError, match="unknown config key 'zero_optimization'"):
+        Config.make({"params": "host", "zero_optimization": {}})
+
+
+def test_the_deepspeed_report_is_folded_to_what_changes(caplog):
+    """The rest is counted; the optimizer is a line to paste."""
+    source = DEEPSPEED | {"optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}}
+    with caplog.at_level(logging.WARNING, "infinity.config"):
+        Config.from_deepspeed(source)
+    (record,) = caplog.records
+    lines = [line.strip() for line in record.getMessage().splitlines()]
+    assert any("mapped to params='nvme'" in line for line in lines)
+    assert not any("buffer_count" in line for line in lines)
+    assert any(line.endswith("not needed, or off") for line in lines)
+    assert lines[-1] == (
+        "its optimizer: optimizer = torch.optim.AdamW(model.parameters(), lr=3e-05,"
+        " weight_decay=0.0)"
+    )
+
+
 def test_the_deepspeed_report_says_what_became_of_a_key(caplog):
     """Reads the lines of two mapped keys and two that are not needed."""
     _, report = report_of(DEEPSPEED, caplog)

@@ -107,6 +107,7 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
             "TOML or JSON: the engine's fields, options in a table [train]; options here go over it"
         ),
     )
+    add("--deepspeed", **FILE, help="homes and clipping of a DeepSpeed JSON; options go over it")
 
 
 def _add_training_options(group: argparse._ArgumentGroup) -> None:

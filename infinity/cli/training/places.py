@@ -36,6 +36,7 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     given = [output for output in outputs.values() if output is not None]
     weights = settings.get("weights")
     inputs = {"--model": args.model, "--data": args.data, "--config": args.config}
+    inputs["--deepspeed"] = args.deepspeed
     check_outputs(given, [*inputs.items(), ("weights", weights and Path(weights))], overwrite=True)
     if args.overwrite:
         return

@@ -39,6 +39,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Collects the engine's options by `Config` field name; the command line overrides --config. If
     neither sets a home, folder or budget, nvme_paths is "auto". Raises ConfigError."""
     settings = _read_config_file(args.config) if args.config else {}
+    if getattr(args, "deepspeed", None) is not None:
+        settings |= translated(args.deepspeed)
     given = {
         "params": args.params,
         "optimizer": args.optimizer,
@@ -72,6 +74,8 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"No such configuration: {path}. Give --config a TOML or JSON file.")
     settings = read_table(path)
+    if is_deepspeed(settings):
+        return translated(path)
     settings.pop(TABLE, None)  # these options were added to the command line already
     names = [field.name for field in dataclasses.fields(infinity.Config)]
     for key in settings:
@@ -86,6 +90,32 @@ def _read_config_file(path: Path) -> dict[str, Any]:
                 f"{path}: unknown config key {key!r}: {hint} Options of `infinity train` go into"
                 f" the table {TABLE}."
             )
+    return settings
+
+
+def is_deepspeed(settings: dict[str, Any]) -> bool:
+    """Returns whether a table of keys is a DeepSpeed JSON; known without torch."""
+    return "zero_optimization" in settings or "train_micro_batch_size_per_gpu" in settings
+
+
+def translated(path: Path) -> dict[str, Any]:
+    """Returns the engine's settings of a DeepSpeed JSON; logs what it changes."""
+    config = infinity.Config.from_deepspeed(path, strict=False)  # the loop here is our own
+    given = {
+        name: getattr(config, name)
+        for name in (
+            "params",
+            "optimizer",
+            "max_grad_norm",
+            "grad_dtype",
+            "master",
+            "moments",
+            "weights_on_host",
+        )
+    }
+    settings = {name: value for name, value in given.items() if value is not None}
+    if "nvme" in (config.params, config.optimizer):
+        settings["nvme_paths"] = list(config.nvme_paths)
     return settings
 
 
