@@ -27,7 +27,7 @@ from ..machine.tiers import Tier
 from ..runtime.job import Job
 from ..runtime.registry import is_wrapped, wrapped
 from ..state.unit import ParamUnit
-from .stats import edges_of
+from .stats import edges_of, stats
 
 EVERY_SECONDS = 1.0
 # Of the history: at the limit every other point is dropped, and the stride doubles.
@@ -76,6 +76,7 @@ class Watch:
         self._loss: float | None = None
         self._step_seconds = self._tokens = 0.0
         self._at, self._next, self._written = time.monotonic(), 0.0, 0
+        self._bound: str | None = None  # what the last step was bound by, once the loop is over
         self._doing: tuple[str, str] = ("starting", "")
         self._before: tuple[float, dict] | None = None  # time, and the edges' bytes then
         self._history: list[tuple[int, float | None, float]] = []
@@ -96,7 +97,7 @@ class Watch:
         self._stop_listening = engine.listen_to_landed(landed)
         if job.ranks.is_first and folder is None:
             run_files.remove_old(self._root)
-        self._write(run_files.PLAN, _plan(job))
+        self._write(run_files.PLAN, _plan(job) | {"model": type(model).__name__})
         self._tell("starting", "", now=True)
 
     def __enter__(self) -> Watch:
@@ -129,6 +130,8 @@ class Watch:
             _open.discard(self)
             self._stop_listening()
         if self._doing[0] != state and not self._doing[0].startswith("ended"):
+            if (model := self._model()) is not None and is_wrapped(model):
+                self._bound = stats(model).bottleneck
             self._tell(state, "", now=True)
             self._write(run_files.HISTORY, {"points": self._history})
 
@@ -165,6 +168,7 @@ class Watch:
             "step": self._step,
             "steps": self._steps,
             "loss": self._loss,
+            "bound": self._bound,
         }
         if model is None or not is_wrapped(model):  # the counters are final
             return (self._told or {}) | doing
@@ -195,17 +199,24 @@ class Watch:
                 }
                 for tier, account in job.ledger.accounts.items()
             },
-            "edges": {
-                name: {
-                    "nbytes": moved["nbytes"],
-                    "limit": self._limits.get(name),
-                    "rate": (moved["nbytes"] - before[name]["nbytes"]) / seconds,
-                    "stalled": (moved["stall_seconds"] - before[name]["stall_seconds"]) / seconds,
-                }
-                for name, moved in edges.items()
-            },
+            "edges": self._edge_status(edges, before, seconds),
         }
         return self._told
+
+    def _edge_status(
+        self, edges: dict[str, dict], before: dict[str, dict], seconds: float
+    ) -> dict[str, dict[str, Any]]:
+        """Describes the traffic of every edge; its rates are of the last ``seconds``."""
+        return {
+            name: {
+                "nbytes": moved["nbytes"],
+                "limit": self._limits.get(name),
+                "rate": (moved["nbytes"] - before[name]["nbytes"]) / seconds,
+                "stalled": (moved["stall_seconds"] - before[name]["stall_seconds"]) / seconds,
+                "stall_seconds": moved["stall_seconds"],
+            }
+            for name, moved in edges.items()
+        }
 
     def _write(self, kind: str, content: dict[str, Any]) -> None:
         if not self.folder.is_absolute() and self.folder.parts[:1] == ("~",):

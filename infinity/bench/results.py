@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import re
 import statistics
@@ -16,6 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ..machine.sizes import format_seconds
+
+BUSY = 0.5  # load for each processor
+WIDE = 0.3  # of the median, between the lowest and the highest round
+# Of a parameter and step with split masters and fp32 moments, all on disk: weights for forward and
+# backward, and all state for the update; then state and weights
+READ_NBYTES, WRITTEN_NBYTES = 16, 12
 BEGIN = b'{\n "theme":'  # of every result file
 
 
@@ -127,3 +135,36 @@ def table(rows: Sequence[Row]) -> str:
             f"{entry.name:<24}{entry.median:>10.3f}  {spread:^19}  {entry.unit}{share}{ratios}"
         )
     return "\n".join(lines)
+
+
+def busy() -> str:
+    """Returns a warning if other processes use this machine; "" if they do not."""
+    load, count = os.getloadavg()[0], os.cpu_count() or 1
+    if load < BUSY * count:
+        return ""
+    return (
+        f"other processes use this machine (load {load:.1f} on {count} processors): figures will be"
+        " low"
+    )
+
+
+def spread(rows: Sequence[Row]) -> list[str]:
+    """Returns a note for the rows whose rounds differ much."""
+    wide = [row.name for row in rows if row.high - row.low > WIDE * row.median > 0]
+    return [f"rounds differ by more than {WIDE:.0%}: {', '.join(wide)}"] if wide else []
+
+
+def bound_of(rows: Sequence[Row], parameters: float = 7e9) -> str:
+    """Returns what a full fine-tuning step of a model of so many ``parameters`` needs at least on
+    this machine, as far as it was measured."""
+    found = {row.name: row.median for row in rows}
+    told = []
+    if {"io.read", "io.write"} <= found.keys():
+        seconds = parameters * (READ_NBYTES / found["io.read"] + WRITTEN_NBYTES / found["io.write"])
+        told.append(f"{format_seconds(seconds / 1e9)} of this disk, with all state on it")
+    if "adam.split" in found:
+        seconds = parameters / found["adam.split"] / 1e9
+        told.append(f"{format_seconds(seconds)} of these processors for its update")
+    if not told:
+        return ""
+    return f"A step of a {parameters / 1e9:.0f} B model needs at least {', and '.join(told)}."

@@ -68,14 +68,35 @@ def _sync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
+# Files by which folders of other programs are known -> what they are, and what to do.
+OTHERS = {
+    ".metadata": "torch.distributed.checkpoint's: `infinity export` takes its weights",
+    "latest": "DeepSpeed's: `infinity export` takes its weights",
+    "zero_to_fp32.py": "DeepSpeed's: `infinity export` takes its weights",
+    "trainer_state.json": "the Trainer's: resume it with resume_from_checkpoint",
+    "adapter_config.json": "an adapter's: load it with peft",
+    "config.json": "a model's weights alone: load them with from_pretrained",
+}
+
+
+def what_it_is(root: Path) -> str:
+    """Returns what a folder without our manifest is, as far as its files tell."""
+    if not root.exists():
+        return f"there is no {root}"
+    if not root.is_dir():
+        return f"{root} is a file, not a checkpoint's folder"
+    known = next((OTHERS[name] for name in OTHERS if (root / name).exists()), None)
+    if known is not None:
+        return f"{root} is no checkpoint of Infinity; it is {known}"
+    return f"{root} holds no complete checkpoint: there is no {MANIFEST} in it"
+
+
 def read_manifest(root: Path) -> dict[str, Any]:
     path = root / MANIFEST
     try:
         text = read_text(path)
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{root} holds no complete checkpoint: there is no {MANIFEST} in it"
-        ) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(what_it_is(root)) from error
     except (OSError, ValueError) as error:
         raise CorruptionError(f"{path} cannot be read: {error}") from error
     try:

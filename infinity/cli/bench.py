@@ -123,15 +123,19 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
     settings = _settings(args)
     measured = results.Measured([])
     with _stdout_for(args.json):
-        for theme in chosen:
+        if busy := results.busy():
+            print(busy, file=sys.stderr, flush=True)
+        for number, theme in enumerate(chosen, start=1):
             name, _, function = themes[theme].partition(":")
             module = importlib.import_module(name)
-            print(f"{theme}: measuring", file=sys.stderr, flush=True)
+            print(f"{number} of {len(chosen)}: {theme}", file=sys.stderr, flush=True)
             found = getattr(module, function or "measure")(settings)
             print(results.table(found.rows), flush=True)
             measured.add(found)
-        for note in measured.notes:
+        for note in [*measured.notes, *results.spread(measured.rows)]:
             print(f"({note})")
+        if told := results.bound_of(measured.rows):
+            print(told)
     found = results.result(args.theme, measured)
     if args.json:
         print(json.dumps(found))

@@ -23,7 +23,7 @@ KINDS = (
     "save",
 )
 COLOURS = {"weights": "#1f6fb2", "optimizer state": "#8a6d1b", "gradients": "#7a4fb0"}
-OTHER_COLOUR = "#2a8c4a"
+OTHER_COLOURS = ("#2a8c4a", "#a8443c", "#3c8f96", "#6b6b6b", "#b0588f")  # neighbours differ
 
 
 def text(found: dict[str, Any]) -> Iterator[str]:
@@ -124,10 +124,12 @@ def draw(tiers: dict[str, dict]) -> str:
     for number, (tier, of_tier) in enumerate(tiers.items()):
         y, x = 12 + number * ROW, float(LEFT)
         marks.append(svg.text(LEFT - 8, y + 20, tier, anchor="end"))
-        for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
+        parts = sorted(of_tier["parts"].items(), key=lambda part: -part[1])
+        for place, (what, nbytes) in enumerate(parts):
             width = (WIDTH - LEFT - 20) * nbytes / largest
+            other = OTHER_COLOURS[place % len(OTHER_COLOURS)]
             colour = next(
-                (colour for kind, colour in COLOURS.items() if what.startswith(kind)), OTHER_COLOUR
+                (colour for kind, colour in COLOURS.items() if what.startswith(kind)), other
             )
             title = f"{what}, {format_nbytes(nbytes)}"
             marks.append(svg.bar(x, y, max(0.5, width), 30, colour, title=title, edged=True))

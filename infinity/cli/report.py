@@ -19,6 +19,7 @@ from . import svg
 
 WIDTH, HEIGHT, MARGIN = 860, 240, 84
 CURVE_COLOUR = "#1f6fb2"
+LEAST_STALL = 0.1  # seconds over the whole run
 WORDS = {"tier", "part", "edge"}  # columns that are not numbers
 HEAD = "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
 VIEWPORT = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
@@ -145,10 +146,13 @@ def page(found: dict[str, Any], timeline: str | None) -> str:
     from .plan import draw
 
     try:
-        title = f"Infinity: {Path(found['folder']).name}"
+        model = str(found["plans"][0].get("model") or "")
+        title = " ".join(["Infinity:", *([model] if model else []), Path(found["folder"]).name])
         parts = [f"<h1>{html.escape(title)}</h1>", _summary(found["ranks"][0], found["plans"][0])]
         if points := [(step, loss) for step, loss, _ in found["points"] if loss is not None]:
             parts.append(f"<h2>Loss</h2>{_wide(curve(points))}")
+        if paces := [(step, seconds) for step, _, seconds in found["points"][1:]]:
+            parts.append(f"<h2>Seconds a step</h2>{_wide(curve(paces))}")
         tiers = _checked(found["plans"][0]["tiers"])
         parts.append(
             f"<h2>Memory map</h2><p>What the plan gave every tier.</p>{_wide(draw(tiers))}"
@@ -183,8 +187,19 @@ def _summary(status: dict[str, Any], plan: dict[str, Any]) -> str:
         f" of {int(status['steps']):,}" if status.get("steps") else ""
     )
     loss = "" if status.get("loss") is None else f", loss {float(status['loss']):.4f}"
+    bound = html.escape(str(status.get("bound") or ""))
+    stalls = {
+        edge: float(moved.get("stall_seconds") or 0.0) for edge, moved in status["edges"].items()
+    }
+    waited = "; ".join(
+        f"{html.escape(edge)} {format_seconds(seconds)}"
+        for edge, seconds in sorted(stalls.items(), key=lambda stall: -stall[1])
+        if seconds >= LEAST_STALL
+    )
     return (
-        f"<p>{int(plan['parameters']):,} parameters, step {steps}{loss},"
+        (f"<p><b>{bound}</b></p>" if bound else "")
+        + (f"<p>The loop stood still for {waited}.</p>" if waited else "")
+        + f"<p>{int(plan['parameters']):,} parameters, step {steps}{loss},"
         f" {float(status['tokens_per_second']):,.0f} tokens/s,"
         f" {format_seconds(float(status['step_seconds']))} a step;"
         f" {html.escape(str(status['phase']))}.</p>"

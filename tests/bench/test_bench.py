@@ -430,3 +430,19 @@ def test_touches_are_measured_beside_torch_and_full_params(monkeypatch, tmp_path
         "touches.host.average",
     ]
     assert all(each.ratios.keys() == {"torch", "full_params"} for each in found.rows)
+
+
+def test_the_last_line_says_what_this_machine_can_do(monkeypatch):
+    """By hand: 7 G parameters, of which 16 bytes are read and 12 written at 2 and 4 GB/s, and 0.5 G
+    stepped in a second. Twins: without a disk's rows, and without any."""
+    disk = [results.row("io.read", "GB/s", [2.0]), results.row("io.write", "GB/s", [4.0])]
+    adam = [results.row("adam.split", "G parameters/s", [0.5])]
+    assert "77 s of this disk" in results.bound_of([*disk, *adam])
+    assert "14 s of these processors" in results.bound_of(adam)
+    assert "disk" not in results.bound_of(adam) and results.bound_of([]) == ""
+    assert results.spread([results.row("io.read", "GB/s", [1.0, 2.0, 3.0])])[0].endswith("io.read")
+    assert results.spread(disk) == []
+    for load, is_told in ((9.0, True), (0.1, False)):
+        monkeypatch.setattr(results.os, "getloadavg", lambda load=load: (load, load, load))
+        monkeypatch.setattr(results.os, "cpu_count", lambda: 2)
+        assert bool(results.busy()) == is_told

@@ -18,6 +18,7 @@ import infinity
 from infinity.checkpoint import folder as folders
 from infinity.checkpoint.folder import DATA_NAME, OF_READERS, hold, reading, remove_data, writing
 from infinity.checkpoint.manifest import read_manifest
+from infinity.errors import UsageError
 
 JOBS = """
 import os, sys, time, torch
@@ -251,3 +252,26 @@ def test_data_that_cannot_be_opened_is_not_taken_for_gone(tmp_path, monkeypatch)
         with pytest.raises(infinity.StorageError):
             hold(tmp_path / "infinity-00000000000a")
     assert (tmp_path / "infinity-00000000000a" / OF_READERS).exists()
+
+
+KINDS = {  # a file in it -> a part of what is said
+    ".metadata": "torch.distributed.checkpoint's: `infinity export`",
+    "latest": "DeepSpeed's: `infinity export`",
+    "trainer_state.json": "the Trainer's: resume it with resume_from_checkpoint",
+    "adapter_config.json": "an adapter's: load it with peft",
+    "config.json": "a model's weights alone",
+    "notes.txt": "holds no complete checkpoint",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_another_programs_folder_is_named_by_what_it_is(name, tmp_path):
+    """Twins: a folder that is not there, and a file."""
+    (tmp_path / name).touch()
+    with pytest.raises(UsageError) as caught:
+        read_manifest(tmp_path)
+    assert KINDS[name] in str(caught.value) and str(tmp_path) in str(caught.value)
+    with pytest.raises(UsageError, match="there is no .*none"):
+        read_manifest(tmp_path / "none")
+    with pytest.raises(UsageError, match="is a file"):
+        read_manifest(tmp_path / name)

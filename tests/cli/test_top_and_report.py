@@ -139,7 +139,7 @@ def test_the_report_is_one_page_with_everything_in_it(watched, tmp_path, capsys)
     assert main(["report", "--out", str(out)]) == 0 and capsys.readouterr().out.strip() == str(out)
     page = Page(out.read_text())
     assert not page.open and not page.references and "script" not in page.tags
-    assert page.tags.count("svg") == 3 and "polyline" in page.tags and page.tags.count("rect") > 10
+    assert page.tags.count("svg") == 4 and "polyline" in page.tags and page.tags.count("rect") > 10
     for text in (
         "Memory map",
         "Timeline",
