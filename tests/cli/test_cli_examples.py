@@ -17,6 +17,7 @@ pytest.importorskip("datasets")
 
 import transformers
 from chatty import PAIRS, ROWS, chat_of, save_base, save_rows
+from ranks import run_torchrun
 
 import infinity.cli
 from infinity.data.example_files import find_examples
@@ -333,3 +334,21 @@ def test_options_of_samples_are_refused_for_text(words, train, tmp_path):
     (tmp_path / "text.txt").write_text("running text " * 99)
     status, _, err = train("--data", "text.txt", *words)
     assert status == 2 and words[0] in err
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_learn_what_one_learns_from_two_micro_batches(
+    base, tmp_path, monkeypatch, capsys
+):
+    """Of samples with answers of other lengths: the same losses, but for the order of sums."""
+    pairs = [(f"{at}?", "x" * (1 + 7 * at % 31)) for at in range(33)]
+    save_rows(tmp_path / "a.jsonl", rows_of("prompt", pairs))
+    monkeypatch.chdir(tmp_path)
+    words = f"train --model {base} --data a.jsonl --batch-size 4 --dtype fp32 --params host".split()
+    words += "--optimizer host --steps 4 --lr 0.01 --warmup-steps 0 --sample-bytes 0 --json".split()
+    assert infinity.cli.main([*words, "--accumulate", "2"]) == 0
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])["losses"]
+    done = run_torchrun(2, ["-m", "infinity", *words])
+    assert done.returncode == 0, done.stderr
+    together = json.loads(done.stdout.splitlines()[-1])["losses"]
+    assert together == pytest.approx(alone, rel=1e-4) and len(set(together)) == 4
