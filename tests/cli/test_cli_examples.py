@@ -336,6 +336,7 @@ def test_options_of_samples_are_refused_for_text(words, train, tmp_path):
     assert status == 2 and words[0] in err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_learn_what_one_learns_from_two_micro_batches(
     base, tmp_path, monkeypatch, capsys
