@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import native
 from ..distributed.collectives import Collectives
-from ..errors import ConfigError, CorruptionError, InfinityError
+from ..errors import ConfigError, CorruptionError, InfinityError, UsageError
 from ..machine.outputs import identity_of, replacing
 from ..state.flat_param_spec import MASTER_DTYPES
 from ..state.kept_dtypes import keeps_fp32
@@ -24,7 +24,7 @@ from .folder import OF_READERS
 from .foreign import foreign_sources, is_foreign
 from .hub_names import SHARD_SIZE, flat_param_size_of, hub_sources, names_to_write
 from .load import NOT_A_CHECKPOINT, checkpoint_of
-from .manifest import MANIFEST, check_files
+from .manifest import MANIFEST, OTHERS, check_files, what_it_is
 from .model_files import write_sources
 from .module_names import Incoming, may_lack
 from .parts import read_tensors
@@ -90,6 +90,9 @@ def export(
                 return target.write(sources)
         if checkpoint.is_file() or list(checkpoint.glob("*.safetensors")):
             return target.write(WeightFiles(checkpoint).sources())
+        if any((checkpoint / name).exists() for name in OTHERS):
+            kind = what_it_is(checkpoint).partition(":")[0]
+            raise UsageError(f"{kind}, and the files of its weights are not in it")
     with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
         try:
             return _export(manifest, data, target)

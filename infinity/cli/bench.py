@@ -123,11 +123,12 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
     settings = _settings(args)
     measured = results.Measured([])
     with _stdout_for(args.json):
-        if busy := results.busy():
-            print(busy, file=sys.stderr, flush=True)
+        busy = results.busy()  # before anything is measured
         for number, theme in enumerate(chosen, start=1):
             name, _, function = themes[theme].partition(":")
             module = importlib.import_module(name)
+            if number == 1 and busy:
+                print(busy, file=sys.stderr, flush=True)
             print(f"{number} of {len(chosen)}: {theme}", file=sys.stderr, flush=True)
             found = getattr(module, function or "measure")(settings)
             print(results.table(found.rows), flush=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging as python_logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)  # of libraries among each other
+    python_logging.getLogger("infinity").setLevel(python_logging.ERROR)  # an answer is all there is
     speaker = Speaker(args)
     if args.chat:
         return _chat(speaker, args)
@@ -80,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if args.chat == (args.prompt is not None):
-        raise ConfigError('give --prompt TEXT, or --chat; --prompt "-" reads the prompt from stdin')
+        which = "one of" if args.chat else "either of"
+        raise ConfigError(f'give {which} --prompt TEXT and --chat; --prompt "-" reads from stdin')
     if args.chat and (args.raw or args.json):
         raise ConfigError("--raw and --json are for --prompt: a chat has many answers")
     if args.prompt == "":
@@ -208,7 +213,10 @@ def _base_of(folder: Path) -> Path:
     name = parse_json(read_text(folder / ADAPTER)).get("base_model_name_or_path")
     if not name:
         raise ConfigError(f"{folder / ADAPTER} does not name the model that it adapts")
-    return find_model(Path(name))
+    found = Path(name) if Path(name).exists() else find_model(Path(name))
+    if not found.exists():
+        raise ConfigError(f"the adapter {folder} names its base {name}, which is not here")
+    return found
 
 
 def _with_adapter(model: Any, folder: Path) -> Any:

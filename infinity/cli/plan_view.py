@@ -92,6 +92,8 @@ def _timeline(units: dict[str, dict[str, list[float]]]) -> Iterator[str]:
     longest = max((end for spans in units.values() for _, end in spans.values()), default=0.0)
     unit, scale = ("s", 1.0) if longest >= 1 else ("ms", 1e3)
     yield f"{f'when in a step ({unit})':<28}" + "".join(f"{kind:>18}" for kind in kinds)
+    if any(end < 0 or start < 0 for spans in units.values() for start, end in spans.values()):
+        yield "  (0 is the start of the forward; what it needs first is copied before)"
     rows = list(units.items())
     for number, (name, spans) in enumerate(rows):
         if len(rows) > 2 * SHOWN + 1 and SHOWN <= number < len(rows) - SHOWN:

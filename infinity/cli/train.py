@@ -41,7 +41,13 @@ from .training.model import (
     read_model_config,
     read_tokenizer,
 )
-from .training.options import DEFAULT_ROW_LENGTH, DEFAULT_STEPS, add_options, check_options
+from .training.options import (
+    DEFAULT_ROW_LENGTH,
+    DEFAULT_STEPS,
+    add_options,
+    check_options,
+    set_defaults,
+)
 from .training.places import check_places, check_room, has_checkpoint, make_way
 from .training.progress import (
     ProgressBar,
@@ -99,6 +105,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     console = _prepare(args, ranks)
     _tell_skipped(files, console)
     engine_config(settings)  # raises for a wrong engine option before the model is built
+    _check_device(args)
     _choose_dtype(args, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
@@ -180,9 +187,11 @@ def _read_inputs(
     if isinstance(files, ExampleFiles):
         batches = _read_examples(args, files, model_config, tokenizer, ranks)
         args.steps = args.steps or batches.steps_of(args.epochs or 1.0)
+        set_defaults(args)
         show_examples(console, batches.corpus, tokenizer)
         return _Inputs(model_config, tokenizer, batches)
     args.steps = args.steps or DEFAULT_STEPS
+    set_defaults(args)
     length = choose_sequence_length(args.sequence_length, model_config)
     limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")
     corpus = read_corpus(
@@ -231,7 +240,7 @@ def _make_model(args: argparse.Namespace, model_config: Any, console: Console) -
         whole=args.lora_rank is not None,
     )
     if args.lora_rank is not None:
-        model = add_adapters(model, args.lora_rank)
+        model = add_adapters(model, args.lora_rank, args.model)
     if args.gradient_checkpointing:
         checkpoint_activations(model)
     return model
@@ -249,7 +258,8 @@ def _end(
     if args.out is not None:
         report.update(_save_and_sample(args, job, tokenizer, console))
     else:
-        console.print("The trained model is not saved: no --out.")
+        how = f": `infinity export {args.checkpoint} OUT` writes it" if args.checkpoint else ""
+        console.print(f"The trained model is not saved, without --out{how}.")
     if args.json and ranks.is_first:
         print(json.dumps(report))
     return 0
@@ -303,6 +313,17 @@ def _choose_dtype(args: argparse.Namespace, console: Console) -> None:
         )
 
 
+def _check_device(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a GPU that is not here, before the data is read."""
+    import torch
+
+    if args.device is not None and args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device {args.device}: torch {torch.__version__} finds no GPU here (`infinity env`"
+            " tells more)"
+        )
+
+
 def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -> None:
     """Raises CapacityError if what the job will save does not fit."""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -324,8 +345,9 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
     corpus, options = job.batches.corpus, job.fixed_values
     console.print(
         f"{options['parameters']:,} parameters in {options['dtype']}, {job.tokens_per_step:,}"
-        f" tokens per step, {job.steps} steps\n{corpus.source}: {corpus.train_ntokens:,} tokens to"
-        f" train on, {corpus.held_out_ntokens:,} held out"
+        f" tokens per step, {job.steps} steps, learning rate {options['lr']:g}\n"
+        f"{corpus.source}: {corpus.train_ntokens:,} tokens to train on,"
+        f" {corpus.held_out_ntokens:,} held out"
     )
     trained, whole = (
         sum(param.numel() for param in job.model.parameters() if param.requires_grad or every)
@@ -368,6 +390,8 @@ def _save_and_sample(
         with replacing(args.out) as made:
             tokenizer.save_pretrained(made)
     console.print(f"Saved to {args.out}")
+    if tokenizer is not None and tokenizer.chat_template:
+        console.print(f"Talk to it: infinity generate {args.out} --chat")
     batches, seed, is_first = job.batches, job.seed, job.ranks.is_first
     job.let_go()
     result = {"out": str(args.out)}

@@ -12,6 +12,7 @@ reads the same data as an uninterrupted one, with no state to save.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import sysconfig
@@ -63,12 +64,24 @@ def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
     if root.is_dir():
         return _text_files_in(root)
     if not root.is_file():
+        near = difflib.get_close_matches(root.name, _names_in(root.parent), n=1)
+        hint = f" Did you mean {root.parent / near[0]}?" if near else ""
         raise ConfigError(
-            f"No such data: {root}. Give --data a text file, or a folder of text files."
+            f"No such data: {root}.{hint} Give --data a file of samples (as chat.jsonl), a text"
+            " file, or a folder of either."
         )
+    if not root.stat().st_size:
+        raise ConfigError(f"--data: {root} is empty.")
     if (found := look_at(root)) is not None:
         raise _not_text(root, found)
     return TextFiles(source=str(root), paths=[root], names=[root.name])
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _text_files_in(root: Path) -> TextFiles:

@@ -54,6 +54,8 @@ def find_examples(data: Path | None) -> ExampleFiles | None:
     none: text, or nothing. Raises ConfigError for files of several kinds, or text beside them."""
     if data is None or not (data.is_dir() or data.is_file()):
         return None
+    if data.is_dir() and (data / "config.json").is_file() and any(data.glob("*.safetensors")):
+        raise ConfigError(f"--data: {data} is the folder of a model: give the data it is to learn.")
     if data.is_dir() and any((data / name).is_file() for name in SAVED):
         return ExampleFiles(source=str(data), loader="disk", paths=[data])
     files = [data]
@@ -67,6 +69,8 @@ def find_examples(data: Path | None) -> ExampleFiles | None:
         )
     found = {path: look_at(path) for path in files}
     loaders = {path: kind.loader for path, kind in found.items() if kind and kind.loader}
+    if data.is_file() and data.suffix.lower() in TABLES:
+        loaders[data] = "csv"  # a table is no running text, whatever its columns
     if not loaders:
         return None
     if len(kinds := sorted(set(loaders.values()))) > 1:
@@ -74,7 +78,8 @@ def find_examples(data: Path | None) -> ExampleFiles | None:
             f"--data: {data} has files of several kinds ({', '.join(kinds)}). Give one of them, or"
             " a folder with files of one kind."
         )
-    text = [path for path in files if found[path] is None and not BESIDE.match(path.name)]
+    text = [path for path in files if path not in loaders and found[path] is None]
+    text = [path for path in text if not BESIDE.match(path.name)]
     if text:
         raise ConfigError(
             f"--data: {data} has both running text ({text[0].name}) and samples"
@@ -152,9 +157,12 @@ def _in_known_columns(data: Any, source: str) -> Any:
     if "text" in names:
         kept = data.select_columns([names["text"]])
         return kept if names["text"] == "text" else kept.rename_column(names["text"], "text")
+    only = data.column_names[0] if len(data.column_names) == 1 else ""
+    hint = " Is ; its separator? Columns are separated by commas, or tabs in .tsv." * (";" in only)
     raise ConfigError(
         f"--data: {source} has the columns {', '.join(data.column_names)}. Needed is one of:"
         " messages; prompt and completion; instruction and output; question and answer; text."
+        f"{hint}"
     )
 
 

@@ -13,6 +13,7 @@ file does not cover.
 
 from __future__ import annotations
 
+import difflib
 import math
 import tomllib
 from collections import Counter
@@ -86,9 +87,12 @@ class Machine:
         try:
             found = tomllib.loads(read_text(path))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            known = ", ".join(sorted(each.stem for each in MACHINES.glob("*.toml")))
+            known = sorted(each.stem for each in MACHINES.glob("*.toml"))
+            near = [name for name in known if given.lower() in name]
+            near += difflib.get_close_matches(given, known, n=1)
+            hint = f": did you mean {near[0]}?" if near else f": {error}."
             raise ConfigError(
-                f"--machine {given}: {error}. Give a TOML file, or one of {known}"
+                f"--machine {given}{hint} Give a TOML file, or one of {', '.join(known)}"
             ) from None
         values = {
             (part, key): _value(found, part, key, given)

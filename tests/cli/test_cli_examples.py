@@ -353,3 +353,71 @@ def test_two_ranks_learn_what_one_learns_from_two_micro_batches(
     assert done.returncode == 0, done.stderr
     together = json.loads(done.stdout.splitlines()[-1])["losses"]
     assert together == pytest.approx(alone, rel=1e-4) and len(set(together)) == 4
+
+
+# --- what a cold reader ran into ---
+
+
+def test_a_table_is_never_running_text(train, tmp_path):
+    """As a file. Twin: in a folder of text it is text as others."""
+    (tmp_path / "a.csv").write_text("input;target\n1;2\n3;4\n")
+    (tmp_path / "b.csv").write_text("year,rain\n1999,3\n2000,4\n")
+    status, _, err = train("--data", "a.csv")
+    assert status == 2 and "columns input;target" in err and "Is ; its separator?" in err
+    status, _, err = train("--data", "b.csv")
+    assert status == 2 and "columns year, rain" in err and "separator" not in err
+
+
+MISTAKES = {  # the words -> a part of the message
+    "--data chta.jsonl": "Did you mean chat.jsonl?",
+    "--data empty.jsonl": "empty.jsonl is empty",
+    "--data BASE": "is the folder of a model",
+    "--data chat.jsonl --device cuda": "finds no GPU here",
+    "--data chat.jsonl --checkpoint ds --resume": "ds is no checkpoint of Infinity; it is DeepSpeed",
+    "--data chat.jsonl --checkpoint trainer": "it is the Trainer's",
+    "--data chat.jsonl --params nvme": "--nvme-path auto",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_told_before_the_data_is_rendered(words, train, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    save_rows(tmp_path / "chat.jsonl", rows_of("messages"))
+    (tmp_path / "empty.jsonl").touch()
+    for folder, name in (("ds", "latest"), ("trainer", "trainer_state.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).touch()
+    status, out, err = train(*words.replace("BASE", str(base)).split())
+    assert status == 2 and MISTAKES[words] in err, err
+    assert "The first sample" not in out
+
+
+def test_an_adapter_or_a_checkpoint_is_no_model(train, tmp_path):
+    for folder, name, said in (
+        ("adapter", "adapter_config.json", "is an adapter"),
+        ("kept", "manifest.json", "infinity export kept OUT"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).touch()
+        status, _, err = train("--data", "chat.jsonl", model=folder)
+        assert status == 2 and said in err
+
+
+def test_the_rate_and_the_warm_up_suit_what_is_trained(base):
+    """Weights that are trained already, adapters, fresh weights; few steps and many."""
+    from argparse import Namespace
+
+    from infinity.cli.training.options import set_defaults
+
+    for model, rank, steps, expected in (
+        (base, None, 80, (2e-5, 10)),
+        (base, 8, 20, (2e-4, 4)),
+        (None, None, 3, (2e-4, 0)),
+        (base / "config.json", None, 50, (2e-4, 10)),
+    ):
+        args = Namespace(model=model, lora_rank=rank, steps=steps, lr=None, warmup_steps=None)
+        set_defaults(args)
+        assert (args.lr, args.warmup_steps) == expected
+        given = Namespace(model=model, lora_rank=rank, steps=steps, lr=0.5, warmup_steps=7)
+        set_defaults(given)
+        assert (given.lr, given.warmup_steps) == (0.5, 7)

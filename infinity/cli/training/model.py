@@ -238,17 +238,20 @@ def keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
             param.data = param.data.to(torch.float32)
 
 
-def add_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Adds low-rank adapters (Hu et al. 2021) to the linear layers, and freezes all else. Raises
-    ConfigError if peft is not installed."""
+def add_adapters(model: nn.Module, rank: int, base: Path) -> nn.Module:
+    """Adds low-rank adapters (Hu et al. 2021) to the linear layers, and freezes all else. They name
+    the folder ``base``. Raises ConfigError if peft is not installed."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ConfigError("--lora-rank needs peft: pip install peft") from None
-    return get_peft_model(
+    adapted = get_peft_model(
         model,
         LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
+    for config in adapted.peft_config.values():
+        config.base_model_name_or_path = str(base.resolve())  # found from anywhere
+    return adapted
 
 
 def checkpoint_activations(model: nn.Module) -> None:

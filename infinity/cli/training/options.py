@@ -25,6 +25,8 @@ FOLDER: dict[str, Any] = {"type": Path, "metavar": "FOLDER"}
 DEFAULT_SEQUENCE_LENGTH = 256
 DEFAULT_ROW_LENGTH = 1024
 DEFAULT_STEPS = 80
+DEFAULT_LR, TUNING_LR = 2e-4, 2e-5
+DEFAULT_WARMUP_STEPS = 10
 DEFAULT_MAX_GRAD_NORM = 1.0
 
 
@@ -125,9 +127,17 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         ),
     )
     add("--accumulate", **NUMBER, default=1, help="micro-batches in a step (default 1)")
-    add("--lr", type=_positive_float, default=2e-4, help="peak learning rate (default 0.0002)")
+    add(
+        "--lr",
+        type=_positive_float,
+        help="peak learning rate (default 0.0002; 0.00002 for all weights of a trained model)",
+    )
     add("--weight-decay", type=_zero_or_more, default=0.1, help="of weight matrices (default 0.1)")
-    add("--warmup-steps", **COUNT, default=10, help="linear warm-up, then cosine (default 10)")
+    add(
+        "--warmup-steps",
+        **COUNT,
+        help="linear warm-up, then cosine (default 10, or a fifth of the steps if less)",
+    )
     add(
         "--max-grad-norm",
         type=_positive_float,
@@ -223,6 +233,15 @@ NUMBER: dict[str, Any] = {"type": _positive, "metavar": "N"}
 COUNT: dict[str, Any] = {"type": _count, "metavar": "N"}
 
 
+def set_defaults(args: argparse.Namespace) -> None:
+    """Sets what depends on the model and on ``args.steps``, which is known by now."""
+    if args.lr is None:
+        has_weights = args.model is not None and args.model.is_dir()
+        args.lr = TUNING_LR if has_weights and args.lora_rank is None else DEFAULT_LR
+    if args.warmup_steps is None:
+        args.warmup_steps = min(DEFAULT_WARMUP_STEPS, args.steps // 5)
+
+
 def check_options(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that can be checked without reading the data or building the
     model."""
@@ -254,6 +273,16 @@ def _check_model_path(path: Path) -> None:
     if not path.is_dir():
         wanted = "a folder with config.json and safetensors, or a config.json"
         raise ConfigError(f"No such model: {path}. Give --model {wanted}.")
+    if (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{path} is an adapter: give --model the folder of its base, or merge both with"
+            f" `infinity export`."
+        )
+    if (path / "manifest.json").is_file():
+        raise ConfigError(
+            f"{path} is a checkpoint: continue it with --resume --checkpoint {path}, or make a"
+            f" model of it with `infinity export {path} OUT`."
+        )
     if not (path / "config.json").is_file():
         raise ConfigError(f"No config.json in {path}: not a folder that transformers saved.")
     if not any(path.glob("*.safetensors")):

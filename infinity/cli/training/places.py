@@ -38,6 +38,8 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     inputs = {"--model": args.model, "--data": args.data, "--config": args.config}
     inputs["--deepspeed"] = args.deepspeed
     check_outputs(given, [*inputs.items(), ("weights", weights and Path(weights))], overwrite=True)
+    if args.checkpoint is not None and not has_checkpoint(args.checkpoint):
+        _check_not_anothers(args.checkpoint)
     if args.overwrite:
         return
     if has_checkpoint(args.checkpoint) and not args.resume:
@@ -55,6 +57,14 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
         ):
             continue  # written by this job, which ended and was restarted
         check_free(output)
+
+
+def _check_not_anothers(folder: Path) -> None:
+    """Raises ConfigError if ``folder`` is another program's checkpoint, or a model."""
+    from ...checkpoint.manifest import OTHERS, what_it_is
+
+    if any((folder / name).exists() for name in OTHERS):
+        raise ConfigError(f"--checkpoint: {what_it_is(folder)}. Give another folder.")
 
 
 def make_way(args: argparse.Namespace) -> None:

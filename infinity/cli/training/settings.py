@@ -128,7 +128,7 @@ def _check_nvme_paths(settings: dict[str, Any]) -> None:
     if homes and not paths:
         raise ConfigError(
             f"The home of {' and '.join(homes)} is nvme but no folder is given. Add --nvme-path"
-            " FOLDER."
+            " FOLDER, or --nvme-path auto, which finds one."
         )
     for path in paths:
         if Path(path).exists() and not Path(path).is_dir():
