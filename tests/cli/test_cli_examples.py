@@ -373,7 +373,7 @@ MISTAKES = {  # the words -> a part of the message
     "--data empty.jsonl": "empty.jsonl is empty",
     "--data BASE": "is the folder of a model",
     "--data chat.jsonl --device cuda": "finds no GPU here",
-    "--data chat.jsonl --checkpoint ds --resume": "ds is no checkpoint of Infinity; it is DeepSpeed",
+    "--data chat.jsonl --checkpoint ds --resume": "it is DeepSpeed's",
     "--data chat.jsonl --checkpoint trainer": "it is the Trainer's",
     "--data chat.jsonl --params nvme": "--nvme-path auto",
 }
