@@ -73,9 +73,8 @@ def export(
     A transformers ``model`` gets the names, shapes and ``config.json`` of
     :func:`infinity.save_pretrained`; its configuration names the dtype. Tensors that it keeps in
     fp32 stay so. Replaces the content of ``folder``; `infinity export` checks for that first. One
-    tensor is in memory at a time, or those converted together. Returns the numbers of parameters
-    and bytes. Raises UsageError without a checkpoint, CorruptionError if it is damaged,
-    StorageError.
+    tensor is in memory at a time, or those converted together. Returns counts of parameters and
+    bytes. Raises UsageError without a checkpoint, CorruptionError if damaged, StorageError.
     """
     _check_folders(checkpoint, folder, model)
     target = _Target(folder, dtype, model, described_model(model), change)
@@ -90,9 +89,7 @@ def export(
                 return target.write(sources)
         if checkpoint.is_file() or list(checkpoint.glob("*.safetensors")):
             return target.write(WeightFiles(checkpoint).sources())
-        if any((checkpoint / name).exists() for name in OTHERS):
-            kind = what_it_is(checkpoint).partition(":")[0]
-            raise UsageError(f"{kind}, and the files of its weights are not in it")
+        _refuse_others(checkpoint)
     with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
         try:
             return _export(manifest, data, target)
@@ -102,6 +99,13 @@ def export(
             raise CorruptionError(
                 f"{checkpoint / MANIFEST} does not describe a checkpoint: {error!r}"
             ) from error
+
+
+def _refuse_others(checkpoint: Path) -> None:
+    """Raises UsageError if it is another program's, without the files that were looked for."""
+    if any((checkpoint / name).exists() for name in OTHERS):
+        kind = what_it_is(checkpoint).partition(":")[0]
+        raise UsageError(f"{kind}, and the files of its weights are not in it")
 
 
 def _check_folders(checkpoint: Path, folder: Path, model: Path | None) -> None:

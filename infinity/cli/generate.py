@@ -8,6 +8,8 @@ import json
 import logging as python_logging
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    warnings.simplefilter("ignore", FutureWarning)  # of libraries among each other
-    python_logging.getLogger("infinity").setLevel(python_logging.ERROR)  # an answer is all there is
-    speaker = Speaker(args)
+    with _quiet():
+        speaker = Speaker(args)
     if args.chat:
         return _chat(speaker, args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -80,6 +81,20 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"prompt": prompt, "answer": answer}))
     return 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves out what libraries tell each other, and where the weights are: nothing is trained."""
+    logger = python_logging.getLogger("infinity")
+    level = logger.level
+    logger.setLevel(python_logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _check(args: argparse.Namespace) -> None:

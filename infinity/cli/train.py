@@ -8,6 +8,7 @@ The modules of `training/`. Each imports only modules above it:
   settings, model, compute    the engine's options; the transformers model; its compute time
   job                         the loop and its checkpoints
   progress, report, sample    output: during the job, its numbers, a sample of its result
+  inputs                      the model's configuration, its tokenizer, the data
 """
 
 from __future__ import annotations
@@ -15,38 +16,28 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import infinity
 
-from ..data.corpus import Batches, TextFiles, find_text_files, read_corpus
-from ..data.example_files import ExampleFiles, find_examples
-from ..data.examples import ExampleBatches, read_examples
 from ..errors import ConfigError
 from ..machine.outputs import replacing
-from ..machine.sizes import format_seconds, parse_nbytes
+from ..machine.sizes import format_seconds
 from .training.compute import Compute, compute_time, multiplies_bf16
+from .training.inputs import Inputs, find_files, read_inputs, tell_skipped
 from .training.interrupt import Interrupt
 from .training.job import EdgeCounts, Job, held_out_loss, make_job, resume, train
 from .training.model import (
     add_adapters,
     build_model,
-    check_vocabulary,
     checkpoint_activations,
-    choose_sequence_length,
     find_model,
     is_streamed,
     no_cache,
-    read_model_config,
-    read_tokenizer,
 )
 from .training.options import (
-    DEFAULT_ROW_LENGTH,
-    DEFAULT_STEPS,
     add_options,
     check_options,
-    set_defaults,
 )
 from .training.places import check_places, check_room, has_checkpoint, make_way
 from .training.progress import (
@@ -54,7 +45,6 @@ from .training.progress import (
     ProgressLines,
     Scalars,
     make_progress,
-    show_examples,
 )
 from .training.ranks import Ranks
 from .training.report import make_report, measure_disks, predict_step, print_report
@@ -100,16 +90,15 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     settings = engine_settings(args)
     check_places(args, settings)
-    files = find_examples(args.data) or find_text_files(args.data)
-    _check_data_options(args, files)
+    files = find_files(args)
     console = _prepare(args, ranks)
-    _tell_skipped(files, console)
+    tell_skipped(files, console)
     engine_config(settings)  # raises for a wrong engine option before the model is built
     _check_device(args)
     _choose_dtype(args, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
-    inputs = _read_inputs(args, files, ranks, console)
+    inputs = read_inputs(args, files, ranks, console)
     model = _make_model(args, inputs.model_config, console)
     if is_streamed(model, args.model):
         settings["weights"] = str(args.model)
@@ -147,76 +136,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     return _end(args, ranks, job, inputs.tokenizer, console, report)
 
 
-def _check_data_options(args: argparse.Namespace, files: TextFiles | ExampleFiles) -> None:
-    if isinstance(files, ExampleFiles):
-        return
-    for option, value in (("--pack", args.pack), ("--epochs", args.epochs)):
-        if value:
-            raise ConfigError(
-                f"{option} is for samples, and {files.source} is running text, of which every row"
-                " is full."
-            )
-
-
-def _tell_skipped(files: TextFiles | ExampleFiles, console: Console) -> None:
-    if isinstance(files, ExampleFiles):
-        skipped, why = files.left_out, "hold no samples"
-    else:
-        skipped, why = files.skipped, "are not UTF-8 text"
-    if skipped:
-        names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-        console.print(f"{files.source}: {len(skipped)} files {why} and are left out: {names}")
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What is read for a job: the model's configuration, its tokenizer, if it has one, and the
-    data."""
-
-    model_config: Any
-    tokenizer: Any
-    batches: Batches | ExampleBatches
-
-
-def _read_inputs(
-    args: argparse.Namespace, files: TextFiles | ExampleFiles, ranks: Ranks, console: Console
-) -> _Inputs:
-    model_config = read_model_config(args.model, trust=args.trust_remote_code)
-    tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
-    check_vocabulary(model_config, tokenizer)
-    if isinstance(files, ExampleFiles):
-        batches = _read_examples(args, files, model_config, tokenizer, ranks)
-        args.steps = args.steps or batches.steps_of(args.epochs or 1.0)
-        set_defaults(args)
-        show_examples(console, batches.corpus, tokenizer)
-        return _Inputs(model_config, tokenizer, batches)
-    args.steps = args.steps or DEFAULT_STEPS
-    set_defaults(args)
-    length = choose_sequence_length(args.sequence_length, model_config)
-    limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")
-    corpus = read_corpus(
-        files, sequence_length=length, limit_nbytes=limit_nbytes, tokenizer=tokenizer
-    )
-    batches = Batches(
-        corpus=corpus, batch_size=args.batch_size, sequence_length=length, seed=args.seed
-    )
-    return _Inputs(model_config, tokenizer, batches)
-
-
-def _read_examples(
-    args: argparse.Namespace, files: ExampleFiles, model_config: Any, tokenizer: Any, ranks: Ranks
-) -> ExampleBatches:
-    length = choose_sequence_length(args.sequence_length, model_config, DEFAULT_ROW_LENGTH)
-    return ExampleBatches(
-        corpus=read_examples(files, tokenizer, sequence_length=length, pack=args.pack),
-        batch_size=args.batch_size,
-        sequence_length=length,
-        seed=args.seed,
-        per_step=args.accumulate * ranks.count,
-    )
-
-
-def _time_compute(args: argparse.Namespace, model: Any, inputs: _Inputs) -> Compute:
+def _time_compute(args: argparse.Namespace, model: Any, inputs: Inputs) -> Compute:
     import torch
 
     return compute_time(

@@ -145,10 +145,13 @@ def test_one_device_has_a_timeline(run):
 
 @pytest.mark.parametrize("tokens", ["33K", "0", "many", "-64", "1.5K"])
 def test_tokens_that_are_no_samples_are_refused(run, tokens):
-    """Twin: 2K."""
     words = ("--machine", "h200", "--sequence-length")
     answer = run(*words, "50", f"--batch-tokens={tokens}", budgets={})
     check_refused(answer, "--batch-tokens", "multiple of --sequence-length 50")
+
+
+def test_tokens_that_are_samples_are_planned_and_size_a_step_alone(run):
+    words = ("--machine", "h200", "--sequence-length")
     assert run(*words, "64", "--batch-tokens", "2K", budgets={})[0] == 0
     answer = run(*words, "64", "--batch-tokens", "2K", "--batch-size", 4, budgets={})
     check_refused(answer, "both size a step")
