@@ -19,11 +19,12 @@ HOMES = ["late nvme", "late host", "late activations on host", "late micro-batch
 OPERATIONS = "wrap,step,forward,accumulated"
 
 
+@pytest.mark.slow  # three quarters of a minute
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("home", few(HOMES, 1))
 def test_a_job_on_the_device_goes_on_after_strikes(home, tmp_path):
     out = tmp_path / "out.json"
-    options = {"homes": home, "operations": OPERATIONS, "points": "2", "json": str(out)}
+    options = {"homes": home, "operations": OPERATIONS, "points": "4", "json": str(out)}
     done = subprocess.run(
         [sys.executable, str(CAMPAIGN), *(f"--{key}={value}" for key, value in options.items())],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (AS_GPU, ROOT)))},
