@@ -130,7 +130,9 @@ class Watch:
             _open.discard(self)
             self._stop_listening()
         if self._doing[0] != state and not self._doing[0].startswith("ended"):
-            if (model := self._model()) is not None and is_wrapped(model):
+            model = self._model()
+            # Not after an exception: the caller is to see that one.
+            if state == "ended" and model is not None and is_wrapped(model):
                 self._bound = stats(model).bottleneck
             self._tell(state, "", now=True)
             self._write(run_files.HISTORY, {"points": self._history})

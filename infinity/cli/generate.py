@@ -225,8 +225,11 @@ def _base_of(folder: Path) -> Path:
         return folder
     from ..untrusted import parse_json, read_text
 
-    name = parse_json(read_text(folder / ADAPTER)).get("base_model_name_or_path")
-    if not name:
+    try:
+        name = parse_json(read_text(folder / ADAPTER)).get("base_model_name_or_path")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{folder / ADAPTER} is not an adapter's: {error}") from None
+    if not isinstance(name, str) or not name:
         raise ConfigError(f"{folder / ADAPTER} does not name the model that it adapts")
     found = Path(name) if Path(name).exists() else find_model(Path(name))
     if not found.exists():
@@ -239,7 +242,11 @@ def _with_adapter(model: Any, folder: Path) -> Any:
         from peft import PeftModel
     except ImportError:
         raise ConfigError(f"{folder} is an adapter, which needs peft: pip install peft") from None
-    return PeftModel.from_pretrained(model, folder)
+    try:
+        return PeftModel.from_pretrained(model, folder)
+    except Exception as error:  # noqa: BLE001 - an adapter may be damaged in every way
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"peft cannot load the adapter {folder}: {line}") from None
 
 
 def _drawing(args: argparse.Namespace) -> dict[str, Any]:

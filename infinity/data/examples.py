@@ -169,12 +169,15 @@ def _prepare(
             get_training_chat_template(tokenizer)
         except ValueError:  # its template does not tell answers apart
             masks_answers = False
-            data = data.map(
-                _answers_apart,
-                batched=True,
-                remove_columns=data.column_names,
-                fn_kwargs={"column": data.column_names[0]},
-            )
+            try:
+                data = data.map(
+                    _answers_apart,
+                    batched=True,
+                    remove_columns=data.column_names,
+                    fn_kwargs={"column": data.column_names[0]},
+                )
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise _refusal(error) from None
     if not len(data):
         raise ConfigError(
             "--data: no conversation has an answer: a message of the role assistant after another."
@@ -194,13 +197,21 @@ def _prepare(
             made = trl.SFTTrainer(
                 _smallest_model(), given, train_dataset=data, processing_class=tokenizer
             )
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"--data: TRL cannot prepare the samples: {line}") from None
+        except Exception as error:  # noqa: BLE001 - data and templates may be wrong in every way
+            raise _refusal(error) from None
     rows, collate = made.train_dataset, made.data_collator
     if "labels" not in rows.column_names:
         rows = rows.map(lambda row: {"labels": row["input_ids"]})
     return rows, collate, len(data)
+
+
+def _refusal(error: Exception) -> ConfigError:
+    """Makes the error for samples that cannot be prepared."""
+    line = (str(error).strip().splitlines() or ["no message"])[0]
+    return ConfigError(
+        f"--data: the samples cannot be prepared ({type(error).__name__}: {line}). A message needs"
+        " role and content; prompt, completion and text are texts."
+    )
 
 
 def _answers_apart(batch: dict[str, list], column: str) -> dict[str, list]:

@@ -104,7 +104,7 @@ class Traffic:
 
     def received(self, collective: str, nbytes: int, what: str, start: float | None) -> None:
         """Counts bytes received from other ranks by a collective that ends now. ``start``: None if
-        nobody has seen how long it took."""
+        the host does not know its duration, which is then not counted."""
         now, traffic = time.perf_counter(), self.collectives[collective]
         traffic.nbytes += nbytes
         if start is None:

@@ -196,7 +196,7 @@ class Passes:
         if self.frames and self.frames[-1].looked_at:
             self._unhold_looked_at(self.frames[-1], frame.units)
         if not self.frames:
-            if output is not None:  # else an exception: nobody uses what is on its way
+            if output is not None:  # a forward that failed uses no gather; recovery drops them
                 self.job.collectives.bulk.wait_for_ordered()
             self.job.in_common.end(
                 module, (tensor for tensor in _tensors(output) if type(tensor) is not Logits)

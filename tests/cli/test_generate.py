@@ -159,6 +159,17 @@ def test_wrong_uses_are_refused_by_name(what, generate):
     assert err.count("infinity generate:") == 1
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"base_model_name_or_path": 7}', "{}", "BASE"])
+def test_a_damaged_adapter_is_refused(content, base, generate, tmp_path):
+    """The last one names its base, and has nothing else."""
+    pytest.importorskip("peft")
+    (tmp_path / "adapter").mkdir()
+    content = json.dumps({"base_model_name_or_path": str(base)}) if content == "BASE" else content
+    (tmp_path / "adapter" / "adapter_config.json").write_text(content)
+    status, out, err = generate("--prompt", "x", model="adapter")
+    assert status == 2 and out == "" and "adapter" in err and "Traceback" not in err, err
+
+
 def test_models_that_cannot_be_talked_to_are_refused(generate, tmp_path, monkeypatch):
     """No such folder or name, no tokenizer, no chat template."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
