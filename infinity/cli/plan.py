@@ -18,12 +18,13 @@ from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.tiers import Tier
 from .plan_view import draw, text
-from .shapes import SHAPES, config_of
+from .shapes import SHAPES, find_config
 from .training.options import FILE, FLAG, FOLDER, HOME, PATH
 from .training.settings import AUTO, engine_config, engine_settings, translated
 
 USABLE = 0.9  # share of a machine's memory and disks; the system and libraries use the rest
 DEFAULT_SAMPLES = 4
+ANY_DISK = [Path(".")]  # stands for another machine's disk, of which only the size matters
 STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
 
 
@@ -66,6 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--sequence-length", type=int, metavar="N", help="tokens of a sample (default 256)")
     add("--gradient-checkpointing", **FLAG, help="the backward computes activations again")
     _add_machine(add)
+    add("--timetable", **FLAG, help="print when each unit is moved and computed in a step")
     add("--svg", **FILE, help="draw the memory map")
     add("--overwrite", **FLAG, help="replace a file of --svg that is no picture of ours")
     add("--json", **FLAG, help="the plan as one JSON object on stdout")
@@ -104,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
     else:
-        print("\n".join(text(found)))
+        print("\n".join(text(found, timetable=args.timetable)))
     if args.svg is not None:
         args.svg.write_text(draw(found["tiers"]) + "\n")
     return 0
@@ -118,15 +120,14 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
 
     from ..planning.cluster import Machine
     from .training.job import make_optimizer
-    from .training.model import choose_sequence_length, read_model_config
+    from .training.model import choose_sequence_length
 
     logging.set_verbosity_error()
     if args.nodes < 1:
         raise ConfigError(f"--nodes {args.nodes}: give at least 1")
     machine = Machine.read(args.machine) if args.machine is not None else None
     settings = _settings(args, machine)
-    known = config_of(str(args.model)) if args.model and not args.model.exists() else None
-    model_config = known or read_model_config(args.model, trust=args.trust_remote_code)
+    model_config = find_config(args.model, trust=args.trust_remote_code)
     length = choose_sequence_length(args.sequence_length, model_config)
     if getattr(model_config.get_text_config(), "vocab_size", 1) == 0:
         raise ConfigError(f"{args.model}: a model with a vocabulary of 0 has nothing to predict")
@@ -145,7 +146,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     job = _Job(model, model_config, optimizer, config, batch)
     if machine is not None:
         return _plan_cluster(job, machine, args.nodes)
-    found = _plan_here(job, dtype)
+    found = _plan_here(job, dtype, unknown=_unknown_machine(args, config))
     if args.deepspeed is not None:
         found["deepspeed"] = _deepspeed(model, config)
     return found
@@ -225,15 +226,38 @@ class _Job:
         }
 
 
-def _plan_here(job: _Job, dtype: Any) -> dict[str, Any]:
-    """Plans the training on this machine, and measures its rates."""
+def _unknown_machine(args: argparse.Namespace, config: Any) -> str:
+    """Returns which of the sizes that were given are not of this machine, whose rates are then not
+    theirs; "" if all are."""
+    if args.device_memory is not None and config.device in (None, "cpu"):
+        return f"--device-memory {args.device_memory} is a GPU's, and none is here"
+    if args.nvme_capacity is not None and args.nvme_path is ANY_DISK:
+        return f"--nvme-capacity {args.nvme_capacity} is of a disk that is not here"
+    return ""
+
+
+def _plan_here(job: _Job, dtype: Any, *, unknown: str) -> dict[str, Any]:
+    """Plans the training on this machine, and measures its rates. ``unknown``: what of the plan is
+    another machine's, for which there is no time."""
     from ..api.lay_out import lay_out
     from ..machine.rates import Rates
+    from ..planning.cluster import OnPaper
     from ..planning.predict import predict
+    from ..planning.step_traffic import traffic
     from .training.compute import compute_time
 
-    plan, units = lay_out(job.model, job.optimizer, job.config)
-    compute = compute_time(job.model, job.model_config, dtype=dtype, **job.batch)
+    device = OnPaper() if unknown.startswith("--device-memory") else None
+    plan, units = lay_out(job.model, job.optimizer, job.config, device=device)
+    if unknown:
+        return (
+            dict.fromkeys(("compute", "step_seconds", "tokens_per_second", "bottleneck"))
+            | job.describe(plan, units)
+            | {"edges": traffic(plan, units), "tokens_per_step": job.tokens}
+            | {"seconds": {}, "rates": {}, "unknown": unknown}
+        )
+    compute = compute_time(
+        job.model, job.model_config, dtype=dtype, device=job.config.device, **job.batch
+    )
     on_disk = plan.planned_nbytes(Tier.NVME) > 0
     rates = Rates.measure(job.config.nvme_paths if on_disk else (), job.config.device)
     prediction = predict(plan, units, rates, compute_seconds=compute.seconds)
@@ -320,7 +344,7 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
                 setattr(args, name, str(int(USABLE * nbytes)))
     args.micro_batch = args.trace = args.max_grad_norm = None
     if args.nvme_capacity is not None and not args.nvme_path and args.config is None:
-        args.nvme_path = [Path(".")]  # stands for another machine's disk: only its size matters
+        args.nvme_path = ANY_DISK
     settings = engine_settings(args)
     if args.deepspeed is not None:
         given = {name: value for name, value in settings.items() if value != AUTO}

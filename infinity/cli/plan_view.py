@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..machine.sizes import format_nbytes, format_seconds
+from ..machine.sizes import format_count, format_nbytes, format_seconds
 from . import svg
 
 BAR = 48  # characters of the memory map
@@ -26,39 +26,76 @@ COLOURS = {"weights": "#1f6fb2", "optimizer state": "#8a6d1b", "gradients": "#7a
 OTHER_COLOURS = ("#2a8c4a", "#a8443c", "#3c8f96", "#6b6b6b", "#b0588f")  # neighbours differ
 
 
-def text(found: dict[str, Any]) -> Iterator[str]:
-    """Yields the plan's lines for a terminal."""
-    yield f"{found['parameters']:,} parameters"
+def text(found: dict[str, Any], *, timetable: bool = False) -> Iterator[str]:
+    """Yields the plan's lines for a terminal: the answer, then where everything lives."""
+    yield from _answer(found)
+    yield from _homes(found["units"])
+    yield from _memory_map(found["tiers"])
+    yield from _needs(found)
+    if timetable and "timeline" in found:
+        yield from _timeline(found["timeline"])
+    if "deepspeed" in found:
+        yield from _beside_deepspeed(found)
+    for name in ("assumptions", "sources"):
+        yield from [f"{name}:", *(f"  {line}" for line in found[name])] if name in found else []
+
+
+def _answer(found: dict[str, Any]) -> Iterator[str]:
+    where = ", on this machine"
+    if "ranks" in found:
+        ranks = format_count(found["ranks"], "rank")
+        where = f", on {found['nodes']} x {found['machine']}, {ranks}; below is one of them"
+        where = where if found["ranks"] > 1 else f", on {found['machine']}"
+    yield f"{found['parameters']:,} parameters{where}"
+    if "unknown" in found:
+        yield f"No time is predicted ({found['unknown']}): name a machine, --machine rtx4090"
+        return
+    yield (
+        f"{format_seconds(found['step_seconds'])} for a step of {found['tokens_per_step']:,} tokens"
+        f" ({found['tokens_per_second']:,.1f} tokens/s), {_bound(found)}"
+    )
+
+
+def _bound(found: dict[str, Any]) -> str:
+    what = found["bottleneck"]
+    if "timeline" not in found:
+        return f"bound by {what}"
+    return (
+        f"bound by {what}, at work for {found['seconds'][what] / found['step_seconds']:.0%} of it"
+    )
+
+
+def _homes(units: list[dict[str, Any]]) -> Iterator[str]:
     yield f"{'unit':<42}{'parameters':>15}  {'weights':<22}{'optimizer':<22}gradients"
-    for row in found["units"]:
-        name = (
-            row["first"]
-            if row["units"] == 1
-            else f"{row['first']} .. {row['last'].rsplit('.', 1)[-1]}"
-        )
+    for row in units:
+        name = row["first"]
+        if row["units"] > 1:
+            name += f" .. {row['last'].rsplit('.', 1)[-1]}"
         tile = f" in tiles of {format_nbytes(row['tile_nbytes'])}" if row["tile_nbytes"] else ""
-        count = (
-            f"{row['units']} x {row['parameters']:,}"
-            if row["units"] > 1
-            else f"{row['parameters']:,}"
-        )
+        count = f"{row['parameters']:,}"
+        if row["units"] > 1:
+            count = f"{row['units']} x {count}"
         yield (
             f"{name:<42}{count:>15}"
             f"  {row['weights'] + tile:<22}{row['optimizer']:<22}{row['gradients']}"
         )
-    for tier, of_tier in found["tiers"].items():
+
+
+def _memory_map(tiers: dict[str, Any]) -> Iterator[str]:
+    for tier, of_tier in tiers.items():
         yield f"{tier}: {format_nbytes(of_tier['nbytes'])}"
         for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
             if nbytes:
                 filled = max(1, round(BAR * nbytes / of_tier["nbytes"]))
                 yield f"  {what:<28}{format_nbytes(nbytes):>11}  {'#' * filled}"
-    moved = ", ".join(
-        f"{edge} {format_nbytes(nbytes)}" for edge, nbytes in found["edges"].items() if nbytes
-    )
-    whose = " of each rank" if "ranks" in found else ""
-    if "ranks" in found:
-        yield f"{found['nodes']} x {found['machine']}, {found['ranks']} ranks; above is one of them"
-    yield f"a step of {found['tokens_per_step']:,} tokens moves {moved}{whose}"
+
+
+def _needs(found: dict[str, Any]) -> Iterator[str]:
+    whose = "each rank" if found.get("ranks", 1) > 1 else "a step"
+    moved = [f"{edge} {format_nbytes(nbytes)}" for edge, nbytes in found["edges"].items() if nbytes]
+    yield f"{whose} moves {', '.join(moved)}" if moved else f"{whose} moves nothing"
+    if "unknown" in found:
+        return
     needs = ", ".join(
         f"{what} {format_seconds(seconds)}" for what, seconds in found["seconds"].items() if seconds
     )
@@ -66,24 +103,6 @@ def text(found: dict[str, Any]) -> Iterator[str]:
         f"and needs {needs} (compute"
         f" {found['compute']}{'' if 'ranks' in found else ' on this machine'})"
     )
-    if "timeline" in found:
-        yield from _timeline(found["timeline"])
-    if "deepspeed" in found:
-        yield from _beside_deepspeed(found)
-    yield (
-        f"predicted: {format_seconds(found['step_seconds'])} per step,"
-        f" {found['tokens_per_second']:,.1f} tokens/s; {_decides(found)}"
-    )
-    for name in ("assumptions", "sources"):
-        yield from [f"{name}:", *(f"  {line}" for line in found[name])] if name in found else []
-
-
-def _decides(found: dict[str, Any]) -> str:
-    what = found["bottleneck"]
-    if "timeline" not in found:
-        return f"{what} decides"
-    share = found["seconds"][what] / found["step_seconds"]
-    return f"{what} decides, at work for {share:.0%} of it"
 
 
 def _timeline(units: dict[str, dict[str, list[float]]]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072}
@@ -56,11 +57,19 @@ SHAPES: dict[str, dict[str, Any]] = {  # the models' own config.json, as their m
 }
 
 
-def config_of(name: str) -> Any | None:
-    """Returns the `transformers` configuration of a known model, None if the name is unknown."""
-    if name not in SHAPES:
-        return None
+def find_config(model: Path | None, *, trust: bool = False) -> Any:
+    """Returns the `transformers` configuration of a file or folder, of a known model, or of a name
+    on the Hugging Face hub; None: of the built-in model. Raises ConfigError if there is none."""
+    from .training.model import CONFIG_PATTERNS, find_model, read_model_config
+
+    if model is not None and not model.exists():
+        if str(model) in SHAPES:
+            return _config_of(dict(SHAPES[str(model)]))
+        model = find_model(model, patterns=CONFIG_PATTERNS, known=SHAPES)
+    return read_model_config(model, trust=trust)
+
+
+def _config_of(fields: dict[str, Any]) -> Any:
     import transformers
 
-    fields = dict(SHAPES[name])
     return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -80,9 +80,9 @@ def measured_free(tier: Tier, config: Config, device: Device | None = None) -> i
 
 
 REMEDIES = {
-    Tier.DEVICE: "or give the weights a lower home: Config(params='host')",
-    Tier.HOST: "or move more to disk: Config(params='nvme', optimizer='nvme', nvme_paths=[...])",
-    Tier.NVME: "or keep more on the host: Config(optimizer='host')",
+    Tier.DEVICE: "or give the weights a lower home: params='host'",
+    Tier.HOST: "or move more to disk: params='nvme', optimizer='nvme', nvme_paths=[...]",
+    Tier.NVME: "or keep more on the host: optimizer='host'",
 }
 
 
@@ -108,7 +108,8 @@ def budget_too_small(
         if parts.get(BUFFERS, 0) <= budget
         else "or give the model smaller buffers: they stay with their modules"
     )
-    where = f" at {', '.join(config.nvme_paths)}" if tier is Tier.NVME else ""
+    is_measured = tier is Tier.NVME and config.nvme_capacity is None
+    where = f" at {', '.join(config.nvme_paths)}" if is_measured else ""
     return CapacityError(
         f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works here is"
         f" {format_nbytes(needed)} ({needed} bytes): {terms}. Raise {name} by"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 LARGEST_PROBE_NBYTES = 3 << 29
 LARGEST_PROBE_FLOPS = 3e12
+ON_A_GPU = 8  # times as much
 ROUNDS = 3
 
 
@@ -50,20 +52,24 @@ def compute_time(
     length: int,
     dtype: torch.dtype,
     checkpointing: bool,
+    device: str | None = None,
 ) -> Compute:
     """Measures or estimates the seconds of forward and backward of one batch. ``model`` may be on
-    meta; ``config`` is its transformers configuration. Runs small models on the CPU."""
+    meta; ``config`` is its transformers configuration. Runs small models on ``device``; None: on
+    the processor."""
+    where = device or "cpu"
     layers = _layer_count(config)
     flops = step_flops(model, config, batch=batch, length=length, checkpointing=checkpointing)
     try:
-        if layers and _is_small(_with_layers(config, 3), batch * length, length, dtype):
+        if layers and _is_small(_with_layers(config, 3), batch * length, length, dtype, where):
             one, three = (
-                _measure(config, count, batch, length, dtype, checkpointing) for count in (1, 3)
+                _measure(config, count, batch, length, dtype, checkpointing, where)
+                for count in (1, 3)
             )
             return Compute(max(one, one + (layers - 1) * (three - one) / 2), "measured")
     except Exception:  # noqa: BLE001 - an architecture that cannot be had smaller: it is estimated
         pass
-    return Compute(flops / _product_rate(dtype), "estimated")
+    return Compute(flops / _product_rate(dtype, where), "estimated")
 
 
 def step_flops(
@@ -86,7 +92,7 @@ def _with_layers(config: Any, layers: int) -> Any:
     return small
 
 
-def _is_small(config: Any, tokens: int, length: int, dtype: torch.dtype) -> bool:
+def _is_small(config: Any, tokens: int, length: int, dtype: torch.dtype, device: str) -> bool:
     """Whether a model of ``config``, with gradients and a batch's logits, is small enough to build
     and run as a probe."""
     import torch
@@ -97,10 +103,8 @@ def _is_small(config: Any, tokens: int, length: int, dtype: torch.dtype) -> bool
     params = sum(param.numel() for param in model.parameters())
     logits = 4 * tokens * (getattr(config.get_text_config(), "vocab_size", 0) or 0)
     nbytes = (2 * params + logits) * dtype.itemsize
-    return (
-        nbytes < LARGEST_PROBE_NBYTES
-        and _flops(config, params, tokens, length) < LARGEST_PROBE_FLOPS
-    )
+    flops, times = _flops(config, params, tokens, length), 1 if device == "cpu" else ON_A_GPU
+    return nbytes < times * LARGEST_PROBE_NBYTES and flops < times * LARGEST_PROBE_FLOPS
 
 
 def _layer_count(config: Any) -> int | None:
@@ -116,7 +120,13 @@ def _flops(config: Any, params: int, tokens: int, length: int) -> float:
 
 
 def _measure(
-    config: Any, layers: int, batch: int, length: int, dtype: torch.dtype, checkpointing: bool
+    config: Any,
+    layers: int,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    device: str,
 ) -> float:
     import torch
     from transformers import AutoModelForCausalLM
@@ -124,27 +134,37 @@ def _measure(
     model = AutoModelForCausalLM.from_config(
         _with_layers(config, layers), dtype=dtype, trust_remote_code=is_trusted(config)
     ).train()
+    model.to(device)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    tokens = torch.zeros(batch, length, dtype=torch.long)
+    tokens = torch.zeros(batch, length, dtype=torch.long, device=device)
+
+    def step() -> None:
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    return _fastest(step, device)
+
+
+def _fastest(job: Callable[[], object], device: str) -> float:
+    """Returns the seconds of the fastest of a few runs."""
+    import torch
+
     best = float("inf")
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        job()
+        if device != "cpu":
+            torch.accelerator.synchronize(device)
         best = min(best, time.perf_counter() - start)
-        model.zero_grad()
     return best
 
 
-def _product_rate(dtype: torch.dtype) -> float:
-    """Measures the multiplications and additions per second of a matrix product of size 1024."""
+def _product_rate(dtype: torch.dtype, device: str) -> float:
+    """Measures the multiplications and additions per second of a matrix product that is large
+    enough for the device."""
     import torch
 
-    size = 1024
-    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    best = float("inf")
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    size = 1024 if device == "cpu" else 8192
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / _fastest(lambda: a @ b, device)

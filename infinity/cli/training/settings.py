@@ -124,7 +124,9 @@ def _check_nvme_paths(settings: dict[str, Any]) -> None:
         name for name in ("params", "optimizer", "activations") if settings.get(name) == "nvme"
     ]
     paths = settings.get("nvme_paths") or []
-    paths = ([] if paths == AUTO else [paths]) if isinstance(paths, str) else paths
+    if paths == AUTO:
+        return
+    paths = [paths] if isinstance(paths, str) else paths
     if homes and not paths:
         raise ConfigError(
             f"The home of {' and '.join(homes)} is nvme but no folder is given. Add --nvme-path"
@@ -158,8 +160,9 @@ def _memory_share(settings: dict[str, Any]) -> float | None:
 
 
 def engine_config(settings: dict[str, Any], model: nn.Module | None = None) -> infinity.Config:
-    """Makes the engine's `Config`. A host budget in percent needs the model; without one it is left
-    as None."""
+    """Makes the engine's `Config`; this machine's GPU computes, if it has one and no other is
+    given. A host budget in percent needs the model; without one it is left as None."""
+    settings = {"device": _device_here(), **settings}
     share = _memory_share(settings)
     if share is None:
         return infinity.Config.make(settings)
@@ -167,6 +170,14 @@ def engine_config(settings: dict[str, Any], model: nn.Module | None = None) -> i
     if model is None:
         return rest
     return dataclasses.replace(rest, host_memory=int(share * training_state_nbytes(model, rest)))
+
+
+def _device_here() -> str | None:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator().type
 
 
 def training_state_nbytes(model: nn.Module, config: infinity.Config) -> int:
