@@ -24,7 +24,8 @@ def alternate(
     may return a Times of one round, which is used instead of the measured one."""
     times = {name: Times() for name in jobs}
     for turn in range(warm_up + rounds):
-        tell(f"round {turn + 1} of {warm_up + rounds}, {len(jobs)} jobs in turn")
+        kind = "warm-up" if turn < warm_up else f"round {turn + 1 - warm_up} of {rounds}"
+        tell(f"{kind}: {', '.join(jobs)}")
         for name, job in jobs.items():
             # CPU time includes the job's threads and the kernel's work for them.
             cpu, start = time.process_time(), time.perf_counter()

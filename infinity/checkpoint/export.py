@@ -39,6 +39,7 @@ BESIDE = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
+    "chat_template*",
     "special_tokens_map.json",
     "vocab*",
     "merges.txt",
@@ -46,6 +47,7 @@ BESIDE = (
 )
 
 
+TOKENIZER = "tokenizer"  # a folder in a checkpoint of `infinity train`
 Change = Callable[[dict[str, Source]], dict[str, Source]]
 
 
@@ -66,7 +68,7 @@ def export(
         None: the dtype in which the model computed. ``torch.float32`` takes the masters, if any.
     model
         A folder whose configuration and tokenizer are copied. None: a checkpoint of a transformers
-        model has its own configuration.
+        model has its own configuration, and one of `infinity train` its tokenizer.
     change
         Maps the tensors that are read to others, for example to merge an adapter.
 
@@ -210,6 +212,8 @@ def _export(manifest: dict[str, Any], data: Path, target: _Target) -> dict[str, 
     other = read_tensors(data / OF_READERS)
     for name, entry in manifest["parameters"].items():
         _check_place(name, entry)
+    if target.beside is None and (data.parent / TOKENIZER).is_dir():
+        target = replace(target, beside=data.parent / TOKENIZER)
     if target.model is None and isinstance(manifest.get("config"), str):
         target = replace(target, model=model_described_by(manifest["config"]))
     with SavedTensors(data, manifest) as saved:

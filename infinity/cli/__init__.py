@@ -44,6 +44,7 @@ SUBCOMMANDS = (
 )
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
+BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 
 
 def _module(name: str) -> ModuleType:
@@ -129,6 +130,10 @@ def answer(command: str, run: Callable[[argparse.Namespace], int], args: argpars
     try:
         tell_start(command)
         return run(args)
+    except BrokenPipeError as error:  # as of `infinity plan | head`: nobody reads on
+        failure_report.leave(error)
+        _write_nowhere()
+        return BROKEN_PIPE_STATUS
     except (InfinityError, OSError, ImportError) as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
@@ -140,6 +145,14 @@ def answer(command: str, run: Callable[[argparse.Namespace], int], args: argpars
         failure_report.leave(error)
         print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
+
+
+def _write_nowhere() -> None:
+    """Makes nothing of what is still to be written to stdout and stderr at the exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 def tell_start(command: str) -> None:

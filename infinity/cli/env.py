@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{finding.name:<{width}}  {finding.value}")
         if finding.remedy:
             print(f"{'':<{width}}  -> {finding.remedy}")
+    if not any(finding.remedy for finding in findings):
+        print("There is nothing to change.")
     return 0
 
 
@@ -68,10 +70,7 @@ def find(folders: list[str]) -> list[Finding]:
         _memlock(),
         _huge_pages(),
         _shared_huge_pages(),
-        _cuda(torch),
-        _driver(),
-        _kernels(),
-        *_direct_storage(folders),
+        *_gpu(torch, folders),
         _memory(),
         _guard(torch),
     ]
@@ -155,13 +154,23 @@ def _shared_huge_pages() -> Finding:
     return Finding(name, "none", remedy)
 
 
+def _gpu(torch, folders: list[str]) -> list[Finding]:
+    """Reports on the GPU: one line if there is none."""
+    from infinity import native
+
+    from ..machine import direct_storage
+
+    if torch.cuda.is_available() or direct_storage.has_gpu():
+        return [_cuda(torch), _driver(), _kernels(), *_direct_storage(folders)]
+    module, refusal = native.gpu_kernels()
+    is_built = module is not None or not refusal.startswith("not built")
+    kernels = "built, for when there is one" if is_built else "not built"
+    return [Finding("cuda", f"no GPU: the processor computes (the GPU's kernels are {kernels})")]
+
+
 def _cuda(torch) -> Finding:
     if not torch.cuda.is_available():
-        return Finding(
-            "cuda",
-            "none: the device is the CPU",
-            "" if not torch.version.cuda else "check nvidia-smi",
-        )
+        return Finding("cuda", f"torch {torch.__version__} finds none", "check nvidia-smi")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     capability = torch.cuda.get_device_capability(0)
     text = (
@@ -207,8 +216,6 @@ def _direct_storage(folders: list[str]) -> list[Finding]:
     from ..machine import direct_storage
 
     name = "gpudirect storage"
-    if not direct_storage.has_gpu():
-        return [Finding(name, "none: there is no NVIDIA GPU")]
     found = direct_storage.missing(folders)
     told = [Finding(f"{name}, {each.part}", each.what, each.remedy) for each in found]
     if refusal := direct_storage.refusal(folders):

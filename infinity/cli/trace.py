@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
-from ..machine.sizes import format_seconds
+from ..machine.sizes import format_count, format_seconds
 from ..untrusted import parse_json, printable, read_text
 from . import svg
 
@@ -182,7 +182,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def _print(found: dict[str, Any]) -> None:
-    print(f"{found['steps']} steps, {format_seconds(found['seconds'])}")
+    print(f"{format_count(found['steps'], 'step')}, {format_seconds(found['seconds'])}")
     print(f"{'lane':<14}{'events':>8}{'busy':>11}{'share':>8}{'under compute':>15}")
     for lane, of_lane in found["lanes"].items():
         print(

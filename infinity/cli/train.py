@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import infinity
 
 from ..errors import ConfigError
 from ..machine.outputs import replacing
-from ..machine.sizes import format_seconds
+from ..machine.sizes import format_count, format_seconds
 from .training.compute import Compute, compute_time, multiplies_bf16
 from .training.inputs import Inputs, find_files, read_inputs, tell_skipped
 from .training.interrupt import Interrupt
@@ -82,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
     check_options(args)
     ranks = Ranks(args.timeout)
     try:
-        return _run(args, ranks)
+        with warnings.catch_warnings():  # what libraries will rename is no news to their users
+            warnings.simplefilter("ignore", FutureWarning)
+            return _run(args, ranks)
     finally:
         ranks.end()
 
@@ -93,9 +96,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     files = find_files(args)
     console = _prepare(args, ranks)
     tell_skipped(files, console)
-    engine_config(settings)  # raises for a wrong engine option before the model is built
+    device = engine_config(settings).device  # raises before the model is built
     _check_device(args)
-    _choose_dtype(args, console)
+    _choose_dtype(args, device, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
     inputs = read_inputs(args, files, ranks, console)
@@ -103,16 +106,17 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if is_streamed(model, args.model):
         settings["weights"] = str(args.model)
     config = engine_config(settings, model)
-    measured_disk = measure_disks(config)
-    compute = _time_compute(args, model, inputs)
+    compute = _time_compute(args, model, inputs, config.device)
     with no_cache(model):
         if ranks.is_first:
             _check_room(args, model, config)
             make_way(args)
-        job = make_job(args, model, inputs.batches, config, ranks)
+        job = make_job(args, model, inputs.batches, config, ranks, inputs.tokenizer)
+        measured_disk = measure_disks(job)
         predicted = predict_step(job, compute.seconds * args.accumulate)
         console.print(
-            f"predicted: {format_seconds(predicted)} per step ({compute.how} on this machine)"
+            f"A step should take about {format_seconds(predicted)} (predicted; its compute is"
+            f" {compute.how} on this machine)"
         )
         del model  # the job holds the only reference, so that it can free the model
         _begin(args, job, console)
@@ -136,7 +140,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     return _end(args, ranks, job, inputs.tokenizer, console, report)
 
 
-def _time_compute(args: argparse.Namespace, model: Any, inputs: Inputs) -> Compute:
+def _time_compute(
+    args: argparse.Namespace, model: Any, inputs: Inputs, device: str | None
+) -> Compute:
     import torch
 
     return compute_time(
@@ -146,6 +152,7 @@ def _time_compute(args: argparse.Namespace, model: Any, inputs: Inputs) -> Compu
         length=inputs.batches.tokens_per_batch // args.batch_size,
         dtype=getattr(torch, DTYPES[args.dtype]),
         checkpointing=args.gradient_checkpointing,
+        device=device,
     )
 
 
@@ -218,9 +225,9 @@ def _prepare(args: argparse.Namespace, ranks: Ranks) -> Console:
     )
 
 
-def _choose_dtype(args: argparse.Namespace, console: Console) -> None:
+def _choose_dtype(args: argparse.Namespace, device: str | None, console: Console) -> None:
     """Replaces ``--dtype auto`` by a dtype, and warns if the given one is slow."""
-    fast = multiplies_bf16(args.device)
+    fast = multiplies_bf16(device)
     if args.dtype == "auto":
         args.dtype = "bf16" if fast else "fp32"
         console.print(
@@ -265,7 +272,7 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
     corpus, options = job.batches.corpus, job.fixed_values
     console.print(
         f"{options['parameters']:,} parameters in {options['dtype']}, {job.tokens_per_step:,}"
-        f" tokens per step, {job.steps} steps, learning rate {options['lr']:g}\n"
+        f" tokens per step, {format_count(job.steps, 'step')}, learning rate {options['lr']:g}\n"
         f"{corpus.source}: {corpus.train_ntokens:,} tokens to train on,"
         f" {corpus.held_out_ntokens:,} held out"
     )

@@ -93,7 +93,7 @@ def read_examples(
             tokenizer.chat_template = PLAIN_TEMPLATE
         rows, collate, given_count = _prepare(trl, examples, tokenizer, sequence_length, pack)
     if not pack and (dropped := given_count - len(rows)):
-        skipped[f"have nothing to learn within {sequence_length} tokens"] = dropped
+        skipped[f"nothing to learn within {sequence_length} tokens"] = dropped
     sizes, learned = _counts(rows)
     if len(rows) < 2:
         told = "".join(f"; {count} {why}" for why, count in skipped.items())

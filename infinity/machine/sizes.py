@@ -59,6 +59,11 @@ def format_seconds(seconds: float) -> str:
     return f"{shown / 1e-9:.3g} ns" if shown else "0 s"
 
 
+def format_count(count: int, what: str) -> str:
+    """Formats a count: ``(1, "step")`` -> ``"1 step"``, ``(2000, "step")`` -> ``"2,000 steps"``."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
 def round_up(value: int, multiple: int) -> int:
     """Returns the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple

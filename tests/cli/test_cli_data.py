@@ -180,7 +180,7 @@ def test_the_command_says_what_it_leaves_out(tmp_path, monkeypatch, capsys):
         " --eval-batches 1 --dtype fp32".split()
     )
     assert main(command) == 0
-    assert "data: 1 files are not UTF-8 text and are left out: b.png" in capsys.readouterr().out
+    assert "data: 1 file left out (not UTF-8 text): b.png" in capsys.readouterr().out
     write(Path("data", "chat.jsonl"), lines(CHAT))
     assert main(command) == 2
     said = capsys.readouterr()

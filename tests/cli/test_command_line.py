@@ -15,6 +15,7 @@ import pytest
 
 from infinity.cli import SUBCOMMANDS, build_parser, main, presets
 from infinity.cli.completion import script, words
+from infinity.cli.training import settings
 from infinity.config.config import Config
 from infinity.errors import ConfigError
 from infinity.machine import run_files
@@ -461,6 +462,55 @@ def test_a_deepspeed_json_says_where_the_state_lives(option, place, capsys):
         assert main([*words, option, "ds.json", *more]) == 0
         told = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert told["homes"]["params"] == home and told["options"]["max_grad_norm"] == 0.5
+
+
+def test_a_folder_for_swap_files_is_found(place, capsys):
+    """With homes that are named, the report's rates are of the disk that was chosen."""
+    words = ["train", "--model", "model.json", "--data", "text.txt", *SMALL, "--json"]
+    homes = ["--params", "nvme", "--optimizer", "nvme", "--nvme-path", "auto"]
+    assert main([*words, *homes]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["edges"]["nvme->host"]["nbytes"] > 0 and 0 < told["disk"]["share"]
+
+
+@pytest.mark.parametrize("here, computes", [("cuda", "cuda"), (None, None)])
+def test_a_gpu_that_is_here_computes(here, computes, monkeypatch):
+    """Twin: without one, the processor. One that is named goes over it."""
+    monkeypatch.setattr(settings, "_device_here", lambda: here)
+    assert settings.engine_config({"params": "host"}).device == computes
+    assert settings.engine_config({"device": "cpu"}).device == "cpu"
+
+
+def test_a_reader_that_ends_first_is_no_error(place):
+    """As `infinity plan | head -1`: status as of SIGPIPE, nothing on stderr."""
+    command = [sys.executable, "-m", "infinity", "plan", "--model", "model.json"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=100)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+NEAR = {  # what was typed -> what is meant
+    "train --model modle.json": "model.json",
+    "train --model ./modle.json": "model.json",
+    "generate bse --chat": "base",
+    "plan --model llama-8B": "llama-8b",
+    "plan --model model.jso": "model.json",
+}
+
+
+@pytest.mark.parametrize("typed", NEAR)
+def test_a_model_that_is_not_here_is_answered_with_what_is_near(typed, place, capsys):
+    """Twin: where nothing is near, with what a model may be. The hub is not asked."""
+    (place / "base").mkdir()
+    (place / "base" / "config.json").write_text(json.dumps(TINY))
+    assert main(typed.split()) == 2
+    told = capsys.readouterr().err
+    assert f"did you mean {NEAR[typed]}?" in told and len(told.splitlines()) == 1
+    assert main("train --model nothing-like-it".split()) == 2
+    told = capsys.readouterr().err
+    assert "did you mean" not in told and "a name on the Hugging Face hub" in told
 
 
 HINTS = {  # what was typed -> what is meant

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -127,6 +128,23 @@ def test_an_adapter_answers_over_its_base(base, generate, tmp_path):
     answer = json.loads(out)["answer"]
     assert answer == expected(base, asked(QUESTION), adapted)
     assert answer != json.loads(generate("--prompt", QUESTION, *GREEDY, "--json")[1])["answer"]
+
+
+def test_a_checkpoint_becomes_a_model_that_can_be_talked_to(base, generate, tmp_path):
+    """With its tokenizer and chat template. Twin: a checkpoint of a script has none, and
+    ``--model`` brings it."""
+    save_rows(tmp_path / "chat.jsonl", [ROWS["messages"](QUESTION, "3.")] * 20)
+    words = f"train --model {base} --data chat.jsonl --steps 1 --batch-size 2 --checkpoint saved"
+    assert infinity.cli.main(words.split()) == 0
+    assert infinity.cli.main("export saved model".split()) == 0
+    answer = expected(tmp_path / "model", asked(QUESTION))
+    words = ("--prompt", QUESTION, *GREEDY, "--json")
+    assert json.loads(generate(*words, model="model")[1])["answer"] == answer
+    shutil.rmtree("saved/tokenizer")
+    assert infinity.cli.main("export saved bare".split()) == 0
+    assert "has no tokenizer" in generate("--prompt", QUESTION, model="bare")[2]
+    assert infinity.cli.main(f"export saved whole --model {base}".split()) == 0
+    assert json.loads(generate(*words, model="whole")[1])["answer"] == answer
 
 
 def test_what_is_drawn_follows_from_the_seed(generate):

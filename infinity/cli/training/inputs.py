@@ -11,7 +11,7 @@ from ...data.corpus import Batches, TextFiles, find_text_files, read_corpus
 from ...data.example_files import ExampleFiles, find_examples
 from ...data.examples import ExampleBatches, read_examples
 from ...errors import ConfigError
-from ...machine.sizes import parse_nbytes
+from ...machine.sizes import format_count, parse_nbytes
 from .model import check_vocabulary, choose_sequence_length, read_model_config, read_tokenizer
 from .options import DEFAULT_ROW_LENGTH, DEFAULT_STEPS, set_defaults
 from .progress import show_examples
@@ -42,12 +42,14 @@ def _check_data_options(args: argparse.Namespace, files: TextFiles | ExampleFile
 def tell_skipped(files: TextFiles | ExampleFiles, console: Console) -> None:
     """Prints which files of the data are left out."""
     if isinstance(files, ExampleFiles):
-        skipped, why = files.left_out, "hold no samples"
+        skipped, why = files.left_out, "no samples in it"
     else:
-        skipped, why = files.skipped, "are not UTF-8 text"
+        skipped, why = files.skipped, "not UTF-8 text"
     if skipped:
         names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-        console.print(f"{files.source}: {len(skipped)} files {why} and are left out: {names}")
+        console.print(
+            f"{files.source}: {format_count(len(skipped), 'file')} left out ({why}): {names}"
+        )
 
 
 @dataclass(frozen=True)

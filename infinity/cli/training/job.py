@@ -26,6 +26,7 @@ import infinity
 from ...data.corpus import Batches
 from ...data.examples import NOT_LEARNED, ExampleBatches
 from ...errors import InfinityError, UsageError
+from ...machine.outputs import replacing
 from .interrupt import Interrupt
 from .options import DEFAULT_MAX_GRAD_NORM
 from .ranks import Ranks
@@ -55,6 +56,7 @@ class Job:
     out: Path | None
     checkpoint_every: int
     ranks: Ranks
+    tokenizer: Any = None  # saved with each checkpoint, for a model made of it
     first_step: int = 0
     next_step: int = 0
     loss_before: float | None = None
@@ -82,6 +84,7 @@ def make_job(
     batches: Batches | ExampleBatches,
     config: infinity.Config,
     ranks: Ranks,
+    tokenizer: Any = None,
 ) -> Job:
     import torch
 
@@ -106,6 +109,7 @@ def make_job(
         out=args.out,
         checkpoint_every=args.checkpoint_every,
         ranks=ranks,
+        tokenizer=tokenizer,
         fixed_values={
             "parameters": parameters_count,
             "data": batches.corpus.fingerprint,
@@ -275,6 +279,8 @@ class EdgeCounts:
 
 
 def save_checkpoint(job: Job) -> None:
+    from ...checkpoint.export import TOKENIZER
+
     if job.checkpoint is None:
         return
     extra = {
@@ -285,6 +291,9 @@ def save_checkpoint(job: Job) -> None:
         "out": job.out and os.path.realpath(job.out),  # a restarted job may replace it
     }
     infinity.save_checkpoint(job.checkpoint, job.model, job.optimizer, extra=extra, overwrite=True)
+    if job.tokenizer is not None and job.ranks.is_first:
+        with replacing(job.checkpoint / TOKENIZER) as made:
+            job.tokenizer.save_pretrained(made)
 
 
 def resume(job: Job) -> None:

@@ -8,9 +8,10 @@ cache            keys and values of past tokens, which only generation uses
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+CONFIG_PATTERNS = ["config.json", "*.py"]
 MODEL_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -33,22 +35,38 @@ TOKENIZER_FILES = (
 )
 
 
-def find_model(given: Path) -> Path:
-    """Returns the folder or file of a model. A name on the Hugging Face hub is downloaded to its
-    cache. Raises ConfigError if there is neither."""
-    name = str(given)
-    if given.exists() or not HUB_NAME.fullmatch(name):
+def find_model(
+    given: Path, *, patterns: Sequence[str] = MODEL_PATTERNS, known: Iterable[str] = ()
+) -> Path:
+    """Returns the folder or file of a model. The files of a name on the Hugging Face hub that have
+    the ``patterns`` are downloaded to its cache. Raises ConfigError if there is neither; it names
+    the nearest model beside ``given``, or of the ``known`` names."""
+    if given.exists():
         return given
+    name = str(given)
+    beside = given.parent.iterdir() if given.parent.is_dir() else ()
+    names = {str(given.parent / each.name): None for each in beside if _may_be_model(each)}
+    near = difflib.get_close_matches(name, [*names, *known], n=1)
+    if near or not HUB_NAME.fullmatch(name):
+        hint = f": did you mean {near[0]}?" if near else "."
+        raise ConfigError(
+            f"No such model: {name}{hint} Give --model a folder with config.json and safetensors, a"
+            " config.json, or a name on the Hugging Face hub, as Qwen/Qwen3-0.6B."
+        )
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=MODEL_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # noqa: BLE001 - no network, no such name, no library, no leave
         raise ConfigError(
             f"No such folder: {name}; and as a name on the Hugging Face hub it cannot be fetched:"
             f" {_first_line(error)} Where there is a network: `hf download {name} --local-dir"
             f" {given.name}`; then give --model {given.name}."
         ) from None
+
+
+def _may_be_model(path: Path) -> bool:
+    return path.suffix == ".json" or (path / "config.json").is_file()
 
 
 def read_model_config(path: Path | None, *, trust: bool = False) -> Any:

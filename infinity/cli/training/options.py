@@ -270,9 +270,6 @@ def _check_model_path(path: Path) -> None:
                 f"{path} is not a model. Give --model a folder, or a config.json for fresh weights."
             )
         return
-    if not path.is_dir():
-        wanted = "a folder with config.json and safetensors, or a config.json"
-        raise ConfigError(f"No such model: {path}. Give --model {wanted}.")
     if (path / "adapter_config.json").is_file():
         raise ConfigError(
             f"{path} is an adapter: give --model the folder of its base, or merge both with"

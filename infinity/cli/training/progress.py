@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.examples import Examples
 from ...errors import ConfigError
+from ...machine.sizes import format_count
 from .job import EdgeCounts, Job
 from .sample import printable
 
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LINES_PER_RUN = 20
-
-
+LEAST_STALL = 0.05  # of the time: less is not worth a reader's while
 LONGEST_SHOWN = 1500  # characters of an example
 
 
@@ -35,11 +35,12 @@ def show_examples(console: Console, examples: Examples, tokenizer: Any) -> None:
     how = "in green" if console.is_terminal else "in \u00ab \u00bb"
     console.print(f"The first sample; what the model learns to write is {how}:")
     console.print(shown, "..." if left <= 0 else "")
-    told = f"{examples.train_count:,} rows to train on, {examples.held_out_count:,} held out;"
+    told = f"{format_count(examples.train_count, 'row')} to train on,"
+    told += f" {examples.held_out_count:,} held out;"
     share = examples.learned_ntokens / max(1, examples.train_ntokens)
     console.print(f"{told} {examples.learned_ntokens:,} tokens ({share:.0%}) are learned")
     for why, count in examples.skipped.items():
-        console.print(f"{count:,} samples {why} and are left out")
+        console.print(f"{format_count(count, 'sample')} left out ({why})")
     if not examples.has_own_template and tokenizer.chat_template:
         console.print(
             "The tokenizer has no chat template: it gets a plain one, which is saved with the model"
@@ -101,10 +102,10 @@ class ProgressLines:
 
 
 def progress_text(job: Job, counts: EdgeCounts) -> str:
-    stalled = f"stalled {counts.stall_share:.0%}"
-    if counts.slowest_edge is not None:
-        stalled += f" ({counts.slowest_edge})"
-    return f"loss {job.losses[-1]:.3f}  {job.tokens_per_second:,.0f} tokens/s  {stalled}"
+    text = f"loss {job.losses[-1]:.3f}  {job.tokens_per_second:,.0f} tokens/s"
+    if counts.stall_share >= LEAST_STALL:
+        text += f"  stalled {counts.stall_share:.0%} ({counts.slowest_edge})"
+    return text
 
 
 class Scalars:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import infinity
@@ -24,14 +24,22 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def measure_disks(config: infinity.Config) -> dict[str, float] | None:
-    """Returns the disks' rates in bytes per second, summed over the striped folders; None unless
-    the parameters' or the optimizer's home is "nvme". May probe the disks."""
+def measure_disks(job: Job) -> dict[str, float] | None:
+    """Returns the disks' rates in bytes per second, summed over the striped folders; None if no
+    state is at home there. May probe the disks."""
     from ...machine.disk_profile import rates
 
-    if "nvme" not in (config.params, config.optimizer):
-        return None
-    return dict(zip(("read", "write"), rates(config.nvme_paths)))
+    folders = _folders(job)
+    return dict(zip(("read", "write"), rates(folders))) if folders else None
+
+
+def _folders(job: Job) -> Sequence[str]:
+    """Returns the folders that state is at home in."""
+    from ...runtime.registry import wrapped
+
+    engine = wrapped(job.model).engine
+    on_disk = engine.job.planned.plan.planned_nbytes(Tier.NVME)
+    return engine.job.config.nvme_paths if on_disk else ()
 
 
 def predict_step(job: Job, compute_seconds: float) -> float:
@@ -42,10 +50,7 @@ def predict_step(job: Job, compute_seconds: float) -> float:
     from ...runtime.registry import wrapped
 
     engine = wrapped(job.model).engine
-    rates = Rates.measure(
-        engine.job.config.nvme_paths if engine.job.planned.plan.planned_nbytes(Tier.NVME) else (),
-        engine.job.config.device,
-    )
+    rates = Rates.measure(_folders(job), engine.job.config.device)
     prediction = predict(
         engine.job.planned.plan,
         engine.job.planned.sizes,
@@ -181,8 +186,8 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield (
             "prediction",
             (
-                f"{format_seconds(predicted)} per step, {predicted / measured - 1:+.0%} of the"
-                f" median {format_seconds(measured)}"
+                f"{format_seconds(predicted)} per step; the median of the steps is"
+                f" {format_seconds(measured)}"
             ),
         )
     if report["bound_seconds"]:
