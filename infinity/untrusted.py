@@ -8,8 +8,11 @@ import json
 import math
 import os
 import stat
+import tomllib
 from pathlib import Path
 from typing import Any
+
+from .errors import ConfigError
 
 LARGEST_NBYTES = 1 << 30  # of a text file: more is none of ours
 
@@ -50,6 +53,44 @@ def parse_json(text: str) -> Any:
         return json.loads(text, parse_constant=refuse, parse_float=number)
     except RecursionError:
         raise ValueError("lists and tables are nested too deep") from None
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Reads a file of keys and values: TOML, YAML by its suffix, else JSON. Raises ConfigError if
+    it cannot be read, is invalid, or no table."""
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"config file {path} is not UTF-8 text: {error}") from error
+    try:
+        found = _parse_table(path, text)
+    except (ValueError, RecursionError) as error:  # deep nesting recurses in TOML's reader too
+        raise ConfigError(
+            f"config file {path} is neither valid TOML (*.toml), YAML (*.yaml) nor JSON: {error}"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"config file {path} holds a {type(found).__name__}, not a table of keys. Give names"
+            ' and values, as {"params": "nvme"}.'
+        )
+    return found
+
+
+def _parse_table(path: Path, text: str) -> Any:
+    if path.suffix == ".toml":
+        return tomllib.loads(text)
+    if path.suffix not in (".yaml", ".yml"):
+        return parse_json(text)
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"{path} is YAML, which needs PyYAML: pip install pyyaml") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def printable(text: str) -> str:

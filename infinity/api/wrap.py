@@ -97,7 +97,7 @@ def wrap_model(
         ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are
         kept. None: nothing is updated. Or a list of them with disjoint parameters, returned as one.
     config
-        A :class:`Config`, a dict of its fields, or the path of a TOML or JSON file. None: the
+        A :class:`Config`, a dict of its fields, or the path of a TOML, JSON or YAML file. None: the
         homes, and a scratch folder if needed, follow from the machine; a log line gives the reason.
     mesh
         A ``DeviceMesh`` of the whole job with axes ``dp``, or ``dp_replicate`` and ``dp_shard`` (or

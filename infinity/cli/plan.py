@@ -52,7 +52,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     masters, moments = ("split", "fp32", "none"), ("fp32", "bf16", "int8")
     add("--master", choices=masters, help="master weights of bf16 parameters (default split)")
     add("--moments", choices=moments, help="the optimizer's moments (default fp32)")
-    add("--config", **FILE, help="engine configuration, TOML or JSON; options here go over it")
+    add(
+        "--config", **FILE, help="engine configuration, TOML, JSON or YAML; options here go over it"
+    )
     add(
         "--deepspeed",
         **FILE,

@@ -1,20 +1,19 @@
 """Presets and option files: words inserted before the command line's own, which override them.
 
 preset  options of `infinity train` under one name
-file    TOML or JSON: the fields of Config and, in the table ``train``, options of `infinity train`
+file    TOML, JSON or YAML: the fields of Config and, in the table ``train``, options of the command
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..untrusted import parse_json, read_text
+from ..untrusted import read_table
 
 TABLE = "train"
 PRESETS = {
@@ -46,20 +45,6 @@ def value_of(option: str, words: Sequence[str]) -> str | None:
         elif word.startswith(f"{option}="):
             found = word.partition("=")[2]
     return found
-
-
-def read_table(path: Path) -> dict[str, Any]:
-    """Reads a TOML or JSON file of options. Raises ConfigError if it is invalid or no table."""
-    try:
-        text = read_text(path)
-        settings = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
-    except (OSError, ValueError, RecursionError) as error:  # of both parsers, or text not in UTF-8
-        raise ConfigError(f"{path} is neither valid TOML (*.toml) nor JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(
-            f'{path} holds no table of options. Give names and values, as {{"params": "nvme"}}.'
-        )
-    return settings
 
 
 def _words(path: Path, given: Sequence[str]) -> list[str]:

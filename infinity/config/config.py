@@ -6,8 +6,7 @@ import dataclasses
 import difflib
 import logging
 import os
-import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import torch
 from ..errors import ConfigError
 from ..machine.sizes import parse_nbytes
 from ..machine.tiers import home_of
-from ..untrusted import parse_json, read_text
+from ..untrusted import read_table
+from .accelerate import is_accelerate, translate_accelerate
 from .choices import AUTO, DTYPES, HOMES, MASTERS, MOMENT_DTYPES, REDUCTIONS, SAMPLED, SHARDED
 from .deepspeed import folded, is_deepspeed, torch_line, translate_deepspeed
 
@@ -283,8 +283,8 @@ class Config:
 
     @classmethod
     def make(cls, source: Config | Mapping | str | os.PathLike | None) -> Config:
-        """Makes a Config from a Config, a dict, or the path of a TOML or JSON file, also a
-        DeepSpeed JSON. None: the defaults. Raises ConfigError."""
+        """Makes a Config from a Config, a dict, or the path of a TOML, JSON or YAML file, also of
+        DeepSpeed or Accelerate. None: the defaults. Raises ConfigError."""
         if source is None:
             return cls()
         if isinstance(source, cls):
@@ -292,16 +292,16 @@ class Config:
         if isinstance(source, Mapping):
             return cls._from_mapping(source)
         if isinstance(source, (str, os.PathLike)):
-            return cls._from_mapping(_read_mapping(Path(source)), f"{os.fspath(source)}: ")
+            return cls._from_mapping(read_table(Path(source)), f"{os.fspath(source)}: ")
         raise ConfigError(
-            f"config is a {type(source).__name__}: give a Config, a dict, or a path to TOML or JSON"
+            f"config is a {type(source).__name__}: give a Config, a dict, or the path of a file"
         )
 
     @classmethod
     def _from_mapping(cls, mapping: Mapping, where: str = "") -> Config:
         names = [field.name for field in dataclasses.fields(cls)]
-        if is_deepspeed(mapping) and not any(key in names for key in mapping):
-            return cls.from_deepspeed(mapping)
+        if not any(key in names for key in mapping) and (read := _another_tools(mapping)):
+            return read(mapping)
         for key in mapping:
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
@@ -311,39 +311,39 @@ class Config:
 
     @classmethod
     def from_deepspeed(cls, source: Mapping | str | os.PathLike, *, strict: bool = True) -> Config:
-        """Makes a Config from a DeepSpeed JSON. Logs what it changes, as a warning so that it is
-        seen, and the torch optimizer that it stands for; as information, the result for every key.
+        """Makes a Config from a DeepSpeed JSON. Logs what it changes and the torch optimizer that
+        it stands for, as a warning so that it is seen; as information, every key's result.
 
         Raises ConfigError for keys that change the training and are not supported. ``strict``: also
-        for unknown keys, and for those that only the loop can handle (a scheduler, a
-        ``gradient_clipping`` of "auto"). Otherwise they are logged and left out.
-        """
-        mapping = dict(source) if isinstance(source, Mapping) else _read_mapping(Path(source))
-        fields, report = translate_deepspeed(mapping, strict=strict)
-        config = cls(**fields)
-        told = folded(report)
-        if config.expects_optimizer is not None:
-            told.append(f"its optimizer: {torch_line(dict(config.expects_optimizer))}")
-        logger.warning("DeepSpeed config read:\n  %s", "\n  ".join(told))
-        logger.info("every key of it:\n  %s", "\n  ".join(report))
-        return config
+        for unknown keys, and those that only the loop can handle (a scheduler, a
+        ``gradient_clipping`` of "auto"). Otherwise they are logged and left out."""
+        fields, report = translate_deepspeed(_mapping_of(source), strict=strict)
+        return _told("DeepSpeed", cls(**fields), report)
+
+    @classmethod
+    def from_accelerate(cls, source: Mapping | str | os.PathLike, *, strict: bool = True) -> Config:
+        """Makes a Config from Accelerate's YAML, or from an `fsdp_config` of it or of transformers'
+        Trainer. Logs what it changes, and the command that starts as many ranks. Raises as
+        :meth:`from_deepspeed`."""
+        fields, report = translate_accelerate(_mapping_of(source), strict=strict, read=read_table)
+        return _told("Accelerate", cls(**fields), report)
 
 
-def _read_mapping(path: Path) -> dict:
-    try:
-        text = read_text(path)
-    except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"config file {path} is not UTF-8 text: {error}") from error
-    try:
-        mapping = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
-    except (ValueError, RecursionError) as error:  # deep nesting recurses in TOML's reader too
-        raise ConfigError(
-            f"config file {path} is neither valid TOML (*.toml) nor JSON: {error}"
-        ) from error
-    if not isinstance(mapping, dict):
-        raise ConfigError(
-            f"config file {path} holds a {type(mapping).__name__}, not a table of keys"
-        )
-    return mapping
+def _another_tools(mapping: Mapping) -> Callable[[Mapping], Config] | None:
+    """Returns what reads a table of another tool's keys; None if it is of neither."""
+    if is_deepspeed(mapping):
+        return Config.from_deepspeed
+    return Config.from_accelerate if is_accelerate(mapping) else None
+
+
+def _told(whose: str, config: Config, report: list[str]) -> Config:
+    told = folded(report)
+    if config.expects_optimizer is not None:
+        told.append(f"its optimizer: {torch_line(dict(config.expects_optimizer))}")
+    logger.warning("%s config read:\n  %s", whose, "\n  ".join(told))
+    logger.info("every key of it:\n  %s", "\n  ".join(report))
+    return config
+
+
+def _mapping_of(source: Mapping | str | os.PathLike) -> dict[str, Any]:
+    return dict(source) if isinstance(source, Mapping) else read_table(Path(source))

@@ -44,7 +44,10 @@ def folded(report: list[str]) -> list[str]:
     told = [
         line
         for line in report
-        if " mapped to " in line or " unknown" in line or "left to the loop" in line
+        if " mapped to " in line
+        or " unknown" in line
+        or "left to the loop" in line
+        or line.startswith("start it with")
     ]
     left = len(report) - len(told)
     counted = f"{left} more key{'s are' if left > 1 else ' is'} not needed, or off"
@@ -60,8 +63,8 @@ def torch_line(expected: Mapping[str, Any]) -> str:
     return f"optimizer = {where}(model.parameters(){words})"
 
 
-def _is_on(value: Any, off: tuple[Any, ...] = ()) -> bool:
-    """Whether a value switches something on: a size above 1, a fraction, or a text but "auto".
+def is_on(value: Any, off: tuple[Any, ...] = ()) -> bool:
+    """Tells whether a value switches something on: a size above 1, a fraction, a text but "auto".
 
     Of a table, ``enabled`` decides, or that of its ``shared_parameters``; without one, whether any
     value inside is on. ``off``: further values that are off.
@@ -72,7 +75,7 @@ def _is_on(value: Any, off: tuple[Any, ...] = ()) -> bool:
         return (
             switch["enabled"] not in (False, None, AUTO)
             if "enabled" in switch
-            else any(map(_is_on, value.values()))
+            else any(map(is_on, value.values()))
         )
     if isinstance(value, int) and not isinstance(value, bool):
         return value > 1
@@ -166,7 +169,7 @@ class _Translation:
 
     def _note(self, key: str, known: Key, value: Any) -> None:
         why = known.why.replace("`", "")
-        if known.fate == REFUSED and _is_on(value, known.off):
+        if known.fate == REFUSED and is_on(value, known.off):
             raise ConfigError(
                 f"DeepSpeed {key}={value!r} is not to be had here: {why}. Leave it out."
             )

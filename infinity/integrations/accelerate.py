@@ -72,8 +72,8 @@ class InfinityAccelerator(accelerate.Accelerator):
         if self.distributed_type in (kind.DEEPSPEED, kind.FSDP, kind.MEGATRON_LM):
             raise ConfigError(
                 f"this Accelerator uses {self.distributed_type.value}, which manages parameters"
-                " itself: run `accelerate config` without it. The engine shards over the ranks of"
-                " torchrun itself."
+                " itself: start it without, with torchrun. The engine shards over its ranks, and"
+                " infinity.Config.from_accelerate(FILE) reads what the file says."
             )
         self._config, self._reference = (
             one if one.device is not None else dataclasses.replace(one, device=self.device)

@@ -471,7 +471,7 @@ BAD_INPUT = [
     (no_change, {"steps": 0}, "0 given, 1 or more needed"),
     (no_change, {"lr": "nan"}, "nan given, more than 0 needed"),
     (a_wrong_key, {"config": "wrong.json"}, "unknown config key 'parms': did you mean 'params'?"),
-    (no_toml, {"config": "broken.toml"}, "broken.toml is neither valid TOML (*.toml) nor JSON"),
+    (no_toml, {"config": "broken.toml"}, "broken.toml is neither valid TOML (*.toml), YAML"),
     (no_change, {"config": "nowhere.toml"}, "No such configuration: nowhere.toml"),
     (no_change, {"out": "model.json"}, "--out model.json is a file"),
 ]

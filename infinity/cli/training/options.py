@@ -106,7 +106,7 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
         "--config",
         **FILE,
         help=(
-            "TOML or JSON: the engine's fields, options in a table [train]; options here go over it"
+            "TOML, JSON or YAML: the engine's fields, options in a table train; options go over it"
         ),
     )
     add("--deepspeed", **FILE, help="homes and clipping of a DeepSpeed JSON; options go over it")

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import infinity
 
 from ...errors import ConfigError
-from ..presets import TABLE, read_table
+from ...untrusted import read_table
+from ..presets import TABLE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,9 +73,11 @@ def paths_of(given: list[Path] | None) -> list[str] | str | None:
 
 def _read_config_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ConfigError(f"No such configuration: {path}. Give --config a TOML or JSON file.")
+        raise ConfigError(
+            f"No such configuration: {path}. Give --config a TOML, JSON or YAML file."
+        )
     settings = read_table(path)
-    if is_deepspeed(settings):
+    if is_another_tools(settings):
         return translated(path)
     settings.pop(TABLE, None)  # these options were added to the command line already
     names = [field.name for field in dataclasses.fields(infinity.Config)]
@@ -93,29 +96,32 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     return settings
 
 
-def is_deepspeed(settings: dict[str, Any]) -> bool:
-    """Returns whether a table of keys is a DeepSpeed JSON; known without torch."""
-    return "zero_optimization" in settings or "train_micro_batch_size_per_gpu" in settings
+def is_another_tools(settings: dict[str, Any]) -> bool:
+    """Returns whether a table of keys is a DeepSpeed JSON, or Accelerate's YAML."""
+    from ...config.accelerate import is_accelerate
+    from ...config.deepspeed import is_deepspeed
+
+    return is_deepspeed(settings) or is_accelerate(settings)
 
 
 def translated(path: Path) -> dict[str, Any]:
-    """Returns the engine's settings of a DeepSpeed JSON; logs what it changes."""
-    config = infinity.Config.from_deepspeed(path, strict=False)  # the loop here is our own
-    given = {
-        name: getattr(config, name)
-        for name in (
-            "params",
-            "optimizer",
-            "max_grad_norm",
-            "grad_dtype",
-            "master",
-            "moments",
-            "weights_on_host",
-        )
+    """Returns the engine's settings of a DeepSpeed JSON or Accelerate's YAML; logs what it changes.
+    ``--dtype`` and the loop here replace its dtype and its optimizer."""
+    from ...config.accelerate import is_accelerate
+
+    read = infinity.Config.from_deepspeed
+    if is_accelerate(read_table(path)):
+        read = infinity.Config.from_accelerate
+    config, default = read(path, strict=False), infinity.Config()
+    settings = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != getattr(default, field.name)
     }
-    settings = {name: value for name, value in given.items() if value is not None}
-    if "nvme" in (config.params, config.optimizer):
-        settings["nvme_paths"] = list(config.nvme_paths)
+    for name in ("param_dtype", "expects_optimizer"):
+        settings.pop(name, None)
+    if "nvme" not in (config.params, config.optimizer):
+        settings.pop("nvme_paths", None)
     return settings
 
 
