@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import ConfigError, UsageError
 from ..gradients.record import would_be_lost
+from ..machine import scratch
 from ..machine.tiers import Tier
 from ..runtime.engine import Engine
 from ..runtime.job import Job
@@ -34,7 +35,8 @@ def park(
     model's buffers stay. Blocks until the state has arrived.
 
     folder
-        Folder of the swap file; None: the first of ``nvme_paths``.
+        Folder of the swap file; None: the first of ``nvme_paths``, or without any a scratch folder
+        on a disk, as ``nvme_paths="auto"`` finds it.
     to
         "nvme": all that is on the device and in host memory goes to a disk. "host": what is on the
         device goes to registered host memory, at the rate of the link. It counts in
@@ -103,12 +105,22 @@ def _checked(job: Job, folder: str | os.PathLike | None, to: str, what: str) -> 
                 " is the host's. Park to a disk: infinity.park(model, '/path/on/the/disk')"
             )
         return None
-    if folder is None and not job.config.nvme_paths:
+    if folder is not None:
+        return os.path.abspath(folder)
+    return job.config.nvme_paths[0] if job.config.nvme_paths else _scratch_folder(job)
+
+
+def _scratch_folder(job: Job) -> str:
+    """Returns a folder on a disk of this machine. Raises ConfigError if none can be used."""
+    found = scratch.candidates()
+    plan = job.planned.plan
+    chosen = scratch.choose(found, sum(map(plan.planned_nbytes, (Tier.DEVICE, Tier.HOST))))
+    if chosen is None:
         raise ConfigError(
             "park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or"
-            " Config(nvme_paths=[...])"
+            f" Config(nvme_paths=[...]); none of {', '.join(map(str, found))} can be used"
         )
-    return os.path.abspath(folder) if folder is not None else job.config.nvme_paths[0]
+    return chosen.folder
 
 
 def _settle(engine: Engine, job: Job) -> None:

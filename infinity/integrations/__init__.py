@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from .lightning import InfinityStrategy
     from .peft import merge_adapters, save_merged, unmerge_adapters
     from .trainer import InfinityMixin, InfinityTrainer
-    from .trl import InfinityDPOTrainer, InfinitySFTTrainer
+    from .trl import InfinityDPOTrainer, InfinityGRPOTrainer, InfinitySFTTrainer
 
 __all__ = [
     "InfinityAccelerator",
     "InfinityDPOTrainer",
+    "InfinityGRPOTrainer",
     "InfinityMixin",
     "InfinitySFTTrainer",
     "InfinityStrategy",
@@ -30,6 +31,7 @@ __all__ = [
 _HOMES = {
     "InfinityAccelerator": "accelerate",
     "InfinityDPOTrainer": "trl",
+    "InfinityGRPOTrainer": "trl",
     "InfinityMixin": "trainer",
     "InfinitySFTTrainer": "trl",
     "InfinityStrategy": "lightning",

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 # Defined only here: tests run against these, and docs/integrations.md is compared with them.
 TESTED = {
-    "transformers": "5.23",
+    "transformers": "5.24",
     "accelerate": "1.15",
     "peft": "0.21",
     "trl": "1.16",

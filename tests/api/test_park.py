@@ -166,10 +166,21 @@ def test_bytes_that_changed_on_the_disk_are_seen(tmp_path):
         infinity.resume(model)
 
 
+def test_without_a_folder_one_on_a_disk_is_found(tmp_path, monkeypatch):
+    """Twin: where none can be used, the error says which were looked at."""
+    model, optimizer = pair("host", tmp_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    monkeypatch.setenv("INFINITY_SCRATCH", str(tmp_path))
+    assert infinity.park(model) > 0
+    infinity.resume(model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    monkeypatch.setenv("INFINITY_SCRATCH", str(tmp_path / "absent"))
+    with pytest.raises(infinity.ConfigError, match="needs a folder.*absent"):
+        infinity.park(model)
+
+
 def test_what_cannot_be_parked_is_refused(tmp_path):
     model, optimizer = pair("host", tmp_path)
-    with pytest.raises(infinity.ConfigError, match="needs a folder"):
-        infinity.park(model)
     with pytest.raises(infinity.ConfigError, match="no folder"):
         infinity.park(model, tmp_path / "absent")
     loss_of(model, tokens(SEED)).backward()

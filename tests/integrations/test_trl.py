@@ -17,7 +17,7 @@ from trainer_cases import SEED, arguments, assert_same, llama, on_disk
 
 import infinity
 from infinity import integrations
-from infinity.runtime.registry import is_wrapped
+from infinity.runtime.registry import is_wrapped, wrapped
 
 trl = Lazily("trl")
 Lazily("datasets")
@@ -112,3 +112,46 @@ def test_a_reference_that_follows_the_policy_is_the_same(tmp_path):
     assert_same(ours, theirs)
     mine, its = ours.ref_model.state_dict(), theirs.ref_model.state_dict()
     assert all(torch.equal(mine[name], value) for name, value in its.items())
+
+
+def longer(completions: list, **columns: Any) -> list[float]:
+    """A reward that differs within a group."""
+    return [float(len(set(each.split()))) for each in completions]
+
+
+@pytest.mark.parametrize("park", [None, "nvme"])
+def test_grpo_is_the_same_with_its_state_parked_while_it_samples(park, tmp_path, monkeypatch):
+    """Also: what is parked while completions are generated is the optimizer's state, and no more.
+    Twin: another place is refused."""
+    data, parked = texts(prompt=4), []
+    more = {"num_generations": 2, "max_completion_length": 6, "gradient_accumulation_steps": 1}
+
+    def grpo(kind: type, **given: Any) -> Any:
+        torch.manual_seed(SEED)
+        args = arguments(tmp_path, trl.GRPOConfig, max_steps=3, **more)
+        trainer = kind(
+            model=llama(attention_dropout=0.0),
+            args=args,
+            reward_funcs=longer,
+            train_dataset=data,
+            processing_class=tokenizer(),
+            **given,
+        )
+        trainer.train()
+        return trainer
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parked.append(wrapped(self.model).engine.parking.nbytes if is_wrapped(self.model) else 0)
+        return plain(self, *args, **kwargs)
+
+    plain = trl.GRPOTrainer._generate
+    home = {"params": "host", "optimizer": "host", "nvme_paths": [str(tmp_path)]}
+    with monkeypatch.context() as patched:
+        patched.setattr(trl.GRPOTrainer, "_generate", generate)
+        ours = grpo(integrations.InfinityGRPOTrainer, infinity=home, infinity_park=park)
+    assert_same(ours, grpo(trl.GRPOTrainer))
+    moments = 8 * sum(param.numel() for param in ours.model.parameters())
+    assert len(parked) == 3 and all((nbytes >= moments) == (park is not None) for nbytes in parked)
+    assert park is not None or not any(parked)
+    with pytest.raises(infinity.ConfigError, match="infinity_park='disk'"):
+        grpo(integrations.InfinityGRPOTrainer, infinity=home, infinity_park="disk")

@@ -15,12 +15,13 @@ import numpy
 import prepared
 import pytest
 import torch
-from ranks import run_torchrun
+from ranks import end_session, run_torchrun
 
 transformers = pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SEED = 6
+PORT = 29577  # of no other test
 
 
 @pytest.fixture(scope="module")
@@ -106,50 +107,118 @@ def test_lora(model, tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_continued_pretraining_goes_on_with_the_same_bits(model, tmp_path):
-    """Method: six steps at once, and as three and three: the printed losses are equal."""
+@pytest.fixture
+def tokens(tmp_path) -> str:
     numpy.tile(numpy.arange(1, 200, dtype=numpy.uint32), 20).tofile(tmp_path / "tokens.bin")
-    whole = losses(
-        run(
-            "continued_pretraining.py",
-            model,
-            "tokens.bin",
-            "whole",
-            "--steps",
-            6,
-            "--length",
-            32,
+    return "tokens.bin"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [".", "config.json"], ids=["continued", "fresh"])
+def test_pretraining_goes_on_with_the_same_bits(start, model, tokens, tmp_path):
+    """Method: six steps at once, and as three and three: the printed losses are equal."""
+
+    def train(checkpoint: str, steps: int) -> str:
+        words = (model / start, tokens, checkpoint, "--steps", steps, "--length", 32)
+        return run("pretraining.py", *words, cwd=tmp_path)
+
+    whole = losses(train("whole", 6))
+    first, second = train("parts", 3), train("parts", 6)
+    assert "continuing from step 3" in second and len(whole) == 6
+    assert losses(first) + losses(second) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pretraining_on_two_machines(model, tokens, tmp_path):
+    """Method: a torchrun for each machine, which meet at a port, in one folder; then one process
+    goes on from what both saved."""
+    script = [EXAMPLES / "pretraining.py", model, tokens, "saved", "--steps", 2, "--length", 32]
+    meeting = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{PORT}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", 1]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "INFINITY_CACHE": str(tmp_path / "cache")}
+    machines = [
+        subprocess.Popen(
+            list(map(str, [*command, *script])),
             cwd=tmp_path,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
+        for _ in range(2)
+    ]
+    try:
+        told = [machine.communicate(timeout=200) for machine in machines]
+    finally:
+        for machine in machines:
+            end_session(machine)
+    assert [machine.returncode for machine in machines] == [0, 0], told
+    assert sorted(len(losses(out)) for out, _ in told) == [0, 2]
+    words = (model, tokens, "saved", "--steps", 3, "--length", 32)
+    assert "continuing from step 2" in run("pretraining.py", *words, cwd=tmp_path)
+
+
+def save_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.slow
+def test_dpo(model, tmp_path):
+    """Also: what is saved loads with its tokenizer, and is not the base any more."""
+    for name in ("trl", "datasets"):
+        pytest.importorskip(name)
+    save_lines(
+        tmp_path / "pairs.jsonl",
+        [{"prompt": f"{at} or", "chosen": " not to be", "rejected": " so"} for at in range(8)],
     )
-    first = run(
-        "continued_pretraining.py",
-        model,
-        "tokens.bin",
-        "parts",
-        "--steps",
-        3,
-        "--length",
-        32,
-        cwd=tmp_path,
+    run("dpo.py", model, "pairs.jsonl", "out", "--steps", 2, "--length", 32, cwd=tmp_path)
+    check_trained(model, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_grpo(model, tmp_path):
+    """The reward is whether a completion of two bytes has one that is no text: of fresh weights,
+    some do."""
+    for name in ("trl", "datasets"):
+        pytest.importorskip(name)
+    save_lines(
+        tmp_path / "prompts.jsonl",
+        [{"prompt": f"{at} or", "answer": "\ufffd"} for at in range(8)],
     )
-    second = run(
-        "continued_pretraining.py",
-        model,
-        "tokens.bin",
-        "parts",
-        "--steps",
-        6,
-        "--length",
-        32,
-        cwd=tmp_path,
+    run("grpo.py", model, "prompts.jsonl", "out", "--steps", 4, "--length", 2, cwd=tmp_path)
+    check_trained(model, tmp_path / "out")
+
+
+def check_trained(base: Path, out: Path) -> None:
+    before, after = map(transformers.AutoModelForCausalLM.from_pretrained, (base, out))
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+    assert transformers.AutoTokenizer.from_pretrained(out)("be").input_ids
+
+
+@pytest.mark.slow
+def test_diffusion(tmp_path):
+    diffusers = pytest.importorskip("diffusers")
+    image = pytest.importorskip("PIL.Image")
+    diffusers.UNet2DModel(
+        sample_size=16,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+    ).save_pretrained(tmp_path / "unet")
+    (tmp_path / "pictures").mkdir()
+    for at in range(3):
+        image.new("RGB", (20, 12), (60 * at, 80, 200)).save(tmp_path / "pictures" / f"{at}.png")
+    found = losses(run("diffusion.py", "unet", "pictures", "out", "--steps", 2, cwd=tmp_path))
+    assert len(found) == 2
+    before, after = (
+        diffusers.UNet2DModel.from_pretrained(tmp_path / name) for name in ("unet", "out")
     )
-    assert (
-        "continuing from step 3" in second
-        and len(whole) == 6
-        and losses(first) + losses(second) == whole
-    )
+    assert not torch.equal(before.conv_in.weight, after.conv_in.weight)
 
 
 @pytest.mark.slow

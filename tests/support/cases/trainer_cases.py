@@ -17,7 +17,7 @@ from torch import nn
 
 SEED = 18
 VOCABULARY = 67
-TIMES = ("runtime", "per_second", "preparation_time")  # of log entries, which no two runs share
+TIMES = ("runtime", "per_second", "preparation_time", "step_time")  # which no two runs share
 
 pytestmark_quiet = pytest.mark.filterwarnings("ignore")
 
