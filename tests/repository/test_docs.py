@@ -150,6 +150,29 @@ def test_the_table_of_what_fits_is_what_is_planned():
     assert exact in text and smaller in text and exact != smaller
 
 
+def test_the_page_of_models_names_what_is_tested():
+    """Method: every architecture of the tests is on the page, in its family's row."""
+    from zoo import ZOO
+
+    for entry in ZOO.values():
+        (row,) = re.findall(rf"^\| {entry.family} \|.*$", DOCUMENTS["docs/models.md"], re.M)
+        assert entry.name in row.rsplit("|", 2)[1].replace(" ", "").split(",")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_table_of_models_is_what_they_do():
+    """Method: trains all of them anew. Twin: a run with other bits is not counted."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import tested_models
+
+    assert tested_models.table() in DOCUMENTS["docs/models.md"]
+    entry = tested_models.ZOO["llama"]
+    run = tested_models.trained(entry, tested_models.HOMES["device"])
+    run.losses[0] = run.losses[0] + 1
+    assert not tested_models.has_same_bits(entry, run, tested_models.HOMES["host"])
+
+
 def test_there_are_commands():
     """The twin of the search: it finds what the README shows."""
     assert (
