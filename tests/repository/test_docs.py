@@ -11,8 +11,11 @@ What runs is `slow`: `make docs` runs it, in CI too.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import errno
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -171,6 +174,40 @@ def test_the_table_of_models_is_what_they_do():
     run = tested_models.trained(entry, tested_models.HOMES["device"])
     run.losses[0] = run.losses[0] + 1
     assert not tested_models.has_same_bits(entry, run, tested_models.HOMES["host"])
+
+
+def messages() -> str:
+    """The text of every message of the package, and of torch's and the system's that users see;
+    "..." stands for values."""
+    found = ["CorruptionError", os.strerror(errno.EROFS)]
+    for path in (ROOT / "infinity").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        found += [text_of(node) for node in ast.walk(tree)]
+    for path in (ROOT / "csrc").rglob("*.cpp"):
+        found += re.findall(r'"([^"\n]*)"', path.read_text())
+    return "\n".join(found)
+
+
+def text_of(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value) if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(each) or "..." for each in node.values)
+    return ""
+
+
+def test_troubleshooting_has_the_words_of_the_messages():
+    """Twin: words that no message has are found out."""
+    text, all_of_them = DOCUMENTS["docs/troubleshooting.md"], messages()
+    rows = re.findall(r"^\| `([^|]+)` \|", text.partition("## Without a message")[0], re.M)
+    assert len(rows) > 40
+
+    def is_there(words: str) -> bool:
+        pattern = ".*".join(map(re.escape, words.split("...")))
+        return re.search(pattern, all_of_them) is not None
+
+    assert not [words for words in rows if not is_there(words)]
+    assert not is_there("the moon is full")
 
 
 def test_there_are_commands():
