@@ -137,6 +137,12 @@ def _beside_deepspeed(found: dict[str, Any]) -> Iterator[str]:
         yield f"  {'moved in a step, ' + edge:<40}{format_nbytes(nbytes):>12}{ours:>12}"
 
 
+def colour_of(what: str, place: int) -> str:
+    """Returns the colour of a part of a tier, the ``place``-th by its bytes."""
+    other = OTHER_COLOURS[place % len(OTHER_COLOURS)]
+    return next((colour for kind, colour in COLOURS.items() if what.startswith(kind)), other)
+
+
 def draw(tiers: dict[str, dict]) -> str:
     """Draws the memory map as an SVG picture: a bar per tier, all on one scale. Parts have their
     names if they fit."""
@@ -148,10 +154,7 @@ def draw(tiers: dict[str, dict]) -> str:
         parts = sorted(of_tier["parts"].items(), key=lambda part: -part[1])
         for place, (what, nbytes) in enumerate(parts):
             width = (WIDTH - LEFT - 20) * nbytes / largest
-            other = OTHER_COLOURS[place % len(OTHER_COLOURS)]
-            colour = next(
-                (colour for kind, colour in COLOURS.items() if what.startswith(kind)), other
-            )
+            colour = colour_of(what, place)
             title = f"{what}, {format_nbytes(nbytes)}"
             marks.append(svg.bar(x, y, max(0.5, width), 30, colour, title=title, edged=True))
             if width > 7.5 * len(what):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from . import svg
 WIDTH, HEIGHT, MARGIN = 860, 240, 84
 CURVE_COLOUR = "#1f6fb2"
 LEAST_STALL = 0.1  # seconds over the whole run
-WORDS = {"tier", "part", "edge"}  # columns that are not numbers
+WORDS = {"tier", "part", "edge", ""}  # columns that are not numbers
 HEAD = "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
 VIEWPORT = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
 # The rules for `svg` override the pictures' own light colours, so that they follow a dark page.
@@ -37,6 +38,7 @@ table { border-collapse: collapse; white-space: nowrap; }
 td, th { padding: .2rem 1.5rem .2rem 0; text-align: left; }
 th { border-bottom: 1px solid var(--line); font-weight: 600; color: var(--soft); }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
+.swatch { display: inline-block; width: .8em; height: .8em; vertical-align: -.05em; }
 svg { display: block; width: 100%; min-width: 54rem; height: auto; }
 svg text { fill: var(--soft); } svg .paper { fill: var(--paper); }
 svg .part { stroke: var(--paper); }
@@ -151,13 +153,12 @@ def page(found: dict[str, Any], timeline: str | None) -> str:
         parts = [f"<h1>{html.escape(title)}</h1>", _summary(found["ranks"][0], found["plans"][0])]
         if points := [(step, loss) for step, loss, _ in found["points"] if loss is not None]:
             parts.append(f"<h2>Loss</h2>{_wide(curve(points))}")
-        if paces := [(step, seconds) for step, _, seconds in found["points"][1:]]:
-            parts.append(f"<h2>Seconds a step</h2>{_wide(curve(paces))}")
+        parts += _pace(found["ranks"][0], found["points"][1:])
         tiers = _checked(found["plans"][0]["tiers"])
         parts.append(
             f"<h2>Memory map</h2><p>What the plan gave every tier.</p>{_wide(draw(tiers))}"
         )
-        parts.append(_table(("tier", "part", "planned"), _parts(found["plans"][0]["tiers"])))
+        parts.append(_table(("tier", "", "part", "planned"), _parts(tiers)))
         parts.append(
             f"<h2>Ranks</h2>{_table(('rank', 'step', 'tokens/s'), _speeds(found['ranks']))}"
         )
@@ -206,13 +207,38 @@ def _summary(status: dict[str, Any], plan: dict[str, Any]) -> str:
     )
 
 
-def _parts(tiers: dict[str, Any]) -> list[tuple]:
+def _pace(status: dict[str, Any], points: list[tuple]) -> list[str]:
+    """Returns the plot of the job's speed: in tokens if they are known, else in seconds."""
+    if not points:
+        return []
+    tokens = float(status["tokens_per_second"]) * float(status["step_seconds"])  # of a step
+    if tokens > 0:
+        rates = [(step, tokens / seconds) for step, _, seconds in points if seconds]
+        return [f"<h2>Tokens a second</h2>{_wide(curve(rates))}"] if rates else []
+    paces = [(step, seconds) for step, _, seconds in points]
+    return [f"<h2>Seconds a step</h2>{_wide(curve(paces))}"]
+
+
+@dataclass(frozen=True)
+class _Swatch:
+    """A cell that shows a colour of the memory map."""
+
+    colour: str
+
+    def __str__(self) -> str:
+        return f"<span class='swatch' style='background:{self.colour}'></span>"
+
+
+def _parts(tiers: dict[str, dict]) -> list[tuple]:
     from ..machine.sizes import format_nbytes
+    from .plan_view import colour_of
 
     return [
-        (tier, what, format_nbytes(int(nbytes)))
+        (tier, _Swatch(colour_of(what, place)), what, format_nbytes(nbytes))
         for tier, of_tier in tiers.items()
-        for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1])
+        for place, (what, nbytes) in enumerate(
+            sorted(of_tier["parts"].items(), key=lambda part: -part[1])
+        )
         if nbytes
     ]
 
@@ -259,11 +285,15 @@ def _table(header: tuple, rows: list[tuple]) -> str:
     head = "".join(f"<th{mark}>{html.escape(name)}</th>" for name, mark in zip(header, marks))
     body = "".join(
         "<tr>"
-        + "".join(f"<td{mark}>{html.escape(str(cell))}</td>" for cell, mark in zip(row, marks))
+        + "".join(f"<td{mark}>{_cell(cell)}</td>" for cell, mark in zip(row, marks))
         + "</tr>"
         for row in rows
     )
     return _wide(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def _cell(cell: Any) -> str:
+    return str(cell) if isinstance(cell, _Swatch) else html.escape(str(cell))
 
 
 def _wide(content: str) -> str:
@@ -273,7 +303,7 @@ def _wide(content: str) -> str:
 
 
 def curve(points: list[tuple[float, float]]) -> str:
-    """Draws a loss over its steps as an SVG picture."""
+    """Draws a value over its steps as an SVG picture."""
     steps, values = [float(step) for step, _ in points], [float(value) for _, value in points]
     low, high = min(values), max(values)
     across, up = max(steps[-1] - steps[0], 1.0), max(high - low, 1e-12)
