@@ -72,5 +72,7 @@ def find(path: str, nbytes: int) -> DeepSpeedAio | str:
         return DeepSpeedAio(AsyncIOBuilder().load(verbose=False), path, nbytes)
     except ImportError:
         return "not installed (pip install deepspeed)"
+    except TimeoutError:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever keeps a rival from being built or run is told beside the figures
         return f"its async I/O does not build or run here ({str(error)[:100]!r})"

@@ -56,14 +56,14 @@ def _find_deepspeed(count: int, *, whole_job: bool, factor: float) -> AdamWJob |
         return AdamWJob(make, count, whole_job=whole_job, factor=factor)
     except ImportError:
         return "not installed (pip install deepspeed)"
+    except TimeoutError:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever keeps a rival from being built or run is told beside the figures
         return f"its CPU Adam does not build here ({str(error)[:100]!r})"
 
 
-OPTIMIZER_RIVALS = (
-    SimpleNamespace(NAME="deepspeed", find=_find_deepspeed),
-    SimpleNamespace(NAME="torch", find=_find_torch),
-)
+DEEPSPEED_ADAM = SimpleNamespace(NAME="deepspeed", find=_find_deepspeed)
+TORCH_ADAM = SimpleNamespace(NAME="torch", find=_find_torch)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from infinity import native
 
 from .results import Measured, row
-from .rounds import alternate, paired
+from .rounds import alternate, paired, tell
 from .settings import Settings
 
 PARAMETERS = 100 * 1000 * 1000
@@ -152,26 +152,26 @@ def _measure(
     rivals: Sequence[Any],
     limit_threads: Callable[[int], AbstractContextManager[None]],
 ) -> Measured:
+    name = f"adam.{variant.name}" + ("" if threads == settings.threads else f".{threads}thread")
+    tell(name)
     ours = Ours(variant, count, threads)
-    jobs, notes = {"ours": ours.step, "moving": ours.move}, []
-    for rival in rivals:
-        found = rival.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
-        if isinstance(found, str):
-            notes.append(f"{rival.NAME}: {found}")
-        else:
-            jobs[rival.NAME] = found
-    with limit_threads(threads):
-        times = alternate(jobs, settings.rounds)
+    times = alternate({"ours": ours.step, "moving": ours.move}, settings.rounds)
     rates = {
         who: [count / seconds / 1e9 for seconds in of_one.wall] for who, of_one in times.items()
     }
-    ratios = {
-        who: paired(times["ours"].wall, of_one.wall)
-        for who, of_one in times.items()
-        if who not in ("ours", "moving")
-    }
-    name = f"adam.{variant.name}" + ("" if threads == settings.threads else f".{threads}thread")
     ceiling = ("moving the same bytes", rates["moving"])
-    return Measured(
-        [row(name, "G parameters/s", rates["ours"], ceiling=ceiling, ratios=ratios)], notes
-    )
+    measured = Measured([row(name, "G parameters/s", rates["ours"], ceiling=ceiling)])
+    settings.show(measured.rows)
+    jobs: dict[Any, Callable[[], object]] = {"ours": ours.step}
+    for rival in rivals:
+        found = rival.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
+        if isinstance(found, str):
+            measured.notes.append(f"{rival.NAME}: {found}")
+        else:
+            jobs[rival.NAME] = found
+    if len(jobs) > 1:
+        with limit_threads(threads):
+            times = alternate(jobs, settings.rounds)
+        wall = times.pop("ours").wall
+        measured.rows[0].ratios = {who: paired(wall, each.wall) for who, each in times.items()}
+    return measured

@@ -132,26 +132,33 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
         ours, threads = (_as_used(file, kind, folder) for kind in ("auto", "threads"))
         raw = Raw(file)
         stack.callback(raw.close)
-        systems = {"ours": ours.run, "raw disk": raw.run}
-        notes = []
+        times = alternate(
+            _jobs({"ours": ours.run, "raw disk": raw.run})
+            | {("threads", "read"): lambda: threads.run("read")},
+            settings.rounds,
+        )
+        rows = _rows(times, file.nbytes)
+        settings.show(rows)
+        others, notes = {}, []
         for rival in rivals:
             found = rival.find(file.path, file.nbytes)
             if isinstance(found, str):
                 notes.append(f"{rival.NAME}: {found}")
             else:
                 stack.callback(found.close)
-                systems[rival.NAME] = found.run
-        jobs = {
-            (who, way): lambda run=run, way=way: run(way)
-            for way in DIRECTIONS
-            for who, run in systems.items()
-        }
-        jobs["threads", "read"] = lambda: threads.run("read")
-        times = alternate(jobs, settings.rounds)
-        rows = _rows(
-            times, file.nbytes, [who for who in systems if who not in ("ours", "raw disk")]
-        )
+                others[rival.NAME] = found.run
+        if others:
+            times = alternate(_jobs({"ours": ours.run} | others), settings.rounds)
+            _compare(rows, times, file.nbytes, list(others))
         return Measured(rows, notes, {"io.sweep": _sweep(file)})
+
+
+def _jobs(systems: dict[str, Callable[[str], object]]) -> dict[Any, Callable[[], object]]:
+    return {
+        (who, way): lambda run=run, way=way: run(way)
+        for way in DIRECTIONS
+        for who, run in systems.items()
+    }
 
 
 def _as_used(file: TestFile, kind: str, folder: str) -> Ours:
@@ -185,31 +192,42 @@ def _make_file(folder: str, nbytes: int) -> TestFile:
     return TestFile(path, nbytes)
 
 
-def _rows(times: dict[tuple[str, str], Times], nbytes: int, present: list[str]) -> list[Row]:
-    def rates(who: str, way: str) -> list[float]:
-        return [nbytes / seconds / 1e9 for seconds in times[who, way].wall]
+def _rates(times: dict[Any, Times], who: str, way: str, nbytes: int) -> list[float]:
+    return [nbytes / seconds / 1e9 for seconds in times[who, way].wall]
 
-    rows = []
-    for way in DIRECTIONS:
-        tools = [who for who in ("raw disk", "fio") if who in (*present, "raw disk")]
-        limit = max(tools, key=lambda who: statistics.median(rates(who, way)))
-        wall = times["ours", way].wall
-        ratios = {who: paired(wall, times[who, way].wall) for who in present}
-        rows.append(
-            row(
-                f"io.{way}",
-                "GB/s",
-                rates("ours", way),
-                ceiling=(limit, rates(limit, way)),
-                ratios=ratios,
-            )
+
+def _rows(times: dict[Any, Times], nbytes: int) -> list[Row]:
+    rows = [
+        row(
+            f"io.{way}",
+            "GB/s",
+            _rates(times, "ours", way, nbytes),
+            ceiling=("raw disk", _rates(times, "raw disk", way, nbytes)),
         )
+        for way in DIRECTIONS
+    ]
     gib = nbytes / 2**30
-    cpu = [seconds / gib for seconds in times["ours", "read"].cpu]
-    ratios = {
-        who: paired(cpu, [seconds / gib for seconds in times[who, "read"].cpu]) for who in present
-    }
-    rows.append(row("io.read.cpu", "CPU s/GiB", cpu, ratios=ratios))
+    rows.append(row("io.read.cpu", "CPU s/GiB", [each / gib for each in times["ours", "read"].cpu]))
     both = paired(times["threads", "read"].wall, times["ours", "read"].wall)
-    rows.append(row("io.threads.read", "GB/s", rates("threads", "read"), ratios={"uring": both}))
+    rates = _rates(times, "threads", "read", nbytes)
+    rows.append(row("io.threads.read", "GB/s", rates, ratios={"uring": both}))
     return rows
+
+
+def _compare(rows: list[Row], times: dict[Any, Times], nbytes: int, rivals: list[str]) -> None:
+    """Adds the rivals' ratios to the rows; fio is the ceiling where it is faster than the raw
+    disk."""
+    of_way = dict(zip(DIRECTIONS, rows))
+    for way, entry in of_way.items():
+        wall = times["ours", way].wall
+        entry.ratios = {who: paired(wall, times[who, way].wall) for who in rivals}
+        if "fio" not in rivals:
+            continue
+        limits = _rates(times, "fio", way, nbytes)
+        if statistics.median(limits) > entry.ceiling["value"]:
+            entry.ceiling = {"name": "fio", "value": statistics.median(limits)}
+            pairs = zip(_rates(times, "ours", way, nbytes), limits)
+            entry.share_of_ceiling = statistics.median(our / limit for our, limit in pairs)
+    cpu = times["ours", "read"].cpu
+    (entry,) = (each for each in rows if each.name == "io.read.cpu")
+    entry.ratios = {who: paired(cpu, times[who, "read"].cpu) for who in rivals}

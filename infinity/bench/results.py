@@ -20,6 +20,8 @@ from pathlib import Path
 from ..machine.sizes import format_seconds
 
 BUSY = 0.5  # load for each processor
+# Units of which less is better
+TIMES = ("s", "ms", "us", "CPU s/GiB", "ms/step")
 WIDE = 0.3  # of the median, between the lowest and the highest round
 # Of a parameter and step with split masters and fp32 moments, all on disk: weights for forward and
 # backward, and all state for the update; then state and weights
@@ -120,9 +122,12 @@ def save(found: dict, folder: Path) -> Path:
     return path
 
 
-def table(rows: Sequence[Row]) -> str:
+HEADER = f"{'':<24}{'median':>10}  {'low - high':^19}  unit"
+
+
+def table(rows: Sequence[Row], *, header: bool = True) -> str:
     """Formats the rows as text: median, spread, share of the ceiling, ratio to each rival."""
-    lines = [f"{'':<24}{'median':>10}  {'low - high':^19}  unit"]
+    lines = [HEADER] if header else []
     for entry in rows:
         share = (
             f"   {100 * entry.share_of_ceiling:.0f} % of {entry.ceiling['name']}"
@@ -131,9 +136,8 @@ def table(rows: Sequence[Row]) -> str:
         )
         ratios = "".join(f"   {value:.2f} x {name}" for name, value in entry.ratios.items())
         spread = f"{entry.low:.3f} - {entry.high:.3f}"
-        lines.append(
-            f"{entry.name:<24}{entry.median:>10.3f}  {spread:^19}  {entry.unit}{share}{ratios}"
-        )
+        unit = entry.unit + (" (less is better)" if entry.unit in TIMES else "")
+        lines.append(f"{entry.name:<24}{entry.median:>10.3f}  {spread:^19}  {unit}{share}{ratios}")
     return "\n".join(lines)
 
 

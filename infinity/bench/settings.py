@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Settings:
     scale: float = 1.0
     rivals: bool = True
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    show: Callable[[Sequence[Any]], None] = lambda rows: None  # prints rows as they are measured
 
     def scaled(self, nbytes: int, multiple: int) -> int:
         """Scales ``nbytes`` and rounds it to a multiple of ``multiple``, at least one."""

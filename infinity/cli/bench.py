@@ -13,7 +13,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, UsageError
 from ..machine.outputs import Output, check_outputs
@@ -118,9 +120,11 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
     ``themes``: name -> module, or module:function.
     """
     from infinity.bench import results
+    from infinity.bench.rounds import PROGRESS
 
     _check_output(args)
-    settings = _settings(args)
+    shown = _Shown()
+    settings = replace(_settings(args), show=shown.show)
     measured = results.Measured([])
     with _stdout_for(args.json):
         busy = results.busy()  # before anything is measured
@@ -129,9 +133,9 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
             module = importlib.import_module(name)
             if number == 1 and busy:
                 print(busy, file=sys.stderr, flush=True)
-            print(f"{number} of {len(chosen)}: {theme}", file=sys.stderr, flush=True)
+            PROGRESS.begin(number, len(chosen), theme)
             found = getattr(module, function or "measure")(settings)
-            print(results.table(found.rows), flush=True)
+            shown.end(found.rows)
             measured.add(found)
         for note in [*measured.notes, *results.spread(measured.rows)]:
             print(f"({note})")
@@ -145,6 +149,32 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
     elif args.save:
         Path(args.save).write_text(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+class _Shown:
+    """The rows of a theme that are printed already: each as soon as it is measured, and again with
+    its ratios if rivals were measured after it."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[str, int] = {}  # of a printed row, by name
+
+    def show(self, rows: Sequence[Any]) -> None:
+        """Prints rows, the first of a theme below the table's header."""
+        from infinity.bench import results
+        from infinity.bench.rounds import PROGRESS
+
+        if rows:
+            PROGRESS.clear()
+            print(results.table(rows, header=not self._ratios), flush=True)
+            self._ratios |= {row.name: len(row.ratios) for row in rows}
+
+    def end(self, rows: Sequence[Any]) -> None:
+        """Ends a theme: prints what was not printed yet."""
+        self.show([row for row in rows if row.name not in self._ratios])
+        if beside := [row for row in rows if len(row.ratios) > self._ratios[row.name]]:
+            print("beside rivals, as many times as fast (or as little):")
+            self.show(beside)
+        self._ratios = {}
 
 
 def _check_output(args: argparse.Namespace) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
+import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import prepared
 import pytest
@@ -19,8 +21,9 @@ from hypothesis import strategies as st
 
 import bench.__main__ as checkout
 from bench import first_steps, meetings, report, touches
+from bench.rivals import limited
 from bench.themes import APART, THEMES
-from infinity.bench import results
+from infinity.bench import results, rounds
 from infinity.bench.rounds import Times, alternate, paired
 from infinity.bench.settings import Settings
 from infinity.cli import bench as installed
@@ -273,6 +276,40 @@ def test_jobs_take_turns_and_the_first_round_does_not_count():
     assert (
         len(times["a"].wall) == 2 and times["c"].wall == [7.0, 7.0] and times["c"].cpu == [3.0, 3.0]
     )
+
+
+def test_a_terminal_gets_a_bar_and_a_log_gets_lines(monkeypatch, capsys):
+    """On a terminal one line is drawn anew, job by job; in a log each round is one line."""
+    for is_terminal, count in ((True, 0), (False, 3)):
+        monkeypatch.setattr(rounds.sys.stderr, "isatty", lambda answer=is_terminal: answer)
+        rounds.PROGRESS.begin(2, 3, "io")
+        alternate({("ours", "read"): lambda: None, "raw": lambda: None}, 1)
+        rounds.PROGRESS.clear()
+        told = capsys.readouterr().err
+        assert told.count("\n") == count and "2 of 3: io, round 1 of 1" in told
+        assert ("] 2 of 3: io, round 1 of 1, ours read" in told) == is_terminal
+
+
+def test_rows_are_shown_as_they_are_measured_and_rivals_after_them(capsys):
+    """Twin: without rivals nothing is printed twice. Less of a time is better, which is said."""
+    shown = installed._Shown()
+    first, second = (results.row(name, "s", [1.0]) for name in ("a", "b"))
+    shown.show([first])
+    assert capsys.readouterr().out.count("a ") == 1
+    shown.end([first, second])
+    told = capsys.readouterr().out
+    assert "b " in told and "a " not in told and "s (less is better)" in told
+    shown.show([first])
+    first.ratios = {"torch": 2.0}
+    shown.end([first])
+    assert "beside rivals" in (told := capsys.readouterr().out) and "2.00 x torch" in told
+
+
+def test_a_rival_that_takes_too_long_is_left_out():
+    """Twin: one that is quick is there."""
+    slow = SimpleNamespace(NAME="slow", find=lambda: time.sleep(10))
+    assert limited(slow, seconds=1).find() == "not built within 1 s"
+    assert limited(SimpleNamespace(NAME="quick", find=lambda: 7)).find() == 7
 
 
 def test_a_ratio_is_of_pairs():
