@@ -6,17 +6,34 @@ Everything below runs without the GIL where it waits or computes. The core keeps
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
+from pathlib import Path
 
 import torch
+
+
+def not_built(error: ImportError, package: Path = Path(__file__).parent) -> str:
+    """Returns the message for a package without its core: it is not built, or it is the source
+    folder and another one is installed."""
+    for found in importlib.metadata.distributions(name="infinity-engine"):
+        place = Path(str(found.locate_file(package.name)))
+        if place.resolve() != package.resolve() and any(place.glob("_C.*")):
+            return (
+                f"{package} is Infinity's source, which Python imports in this folder; the"
+                f" installed one is {place}. Start Python in another folder, or run `pip install"
+                f" -e {package.parent}`."
+            )
+    return (
+        "Infinity's native core is not built: run `pip install .` (or `make setup`) in the"
+        f" repository. ({error})"
+    )
+
 
 try:
     from . import _C
 except ImportError as error:  # pragma: no cover - depends on the installation
-    raise ImportError(
-        "Infinity's native core is not built: run `pip install .` (or `make setup`) in the"
-        f" repository. ({error})"
-    ) from error
+    raise ImportError(not_built(error)) from error
 
 from .errors import UsageError
 

@@ -385,7 +385,7 @@ def _tell(
     )
     logger.warning(
         "homes chosen, for %s leaves %s, of which %s stay free for activations and data: %s%s."
-        " To choose others: params, optimizer, nvme_paths.",
+        " To choose others: Config(params=, optimizer=, nvme_paths=).",
         limit,
         format_nbytes(left),
         reserve,

@@ -73,6 +73,9 @@ class Stats:
         return dataclasses.asdict(self)
 
 
+LEAST_SHARE = 0.5  # of a step, for a bottleneck
+
+
 def stats(model: nn.Module) -> Stats:
     """Reports the counters of the engine of a wrapped ``model``. Local to this rank.
 
@@ -92,10 +95,15 @@ def stats(model: nn.Module) -> Stats:
     if not job.updates.clock.steps:
         sentence = "No step has been taken yet."
     else:
+        share = bound / step_seconds if step_seconds else 0.0
         sentence = (
             f"The last step took {format_seconds(step_seconds)}; {slowest} alone needs"
-            f" {format_seconds(bound)} ({100 * bound / step_seconds if step_seconds else 0:.0f} %"
-            " of it) and is the bottleneck."
+            f" {format_seconds(bound)} ({share:.0%} of it)"
+        )
+        sentence += (
+            " and is the bottleneck."
+            if share >= LEAST_SHARE
+            else ": the rest goes to Python, to launches, or to other processes."
         )
     counted = {} if job.ranks.alone else job.traffic.collectives
     collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from .. import native
@@ -47,7 +49,9 @@ BESIDE = (
 )
 
 
-TOKENIZER = "tokenizer"  # a folder in a checkpoint of `infinity train`
+OF_MODEL = "model"  # a folder in a checkpoint of `infinity train`: what belongs to its model
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+OF_ADAPTER = re.compile(r"(\.lora_\w+|\.modules_to_save)\.\w+(?=\.|$)")  # with PEFT's own name
 Change = Callable[[dict[str, Source]], dict[str, Source]]
 
 
@@ -212,13 +216,41 @@ def _export(manifest: dict[str, Any], data: Path, target: _Target) -> dict[str, 
     other = read_tensors(data / OF_READERS)
     for name, entry in manifest["parameters"].items():
         _check_place(name, entry)
-    if target.beside is None and (data.parent / TOKENIZER).is_dir():
-        target = replace(target, beside=data.parent / TOKENIZER)
+    if target.beside is None and (data.parent / OF_MODEL).is_dir():
+        target = replace(target, beside=data.parent / OF_MODEL)
     if target.model is None and isinstance(manifest.get("config"), str):
         target = replace(target, model=model_described_by(manifest["config"]))
     with SavedTensors(data, manifest) as saved:
-        written = target.write(_sources(saved, manifest, other, target))
+        sources = _sources(saved, manifest, other, target)
+        if any(map(OF_ADAPTER.search, sources)) and target.change is None:
+            return _write_adapter(data.parent, sources, target)
+        written = target.write(sources)
     return written | {"parameters": sum(_numel(entry) for entry in manifest["parameters"].values())}
+
+
+def _write_adapter(checkpoint: Path, sources: dict[str, Source], target: _Target) -> dict[str, int]:
+    """Writes the adapters of a PEFT model as PEFT has them. Raises UsageError without their
+    configuration, which only `infinity train` keeps in a checkpoint."""
+    config = checkpoint / OF_MODEL / ADAPTER_CONFIG
+    if not config.is_file():
+        raise UsageError(
+            f"{checkpoint} is of a model with adapters, whose configuration it does not have. Load"
+            " it with infinity.load_checkpoint into the same model, and write that with"
+            " infinity.save_pretrained."
+        )
+    own = {OF_ADAPTER.sub(r"\1", name): each for name, each in sources.items()}
+    own = {
+        name: each for name, each in own.items() if ".lora_" in name or "modules_to_save" in name
+    }
+    tensors = {name.replace(".modules_to_save", ""): each.read() for name, each in own.items()}
+    with replacing(target.folder) as made:
+        save_file(tensors, made / ADAPTER, metadata={"format": "pt"})
+        shutil.copy(config, made / ADAPTER_CONFIG)
+    target._write_beside(None)
+    return {
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "nbytes": sum(tensor.nbytes for tensor in tensors.values()),
+    }
 
 
 def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:

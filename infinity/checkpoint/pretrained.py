@@ -90,7 +90,7 @@ def own_place(model: nn.Module, job: Job, folder: Path, overwrite: bool) -> Iter
     refusal, beside = "", ""
     if job.ranks.is_first and not overwrite and _saved.get(identity_of(folder)) != tensors:
         try:
-            check_free(Output("folder", folder, replaces=WEIGHT_NAMES), way="overwrite=True")
+            check_free(Output("the folder", folder, replaces=WEIGHT_NAMES), way="overwrite=True")
         except ConfigError as error:
             refusal, beside = str(error), str(_new_beside(folder))
     told = job.collectives.collect((refusal, beside), "the folder to write to")

@@ -20,14 +20,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 from typing import Any
 
 from .. import __version__
 from ..distributed import failure_report
 from ..errors import InfinityError
-from . import presets
+from . import presets, wording
 
 SUBCOMMANDS = (
     "bench",
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         found, left = self.parse_known_args(args, namespace)
         if left:
             command = command_of(self, found.subcommand) if hasattr(found, "subcommand") else self
-            names = [name for action in command._actions for name in action.option_strings]
+            names = option_names(command)
             near = (
                 difflib.get_close_matches(left[0].partition("=")[0], names, n=1)
                 if left[0].startswith("-")
@@ -95,13 +95,18 @@ def command_of(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentP
     return commands.choices[name]
 
 
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """Returns the names of a command's options."""
+    return [name for action in parser._actions for name in action.option_strings]
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="infinity",
         description="Train PyTorch models with all the memory a machine has: GPU, CPU and NVMe.",
         epilog=(
-            "Exit status: 0 done; 1 a defect; 2 bad input, or a world that refused; 130, 143"
-            " interrupted."
+            "Exit status: 0 done; 1 a defect; 2 bad input, or a failure outside the program; 130,"
+            " 143 interrupted."
         ),
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=16, width=100),
     )
@@ -115,21 +120,29 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status. Never raises errors that users can fix."""
     try:
-        args = build_parser().parse_args(presets.expanded(sys.argv[1:] if argv is None else argv))
+        parser = build_parser()
+        args = parser.parse_args(presets.expanded(sys.argv[1:] if argv is None else argv))
     except SystemExit as stop:  # argparse has printed help (0) or its message (2)
         return stop.code
     except InfinityError as error:
         print(f"infinity train: {error}", file=sys.stderr)
         return BAD_INPUT_STATUS
-    return answer(f"infinity {args.subcommand}", _module(args.subcommand).run, args)
+    options = option_names(command_of(parser, args.subcommand))
+    return answer(f"infinity {args.subcommand}", _module(args.subcommand).run, args, options)
 
 
-def answer(command: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+def answer(
+    command: str,
+    run: Callable[[argparse.Namespace], int],
+    args: argparse.Namespace,
+    options: Collection[str] = (),
+) -> int:
     """Runs ``command`` and returns its exit status. Prints errors that users can fix as one
-    message, and reports them to the other ranks."""
+    message, in words of its ``options``, and reports them to the other ranks."""
     try:
         tell_start(command)
-        return run(args)
+        with wording.logging_in_options(options):
+            return run(args)
     except BrokenPipeError as error:  # as of `infinity plan | head`: nobody reads on
         failure_report.leave(error)
         _write_nowhere()
@@ -138,8 +151,8 @@ def answer(command: str, run: Callable[[argparse.Namespace], int], args: argpars
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
         failure_report.leave(error)
-        message = _missing(error) if isinstance(error, ImportError) else error
-        print(f"{command}: {message}", file=sys.stderr)
+        message = _missing(error) if isinstance(error, ImportError) else str(error)
+        print(f"{command}: {wording.in_options(message, options)}", file=sys.stderr)
         return BAD_INPUT_STATUS
     except KeyboardInterrupt as error:
         failure_report.leave(error)

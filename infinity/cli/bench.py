@@ -63,12 +63,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser = subparsers.add_parser(
         "bench", help="measure this machine's disk, Adam and copies beside their ceilings"
     )
-    parser.add_argument("theme", choices=_Choices((*THEMES, "all")), help="what to measure")
+    themes = _Choices((*THEMES, "all"))
+    parser.add_argument(
+        "theme", metavar="THEME", choices=themes, help=f"what to measure: {', '.join(themes)}"
+    )
     add_options(parser)
     parser.add_argument(
         "--no-rivals",
         action="store_true",
-        help="has no effect here: `python -m bench` measures rivals",
+        help=argparse.SUPPRESS,  # of `python -m bench`, which measures rivals
     )
     for option in ("--results", "--out", "--svg"):  # of the report, which only a checkout has
         parser.add_argument(option, help=argparse.SUPPRESS)

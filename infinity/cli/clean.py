@@ -40,7 +40,9 @@ class Leftover:
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
-    parser = subparsers.add_parser("clean", help="list, or remove, what killed jobs have left")
+    parser = subparsers.add_parser(
+        "clean", help="list, or remove, what jobs have left: cut-short saves, records of ended runs"
+    )
     parser.add_argument(
         "folder",
         nargs="*",

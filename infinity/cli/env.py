@@ -160,12 +160,9 @@ def _gpu(torch, folders: list[str]) -> list[Finding]:
 
     from ..machine import direct_storage
 
-    if torch.cuda.is_available() or direct_storage.has_gpu():
+    if torch.cuda.is_available() or direct_storage.has_gpu() or native.cuda_driver()[0]:
         return [_cuda(torch), _driver(), _kernels(), *_direct_storage(folders)]
-    module, refusal = native.gpu_kernels()
-    is_built = module is not None or not refusal.startswith("not built")
-    kernels = "built, for when there is one" if is_built else "not built"
-    return [Finding("cuda", f"no GPU: the processor computes (the GPU's kernels are {kernels})")]
+    return [Finding("cuda", "no GPU: the processor computes")]
 
 
 def _cuda(torch) -> Finding:
@@ -264,7 +261,7 @@ def _memory() -> Finding:
     if (count := processors.available()) < (os.cpu_count() or 1):
         text += f", and {count} processors"
     return Finding(
-        "memory", f"{text}; without budgets {format_nbytes(for_the_engine(left))} are planned with"
+        "memory", f"{text}; without a limit of yours {format_nbytes(for_the_engine(left))} are used"
     )
 
 

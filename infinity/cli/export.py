@@ -14,10 +14,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser = subparsers.add_parser("export", help="write a checkpoint's weights as safetensors")
     parser.add_argument(
         "checkpoint",
+        metavar="CHECKPOINT",
         type=Path,
         help="a folder that save_checkpoint, or `infinity train`, wrote; or one of safetensors",
     )
-    parser.add_argument("out", type=Path, help="the folder to write")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),

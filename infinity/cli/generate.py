@@ -69,11 +69,17 @@ def run(args: argparse.Namespace) -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if prompt is not None and not prompt.strip():
+        raise ConfigError("the prompt is empty: give the text that is to be continued")
     with _quiet():
         speaker = Speaker(args)
-    if args.chat:
-        return _chat(speaker, args)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+        if args.chat:
+            return _chat(speaker, args)
+        return _one_answer(speaker, args, prompt)
+
+
+def _one_answer(speaker: Speaker, args: argparse.Namespace, prompt: str) -> int:
     messages = [{"role": "user", "content": prompt}]
     if args.system:
         messages.insert(0, {"role": "system", "content": args.system})
@@ -103,8 +109,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f'give {which} --prompt TEXT and --chat; --prompt "-" reads from stdin')
     if args.chat and (args.raw or args.json):
         raise ConfigError("--raw and --json are for --prompt: a chat has many answers")
-    if args.prompt == "":
-        raise ConfigError("--prompt is empty: give the text that is to be continued")
     if args.temperature is not None and args.temperature < 0:
         raise ConfigError(f"--temperature {args.temperature}: give 0 or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:
@@ -128,10 +132,31 @@ def _chat(speaker: Speaker, args: argparse.Namespace) -> int:
             return 0
         messages.append({"role": "user", "content": line})
         try:
-            messages.append({"role": "assistant", "content": speaker.answer(messages)})
+            messages.append({"role": "assistant", "content": _answer(speaker, messages)})
         except KeyboardInterrupt:  # ends this answer; the question is taken back
             print("\n(interrupted)", file=sys.stderr)
             messages.pop()
+
+
+def _answer(speaker: Speaker, messages: list[dict[str, str]]) -> str:
+    """Returns the answer; forgets the oldest turns of a conversation that has become too long."""
+    while True:
+        try:
+            return speaker.answer(messages)
+        except TooLong:
+            first = 1 if messages[0]["role"] == "system" else 0
+            if len(messages) - first < 3:  # the last message alone is too long
+                raise
+            del messages[first : first + 2]
+            print("(the oldest turn is forgotten: the model takes no more)", file=sys.stderr)
+
+
+def _refuse_missing(line: str) -> None:
+    raise ConfigError(f"{line}. That is no trained model: give a folder that has all weights.")
+
+
+class TooLong(ConfigError):
+    """A prompt that leaves no room for an answer."""
 
 
 class Speaker:
@@ -141,7 +166,12 @@ class Speaker:
         """Reads the model. Raises ConfigError if it cannot be read."""
         import torch
 
-        folder = find_model(args.model)
+        folder = find_model(args.model, option="")
+        if (folder / "manifest.json").is_file():
+            raise ConfigError(
+                f"{folder} is a checkpoint: make a model of it with `infinity export {folder} OUT`,"
+                " and talk to that."
+            )
         trust = args.trust_remote_code
         base = _base_of(folder)
         settings = _settings(args)
@@ -156,7 +186,7 @@ class Speaker:
             model_config,
             dtype=dtype,
             seed=args.seed,
-            say=lambda line: print(line, file=sys.stderr),
+            say=_refuse_missing,
             trust=trust,
             whole=base != folder,
         )
@@ -182,9 +212,9 @@ class Speaker:
         else:
             tokens = prompt_of(self.tokenizer, messages)
         if tokens.shape[1] >= self._limit:
-            raise ConfigError(
+            raise TooLong(
                 f"the prompt has {tokens.shape[1]} tokens, and the model takes {self._limit} with"
-                " the answer: give less"
+                " the answer: give a shorter prompt"
             )
         given = dict(self._given)
         given["max_new_tokens"] = min(given["max_new_tokens"], self._limit - tokens.shape[1])

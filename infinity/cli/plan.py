@@ -37,8 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add(
         "--model",
         **PATH,
-        help=f"folder with config.json, a config.json, or one of {', '.join(SHAPES)} (default:"
-        " train's own)",
+        help=f"folder with config.json, a config.json, a name on the Hugging Face hub, or one of"
+        f" {', '.join(SHAPES)} (default: the small model of `infinity train` without --model)",
     )
     add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder of --model")
     dtypes = ("bf16", "fp32")

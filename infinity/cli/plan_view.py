@@ -52,8 +52,12 @@ def _answer(found: dict[str, Any]) -> Iterator[str]:
         return
     yield (
         f"{format_seconds(found['step_seconds'])} for a step of {found['tokens_per_step']:,} tokens"
-        f" ({found['tokens_per_second']:,.1f} tokens/s), {_bound(found)}"
+        f" ({_rate(found['tokens_per_second'])} tokens/s), {_bound(found)}"
     )
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _bound(found: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,11 @@ def run(args: argparse.Namespace) -> int:
         args.out.write_text(page(found, timeline))
     except OSError as error:
         raise ConfigError(f"--out {args.out} cannot be written: {error.strerror}") from error
-    print(
-        json.dumps({"out": str(args.out), "timeline": timeline is not None} | found)
-        if args.json
-        else args.out
-    )
+    if args.json:
+        print(json.dumps({"out": str(args.out), "timeline": timeline is not None} | found))
+    else:
+        print(f"the run {found['folder']}", file=sys.stderr)
+        print(args.out)
     return 0
 
 
@@ -121,8 +122,8 @@ def collect(folder: Path | None) -> dict[str, Any]:
     }
     if not found[run_files.STATUS] or not found[run_files.PLAN]:
         raise ConfigError(
-            f"{folder or root} has no run: `infinity train` leaves one there, and a loop with"
-            " infinity.Watch(model)"
+            f"{folder or root} has no run: `infinity train` and a loop with infinity.Watch(model)"
+            f" leave one in {root}, of which the newest is shown without RUN"
         )
     return {
         "folder": str(folder),

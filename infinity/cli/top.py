@@ -98,8 +98,8 @@ def lines(jobs: list[dict[str, Any]]) -> Iterator[str]:
     shown as a dash, or left out."""
     if not jobs:
         yield (
-            "No job tells of itself here: `infinity train` does, and a loop with"
-            " infinity.Watch(model)."
+            "No running job is found: `infinity train` is one once its model is built, and a loop"
+            " with infinity.Watch(model)."
         )
     for job in jobs:
         yield f"{job['folder']}  {'running' if job['running'] else 'not running'}"

@@ -21,13 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 import infinity
 
+from ..data.corpus import Corpus
 from ..errors import ConfigError
 from ..machine.outputs import replacing
 from ..machine.sizes import format_count, format_seconds
 from .training.compute import Compute, compute_time, multiplies_bf16
 from .training.inputs import Inputs, find_files, read_inputs, tell_skipped
 from .training.interrupt import Interrupt
-from .training.job import EdgeCounts, Job, held_out_loss, make_job, resume, train
+from .training.job import (
+    EdgeCounts,
+    Job,
+    check_fixed_values,
+    held_out_loss,
+    make_job,
+    resume,
+    train,
+)
 from .training.model import (
     add_adapters,
     build_model,
@@ -40,7 +49,7 @@ from .training.options import (
     add_options,
     check_options,
 )
-from .training.places import check_places, check_room, has_checkpoint, make_way
+from .training.places import check_places, check_room, has_checkpoint, make_way, saved_extra
 from .training.progress import (
     ProgressBar,
     ProgressLines,
@@ -48,7 +57,13 @@ from .training.progress import (
     make_progress,
 )
 from .training.ranks import Ranks
-from .training.report import make_report, measure_disks, predict_step, print_report
+from .training.report import (
+    LEAST_PREDICTED,
+    make_report,
+    measure_disks,
+    predict_step,
+    print_report,
+)
 from .training.sample import printable, sample
 from .training.settings import engine_config, engine_settings, training_state_nbytes
 
@@ -101,6 +116,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     _choose_dtype(args, device, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
+    _check_resumed(args)
     inputs = read_inputs(args, files, ranks, console)
     model = _make_model(args, inputs.model_config, console)
     if is_streamed(model, args.model):
@@ -114,10 +130,11 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         job = make_job(args, model, inputs.batches, config, ranks, inputs.tokenizer)
         measured_disk = measure_disks(job)
         predicted = predict_step(job, compute.seconds * args.accumulate)
-        console.print(
-            f"A step should take about {format_seconds(predicted)} (predicted; its compute is"
-            f" {compute.how} on this machine)"
-        )
+        if predicted >= LEAST_PREDICTED:
+            console.print(
+                f"A step should take about {format_seconds(predicted)} (predicted; its compute is"
+                f" {compute.how} on this machine)"
+            )
         del model  # the job holds the only reference, so that it can free the model
         _begin(args, job, console)
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
@@ -138,6 +155,13 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     )
     print_report(console, report)
     return _end(args, ranks, job, inputs.tokenizer, console, report)
+
+
+def _check_resumed(args: argparse.Namespace) -> None:
+    """Raises UsageError if the job is not its checkpoint's, before the data is prepared."""
+    if args.resume:
+        known = {name: getattr(args, name) for name in ("seed", "batch_size", "lora_rank")}
+        check_fixed_values(args.checkpoint, known, saved_extra(args.checkpoint))
 
 
 def _time_compute(
@@ -272,10 +296,13 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
     corpus, options = job.batches.corpus, job.fixed_values
     console.print(
         f"{options['parameters']:,} parameters in {options['dtype']}, {job.tokens_per_step:,}"
-        f" tokens per step, {format_count(job.steps, 'step')}, learning rate {options['lr']:g}\n"
-        f"{corpus.source}: {corpus.train_ntokens:,} tokens to train on,"
-        f" {corpus.held_out_ntokens:,} held out"
+        f" tokens per step, {format_count(job.steps, 'step')}, learning rate {options['lr']:g}"
     )
+    if isinstance(corpus, Corpus):  # of samples it was told already
+        console.print(
+            f"{corpus.source}: {corpus.train_ntokens:,} tokens to train on,"
+            f" {corpus.held_out_ntokens:,} held out"
+        )
     trained, whole = (
         sum(param.numel() for param in job.model.parameters() if param.requires_grad or every)
         for every in (False, True)
@@ -287,7 +314,8 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
         )
     if args.resume and has_checkpoint(args.checkpoint):
         resume(job)
-        console.print(f"Continuing from step {job.first_step} of {args.checkpoint}")
+        left = "" if job.first_step < job.steps else ": nothing is left to do"
+        console.print(f"Continuing from step {job.first_step} of {args.checkpoint}{left}")
         return
     if args.resume:
         console.print(f"No checkpoint in {args.checkpoint}: starting fresh")

@@ -163,9 +163,8 @@ def read_corpus(
     )
     if len(tokens) < 2 * sequence_length:
         raise ConfigError(
-            f"{files.source} holds {len(tokens)} tokens (--data-limit {limit_nbytes} bytes) but a"
-            f" sequence length of {sequence_length} needs {2 * sequence_length}: one window to"
-            " train on, one held out.\n"
+            f"{files.source} holds {len(tokens)} tokens, but a sequence length of {sequence_length}"
+            f" needs {2 * sequence_length}: one window to train on, one held out.\n"
             f"Give more data, or --sequence-length {max(2, len(tokens) // 2)} or less."
         )
     held_out_ntokens = max(int(len(tokens) * HELD_OUT_SHARE), sequence_length)

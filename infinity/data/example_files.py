@@ -149,8 +149,8 @@ def _in_known_columns(data: Any, source: str) -> Any:
             given = names[prompt], names[completion], names.get(more or "")
             return data.map(
                 lambda row, given=given: {
-                    "prompt": _joined(row, given[0], given[2]),
-                    "completion": row[given[1]],
+                    "prompt": _turn("user", _joined(row, given[0], given[2])),
+                    "completion": _turn("assistant", row[given[1]]),
                 },
                 remove_columns=data.column_names,
             )
@@ -174,4 +174,10 @@ def _joined(row: dict[str, Any], prompt: str, more: str | None) -> Any:
     added = row[more] if more else None
     if not isinstance(row[prompt], str):
         return row[prompt]
-    return f"{row[prompt]}\n\n{added}\n\n" if added else f"{row[prompt]}\n\n"
+    return f"{row[prompt]}\n\n{added}" if added else row[prompt]
+
+
+def _turn(role: str, said: Any) -> Any:
+    """Makes a turn of a conversation of a text, so that the model answers in a chat; none of an
+    empty one."""
+    return [{"role": role, "content": said}] if isinstance(said, str) and said else (said or [])

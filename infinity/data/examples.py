@@ -13,6 +13,7 @@ batch of an epoch.
 from __future__ import annotations
 
 import functools
+import hashlib
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,7 +45,8 @@ class Examples:
     """Rows of tokens to train on and to hold out. ``skipped``: counts by reason."""
 
     source: str
-    fingerprint: str
+    fingerprint: str  # of the rows' tokens and labels
+    sample_count: int  # in the files, without empty ones
     rows: Any = field(repr=False)  # a datasets.Dataset with input_ids and labels
     held_out_count: int
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]] = field(repr=False)
@@ -91,10 +93,12 @@ def read_examples(
         has_template = bool(tokenizer.chat_template)
         if not has_template and _is_conversational(examples):
             tokenizer.chat_template = PLAIN_TEMPLATE
-        rows, collate, given_count = _prepare(trl, examples, tokenizer, sequence_length, pack)
-    if not pack and (dropped := given_count - len(rows)):
+        sample_count = len(examples)
+        given = _with_answers_apart(examples, tokenizer, skipped)
+        rows, collate = _prepare(trl, given, tokenizer, sequence_length, pack)
+    if not pack and (dropped := len(given.rows) - len(rows)):
         skipped[f"nothing to learn within {sequence_length} tokens"] = dropped
-    sizes, learned = _counts(rows)
+    sizes, learned, fingerprint = _counts(rows)
     if len(rows) < 2:
         told = "".join(f"; {count} {why}" for why, count in skipped.items())
         raise ConfigError(
@@ -104,7 +108,8 @@ def read_examples(
     held_out = max(1, int(len(rows) * HELD_OUT_SHARE))
     return Examples(
         source=files.source,
-        fingerprint=f"{files.fingerprint()}{'-packed' if pack else ''}",
+        fingerprint=fingerprint,
+        sample_count=sample_count,
         rows=rows,
         held_out_count=held_out,
         collate=collate,
@@ -137,17 +142,19 @@ def _libraries() -> Iterator[tuple[Any, Any]]:
 def _without_empty(data: Any) -> tuple[Any, dict[str, int]]:
     kept = data.filter(lambda row: all(row.values()))
     empty = len(data) - len(kept)
-    return kept, {"are empty": empty} if empty else {}
+    return kept, {"empty": empty} if empty else {}
 
 
-def _counts(rows: Any) -> tuple[list[int], list[int]]:
-    """Counts each row's tokens, and those that are learned."""
-    sizes, learned = [], []
+def _counts(rows: Any) -> tuple[list[int], list[int], str]:
+    """Counts each row's tokens, and those that are learned. Also returns a hash of all of them, 16
+    hex digits: another tokenizer or template makes other rows."""
+    sizes, learned, digest = [], [], hashlib.sha256()
     for batch in rows.iter(1000):
-        for labels in batch["labels"]:
+        for tokens, labels in zip(batch["input_ids"], batch["labels"]):
             sizes.append(len(labels))
             learned.append(sum(label != NOT_LEARNED for label in labels))
-    return sizes, learned
+            digest.update(np.asarray([tokens, labels], np.int64).tobytes())
+    return sizes, learned, digest.hexdigest()[:16]
 
 
 def _is_conversational(data: Any) -> bool:
@@ -156,38 +163,58 @@ def _is_conversational(data: Any) -> bool:
     )
 
 
-def _prepare(
-    trl: Any, data: Any, tokenizer: Any, sequence_length: int, pack: bool
-) -> tuple[Any, Callable, int]:
-    """Has TRL make rows of the examples. Returns them, the function that makes batches, and how
-    many examples there were: TRL drops those without a learned token."""
+@dataclass(frozen=True)
+class _Given:
+    """Examples for TRL. ``masks_answers``: they are conversations, whose template tells answers
+    apart."""
+
+    rows: Any
+    masks_answers: bool
+
+
+def _with_answers_apart(data: Any, tokenizer: Any, skipped: dict[str, int]) -> _Given:
+    """Makes an example of every answer of conversations if their template does not tell answers
+    apart. Counts conversations without one in ``skipped``."""
     from trl.chat_template_utils import get_training_chat_template
 
-    masks_answers = any(name in data.column_names for name in ("messages", "conversations"))
-    if masks_answers:
-        try:
-            get_training_chat_template(tokenizer)
-        except ValueError:  # its template does not tell answers apart
-            masks_answers = False
-            try:
-                data = data.map(
-                    _answers_apart,
-                    batched=True,
-                    remove_columns=data.column_names,
-                    fn_kwargs={"column": data.column_names[0]},
-                )
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise _refusal(error) from None
-    if not len(data):
+    if not any(name in data.column_names for name in ("messages", "conversations")):
+        return _Given(data, False)
+    try:
+        get_training_chat_template(tokenizer)
+        return _Given(data, True)
+    except ValueError:  # its template does not tell answers apart
+        pass
+    (column,) = data.column_names
+    try:
+        unanswered = sum(not _answers(messages) for messages in data[column])
+        apart = data.map(
+            _answers_apart,
+            batched=True,
+            remove_columns=data.column_names,
+            fn_kwargs={"column": column},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _refusal(error) from None
+    if unanswered:
+        skipped["no answer in it"] = unanswered
+    if not len(apart):
         raise ConfigError(
             "--data: no conversation has an answer: a message of the role assistant after another."
         )
+    return _Given(apart, False)
+
+
+def _prepare(
+    trl: Any, given: _Given, tokenizer: Any, sequence_length: int, pack: bool
+) -> tuple[Any, Callable]:
+    """Has TRL make rows of the examples. Returns them, and the function that makes batches. TRL
+    drops examples without a learned token."""
     with tempfile.TemporaryDirectory() as folder:
-        given = trl.SFTConfig(
+        args = trl.SFTConfig(
             output_dir=folder,
             max_length=sequence_length,
             packing=pack,
-            assistant_only_loss=masks_answers,
+            assistant_only_loss=given.masks_answers,
             use_cpu=True,
             report_to=[],
             bf16=False,
@@ -195,14 +222,14 @@ def _prepare(
         )
         try:
             made = trl.SFTTrainer(
-                _smallest_model(), given, train_dataset=data, processing_class=tokenizer
+                _smallest_model(), args, train_dataset=given.rows, processing_class=tokenizer
             )
         except Exception as error:  # noqa: BLE001 - data and templates may be wrong in every way
             raise _refusal(error) from None
     rows, collate = made.train_dataset, made.data_collator
     if "labels" not in rows.column_names:
         rows = rows.map(lambda row: {"labels": row["input_ids"]})
-    return rows, collate, len(data)
+    return rows, collate
 
 
 def _refusal(error: Exception) -> ConfigError:
@@ -219,11 +246,16 @@ def _answers_apart(batch: dict[str, list], column: str) -> dict[str, list]:
     found: dict[str, list] = {"prompt": [], "completion": []}
     for messages in batch[column]:
         said = [_as_message(message) for message in messages]
-        for at, message in enumerate(said):
-            if message["role"] == "assistant" and at:
-                found["prompt"].append(said[:at])
-                found["completion"].append([message])
+        for at in _answers(said):
+            found["prompt"].append(said[:at])
+            found["completion"].append([said[at]])
     return found
+
+
+def _answers(messages: list[dict[str, Any]]) -> list[int]:
+    """Returns the places of the assistant's messages after another."""
+    said = [_as_message(message) for message in messages]
+    return [at for at, message in enumerate(said) if at and message["role"] == "assistant"]
 
 
 def _as_message(message: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 from ..config.config import Config
@@ -19,7 +20,8 @@ class Budgets:
     """Bytes that each tier may be charged: the given budget, or else what is free.
 
     If the CPU computes, or a GPU that is integrated, device and host are one memory. If neither
-    budget is given, they share it.
+    budget is given, they share it. If only ``host_memory`` is given, it is the budget of what the
+    engine itself puts on the device (:meth:`of_one_memory`).
     """
 
     def __init__(self, config: Config, free: Mapping[Tier, int] | None, device: Device):
@@ -29,9 +31,22 @@ class Budgets:
             self._of[tier] = free[tier] if free is not None else measured_free(tier, config, device)
         self.shared: int | None = None  # bytes of device and host together
         is_one = device.is_host or (device.memory is not None and device.memory.is_unified)
+        self._host_counts_both = is_one and Tier.DEVICE in open_tiers
         if is_one and set(SHARED) <= set(open_tiers):
-            self.shared = self._of[Tier.HOST]
-            self._of[Tier.DEVICE] = self.shared
+            self._share()
+
+    def _share(self) -> None:
+        self.shared = self._of[Tier.HOST]
+        self._of[Tier.DEVICE] = self.shared
+
+    def of_one_memory(self) -> Budgets:
+        """Returns the budgets of a plan for which the engine chooses homes on the device: if that
+        is the host's memory, and has no budget of its own, all of it counts in the host's."""
+        found = copy.copy(self)
+        if self._host_counts_both:
+            found._of = dict(self._of)
+            found._share()
+        return found
 
     def __getitem__(self, tier: Tier) -> int:
         return self._of[tier]
@@ -80,9 +95,9 @@ def measured_free(tier: Tier, config: Config, device: Device | None = None) -> i
 
 
 REMEDIES = {
-    Tier.DEVICE: "or give the weights a lower home: params='host'",
-    Tier.HOST: "or move more to disk: params='nvme', optimizer='nvme', nvme_paths=[...]",
-    Tier.NVME: "or keep more on the host: optimizer='host'",
+    Tier.DEVICE: "or give the weights a lower home: Config(params='host')",
+    Tier.HOST: "or move more to disk: Config(params='nvme', optimizer='nvme', nvme_paths=[...])",
+    Tier.NVME: "or keep more on the host: Config(optimizer='host')",
 }
 
 

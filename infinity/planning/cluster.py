@@ -26,7 +26,7 @@ import torch
 
 from ..errors import ConfigError
 from ..machine.device import Device
-from ..machine.sizes import parse_nbytes
+from ..machine.sizes import format_nbytes, parse_nbytes
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..untrusted import read_text
@@ -264,7 +264,7 @@ def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan)
     if plan.device_window_nbytes:
         found.append(
             f"a unit is gathered {gathers:.2g} times a step on average, in a window of"
-            f" {plan.device_window_nbytes:,} bytes"
+            f" {format_nbytes(plan.device_window_nbytes)}"
         )
     return tuple(found)
 

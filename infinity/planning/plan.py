@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from ..config.choices import AUTO
 from ..config.config import Config
 from ..errors import ConfigError, InternalError
 from ..machine.device import Device
@@ -55,7 +56,7 @@ def make_plan(
     device = device or Device(torch.device("cpu"), Traffic())
     budgets = Budgets(config, free, device)
     choices = _Choices(units, config, device, budgets, held_nbytes, buffers_nbytes, reuses)
-    fitting, least = choices.plans()
+    fitting, least, budgets = choices.plans()
     if fitting:
 
         def cost(plan: MemoryPlan) -> tuple:
@@ -94,22 +95,30 @@ class _Choices:
         """Whether the optimizer steps any of the units."""
         return any(flat.spec.stepped for unit in self.units for flat in unit.flat_params)
 
-    def plans(self) -> tuple[list[MemoryPlan], MemoryPlan | None]:
+    def plans(self) -> tuple[list[MemoryPlan], MemoryPlan | None, Budgets]:
         """Makes the plans that fit, at most one for each choice of homes. Also returns the one that
-        exceeds the budgets least; None if none does."""
+        exceeds its budgets least, None if none does, and those budgets."""
         fitting: list[MemoryPlan] = []
         least: MemoryPlan | None = None
+        least_budgets = self.budgets
         for homes in self._homes():
+            budgets = self._budgets_of(homes)
             for rung in LADDER:
                 plan = self._plan_of(homes, rung)
-                if not self.budgets.over(plan):
-                    fitting.append(self._filled(plan))
+                if not budgets.over(plan):
+                    fitting.append(self._filled(plan, budgets))
                     if self.config.speculate and not fitting[-1].shadowed:
                         continue  # a less generous rung may leave room for shadows
                     break  # a less generous rung would cache little more, with less look-ahead
-                if least is None or self.budgets.excess(plan) < self.budgets.excess(least):
-                    least = plan
-        return fitting, least
+                if least is None or budgets.excess(plan) < least_budgets.excess(least):
+                    least, least_budgets = plan, budgets
+        return fitting, least, least_budgets
+
+    def _budgets_of(self, homes: tuple[Tier, Tier, Tier]) -> Budgets:
+        chosen = zip(homes, (self.config.params, self.config.optimizer))
+        if any(home is Tier.DEVICE and given == AUTO for home, given in chosen):
+            return self.budgets.of_one_memory()
+        return self.budgets
 
     def _homes(self) -> Iterator[tuple[Tier, Tier, Tier]]:
         config, device = self.config, self.device
@@ -137,8 +146,8 @@ class _Choices:
         plan = add_up(gpu_direct=gpu_direct).plan()
         return add_up().plan() if gpu_direct and self.budgets.over(plan) else plan
 
-    def _filled(self, plan: MemoryPlan) -> MemoryPlan:
-        units, config, budgets, device = self.units, self.config, self.budgets, self.device
+    def _filled(self, plan: MemoryPlan, budgets: Budgets) -> MemoryPlan:
+        units, config, device = self.units, self.config, self.device
         return use_what_is_left(plan, units, config, budgets, device, reuses=self.reuses)
 
 

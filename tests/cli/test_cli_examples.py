@@ -56,9 +56,9 @@ LEARNED = {  # kind of row -> its text, of which the part in brackets is learned
     "messages": f"<|user|>{QUESTION}<|end|><|assistant|>[{ANSWER}<|end|>]",
     "sharegpt": f"<|user|>{QUESTION}<|end|><|assistant|>[{ANSWER}<|end|>]",
     "chat prompt": f"<|user|>{QUESTION}<|end|><|assistant|>[{ANSWER}<|end|>]",
-    "prompt": f"{QUESTION}\n\n[{ANSWER}<|end|>]",
-    "alpaca": f"{QUESTION}\n\n[{ANSWER}<|end|>]",
-    "question": f"{QUESTION}\n\n[{ANSWER}<|end|>]",
+    "prompt": f"<|user|>{QUESTION}<|end|><|assistant|>[{ANSWER}<|end|>]",
+    "alpaca": f"<|user|>{QUESTION}<|end|><|assistant|>[{ANSWER}<|end|>]",
+    "question": f"<|user|>{QUESTION}<|end|><|assistant|>[{ANSWER}<|end|>]",
     "text": f"[{QUESTION} {ANSWER}<|end|>]",
 }
 
@@ -110,14 +110,36 @@ def test_each_answer_of_a_conversation_is_learned_once(tokenizer, tmp_path):
 
 
 def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path):
-    """Twin: for prompts and completions in plain text none is needed."""
+    """Twin: for plain text none is needed."""
     base = save_base(tmp_path / "base", template=None)
-    for kind, expected in (("prompt", None), ("messages", PLAIN_TEMPLATE)):
+    for kind, expected in (
+        ("text", None),
+        ("prompt", PLAIN_TEMPLATE),
+        ("messages", PLAIN_TEMPLATE),
+    ):
         tokenizer = transformers.AutoTokenizer.from_pretrained(base)
         found = read(save_rows(tmp_path / f"{kind}.jsonl", rows_of(kind)), tokenizer)
         assert tokenizer.chat_template == expected and not found.has_own_template
     text = "".join(text for text, _ in found.first(tokenizer))
     assert text == f"### user:\n{QUESTION}<|end|>\n### assistant:\n{ANSWER}<|end|>\n"
+
+
+def test_conversations_without_an_answer_are_counted(tokenizer, tmp_path):
+    """Twin: none has one, which is refused."""
+    alone = [{"messages": chat_of("1+1?", "2.")[:1]}] * 3
+    rows = [*rows_of("messages"), *alone]
+    found = read(save_rows(tmp_path / "a.jsonl", rows), tokenizer)
+    assert found.skipped == {"no answer in it": 3} and found.sample_count == len(rows)
+    with pytest.raises(ConfigError, match="no conversation has an answer"):
+        read(save_rows(tmp_path / "b.jsonl", alone), tokenizer)
+
+
+def test_another_tokenizer_makes_other_data(tokenizer, tmp_path):
+    """By its template: the fingerprint is of the rows. Twin: the same one makes the same."""
+    path = save_rows(tmp_path / "a.jsonl", rows_of("messages"))
+    one, again = (read(path, tokenizer).fingerprint for _ in range(2))
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    assert one == again != read(path, tokenizer).fingerprint
 
 
 def test_packed_rows_have_the_same_learned_tokens(tokenizer, tmp_path):
@@ -418,9 +440,10 @@ def test_the_rate_and_the_warm_up_suit_what_is_trained(base):
         (None, None, 3, (2e-4, 0)),
         (base / "config.json", None, 50, (2e-4, 10)),
     ):
-        args = Namespace(model=model, lora_rank=rank, steps=steps, lr=None, warmup_steps=None)
+        job = dict(model=model, lora_rank=rank, steps=steps, resume=False, checkpoint=None)
+        args = Namespace(**job, lr=None, warmup_steps=None)
         set_defaults(args)
         assert (args.lr, args.warmup_steps) == expected
-        given = Namespace(model=model, lora_rank=rank, steps=steps, lr=0.5, warmup_steps=7)
+        given = Namespace(**job, lr=0.5, warmup_steps=7)
         set_defaults(given)
         assert (given.lr, given.warmup_steps) == (0.5, 7)

@@ -282,7 +282,7 @@ def test_resume_with_nothing_to_resume_from_starts_fresh_and_says_so(place, caps
     ("changes", "message"),
     [
         ({"seed": SEED + 1}, f"seed {SEED} (now {SEED + 1})"),
-        ({"batch_size": 2}, "batch_size 4 (now 2)"),
+        ({"batch_size": 2}, "--batch-size 4 (now 2)"),
         ({"data": "text/0.txt"}, "data "),
         ({"steps": 1}, "is at step 2, past --steps 1"),
     ],
@@ -449,7 +449,7 @@ BAD_INPUT = [
     (
         no_change,
         {"data_limit": 40},
-        "holds 40 tokens (--data-limit 40 bytes) but a sequence length of 32 needs 64",
+        "holds 40 tokens, but a sequence length of 32 needs 64",
     ),
     (no_change, {"data_limit": "much"}, "--data-limit='much' is not a size"),
     (no_change, {"sequence_length": 65}, "--sequence-length 65 exceeds the model's 64 positions"),
@@ -467,7 +467,7 @@ BAD_INPUT = [
     (no_change, {"params": "tape"}, "invalid choice: 'tape'"),
     (no_change, {"host_memory": "0%"}, "--host-memory 0% is not a share"),
     (no_change, {"host_memory": "lots"}, "host_memory='lots' is not a size"),
-    (no_change, {"host_memory": "1KiB"}, "host_memory"),
+    (no_change, {"host_memory": "1KiB"}, "--host-memory is"),
     (no_change, {"steps": 0}, "0 given, 1 or more needed"),
     (no_change, {"lr": "nan"}, "nan given, more than 0 needed"),
     (a_wrong_key, {"config": "wrong.json"}, "unknown config key 'parms': did you mean 'params'?"),

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli import SUBCOMMANDS, build_parser, main, presets
+from infinity import cli, native
+from infinity.cli import SUBCOMMANDS, build_parser, main, presets, wording
 from infinity.cli.completion import script, words
 from infinity.cli.training import settings
 from infinity.config.config import Config
@@ -479,6 +480,47 @@ def test_a_gpu_that_is_here_computes(here, computes, monkeypatch):
     monkeypatch.setattr(settings, "_device_here", lambda: here)
     assert settings.engine_config({"params": "host"}).device == computes
     assert settings.engine_config({"device": "cpu"}).device == "cpu"
+
+
+WORDED = {  # a message of the library -> what the command says
+    "Use Config(params='nvme', optimizer='host').": "Use --params nvme --optimizer host.",
+    "or Config(nvme_paths=[...])": "or --nvme-path FOLDER",
+    "Config(nvme_paths=['/path/on/the/disk'])": "--nvme-path /path/on/the/disk",
+    "others: Config(params=, nvme_paths=).": "others: --params, --nvme-path.",
+    "Raise host_memory by 3 GiB": "Raise --host-memory by 3 GiB",
+    "leave Config(speculate=True)": "leave Config(speculate=True)",  # it has no such option
+    "host_memory='lots' is no size": "host_memory='lots' is no size",
+}
+
+
+@pytest.mark.parametrize("message", WORDED)
+def test_messages_are_in_the_words_of_the_command(message):
+    """Twin: of a command without options they stay as they are."""
+    options = cli.option_names(cli.command_of(build_parser(), "train"))
+    assert wording.in_options(message, options) == WORDED[message]
+    assert wording.in_options(message, ()) == message
+
+
+def test_a_budget_that_is_too_small_is_told_in_options(place, capsys):
+    words = ["train", "--model", "model.json", "--data", "text.txt", *SMALL]
+    assert main([*words, "--host-memory", "8KiB", "--params", "host"]) == 2
+    told = capsys.readouterr().err
+    assert "--host-memory is 8.0 KiB" in told and "--params nvme --optimizer nvme" in told
+
+
+def test_a_source_folder_beside_an_installed_one_is_told(tmp_path, monkeypatch):
+    """Twin: where nothing is installed, it is to be built."""
+    for name in ("clone/infinity", "env/infinity", "env/infinity_engine-0.1.0.dist-info"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "env/infinity/_C.so").touch()
+    info = "Metadata-Version: 2.1\nName: infinity-engine\nVersion: 0.1.0\n"
+    (tmp_path / "env/infinity_engine-0.1.0.dist-info/METADATA").write_text(info)
+    package = tmp_path / "clone/infinity"
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "clone")])
+    assert "is not built" in native.not_built(ImportError("no _C"), package)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "clone"), str(tmp_path / "env")])
+    told = native.not_built(ImportError("no _C"), package)
+    assert str(tmp_path / "env/infinity") in told and "Start Python in another folder" in told
 
 
 def test_a_reader_that_ends_first_is_no_error(place):

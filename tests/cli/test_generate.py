@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 transformers = pytest.importorskip("transformers")
 
@@ -140,11 +141,53 @@ def test_a_checkpoint_becomes_a_model_that_can_be_talked_to(base, generate, tmp_
     answer = expected(tmp_path / "model", asked(QUESTION))
     words = ("--prompt", QUESTION, *GREEDY, "--json")
     assert json.loads(generate(*words, model="model")[1])["answer"] == answer
-    shutil.rmtree("saved/tokenizer")
+    shutil.rmtree("saved/model")
     assert infinity.cli.main("export saved bare".split()) == 0
     assert "has no tokenizer" in generate("--prompt", QUESTION, model="bare")[2]
     assert infinity.cli.main(f"export saved whole --model {base}".split()) == 0
     assert json.loads(generate(*words, model="whole")[1])["answer"] == answer
+
+
+def test_a_checkpoint_of_adapters_becomes_an_adapter(base, generate, tmp_path):
+    """Which answers over its base as the one of ``--out`` does. Twin: one that a script saved has
+    no configuration of adapters, and is refused."""
+    pytest.importorskip("peft")
+    save_rows(tmp_path / "chat.jsonl", [ROWS["messages"](QUESTION, "3.")] * 20)
+    words = (
+        f"train --model {base} --data chat.jsonl --steps 2 --batch-size 2 --lora-rank 2 --lr 0.1"
+    )
+    assert infinity.cli.main(f"{words} --checkpoint saved --out whole".split()) == 0
+    assert infinity.cli.main("export saved adapter".split()) == 0
+    ask = ("--prompt", QUESTION, *GREEDY, "--json")
+    answers = [json.loads(generate(*ask, model=name)[1]) for name in ("whole", "adapter")]
+    assert answers[0] == answers[1] != json.loads(generate(*ask)[1])
+    shutil.rmtree("saved/model")
+    assert infinity.cli.main("export saved other".split()) == 2
+    assert not Path("other").exists()
+
+
+def test_a_checkpoint_is_no_model(generate, tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "manifest.json").write_text("{}")
+    status, _, told = generate("--prompt", "hi", model="saved")
+    assert status == 2 and "infinity export saved OUT" in told
+
+
+def test_a_model_without_its_weights_is_refused(base, generate, tmp_path):
+    """Twin of a training, which starts the missing ones from its seed."""
+    shutil.copytree(base, tmp_path / "half")
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "half" / "model.safetensors")
+    status, _, told = generate("--prompt", "hi", model="half")
+    assert status == 2 and "no trained model" in told
+
+
+def test_a_long_chat_forgets_its_oldest_turns(generate):
+    """Twin: one message that is too long alone is refused."""
+    typed = "What is 1+2?\n" * 12
+    status, out, told = generate("--chat", "--max-new-tokens", "2", typed=typed)
+    assert status == 0 and out.count("\n") >= 12 and "the oldest turn is forgotten" in told
+    status, _, told = generate("--chat", "--max-new-tokens", "2", typed="x" * 200 + "\n")
+    assert status == 2 and "give a shorter prompt" in told
 
 
 def test_what_is_drawn_follows_from_the_seed(generate):
@@ -161,7 +204,7 @@ REFUSED = {
     "both": (("--chat", "--prompt", "x"), "give one of --prompt TEXT and --chat"),
     "raw chat": (("--chat", "--raw"), "--raw and --json are for --prompt"),
     "chat as JSON": (("--chat", "--json"), "--raw and --json are for --prompt"),
-    "nothing": (("--prompt", ""), "--prompt is empty"),
+    "nothing": (("--prompt", ""), "the prompt is empty"),
     "cold": (("--prompt", "x", "--temperature", "-1"), "give 0 or more"),
     "all": (("--prompt", "x", "--top-p", "1.5"), "more than 0 and at most 1"),
     "too long": (("--prompt", "x" * 200), "the model takes 96 with the answer"),

@@ -29,6 +29,7 @@ from ...errors import InfinityError, UsageError
 from ...machine.outputs import replacing
 from .interrupt import Interrupt
 from .options import DEFAULT_MAX_GRAD_NORM
+from .places import saved_extra
 from .ranks import Ranks
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def make_job(
             "weight_decay": args.weight_decay,
             "warmup_steps": args.warmup_steps,
             "max_grad_norm": max_grad_norm or config.max_grad_norm,
-            **({"lora_rank": args.lora_rank} if args.lora_rank is not None else {}),
+            "lora_rank": args.lora_rank,
         },
     )
 
@@ -279,7 +280,7 @@ class EdgeCounts:
 
 
 def save_checkpoint(job: Job) -> None:
-    from ...checkpoint.export import TOKENIZER
+    from ...checkpoint.export import OF_MODEL
 
     if job.checkpoint is None:
         return
@@ -291,21 +292,23 @@ def save_checkpoint(job: Job) -> None:
         "out": job.out and os.path.realpath(job.out),  # a restarted job may replace it
     }
     infinity.save_checkpoint(job.checkpoint, job.model, job.optimizer, extra=extra, overwrite=True)
-    if job.tokenizer is not None and job.ranks.is_first:
-        with replacing(job.checkpoint / TOKENIZER) as made:
-            job.tokenizer.save_pretrained(made)
+    if job.ranks.is_first:
+        with replacing(job.checkpoint / OF_MODEL) as made:
+            for part in (job.tokenizer, *getattr(job.model, "peft_config", {}).values()):
+                if part is not None:
+                    part.save_pretrained(made)
 
 
 def resume(job: Job) -> None:
     """Restores the job from its checkpoint. Raises `UsageError` if the options do not match it, or
     it is past the last step. Every rank calls this."""
+    check_fixed_values(job.checkpoint, job.fixed_values, saved_extra(job.checkpoint))
     extra = infinity.load_checkpoint(job.checkpoint, job.model, job.optimizer)
-    _check_fixed_values(job, extra.get("fixed_values") or {})
     if extra["step"] > job.steps:
         raise UsageError(
             f"The checkpoint {job.checkpoint} is at step {extra['step']}, past --steps"
-            f" {job.steps}.\nGive --steps {extra['step']} or more, or leave out --resume to start"
-            " fresh."
+            f" {job.steps}.\nGive --steps {extra['step']} or more, or --overwrite instead of"
+            " --resume to start fresh."
         )
     job.scheduler.load_state_dict(extra["scheduler"])
     # Computed from the step, not read from the checkpoint: if --steps has changed, so has the
@@ -318,13 +321,26 @@ def resume(job: Job) -> None:
     job.loss_before = extra["loss_before"]
 
 
-def _check_fixed_values(job: Job, saved: dict[str, Any]) -> None:
-    different = [name for name, value in job.fixed_values.items() if saved.get(name) != value]
+def check_fixed_values(checkpoint: Path, now: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Raises UsageError if options of a job are not those of its checkpoint."""
+    saved = extra.get("fixed_values")
+    if not isinstance(saved, dict):
+        return  # of a script, whose values are its own
+    different = [name for name, value in now.items() if saved.get(name) != value]
     if different:
-        pairs = ", ".join(
-            f"{name} {saved.get(name)} (now {job.fixed_values[name]})" for name in different
-        )
+        pairs = ", ".join(_difference(name, saved.get(name), now[name]) for name in different)
         raise UsageError(
-            f"The checkpoint {job.checkpoint} was made with {pairs}.\n"
-            "Give the same options and data to continue it, or leave out --resume to start fresh."
+            f"The checkpoint {checkpoint} was made with {pairs}.\n"
+            "Give the same options and data to continue it, or --overwrite instead of --resume to"
+            " start fresh."
         )
+
+
+def _difference(name: str, saved: Any, now: Any) -> str:
+    if name == "data":
+        return "other data, or another tokenizer or chat template"
+    if name == "parameters":
+        return f"a model of {saved:,} parameters (now {now:,})" if saved else "another model"
+    option = f"--{name.replace('_', '-')}"
+    before = f"without {option}" if saved is None else f"{option} {saved}"
+    return f"{before} (now {'without' if now is None else now})"

@@ -36,11 +36,15 @@ TOKENIZER_FILES = (
 
 
 def find_model(
-    given: Path, *, patterns: Sequence[str] = MODEL_PATTERNS, known: Iterable[str] = ()
+    given: Path,
+    *,
+    option: str = "--model ",
+    patterns: Sequence[str] = MODEL_PATTERNS,
+    known: Iterable[str] = (),
 ) -> Path:
     """Returns the folder or file of a model. The files of a name on the Hugging Face hub that have
     the ``patterns`` are downloaded to its cache. Raises ConfigError if there is neither; it names
-    the nearest model beside ``given``, or of the ``known`` names."""
+    the nearest model beside ``given``, or of the ``known`` names, and the ``option``."""
     if given.exists():
         return given
     name = str(given)
@@ -50,7 +54,7 @@ def find_model(
     if near or not HUB_NAME.fullmatch(name):
         hint = f": did you mean {near[0]}?" if near else "."
         raise ConfigError(
-            f"No such model: {name}{hint} Give --model a folder with config.json and safetensors, a"
+            f"No such model: {name}{hint} Give {option}a folder with config.json and safetensors, a"
             " config.json, or a name on the Hugging Face hub, as Qwen/Qwen3-0.6B."
         )
     try:
@@ -60,8 +64,8 @@ def find_model(
     except Exception as error:  # noqa: BLE001 - no network, no such name, no library, no leave
         raise ConfigError(
             f"No such folder: {name}; and as a name on the Hugging Face hub it cannot be fetched:"
-            f" {_first_line(error)} Where there is a network: `hf download {name} --local-dir"
-            f" {given.name}`; then give --model {given.name}."
+            f" {_first_line(error).rstrip('.')}. Where there is a network: `hf download {name}"
+            f" --local-dir {given.name}`; then give {option}{given.name}."
         ) from None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...machine.tiers import home_of
 from ..presets import PRESETS
+from .places import saved_extra
 
 HOMES = ("auto", "device", "host", "nvme")
 HOME: dict[str, Any] = {"type": home_of, "choices": HOMES}
@@ -240,6 +241,9 @@ def set_defaults(args: argparse.Namespace) -> None:
         args.lr = TUNING_LR if has_weights and args.lora_rank is None else DEFAULT_LR
     if args.warmup_steps is None:
         args.warmup_steps = min(DEFAULT_WARMUP_STEPS, args.steps // 5)
+        saved = saved_extra(args.checkpoint if args.resume else None).get("fixed_values")
+        if isinstance(saved, dict) and isinstance(saved.get("warmup_steps"), int):
+            args.warmup_steps = saved["warmup_steps"]  # --steps may have changed
 
 
 def check_options(args: argparse.Namespace) -> None:

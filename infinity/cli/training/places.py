@@ -77,15 +77,21 @@ def make_way(args: argparse.Namespace) -> None:
 
 def _out_of(checkpoint: Path | None) -> str | None:
     """Returns the --out of the job that saved a checkpoint; None if unknown."""
+    return saved_extra(checkpoint).get("out")
+
+
+def saved_extra(checkpoint: Path | None) -> dict[str, Any]:
+    """Returns what the job that saved a checkpoint said of itself; empty if unknown."""
     from ...checkpoint.manifest import read_manifest
     from ...checkpoint.values import decode_value
 
     if not has_checkpoint(checkpoint):
-        return None
+        return {}
     try:
-        return decode_value(read_manifest(checkpoint)["extra"], {}).get("out")
+        found = decode_value(read_manifest(checkpoint)["extra"], {})
+        return found if isinstance(found, dict) else {}
     except (InfinityError, LookupError, TypeError, AttributeError, ValueError):
-        return None  # damaged, or not of `infinity train`: loading it raises
+        return {}  # damaged, or not of `infinity train`: loading it raises
 
 
 def check_room(option: str, folder: Path, nbytes: int, what: str) -> None:

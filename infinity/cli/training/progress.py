@@ -35,10 +35,12 @@ def show_examples(console: Console, examples: Examples, tokenizer: Any) -> None:
     how = "in green" if console.is_terminal else "in \u00ab \u00bb"
     console.print(f"The first sample; what the model learns to write is {how}:")
     console.print(shown, "..." if left <= 0 else "")
-    told = f"{format_count(examples.train_count, 'row')} to train on,"
+    told = f"{format_count(examples.sample_count, 'sample')}:"
+    told += f" {format_count(examples.train_count, 'row')} to train on,"
     told += f" {examples.held_out_count:,} held out;"
     share = examples.learned_ntokens / max(1, examples.train_ntokens)
-    console.print(f"{told} {examples.learned_ntokens:,} tokens ({share:.0%}) are learned")
+    counts = f"{examples.learned_ntokens:,} of {examples.train_ntokens:,} tokens ({share:.0%})"
+    console.print(f"{told} {counts} are learned")
     for why, count in examples.skipped.items():
         console.print(f"{format_count(count, 'sample')} left out ({why})")
     if not examples.has_own_template and tokenizer.chat_template:

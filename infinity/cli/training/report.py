@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+LEAST_PREDICTED = 0.2  # seconds of a step that are worth a line
+
+
 def measure_disks(job: Job) -> dict[str, float] | None:
     """Returns the disks' rates in bytes per second, summed over the striped folders; None if no
     state is at home there. May probe the disks."""
@@ -128,16 +131,10 @@ def _disk_report(measured: dict[str, float] | None, counts: EdgeCounts) -> dict[
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    summary = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in _summary_rows(report):
-        summary.add_row(name, value)
-    console.print(summary)
+    for line in _columns(list(_summary_rows(report))):
+        console.print(line)
     steps_count = max(1, report["steps"] - report["first_step"])
-    edges = Table(
-        "edge", "moved", "per step", "rate while busy", "loop stood still", box=None, pad_edge=False
-    )
+    edges = [("edge", "moved", "a step", "rate", "waited for it")]
     for edge, counts in report["edges"].items():
         if not (counts["nbytes"] or counts["stall_seconds"]):
             continue
@@ -147,17 +144,23 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             _size(counts["nbytes"] / steps_count),
             f"{counts['nbytes'] / busy / 1e9:.2f} GB/s" if busy else "-",
         ]
-        edges.add_row(edge, *moved, f"{counts['stall_seconds']:.1f} s")
-    console.print(edges)
-    tiers = Table("tier", "peak", "planned", "budget", box=None, pad_edge=False)
+        edges.append((edge, *moved, f"{counts['stall_seconds']:.1f} s"))
+    tiers = [("tier", "peak", "planned", "budget")]
     for tier, counts in report["tiers"].items():
         if not any(counts.values()):
             continue
-        tiers.add_row(
-            tier,
-            *(_size(counts[name]) for name in ("peak_nbytes", "planned_nbytes", "budget_nbytes")),
-        )
-    console.print(tiers)
+        names = ("peak_nbytes", "planned_nbytes", "budget_nbytes")
+        tiers.append((tier, *(_size(counts[name]) for name in names)))
+    for table in (edges, tiers):
+        for line in _columns(table) if len(table) > 1 else ():
+            console.print(line)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields rows with their columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()
 
 
 def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -183,13 +186,14 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
         yield "speed", f"{speed}, stalled {report['stall_share']:.0%}"
         measured, predicted = report["median_step_seconds"], report["predicted_step_seconds"]
-        yield (
-            "prediction",
-            (
-                f"{format_seconds(predicted)} per step; the median of the steps is"
-                f" {format_seconds(measured)}"
-            ),
-        )
+        if predicted >= LEAST_PREDICTED:
+            yield (
+                "prediction",
+                (
+                    f"{format_seconds(predicted)} per step; the median of the steps is"
+                    f" {format_seconds(measured)}"
+                ),
+            )
     if report["bound_seconds"]:
         yield "bound", report["bottleneck"]
     if report["disk"] is not None:

@@ -1,0 +1,65 @@
+"""Wording: says in a command's own options what the library's messages say in fields of Config."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+CONFIG = re.compile(r"Config\(((?:\w+=(?:'[^']*'|\[[^\]]*\]|[\w.]*)(?:, )?)+)\)")
+PAIR = re.compile(r"(\w+)=('[^']*'|\[[^\]]*\]|[\w.]*)")
+BUDGET = re.compile(r"\b(device_memory|host_memory|nvme_capacity)\b(?!=)")
+SWITCHES = ("True", "False")
+
+
+def option_of(field: str) -> str:
+    """Returns the option that sets a field of Config."""
+    return "--nvme-path" if field == "nvme_paths" else f"--{field.replace('_', '-')}"
+
+
+def in_options(message: str, options: Collection[str]) -> str:
+    """Returns the message with `Config(name=value)` and budgets as options, where the command has
+    them: `Config(params='nvme')` becomes `--params nvme`."""
+
+    def configured(found: re.Match[str]) -> str:
+        pairs = [(option_of(name), value) for name, value in PAIR.findall(found[1])]
+        if not all(option in options for option, _ in pairs):
+            return found[0]
+        words = [f"{option} {_value(value)}".rstrip() for option, value in pairs]
+        return (" " if any(value for _, value in pairs) else ", ").join(words)
+
+    def budget(found: re.Match[str]) -> str:
+        return option if (option := option_of(found[1])) in options else found[0]
+
+    return BUDGET.sub(budget, CONFIG.sub(configured, message))
+
+
+def _value(value: str) -> str:
+    if value.startswith("["):
+        return value.strip("[]'") if "'" in value else "FOLDER"
+    return "" if value in SWITCHES else value.strip("'")
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, options: Collection[str]):
+        super().__init__()
+        self._options = options
+
+    def format(self, record: logging.LogRecord) -> str:
+        return in_options(super().format(record), self._options)
+
+
+@contextmanager
+def logging_in_options(options: Collection[str]) -> Iterator[None]:
+    """Prints the library's warnings on stderr in the command's options inside the block."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(_Formatter(options))
+    logger = logging.getLogger("infinity")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

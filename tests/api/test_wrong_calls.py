@@ -1,0 +1,706 @@
+"""Wrong uses of the Python API: what people mistype, mix up or misunderstand.
+
+Words used here:
+
+**scene**: `s`, a plain model with its optimizer, a wrapped one with its own, and a folder.
+**use**: statements with a scene. The last one is wrong, and raises. `inside` enters a context.
+**poor**: a use that raises nothing, another library's error, or a message without a remedy. What it
+gets is noted, and not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity import CapacityError, Config, ConfigError, UsageError, integrations, parallel
+
+ONLY_IN_USES = copy, io, parallel, pickle
+NEEDED = {"rainer(": "transformers", "ccelerator(": "accelerate", "Strategy": "lightning"}
+NEEDED |= {"merge": "peft"}  # part of a use -> library
+
+HOST = {"params": "host", "optimizer": "host"}
+DISK = {"params": "nvme", "optimizer": "nvme"}
+ROWS = torch.ones(2, 8)
+FILES = {
+    "notes.txt": "mine",
+    "list.json": "[1]",
+    "nvme/keep": "",
+    "trainer/trainer_state.json": "{}",
+    "dcp/.metadata": "",
+    "deepspeed/latest": "global_step1",
+    "hub/config.json": "{}",
+    "hub/model.safetensors": "",
+}
+
+FIRST = "call infinity.wrap_model"
+SIZE = "give bytes as a whole number, or text such as '48GiB'"
+SUPPORTED = "Supported are torch.optim.AdamW, Adam, SGD"
+UNWRAP = "unwrap_model it first"
+PLAIN_ONE = "give wrap_model the plain one, or unwrap_model first"
+HOMES = "one of 'auto', 'device', 'host', 'nvme'"
+FORMS = "give a Config, a dict, or the path of a file"
+DEVICES = "give 'cuda', 'cuda:1' or 'cpu'"
+BEFORE = "Choose them before: infinity.Config.* or model.to.* before wrap_model"
+AGAIN = "unwrap_model.* first, do it, and wrap again"
+FULL = "inside `with infinity.full_params"
+ITS_OWN = "the one that wrap_model returned with this model"
+RETURNED = "Use the model and the optimizer that unwrap_model returned"
+HOLDS = "use dicts, lists, numbers, strings, tensors"
+DECAY = "give a number from 0 to 1"
+CLIP = "use torch.nn.utils.clip_grad_norm_"
+
+Row = tuple[type[Exception], str, str]
+USES: dict[str, Row] = {  # use -> its error, patterns of the cause and of the remedy
+    # --- wrap_model: the optimizer ---
+    "s.wrap(adamw(plain()))": (ConfigError, "none is one of the model's", "from model.parameters"),
+    "step = scheduler(s.adamw); s.wrap(step)": (ConfigError, "StepLR is a wrapper", "AdamW itself"),
+    "s.wrap([s.adamw, adamw(s.plain)])": (ConfigError, "optimizers 0 and 1", "give each parameter"),
+    "s.wrap(torch.optim.RMSprop(s.plain.parameters()))": (ConfigError, "RMSprop is not", SUPPORTED),
+    "s.wrap(torch.optim.LBFGS(s.plain.parameters()))": (ConfigError, "LBFGS is not", SUPPORTED),
+    "s.wrap(adamw(s.plain, amsgrad=True))": (ConfigError, "amsgrad=True, which", "amsgrad=False"),
+    "s.wrap(adamw(s.plain, capturable=True))": (ConfigError, "capturable=True", "capturable=False"),
+    "s.wrap(s.optimizer)": (UsageError, "this optimizer is wrapped already", PLAIN_ONE),
+    "infinity.wrap_model(s.model, s.optimizer)": (UsageError, "is wrapped already", PLAIN_ONE),
+    # --- wrap_model: the model ---
+    "s.wrap(); s.wrap()": (UsageError, "0.weight is wrapped already", UNWRAP),
+    "infinity.wrap_model(s.model[0])": (UsageError, "weight is wrapped already", UNWRAP),
+    "infinity.wrap_model(nn.Sequential(s.model))": (UsageError, "wrapped already", UNWRAP),
+    "infinity.wrap_model(nn.DataParallel(s.plain))": (ConfigError, "DataParallel", "model inside"),
+    "infinity.wrap_model(nn.LazyLinear(3))": (
+        ConfigError,
+        "not initialised yet",
+        "run one forward",
+    ),
+    "s.wrap(mesh='dp')": (ConfigError, "is not initialised", "call init_process_group first"),
+    "s.set('WORLD_SIZE', '2'); s.wrap()": (
+        ConfigError,
+        "2 that were launched",
+        "remove WORLD_SIZE",
+    ),
+    # --- wrap_model: the configuration ---
+    "s.wrap(None, 3)": (ConfigError, "config is a int", FORMS),
+    "s.wrap(None, ['host'])": (ConfigError, "config is a list", FORMS),
+    "s.wrap(None, {'parms': 'host'})": (ConfigError, "key 'parms'", "did you mean 'params'"),
+    "s.wrap(None, DISK)": (ConfigError, "params='nvme' needs a folder", "Config.nvme_paths="),
+    "s.wrap(None, DISK | {'nvme_paths': 'nowhere'})": (ConfigError, "no folder", "Create it, or"),
+    "s.wrap(s.adamw, HOST | {'host_memory': '100KiB'})": (
+        CapacityError,
+        "host_memory is 100.0 KiB .* the least that works here is 132.0 KiB",
+        "Raise host_memory by 32.0 KiB, or move more to disk",
+    ),
+    "s.wrap(s.adamw, {'device_memory': '20KiB'})": (
+        CapacityError,
+        "device_memory is 20.0 KiB",
+        "Raise device_memory by .*, or give the weights a lower home",
+    ),
+    "s.wrap(s.adamw, DISK | {'nvme_paths': 'nvme', 'nvme_capacity': '10KiB'})": (
+        CapacityError,
+        "nvme_capacity is 10.0 KiB",
+        "Raise nvme_capacity by .*, or keep more on the host",
+    ),
+    "s.wrap(None, HOST | {'units': ['Block']})": (ConfigError, "class Block", "has Linear, Sequ"),
+    "s.wrap(None, HOST | {'trace': 'notes.txt'})": (ConfigError, "not made by", "another name"),
+    "s.wrap(s.adamw, HOST | {'expects_optimizer': {'type': 'SGD'}})": (
+        ConfigError,
+        "is AdamW.*expects SGD",
+        "Give that one, or leave it to the loop",
+    ),
+    # --- Config ---
+    "Config(params='gpu')": (ConfigError, "params='gpu'", "did you mean 'device'"),
+    "Config(params='Host')": (ConfigError, "params='Host'", "did you mean 'host'"),
+    "Config(params=['host'])": (ConfigError, "params=.'host'.", "did you mean 'host'"),
+    "Config(params=None)": (ConfigError, "params=None", HOMES),
+    "Config(optimizer='adamw')": (ConfigError, "optimizer='adamw'", HOMES),
+    "Config(activations='recompute')": (ConfigError, "activations='recompute'", HOMES),
+    "Config(host_memory='8 gigs')": (ConfigError, "'8 gigs' is not a size", SIZE),
+    "Config(host_memory='50%')": (ConfigError, "'50%' is not a size", SIZE),
+    "Config(host_memory=-1)": (ConfigError, "=-1 is not a size", SIZE),
+    "Config(host_memory=float('nan'))": (ConfigError, "=nan is not a size", SIZE),
+    "Config(host_memory=True)": (ConfigError, "=True is not a size", SIZE),
+    "Config(host_memory=b'8GiB')": (ConfigError, "=b'8GiB' is not a size", SIZE),
+    "Config(device_memory={0: '24GiB'})": (ConfigError, "'24GiB'. is not a size", SIZE),
+    "Config(nvme_paths=[3])": (ConfigError, "nvme_paths=.3.", "must be text, or a list of it"),
+    "Config(weights_on_host='1B')": (ConfigError, "'1B'", "must be a number of elements"),
+    "Config(param_dtype='int8')": (ConfigError, "='int8'", "not one of fp32, bf16, fp16, or None"),
+    "Config(param_dtype=torch.float64)": (ConfigError, "torch.float64", "of fp32, bf16, fp16, or"),
+    "Config(master='bf16')": (ConfigError, "master='bf16'", "one of 'split', 'fp32', 'none'"),
+    "Config(moments='int4')": (ConfigError, "moments='int4'", "did you mean 'int8'"),
+    "Config(units=[nn.Linear])": (ConfigError, "units=.*Linear", "must be text, or a list of it"),
+    "Config(shard='FULL_SHARD')": (ConfigError, "shard='FULL_SHARD'", "'gradients', 'parameters'"),
+    "Config(shard=3)": (ConfigError, "shard=3", "one of 'optimizer', 'gradients', 'parameters'"),
+    "Config(shard_in_node='yes')": (ConfigError, "shard_in_node='yes'", "must be True or False"),
+    "Config(reduction='mean')": (ConfigError, "reduction='mean'", "one of 'ordered', 'fast'"),
+    "Config(share_homes='auto')": (ConfigError, "share_homes='auto'", "must be True, False, or"),
+    "Config(device=0)": (ConfigError, "device=0 is not a device", DEVICES),
+    "Config(device='gpu')": (ConfigError, "device='gpu' is not a device", DEVICES),
+    "Config(update_threads=0)": (ConfigError, "update_threads=0", "a positive number or None"),
+    "Config(update_threads=10**6)": (ConfigError, "1000000 is more than", "give the processors"),
+    "Config(micro_batch='auto')": (ConfigError, "micro_batch='auto'", "positive number of samples"),
+    "Config(max_grad_norm=0)": (ConfigError, "max_grad_norm=0", "positive number, or None for no"),
+    "Config(max_grad_norm='1')": (ConfigError, "max_grad_norm='1'", "positive number, or None"),
+    "Config(speculate=1)": (ConfigError, "speculate=1", "must be True or False"),
+    "Config(checksums='yes')": (ConfigError, "checksums='yes'", "True, False or 'sampled'"),
+    "Config(tied={'a': 'b'})": (ConfigError, "tied=.'a': 'b'.", "a list of pairs of parameter"),
+    "Config(trace=True)": (ConfigError, "trace=True", "must be the path of a file, or None"),
+    "Config(expects_optimizer='AdamW')": (ConfigError, "='AdamW'", "must be a table"),
+    "Config(expects_optimizer={'lr': 1})": (ConfigError, "names no class", "give type='AdamW'"),
+    "Config.make(Config)": (ConfigError, "config is a type", FORMS),
+    "Config.make('list.json')": (ConfigError, "holds a list", "Give names and values, as"),
+    # --- Config.from_deepspeed ---
+    "stage(4)": (ConfigError, "stage=4", "is not 0, 1, 2 or 3"),
+    "stage(3, offload_param={'device': 'disk'})": (ConfigError, "'disk'", "'cpu', 'nvme', 'none'"),
+    "deepspeed(optimizer={'type': 'Lamb'})": (ConfigError, "'Lamb'", "AdamW, .*. Leave it out"),
+    "deepspeed(zero_optimisation={})": (ConfigError, "sation is unknown", "mean zero_optimization"),
+    "deepspeed(gradient_clipping='auto')": (ConfigError, "clipping='auto'", "Give the number, or"),
+    # --- unwrap_model, and what comes after ---
+    "infinity.unwrap_model(s.plain)": (UsageError, "is not wrapped", FIRST),
+    "infinity.unwrap_model(s.model[0])": (UsageError, "Linear is not wrapped", FIRST),
+    "s.unwrap(); infinity.unwrap_model(s.model)": (UsageError, "is not wrapped", FIRST),
+    "infinity.unwrap_model(s.model, s.adamw)": (UsageError, "this optimizer is not", ITS_OWN),
+    "s.unwrap(); s.optimizer.step()": (UsageError, "the model was unwrapped", RETURNED),
+    "s.unwrap(); s.optimizer.zero_grad()": (UsageError, "the model was unwrapped", RETURNED),
+    "s.unwrap(); s.optimizer.state_dict()": (UsageError, "the model was unwrapped", RETURNED),
+    "s.unwrap(); infinity.stats(s.model)": (UsageError, "is not wrapped", FIRST),
+    # --- the wrapped model as a plain one ---
+    "s.backward(); s.given.step()": (
+        UsageError,
+        "is not the optimizer that",
+        "Call step.. of that",
+    ),
+    "s.backward(); adamw(s.model).step()": (UsageError, "not the optimizer", "step that optimizer"),
+    "s.model.half()": (UsageError, "half on parameter 0.weight", BEFORE),
+    "s.model.to('meta')": (UsageError, "to on parameter 0.weight", BEFORE),
+    "s.model.share_memory()": (UsageError, "share_memory_ on parameter 0.weight", BEFORE),
+    "copy.deepcopy(s.model)": (UsageError, "cannot be pickled, copied", "Save model.state_dict"),
+    "pickle.dumps(s.model)": (UsageError, "cannot be pickled", "or infinity.save_checkpoint"),
+    "torch.save(s.model, io.BytesIO())": (UsageError, "cannot be pickled", "Save model.state_dict"),
+    "copy.deepcopy(s.optimizer)": (UsageError, "cannot be deep-copied", "Use model.state_dict"),
+    "s.weight.detach().numpy()": (UsageError, "numpy on parameter 0.weight", FULL),
+    "s.weight.data_ptr()": (UsageError, "data_ptr on parameter 0.weight", FULL),
+    "s.weight.resize_(3, 3)": (UsageError, "would change the form of parameter 0.weight", AGAIN),
+    "s.weight.data = torch.ones(3)": (UsageError, "would not reach its home", "Use `with infinity"),
+    "s.model.load_state_dict(plain().state_dict(), assign=True)": (
+        UsageError,
+        "would replace managed parameters",
+        "load without assign",
+    ),
+    "torch.optim.swa_utils.AveragedModel(s.model)": (
+        UsageError,
+        "is wrapped: its weights are at home",
+        "infinity.ema.model, decay. or infinity.swa",
+    ),
+    "torch.jit.script(s.model)": (UsageError, "cannot be traced or scripted", AGAIN),
+    # --- save_checkpoint, load_checkpoint, save_pretrained ---
+    "infinity.save_checkpoint('c', s.plain)": (UsageError, "is not wrapped", FIRST),
+    "infinity.save_checkpoint('c', s.model, s.adamw)": (UsageError, "optimizer is not", ITS_OWN),
+    "s.backward(); s.save()": (UsageError, "4 parameters .* would be lost", "Save after step"),
+    "s.save(extra={'best': plain()})": (UsageError, "extra.best is a Sequential", HOLDS),
+    "s.save(extra=lambda step: 1.0)": (UsageError, "extra is a function", HOLDS),
+    "s.save(extra={1, 2})": (UsageError, "extra is a set", HOLDS),
+    "infinity.load_checkpoint('c', s.plain)": (UsageError, "is not wrapped", FIRST),
+    "s.load('notes.txt')": (UsageError, "notes.txt is a file", "not a checkpoint's folder"),
+    "s.load('trainer')": (UsageError, "it is the Trainer's", "resume it with resume_from_checkpoi"),
+    "s.load('dcp')": (UsageError, "torch.distributed.checkpoint's", "`infinity export` takes its"),
+    "s.load('deepspeed')": (UsageError, "it is DeepSpeed's", "`infinity export` takes its weights"),
+    "s.load('hub')": (UsageError, "a model's weights alone", "load them with from_pretrained"),
+    "infinity.save_pretrained(s.plain, 'p')": (UsageError, "is not wrapped", FIRST),
+    "infinity.save_pretrained(s.model, 'p', max_shard_size='5 gigs')": (
+        ConfigError,
+        "max_shard_size='5 gigs' is not a size",
+        SIZE,
+    ),
+    # --- stats, park, Watch ---
+    "infinity.stats(s.plain)": (UsageError, "is not wrapped", FIRST),
+    "infinity.park(s.plain)": (UsageError, "is not wrapped", FIRST),
+    "infinity.park(s.model, to='cpu')": (ConfigError, "to='cpu'", "to is 'nvme' or 'host'"),
+    "infinity.park(s.model, what='grads')": (ConfigError, "what='grads'", "of 'all', 'weights', '"),
+    "infinity.park(s.model, 'nowhere')": (ConfigError, "there is no folder", "Create it, or name"),
+    "infinity.park(s.model, to='host')": (UsageError, "would free nothing", "Park to a disk"),
+    "s.backward(); infinity.park(s.model, 'nvme')": (UsageError, "4 gradients", "Park after step"),
+    "infinity.resume(s.plain)": (UsageError, "is not wrapped", FIRST),
+    "infinity.Watch(s.plain)": (UsageError, "is not wrapped", FIRST),
+    "infinity.Watch(s.model[0])": (UsageError, "Linear is not wrapped", FIRST),
+    # --- full_params, named_weights, accumulate, clipping ---
+    "inside(infinity.full_params(s.plain))": (UsageError, "is not wrapped", FIRST),
+    "inside(infinity.full_params(s.model, '0.wieght'))": (UsageError, "'0.wieght'", "'0.weight'"),
+    "full = infinity.full_params(s.model); inside(full)['0.weight'].data.zero_(); close()": (
+        UsageError,
+        "0.weight was edited without writeback",
+        "Use `with infinity.full_params.model, names, writeback=True",
+    ),
+    "list(infinity.named_weights(s.plain))": (UsageError, "is not wrapped", FIRST),
+    "inside(infinity.accumulate(s.plain))": (UsageError, "is not wrapped", FIRST),
+    "inside(infinity.accumulate(s.model)); inside(infinity.accumulate(s.model))": (
+        UsageError,
+        "infinity.accumulate inside another one",
+        "Leave the inner block out",
+    ),
+    "inside(infinity.accumulate(s.model)); s.backward(); s.optimizer.step()": (
+        UsageError,
+        "optimizer.step.. is not available here: gradients .* are incomplete",
+        "step and zero gradients after it",
+    ),
+    "infinity.clip_grad_norm_(s.model, 1.0)": (UsageError, "not a Sequential", CLIP),
+    "infinity.clip_grad_norm_(s.model.parameters(), 1.0)": (UsageError, "not a generator", CLIP),
+    "infinity.clip_grad_norm_(s.adamw, 1.0)": (UsageError, "takes the optimizer that wrap", CLIP),
+    "m, o = s.wrap(s.adamw, HOST | {'max_grad_norm': 1.0}); inside(o.step_in_backward())": (
+        UsageError,
+        "max_grad_norm needs the norm of all gradients",
+        "Leave out one of the two",
+    ),
+    # --- averages ---
+    "infinity.ema(s.plain, 0.9)": (UsageError, "is not wrapped", FIRST),
+    "infinity.ema(s.model, 99)": (ConfigError, "decay=99", DECAY),
+    "infinity.ema(s.model, -0.1)": (ConfigError, "decay=-0.1", DECAY),
+    "infinity.ema(s.model, float('nan'))": (ConfigError, "decay=nan", DECAY),
+    "infinity.ema(s.model, 0.9); infinity.swa(s.model)": (UsageError, "already", "its remove.. f"),
+    "average = infinity.swa(s.model); inside(average.applied())": (
+        UsageError,
+        "there is no average yet",
+        "call update.. after a step",
+    ),
+    "average = s.average(); inside(average.applied()); inside(average.applied())": (
+        UsageError,
+        "not available inside `with average.applied",
+        "Call it after that block",
+    ),
+    # --- integrations, parallel ---
+    "integrations.merge_adapters(s.plain)": (UsageError, "is not wrapped", FIRST),
+    "integrations.merge_adapters(s.model)": (UsageError, "no adapters", "that peft.get_peft_model"),
+    "integrations.save_merged(s.model, 'm')": (UsageError, "Sequential", "give a PEFT model of a"),
+    "integrations.InfinityTrainer(s.plain, infinity=3)": (ConfigError, "config is a int", FORMS),
+    "trainer(bf16_full_eval=True)": (
+        ConfigError,
+        "bf16_full_eval casts the model after it is wrapped",
+        "leave it out, and give Config.param_dtype",
+    ),
+    "integrations.InfinityAccelerator(cpu=True, infinity={'parms': 'host'})": (
+        ConfigError,
+        "unknown config key 'parms'",
+        "did you mean 'params'",
+    ),
+    "prepare = accelerator().prepare; prepare(nn.Linear(8, 8)); prepare(s.adamw)": (
+        ConfigError,
+        "was prepared without its model",
+        "accelerator.prepare.model, optimizer, ....* in one call",
+    ),
+    "integrations.InfinityStrategy(3)": (ConfigError, "config is a int", FORMS),
+    "parallel.tensor_parallel(s.plain, 'tp')": (
+        ConfigError,
+        "not 'tp'",
+        "axis of a mesh .mesh.'tp",
+    ),
+    "parallel.expert_parallel(s.plain, None)": (
+        ConfigError,
+        "not None",
+        "axis of a mesh .mesh.'ep",
+    ),
+    "parallel.find_plan(s.plain)": (
+        ConfigError,
+        "no repeated blocks",
+        "give tensor_parallel a plan",
+    ),
+}
+PLAIN: dict[str, tuple[type[Exception], str]] = {  # what Python or torch refuses themselves
+    "infinity.wrap_model()": (TypeError, "'model'"),
+    "infinity.wrap_model(s.plain, device='cpu')": (TypeError, "argument 'device'"),
+    "Config('host')": (TypeError, "takes 1 positional argument"),
+    "Config(lr=1)": (TypeError, "argument 'lr'"),
+    "Config().params = 'host'": (AttributeError, "cannot assign to field 'params'"),
+    "Config.from_deepspeed(3)": (TypeError, "os.PathLike object, not int"),
+    "infinity.save_checkpoint(None, s.model)": (TypeError, "not NoneType"),
+    "infinity.load_checkpoint('c')": (TypeError, "'model'"),
+    "infinity.load_checkpoint('c', s.model, strict=False)": (TypeError, "argument 'strict'"),
+    "infinity.save_pretrained(s.model, 'p', safe_serialization=False)": (TypeError, "'safe_serial"),
+    "infinity.full_params(s.model)['0.weight']": (TypeError, "not subscriptable"),
+    "infinity.accumulate(s.model, 4)": (TypeError, "1 positional argument"),
+    "infinity.clip_grad_norm_(s.optimizer)": (TypeError, "'max_norm'"),
+    "infinity.ema(s.model)": (TypeError, "'decay'"),
+    "infinity.Watch(s.model, 10)": (TypeError, "2 positional arguments"),
+    "s.optimizer.add_param_group({'params': s.weight})": (ValueError, "more than one parameter gr"),
+}
+POOR: dict[str, str] = {  # use -> what it gets; not run
+    "s.model[0].weight = nn.Parameter(ROWS)": (
+        "nothing: save_checkpoint and full_params have the old one from then on"
+    ),
+    "s.model[0] = nn.Linear(8, 8)": (
+        "nothing: the new layer is not trained, and not in a checkpoint"
+    ),
+    "infinity.wrap_model(torch.jit.script(s.plain))": (
+        "RuntimeError: register_forward_pre_hook is not supported on ScriptModules"
+    ),
+    "infinity.wrap_model(nn.ParameterList([nn.Parameter(torch.eye(3).to_sparse())]))": (
+        "RuntimeError: Cannot access data pointer of Tensor that doesn't have storage"
+    ),
+    "s.wrap(None, HOST | {'weights': 3})": (
+        "TypeError: expected str, bytes or os.PathLike object, not int"
+    ),
+    "s.optimizer.load_state_dict({})": "KeyError: 'param_groups'",
+    "infinity.park(s.model, what=['weights'])": "TypeError: unhashable type: 'list'",
+    "infinity.Watch(s.model, steps='ten')": (
+        "TypeError: unsupported operand type(s) for -: 'str' and 'int'"
+    ),
+    "watch = inside(infinity.Watch(s.model, folder='w')); watch.update(loss='low')": (
+        "TypeError: must be real number, not str"
+    ),
+    "inside(infinity.full_params(s.model, s.weight))": (
+        "TypeError: unsupported operand type(s) for +: 'StoredAlias' and 'str'"
+    ),
+    "inside(infinity.full_params(s.model, 0))": "TypeError: 'int' object is not iterable",
+    "infinity.ema(s.model, '0.9')": (
+        "TypeError: '<=' not supported between instances of 'int' and 'str'"
+    ),
+    "infinity.ema(0.9, s.model)": (
+        "TypeError: '<=' not supported between instances of 'int' and 'Sequential'"
+    ),
+    "trainer().train(resume_from_checkpoint='nvme')": (
+        "ValueError: Can't find a valid checkpoint at nvme"
+    ),
+    "parallel.find_plan('llama')": "AttributeError: 'str' object has no attribute 'named_modules'",
+    "parallel.measure_costs(s.plain, 'x')": (
+        "AttributeError: 'str' object has no attribute 'device'"
+    ),
+    "parallel.measure_costs(s.plain, ROWS, repeats=0)": (
+        "ValueError: min() arg is an empty sequence"
+    ),
+    "parallel.pipeline(s.plain, None, micro_batches=2)": (
+        "ValueError: Default process group has not been initialized, please make sure to call "
+        "init_process_group."
+    ),
+    "s.adamw.param_groups[0]['lr'] = float('nan'); s.wrap(s.adamw)": (
+        "nothing: all weights are NaN after a step"
+    ),
+    "s.adamw.param_groups[0]['lr'] = '1e-3'; s.wrap(s.adamw)": (
+        "nothing: steps; torch raises TypeError"
+    ),
+    "infinity.clip_grad_norm_(s.optimizer, -1.0)": "nothing: gradients change their sign",
+    "infinity.clip_grad_norm_(s.optimizer, float('nan'))": (
+        "nothing: all weights are NaN after a step"
+    ),
+    "infinity.clip_grad_norm_(s.optimizer, 1.0, 0)": "nothing",
+    "infinity.ema(s.model, True)": "nothing: an average that never changes",
+    "Config(max_grad_norm=float('inf'))": "nothing; `infinity train` refuses it",
+    "Config(speculate=True)": "nothing, and without max_grad_norm it has no effect",
+    "Config(params='host', weights_on_host=5)": "nothing, and it has no effect",
+    "s.wrap(None, DISK | {'nvme_paths': ''})": "nothing: swap files in the current folder",
+    "s.wrap(None, DISK | {'nvme_paths': ['nvme', 'nvme']})": "nothing: stripes over one disk",
+    "s.wrap(None, DISK | {'nvme_paths': '/dev/shm'})": (
+        'nothing: a disk that is memory; "auto" does not use it'
+    ),
+    "s.wrap(None, HOST | {'tied': [('0.weight', '0.weight')]})": "nothing",
+    "stage(None)": "nothing",
+    "stage(3, offload_optimizer={'device': 'cpu', 'ratio': 3})": "nothing",
+    "deepspeed(train_batch_size=-3)": "nothing",
+    "infinity.save_checkpoint('', s.model)": "nothing: manifest.json in the current folder",
+    "infinity.save_checkpoint('s3://bucket/c', s.model)": "nothing: the folder s3:/bucket/c",
+    "infinity.save_checkpoint('deepspeed', s.model)": (
+        "nothing; `infinity train --checkpoint` refuses such a folder"
+    ),
+    "s.save(overwrite='no')": "nothing: as overwrite=True",
+    "infinity.save_pretrained(s.model, 'p', max_shard_size=0)": "nothing: a file for each tensor",
+    "infinity.save_pretrained(s.model, 'p', max_shard_size='5')": "nothing: a file for each tensor",
+    "infinity.park(s.model, '')": "nothing: a swap file in the current folder",
+    "infinity.park(s.model, '/dev/shm')": "nothing: no memory is freed",
+    "inside(infinity.Watch(s.model, steps=-1, folder='w'))": "nothing",
+    "inside(infinity.Watch(s.model, folder='notes.txt'))": "nothing, and nothing is written",
+    "watch = inside(infinity.Watch(s.model, folder='w')); watch.update(tokens=-1)": "nothing",
+    "p = inside(infinity.full_params(s.model, writeback=True)); p['0.weight'] = ROWS": (
+        "nothing, and the weight stays"
+    ),
+    "nn.DataParallel(s.model)": "nothing; wrap_model refuses it the other way round",
+    (
+        "integrations.InfinityAccelerator(infinity=HOST, "
+        "fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())"
+    ): ("nothing; InfinityTrainer refuses FSDP by name"),
+    "s.wrap(HOST)": "ConfigError: optimizer is a dict, not a torch.optim.Optimizer",
+    "infinity.wrap_model(s.adamw, s.plain)": "ConfigError: model is a AdamW, not a torch.nn.Module",
+    "infinity.wrap_model('gpt2')": "ConfigError: model is a str, not a torch.nn.Module",
+    "infinity.wrap_model(s.plain.state_dict())": (
+        "ConfigError: model is a OrderedDict, not a torch.nn.Module"
+    ),
+    "s.wrap(torch.optim.AdamW)": "ConfigError: optimizer is a type, not a torch.optim.Optimizer",
+    "s.wrap(s.plain.parameters())": (
+        "ConfigError: optimizer is a generator, not a torch.optim.Optimizer"
+    ),
+    "infinity.wrap_model(s.model, adamw(s.model))": (
+        "ConfigError: wrap_model with another optimizer: 0.weight is stepped by one of this "
+        "model already"
+    ),
+    "infinity.unwrap_model(s.optimizer, s.model)": (
+        "UsageError: this InfinityOptimizer is not wrapped: call infinity.wrap_model(model, "
+        "...) first"
+    ),
+    "infinity.save_checkpoint(s.model, 'c', s.optimizer)": (
+        "UsageError: this str is not wrapped: call infinity.wrap_model(model, ...) first"
+    ),
+    "infinity.load_checkpoint(s.model, 'c', s.optimizer)": (
+        "UsageError: this str is not wrapped: call infinity.wrap_model(model, ...) first"
+    ),
+    "infinity.save_pretrained('p', s.model)": (
+        "UsageError: this str is not wrapped: call infinity.wrap_model(model, ...) first"
+    ),
+    "s.wrap(s.adamw, HOST | {'host_memory': '8'})": (
+        "CapacityError: host_memory is 8 B (8 bytes), but the least that works here is 132.0 "
+        "KiB (135168 bytes): ... Raise host_memory by 132.0 KiB, or move more to disk: ..."
+    ),
+    "s.wrap(None, DISK | {'nvme_paths': ['auto', 'nvme']})": (
+        "ConfigError: nvme_paths: there is no folder .../auto. Create it, or name another."
+    ),
+    "s.wrap(None, HOST | {'device': 'cuda:99'})": (
+        "ConfigError: there is no device cuda:99 here: torch 2.13.0+cpu finds no accelerator; "
+        "no CUDA driver: libcuda.so.1: cannot open shared object file: No such file or directory"
+    ),
+    "s.wrap(None, HOST | {'device': 'meta'})": (
+        "ConfigError: there is no device meta here: torch 2.13.0+cpu finds no accelerator"
+    ),
+    "s.wrap(None, HOST | {'weights': 'nowhere'})": (
+        "ConfigError: weights='nowhere': no safetensors file there"
+    ),
+    "s.wrap(None, HOST | {'tied': [('0.weight', '9.weight')]})": (
+        "ConfigError: tied: Sequential has no parameter 9.weight"
+    ),
+    "s.wrap(None, HOST | {'tied': [('0.weight', '0.bias')]})": (
+        "ConfigError: tied: 0.weight is (8, 8) torch.float32 and 0.bias is (8,) torch.float32: "
+        "they cannot be one"
+    ),
+    "s.wrap(None, HOST | {'trace': 'nvme'})": (
+        "ConfigError: trace='.../nvme' cannot be written: Is a directory"
+    ),
+    "s.wrap(None, {'infinity': HOST})": (
+        "ConfigError: unknown config key 'infinity': did you mean 'units'?"
+    ),
+    "Config.make({'train': {'steps': 3}})": (
+        "ConfigError: unknown config key 'train': did you mean 'trace'?"
+    ),
+    "Config.make({'steps': 3})": "ConfigError: unknown config key 'steps': did you mean 'master'?",
+    "Config.make('nowhere.toml')": (
+        "ConfigError: config file nowhere.toml cannot be read: No such file or directory"
+    ),
+    "Config.make('')": "ConfigError: config file . cannot be read: not a regular file",
+    "Config(nvme_path='nvme')": (
+        "TypeError: Config.__init__() got an unexpected keyword argument 'nvme_path' (make "
+        "suggests nvme_paths)"
+    ),
+    "deepspeed(gradient_clipping=-1)": (
+        "ConfigError: DeepSpeed gradient_clipping=-1 is not a number"
+    ),
+    "deepspeed(fp16={'enabled': True}, bf16={'enabled': True})": (
+        "ConfigError: DeepSpeed bf16.enabled and fp16.enabled are both true: the model computes "
+        "in one dtype"
+    ),
+    "deepspeed(fp16=True)": "ConfigError: DeepSpeed fp16=True is not a table of keys",
+    "stage(3, offload_param={'device': 'nvme'})": (
+        "ConfigError: params='nvme' needs a folder on the disk to use: "
+        "Config(nvme_paths=['/path/on/the/disk']) (the JSON has nvme_path for it)"
+    ),
+    "s.optimizer.load_state_dict(adamw(plain(3)).state_dict())": (
+        "UsageError: the state dict has groups of [6] parameters, this optimizer of [4]"
+    ),
+    "s.weight.grad = torch.ones(3)": (
+        "UsageError: 0.weight.grad: a gradient of shape (3,) for another shape"
+    ),
+    "infinity.save_checkpoint('notes.txt', s.model)": (
+        "StorageError: [Errno 17] checkpoint notes.txt was not written; the old one stands: "
+        "File exists: 'notes.txt'"
+    ),
+    "infinity.save_pretrained(s.model, 'notes.txt')": (
+        "StorageError: [Errno 17] cannot write the model to notes.txt: [Errno 17] File exists: "
+        "'notes.txt': 'notes.txt'"
+    ),
+    "loop = {}; loop['self'] = loop; s.save(extra=loop)": (
+        "UsageError: extra.self contains itself, which a checkpoint cannot hold"
+    ),
+    "s.load('nowhere')": "UsageError: there is no nowhere",
+    "s.load('nvme')": (
+        "UsageError: nvme holds no complete checkpoint: there is no manifest.json in it"
+    ),
+    (
+        "s.save(); m, o = infinity.wrap_model(n := plain(2, 16), adamw(n), HOST); "
+        "infinity.load_checkpoint('c', m, o)"
+    ): ("UsageError: 0.weight: shape is [8, 8] in the checkpoint and [16, 16] in this model"),
+    (
+        "s.save(); m, o = infinity.wrap_model(n := plain(3), adamw(n), HOST); "
+        "infinity.load_checkpoint('c', m, o)"
+    ): (
+        "UsageError: the checkpoint is of another model: 0 of its parameters are not in this "
+        "one (), 2 of this one's are not in it (2.bias, 2.weight)"
+    ),
+    (
+        "s.save(); m, o = s.wrap(torch.optim.SGD(s.plain.parameters(), lr=0.1)); "
+        "infinity.load_checkpoint('c', m, o)"
+    ): ("UsageError: the checkpoint's optimizer is ADAMW, this one is SGD"),
+    (
+        "s.save(); m, o = s.wrap(s.adamw, HOST | {'moments': 'int8'}); "
+        "infinity.load_checkpoint('c', m, o)"
+    ): ("UsageError: 0.weight: moments is float32 in the checkpoint and uint8 in this model"),
+    "inside(infinity.full_params(s.model, 'nope'))": (
+        "UsageError: full_params: no parameter or module 'nope'"
+    ),
+    "average = s.average(); s.unwrap(); average.update()": (
+        "UsageError: the average went with its model, which was unwrapped or is gone"
+    ),
+    "s.plain.requires_grad_(False); s.wrap(); infinity.ema(s.plain, 0.9)": (
+        "UsageError: this model was wrapped without an optimizer: its weights do not change"
+    ),
+}
+
+
+def plain(count: int = 2, width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def deepspeed(**keys: Any) -> Config:
+    return Config.from_deepspeed(keys)
+
+
+def stage(number: int, **keys: Any) -> Config:
+    return deepspeed(zero_optimization={"stage": number, **keys})
+
+
+def accelerator() -> Any:
+    return integrations.InfinityAccelerator(cpu=True, infinity=HOST)
+
+
+def trainer(**options: Any) -> Any:
+    import transformers
+
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)
+    args = transformers.TrainingArguments("out", use_cpu=True, report_to=[], **options)
+    return integrations.InfinityTrainer(
+        transformers.LlamaForCausalLM(config),
+        args,
+        train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}] * 2,
+        infinity=HOST,
+    )
+
+
+class Scene:
+    """``plain`` with ``adamw``; ``model`` with ``optimizer``, wrapped, and the optimizer that was
+    ``given``; ``folder``, the current one."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.folder, self.set = folder, monkeypatch.setenv
+        self.plain = plain()
+        self.adamw, self.given = adamw(self.plain), adamw(model := plain())
+        self.model, self.optimizer = infinity.wrap_model(model, self.given, HOST)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.model[0].weight
+
+    def wrap(self, optimizer: Any = None, config: Any = HOST, **more: Any) -> Any:
+        """Wraps the plain model."""
+        return infinity.wrap_model(self.plain, optimizer, config, **more)
+
+    def unwrap(self) -> None:
+        infinity.unwrap_model(self.model, self.optimizer)
+
+    def backward(self) -> None:
+        self.model(ROWS).sum().backward()
+
+    def average(self) -> Any:
+        average = infinity.ema(self.model, 0.9)
+        average.update()
+        return average
+
+    def save(self, **more: Any) -> None:
+        infinity.save_checkpoint("c", self.model, self.optimizer, **more)
+
+    def load(self, path: str) -> Any:
+        return infinity.load_checkpoint(path, self.model, self.optimizer)
+
+    def state(self) -> dict[str, Any]:
+        """All that a wrong use could change."""
+        values = {
+            f"{which} {name}": value.detach().clone()
+            for which, model in (("plain", self.plain), ("wrapped", self.model))
+            for name, value in model.state_dict().items()
+        }
+        return values | {
+            "classes": [type(param) for param in self.plain.parameters()],
+            "hooks": [len(module._forward_pre_hooks) for module in self.plain.modules()],
+            "groups": [{**group, "params": None} for group in self.adamw.param_groups],
+            "files": sorted(map(str, self.folder.rglob("*"))),
+        }
+
+
+@pytest.fixture
+def scene(tmp_path, monkeypatch) -> Iterator[Scene]:
+    """A scene in a process that is no rank of a job."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    scene = Scene(tmp_path, monkeypatch)
+    yield scene
+    with contextlib.suppress(infinity.InfinityError):
+        scene.unwrap()
+
+
+def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return before.keys() == after.keys() and all(
+        torch.equal(value, after[name]) if torch.is_tensor(value) else value == after[name]
+        for name, value in before.items()
+    )
+
+
+def answer(scene: Scene, use: str, error: type[Exception]) -> str:
+    """What the last statement of a use raises. It changes nothing."""
+    *right, wrong = use.split("; ")
+    stack = contextlib.ExitStack()
+    names = globals() | {"s": scene, "inside": stack.enter_context, "close": stack.close}
+    for statement in right:
+        exec(statement, names)
+    before = scene.state()
+    with pytest.raises(error) as caught:
+        exec(wrong, names)
+    assert same(before, scene.state())
+    with contextlib.suppress(infinity.InfinityError):
+        stack.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_wrong_use_is_a_typed_error_with_cause_and_remedy(use, scene):
+    for part, library in NEEDED.items():
+        if part in use:
+            pytest.importorskip(library)
+    error, *patterns = USES[use]
+    said = answer(scene, use, error)
+    for pattern in patterns:
+        assert re.search(pattern, said), f"{pattern!r} is not in {said!r}"
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("use", PLAIN)
+def test_what_python_refuses_changes_nothing(use, scene):
+    error, pattern = PLAIN[use]
+    assert re.search(pattern, answer(scene, use, error))
+
+
+def test_there_are_many():
+    assert len(USES) >= 45

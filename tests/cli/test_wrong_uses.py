@@ -1,0 +1,764 @@
+"""Wrong uses of the command line: what people mistype, mix up or misunderstand.
+
+Words used here:
+
+**use**: a command line without its "infinity", after shell variables that it is run under. Its
+first word may stand for more (SHORT).
+**answered**: exit status 2, one message on stderr, which names cause and remedy; nothing on stdout,
+no file written.
+**poor**: a use that is not answered so far. What it gets is noted, and not run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+from chatty import chat_of, save_base
+
+from infinity.cli import SUBCOMMANDS, main
+from infinity.machine import run_files
+
+SMALL = (
+    "--steps 1 --batch-size 2 --sequence-length 16 --eval-batches 1 --sample-bytes 4 --dtype fp32"
+    " --device cpu"
+)
+SHORT = {
+    "job": f"train --model base --data text.txt {SMALL}",
+    "learn": f"train --model base {SMALL} --data",
+    "tune": f"train --data text.txt {SMALL} --model",
+    "tiny": "plan --model model.json --device-memory 8MiB --host-memory 64MiB",
+    "say": "generate base --prompt hi",
+}
+HELP = "--help` lists all options"
+SIZE = "give bytes as a whole number, or text such as '48GiB'"
+ELSEWHERE = "Nothing is written where something is read: give another place"
+ANOTHER = "Give another name, or --overwrite"
+OTHER_FOLDER = "Give another folder, or --overwrite"
+DEVICES = "give 'cuda', 'cuda:1' or 'cpu'"
+MODELS = "folder with config.json and safetensors, a config.json, or a name on the Hugging Face hub"
+COLUMNS = "Needed is one of: messages; prompt and completion"
+HOMES = "choose from 'auto', 'device', 'host', 'nvme'"
+
+USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its remedy
+    # --- the command itself ---
+    "": ("required: <subcommand>", HELP),
+    "--json": ("required: <subcommand>", HELP),
+    "trian": ("invalid choice: 'trian'", "did you mean train"),
+    "Train --model base": ("invalid choice: 'Train'", "did you mean train"),
+    "finetune base": ("invalid choice: 'finetune'", "choose from .*'train'"),
+    "chat base": ("invalid choice: 'chat'", "choose from .*'generate'"),
+    "help train": ("invalid choice: 'help'", HELP),
+    # --- bench ---
+    "bench": ("required: (?i:theme)", HELP),
+    "bench disk": ("invalid choice: 'disk'", "choose from 'io', 'adam', 'copy', 'all'"),
+    "bench io adam": ("unrecognized arguments: adam", HELP),
+    "bench io --nvme-path nvme": ("unrecognized arguments: --nvme-path nvme", HELP),
+    "bench all --rounds 0": ("--rounds 0", "give at least 1"),
+    "bench adam --threads -1": ("--threads -1", "give at least 1"),
+    "bench adam --scale nan": ("--scale nan", "above 0, and at most 100"),
+    "bench adam --scale 0": ("--scale 0", "above 0, and at most 100"),
+    "bench adam --scale 1e9": ("--scale 1000000000", "above 0, and at most 100"),
+    "bench adam --save text.txt": ("text.txt is a file that was not made by Infinity", ANOTHER),
+    "bench train": ("one of the engine's own benchmarks", "`python -m bench train` from"),
+    # --- clean, completion, env ---
+    "clean --all": ("unrecognized arguments: --all", HELP),
+    "clean nvme --force": ("unrecognized arguments: --force", HELP),
+    "completion fish": ("invalid choice: 'fish'", "choose from 'bash', 'zsh'"),
+    "completion powershell": ("invalid choice: 'powershell'", "choose from 'bash', 'zsh'"),
+    "completion bash zsh": ("unrecognized arguments: zsh", HELP),
+    "env nvme": ("unrecognized arguments: nvme", HELP),
+    "env --nvme-path": ("--nvme-path: expected one argument", HELP),
+    "env --path nvme": ("unrecognized arguments: --path", "did you mean --nvme-path"),
+    "INFINITY_SIMD=sse env": ("INFINITY_SIMD=sse is not one", "units: .*scalar"),
+    "INFINITY_IO=aio env": ("INFINITY_IO=aio is not one", "auto, uring, threads"),
+    # --- export ---
+    "export": ("required: (?i:checkpoint, out)", HELP),
+    "export base": ("required: (?i:out)", HELP),
+    "export base out more": ("unrecognized arguments: more", HELP),
+    "export base base": ("is what CHECKPOINT base reads", ELSEWHERE),
+    "export base base/merged": ("lies in base, which CHECKPOINT reads", ELSEWHERE),
+    "export base .": ("has base inside", ELSEWHERE),
+    "export base text.txt": ("OUT text.txt is a file", "Give a folder"),
+    "export base /dev/null": ("OUT /dev/null is a file", "Give a folder"),
+    "export base taken": ("holds files already .notes.txt.", OTHER_FOLDER),
+    "export base model": ("holds files already .config.json", OTHER_FOLDER),
+    "export base out --dtype fp8": ("invalid choice: 'fp8'", "choose from 'fp32', 'bf16', 'fp16'"),
+    "export base out --dtype bfloat16": ("invalid choice: 'bfloat16'", "did you mean bf16"),
+    "export base out --max-shard-size 5GB": ("unrecognized arguments: --max-shard-size", HELP),
+    "export checkpoint out --merge adapter": ("needs the model's config.json", "--model DIR"),
+    "export base out --model empty": ("empty has no config.json", "give the folder that the model"),
+    # --- generate ---
+    "generate": ("required: PATH", HELP),
+    "generate base": ("--prompt TEXT and --chat", '--prompt "-" reads from stdin'),
+    "generate base --raw": ("--prompt TEXT and --chat", "give either of"),
+    "say --chat": ("--prompt TEXT and --chat", "give one of"),
+    "generate base --prompt": ("--prompt: expected one argument", HELP),
+    "generate base --prompt ''": ("prompt is empty", "give the text"),
+    "generate base --prompt ' '": ("prompt is empty", "give the text"),
+    "generate nowhere --prompt hi": ("No such model: nowhere", MODELS),
+    "generate base --chat --json": ("a chat has many answers", "for --prompt"),
+    "generate base --chat --raw": ("a chat has many answers", "for --prompt"),
+    f"generate base --prompt {'x' * 99}": ("102 tokens, and the model takes 96", "give "),
+    "say --temperature -1": ("--temperature -1", "give 0 or more"),
+    "say --top-p 0": ("--top-p 0", "more than 0 and at most 1"),
+    "say --top-p 90": ("--top-p 90", "more than 0 and at most 1"),
+    "say --top-p nan": ("--top-p nan", "more than 0 and at most 1"),
+    "say --max-new-tokens 0": ("--max-new-tokens: 0 given", "1 or more needed"),
+    "say --max-tokens 20": ("unrecognized arguments: --max-tokens", "mean --max-new-tokens"),
+    "say --load-in-4bit": ("unrecognized arguments: --load-in-4bit", HELP),
+    "say --params gpuu": ("invalid choice: 'gpuu'", HOMES),
+    "say --dtype 4bit": ("invalid choice: '4bit'", "choose from 'auto', 'bf16', 'fp32'"),
+    "say --device gpu": ("'gpu' is not a device", DEVICES),
+    "say --device 0": ("'0' is not a device", DEVICES),
+    "say --device cuda:x": ("'cuda:x' is not a device", DEVICES),
+    "say --host-memory '8 gigs'": ("'8 gigs' is not a size", SIZE),
+    "say --host-memory -1": ("'-1' is not a size", SIZE),
+    "say --device-memory 80%": ("'80%' is not a size", SIZE),
+    "say --params nvme --nvme-path nowhere": ("no folder .*nowhere", "Create it, or name another"),
+    "INFINITY_IO_TIMEOUT=soon say": ("=soon is not a number", "of seconds above 0"),
+    # --- plan ---
+    "tiny --optimizer adamw": ("--optimizer: invalid choice: 'adamw'", HOMES),
+    "tiny --activations recompute": ("invalid choice: 'recompute'", HOMES),
+    "tiny --master fp16": ("invalid choice: 'fp16'", "choose from 'split', 'fp32', 'none'"),
+    "tiny --moments int4": ("invalid choice: 'int4'", "did you mean int8"),
+    "tiny --batch-size 0": ("--batch-size 0", "give at least 1"),
+    "tiny --batch-tokens 33 --sequence-length 16": ("--batch-tokens 33", "multiple of .* as 32"),
+    "tiny --batch-tokens 32 --batch-size 2": ("both size a step", "give one of them"),
+    "tiny --sequence-length 1": ("--sequence-length 1", "give at least 2"),
+    "tiny --sequence-length 99999": ("exceeds the model's 32 positions", "Give 32 or less"),
+    "tiny --nodes 0": ("--nodes 0", "give at least 1"),
+    "tiny --machine 4090": ("--machine 4090", "did you mean rtx4090"),
+    "tiny --machine text.txt": ("--machine text.txt", "Give a TOML file, or one of .*h100"),
+    "tiny --params nvme": ("params is nvme but no folder is given", "Add --nvme-path FOLDER"),
+    "tiny --params nvme --nvme-path nowhere": ("No such folder .*: nowhere", "mkdir -p nowhere"),
+    "tiny --params nvme --nvme-path text.txt": ("text.txt is a file", "give a folder"),
+    "tiny --svg nvme": ("--svg nvme is a folder", "Give the name of a file"),
+    "tiny --svg mine.svg": ("mine.svg is a file that was not made by Infinity", ANOTHER),
+    "tiny --svg model.json": ("is what --model model.json reads", ELSEWHERE),
+    "tiny --config nowhere.toml": ("No such configuration: nowhere.toml", "Give --config a TOML"),
+    "tiny --config parms.toml": ("unknown config key 'parms'", "did you mean 'params'"),
+    "tiny --config list.json": ("list.json holds", "Give names and values, as"),
+    "tiny --config gpu.toml": ("params='gpu' is not one of", "did you mean 'device'"),
+    "tiny --deepspeed stage7.json": ("stage=7", "is not 0, 1, 2 or 3"),
+    "tiny --gpus 8": ("unrecognized arguments: --gpus 8", HELP),
+    "tiny --seq-len 16": ("unrecognized arguments: --seq-len", "did you mean --sequence-length"),
+    "plan --model nowhere": ("No such model: nowhere", MODELS),
+    "plan --model Llama-8B": ("No such model: Llama-8B", "did you mean llama-8b"),
+    "plan --model acme/gone": ("acme/gone; .* cannot be fetched: no network", "`hf download acme"),
+    "plan --model model.json --device-memory '80 gigs'": ("'80 gigs' is not a size", SIZE),
+    "plan --model model.json --device-memory 80GiB,80GiB": ("80GiB,80GiB' is not a size", SIZE),
+    "plan --model model.json --nvme-capacity=-2TiB": ("'-2TiB' is not a size", SIZE),
+    "plan --model model.json --host-memory 0%": ("0% is not a share", 'Give more than 0, as "25%"'),
+    "plan --model llama-8b --machine laptop --params device": (
+        "device.memory is 6.7 GiB .* the least that works here is",
+        "Raise .*device.memory by .*, or give the weights a lower home",
+    ),
+    # --- report, top, trace ---
+    "report": ("has no run", "`infinity train` .* a loop with infinity.Watch"),
+    "report nowhere": ("nowhere has no run", "the newest is shown without RUN"),
+    "report --steps 0": ("--steps 0", "give 1 or more"),
+    "report run --out nvme": ("--out nvme is a folder", "Give the name of a file"),
+    "report run --out text.txt": ("text.txt is a file that was not made by Infinity", ANOTHER),
+    "report one two": ("unrecognized arguments: two", HELP),
+    "top base": ("base has no status of a job", "give the folder that infinity.Watch wrote to"),
+    "top --interval 0": ("--interval 0", "give 0.05 to 3600 seconds"),
+    "top --interval nan": ("--interval nan", "give 0.05 to 3600 seconds"),
+    "top --json --interval 1e9": ("--interval 1000000000", "give 0.05 to 3600 seconds"),
+    "top --pid 3": ("unrecognized arguments: --pid", HELP),
+    "trace": ("required: file", HELP),
+    "trace t.json --steps -1": ("--steps -1", "give 0 .all. or more"),
+    "trace t.json --svg t.json": ("is what FILE t.json reads", ELSEWHERE),
+    "trace t.json --svg nvme": ("--svg nvme is a folder", "Give the name of a file"),
+    "trace t.json --svg mine.svg": ("mine.svg is a file that was not made by Infinity", ANOTHER),
+    "trace t.json --last 3": ("unrecognized arguments: --last", "did you mean --steps"),
+    # --- train: numbers ---
+    "job --steps 0": ("--steps: 0 given", "1 or more needed"),
+    "job --steps all": ("--steps: 'all' is not a number", HELP),
+    "job --epochs -1": ("--epochs: -1 given", "more than 0 needed"),
+    "job --epochs nan": ("--epochs: nan given", "more than 0 needed"),
+    "job --epochs 3": ("--steps and --epochs both", "give one of them"),
+    "job --batch-size auto": ("--batch-size: 'auto' is not a number", HELP),
+    "job --sequence-length 1": ("--sequence-length: 1 given", "2 or more .*needed"),
+    "job --sequence-length 4096": ("exceeds the model's 96 positions", "Give 96 or less"),
+    "job --accumulate 0": ("--accumulate: 0 given", "1 or more needed"),
+    "job --lr 0": ("--lr: 0 given", "more than 0 needed"),
+    "job --lr nan": ("--lr: nan given", "more than 0 needed"),
+    "job --weight-decay -0.1": ("--weight-decay: -0.1 given", "0 or more needed"),
+    "job --warmup-steps -1": ("--warmup-steps: -1 given", "0 or more needed"),
+    "job --max-grad-norm 0": ("--max-grad-norm: 0 given", "more than 0 needed"),
+    "job --seed -1": ("--seed: -1 given", "0 or more needed"),
+    "job --threads 0": ("--threads: 0 given", "1 or more needed"),
+    "job --lora-rank 0": ("--lora-rank: 0 given", "1 or more needed"),
+    "job --checkpoint-every 0": ("--checkpoint-every: 0 given", "1 or more needed"),
+    "job --data-limit '64 megs'": ("'64 megs' is not a size", SIZE),
+    "job --host-memory 101x%": ("101x% is not a share", 'or bytes, as "256MiB"'),
+    "job --params device --device-memory 100KiB": (
+        "device.memory is 100.0 KiB",
+        "Raise .*device.mem",
+    ),
+    # --- train: options ---
+    "job --shard full": ("invalid choice: 'full'", "choose from 'optimizer', 'gradients'"),
+    "job --moments 8bit": ("invalid choice: '8bit'", "choose from 'fp32', 'bf16', 'int8'"),
+    "job --dtype bfloat16": ("invalid choice: 'bfloat16'", "did you mean bf16"),
+    "job --preset qlora": ("invalid choice: 'qlora'", "did you mean lora"),
+    "job --preset": ("--preset: expected one argument", HELP),
+    "job --fp16": ("unrecognized arguments: --fp16", HELP),
+    "job --num-train-epochs 3": ("unrecognized arguments: --num-train-epochs", "mean --epochs"),
+    "job --max-steps 10": ("unrecognized arguments: --max-steps", "did you mean --steps"),
+    "job --dataset text.txt": ("unrecognized arguments: --dataset", "did you mean --data"),
+    "job --device 1": ("'1' is not a device", DEVICES),
+    "job --device cuda": ("--device cuda: .* finds no GPU here", "`infinity env`"),
+    "job --preset cpu-only --device cuda:0": ("--device cuda:0: .* finds no GPU", "`infinity env`"),
+    "job --activations nvme": ("activations is nvme but no folder", "Add --nvme-path FOLDER"),
+    "job --nvme-path nvme,empty": ("No such folder .*: nvme,empty", "mkdir -p"),
+    "train --preset lora": ("adapters of a model that has weights", "give --model a folder"),
+    "tune model.json --lora-rank 8": ("adapters of a model that has weights", "--model a folder"),
+    "job --resume": ("--resume has nowhere to look", "Add --checkpoint FOLDER"),
+    "job --resume --overwrite --checkpoint new": ("continues .* replaces", "give one of them"),
+    "INFINITY_SIMD=sse job": ("INFINITY_SIMD=sse is not one", "units: .*scalar"),
+    "WORLD_SIZE=2 job": ("2 that were launched together .WORLD_SIZE.", "remove WORLD_SIZE"),
+    # --- train: files of options ---
+    "job --config top.toml": ("unknown config key 'steps'", "go into the table train"),
+    "job --config typo.toml": ("train.stpes is no option", "did you mean steps"),
+    "job --config switch.toml": ("train.resume is a str", "give true or false"),
+    "job --config nested.toml": ("train.model is a dict", "give text, a number, or a list"),
+    "job --config gigs.toml": ("host_memory='8 gigs' is not a size", SIZE),
+    "job --config list.json": ("list.json holds", "Give names and values, as"),
+    "job --deepspeed stage7.json": ("stage=7", "is not 0, 1, 2 or 3"),
+    # --- train: models ---
+    "tune nowhere": ("No such model: nowhere", MODELS),
+    "tune bsae": ("No such model: bsae", "did you mean base"),
+    "tune 'C:\\models\\base'": (r"No such model: C:\\models\\base", MODELS),
+    "tune acme/gone": ("acme/gone; .* cannot be fetched: no network", "`hf download acme/gone"),
+    "tune model.gguf": ("model.gguf is not a model", "Give --model a folder, or a config.json"),
+    "tune base/model.safetensors": ("is not a model", "Give --model a folder, or a config.json"),
+    "tune bare": ("No safetensors in bare", "For fresh weights give --model bare/config.json"),
+    "tune adapter": ("adapter is an adapter", "give --model the folder of its base, or merge both"),
+    "tune checkpoint": ("checkpoint is a checkpoint", "--resume --checkpoint .*`infinity export"),
+    "tune vit": ("no vocab_size: it is not of a language model", "Give another --model"),
+    "tune few": ("vocabulary has 10 entries .* needs 261", "Give another --model"),
+    "learn chat.jsonl --model model.json": ("need a model with a tokenizer", "a folder that has"),
+    # --- train: data ---
+    "learn nowhere": ("No such data: nowhere", "Give --data a file of samples"),
+    "learn tex.txt": ("No such data: tex.txt", "Did you mean text.txt"),
+    "learn tatsu-lab/alpaca": ("No such data: tatsu-lab/alpaca", "Give --data a file of samples"),
+    "learn empty": ("No text files in empty", "Give --data a text file, or a folder"),
+    "learn base": ("base is the folder of a model", "give the data it is to learn"),
+    "learn short.txt": ("10 tokens.* needs 32", "Give more data, or --sequence-length 5 or less"),
+    "learn latin.txt": ("latin.txt is not UTF-8 text", "Convert it: iconv -f LATIN1"),
+    "learn latin.jsonl": ("latin.jsonl is not UTF-8 text", "Convert it: iconv -f LATIN1"),
+    "learn both": ("both running text .a.txt. and samples .b.jsonl", "Give one of them"),
+    "learn kinds": ("files of several kinds .csv, json.", "Give one of them"),
+    "learn unknown.jsonl": ("has the columns a, b", COLUMNS),
+    "learn tokens.jsonl": ("has the columns input_ids, labels", COLUMNS),
+    "learn headless.csv": ("has the columns hi, ho", COLUMNS),
+    "learn semicolon.csv": ("has the columns prompt;completion", "separated by commas"),
+    "learn pairs.jsonl": ("pairs of preferred answers", "train it with TRL's DPOTrainer"),
+    "learn norole.jsonl": ("cannot be prepared", "A message needs role and content"),
+    "learn noanswer.jsonl": ("no conversation has an answer", "a message of the role assistant"),
+    "learn one.jsonl": ("2 samples are needed", "Give more data, or a larger --sequence-length"),
+    # --- train: outputs ---
+    "job --out base": ("is what --model base reads", ELSEWHERE),
+    "job --out base/tuned": ("lies in base, which --model reads", ELSEWHERE),
+    "job --out .": ("has base inside", ELSEWHERE),
+    "job --out text.txt": ("--out text.txt is a file", "Give a folder"),
+    "job --out taken": ("holds files already .notes.txt.", OTHER_FOLDER),
+    "job --checkpoint new --out new": ("are both new", "Give each a place of its own"),
+    "job --checkpoint text.txt": ("--checkpoint text.txt is a file", "Give a folder"),
+    "job --checkpoint checkpoint": ("holds a checkpoint already", "--resume, .* --overwrite, or"),
+    "job --checkpoint deepspeed": ("it is DeepSpeed's", "Give another folder"),
+    "job --resume --checkpoint dcp": ("torch.distributed.checkpoint's", "Give another folder"),
+    "job --resume --checkpoint trainer": ("it is the Trainer's", "resume_from_checkpoint"),
+    "job --resume --checkpoint model": (
+        "a model's weights alone",
+        "load them with from_pretrained",
+    ),
+    "job --trace text.txt": ("is what --data text.txt reads", ELSEWHERE),
+    "job --trace mine.svg": ("mine.svg is a file that was not made by Infinity", ANOTHER),
+    "job --tensorboard text.txt": ("--tensorboard text.txt is a file", "Give a folder"),
+}
+
+POOR: dict[str, str] = {  # use -> what it gets; not run
+    "say --temperature nan": (
+        "status 1: ValueError: `temperature` (=nan) has to be a strictly positive float, ..."
+    ),
+    "say --temperature 1e-300": (
+        "status 1: RuntimeError: probability tensor contains either `inf`, `nan` or element < 0"
+    ),
+    "say --seed 99999999999999999999999": "status 1: ValueError: Overflow when unpacking long long",
+    "generate few --prompt hi": (
+        "status 1: AssertionError: Padding_idx must be within num_embeddings"
+    ),
+    "job --device mps": (
+        "status 1: NotImplementedError: Could not run 'aten::empty.memory_format' with "
+        "arguments from the 'MPS' backend. ... (40 lines)"
+    ),
+    "job --data-limit 0": "status 1: ValueError: need at least one array to concatenate",
+    "learn dict.jsonl": "status 1: KeyError: 0",
+    "RANK=0 WORLD_SIZE=x job": "status 1: ValueError: invalid literal for int() with base 10: 'x'",
+    "RANK= WORLD_SIZE= job": "status 1: ValueError: invalid literal for int() with base 10: ''",
+    "RANK=0 WORLD_SIZE=0 job": (
+        "status 1: 0 tokens per step ... ValueError: Default process group has not been "
+        "initialized, ..."
+    ),
+    "say --temperature inf": "status 0: random tokens",
+    "say --raw --system 'be nice'": "status 0: the answer without the system message",
+    "say --temperature 0 --top-p 0.5": "status 0: the likeliest tokens: --top-p is ignored",
+    "tiny --batch-size 99999999999999999999": "status 0: a plan",
+    "tiny --nodes 2": "status 0: a plan of one machine: --nodes is ignored",
+    "tiny --timetable": "status 0: the plan without a timetable",
+    "tiny --config typo.toml": "status 0: a plan: the table train is not looked at",
+    "plan --model packed --device-memory 8MiB --host-memory 64MiB": (
+        "status 0: a plan as if its weights were bf16"
+    ),
+    "job --lora-rank 999": (
+        "status 0: trainable params: 1,086,912 || all params: 1,124,256 || trainable%: 96.6783"
+    ),
+    "job --lr 1e10": "status 0: held-out loss 5.5527 -> nan nats per token",
+    "job --warmup-steps 100": "status 0: held-out loss 5.5527 -> 5.5527 nats per token",
+    "job --data-limit 10": "status 0: text.txt: 8,343 tokens to train on, 258 held out",
+    "job --checkpoint-every 5": "status 0: trains, and keeps no checkpoint",
+    "job --prompt hi": "status 0: trains, and --prompt is ignored",
+    "job --overwrite": "status 0: trains: there is nothing to overwrite",
+    "job --micro-batch 7": "status 0: trains, in batches of 2",
+    "job --nvme-path ''": "status 0: trains, with swap files for the current folder",
+    "clean ''": "status 0: Nothing is left of any job here.",
+    "job --data base/config.json": (
+        "status 0: base/config.json: 699 tokens to train on, 21 held out"
+    ),
+    "learn nocontent.jsonl": (
+        "status 0: <|user|><|end|><|assistant|>«<|end|>» ... 3 of 12 tokens (25%) are learned"
+    ),
+    "learn parts.jsonl": (
+        "--data: 2 samples are needed, ... and parts.jsonl leaves 0; 4 nothing to learn within "
+        "16 tokens. (longer: learns \"[{'type': 'text', 'text': 'b'}]\")"
+    ),
+    "learn mixed.jsonl": "status 0: 1 sample left out (empty)",
+    "export lora out": "status 0: 2,176 parameters (8.5 KiB) written to out",
+    "export saved out --model wide": "status 0: 37,344 parameters (145.9 KiB) written to out",
+    "export packed out": "status 0: 27,160 parameters (76.1 KiB) written to out",
+    "bench adam --out x --rounds 1 --scale 0.0001": (
+        "status 0: the table: --out is ignored, as are --svg and --results"
+    ),
+    "trace t.json --svg a.png": "status 0: a.png, which is an SVG",
+    "job --deepspeed model.json": (
+        "status 0: DeepSpeed config read: model_type unknown: did you mean data_types? ..."
+    ),
+    "INFINITY_DIRECT=yes job --params nvme --nvme-path nvme": "status 0: trains",
+    "job --checkpoint new --out new/model": "status 0: a model inside the folder of the checkpoint",
+    "bench adam --threads 100000 --scale 0.001 --rounds 1": (
+        "after 19 s: [Errno 11] the system refuses a thread for the optimizer (a limit on "
+        "processes: `ulimit -u`, or the container's pids): Resource temporarily unavailable: ''"
+    ),
+    "tune binonly": (
+        "No safetensors in binonly. For fresh weights give --model binonly/config.json."
+    ),
+    "learn picture.png": (
+        "--data: picture.png is not UTF-8 text. Convert it: iconv -f LATIN1 -t UTF-8, say."
+    ),
+    "learn book.pdf": (
+        "--data: book.pdf is not UTF-8 text. Convert it: iconv -f LATIN1 -t UTF-8, say."
+    ),
+    "learn utf16.txt": (
+        "--data: utf16.txt is not UTF-8 text. Convert it: iconv -f LATIN1 -t UTF-8, say."
+    ),
+    "learn chat.jsonl.gz": (
+        "--data: chat.jsonl.gz is compressed. Unpack it first. `infinity train` learns running "
+        "text. Train on samples with infinity.integrations.InfinitySFTTrainer "
+        "(docs/integrations.md), or write what is to be learned into text files."
+    ),
+    "learn tokens.npy": (
+        "--data: tokens.npy is a NumPy array. Read it with the datasets library: "
+        "datasets.load_dataset. `infinity train` learns running text. Train on samples with "
+        "infinity.integrations.InfinitySFTTrainer (docs/integrations.md), or write what is to "
+        "be learned into text files."
+    ),
+    "plan --model base --machine H100": (
+        "--machine H100: did you mean dgx-h100? Give a TOML file, or one of a100, dgx-h100, "
+        "h100, h200, laptop, rtx3090, rtx4090"
+    ),
+    "learn /dev/null": (
+        "No such data: /dev/null. Did you mean /dev/null? Give --data a file of samples (as "
+        "chat.jsonl), a text file, or a folder of either."
+    ),
+    "learn '*.jsonl'": (
+        "No such data: *.jsonl. Did you mean t.json? Give --data a file of samples (as "
+        "chat.jsonl), a text file, or a folder of either."
+    ),
+    "train --output-dir out": (
+        "unrecognized arguments: --output-dir out (did you mean --optimizer?) ..."
+    ),
+    "train --lora 16": "unrecognized arguments: --lora 16 (did you mean --lr?) ...",
+    "train --gradient-accumulation-steps 2": (
+        "unrecognized arguments: --gradient-accumulation-steps 2 (did you mean "
+        "--gradient-checkpointing?) ..."
+    ),
+    "generate --model base --prompt hi": (
+        "unrecognized arguments: --model (did you mean --help?) ..."
+    ),
+    "completion --shell bash": "unrecognized arguments: --shell (did you mean --help?) ...",
+    "train --lr -1e-4": "argument --lr: expected one argument ...",
+    "train --steps 1e3": "argument --steps: '1e3' is not a number ...",
+    "train --max-grad-norm inf": "argument --max-grad-norm: inf given, more than 0 needed ...",
+    "export out base": (
+        "OUT base holds files already (chat_template.jinja, config.json, "
+        "generation_config.json, ...), which would be replaced. Give another folder, or "
+        "--overwrite to replace it."
+    ),
+    "clean nvme --yes empty": "unrecognized arguments: empty ...",
+    "job --config windows.toml": (
+        "No such folder for --nvme-path: C:\nvme. Create it first: mkdir -p C:\nvme"
+    ),
+    "plan --model empty": (
+        "transformers cannot read empty: Unrecognized model in empty. Should have a "
+        "`model_type` key in its config.json."
+    ),
+    "generate model.gguf --prompt hi": (
+        "transformers cannot read model.gguf: It looks like the config file at 'model.gguf' is "
+        "not a valid JSON file."
+    ),
+    "generate bare --prompt hi": (
+        "transformers cannot build a causal LM from bare: Error no file named "
+        "model.safetensors, or pytorch_model.bin, found in directory bare."
+    ),
+    "tune lfs": (
+        "lfs/model.safetensors is not a readable safetensors file: Error while deserializing "
+        "header: header too large"
+    ),
+    "tune badtok": "transformers cannot read the tokenizer in badtok: 'added_tokens'",
+    "tune wider": (
+        "transformers cannot build a causal LM from wider: You set `ignore_mismatched_sizes` to "
+        "`False`, thus raising an error. For details look at the above report!"
+    ),
+    "plan --model vit": (
+        'transformers cannot build a causal LM from vit: ValueError("Unrecognized '
+        "configuration class <class 'transformers.models.vit.configuration_vit.ViTConfig'> ... "
+        "(7,000 characters)"
+    ),
+    "export base out --merge base": (
+        "base is not an adapter of peft for the model in base: Cannot find the requested files "
+        "in the disk cache and outgoing traffic has been disabled. To enable hf.co look-ups and "
+        "downloads online, set 'local_files_only' to False."
+    ),
+    "export wide out --merge lora": (
+        "lora is not an adapter of peft for the model in wide: Error(s) in loading state_dict "
+        "for PeftModel:\n\tsize mismatch for "
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight: ... (29 lines)"
+    ),
+    "generate adapter --prompt hi": (
+        "peft cannot load the adapter adapter: Repo id must be a string, not <class "
+        "'pathlib.PosixPath'>: 'adapter'."
+    ),
+    "clean checkpoint": (
+        "checkpoint/manifest.json is not a checkpoint's manifest: KeyError('crc32c')"
+    ),
+    "learn python.jsonl": (
+        "Failed to load JSON from file ... with error <class 'pyarrow.lib.ArrowInvalid'>: "
+        "...\ninfinity train: --data: datasets cannot read python.jsonl: JSON parse error: "
+        "Missing a name for object member. in row 0"
+    ),
+    "learn latin.csv": (
+        "--data: datasets cannot read latin.csv: 'utf-8' codec can't decode byte 0xe9 in "
+        "position 3: unexpected end of data"
+    ),
+    "learn string.jsonl": (
+        "--data: the samples cannot be prepared (AttributeError: 'str' object has no attribute "
+        "'items'). A message needs role and content; prompt, completion and text are texts."
+    ),
+    "trace nvme": "nvme cannot be read: [Errno 22] not a regular file: 'nvme'",
+    "trace chat.jsonl": "chat.jsonl, line 1, is not of a timeline: KeyError('ph')",
+    "report run": "run is not a run: KeyError('edges')",
+    "plan --model base --machine gone.toml": (
+        "--machine gone.toml: [Errno 2] No such file or directory: "
+        "'/work/main/infinity/planning/machines/gone.toml'. Give a TOML file, or one of a100, "
+        "dgx-h100, h100, h200, laptop, rtx3090, rtx4090"
+    ),
+    "say --device cuda": (
+        "there is no device cuda here: torch 2.13.0+cpu finds no accelerator; no CUDA driver: "
+        "libcuda.so.1: cannot open shared object file: No such file or directory"
+    ),
+    "job --out /proc/out": (
+        "[Errno 2] --out /proc/out cannot be written: No such file or directory. Give another "
+        "folder: '/proc'"
+    ),
+    "RANK=0 WORLD_SIZE=2 job": (
+        "the 2 ranks that torchrun announced do not come together: Error initializing "
+        "torch.distributed using env:// rendezvous: environment variable MASTER_ADDR expected, "
+        "but not set"
+    ),
+    "plan --batch-size 2.5": "argument --batch-size: invalid int value: '2.5' ...",
+    "train --gradient-checkpointing=yes": (
+        "argument --gradient-checkpointing: ignored explicit argument 'yes' ..."
+    ),
+    "job --config empty.json": (
+        "config file empty.json is neither valid TOML (*.toml), YAML (*.yaml) nor JSON: "
+        "Expecting value: line 1 column 1 (char 0)"
+    ),
+    "tune packed": (
+        "Using `bitsandbytes` 4-bit quantization requires bitsandbytes: `pip install -U "
+        "bitsandbytes>=0.46.1`"
+    ),
+    "clean nowhere": "nowhere is no folder",
+    "bench io --folder text.txt": "--folder text.txt: there is no such folder",
+    "tiny --svg nowhere/a.svg": "--svg nowhere/a.svg cannot be written: there is no folder nowhere",
+    "export nowhere out": "there is no nowhere",
+    "export empty out": "empty holds no complete checkpoint: there is no manifest.json in it",
+    "tune gguf": "No config.json in gguf: not a folder that transformers saved.",
+    "learn empty.txt": "--data: empty.txt is empty.",
+    "learn testsplit": "--data: testsplit has the splits test and no split named train.",
+    "generate mute --prompt hi": "mute has no tokenizer: it cannot be given text",
+    "job --pack": (
+        "--pack is for samples, and text.txt is running text, of which every row is full."
+    ),
+    "train --model base --data text.txt --epochs 3": (
+        "--epochs is for samples, and text.txt is running text, of which every row is full."
+    ),
+    "train base text.txt": "unrecognized arguments: base text.txt ...",
+    "tiny --deepspeed stage.json": "DeepSpeed zero_optimization=3 is not a table of keys",
+    "learn roles.jsonl": (
+        "--data: no conversation has an answer: a message of the role assistant after another."
+    ),
+    "trace text.txt": "text.txt holds no event: it is not a timeline, or no step was taken",
+    "--model base train": (
+        "argument <subcommand>: invalid choice: 'base' (choose from 'bench', 'clean', ...)"
+    ),
+    "say --seed -1": "status 0: an answer; `infinity train` refuses -1",
+    "say --stream": "unrecognized arguments: --stream (did you mean --system?) ...",
+    "tiny --stage 3": "unrecognized arguments: --stage 3 (did you mean --svg?) ...",
+    "train --validation-split 0.1": (
+        "unrecognized arguments: --validation-split 0.1 (did you mean --activations?) ..."
+    ),
+    "export base out --to gguf": "unrecognized arguments: --to gguf (did you mean --json?) ...",
+    "export model.json out": (
+        "model.json is not a readable safetensors file: Error while deserializing header: header"
+        " too large"
+    ),
+    "export trainer out": (
+        "trainer is no checkpoint of Infinity; it is the Trainer's, and the files of its weights"
+        " are not in it"
+    ),
+    "tiny --deepspeed gone.json": "config file gone.json cannot be read: No such file or directory",
+    "job --seed 9223372036854775808": "--seed 9223372036854775808 does not fit 63 bits.",
+    "learn text.txt,short.txt": (
+        "No such data: text.txt,short.txt. Did you mean short.txt? Give --data a file of ..."
+    ),
+    "learn ''": "--data: . has files of several kinds ...",
+    "INFINITY_CACHE=text.txt job": "status 0: trains, and keeps no run and no rate",
+    "job --host-memory 8": (
+        "--host-memory is 8 B (8 bytes), but the least that works here is 708.1 KiB (725056 "
+        "bytes): ... Raise --host-memory by 708.1 KiB, or give the model smaller buffers: they "
+        "stay ..."
+    ),
+    "job --deepspeed disk.json --nvme-path nvme": (
+        "optimizer='nvme' needs a folder on the disk to use: --nvme-path /path/on/the/disk"
+    ),
+    "job --checkpoint saved --resume --lr 1": (
+        "on stdout: 37,344 parameters in fp32, ...; then: The checkpoint saved was made with "
+        "--lr 2e-05 (now 1.0). ..."
+    ),
+    "job --config hyphen.toml": (
+        "hyphen.toml: unknown config key 'host-memory': did you mean '--host-memory'? ..."
+    ),
+}
+
+
+def save_models(place: Path) -> None:
+    """Folders of models, and what is taken for one."""
+    save_base(place / "base")
+    config = json.loads((place / "base" / "config.json").read_text())
+    tiny = dict.fromkeys(("n_embd", "n_positions"), 32) | {"n_layer": 2, "n_head": 2}
+    write(place / "model.json", json.dumps({"model_type": "gpt2", "vocab_size": 257} | tiny))
+    for name, changes in (("bare", {}), ("few", {"vocab_size": 10}), ("vit", None)):
+        shutil.copytree(place / "base", place / name)
+        changed = {"model_type": "vit"} if changes is None else config | changes
+        write(place / name / "config.json", json.dumps(changed))
+    (place / "bare" / "model.safetensors").unlink()
+    write(place / "model.gguf", b"GGUF\3\0\0\0" + bytes(64))
+    write(place / "model" / "config.json", "{}")
+    write(place / "model" / "model.safetensors", b"\2" + bytes(7) + b"{}")
+    adapter = {"peft_type": "LORA", "r": 4, "base_model_name_or_path": str(place / "base")}
+    write(place / "adapter" / "adapter_config.json", json.dumps(adapter))
+    write(place / "checkpoint" / "manifest.json", "{}")
+    write(place / "deepspeed" / "latest", "global_step10")
+    write(place / "deepspeed" / "global_step10" / "mp_rank_00_model_states.pt", b"PK")
+    write(place / "dcp" / ".metadata", b"\x80")
+    write(place / "trainer" / "trainer_state.json", "{}")
+
+
+def save_data(place: Path) -> None:
+    """Texts and samples, most of them with something wrong."""
+    chat = {"messages": chat_of("What is 1+2?", "3.")}
+    samples = {
+        "one": [chat],
+        "unknown": [{"a": 1, "b": 2}] * 4,
+        "tokens": [{"input_ids": [1, 2], "labels": [1, 2]}] * 4,
+        "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4,
+        "norole": [{"messages": [{"content": "hi"}, {"content": "ho"}]}] * 4,
+        "noanswer": [{"messages": [{"role": "user", "content": "hi"}]}] * 4,
+        "chat": [chat] * 4,
+        "both/b": [chat] * 2,
+        "kinds/b": [chat] * 2,
+    }
+    for name, rows in samples.items():
+        write(place / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write(place / "text.txt", "To be, or not to be, that is the question. " * 200)
+    write(place / "short.txt", "too short")
+    write(place / "latin.txt", "un café ".encode("latin1") * 99)
+    write(place / "latin.jsonl", '{"text": "café"}\n'.encode("latin1") * 4)
+    write(place / "both" / "a.txt", "plain text\n" * 9)
+    write(place / "kinds" / "a.csv", "prompt,completion\na,b\n")
+    write(place / "headless.csv", "hi,ho\nhi,hey\n")
+    write(place / "semicolon.csv", "prompt;completion\na;b\nc;d\n")
+
+
+def save_rest(place: Path) -> None:
+    """Files of options, a run, a timeline, and what is not to be overwritten."""
+    for name in ("nvme", "empty"):
+        (place / name).mkdir()
+    write(place / "taken" / "notes.txt", "mine")
+    write(place / "mine.svg", "<svg>mine</svg>")
+    event = {"ph": "X", "cat": "step", "name": "1", "ts": 0, "dur": 1000}
+    write(place / "t.json", f"[\n{json.dumps(event)}\n]")
+    for kind in (run_files.STATUS, run_files.PLAN):
+        run_files.write(place / "run", kind, 0, {"step": 1})
+    options = {
+        "list.json": "[1]",
+        "stage7.json": '{"zero_optimization": {"stage": 7}}',
+        "parms.toml": 'parms = "host"',
+        "gpu.toml": 'params = "gpu"',
+        "top.toml": "steps = 3",
+        "typo.toml": "[train]\nstpes = 3",
+        "switch.toml": "[train]\nresume = 'yes'",
+        "nested.toml": "[train.model]\npath = 'base'",
+        "hyphen.toml": 'host-memory = "8GiB"',
+        "gigs.toml": 'host_memory = "8 gigs"',
+    }
+    for name, text in options.items():
+        write(place / name, text)
+
+
+def save_poor(place: Path) -> None:
+    """What poor uses refer to, but for "saved" (a checkpoint), "lora" (an adapter), "wide" (a model
+    of another width), "wider" (base, its config's width changed), "packed" (by bitsandbytes) and
+    "testsplit" (of save_to_disk, without a split train)."""
+    chat = {"messages": chat_of("What is 1+2?", "3.")}
+    part = [{"type": "text", "text": "a"}]
+    messages = {
+        "dict": chat["messages"][0],
+        "string": "hi",
+        "nocontent": [{"role": "user"}, {"role": "assistant"}],
+        "roles": [{"role": "human", "content": "a"}, {"role": "bot", "content": "b"}],
+        "parts": [{"role": role, "content": part} for role in ("user", "assistant")],
+    }
+    rows = {name: [{"messages": given}] * 4 for name, given in messages.items()}
+    rows["mixed"] = [chat, {"prompt": "a", "completion": "b"}, chat, chat]
+    for name, given in rows.items():
+        write(place / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in given))
+    files = {
+        "python.jsonl": f"{chat}\n{chat}\n",
+        "latin.csv": "prompt,completion\ncafé,b\nx,y\n".encode("latin1"),
+        "picture.png": b"\x89PNG\r\n\x1a\n" + bytes(200),
+        "book.pdf": b"%PDF-1.4\n%\xe2\xe3" + bytes(200),
+        "utf16.txt": ("hello " * 300).encode("utf-16"),
+        "chat.jsonl.gz": b"\x1f\x8b" + bytes(100),
+        "tokens.npy": b"\x93NUMPY\1\0" + bytes(100),
+        "empty.txt": "",
+        "empty.json": "",
+        "stage.json": '{"zero_optimization": 3}',
+        "disk.json": '{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}',
+        "windows.toml": 'params = "nvme"\nnvme_paths = ["C:\\nvme"]',
+        "gguf/model.gguf": b"GGUF",
+    }
+    for name, content in files.items():
+        write(place / name, content)
+    models = {  # another content for one of the files; None: without it
+        "lfs": ("model.safetensors", "version https://git-lfs.github.com/spec/v1\nsize 9\n"),
+        "badtok": ("tokenizer.json", "{}"),
+        "mute": ("tokenizer.json", None),
+        "binonly": ("model.safetensors", None),
+    }
+    for name, (file, content) in models.items():
+        shutil.copytree(place / "base", place / name)
+        (place / name / file).unlink() if content is None else write(place / name / file, content)
+    (place / "mute" / "tokenizer_config.json").unlink()
+    write(place / "binonly" / "pytorch_model.bin", b"PK\3\4")
+
+
+def write(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """What all uses refer to, and none changes."""
+    folder = tmp_path_factory.mktemp("wrong") / "place"
+    folder.mkdir()
+    save_models(folder)
+    save_data(folder)
+    save_rest(folder)
+    save_poor(folder)
+    return folder
+
+
+@pytest.fixture
+def place(folder, monkeypatch) -> Path:
+    """The current folder, on a machine without a network and without a GPU, as no rank of a job."""
+
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("INFINITY_CACHE", str(folder.parent / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "INFINITY_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return folder
+
+
+def words_of(use: str) -> tuple[dict[str, str], list[str]]:
+    """The variables and the arguments that a use stands for."""
+    words = shlex.split(use)
+    variables = {}
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    return variables, [*shlex.split(SHORT.get(words[0], words[0])), *words[1:]] if words else []
+
+
+def files_in(folder: Path) -> Iterable[tuple[str, int]]:
+    return sorted((str(path), path.lstat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_wrong_use_is_answered_with_cause_and_remedy(use, place, capsys, monkeypatch):
+    variables, argv = words_of(use)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = files_in(place)
+    status = main(argv)
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, ""), (status, out, err)
+    assert files_in(place) == before
+    first, *rest = err.splitlines()
+    command = " ".join(["infinity", *(word for word in argv[:1] if word in SUBCOMMANDS)])
+    assert first.startswith(f"{command}: ") and len(rest) <= 1, err
+    assert not any(line.startswith("infinity") for line in rest) and "Traceback" not in err
+    for pattern in USES[use]:
+        assert re.search(pattern, err, re.DOTALL), f"{pattern!r} is not in {err!r}"
+
+
+def test_every_command_is_used_wrongly():
+    used = {argv[0] for _, argv in map(words_of, USES) if argv}
+    assert set(SUBCOMMANDS) <= used and len(USES) >= 110
