@@ -8,6 +8,7 @@ reach.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,9 @@ from torch import nn
 from ..errors import UsageError
 from ..state import mistakes
 from ..state.handle import handle_of
+
+
+REGISTER = nn.Module.register_parameter.__code__  # what an assignment calls
 
 
 def fix_forms(roots: Iterable[nn.Module]) -> list[FixedForm]:
@@ -50,6 +54,7 @@ class FixedForm:
 
         module.__dict__["_apply"] = apply
         module.__dict__["_parameters"] = FixedParameters(module._parameters)
+        module.__dict__["_modules"] = FixedModules(module._modules)
 
     def remove(self) -> None:
         """Lets the module's form be changed again. Idempotent."""
@@ -61,6 +66,7 @@ class FixedForm:
         else:
             module.__dict__["_apply"] = self._apply
         module.__dict__["_parameters"] = dict(module._parameters)
+        module.__dict__["_modules"] = dict(module._modules)
 
 
 def _refuse_conversion(
@@ -77,12 +83,16 @@ def _refuse_conversion(
 
 
 class FixedParameters(dict):
-    """The parameters of one module by name. A managed one cannot be removed or registered under
-    another name, except inside a forward: some modules rebuild their parameters there."""
+    """The parameters of one module by name. A managed one cannot be removed, registered under
+    another name, or replaced by assigning another parameter, except inside a forward: some modules
+    rebuild their parameters there. torch's functional_call replaces values for a call, without
+    registering them."""
 
     def __setitem__(self, name: str, param: Any) -> None:
         if name not in self:
             _refuse_another_form(param, f"registered as {name}")
+        elif handle_of(param) is None and sys._getframe(1).f_code is REGISTER:
+            _refuse_another_form(self[name], "replaced by another parameter")
         super().__setitem__(name, param)
 
     def __delitem__(self, name: str) -> None:
@@ -93,6 +103,32 @@ class FixedParameters(dict):
         """Removes ``name``. Raises UsageError for a managed parameter."""
         _refuse_another_form(self.get(name), "taken off its module")
         return super().pop(name, *default)
+
+
+class FixedModules(dict):
+    """The children of one module by name. One with managed parameters cannot be removed, nor
+    replaced by a module that does not have them."""
+
+    def __setitem__(self, name: str, module: nn.Module | None) -> None:
+        kept = set() if module is None else {id(param) for param in module.parameters()}
+        _refuse_without(self.get(name), kept, "replaced with its module")
+        super().__setitem__(name, module)
+
+    def __delitem__(self, name: str) -> None:
+        _refuse_without(self.get(name), set(), "removed with its module")
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Removes ``name``. Raises UsageError for a module with managed parameters."""
+        _refuse_without(self.get(name), set(), "removed with its module")
+        return super().pop(name, *default)
+
+
+def _refuse_without(module: nn.Module | None, kept: set[int], what: str) -> None:
+    """Raises UsageError for the first managed parameter of ``module`` that is not ``kept``."""
+    for param in module.parameters() if module is not None else ():
+        if id(param) not in kept:
+            _refuse_another_form(param, what)
 
 
 def _refuse_another_form(param: Any, what: str) -> None:
