@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from .errors import UsageError
+
 
 def not_built(error: ImportError, package: Path = Path(__file__).parent) -> str:
     """Returns the message for a package without its core: it is not built, or it is the source
@@ -34,8 +36,6 @@ try:
     from . import _C
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise ImportError(not_built(error)) from error
-
-from .errors import UsageError
 
 BLOCK_NBYTES = 4096  # O_DIRECT's unit
 CHECKSUM_NBYTES = _C.CHECKSUM_NBYTES

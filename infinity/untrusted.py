@@ -61,9 +61,15 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path)
     except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"config file {path} cannot be read: {error.strerror}. Give one of TOML, YAML or JSON"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"config file {path} is not UTF-8 text: {error}") from error
+    if not text.strip() and path.suffix != ".toml":
+        raise ConfigError(
+            f'config file {path} is empty: give keys and values, as {{"params": "nvme"}}'
+        )
     try:
         found = _parse_table(path, text)
     except (ValueError, RecursionError) as error:  # deep nesting recurses in TOML's reader too

@@ -82,7 +82,7 @@ OTHERS = {
 def what_it_is(root: Path) -> str:
     """Returns what a folder without our manifest is, as far as its files tell."""
     if not root.exists():
-        return f"there is no {root}"
+        return f"there is no {root}: give the folder that save_checkpoint wrote"
     if not root.is_dir():
         return f"{root} is a file, not a checkpoint's folder"
     known = next((OTHERS[name] for name in OTHERS if (root / name).exists()), None)
@@ -103,7 +103,9 @@ def read_manifest(root: Path) -> dict[str, Any]:
         content = parse_json(text)
         intact = content.pop("crc32c") == _content_checksum(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptionError(f"{path} is not a checkpoint's manifest: {error!r}") from error
+        raise CorruptionError(
+            f"{path} is not a checkpoint's manifest, or damaged ({error!r}): take an older save"
+        ) from error
     if not intact:
         raise CorruptionError(
             f"{path} was changed: its checksum is not the one it was written with"

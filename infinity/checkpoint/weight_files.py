@@ -24,6 +24,7 @@ READ_NBYTES = 4 * 1024 * 1024
 BLOCKS_AHEAD = 7
 MOST_HEADER_NBYTES = 100_000_000  # the library's limit
 INDEX = "model.safetensors.index.json"
+LFS = b"version https://git-lfs"
 FILE_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -192,6 +193,12 @@ def tensors_of(file: Path) -> dict[str, StoredTensor]:
         with safe_open(file, framework="pt"):  # checks every offset against the file
             pass
     except SafetensorError as error:
+        with open(file, "rb") as opened:
+            if opened.read(len(LFS)) == LFS:
+                raise ConfigError(
+                    f"{file} is git-lfs's pointer to the file, not the file: fetch it with `git lfs"
+                    " pull`"
+                ) from None
         raise CorruptionError(f"{file} is not a readable safetensors file: {error}") from error
     except OSError as error:
         raise StorageError(error.errno or 0, f"cannot read {file}: {error}", str(file)) from error

@@ -26,7 +26,7 @@ from typing import Any
 
 from .. import __version__
 from ..distributed import failure_report
-from ..errors import InfinityError
+from ..errors import ConfigError, InfinityError
 from . import presets, wording
 
 SUBCOMMANDS = (
@@ -51,12 +51,52 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
+NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+# Options of other trainers, by what they are called here.
+KNOWN_AS = {
+    "--output-dir": "--out",
+    "--save-dir": "--out",
+    "--model-name-or-path": "--model",
+    "--dataset": "--data",
+    "--dataset-name": "--data",
+    "--train-file": "--data",
+    "--lora": "--lora-rank",
+    "--lora-r": "--lora-rank",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--per-device-train-batch-size": "--batch-size",
+    "--micro-batch-size": "--micro-batch",
+    "--learning-rate": "--lr",
+    "--num-train-epochs": "--epochs",
+    "--num-epochs": "--epochs",
+    "--max-steps": "--steps",
+    "--max-seq-length": "--sequence-length",
+    "--max-length": "--sequence-length",
+    "--seq-length": "--sequence-length",
+    "--seq-len": "--sequence-length",
+    "--packing": "--pack",
+    "--bf16": "--dtype bf16",
+    "--fp32": "--dtype fp32",
+    "--stage": "--deepspeed",
+    "--zero-stage": "--deepspeed",
+    "--offload-folder": "--nvme-path",
+    "--save-steps": "--checkpoint-every",
+    "--resume-from-checkpoint": "--resume",
+    "--max-tokens": "--max-new-tokens",
+    "--last": "--steps",
+    "--stream": "",  # it always does
+    "--shell": "",
+    "--validation-split": "",
+}
+LEAST_LIKENESS = 0.7  # of a word that is meant
+
+
 class Parser(argparse.ArgumentParser):
     """Accepts options by their full names only: the meaning of an abbreviation changes when an
     option is added."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
+        self._negative_number_matcher = NEGATIVE  # argparse's own takes -1e-4 for an option
 
     def error(self, message: str):
         """Prints the message, then where the options are listed, and exits."""
@@ -64,6 +104,9 @@ class Parser(argparse.ArgumentParser):
             known = [name.strip(" '") for name in found[2].split(",")]
             if near := difflib.get_close_matches(found[1], known, n=1):
                 message += f": did you mean {near[0]}?"
+            elif "train" in known:
+                message += ": the subcommand comes first"
+        message = message.replace("ignored explicit argument", "is a switch: leave out")
         self.exit(
             BAD_INPUT_STATUS, f"{self.prog}: {message}\n`{self.prog} --help` lists all options.\n"
         )
@@ -75,16 +118,28 @@ class Parser(argparse.ArgumentParser):
         if left:
             command = command_of(self, found.subcommand) if hasattr(found, "subcommand") else self
             names = option_names(command)
-            near = (
-                difflib.get_close_matches(left[0].partition("=")[0], names, n=1)
-                if left[0].startswith("-")
-                else []
-            )
             command.error(
-                f"unrecognized arguments: {' '.join(left)}"
-                + (f" (did you mean {near[0]}?)" if near else "")
+                f"unrecognized arguments: {' '.join(left)}{_meant(left[0], names, command)}"
             )
         return found
+
+
+def _meant(word: str, names: Collection[str], command: argparse.ArgumentParser) -> str:
+    """Returns what an unknown word of a command may have been meant as, in parentheses."""
+    if not word.startswith("-"):
+        if "--model" in names and "--data" in names:
+            return " (did you mean --model MODEL --data DATA?)"
+        return ""
+    option = word.partition("=")[0].lower().replace("_", "-")
+    if option in KNOWN_AS:
+        known = KNOWN_AS[option]
+        near = [known] if known.partition(" ")[0] in names else []
+    else:
+        near = difflib.get_close_matches(option, names, n=1, cutoff=LEAST_LIKENESS)
+    without = [action.metavar or action.dest for action in command._get_positional_actions()]
+    if not near and (name := option[2:].upper()) in (*without, "MODEL", "SHELL") and without:
+        return f" ({name} comes without an option)"
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def command_of(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
@@ -141,6 +196,7 @@ def answer(
     message, in words of its ``options``, and reports them to the other ranks."""
     try:
         tell_start(command)
+        _check_variables()
         with wording.logging_in_options(options):
             return run(args)
     except BrokenPipeError as error:  # as of `infinity plan | head`: nobody reads on
@@ -151,13 +207,29 @@ def answer(
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
         failure_report.leave(error)
-        message = _missing(error) if isinstance(error, ImportError) else str(error)
+        message = _missing(error) if isinstance(error, ImportError) else _told(error)
         print(f"{command}: {wording.in_options(message, options)}", file=sys.stderr)
         return BAD_INPUT_STATUS
     except KeyboardInterrupt as error:
         failure_report.leave(error)
         print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
+
+
+def _check_variables() -> None:
+    """Raises ConfigError for a variable of Infinity's that cannot be used."""
+    if (cache := os.environ.get("INFINITY_CACHE")) and os.path.isfile(cache):
+        raise ConfigError(f"INFINITY_CACHE={cache} is a file: name a folder, existing or new")
+    if (direct := os.environ.get("INFINITY_DIRECT", "auto")) not in ("auto", "off"):
+        raise ConfigError(f"INFINITY_DIRECT={direct} is not one of auto, off")
+
+
+def _told(error: Exception) -> str:
+    """Returns an error's message, without the number of a system's error."""
+    if isinstance(error, OSError) and error.strerror:
+        where = "" if isinstance(error, InfinityError) else f": {error.filename}"
+        return f"{error.strerror}{where}"
+    return str(error)
 
 
 def _write_nowhere() -> None:

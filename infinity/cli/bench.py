@@ -19,12 +19,14 @@ from typing import Any
 
 from ..errors import ConfigError, UsageError
 from ..machine.outputs import Output, check_outputs
+from .values import a_count
 
 THEMES = {
     "io": "infinity.bench.io",
     "adam": "infinity.bench.adam",
     "copy": "infinity.bench.copies",
 }
+MOST_THREADS = 1024
 IN_CHECKOUT = (
     "checkpoint",
     "cluster",
@@ -87,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=a_count,
         default=5,
         metavar="N",
         help="of which the median is given (default 5)",
@@ -97,7 +99,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--threads",
-        type=int,
+        type=a_count,
         metavar="N",
         help="for the optimizer's kernels (default: all processors)",
     )
@@ -114,6 +116,9 @@ def run(args: argparse.Namespace) -> int:
             f"{args.theme} is one of the engine's own benchmarks, which are not installed. Run"
             f" `python -m bench {args.theme}` from the root of a checkout."
         )
+    for name in ("results", "out", "svg"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} is of `python -m bench report`: leave it out")
     return measure(args, THEMES, tuple(THEMES) if args.theme == "all" else (args.theme,))
 
 
@@ -207,13 +212,13 @@ def _stdout_for(is_json: bool) -> Iterator[None]:
 def _settings(args: argparse.Namespace):
     from infinity.bench.settings import Settings
 
-    for name, value, least in (("--rounds", args.rounds, 1), ("--threads", args.threads, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"{name} {value}: give at least {least}")
+    if (args.threads or 1) > MOST_THREADS:
+        raise ConfigError(f"--threads {args.threads}: give at most {MOST_THREADS}")
     if not 0 < args.scale <= 100:
         raise ConfigError(f"--scale {args.scale}: give a number above 0, and at most 100")
     if not Path(args.folder).is_dir():
-        raise ConfigError(f"--folder {args.folder}: there is no such folder")
+        what = "is a file" if Path(args.folder).exists() else "is not there"
+        raise ConfigError(f"--folder {args.folder} {what}: give a folder on the disk to measure")
     if args.save is not None and not Path(args.save).parent.is_dir():
         raise ConfigError(f"--save {args.save}: there is no folder {Path(args.save).parent}")
     chosen = {"threads": args.threads} if args.threads else {}

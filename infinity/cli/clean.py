@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
+from .values import a_path
 
 PROBE = re.compile(r"infinity-probe-[a-z0-9_]{8}")
 DATA_FILES = re.compile(
@@ -46,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "folder",
         nargs="*",
-        type=Path,
+        type=a_path,
         metavar="FOLDER",
         help="checkpoints and scratch folders to look in, beside the cache",
     )
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
     for folder in args.folder:
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder")
+            raise ConfigError(f"{folder} is no folder: name folders that exist, or none")
     found = list(find(args.folder))
     if args.json:
         print(json.dumps({"leftovers": [asdict(each) for each in found], "removed": args.yes}))

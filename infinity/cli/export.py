@@ -8,6 +8,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from .values import a_path
+
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Registers the command."""
@@ -15,10 +17,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        type=Path,
+        type=a_path,
         help="a folder that save_checkpoint, or `infinity train`, wrote; or one of safetensors",
     )
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
+    parser.add_argument("out", metavar="OUT", type=a_path, help="the folder to write")
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
@@ -26,13 +28,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     )
     parser.add_argument(
         "--model",
-        type=Path,
+        type=a_path,
         metavar="DIR",
         help="copy configuration and tokenizer from this folder",
     )
     parser.add_argument(
         "--merge",
-        type=Path,
+        type=a_path,
         metavar="ADAPTER",
         help="merge an adapter of peft, a layer at a time; a checkpoint needs --model too",
     )
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if args.model or not (args.checkpoint / "config.json").is_file()
         else args.checkpoint
     )
+    _check_inputs(args)
     read = {"CHECKPOINT": args.checkpoint, "--model": model, "--merge": args.merge}
     check_outputs(
         [Output("OUT", args.out, replaces=MODEL_NAMES)], read.items(), overwrite=args.overwrite
@@ -75,6 +78,39 @@ def run(args: argparse.Namespace) -> int:
             f" {args.out}"
         )
     return 0
+
+
+def _check_inputs(args: argparse.Namespace) -> None:
+    """Raises ConfigError or UsageError for inputs that are not there, or another thing."""
+
+    from ..checkpoint.manifest import what_it_is
+    from ..errors import ConfigError, UsageError
+    from ..untrusted import parse_json, read_text
+
+    found = args.checkpoint
+    if not found.exists():
+        raise UsageError(f"there is no {found}: CHECKPOINT comes first, then OUT")
+    if found.is_file() and found.suffix == ".json":
+        raise UsageError(f"{found} is no checkpoint: give its folder")
+    if (found / "adapter_config.json").is_file():
+        raise UsageError(
+            f"{found} is an adapter already: merge it into its base with `infinity export BASE OUT"
+            f" --merge {found}`"
+        )
+    if found.is_dir() and not any(found.iterdir()):
+        raise UsageError(f"{what_it_is(found)}: give the folder that a save, or a trainer, wrote")
+    if args.merge is not None and not (args.merge / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--merge {args.merge}: no adapter_config.json in it: give the folder that PEFT saved"
+        )
+    for folder in (found, args.model):
+        if folder is not None and (folder / "config.json").is_file():
+            try:
+                packed = "quantization_config" in parse_json(read_text(folder / "config.json"))
+            except (OSError, ValueError, TypeError):
+                continue
+            if packed:
+                raise ConfigError(f"{folder} is packed in fewer bits, which is not supported yet")
 
 
 def _merging(model: Path | None, adapter: Path) -> Callable:

@@ -17,7 +17,9 @@ import infinity
 
 from ..errors import ConfigError
 from .training.model import (
+    ADAPTER_CONFIG,
     build_model,
+    check_vocabulary,
     find_model,
     is_streamed,
     max_positions,
@@ -26,12 +28,12 @@ from .training.model import (
 )
 from .training.options import FLAG, FOLDER, HOME, NUMBER, PATH
 from .training.sample import printable, prompt_of
-from .training.settings import engine_config, paths_of
+from .training.settings import check_device, engine_config, paths_of
+from .values import a_seed, real_from_zero
 
 DESCRIPTION = """\
 Continues a prompt, or chats (--chat): one line is one message, an empty line or Ctrl-D ends it, and
 Ctrl-C ends an answer. A tokenizer with a chat template answers the prompt as a message."""
-ADAPTER = "adapter_config.json"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -49,9 +51,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--system", metavar="TEXT", help="the first message of a conversation: how to answer")
     add("--raw", **FLAG, help="continue the prompt as it is, without the chat template")
     add("--max-new-tokens", **NUMBER, default=256, help="of one answer (default 256)")
-    add("--temperature", type=float, metavar="T", help="0: the likeliest token (default: model's)")
+    add(
+        "--temperature",
+        type=real_from_zero,
+        metavar="T",
+        help="0: the likeliest token (default: model's)",
+    )
     add("--top-p", type=float, metavar="P", help="draw from the likeliest tokens of this share")
-    add("--seed", type=int, default=0, metavar="N", help="of what is drawn (default 0)")
+    add("--seed", type=a_seed, default=0, metavar="N", help="of what is drawn (default 0)")
     add("--params", **HOME, help="home of the weights (default auto)")
     add("--nvme-path", action="append", **FOLDER, help="swap files go here")
     add("--host-memory", metavar="BYTES", help='budget, as "8GiB"')
@@ -109,8 +116,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f'give {which} --prompt TEXT and --chat; --prompt "-" reads from stdin')
     if args.chat and (args.raw or args.json):
         raise ConfigError("--raw and --json are for --prompt: a chat has many answers")
-    if args.temperature is not None and args.temperature < 0:
-        raise ConfigError(f"--temperature {args.temperature}: give 0 or more")
+    if args.raw and args.system:
+        raise ConfigError("--system is a message of a conversation, which --raw leaves out")
+    if args.temperature is not None and args.temperature <= COLDEST:
+        args.temperature = 0.0
+        if args.top_p is not None:
+            raise ConfigError("--temperature 0 takes the likeliest token: leave --top-p out")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ConfigError(f"--top-p {args.top_p}: give more than 0 and at most 1")
 
@@ -155,6 +166,9 @@ def _refuse_missing(line: str) -> None:
     raise ConfigError(f"{line}. That is no trained model: give a folder that has all weights.")
 
 
+COLDEST = 1e-4  # temperatures below draw the likeliest token, or overflow
+
+
 class TooLong(ConfigError):
     """A prompt that leaves no room for an answer."""
 
@@ -166,19 +180,21 @@ class Speaker:
         """Reads the model. Raises ConfigError if it cannot be read."""
         import torch
 
-        folder = find_model(args.model, option="")
-        if (folder / "manifest.json").is_file():
-            raise ConfigError(
-                f"{folder} is a checkpoint: make a model of it with `infinity export {folder} OUT`,"
-                " and talk to that."
-            )
+        folder = find_model(args.model, option="", adapters=True)
+        if folder.is_file():
+            raise ConfigError(f"{folder} is a file: give the folder of a model, with its weights")
+        check_device(args.device)
         trust = args.trust_remote_code
         base = _base_of(folder)
         settings = _settings(args)
         model_config = read_model_config(base, trust=trust)
         self.tokenizer = read_tokenizer(folder, trust=trust) or read_tokenizer(base, trust=trust)
         if self.tokenizer is None:
-            raise ConfigError(f"{folder} has no tokenizer: it cannot be given text")
+            raise ConfigError(
+                f"{folder} has no tokenizer: it cannot be given text. Copy the tokenizer files of"
+                " its base into it (tokenizer.json, tokenizer_config.json)."
+            )
+        check_vocabulary(model_config, self.tokenizer)
         stored = getattr(model_config, "dtype", None) or torch.float32
         dtype = {"auto": "bf16" if stored == torch.bfloat16 else "fp32"}.get(args.dtype, args.dtype)
         model = build_model(
@@ -251,16 +267,16 @@ def _streamer(tokenizer: Any) -> Any:
 
 def _base_of(folder: Path) -> Path:
     """Returns the folder of the weights: an adapter names that of its base."""
-    if not (folder / ADAPTER).is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         return folder
     from ..untrusted import parse_json, read_text
 
     try:
-        name = parse_json(read_text(folder / ADAPTER)).get("base_model_name_or_path")
+        name = parse_json(read_text(folder / ADAPTER_CONFIG)).get("base_model_name_or_path")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{folder / ADAPTER} is not an adapter's: {error}") from None
+        raise ConfigError(f"{folder / ADAPTER_CONFIG} is not an adapter's: {error}") from None
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{folder / ADAPTER} does not name the model that it adapts")
+        raise ConfigError(f"{folder / ADAPTER_CONFIG} does not name the model that it adapts")
     found = Path(name) if Path(name).exists() else find_model(Path(name))
     if not found.exists():
         raise ConfigError(f"the adapter {folder} names its base {name}, which is not here")
@@ -272,6 +288,10 @@ def _with_adapter(model: Any, folder: Path) -> Any:
         from peft import PeftModel
     except ImportError:
         raise ConfigError(f"{folder} is an adapter, which needs peft: pip install peft") from None
+    if not any(folder.glob("adapter_model.*")):
+        raise ConfigError(
+            f"{folder} has no adapter_model.safetensors: give the folder that PEFT saved"
+        )
     try:
         return PeftModel.from_pretrained(model, folder)
     except Exception as error:  # noqa: BLE001 - an adapter may be damaged in every way

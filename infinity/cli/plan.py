@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,8 +19,9 @@ from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.tiers import Tier
 from .plan_view import draw, text
 from .shapes import SHAPES, find_config
-from .training.options import FILE, FLAG, FOLDER, HOME, PATH
+from .training.options import FILE, FLAG, FOLDER, HOME, NUMBER, PATH
 from .training.settings import AUTO, engine_config, engine_settings, translated
+from .values import at_least_two, svg_path
 
 USABLE = 0.9  # share of a machine's memory and disks; the system and libraries use the rest
 DEFAULT_SAMPLES = 4
@@ -60,17 +61,22 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         **FILE,
         help="plan with a DeepSpeed JSON, and say what changes in memory and bytes",
     )
-    add("--batch-size", type=int, metavar="N", help="samples of a step (default 4)")
+    add("--batch-size", **NUMBER, help="samples of a step (default 4)")
     add(
         "--batch-tokens",
         metavar="N",
         help="tokens of a step and rank, as 32768 or 32K, instead of --batch-size",
     )
-    add("--sequence-length", type=int, metavar="N", help="tokens of a sample (default 256)")
+    add(
+        "--sequence-length",
+        type=at_least_two,
+        metavar="N",
+        help="tokens of a sample (default 256)",
+    )
     add("--gradient-checkpointing", **FLAG, help="the backward computes activations again")
     _add_machine(add)
     add("--timetable", **FLAG, help="print when each unit is moved and computed in a step")
-    add("--svg", **FILE, help="draw the memory map")
+    add("--svg", type=svg_path, metavar="FILE", help="draw the memory map")
     add("--overwrite", **FLAG, help="replace a file of --svg that is no picture of ours")
     add("--json", **FLAG, help="the plan as one JSON object on stdout")
 
@@ -84,9 +90,8 @@ def _add_machine(add: Callable[..., Any]) -> None:
     )
     add(
         "--nodes",
-        type=int,
+        **NUMBER,
         default=1,
-        metavar="N",
         help="how many of them, with one rank for each device (default 1)",
     )
 
@@ -125,8 +130,9 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     from .training.model import choose_sequence_length
 
     logging.set_verbosity_error()
-    if args.nodes < 1:
-        raise ConfigError(f"--nodes {args.nodes}: give at least 1")
+    if args.machine is None and (args.nodes > 1 or args.timetable):
+        option = "--nodes" if args.nodes > 1 else "--timetable"
+        raise ConfigError(f"{option} is of a machine that is named: add --machine")
     machine = Machine.read(args.machine) if args.machine is not None else None
     settings = _settings(args, machine)
     model_config = find_config(args.model, trust=args.trust_remote_code)
@@ -136,7 +142,6 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     samples = DEFAULT_SAMPLES if args.batch_size is None else args.batch_size
     if args.batch_tokens is not None and args.batch_size is not None:
         raise ConfigError("--batch-size and --batch-tokens both size a step: give one of them")
-    _check_at_least((("batch-size", samples, 1), ("sequence-length", length, 2)))
     if args.batch_tokens is not None:
         samples = _samples_of(args.batch_tokens, length)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
@@ -167,12 +172,6 @@ def _samples_of(given: str, length: int) -> int:
     return tokens // length
 
 
-def _check_at_least(options: Iterable[tuple[str, int, int]]) -> None:
-    for option, value, least in options:
-        if value < least:
-            raise ConfigError(f"--{option} {value}: give at least {least}")
-
-
 def _build(args: argparse.Namespace, model_config: Any, dtype: Any) -> Any:
     """Builds the model of a config on ``meta``. Raises ConfigError if transformers cannot."""
     import torch
@@ -184,8 +183,9 @@ def _build(args: argparse.Namespace, model_config: Any, dtype: Any) -> Any:
                 model_config, dtype=dtype, trust_remote_code=args.trust_remote_code
             )
         except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"transformers cannot build a causal LM from {args.model}: {error!r}"
+                f"transformers cannot build a causal LM from {args.model}: {line[:300]}"
             ) from None
 
 

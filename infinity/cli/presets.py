@@ -31,7 +31,7 @@ def expanded(argv: Sequence[str]) -> list[str]:
         return words
     rest = words[1:]
     file, preset = value_of("--config", rest), value_of("--preset", rest)
-    of_file = _words(Path(file), rest) if file is not None and Path(file).is_file() else []
+    of_file = words_of_table(Path(file), rest) if file is not None and Path(file).is_file() else []
     preset = preset or value_of("--preset", of_file)
     return ["train", *PRESETS.get(preset or "", ()), *of_file, *rest]
 
@@ -47,7 +47,7 @@ def value_of(option: str, words: Sequence[str]) -> str | None:
     return found
 
 
-def _words(path: Path, given: Sequence[str]) -> list[str]:
+def words_of_table(path: Path, given: Sequence[str]) -> list[str]:
     """Returns the words for the table ``train`` of a file. Lists are repeatable options: values on
     the command line replace them. Raises ConfigError, with the file's key, for an unknown option or
     an invalid value."""

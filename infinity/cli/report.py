@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..machine.outputs import Output, check_outputs
 from ..machine.sizes import format_seconds
 from . import svg
+from .values import a_count, a_path
 
 WIDTH, HEIGHT, MARGIN = 860, 240, 84
 CURVE_COLOUR = "#1f6fb2"
@@ -55,24 +56,24 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "report", help="a run as one HTML page: memory map, loss, edges, timeline"
     )
     parser.add_argument(
-        "run", nargs="?", type=Path, metavar="RUN", help="folder of the job (default: the newest)"
+        "run", nargs="?", type=a_path, metavar="RUN", help="folder of the job (default: the newest)"
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=a_path,
         default=Path("report.html"),
         metavar="FILE",
         help="the page (default report.html)",
     )
     parser.add_argument(
         "--trace",
-        type=Path,
+        type=a_path,
         metavar="FILE",
         help="its timeline (default: what Config(trace=...) named)",
     )
     parser.add_argument(
         "--steps",
-        type=int,
+        type=a_count,
         default=3,
         metavar="N",
         help="draw the last N steps of the timeline (default 3)",
@@ -87,8 +88,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page and prints its path."""
-    if args.steps < 1:
-        raise ConfigError(f"--steps {args.steps}: give 1 or more")
     found = collect(args.run)
     trace = args.trace or found["plans"][0].get("trace")
     read = [("RUN", path) for path in Path(found["folder"]).glob("*.json")] + [
@@ -168,7 +167,10 @@ def page(found: dict[str, Any], timeline: str | None) -> str:
         if timeline is not None:
             parts.append(f"<h2>Timeline</h2>{_wide(timeline)}")
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{found['folder']} is not a run: {error!r}") from error
+        raise ConfigError(
+            f"{found['folder']} is not a run, or damaged ({error!r}): leave RUN out to see the"
+            " newest"
+        ) from error
     head = f"{HEAD}{VIEWPORT}<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
     return f"{head}<body>{''.join(parts)}</body></html>\n"
 

@@ -65,7 +65,8 @@ def find_config(model: Path | None, *, trust: bool = False) -> Any:
     if model is not None and not model.exists():
         if str(model) in SHAPES:
             return _config_of(dict(SHAPES[str(model)]))
-        model = find_model(model, patterns=CONFIG_PATTERNS, known=SHAPES)
+    if model is not None:
+        model = find_model(model, patterns=CONFIG_PATTERNS, known=SHAPES, weights=False)
     return read_model_config(model, trust=trust)
 
 

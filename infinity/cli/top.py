@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .values import a_path
 
 BAR = 24  # characters
 STALE_SECONDS = 30  # without an update: the process computes one long unit, or waits
@@ -21,7 +22,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
     parser = subparsers.add_parser("top", help="watch the jobs of this machine")
     parser.add_argument(
-        "run", nargs="?", type=Path, metavar="RUN", help="folder of one job (default: all that run)"
+        "run",
+        nargs="?",
+        type=a_path,
+        metavar="RUN",
+        help="folder of one job (default: all that run)",
     )
     parser.add_argument("--once", action="store_true", help="print once and end")
     parser.add_argument(

@@ -20,6 +20,7 @@ from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.sizes import format_count, format_seconds
 from ..untrusted import parse_json, printable, read_text
 from . import svg
+from .values import a_path, svg_path, zero_or_more
 
 Interval = tuple[float, float]
 COMPUTE = ("forward", "backward")
@@ -31,6 +32,7 @@ COLOURS = {
     "optimizer": "#8a6d1b",
     "stalled": "#c4511d",
 }
+GIVE = "give the file that Config(trace=...), or `infinity train --trace`, wrote"
 EDGE_COLOUR = "#1f6fb2"
 
 
@@ -38,16 +40,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Registers the command."""
     parser = subparsers.add_parser("trace", help="summarise a timeline, or draw it")
     parser.add_argument(
-        "file", type=Path, help="what Config(trace=...) wrote; Perfetto opens it too"
+        "file", type=a_path, help="what Config(trace=...) wrote; Perfetto opens it too"
     )
     parser.add_argument(
         "--steps",
-        type=int,
+        type=zero_or_more,
         default=0,
         metavar="N",
         help="look at the last N steps only (default: all)",
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the steps as a picture")
+    parser.add_argument("--svg", type=svg_path, metavar="FILE", help="draw the steps as a picture")
     parser.add_argument(
         "--overwrite",
         action="store_true",
@@ -60,8 +62,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the summary, and draws the picture of ``--svg``."""
-    if args.steps < 0:
-        raise ConfigError(f"--steps {args.steps}: give 0 (all) or more")
     if args.svg is not None:
         check_outputs(
             [Output("--svg", args.svg, made=PICTURE)],
@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
 def read(path: Path) -> list[dict[str, Any]]:
     """Reads the events of a timeline, times in seconds. The last line may be cut off, if the job
     was killed. Raises ConfigError if the file is no timeline."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: {GIVE}")
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -104,10 +106,13 @@ def read(path: Path) -> list[dict[str, Any]]:
             if number == len(lines) - 1:
                 break  # the job was killed while it wrote this line
             raise ConfigError(
-                f"{path}, line {number + 1}, is not of a timeline: {printable(repr(error))[:300]}"
+                f"{path}, line {number + 1}, is not of a timeline"
+                f" ({printable(repr(error))[:300]}): {GIVE}"
             ) from error
     if not events:
-        raise ConfigError(f"{path} holds no event: it is not a timeline, or no step was taken")
+        raise ConfigError(
+            f"{path} holds no event: it is not a timeline, or no step was taken: {GIVE}"
+        )
     return events
 
 

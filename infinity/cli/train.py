@@ -31,6 +31,7 @@ from .training.interrupt import Interrupt
 from .training.job import (
     EdgeCounts,
     Job,
+    check_finite,
     check_fixed_values,
     held_out_loss,
     make_job,
@@ -65,7 +66,12 @@ from .training.report import (
     print_report,
 )
 from .training.sample import printable, sample
-from .training.settings import engine_config, engine_settings, training_state_nbytes
+from .training.settings import (
+    check_device,
+    engine_config,
+    engine_settings,
+    training_state_nbytes,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,12 +117,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     files = find_files(args)
     console = _prepare(args, ranks)
     tell_skipped(files, console)
-    device = engine_config(settings).device  # raises before the model is built
-    _check_device(args)
-    _choose_dtype(args, device, console)
+    _check_engine(args, settings, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
-    _check_resumed(args)
     inputs = read_inputs(args, files, ranks, console)
     model = _make_model(args, inputs.model_config, console)
     if is_streamed(model, args.model):
@@ -145,6 +148,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         if interrupt.signum is not None:
             return _end_interrupted(args, job, console, interrupt.signum)
         loss_after = held_out_loss(job.model, job.held_out)
+        check_finite(loss_after, job)
     report = make_report(
         job,
         counts=counts,
@@ -157,8 +161,12 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     return _end(args, ranks, job, inputs.tokenizer, console, report)
 
 
-def _check_resumed(args: argparse.Namespace) -> None:
-    """Raises UsageError if the job is not its checkpoint's, before the data is prepared."""
+def _check_engine(args: argparse.Namespace, settings: dict[str, Any], console: Console) -> None:
+    """Chooses the dtype. Raises ConfigError for engine options that are wrong, and UsageError if
+    the job is not its checkpoint's, before the data is prepared."""
+    device = engine_config(settings).device
+    check_device(args.device)
+    _choose_dtype(args, device, console)
     if args.resume:
         known = {name: getattr(args, name) for name in ("seed", "batch_size", "lora_rank")}
         check_fixed_values(args.checkpoint, known, saved_extra(args.checkpoint))
@@ -261,17 +269,6 @@ def _choose_dtype(args: argparse.Namespace, device: str | None, console: Console
     elif args.dtype == "bf16" and not fast:
         console.print(
             "This processor has no fast bf16 products: --dtype fp32 may be many times faster"
-        )
-
-
-def _check_device(args: argparse.Namespace) -> None:
-    """Raises ConfigError for a GPU that is not here, before the data is read."""
-    import torch
-
-    if args.device is not None and args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"--device {args.device}: torch {torch.__version__} finds no GPU here (`infinity env`"
-            " tells more)"
         )
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 CONFIG = re.compile(r"Config\(((?:\w+=(?:'[^']*'|\[[^\]]*\]|[\w.]*)(?:, )?)+)\)")
 PAIR = re.compile(r"(\w+)=('[^']*'|\[[^\]]*\]|[\w.]*)")
-BUDGET = re.compile(r"\b(device_memory|host_memory|nvme_capacity)\b(?!=)")
+BUDGET = re.compile(r"(?<!['\"])\b(device_memory|host_memory|nvme_capacity)\b(?!=)")
 SWITCHES = ("True", "False")
 
 

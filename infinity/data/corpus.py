@@ -63,6 +63,12 @@ def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
     root = Path(data)
     if root.is_dir():
         return _text_files_in(root)
+    if root.exists() and not root.is_file():
+        raise ConfigError(f"--data: {root} is no regular file: give a file, or a folder of files.")
+    if any(char in root.name for char in "*?,") and not root.exists():
+        raise ConfigError(
+            f"--data: {root} is a pattern or a list. Give one file, or the folder that has them."
+        )
     if not root.is_file():
         near = difflib.get_close_matches(root.name, _names_in(root.parent), n=1)
         hint = f" Did you mean {root.parent / near[0]}?" if near else ""
@@ -71,7 +77,7 @@ def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
             " file, or a folder of either."
         )
     if not root.stat().st_size:
-        raise ConfigError(f"--data: {root} is empty.")
+        raise ConfigError(f"--data: {root} is empty. Give what is to be learned.")
     if (found := look_at(root)) is not None:
         raise _not_text(root, found)
     return TextFiles(source=str(root), paths=[root], names=[root.name])
@@ -213,6 +219,8 @@ def _pieces(path: Path, limit_nbytes: int) -> Iterator[str]:
         while limit_nbytes > 0:
             try:
                 text = file.read(min(PIECE_NCHARS, limit_nbytes)) + file.readline(PIECE_NCHARS)
+                if len(raw := text.encode()) > limit_nbytes:
+                    text = raw[:limit_nbytes].decode(errors="ignore")
             except UnicodeDecodeError as error:
                 raise ConfigError(
                     f"--data: {path} is not UTF-8 text: {error.reason}"

@@ -54,8 +54,12 @@ def find_examples(data: Path | None) -> ExampleFiles | None:
     none: text, or nothing. Raises ConfigError for files of several kinds, or text beside them."""
     if data is None or not (data.is_dir() or data.is_file()):
         return None
-    if data.is_dir() and (data / "config.json").is_file() and any(data.glob("*.safetensors")):
-        raise ConfigError(f"--data: {data} is the folder of a model: give the data it is to learn.")
+    folder = data if data.is_dir() else data.parent
+    if (data.is_dir() or data.name == "config.json") and (folder / "config.json").is_file():
+        if any(folder.glob("*.safetensors")):
+            raise ConfigError(
+                f"--data: {data} is the folder of a model, or in it: give the data it is to learn."
+            )
     if data.is_dir() and any((data / name).is_file() for name in SAVED):
         return ExampleFiles(source=str(data), loader="disk", paths=[data])
     files = [data]
@@ -109,14 +113,30 @@ def _load(datasets: Any, files: ExampleFiles) -> Any:
     except Exception as error:  # noqa: BLE001 - every reader has errors of its own
         cause = error.__cause__ or error
         line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-        raise ConfigError(f"--data: datasets cannot read {files.source}: {line}") from None
+        raise ConfigError(
+            f"--data: datasets cannot read {files.source}: {line}{_hint(files)}"
+        ) from None
     if not isinstance(found, datasets.DatasetDict):
         return found
     if "train" not in found:
         raise ConfigError(
-            f"--data: {files.source} has the splits {', '.join(found)} and no split named train."
+            f"--data: {files.source} has the splits {', '.join(found)} and no split named train:"
+            f" give the folder of one, as {Path(files.source) / next(iter(found), 'test')}."
         )
     return found["train"]
+
+
+def _hint(files: ExampleFiles) -> str:
+    """Returns what is usually wrong with files that cannot be read."""
+    with open(next(path for path in files.paths if path.is_file()), "rb") as file:
+        head = file.read(4096)
+    if head.lstrip().startswith(b"{'"):
+        return ". JSON needs double quotes: these are Python's"
+    try:
+        head[:-4].decode()
+    except UnicodeDecodeError:
+        return ". It is not UTF-8 text. Convert it: iconv -f LATIN1 -t UTF-8"
+    return ""
 
 
 def _load_tables(datasets: Any, paths: list[Path]) -> Any:
@@ -138,7 +158,7 @@ def _in_known_columns(data: Any, source: str) -> Any:
         kept = data.select_columns([names[chat]])
         wanted = "conversations" if _has_from(kept[0][names[chat]]) else "messages"
         kept = kept if names[chat] == wanted else kept.rename_column(names[chat], wanted)
-        return kept
+        return _checked_chats(kept, source, wanted)
     if {"chosen", "rejected"} <= names.keys():
         raise ConfigError(
             f"--data: {source} has pairs of preferred answers (chosen, rejected), for DPO: train it"
@@ -166,8 +186,44 @@ def _in_known_columns(data: Any, source: str) -> Any:
     )
 
 
+def _checked_chats(data: Any, source: str, column: str) -> Any:
+    """Returns conversations whose messages are role and text, those of several parts joined. Raises
+    ConfigError, with the row, for any other."""
+    changed = []
+    for number, messages in enumerate(data[column], start=1):
+        if messages is None:
+            changed.append([])  # of another column: it is counted as empty
+            continue
+        where = f"--data: {source}: sample {number}"
+        if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+            raise ConfigError(
+                f"{where}: {column} must be a list of messages, as"
+                ' [{"role": "user", "content": "..."}].'
+            )
+        changed.append([_checked_message(message, where) for message in messages])
+    if changed == data[column]:
+        return data
+    return type(data).from_dict({column: changed})
+
+
+def _checked_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    role, said = ("from", "value") if "from" in message else ("role", "content")
+    if not isinstance(message.get(role), str):
+        raise ConfigError(f"{where}: a message needs {role} and {said}, and one has no {role}.")
+    content = message.get(said)
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise ConfigError(f"{where}: a message has a part that is no text, as a picture.")
+        return {role: message[role], said: "".join(parts)}
+    if not isinstance(content, str) and not message.get("tool_calls"):
+        raise ConfigError(f"{where}: a message needs {role} and {said}, and one has no {said}.")
+    return message
+
+
 def _has_from(messages: Any) -> bool:
-    return bool(messages) and isinstance(messages[0], dict) and "from" in messages[0]
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return isinstance(first, dict) and "from" in first
 
 
 def _joined(row: dict[str, Any], prompt: str, more: str | None) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -131,18 +132,22 @@ def _libraries() -> Iterator[tuple[Any, Any]]:
     except ImportError as error:
         raise ConfigError(f"--data: samples need trl and datasets ({error}): {NEEDED}") from None
     datasets.disable_progress_bars()
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what cannot be read is told by an error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield datasets, trl
     finally:
+        datasets.logging.set_verbosity(level)
         datasets.enable_progress_bars()
 
 
 def _without_empty(data: Any) -> tuple[Any, dict[str, int]]:
     kept = data.filter(lambda row: all(row.values()))
     empty = len(data) - len(kept)
-    return kept, {"empty": empty} if empty else {}
+    why = "empty, or with other columns than the first"
+    return kept, {why: empty} if empty else {}
 
 
 def _counts(rows: Any) -> tuple[list[int], list[int], str]:
@@ -200,6 +205,7 @@ def _with_answers_apart(data: Any, tokenizer: Any, skipped: dict[str, int]) -> _
     if not len(apart):
         raise ConfigError(
             "--data: no conversation has an answer: a message of the role assistant after another."
+            f" The roles are {', '.join(sorted(_roles(data[column])))}."
         )
     return _Given(apart, False)
 
@@ -250,6 +256,10 @@ def _answers_apart(batch: dict[str, list], column: str) -> dict[str, list]:
             found["prompt"].append(said[:at])
             found["completion"].append([said[at]])
     return found
+
+
+def _roles(conversations: Any) -> set[str]:
+    return {str(_as_message(each)["role"]) for messages in conversations for each in messages}
 
 
 def _answers(messages: list[dict[str, Any]]) -> list[int]:

@@ -75,12 +75,18 @@ SHAPES = tuple(
 KEYS = re.compile(
     r'"(messages|conversations?|dialog(?:ue)?|chosen|completions?|instruction)"\s*:\s*["\[{]'
 )
-READ = "Read it with the datasets library: datasets.load_dataset."
-TRAIN = (
-    "`infinity train` learns running text. Train on samples with"
-    " infinity.integrations.InfinitySFTTrainer (docs/integrations.md), or write what is to be"
-    " learned into text files."
-)
+READ = "It is not read here."
+TRAIN = "Give what is to be learned as text, JSON lines, Parquet or CSV."
+PICTURES = {
+    b"\x89PNG": "a picture (PNG)",
+    b"\xff\xd8\xff": "a picture (JPEG)",
+    b"GIF8": "a picture (GIF)",
+    b"%PDF": "a PDF: extract its text first",
+    b"\x1f\x8b": "compressed: unpack it first, with gunzip",
+    b"PK\x03\x04": "an archive: unpack it first",
+    b"GGUF": "a model (GGUF)",
+}
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True)
@@ -103,13 +109,18 @@ def look_at(path: Path) -> NotText | None:
     if not head:
         return None
     if COMPRESSED.search(path.name):
-        return NotText("is compressed", f"Unpack it first. {TRAIN}", True)
+        how = "gunzip" if path.suffix == ".gz" else "its own program"
+        return NotText("is compressed", f"Unpack it first, with {how}.", True)
     kind = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
     if kind is not None or (CONTAINERS.search(path.name) and not _is_utf8(head)):
         loader = LOADERS.get(kind or path.suffix.lower()[1:])
         return NotText(f"is {kind or path.suffix[1:]}", f"{READ} {TRAIN}", True, loader)
     if not _is_utf8(head):
-        return NotText("is not UTF-8 text", "Convert it: iconv -f LATIN1 -t UTF-8, say.", False)
+        what = next((what for magic, what in PICTURES.items() if head.startswith(magic)), None)
+        if what is not None:
+            return NotText(f"is {what}", TRAIN, False)
+        coding = "UTF-16" if head.startswith(UTF16) else "LATIN1"
+        return NotText("is not UTF-8 text", f"Convert it: iconv -f {coding} -t UTF-8.", False)
     if (what := _records_in(path, head)) is not None:
         loader = "csv" if path.suffix.lower() in TABLES else "json"
         return NotText(what, TRAIN, True, loader)

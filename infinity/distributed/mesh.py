@@ -385,11 +385,11 @@ def _check_axes(sizes: dict[str, int], axes: str, divides_experts: bool) -> None
 def _launched() -> int:
     """Returns how many ranks a launcher started, this one included."""
     try:
-        return int(os.environ.get("WORLD_SIZE", 1))
+        return int(os.environ.get("WORLD_SIZE") or 1)
     except ValueError:
         return 1
 
 
 def _local_size() -> int:
     """Returns how many ranks are on this machine, as torchrun reports it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -221,7 +221,10 @@ def check_place(output: Output) -> None:
         if os.path.exists(path) and not stat.S_ISREG(path.stat().st_mode):
             return  # a pipe or a device: nothing is replaced there
         if not os.path.isdir(path.parent):
-            raise ConfigError(f"{what} cannot be written: there is no folder {path.parent}")
+            raise ConfigError(
+                f"{what} cannot be written: there is no folder {path.parent}. Create it first:"
+                f" mkdir -p {path.parent}"
+            )
     there = existing(path.parent if output.is_file else path)
     if not os.path.isdir(there):
         whose = (

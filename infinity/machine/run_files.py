@@ -54,7 +54,7 @@ def this_process() -> Process:
 def job_name() -> str:
     """Returns a name for this process's job: by its launcher, if any, which all ranks of a machine
     have in common. It includes the start time, because containers of one name reuse process ids."""
-    pid = os.getppid() if int(os.environ.get("WORLD_SIZE", 1)) > 1 else os.getpid()
+    pid = os.getppid() if int(os.environ.get("WORLD_SIZE") or 1) > 1 else os.getpid()
     return f"{os.uname().nodename}-{pid}-{start_of(pid)}"
 
 

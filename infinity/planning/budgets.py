@@ -123,10 +123,12 @@ def budget_too_small(
         if parts.get(BUFFERS, 0) <= budget
         else "or give the model smaller buffers: they stay with their modules"
     )
+    meant = f" Did you mean {budget}GiB?" if 1 < budget < 1024 else ""
     is_measured = tier is Tier.NVME and config.nvme_capacity is None
     where = f" at {', '.join(config.nvme_paths)}" if is_measured else ""
     return CapacityError(
-        f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works here is"
+        f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works"
+        " here is"
         f" {format_nbytes(needed)} ({needed} bytes): {terms}. Raise {name} by"
-        f" {format_nbytes(needed - budget)}, {remedy}."
+        f" {format_nbytes(needed - budget)}, {remedy}.{meant}"
     )

@@ -79,18 +79,17 @@ class Machine:
     def read(cls, given: str) -> Machine:
         """Reads the file ``given``, or the package's machine file of that name. Raises ConfigError
         if there is none, or it lacks a field."""
-        path = (
-            Path(given)
-            if Path(given).exists()
-            else MACHINES / Path(given).with_suffix(".toml").name
-        )
+        path = Path(given)
+        if not path.exists():
+            path = MACHINES / path.with_suffix(".toml").name.lower()
         try:
             found = tomllib.loads(read_text(path))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             known = sorted(each.stem for each in MACHINES.glob("*.toml"))
             near = [name for name in known if given.lower() in name]
             near += difflib.get_close_matches(given, known, n=1)
-            hint = f": did you mean {near[0]}?" if near else f": {error}."
+            why = f"there is no file {given}" if isinstance(error, FileNotFoundError) else error
+            hint = f": did you mean {near[0]}?" if near else f": {why}."
             raise ConfigError(
                 f"--machine {given}{hint} Give a TOML file, or one of {', '.join(known)}"
             ) from None

@@ -20,7 +20,6 @@ from ..errors import UsageError
 from ..state import mistakes
 from ..state.handle import handle_of
 
-
 REGISTER = nn.Module.register_parameter.__code__  # what an assignment calls
 
 

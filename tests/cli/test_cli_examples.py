@@ -296,8 +296,8 @@ REFUSED = {
     "other columns": ([{"review": "a", "stars": 3}] * 3, "columns review, stars"),
     "one sample": ([{"prompt": "a", "completion": "b"}], "and data.jsonl leaves 1."),
     "empty samples": ([{"text": ""}] * 3, "all samples of data.jsonl are empty"),
-    "messages of text": ([{"messages": ["a", "b"]}] * 3, "A message needs role and content"),
-    "no roles": ([{"messages": [{"content": "a"}] * 2}] * 3, "A message needs role and content"),
+    "messages of text": ([{"messages": ["a", "b"]}] * 3, "sample 1: messages must be a list"),
+    "no roles": ([{"messages": [{"content": "a"}] * 2}] * 3, "a message needs role and content"),
     "numbers": ([{"prompt": "a", "completion": 3}] * 3, "completion and text are texts"),
     "no answers": ([{"messages": chat_of("a", "b")[:1]}] * 3, "no conversation has an answer"),
 }

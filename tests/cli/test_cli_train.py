@@ -462,7 +462,7 @@ BAD_INPUT = [
     (
         no_change,
         {"nvme_path": "nowhere"},
-        "No such folder for --nvme-path: nowhere. Create it first",
+        "No such folder for swap files: 'nowhere'. Create it first",
     ),
     (no_change, {"params": "tape"}, "invalid choice: 'tape'"),
     (no_change, {"host_memory": "0%"}, "--host-memory 0% is not a share"),

@@ -205,7 +205,7 @@ REFUSED = {
     "raw chat": (("--chat", "--raw"), "--raw and --json are for --prompt"),
     "chat as JSON": (("--chat", "--json"), "--raw and --json are for --prompt"),
     "nothing": (("--prompt", ""), "the prompt is empty"),
-    "cold": (("--prompt", "x", "--temperature", "-1"), "give 0 or more"),
+    "cold": (("--prompt", "x", "--temperature", "-1"), "0 or more needed"),
     "all": (("--prompt", "x", "--top-p", "1.5"), "more than 0 and at most 1"),
     "too long": (("--prompt", "x" * 200), "the model takes 96 with the answer"),
     "no swap folder": (("--prompt", "x", "--params", "nvme", "--nvme-path", "none"), "none"),

@@ -31,11 +31,11 @@ def find_files(args: argparse.Namespace) -> TextFiles | ExampleFiles:
 def _check_data_options(args: argparse.Namespace, files: TextFiles | ExampleFiles) -> None:
     if isinstance(files, ExampleFiles):
         return
-    for option, value in (("--pack", args.pack), ("--epochs", args.epochs)):
-        if value:
+    remedies = {"pack": "Leave it out: every row of text is full.", "epochs": "Give --steps."}
+    for option, remedy in remedies.items():
+        if getattr(args, option):
             raise ConfigError(
-                f"{option} is for samples, and {files.source} is running text, of which every row"
-                " is full."
+                f"--{option} is for samples, and {files.source} is running text. {remedy}"
             )
 
 
@@ -80,6 +80,8 @@ def read_inputs(
     set_defaults(args)
     length = choose_sequence_length(args.sequence_length, model_config)
     limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")
+    if not limit_nbytes:
+        raise ConfigError(f"--data-limit {args.data_limit}: give more than 0")
     corpus = read_corpus(
         files, sequence_length=length, limit_nbytes=limit_nbytes, tokenizer=tokenizer
     )

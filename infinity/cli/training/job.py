@@ -198,10 +198,7 @@ def train_step(job: Job, step: int) -> float:
     for batch, count in zip(batches, counts):
         loss = _loss(job.model, batch) / (mean / count)
         loss_sum += loss.item()
-        if not math.isfinite(loss_sum):  # the other ranks' next collective raises too
-            raise InfinityError(
-                f"The loss is {loss_sum} at step {step}. Lower --lr, or lengthen --warmup-steps."
-            )
+        check_finite(loss_sum, job)  # the other ranks' next collective raises too
         loss.backward()
     if job.max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.max_grad_norm)
@@ -209,6 +206,14 @@ def train_step(job: Job, step: int) -> float:
     job.scheduler.step()
     job.optimizer.zero_grad()
     return job.ranks.mean(loss_sum)
+
+
+def check_finite(loss: float, job: Job) -> None:
+    """Raises InfinityError for a loss that is not finite."""
+    if not math.isfinite(loss):
+        raise InfinityError(
+            f"The loss is {loss} at step {job.next_step}. Lower --lr, or lengthen --warmup-steps."
+        )
 
 
 def learned_count(batch: dict[str, torch.Tensor]) -> int:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+ADAPTER_CONFIG = "adapter_config.json"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 CONFIG_PATTERNS = ["config.json", "*.py"]
 MODEL_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
@@ -39,13 +40,18 @@ def find_model(
     given: Path,
     *,
     option: str = "--model ",
+    weights: bool = True,
+    adapters: bool = False,
     patterns: Sequence[str] = MODEL_PATTERNS,
     known: Iterable[str] = (),
 ) -> Path:
     """Returns the folder or file of a model. The files of a name on the Hugging Face hub that have
     the ``patterns`` are downloaded to its cache. Raises ConfigError if there is neither; it names
-    the nearest model beside ``given``, or of the ``known`` names, and the ``option``."""
+    the nearest model beside ``given``, or of the ``known`` names, and the ``option``. ``weights``:
+    also raises it for a folder without them. ``adapters``: takes a folder of PEFT's, too."""
     if given.exists():
+        if not (adapters and (given / ADAPTER_CONFIG).is_file()):
+            _check_model(given, option, weights=weights)
         return given
     name = str(given)
     beside = given.parent.iterdir() if given.parent.is_dir() else ()
@@ -67,6 +73,40 @@ def find_model(
             f" {_first_line(error).rstrip('.')}. Where there is a network: `hf download {name}"
             f" --local-dir {given.name}`; then give {option}{given.name}."
         ) from None
+
+
+def _check_model(path: Path, option: str, *, weights: bool) -> None:
+    """Raises ConfigError for what is no model of transformers, by what it is."""
+    if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf"))):
+        raise ConfigError(
+            f"{path} is not a model here, but one in GGUF: give a folder of safetensors."
+        )
+    if path.is_file():
+        if path.suffix != ".json":
+            raise ConfigError(
+                f"{path} is not a model. Give {option}a folder, or a config.json for fresh weights."
+            )
+        return
+    if (path / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"{path} is an adapter: give {option}the folder of its base, or merge both with"
+            f" `infinity export BASE OUT --merge {path}`."
+        )
+    if (path / "manifest.json").is_file():
+        raise ConfigError(
+            f"{path} is a checkpoint: make a model of it with `infinity export {path} OUT`, or"
+            f" continue it with `infinity train --resume --checkpoint {path}`."
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"No config.json in {path}: not a folder that transformers saved. Give {option}one that"
+            " has config.json and safetensors."
+        )
+    if weights and not any(path.glob("*.safetensors")):
+        how = f"For fresh weights give {option}{path / 'config.json'}."
+        if any(path.glob("*.bin")):
+            how = f"Make them of its .bin files: `infinity export {path} OUT --model {path}`."
+        raise ConfigError(f"No safetensors in {path}. {how}")
 
 
 def _may_be_model(path: Path) -> bool:
@@ -92,6 +132,11 @@ def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
                 f"{path} brings code of its own to run. If you trust it: --trust-remote-code"
             ) from None
         raise ConfigError(f"transformers cannot read {path}: {_first_line(error)}") from None
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(
+            f"{path} is packed in fewer bits (quantization_config), which is not supported yet."
+            " Give the model that it was made of."
+        )
     check_sizes(path, config)
     return config
 
@@ -154,7 +199,8 @@ def read_tokenizer(path: Path | None, *, trust: bool = False) -> Any:
         )
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ConfigError(
-            f"transformers cannot read the tokenizer in {path}: {_first_line(error)}"
+            f"transformers cannot read the tokenizer in {path}: its files are damaged, or of a kind"
+            f" that is not installed ({type(error).__name__}: {_first_line(error)})"
         ) from None
 
 
@@ -165,12 +211,12 @@ def check_vocabulary(model_config: Any, tokenizer: Any) -> None:
     if size is None:
         raise ConfigError(
             "The model's configuration has no vocab_size: it is not of a language model. Give"
-            " another --model."
+            " another model."
         )
     if size < needed:
         raise ConfigError(
             f"The model's vocabulary has {size} entries but {what} needs {needed}. Give another"
-            " --model."
+            " model."
         )
 
 
@@ -197,6 +243,7 @@ def build_model(
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     options = {"dtype": kind, "trust_remote_code": trust}
     torch.manual_seed(seed)
+    model = None
     try:
         if path is None or path.is_file():
             return AutoModelForCausalLM.from_config(model_config, **options)
@@ -215,15 +262,30 @@ def build_model(
             **options,
         )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"transformers cannot build a causal LM from {path}: {_first_line(error)}"
-        ) from None
+        why = f"transformers cannot build a causal LM from {path}: {_first_line(error)}"
+        raise ConfigError(_misfit(path, model) or why) from None
     if missing := sorted(found["missing_keys"]):
-        say(
-            f"{len(missing)} weights are not in {path} and start from the seed:"
-            f" {', '.join(missing[:4])}"
-        )
+        names = ", ".join(missing[:4])
+        say(f"{len(missing)} weights are not in {path} and start from the seed: {names}")
     return model
+
+
+def _misfit(path: Path | None, model: nn.Module | None) -> str:
+    """Returns which weight of a folder has another shape than the model of its config.json has; ""
+    if all fit."""
+    from ...checkpoint.module_names import Incoming
+    from ...checkpoint.weight_files import WeightFiles
+
+    if path is None or model is None or not any(path.glob("*.safetensors")):
+        return ""
+    kept = model.state_dict(keep_vars=True)
+    for name, source in Incoming(model, WeightFiles(path).sources(), kept).sources.items():
+        if source.shape != kept[name].shape:
+            return (
+                f"{path}: {name} has the shape {tuple(source.shape)} in its files and"
+                f" {tuple(kept[name].shape)} by its config.json: one of the two is another model's."
+            )
+    return ""
 
 
 def is_streamed(model: nn.Module, path: Path | None) -> bool:
@@ -267,6 +329,9 @@ def add_adapters(model: nn.Module, rank: int, base: Path) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ConfigError("--lora-rank needs peft: pip install peft") from None
+    width = getattr(model.config.get_text_config(), "hidden_size", None) or rank
+    if rank > width:
+        raise ConfigError(f"--lora-rank {rank} is more than the model's width {width}: give less")
     adapted = get_peft_model(
         model,
         LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"),
@@ -306,4 +371,4 @@ def no_cache(model: nn.Module) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

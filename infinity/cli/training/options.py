@@ -6,26 +6,35 @@ fresh weights  weights of a model built from its configuration alone, initialise
 from __future__ import annotations
 
 import argparse
-import math
-import sys
-from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from ...machine.tiers import home_of
 from ..presets import PRESETS
+from ..values import (
+    a_count,
+    a_path,
+    a_seed,
+    at_least_two,
+    positive_real,
+    real_from_zero,
+    zero_or_more,
+)
 from .places import saved_extra
 
 HOMES = ("auto", "device", "host", "nvme")
 HOME: dict[str, Any] = {"type": home_of, "choices": HOMES}
 # Arguments that several options have.
 FLAG: dict[str, Any] = {"action": "store_true"}
-PATH: dict[str, Any] = {"type": Path, "metavar": "PATH"}
-FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
-FOLDER: dict[str, Any] = {"type": Path, "metavar": "FOLDER"}
+PATH: dict[str, Any] = {"type": a_path, "metavar": "PATH"}
+FILE: dict[str, Any] = {"type": a_path, "metavar": "FILE"}
+FOLDER: dict[str, Any] = {"type": a_path, "metavar": "FOLDER"}
+NUMBER: dict[str, Any] = {"type": a_count, "metavar": "N"}
+COUNT: dict[str, Any] = {"type": zero_or_more, "metavar": "N"}
 DEFAULT_SEQUENCE_LENGTH = 256
 DEFAULT_ROW_LENGTH = 1024
 DEFAULT_STEPS = 80
+DEFAULT_CHECKPOINT_EVERY = 50
 DEFAULT_LR, TUNING_LR = 2e-4, 2e-5
 DEFAULT_WARMUP_STEPS = 10
 DEFAULT_MAX_GRAD_NORM = 1.0
@@ -116,11 +125,11 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
 def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--steps", **NUMBER, help="optimizer steps (default: one epoch of samples; 80 of text)")
-    add("--epochs", type=_positive_float, metavar="N", help="of samples, instead of --steps")
+    add("--epochs", type=positive_real, metavar="N", help="of samples, instead of --steps")
     add("--batch-size", **NUMBER, default=4, help="samples in a micro-batch (default 4)")
     add(
         "--sequence-length",
-        type=_at_least_two,
+        type=at_least_two,
         metavar="N",
         help=(
             f"tokens in a sample, at most (default {DEFAULT_SEQUENCE_LENGTH} of text,"
@@ -130,10 +139,10 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add("--accumulate", **NUMBER, default=1, help="micro-batches in a step (default 1)")
     add(
         "--lr",
-        type=_positive_float,
+        type=positive_real,
         help="peak learning rate (default 0.0002; 0.00002 for all weights of a trained model)",
     )
-    add("--weight-decay", type=_zero_or_more, default=0.1, help="of weight matrices (default 0.1)")
+    add("--weight-decay", type=real_from_zero, default=0.1, help="of weight matrices (default 0.1)")
     add(
         "--warmup-steps",
         **COUNT,
@@ -141,7 +150,7 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--max-grad-norm",
-        type=_positive_float,
+        type=positive_real,
         metavar="NORM",
         help=f"clip to it (default {DEFAULT_MAX_GRAD_NORM})",
     )
@@ -152,13 +161,13 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--timeout",
-        type=_positive_float,
+        type=positive_real,
         metavar="SECONDS",
         help="under torchrun, how long a rank waits for the others (default: torch's)",
     )
     add(
         "--seed",
-        type=_count,
+        type=a_seed,
         default=0,
         help="of fresh weights, batches, dropout and the sample (default 0)",
     )
@@ -173,7 +182,7 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
         **FOLDER,
         help="keep the last resumable checkpoint here, the final one too",
     )
-    add("--checkpoint-every", **NUMBER, default=50, help="steps (default 50)")
+    add("--checkpoint-every", **NUMBER, help="steps (default 50)")
     add(
         "--resume",
         **FLAG,
@@ -200,40 +209,6 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _bounded(text: str, kind: type, low: float, low_text: str) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not low <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} given, {low_text} needed")
-    return value
-
-
-def _positive(text: str) -> int:
-    return _bounded(text, int, 1, "1 or more")
-
-
-def _count(text: str) -> int:
-    return _bounded(text, int, 0, "0 or more")
-
-
-def _at_least_two(text: str) -> int:
-    return _bounded(text, int, 2, "2 or more (a token and the one to predict)")
-
-
-def _positive_float(text: str) -> float:
-    return _bounded(text, float, sys.float_info.min, "more than 0")
-
-
-def _zero_or_more(text: str) -> float:
-    return _bounded(text, float, 0.0, "0 or more")
-
-
-NUMBER: dict[str, Any] = {"type": _positive, "metavar": "N"}
-COUNT: dict[str, Any] = {"type": _count, "metavar": "N"}
-
-
 def set_defaults(args: argparse.Namespace) -> None:
     """Sets what depends on the model and on ``args.steps``, which is known by now."""
     if args.lr is None:
@@ -246,11 +221,29 @@ def set_defaults(args: argparse.Namespace) -> None:
             args.warmup_steps = saved["warmup_steps"]  # --steps may have changed
 
 
+def _check_companions(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that do nothing without another one, or beyond it."""
+    if args.checkpoint_every is not None and args.checkpoint is None:
+        raise ConfigError("--checkpoint-every needs a folder: add --checkpoint FOLDER.")
+    args.checkpoint_every = args.checkpoint_every or DEFAULT_CHECKPOINT_EVERY
+    if args.prompt is not None and args.out is None:
+        raise ConfigError("--prompt is of the sample of a saved model: add --out FOLDER.")
+    if args.micro_batch is not None and args.micro_batch > args.batch_size:
+        raise ConfigError(
+            f"--micro-batch {args.micro_batch} is more than --batch-size {args.batch_size}: it is a"
+            " part of it. Give less, or leave it out."
+        )
+    known = None not in (args.warmup_steps, args.steps) and not args.resume
+    if known and args.warmup_steps > args.steps:
+        raise ConfigError(
+            f"--warmup-steps {args.warmup_steps} is more than --steps {args.steps}: give at most as"
+            " many."
+        )
+
+
 def check_options(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that can be checked without reading the data or building the
     model."""
-    if args.model is not None:
-        _check_model_path(args.model)
     if args.lora_rank is not None and (args.model is None or args.model.is_file()):
         raise ConfigError(
             "--lora-rank trains adapters of a model that has weights: give --model a folder."
@@ -263,30 +256,4 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--resume continues a checkpoint and --overwrite replaces it: give one of them."
         )
-    if args.seed >= 2**63:
-        raise ConfigError(f"--seed {args.seed} does not fit 63 bits.")
-
-
-def _check_model_path(path: Path) -> None:
-    if path.is_file():
-        if path.suffix != ".json":
-            raise ConfigError(
-                f"{path} is not a model. Give --model a folder, or a config.json for fresh weights."
-            )
-        return
-    if (path / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{path} is an adapter: give --model the folder of its base, or merge both with"
-            f" `infinity export`."
-        )
-    if (path / "manifest.json").is_file():
-        raise ConfigError(
-            f"{path} is a checkpoint: continue it with --resume --checkpoint {path}, or make a"
-            f" model of it with `infinity export {path} OUT`."
-        )
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"No config.json in {path}: not a folder that transformers saved.")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"No safetensors in {path}. For fresh weights give --model {path / 'config.json'}."
-        )
+    _check_companions(args)

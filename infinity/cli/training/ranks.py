@@ -11,6 +11,16 @@ import os
 
 from ...errors import ConfigError
 
+BY_TORCHRUN = "Start the job with torchrun, or unset RANK and WORLD_SIZE."
+
+
+def _number(name: str, least: int) -> int:
+    """Reads a variable that torchrun sets. Raises ConfigError if it is no number."""
+    text = os.environ.get(name) or str(least)
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{name}={text!r} is not a number from {least} on. {BY_TORCHRUN}")
+    return int(text)
+
 
 class Ranks:
     """The process group of the job. With one process, no group is created."""
@@ -21,19 +31,23 @@ class Ranks:
         ``timeout_seconds``: of waiting for other ranks (None: torch's half an hour). Raises
         ConfigError if they do not join.
         """
-        self.count = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
-        self.rank = int(os.environ["RANK"]) if self.count > 1 else 0
+        self.count = _number("WORLD_SIZE", 1) if os.environ.get("RANK") else 1
+        self.rank = _number("RANK", 0) if self.count > 1 else 0
         if self.count > 1:
+            import torch
             import torch.distributed as dist
 
             try:
                 timeout = (
                     None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
                 )
-                dist.init_process_group("gloo", timeout=timeout)
+                gpus = torch.cuda.is_available()
+                backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+                dist.init_process_group(backend, timeout=timeout)
             except (RuntimeError, ValueError) as error:
                 raise ConfigError(
-                    f"the {self.count} ranks that torchrun announced do not come together: {error}"
+                    f"the {self.count} ranks of RANK and WORLD_SIZE do not come together:"
+                    f" {error}. {BY_TORCHRUN}"
                 ) from error
 
     @property

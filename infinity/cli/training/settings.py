@@ -11,13 +11,14 @@ import dataclasses
 import difflib
 import math
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import infinity
 
 from ...errors import ConfigError
 from ...untrusted import read_table
-from ..presets import TABLE
+from ..presets import TABLE, words_of_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,7 +80,9 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     settings = read_table(path)
     if is_another_tools(settings):
         return translated(path)
-    settings.pop(TABLE, None)  # these options were added to the command line already
+    if TABLE in settings:
+        words_of_table(path, [])  # `infinity plan` has none of these options, and typos are told
+    settings.pop(TABLE, None)  # of `infinity train`: they are on its command line already
     names = [field.name for field in dataclasses.fields(infinity.Config)]
     for key in settings:
         if key not in names:
@@ -109,8 +112,13 @@ def translated(path: Path) -> dict[str, Any]:
     ``--dtype`` and the loop here replace its dtype and its optimizer."""
     from ...config.accelerate import is_accelerate
 
-    read = infinity.Config.from_deepspeed
-    if is_accelerate(read_table(path)):
+    read, given = infinity.Config.from_deepspeed, read_table(path)
+    if given and not is_another_tools(given):
+        raise ConfigError(
+            f"{path} is no DeepSpeed JSON: it has the keys {', '.join(list(given)[:5])}. Give one"
+            " that has zero_optimization."
+        )
+    if is_accelerate(given):
         read = infinity.Config.from_accelerate
     config, default = read(path, strict=False), infinity.Config()
     settings = {
@@ -143,7 +151,7 @@ def _check_nvme_paths(settings: dict[str, Any]) -> None:
             raise ConfigError(f"--nvme-path {path} is a file: give a folder for swap files.")
         if not Path(path).is_dir():
             raise ConfigError(
-                f"No such folder for --nvme-path: {path}. Create it first: mkdir -p {path}"
+                f"No such folder for swap files: {path!r}. Create it first: mkdir -p {quote(path)}"
             )
 
 
@@ -176,6 +184,25 @@ def engine_config(settings: dict[str, Any], model: nn.Module | None = None) -> i
     if model is None:
         return rest
     return dataclasses.replace(rest, host_memory=int(share * training_state_nbytes(model, rest)))
+
+
+def check_device(device: str | None) -> None:
+    """Raises ConfigError for a device that is not here, before anything is read."""
+    import torch
+
+    if device is None or (kind := device.partition(":")[0]) == "cpu":
+        return
+    if (index := device.partition(":")[2]) and not index.isdecimal():
+        return  # no device at all, which Config tells
+    here = _device_here() == kind or (kind == "cuda" and torch.cuda.is_available())
+    if here and not (index and int(index) >= torch.accelerator.device_count()):
+        return
+    if kind in ("cuda", "mps", "xpu", "hpu", "npu"):
+        what = "GPU" if kind == "cuda" and not here else f"device {device}"
+        raise ConfigError(
+            f"--device {device}: torch {torch.__version__} finds no {what} here (`infinity env`"
+            " tells more). Leave it out, or give --device cpu."
+        )
 
 
 def _device_here() -> str | None:
