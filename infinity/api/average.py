@@ -27,8 +27,13 @@ def ema(model: nn.Module, decay: float) -> Average:
     1]. Raises UsageError for a model that is not wrapped with an optimizer, or already has an
     average. Raises CapacityError if the tiers of the masters have no room for it.
     """
-    if not 0 <= decay <= 1:
-        raise ConfigError(f"decay={decay}: give a number from 0 to 1, 0.999 say")
+    if not isinstance(decay, (int, float)) or isinstance(decay, bool) or not 0 <= decay <= 1:
+        what = (
+            f"={decay!r}"
+            if isinstance(decay, (int, float, str))
+            else f" is a {type(decay).__name__}"
+        )
+        raise ConfigError(f"decay{what}: give a number from 0 to 1, as ema(model, 0.999)")
     return Average(model, swa_utils.get_ema_multi_avg_fn(decay))
 
 

@@ -24,6 +24,7 @@ from ..optim.companion import is_moved
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.recognised import check_together
 from ..optim.rules import check_expected, refuse_wrapper
+from ..state import mistakes
 from ..state.dtensors import check_placements, is_distributed, local_of, ranks_over
 from ..state.handle import handle_of
 from ..state.partition import STAYS, is_managed, parameter_names
@@ -63,7 +64,10 @@ OWNERS = {
 def check(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config) -> None:
     """Raises ConfigError or UsageError for inputs that cannot be wrapped as they are."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+        raise ConfigError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module:"
+            f" {mistakes.instead_of_model(model)}"
+        )
     for optimizer in optimizers:
         check_kind(optimizer)
     native.simd_unit()  # raises for an unknown INFINITY_SIMD
@@ -297,7 +301,10 @@ def check_kind(optimizer: Any) -> None:
         )
     refuse_wrapper(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer:"
+            f" {mistakes.instead_of_optimizer(optimizer)}"
+        )
 
 
 def _check_optimizer(

@@ -123,7 +123,13 @@ def _select(model: nn.Module, names: str | list[str] | None) -> dict[str, nn.Par
     if names is None:
         return moved
     selected: dict[str, nn.Parameter] = {}
-    for wanted in [names] if isinstance(names, str) else names:
+    listed = [names] if isinstance(names, str) else names
+    if not isinstance(listed, (list, tuple, set)) or not all(isinstance(n, str) for n in listed):
+        raise UsageError(
+            f"full_params takes names of parameters or modules, as '0.weight', not a"
+            f" {type(names).__name__}"
+        )
+    for wanted in listed:
         found = {
             n: p
             for n, p in moved.items()

@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import ConfigError, UsageError
 from ..gradients.record import would_be_lost
 from ..machine import scratch
+from ..machine.outputs import folder_of
 from ..machine.tiers import Tier
 from ..runtime.engine import Engine
 from ..runtime.job import Job
@@ -90,7 +91,7 @@ def _park(engine: Engine, job: Job, folder: str | None, what: str) -> int:
 
 def _checked(job: Job, folder: str | os.PathLike | None, to: str, what: str) -> str | None:
     """Returns the folder to park in; None for host memory."""
-    if to not in ("nvme", "host") or what not in PARTS:
+    if to not in ("nvme", "host") or not isinstance(what, str) or what not in PARTS:
         raise ConfigError(
             f"park(to={to!r}, what={what!r}): to is 'nvme' or 'host', and what is one of"
             f" {', '.join(map(repr, PARTS))}"
@@ -106,7 +107,7 @@ def _checked(job: Job, folder: str | os.PathLike | None, to: str, what: str) -> 
             )
         return None
     if folder is not None:
-        return os.path.abspath(folder)
+        return os.path.abspath(folder_of(folder, "park's folder"))
     return job.config.nvme_paths[0] if job.config.nvme_paths else _scratch_folder(job)
 
 

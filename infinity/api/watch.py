@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ConfigError, UsageError
 from ..machine import disk_profile, run_files
 from ..machine.kernel import process_space
+from ..machine.outputs import folder_of
 from ..machine.tiers import Tier
 from ..runtime.job import Job
 from ..runtime.registry import is_wrapped, wrapped
@@ -34,6 +36,13 @@ EVERY_SECONDS = 1.0
 MOST_POINTS = 512
 HISTORY_EVERY = 10  # in statuses
 SMOOTHING = 0.2  # weight of the last step in the mean step time
+
+
+def _check(steps: int | None, folder: str | os.PathLike | None) -> None:
+    if steps is not None and (not hasattr(steps, "__index__") or steps < 0):
+        raise ConfigError(f"steps={steps!r}: give the number of steps, or None")
+    if folder is not None:
+        folder_of(folder, "Watch's folder")
 
 
 class Watch:
@@ -61,6 +70,7 @@ class Watch:
         folder: str | os.PathLike | None = None,
         every: float = EVERY_SECONDS,
     ):
+        _check(steps, folder)
         engine = wrapped(model).engine
         job = engine.job
         self._model = weakref.ref(wrapped(model).model)
@@ -108,6 +118,11 @@ class Watch:
 
     def update(self, *, loss: float | None = None, tokens: int = 0) -> None:
         """Counts one more step of the loop. ``tokens``: its tokens, over all ranks."""
+        for name, value in (("loss", loss), ("tokens", tokens)):
+            if value is not None and not hasattr(value, "__float__"):
+                raise UsageError(f"{name} is a {type(value).__name__}: give a number")
+        if tokens < 0:
+            raise UsageError(f"tokens={tokens}: give the number of a step's tokens")
         now = time.monotonic()
         seconds, self._at = now - self._at, now
         first = not self._step_seconds

@@ -17,6 +17,7 @@ from torch import nn
 from ..distributed.collectives import Collectives
 from ..errors import CorruptionError, InfinityError, UsageError
 from ..machine.kernel import running_kernel
+from ..machine.outputs import folder_of
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.recognised import as_given
 from ..optim.step_inputs import OF_PARAMETERS
@@ -69,13 +70,14 @@ def load_checkpoint(
     Every rank calls this. Returns ``extra``. Verifies everything before any change: raises
     CorruptionError for damaged files, UsageError naming the parameters when it is of another model.
     """
+    root = folder_of(path, "load_checkpoint's path", writes=False)
     engine, books = engine_of_pair(model, as_given(optimizer))
     job = engine.job
     with (
         job.uses.operation(Operation.LOAD_CHECKPOINT),
         job.collectives.together("load_checkpoint"),
     ):
-        with checkpoint_of(Path(path), job.collectives) as (manifest, data):
+        with checkpoint_of(root, job.collectives) as (manifest, data):
             return _Load(manifest, data, engine, whole_of(model), books).run()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, StorageError, UsageError
-from ..machine.outputs import Identity, Output, check_free, identity_of, replacing
+from ..machine.outputs import Identity, Output, check_free, folder_of, identity_of, replacing
 from ..runtime.job import Job, wait_idle
 from ..runtime.registry import engine_of, whole_of
 from ..state.dtensors import global_of, local_of
@@ -69,7 +69,7 @@ def save_pretrained(
     with (
         job.uses.begin(),
         job.collectives.together("save_pretrained"),
-        own_place(model, job, Path(folder), overwrite) as place,
+        own_place(model, job, folder_of(folder, "save_pretrained's folder"), overwrite) as place,
     ):
         _save_model(whole_of(model), parts_of(whole_of(model))[0], job, place, max_shard_size)
 

@@ -31,8 +31,9 @@ from torch import nn
 
 from .. import native
 from ..distributed.collectives import Collectives
-from ..errors import PeerError, StorageError, UsageError
+from ..errors import ConfigError, PeerError, StorageError, UsageError
 from ..gradients.record import would_be_lost
+from ..machine.outputs import folder_of
 from ..machine.progress import progress
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.recognised import as_given
@@ -98,13 +99,16 @@ def save_checkpoint(
     with the old checkpoint intact, UsageError while another process saves to that folder,
     ConfigError if another model's checkpoint is there.
     """
+    root = folder_of(path, "save_checkpoint's path")
+    if not isinstance(overwrite, bool):
+        raise ConfigError(f"overwrite={overwrite!r} must be True or False")
     engine, books = engine_of_pair(model, as_given(optimizer))
     job = engine.job
     with (
         job.uses.operation(Operation.SAVE_CHECKPOINT),
         job.collectives.together("save_checkpoint"),
     ):
-        _save_all(Path(path), engine, whole_of(model), books, extra, overwrite)
+        _save_all(root, engine, whole_of(model), books, extra, overwrite)
 
 
 def _save_all(

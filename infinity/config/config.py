@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -170,8 +171,8 @@ class Config:
 
     def _set_paths(self) -> None:
         paths = self._parse_list("nvme_paths", (str, os.PathLike))
-        if any("\0" in str(path) for path in paths):
-            raise ConfigError(f"nvme_paths={self.nvme_paths!r}: a path has no NUL in it")
+        if any(not str(path) or "\0" in str(path) for path in paths):
+            raise ConfigError(f"nvme_paths={self.nvme_paths!r}: a path is empty or has a NUL")
         # Absolute from here on: the process may change its working directory.
         self._set("nvme_paths", tuple(os.path.abspath(path) for path in paths))
 
@@ -225,7 +226,7 @@ class Config:
             )
         norm = self.max_grad_norm
         if norm is not None and not (
-            isinstance(norm, (int, float)) and not isinstance(norm, bool) and norm > 0
+            isinstance(norm, (int, float)) and not isinstance(norm, bool) and 0 < norm < math.inf
         ):
             raise ConfigError(
                 f"max_grad_norm={norm!r} must be a positive number, or None for no clipping"

@@ -12,6 +12,7 @@ Infinity is replaced by the next one, because it takes a second to make again.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -129,6 +130,21 @@ def check_free(output: Output, *, way: str | None = OVERWRITE) -> None:
         f"{output.name} {output.path} holds files already ({names}), which would be replaced. Give"
         f" another folder{replace}."
     )
+
+
+def folder_of(path: str | os.PathLike, what: str, *, writes: bool = True) -> Path:
+    """Returns the path of a folder that ``what`` reads, or ``writes``. Raises ConfigError if it is
+    no path, empty, or the address of another place; StorageError if a file is to be written to."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"{what} is a {type(path).__name__}: give the path of a folder")
+    if not os.fspath(path):
+        raise ConfigError(f"{what} is empty: give the path of a folder")
+    if "://" in os.fspath(path):
+        raise ConfigError(f"{what} {path} is not on this machine: give a folder, and copy it there")
+    if writes and os.path.isfile(path):
+        message = f"{what} {path} is a file: give the path of a folder"
+        raise StorageError(errno.ENOTDIR, message, str(path))
+    return Path(path)
 
 
 # --- apart from inputs ---

@@ -11,6 +11,7 @@ the formula of https://arxiv.org/abs/2302.06675, Algorithm 2.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -157,6 +158,13 @@ def refuse_wrapper(optimizer: Any) -> None:
         )
 
 
+def _check_lr(index: int, lr: Any) -> None:
+    """Raises ConfigError for a learning rate that is no number."""
+    value = lr.item() if isinstance(lr, torch.Tensor) and lr.numel() == 1 else lr
+    if value is not None and (not isinstance(value, (int, float)) or math.isnan(value)):
+        raise ConfigError(f"the optimizer's group {index} has lr={lr!r}: set it to a number")
+
+
 def check_groups(
     rule: native.Rule,
     groups: Iterable[Mapping[str, Any]],
@@ -171,6 +179,7 @@ def check_groups(
     for i, group in enumerate(groups):
         if missing := [name for name in NEEDED if name in COMPUTED[rule] and name not in group]:
             raise ConfigError(f"the optimizer's group {i} lacks {', '.join(missing)}")
+        _check_lr(i, group.get("lr"))
         for flag in dict.fromkeys((*NOT_HONOURED, *others)):
             if group.get(flag):
                 raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from types import CodeType, FrameType
 
@@ -219,3 +219,24 @@ def caller(path: str, name: str = "") -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+CALL = "wrap_model(model, optimizer, config)"
+
+
+def instead_of_model(given: object) -> str:
+    """Returns what to give wrap_model instead of something that is no model."""
+    if isinstance(given, torch.optim.Optimizer):
+        return f"the model comes first, {CALL}"
+    if isinstance(given, (str, os.PathLike)):
+        return "build it first, as with AutoModelForCausalLM.from_pretrained"
+    return f"give the model itself, {CALL}"
+
+
+def instead_of_optimizer(given: object) -> str:
+    """Returns what to give wrap_model instead of something that is no optimizer."""
+    if isinstance(given, (Mapping, str, os.PathLike)):
+        return f"the configuration comes third, {CALL}"
+    if isinstance(given, type):
+        return f"make one of it, {given.__name__}(model.parameters(), lr=...)"
+    return f"give the optimizer itself, or None to train nothing, {CALL}"

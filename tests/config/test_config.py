@@ -160,7 +160,7 @@ def test_toml_json_dict_and_config_say_the_same(tmp_path):
         ("c.toml", b"params = ", "neither valid TOML"),
         ("c.json", b"{params: 1}", "neither valid TOML"),
         ("c.json", b"[1, 2]", "holds a list"),
-        ("c.json", b"", "neither valid TOML"),
+        ("c.json", b"", "is empty"),
         ("c.toml", b"parms = 'host'", "did you mean 'params'"),
         ("c.json", b'{"params": "disk"}', "params='disk'"),
         ("c.json", b"\xff\xfe{}", "c.json"),
