@@ -52,42 +52,6 @@ def _module(name: str) -> ModuleType:
 
 
 NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-# Options of other trainers, by what they are called here.
-KNOWN_AS = {
-    "--output-dir": "--out",
-    "--save-dir": "--out",
-    "--model-name-or-path": "--model",
-    "--dataset": "--data",
-    "--dataset-name": "--data",
-    "--train-file": "--data",
-    "--lora": "--lora-rank",
-    "--lora-r": "--lora-rank",
-    "--gradient-accumulation-steps": "--accumulate",
-    "--per-device-train-batch-size": "--batch-size",
-    "--micro-batch-size": "--micro-batch",
-    "--learning-rate": "--lr",
-    "--num-train-epochs": "--epochs",
-    "--num-epochs": "--epochs",
-    "--max-steps": "--steps",
-    "--max-seq-length": "--sequence-length",
-    "--max-length": "--sequence-length",
-    "--seq-length": "--sequence-length",
-    "--seq-len": "--sequence-length",
-    "--packing": "--pack",
-    "--bf16": "--dtype bf16",
-    "--fp32": "--dtype fp32",
-    "--stage": "--deepspeed",
-    "--zero-stage": "--deepspeed",
-    "--offload-folder": "--nvme-path",
-    "--save-steps": "--checkpoint-every",
-    "--resume-from-checkpoint": "--resume",
-    "--max-tokens": "--max-new-tokens",
-    "--last": "--steps",
-    "--stream": "",  # it always does
-    "--shell": "",
-    "--validation-split": "",
-}
-LEAST_LIKENESS = 0.7  # of a word that is meant
 
 
 class Parser(argparse.ArgumentParser):
@@ -118,28 +82,11 @@ class Parser(argparse.ArgumentParser):
         if left:
             command = command_of(self, found.subcommand) if hasattr(found, "subcommand") else self
             names = option_names(command)
+            without = [each.metavar or each.dest for each in command._get_positional_actions()]
             command.error(
-                f"unrecognized arguments: {' '.join(left)}{_meant(left[0], names, command)}"
+                f"unrecognized arguments: {' '.join(left)}{wording.meant(left[0], names, without)}"
             )
         return found
-
-
-def _meant(word: str, names: Collection[str], command: argparse.ArgumentParser) -> str:
-    """Returns what an unknown word of a command may have been meant as, in parentheses."""
-    if not word.startswith("-"):
-        if "--model" in names and "--data" in names:
-            return " (did you mean --model MODEL --data DATA?)"
-        return ""
-    option = word.partition("=")[0].lower().replace("_", "-")
-    if option in KNOWN_AS:
-        known = KNOWN_AS[option]
-        near = [known] if known.partition(" ")[0] in names else []
-    else:
-        near = difflib.get_close_matches(option, names, n=1, cutoff=LEAST_LIKENESS)
-    without = [action.metavar or action.dest for action in command._get_positional_actions()]
-    if not near and (name := option[2:].upper()) in (*without, "MODEL", "SHELL") and without:
-        return f" ({name} comes without an option)"
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def command_of(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:

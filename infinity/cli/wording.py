@@ -1,7 +1,9 @@
-"""Wording: says in a command's own options what the library's messages say in fields of Config."""
+"""Wording: says in a command's own options what the library's messages say in fields of Config, and
+what an option that is none may have been meant as."""
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 import sys
@@ -12,6 +14,42 @@ CONFIG = re.compile(r"Config\(((?:\w+=(?:'[^']*'|\[[^\]]*\]|[\w.]*)(?:, )?)+)\)"
 PAIR = re.compile(r"(\w+)=('[^']*'|\[[^\]]*\]|[\w.]*)")
 BUDGET = re.compile(r"(?<!['\"])\b(device_memory|host_memory|nvme_capacity)\b(?!=)")
 SWITCHES = ("True", "False")
+# Options of other trainers, by what they are called here.
+KNOWN_AS = {
+    "--output-dir": "--out",
+    "--save-dir": "--out",
+    "--model-name-or-path": "--model",
+    "--dataset": "--data",
+    "--dataset-name": "--data",
+    "--train-file": "--data",
+    "--lora": "--lora-rank",
+    "--lora-r": "--lora-rank",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--per-device-train-batch-size": "--batch-size",
+    "--micro-batch-size": "--micro-batch",
+    "--learning-rate": "--lr",
+    "--num-train-epochs": "--epochs",
+    "--num-epochs": "--epochs",
+    "--max-steps": "--steps",
+    "--max-seq-length": "--sequence-length",
+    "--max-length": "--sequence-length",
+    "--seq-length": "--sequence-length",
+    "--seq-len": "--sequence-length",
+    "--packing": "--pack",
+    "--bf16": "--dtype bf16",
+    "--fp32": "--dtype fp32",
+    "--stage": "--deepspeed",
+    "--zero-stage": "--deepspeed",
+    "--offload-folder": "--nvme-path",
+    "--save-steps": "--checkpoint-every",
+    "--resume-from-checkpoint": "--resume",
+    "--max-tokens": "--max-new-tokens",
+    "--last": "--steps",
+    "--stream": "",  # it always does
+    "--shell": "",
+    "--validation-split": "",
+}
+LEAST_LIKENESS = 0.7  # of a word that is meant
 
 
 def option_of(field: str) -> str:
@@ -63,3 +101,21 @@ def logging_in_options(options: Collection[str]) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+def meant(word: str, names: Collection[str], without: Collection[str]) -> str:
+    """Returns what an unknown word of a command may have been meant as, in parentheses. ``names``:
+    of its options. ``without``: of its arguments that have none."""
+    if not word.startswith("-"):
+        if "--model" in names and "--data" in names:
+            return " (did you mean --model MODEL --data DATA?)"
+        return ""
+    option = word.partition("=")[0].lower().replace("_", "-")
+    if option in KNOWN_AS:
+        known = KNOWN_AS[option]
+        near = [known] if known.partition(" ")[0] in names else []
+    else:
+        near = difflib.get_close_matches(option, names, n=1, cutoff=LEAST_LIKENESS)
+    if not near and (name := option[2:].upper()) in (*without, "MODEL", "SHELL") and without:
+        return f" ({name} comes without an option)"
+    return f" (did you mean {near[0]}?)" if near else ""
