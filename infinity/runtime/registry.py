@@ -104,8 +104,8 @@ def wrapped(model: nn.Module | Sequence[nn.Module]) -> Wrapped:
     record = model.__dict__.get(RECORD) if isinstance(model, nn.Module) else None
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"a {type(model).__name__} was given for the model: give the one that wrap_model"
-            " returned. unwrap_model, save_pretrained and stats take it first, save_checkpoint and"
+            f"this {type(model).__name__} is not wrapped: give the model that wrap_model returned."
+            " unwrap_model, save_pretrained and stats take it first, save_checkpoint and"
             " load_checkpoint after the path"
         )
     if record is None:

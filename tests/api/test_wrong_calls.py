@@ -420,12 +420,12 @@ USES: dict[str, Row] = {  # use -> its error, patterns of the cause and of the r
     ),
     "infinity.save_pretrained('p', s.model)": (
         UsageError,
-        "a str was given for the model",
+        "this str is not wrapped",
         "take it first",
     ),
     "infinity.unwrap_model(s.optimizer, s.model)": (
         UsageError,
-        "a InfinityOptimizer was given for the model",
+        "this InfinityOptimizer is not wrapped",
         "take it first",
     ),
     "s.save(overwrite='no')": (ConfigError, "overwrite='no'", "must be True or False"),

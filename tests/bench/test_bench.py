@@ -209,8 +209,8 @@ def test_results_are_written_where_they_are_asked_for(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, tells",
     [
-        (["--rounds", "0"], "--rounds 0"),
-        (["--threads", "0"], "--threads 0"),
+        (["--rounds", "0"], "--rounds: 0"),
+        (["--threads", "0"], "--threads: 0"),
         (["--scale", "0"], "--scale 0"),
         (["--scale", "nan"], "--scale nan"),
         (["--folder", "/nowhere"], "--folder /nowhere"),
