@@ -112,8 +112,8 @@ def _quiet() -> Iterator[None]:
 
 def _check(args: argparse.Namespace) -> None:
     if args.chat == (args.prompt is not None):
-        which = "one of" if args.chat else "either of"
-        raise ConfigError(f'give {which} --prompt TEXT and --chat; --prompt "-" reads from stdin')
+        which = ", not both" if args.chat else ""
+        raise ConfigError(f'give --prompt TEXT or --chat{which}; --prompt "-" reads from stdin')
     if args.chat and (args.raw or args.json):
         raise ConfigError("--raw and --json are for --prompt: a chat has many answers")
     if args.raw and args.system:
@@ -277,9 +277,13 @@ def _base_of(folder: Path) -> Path:
         raise ConfigError(f"{folder / ADAPTER_CONFIG} is not an adapter's: {error}") from None
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{folder / ADAPTER_CONFIG} does not name the model that it adapts")
-    found = Path(name) if Path(name).exists() else find_model(Path(name))
-    if not found.exists():
-        raise ConfigError(f"the adapter {folder} names its base {name}, which is not here")
+    try:
+        found = find_model(Path(name), option="")
+    except ConfigError as error:
+        raise ConfigError(
+            f"the adapter {folder} names its base {name}, which cannot be read here: change"
+            f" base_model_name_or_path in {folder / ADAPTER_CONFIG} ({error})"
+        ) from None
     return found
 
 

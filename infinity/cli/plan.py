@@ -315,10 +315,7 @@ def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "tokens_per_second": tokens / step_seconds,
         "bottleneck": bound,
-        "assumptions": [
-            *found.assumptions,
-            "what the forward saves is not counted: give its room with --device-memory",
-        ],
+        "assumptions": list(found.assumptions),
         "sources": list(machine.sources),
     }
 
@@ -350,7 +347,7 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
     settings = engine_settings(args)
     if args.deepspeed is not None:
         given = {name: value for name, value in settings.items() if value != AUTO}
-        found = translated(args.deepspeed)
+        found = translated(args.deepspeed, "--deepspeed")
         if folders := found.get("nvme_paths"):  # of that machine: only their size counts here
             found["nvme_paths"] = [path if Path(path).is_dir() else "." for path in folders][:1]
         settings = {**found, **given}

@@ -54,6 +54,8 @@ def _answer(found: dict[str, Any]) -> Iterator[str]:
         f"{format_seconds(found['step_seconds'])} for a step of {found['tokens_per_step']:,} tokens"
         f" ({_rate(found['tokens_per_second'])} tokens/s), {_bound(found)}"
     )
+    if "ranks" in found:
+        yield "Room for what the forward saves is not planned: leave it by --device-memory"
 
 
 def _rate(rate: float) -> str:

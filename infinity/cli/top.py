@@ -107,7 +107,9 @@ def lines(jobs: list[dict[str, Any]]) -> Iterator[str]:
             " with infinity.Watch(model)."
         )
     for job in jobs:
-        yield f"{job['folder']}  {'running' if job['running'] else 'not running'}"
+        is_over = all(str(status.get("phase", "")).startswith("ended") for status in job["ranks"])
+        state = ("ended, its process runs" if is_over else "running") if job["running"] else "over"
+        yield f"{job['folder']}  {state}"
         for status in job["ranks"]:
             yield from _rank(status)
 

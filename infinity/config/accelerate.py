@@ -54,7 +54,11 @@ FSDP = (
     Key("offload_params", MAPPED, "`params='host'`, `optimizer='host'`"),
     Key("cpu_offload", MAPPED, "`params='host'`, `optimizer='host'`"),
     Key("mixed_precision_policy", MAPPED, "a dtype: `param_dtype`"),
-    Key("activation_checkpointing", LOOP, "`model.gradient_checkpointing_enable()`"),
+    Key(
+        "activation_checkpointing",
+        LOOP,
+        "`model.gradient_checkpointing_enable()`, or `--gradient-checkpointing`",
+    ),
     Key("activation_checkpointing_offload", MAPPED, "`activations='host'`"),
     Key("auto_wrap_policy", NOT_NEEDED, FOUND),
     Key("transformer_layer_cls_to_wrap", NOT_NEEDED, FOUND),
@@ -172,7 +176,8 @@ class _Translation:
             self.fsdp(self.table("fsdp_config"), "fsdp_config.")
         taken = ("distributed_type", "fsdp_config", "deepspeed_config", "use_cpu")
         self.rest("", self.mapping, TOP, *taken, "mixed_precision")
-        self.report.append(f"start it with: {self._launch()}")
+        if launch := self._launch():
+            self.report.append(f"start it with: {launch}")
 
     def table(self, key: str) -> Mapping:
         """Returns a table of the file, empty if absent. Raises ConfigError if it is none."""
@@ -182,7 +187,7 @@ class _Translation:
         return value
 
     def _launch(self) -> str:
-        """Returns the command that starts as many ranks."""
+        """Returns the command that starts as many ranks; "" for one."""
         size, nodes = (
             count if type(count := self.mapping.get(key)) is int and count > 0 else 1
             for key in ("num_processes", "num_machines")
@@ -193,7 +198,7 @@ class _Translation:
             for key, option in (("ip", "--master-addr"), ("port", "--master-port")):
                 if given := self.mapping.get(f"main_process_{key}"):
                     words.append(f"{option} {given}")
-        return " ".join([*words, "train.py"]) if size > 1 else "python train.py"
+        return " ".join([*words, "train.py"]) if size > 1 else ""
 
     def deepspeed(self, table: Mapping, read: Callable[[Path], Mapping]) -> None:
         """Translates Accelerate's table for DeepSpeed, or the JSON that it names."""

@@ -181,7 +181,8 @@ def _in_known_columns(data: Any, source: str) -> Any:
     hint = " Is ; its separator? Columns are separated by commas, or tabs in .tsv." * (";" in only)
     raise ConfigError(
         f"--data: {source} has the columns {', '.join(data.column_names)}. Needed is one of:"
-        " messages; prompt and completion; instruction and output; question and answer; text."
+        " messages or conversations; prompt and completion; instruction and output; question and"
+        " answer; text."
         f"{hint}"
     )
 
@@ -235,5 +236,7 @@ def _joined(row: dict[str, Any], prompt: str, more: str | None) -> Any:
 
 def _turn(role: str, said: Any) -> Any:
     """Makes a turn of a conversation of a text, so that the model answers in a chat; none of an
-    empty one."""
-    return [{"role": role, "content": said}] if isinstance(said, str) and said else (said or [])
+    empty one. Spaces around it, which older formats have, are no part of a turn."""
+    if not isinstance(said, str):
+        return said or []
+    return [{"role": role, "content": said.strip()}] if said.strip() else []

@@ -204,8 +204,8 @@ def _with_answers_apart(data: Any, tokenizer: Any, skipped: dict[str, int]) -> _
         skipped["no answer in it"] = unanswered
     if not len(apart):
         raise ConfigError(
-            "--data: no conversation has an answer: a message of the role assistant after another."
-            f" The roles are {', '.join(sorted(_roles(data[column])))}."
+            "--data: no conversation has an answer, which is a message of the role assistant that"
+            f" follows another one. The roles are {', '.join(sorted(_roles(data[column])))}."
         )
     return _Given(apart, False)
 

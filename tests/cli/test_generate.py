@@ -200,8 +200,8 @@ def test_what_is_drawn_follows_from_the_seed(generate):
 
 
 REFUSED = {
-    "neither": ((), "give either of --prompt TEXT and --chat"),
-    "both": (("--chat", "--prompt", "x"), "give one of --prompt TEXT and --chat"),
+    "neither": ((), "give --prompt TEXT or --chat"),
+    "both": (("--chat", "--prompt", "x"), "give --prompt TEXT or --chat, not both"),
     "raw chat": (("--chat", "--raw"), "--raw and --json are for --prompt"),
     "chat as JSON": (("--chat", "--json"), "--raw and --json are for --prompt"),
     "nothing": (("--prompt", ""), "the prompt is empty"),

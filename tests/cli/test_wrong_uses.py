@@ -46,7 +46,7 @@ ANOTHER = "Give another name, or --overwrite"
 OTHER_FOLDER = "Give another folder, or --overwrite"
 DEVICES = "give 'cuda', 'cuda:1' or 'cpu'"
 MODELS = "folder with config.json and safetensors, a config.json, or a name on the Hugging Face hub"
-COLUMNS = "Needed is one of: messages; prompt and completion"
+COLUMNS = "Needed is one of: messages or conversations; prompt"
 HOMES = "choose from 'auto', 'device', 'host', 'nvme'"
 
 USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its remedy
@@ -99,9 +99,9 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "export base out --model empty": ("empty has no config.json", "give the folder that the model"),
     # --- generate ---
     "generate": ("required: PATH", HELP),
-    "generate base": ("--prompt TEXT and --chat", '--prompt "-" reads from stdin'),
-    "generate base --raw": ("--prompt TEXT and --chat", "give either of"),
-    "say --chat": ("--prompt TEXT and --chat", "give one of"),
+    "generate base": ("--prompt TEXT or --chat", '--prompt "-" reads from stdin'),
+    "generate base --raw": ("--prompt TEXT or --chat", "reads from stdin"),
+    "say --chat": ("--prompt TEXT or --chat", "not both"),
     "generate base --prompt": ("--prompt: expected one argument", HELP),
     "generate base --prompt ''": ("prompt is empty", "give the text"),
     "generate base --prompt ' '": ("prompt is empty", "give the text"),
@@ -496,7 +496,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     ),
     "tiny --deepspeed stage.json": ("zero_optimization=3", "is not a table of keys"),
     "learn roles.jsonl": (
-        "--data: no conversation has an answer: a message of",
+        "--data: no conversation has an answer",
         "The roles are bot, human",
     ),
     "trace text.txt": ("holds no event", "give the file that Config.trace"),

@@ -312,8 +312,8 @@ def resume(job: Job) -> None:
     if extra["step"] > job.steps:
         raise UsageError(
             f"The checkpoint {job.checkpoint} is at step {extra['step']}, past --steps"
-            f" {job.steps}.\nGive --steps {extra['step']} or more, or --overwrite instead of"
-            " --resume to start fresh."
+            f" {job.steps} (or as many epochs).\nGive more, or --overwrite instead of --resume to"
+            " start fresh."
         )
     job.scheduler.load_state_dict(extra["scheduler"])
     # Computed from the step, not read from the checkpoint: if --steps has changed, so has the

@@ -35,7 +35,9 @@ def show_examples(console: Console, examples: Examples, tokenizer: Any) -> None:
     how = "in green" if console.is_terminal else "in \u00ab \u00bb"
     console.print(f"The first sample; what the model learns to write is {how}:")
     console.print(shown, "..." if left <= 0 else "")
-    told = f"{format_count(examples.sample_count, 'sample')}:"
+    rows = examples.train_count + examples.held_out_count
+    each = " (each answer is a row)" if rows > examples.sample_count else ""
+    told = f"{format_count(examples.sample_count, 'sample')}{each}:"
     told += f" {format_count(examples.train_count, 'row')} to train on,"
     told += f" {examples.held_out_count:,} held out;"
     share = examples.learned_ntokens / max(1, examples.train_ntokens)
@@ -104,7 +106,9 @@ class ProgressLines:
 
 
 def progress_text(job: Job, counts: EdgeCounts) -> str:
-    text = f"loss {job.losses[-1]:.3f}  {job.tokens_per_second:,.0f} tokens/s"
+    loss = job.losses[-1]
+    shown = f"{loss:.3f}" if abs(loss) >= 0.01 else f"{loss:.2g}"
+    text = f"loss {shown}  {job.tokens_per_second:,.0f} tokens/s"
     if counts.stall_share >= LEAST_STALL:
         text += f"  stalled {counts.stall_share:.0%} ({counts.slowest_edge})"
     return text

@@ -42,7 +42,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     neither sets a home, folder or budget, nvme_paths is "auto". Raises ConfigError."""
     settings = _read_config_file(args.config) if args.config else {}
     if getattr(args, "deepspeed", None) is not None:
-        settings |= translated(args.deepspeed)
+        settings |= translated(args.deepspeed, "--deepspeed")
     given = {
         "params": args.params,
         "optimizer": args.optimizer,
@@ -107,9 +107,10 @@ def is_another_tools(settings: dict[str, Any]) -> bool:
     return is_deepspeed(settings) or is_accelerate(settings)
 
 
-def translated(path: Path) -> dict[str, Any]:
+def translated(path: Path, option: str = "--config") -> dict[str, Any]:
     """Returns the engine's settings of a DeepSpeed JSON or Accelerate's YAML; logs what it changes.
-    ``--dtype`` and the loop here replace its dtype and its optimizer."""
+    ``--dtype`` and the loop here replace its dtype and its optimizer. Raises ConfigError for a file
+    that is not of the ``option``."""
     from ...config.accelerate import is_accelerate
 
     read, given = infinity.Config.from_deepspeed, read_table(path)
@@ -119,6 +120,8 @@ def translated(path: Path) -> dict[str, Any]:
             " that has zero_optimization."
         )
     if is_accelerate(given):
+        if option == "--deepspeed":
+            raise ConfigError(f"--deepspeed {path} is Accelerate's file: give it as --config")
         read = infinity.Config.from_accelerate
     config, default = read(path, strict=False), infinity.Config()
     settings = {
