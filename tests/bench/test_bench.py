@@ -443,6 +443,7 @@ def test_a_recipe_changes_three_lines_at_most(name):
     assert "infinity" in "\n".join(ours) and "nfinity" not in "\n".join(plain)
 
 
+@pytest.mark.slow
 def test_meetings_are_measured_in_all_three_ways(monkeypatch, tmp_path):
     """Two processes: it changes the meetings' own methods, which may have other names by now."""
     monkeypatch.setattr(meetings, "RANKS", (2,))

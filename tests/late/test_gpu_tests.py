@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 AS_GPU = ROOT / "tests" / "support" / "late_device" / "everywhere"
 
 
+@pytest.mark.slow  # a minute
 @pytest.mark.timeout(400)
 def test_the_tests_of_a_gpu_pass_on_the_late_device(tmp_path):
     """Twin: without the device all of them are left out."""

@@ -39,9 +39,11 @@ def test_updates_begin_before_the_last_gradient_has_landed(home, answers):
 
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_weights_come_while_the_unit_before_is_computed(home, answers):
-    """Failing twin: the memory for them is free only behind all compute that was launched."""
+    """Failing twin: the memory for them is free only behind all compute that was launched. On a
+    busy machine some come ahead there, too: fewer than without the fault."""
     assert answers[f"{home}:none"]["weights ahead"] > 0.6
-    assert answers[f"nvme:{LATE_WEIGHTS}"]["weights ahead"] < 0.4
+    late = answers[f"nvme:{LATE_WEIGHTS}"]["weights ahead"]
+    assert late < answers["nvme:none"]["weights ahead"] - 0.1
 
 
 def test_the_training_thread_waits_for_no_job_of_the_device(answers):
