@@ -419,6 +419,7 @@ def replaced(content, path: list[int], odd):
     return changed
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(path=st.lists(st.integers(0, 20), max_size=6), odd=ODD)
 def test_what_is_no_result_is_refused_by_name(tmp_path_factory, path, odd):

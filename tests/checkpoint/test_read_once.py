@@ -320,6 +320,7 @@ def while_keeping(patch, strike):
     patch.setattr(read_once, "is_zero", lambda raw: (strike(), is_zero(raw))[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [before_a_file, after_a_piece, while_keeping])
 def test_a_load_that_is_struck_while_it_reads_changes_nothing(
     place, saved, uninterrupted, job, in_small_pieces, monkeypatch

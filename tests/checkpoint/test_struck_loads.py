@@ -103,6 +103,7 @@ class Wide:
         return dict(self.model.state_dict()) | moments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENGINES)
 def test_wherever_a_load_that_lends_is_struck_the_next_one_is_whole(kind, tmp_path, monkeypatch):
     """Method: as above, of values that are whole blocks; then each byte is the saved one, and so
@@ -133,6 +134,7 @@ def test_wherever_a_load_that_lends_is_struck_the_next_one_is_whole(kind, tmp_pa
     assert differing(job.state(), first.state()) == []
 
 
+@pytest.mark.slow
 def test_wherever_a_writer_behind_is_struck_the_next_load_is_whole(saved, uninterrupted, tmp_path):
     """Method: Ctrl-C at every line in turn, of which each leaves a state that is refused, or whole;
     then a load, and steps."""

@@ -575,6 +575,7 @@ def test_a_loop_has_the_bits_of_the_plain_run(name, choice):
     )
 
 
+@pytest.mark.slow
 def test_compiled_blocks_and_models_have_the_bits_of_the_plain_run():
     """One block, one block's forward, and at every second step the whole model; without code
     generation."""

@@ -103,6 +103,7 @@ def test_a_late_run_has_the_bits_of_a_punctual_one(job, answer):
     assert answer == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", few(ALONE, 3))
 def test_other_forms_have_the_bits_of_a_punctual_run(job, answer):
     assert answer == [True, True]
@@ -128,6 +129,7 @@ def test_without_a_fault_nothing_is_found(job, answer):
     assert answer == [True] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", few(["memory:host", "memory:nvme"], 1))
 def test_a_step_that_finds_no_memory_can_be_repeated(job, answer):
     """Method: another allocation of the step fails each time. The step that follows with the same

@@ -186,6 +186,7 @@ def is_struck(line: int, work: Callable[[], object]) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["host", "device"])
 def test_after_an_interrupt_at_any_line_the_old_or_the_new_value_stands(home):
     """Method: every line of a write, to bf16 weights with masters; then what is read, written,

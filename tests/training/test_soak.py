@@ -252,6 +252,7 @@ def soak(steps: int, folder: Path, *, replayed: int = 10) -> None:
     assert held[2] - held[1] < LEAK_NBYTES, held
 
 
+@pytest.mark.slow
 def test_short_soak(tmp_path):
     """Method: 30 steps of random rounds; same bits or the right error each time, and nothing is
     left behind."""
