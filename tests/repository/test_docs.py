@@ -58,6 +58,10 @@ FILLED = {  # what a document leaves open -> what is meant
     "infinity train --model <folder> --data <chat.jsonl> --out <tuned>": (
         "infinity train --model base --data chat.jsonl --out tuned"
     ),
+    "infinity export <checkpoint> <tuned>": (
+        f"infinity train --model base --data chat.jsonl --checkpoint saved {TRAIN}"
+        " && infinity export saved tuned"
+    ),
     "<tuned>": "answers",
     "infinity train ...": f"infinity train --model model.json --data text.txt {TRAIN}",
     "--nvme-path <dir> --host-memory 256MiB --checkpoint <dir> --out <dir>": (
