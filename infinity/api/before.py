@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..state.dtensors import local_of, set_bytes
-from ..state.partition import is_managed
+from ..state.packed import is_packed
+from ..state.partition import is_managed, parameter_names
 from .meta_init import Materialized
 
 
@@ -41,8 +42,8 @@ class Before:
             )
             for module in model.modules()
         ]
-        self._params = [_ParamBefore(param) for param in model.parameters()]
-        self._buffers = [(buffer, buffer.data) for buffer in model.buffers()]
+        self._params = [_ParamBefore(param) for param in parameter_names(model)]
+        self._buffers = [(buffer, buffer.data) for buffer in _buffers_of(model)]
         self._optimizers = [
             (optimizer, dict(optimizer.__dict__), dict(optimizer.state)) for optimizer in optimizers
         ]
@@ -79,7 +80,7 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
 class _ParamBefore:
     """One parameter before the wrap."""
 
-    def __init__(self, param: nn.Parameter):
+    def __init__(self, param: torch.Tensor):
         self._param, self._class, self._data, self._grad = (
             param,
             param.__class__,
@@ -134,4 +135,11 @@ class MovedRest:
 
 def _rest_of(model: nn.Module) -> list[torch.Tensor]:
     """Returns buffers, and parameters that the engine does not move."""
-    return [*model.buffers(), *(param for param in model.parameters() if not is_managed(param))]
+    return [
+        *_buffers_of(model),
+        *(param for param in model.parameters() if not is_managed(param)),
+    ]
+
+
+def _buffers_of(model: nn.Module) -> list[torch.Tensor]:
+    return [buffer for buffer in model.buffers() if not is_packed(buffer)]

@@ -8,7 +8,6 @@ error names the library.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from .. import native
 from ..config.config import Config
 from ..distributed.parallel_dims import ParallelDims
 from ..errors import ConfigError, UsageError
-from ..machine.sizes import format_nbytes
 from ..optim.companion import is_moved
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.recognised import check_together
@@ -27,7 +25,7 @@ from ..optim.rules import check_expected, refuse_wrapper
 from ..state import mistakes
 from ..state.dtensors import check_placements, is_distributed, local_of, ranks_over
 from ..state.handle import handle_of
-from ..state.partition import STAYS, is_managed, parameter_names
+from ..state.partition import is_managed, parameter_names
 from .described_model import DescribedModel
 
 logger = logging.getLogger(__name__)
@@ -339,57 +337,3 @@ def _check_optimizer(
             raise ConfigError(
                 f"grad_dtype={grad} with {dtype} parameters: use {dtype} or torch.float32"
             )
-
-
-def rest_nbytes(param: torch.Tensor) -> int:
-    """Counts the bytes of a parameter that the engine does not hold: for a quantised one, those of
-    its inner tensors."""
-    parts = getattr(param, "__tensor_flatten__", None)
-    if parts is None:
-        return param.numel() * param.element_size() if param.layout is torch.strided else 0
-    names, _ = parts()
-    return sum(rest_nbytes(getattr(param, name)) for name in names)
-
-
-def buffers_nbytes(model: nn.Module) -> int:
-    """Counts the bytes of a model's buffers, each storage once; for buffers on meta, their future
-    bytes. Views of parameters count as parameters, not here."""
-    params = {
-        local_of(param).untyped_storage()._cdata for param in model.parameters() if _is_there(param)
-    }
-    found: dict[tuple[str, int], int] = {}
-    for buffer in model.buffers():
-        if _is_there(buffer):
-            storage = local_of(buffer).untyped_storage()
-            found["storage", storage._cdata] = 0 if storage._cdata in params else storage.nbytes()
-        else:
-            found["other", id(buffer)] = rest_nbytes(buffer)
-    return sum(found.values())
-
-
-def _is_there(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not hasattr(tensor, "__tensor_flatten__")
-    )
-
-
-def report_the_rest(model: nn.Module) -> None:
-    """Warns of the weights that no budget counts."""
-    rest = [
-        param for param in model.parameters() if not is_managed(param) and handle_of(param) is None
-    ]
-    if rest:
-        kinds = ", ".join(
-            f"{count} {name}"
-            for name, count in Counter(type(param).__name__ for param in rest).items()
-        )
-        trained = sum(hasattr(param, STAYS) for param in rest)
-        logger.warning(
-            "%s of this model's weights (%s) stay where they are, %s: the engine does not move"
-            " them, and no budget counts them",
-            format_nbytes(sum(map(rest_nbytes, rest))),
-            kinds,
-            f"{trained} of them trained by torch's own optimizer" if trained else "frozen",
-        )

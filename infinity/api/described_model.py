@@ -6,13 +6,15 @@ Checks and comparisons over the ranks work on it, so each sees the same names in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 
 from ..state.dtensors import is_distributed, local_of
 from ..state.experts import divided_parameters
-from ..state.partition import is_managed
+from ..state.packed import is_packed, named_tensors
+from ..state.partition import is_managed, parameter_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +47,8 @@ def read_model(module: nn.Module) -> DescribedModel:
     """Reads the parameters and buffers of ``module``, whose bytes it does not touch."""
     return DescribedModel(
         module,
-        dict(module.named_parameters()),
-        list(module.named_parameters(remove_duplicate=False)),
-        dict(module.named_buffers()),
+        {names[0]: cast(nn.Parameter, p) for p, names in parameter_names(module).items()},
+        list(named_tensors(module)),
+        {name: each for name, each in module.named_buffers() if not is_packed(each)},
         frozenset(param for each in module.modules() for param in divided_parameters(each)),
     )

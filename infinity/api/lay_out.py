@@ -37,7 +37,8 @@ from ..state.flat_param_spec import ARRAYS, FlatParamSpec
 from ..state.kept_dtypes import computing_dtypes
 from ..state.partition import Group, held_nbytes, is_managed, partition
 from .agreement import free_everywhere
-from .checks import buffers_nbytes, check
+from .checks import check
+from .unmoved import unmoved_nbytes
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def lay_out_groups(
                 free=free,
                 device=device,
                 reuses=reuses,
-                buffers_nbytes=buffers_nbytes(model),
+                buffers_nbytes=unmoved_nbytes(model),
             )
         except CapacityError as error:
             refused = error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from ..runtime.handed_tensor import VALUE
 from ..state.dtensors import like
 from ..state.handle import ParamHandle, handle_of
 from ..state.operations import Operation
+from ..state.packed import CARRIERS, filled, own_tensors
 from ..state.parts import parts_of
 
 
@@ -43,6 +45,12 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
                     and not isinstance(value, nn.Parameter)
                 ):
                     state[prefix + name] = _full_value(engine, handle, state)
+            if CARRIERS in module.__dict__:
+                for name, value in state.items():
+                    if name.startswith(prefix) and not isinstance(value, nn.Parameter):
+                        # An inner tensor at rest may have been detached past its own rules.
+                        packed = module._parameters.get(name.removeprefix(prefix))
+                        state[name] = filled(value if packed is None else packed)
 
     def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
         job.uses.check(Operation.LOAD_STATE_DICT)
@@ -52,12 +60,31 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
             )
 
     for module in dict.fromkeys(module for part in parts_of(model) for module in part.modules()):
-        is_owner = any(handle_of(param) is not None for param in module.parameters(recurse=False))
+        is_owner = any(handle_of(param) is not None for param in own_tensors(module))
         if is_owner:
             removers.append(module._register_state_dict_hook(fill))
+        if own_dicts := _with_own_state_dicts(module) if module in parts_of(model) else ():
+            removers.append(module._register_state_dict_hook(partial(_fill_own, own_dicts)))
         if is_owner or module in parts_of(model):  # before any buffer is loaded
             removers.append(module.register_load_state_dict_pre_hook(before_load))
     return removers
+
+
+def _with_own_state_dicts(root: nn.Module) -> list[str]:
+    """Lists the paths of packed layers inside ``root`` whose class makes its state dict itself, and
+    so calls no hook (HQQ)."""
+    return [
+        path
+        for path, module in root.named_modules()
+        if CARRIERS in module.__dict__ and type(module).state_dict is not nn.Module.state_dict
+    ]
+
+
+def _fill_own(paths: list[str], _module: nn.Module, state: dict, prefix: str, _: dict) -> None:
+    """Fills the entries of the modules at ``paths``."""
+    for name, value in state.items():
+        if any(name.startswith(f"{prefix}{path}.") for path in paths):
+            state[name] = filled(value)
 
 
 def _full_value(engine: Engine, handle: ParamHandle, state: dict) -> torch.Tensor:

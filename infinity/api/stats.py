@@ -51,8 +51,8 @@ class Stats:
         How many blocks have their saved tensors "kept" on the device, "sent" home and "recomputed",
         if the engine chooses that.
     buffers_nbytes
-        Bytes of the model's buffers, which stay with their modules. They count in "device", or in
-        "host" if the processor computes.
+        Bytes that stay with the model's modules: buffers, and weights that the engine does not
+        move. They count in "device", or in "host" if the processor computes.
     step_seconds, bound_seconds
         Of the last step. ``bottleneck`` is one sentence.
     """

@@ -114,6 +114,7 @@ def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Calla
             param.__dict__.pop("_infinity", None)
             set_bytes(param, value)
             param.grad = grad
+        record.packed.remove()
         for given, state, outside, attributes in books:
             given.take_back(state, outside, attributes)
         engine.shut_down()

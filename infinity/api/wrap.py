@@ -7,6 +7,7 @@ model and optimizer are restored.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -41,6 +42,7 @@ from ..state.dtensors import let_scalers_mix, mesh_of_parameters
 from ..state.experts import divides_experts
 from ..state.flat_param import FlatParam
 from ..state.kept_dtypes import computing_dtypes
+from ..state.packed import Packed
 from ..state.partition import Group, Staying, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
 from ..state.unit import ParamUnit
@@ -57,7 +59,7 @@ from .agreement import (
 )
 from .aliases import warn_of_aliases
 from .before import Before, MovedRest
-from .checks import check, check_tensor_parallel, report_the_rest
+from .checks import check, check_tensor_parallel
 from .described_model import DescribedModel, read_model
 from .join import join, make_optimizer
 from .lay_out import (
@@ -72,6 +74,7 @@ from .retie import Ties
 from .send_home import Homes, send_flat_param_home
 from .share_homes import connect_homes, share_homes
 from .state_dict import install_state_dict
+from .unmoved import report_unmoved
 
 logger = logging.getLogger(__name__)
 
@@ -118,18 +121,18 @@ def wrap_model(
     ranks, traffic = parallel_dims(mesh, divides_experts=divides_experts(model)), Traffic()
     let_scalers_mix()
     collectives, ties, given = Collectives(ranks, traffic), Ties(), as_given(optimizer)
-    try:
-        config, described = _check_everywhere(model, given, config, ties, collectives)
+    packed = Packed()
+    with contextlib.ExitStack() as undo:
+        for change in (collectives.close, ties.undo, packed.remove):
+            undo.callback(change)
+        config, described = _check_everywhere(model, given, config, (ties, packed), collectives)
         ranks = _describe_ranks(described, config, collectives, mesh)
         share_processors(described.module, config, collectives)
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(2 * len(described.params) + 1)
-        model, stepping = _wrap(described.module, given, config, collectives, mesh)
+        model, stepping = _wrap(described.module, given, config, collectives, mesh, packed)
+        undo.pop_all()
         return model, like_given(stepping, optimizer)
-    except BaseException:
-        ties.undo()
-        collectives.close()
-        raise
 
 
 def _describe_ranks(
@@ -156,16 +159,18 @@ def _check_everywhere(
     model: Any,
     optimizers: Sequence[torch.optim.Optimizer],
     config: Config | Mapping[str, Any] | str | os.PathLike | None,
-    ties: Ties,
+    changes: tuple[Ties, Packed],
     collectives: Collectives,
 ) -> tuple[Config, DescribedModel]:
-    """Checks wrap_model's inputs, here and between the ranks, and ties the configured pairs.
-    Returns the configuration, and the model as read. Every rank calls this."""
+    """Checks wrap_model's inputs, here and between the ranks, ties the configured pairs, and finds
+    packed weights. Returns the configuration, and the model as read. Every rank calls this."""
+    ties, packed = changes
     with collectives.together("checking what wrap_model was given"):
         config = Config.make(config if config is not None else NOTHING_CHOSEN)
         check(model, optimizers, config)
         warn_of_aliases(model, optimizers)
         ties.tie(model, optimizers, config.tied)
+        packed.install(model)
         described = read_model(model)
         check_tensor_parallel(described, config, collectives.ranks)
         description = {} if collectives.ranks.alone else describe(described, optimizers, config)
@@ -183,11 +188,15 @@ def _wrap(
     config: Config,
     collectives: Collectives,
     mesh: Any,
+    packed: Packed,
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     with collectives.together("finding what stays where it is"):
         stays = Staying(staying(model, given, config, alone=collectives.ranks.alone))
     try:
-        return _wrap_moved(model, given, config, collectives, mesh, stays)
+        wrapped = _wrap_moved(model, given, config, collectives, mesh, stays)
+        packed.settle()
+        model.__dict__[RECORD].packed = packed
+        return wrapped
     except BaseException:
         stays.remove()
         raise
@@ -237,7 +246,7 @@ def _wrap_moved(
                 unit.allocate()
             broadcast_rest(model, collectives)
             rest = MovedRest(model, device.where)
-            report_the_rest(model)
+            report_unmoved(model)
         return _commit(model, optimizers, engine, groups, [stays, rest])
     except BaseException:
         native.insist(partial(_undo, before, engine, device))

@@ -24,6 +24,7 @@ from ..state.dtensors import is_distributed, part_offset
 from ..state.flat_layout import is_dense
 from ..state.flat_param_spec import ARRAYS
 from ..state.handle import ParamHandle, handle_of
+from ..state.packed import has_inner, small_parts
 from ..state.unit import ParamUnit
 from .boxes import Box, boxes_of_run, order_of, view_of_run
 from .saved_tensors import LocalPart
@@ -249,7 +250,11 @@ def groups_of_stages(
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     prefix = engine_of(model).job.ranks.stage_prefix
-    return {prefix + name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    return {
+        prefix + name: buffer
+        for name, buffer in model.named_buffers()
+        if not buffer.is_meta and handle_of(buffer) is None
+    }
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
@@ -264,6 +269,9 @@ def persistent_buffers(model: nn.Module) -> list[str]:
 
 def unmanaged_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     prefix = engine_of(model).job.ranks.stage_prefix
-    return {
-        prefix + name: param for name, param in model.named_parameters() if handle_of(param) is None
+    whole = {
+        name: param
+        for name, param in model.named_parameters()
+        if handle_of(param) is None and not has_inner(param)
     }
+    return {prefix + name: tensor for name, tensor in (whole | small_parts(model)).items()}

@@ -20,6 +20,7 @@ from ..optim.context import StepContext
 from ..state import mistakes
 from ..state.handle import ParamHandle
 from ..state.operations import Operation, State
+from ..state.packed import is_packed, tensors_of
 from ..state.unit import ParamUnit
 from .accumulation_pass import AccumulationPass
 from .admission import INSTEAD, admit
@@ -129,7 +130,7 @@ class Engine:
 
     def units_of(self, block: torch.nn.Module) -> list[ParamUnit]:
         """Lists the units that have parameters of ``block`` and are gathered whole."""
-        params = set(block.parameters())
+        params = set(tensors_of(block))
         whole = [
             unit for unit in self.job.units if not self.job.planned.sizes[unit.index].tile_nbytes
         ]
@@ -189,7 +190,9 @@ class Engine:
         self.job.store.check_process()
         if not self.computing:
             raise self.refusal(handle, operation)
-        self.passes.hold_for_frame(handle.unit)
+        # Of packed weights no view leaves, so the hold of the unit's owner is enough.
+        if not (is_packed(handle.param) and self.passes.holds(handle.unit)):
+            self.passes.hold_for_frame(handle.unit)
 
     def touching(
         self, handles: Sequence[ParamHandle], operation: str, *, writes: bool

@@ -65,7 +65,8 @@ class ChangedBuffers:
         self._buffers = [
             (module, key, f"buffer {path}.{key}" if path else f"buffer {key}")
             for path, module in model.named_modules()
-            for key in module._buffers
+            for key, buffer in module._buffers.items()
+            if handle_of(buffer) is None
         ]
         self.read()
 

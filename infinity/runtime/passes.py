@@ -155,8 +155,9 @@ class Passes:
         """Returns the storages that the module keeps itself: buffers, and parameters that the
         engine does not move."""
         own = [
-            *module.buffers(),
-            *(param for param in module.parameters() if handle_of(param) is None),
+            tensor
+            for tensor in (*module.buffers(), *module.parameters())
+            if handle_of(tensor) is None
         ]
         return {
             local_of(tensor).untyped_storage()._cdata
@@ -232,6 +233,10 @@ class Passes:
         ):
             return False
         return self.job.storages.find(local_of(tensor)) is not None
+
+    def holds(self, unit: ParamUnit) -> bool:
+        """Tells whether a running forward holds ``unit``."""
+        return any(unit in frame.units for frame in self.frames)
 
     def hold_for_frame(self, unit: ParamUnit) -> None:
         """Holds a unit that is used outside its owners until the outermost forward (or the

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..optim.optimizer import InfinityOptimizer
+from ..state.packed import Packed
 from ..state.parts import Parts
 from .engine import Engine
 
@@ -35,6 +36,7 @@ class Wrapped:
         # An object that holds parts has to live as long as they do.
         self._parts = model if isinstance(model, Parts) else None
         self.came_from = came_from  # the device of each parameter before the wrap
+        self.packed = Packed()  # its packed weights
         # The rest of an unwrap that has begun; may be called repeatedly.
         self.unwrapping: Callable[[], None] | None = None
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]

@@ -14,6 +14,8 @@ import torch
 
 from ..errors import UsageError
 from ..forwards.lazy_logits import Logits
+from ..state.handle import DisableTorchFunction
+from ..state.packed import has_inner, inner_tensors
 from ..state.unit import ParamUnit
 from ..state.weight_storages import WeightStorages
 from .saved_tensor import SavedTensor, through_dtensors
@@ -36,14 +38,15 @@ class SavedWeight:
     @classmethod
     def of(cls, tensor: torch.Tensor, unit: ParamUnit, flat: torch.Tensor) -> SavedWeight:
         """Returns a reference to ``tensor``, a view of ``flat``, a device buffer of ``unit``."""
-        view = (
-            tensor.size(),
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        with DisableTorchFunction():  # a packed parameter hides its place in the buffer
+            view = (
+                tensor.size(),
+                tensor.stride(),
+                tensor.storage_offset(),
+                tensor.dtype,
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
         return cls(unit, unit.in_use.version, flat, *view)
 
     def check(self) -> None:
@@ -78,6 +81,34 @@ class SavedWeight:
         return torch._neg_view(bare) if self.neg else bare
 
 
+@dataclass(frozen=True)
+class SavedPacked:
+    """A saved tensor subclass, of a packed weight: its inner tensors in their saved forms."""
+
+    kind: Any
+    inner: dict[str, Any]
+    rest: tuple  # context, size and stride
+
+    @classmethod
+    def of(cls, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> SavedPacked:
+        """Saves the inner tensors of ``tensor`` by ``pack``."""
+        names, context = tensor.__tensor_flatten__()
+        tensors = {name: getattr(tensor, name) for name in names}
+        inner = {
+            name: cls.of(each, pack) if has_inner(each) else pack(each)
+            for name, each in tensors.items()
+        }
+        return cls(type(tensor), inner, (context, tensor.size(), tensor.stride()))
+
+    def tensor(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Makes the tensor that was saved, of inner tensors from ``unpack``."""
+        inner = {
+            name: saved.tensor(unpack) if isinstance(saved, SavedPacked) else unpack(saved)
+            for name, saved in self.inner.items()
+        }
+        return self.kind.__tensor_unflatten__(inner, *self.rest)
+
+
 def is_checkpoint(hooks: tuple | None) -> bool:
     """Tells whether a pair of saved-tensor hooks is a non-reentrant checkpoint's."""
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
@@ -107,7 +138,7 @@ def saving_hooks(
     # recomputation. There the same weight may be saved with or without these hooks.
     counted = is_checkpoint(outer) or getattr(outer_pack, "is_counted", False)
 
-    def pack(tensor: torch.Tensor) -> Any:
+    def pack_one(tensor: torch.Tensor) -> Any:
         if tensor.layout is torch.strided and type(tensor) not in OPAQUE:
             entry = storages.find(tensor)
             if entry is not None:
@@ -116,7 +147,14 @@ def saving_hooks(
                 return SavedWeight.of(tensor, *entry)
         return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
 
-    def unpack(saved: Any) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> Any:
+        if has_inner(tensor) and any(
+            storages.find(inner) is not None for _, inner in inner_tensors(tensor)
+        ):
+            return SavedPacked.of(tensor, pack_one)
+        return pack_one(tensor)
+
+    def unpack_one(saved: Any) -> torch.Tensor:
         if not isinstance(saved, SavedWeight):
             return saved.tensor() if isinstance(saved, SavedTensor) else outer_unpack(saved)
         saved.check()
@@ -124,6 +162,9 @@ def saving_hooks(
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             _save_in_graph_of_backward(storages, hold)
         return saved.tensor()
+
+    def unpack(saved: Any) -> torch.Tensor:
+        return saved.tensor(unpack_one) if isinstance(saved, SavedPacked) else unpack_one(saved)
 
     pack, unpack = through_dtensors(pack, unpack)
     pack.is_counted = counted

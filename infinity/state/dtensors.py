@@ -113,9 +113,14 @@ def spec_of(tensor: torch.Tensor) -> Any:
     return tensor._spec if isinstance(tensor, DTensor) else None
 
 
+PLAIN = "_infinity_plain"  # attribute of a class at rest: the class of the user's library
+
+
 def plain_class(param: torch.Tensor) -> type:
     """Returns the class of ``param`` when it is not managed."""
-    return DTensor if isinstance(param, DTensor) else torch.nn.Parameter
+    if isinstance(param, DTensor):
+        return DTensor
+    return getattr(type(param), PLAIN, torch.nn.Parameter)
 
 
 def set_bytes(param: torch.Tensor, view: torch.Tensor) -> None:

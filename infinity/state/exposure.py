@@ -16,7 +16,8 @@ from .flat_param import FlatParam
 from .forward_edits import ForwardEdits
 from .handle import own_bytes
 from .journal import Journal
-from .parameter import RESIDENT, STORED
+from .packed import is_packed
+from .parameter import RESIDENT, STORED, class_at_rest
 from .unit_buffers import UnitBuffers
 
 
@@ -68,11 +69,19 @@ class Exposure:
         self._edits.forget()
         self.end()
 
+    def attach(self) -> None:
+        """Puts the parameters to rest for the first time. Packed ones stay so."""
+        for flat_param in self._flat_params:
+            for param in filter(is_packed, flat_param.params):
+                param.__class__ = class_at_rest(param)
+        self.end()
+
     def _switch(self, classes: tuple[type, type]) -> None:
         plain, distributed = classes
         for flat_param in self._flat_params:
             for param in flat_param.params:
-                param.__class__ = distributed if is_distributed(param) else plain
+                if not is_packed(param):
+                    param.__class__ = distributed if is_distributed(param) else plain
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, stays: bool) -> None:
         """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not

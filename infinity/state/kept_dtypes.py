@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .packed import is_code, is_packed, named_tensors
 from .parts import parts_of
 
 
@@ -51,9 +52,14 @@ def computing_dtypes(
 ) -> Callable[[torch.Tensor], torch.dtype]:
     """Returns a function from parameters of ``model`` to their compute dtypes: ``param_dtype``, or
     the parameter's own. The own one applies without a ``param_dtype``, to a parameter that is not
-    floating point, and to one that is kept in fp32."""
+    floating point, to one that is kept in fp32, and to codes and scales of packed weights."""
     keeps = keeps_fp32(model, param_dtype)
-    kept = {param for name, param in model.named_parameters(remove_duplicate=False) if keeps(name)}
+    kept = {param for name, param in named_tensors(model) if keeps(name) or is_packed(param)}
+    for module in model.modules():
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        if any(is_code(param) and not param.requires_grad for param in own.values()):
+            # Codes in one Parameter, and their scales in others
+            kept.update(param for name, param in own.items() if name != "bias")
 
     def dtype_of(param: torch.Tensor) -> torch.dtype:
         return (

@@ -1,7 +1,9 @@
 """Parameters at rest. While a unit is at home its parameters keep identity, shape, dtype and
 device, and have no storage.
 
-ResidentParameter   the bytes are on the device; torch treats it as any Parameter
+ResidentParameter   the bytes are on the device; torch treats it as any Parameter. Packed ones never
+                    get this class: views of them, which modules keep for the backward, would hold
+                    the device's memory. They leave as views at rest
 StoredParameter     the bytes are at home. Metadata is available, ``detach`` and ``data`` give a
                     StoredAlias, a full ``copy_`` writes home. Any other use gathers (inside a
                     forward or backward) or raises
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ from ..machine import storage_guard
 from . import mistakes, transforms
 from .apart import uncompiled
 from .borrowed import call_on_borrowed, lent_to
-from .dtensors import DTensor, is_distributed
+from .dtensors import PLAIN, DTensor, is_distributed, plain_class
 from .handle import (
     DisableTorchFunction,
     ParamHandle,
@@ -35,6 +38,7 @@ from .handle import (
     raw_grad,
     set_raw_grad,
 )
+from .packed import is_packed
 from .torch_functions import (
     DETACH,
     EQUAL,
@@ -44,7 +48,7 @@ from .torch_functions import (
     converts_to_itself,
     type_name,
 )
-from .touch import touch
+from .touch import compute_packed, touch
 from .view_chain import ViewChain, chain_of, is_whole, present
 from .view_nodes import ASKING_FOR_PLACES, ask_for_places
 from .whole_value import equal, set_data, set_value
@@ -340,6 +344,21 @@ RESIDENT = ResidentParameter, DTensor
 STORED = StoredParameter, StoredDTensor
 
 
+@cache
+def _stored(plain: type) -> type:
+    """Makes the class at rest of Parameters of another library's class ``plain``."""
+    members = {PLAIN: plain, "__torch_function__": _Stored.__torch_function__}
+    return type(f"Stored{plain.__name__}", (StoredParameter, plain), members)
+
+
+def class_at_rest(param: torch.Tensor) -> type:
+    """Returns the class of a managed ``param`` while its bytes are at home."""
+    plain = plain_class(param) if isinstance(param, (_Stored, ResidentParameter)) else type(param)
+    if is_distributed(param):
+        return StoredDTensor
+    return StoredParameter if plain is torch.nn.Parameter else _stored(plain)
+
+
 def _compute(func, args: tuple, kwargs: dict, touched: list) -> Any:
     """Calls ``func`` in a forward or backward, which holds the parameters until its end."""
     for tensor in touched:
@@ -347,7 +366,10 @@ def _compute(func, args: tuple, kwargs: dict, touched: list) -> Any:
         engine.touch(handle_of(tensor), getattr(func, "__name__", str(func)))
         # So that its next use is routed through here too.
         if isinstance(tensor, torch.nn.Parameter):
-            tensor.__class__ = StoredDTensor if is_distributed(tensor) else StoredParameter
+            tensor.__class__ = class_at_rest(tensor)
+    if any(is_packed(handle_of(tensor).param) for tensor in touched):
+        with DisableTorchFunction():
+            return compute_packed(func, args, kwargs, touched, StoredAlias.like)
     args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
     with handle_of(touched[0]).engine.saving_tensors(), DisableTorchFunction():
         return func(*args, **kwargs)

@@ -20,6 +20,7 @@ from torch import nn
 from ..errors import ConfigError
 from .dtensors import is_distributed_parameter, span_of
 from .experts import divided_parameters
+from .packed import is_packed, named_tensors, own_tensors, tensors_of
 from .shared import is_shared
 
 SMALL_NBYTES = 256 * 1024
@@ -57,9 +58,9 @@ class Staying:
 
 
 def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
-    """Tells whether the engine moves ``param``. Parameter subclasses (quantised ones, for example)
-    stay in place, and what :class:`Staying` names."""
-    own_class = type(param) is nn.Parameter or is_distributed_parameter(param)
+    """Tells whether the engine moves ``param``: every Parameter and carrier, but for unknown
+    subclasses and what :class:`Staying` names."""
+    own_class = type(param) is nn.Parameter or is_distributed_parameter(param) or is_packed(param)
     return own_class and not hasattr(param, STAYS)
 
 
@@ -83,7 +84,7 @@ def partition(
     taken = set(tiled or ())
     for param in [
         param
-        for param in dict.fromkeys(model.parameters())
+        for param in tensors_of(model)
         if is_shared(param) and is_managed(param) and param not in taken
     ]:
         # Alone, so that both of its stages have the same layout.
@@ -95,7 +96,7 @@ def partition(
             groups.append(Group(name, params, [module], is_divided=True))
             taken |= set(params)
     for name, block in blocks:
-        params = [p for p in dict.fromkeys(block.parameters()) if is_managed(p) and p not in taken]
+        params = [p for p in tensors_of(block) if is_managed(p) and p not in taken]
         if params:
             taken |= set(params)
             groups.append(Group(name, params, [block], block))
@@ -149,7 +150,7 @@ def _rest(model: nn.Module, taken: set[nn.Parameter], *, small: int, cap: int) -
     groups: list[Group] = []
     shared: Group | None = None
     for name, module in model.named_modules():
-        params = [p for p in module.parameters(recurse=False) if is_managed(p) and p not in taken]
+        params = [p for p in own_tensors(module) if is_managed(p) and p not in taken]
         params = list(dict.fromkeys(params))
         if not params:
             continue
@@ -170,7 +171,7 @@ def _add_outside_owners(model: nn.Module, groups: list[Group]) -> None:
     group_of = {param: group for group in groups for param in group.params}
     inside = {id(group): {m for owner in group.owners for m in owner.modules()} for group in groups}
     for module in model.modules():
-        for param in module.parameters(recurse=False):
+        for param in own_tensors(module):
             group = group_of.get(param)
             if (
                 group is not None
@@ -207,9 +208,9 @@ def held_nbytes(model: nn.Module, groups: list[Group], nbytes_of: dict[int, int]
 
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Maps each parameter to all its names, in the order of
-    ``named_parameters(remove_duplicate=False)``."""
+    """Maps each parameter and carrier to all its names, in the order of
+    ``named_parameters(remove_duplicate=False)``, carriers last."""
     names: dict[torch.Tensor, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in named_tensors(model):
         names.setdefault(param, []).append(name)
     return names

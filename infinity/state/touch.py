@@ -79,6 +79,15 @@ def touch(
     return _for_each(call) if name.startswith("_foreach_") else call.run(touched)
 
 
+def compute_packed(
+    func: Callable, args: tuple, kwargs: dict, touched: Sequence[torch.Tensor], rest: Rest
+) -> Any:
+    """Calls ``func`` in a forward or backward, which holds the units of ``touched``, with the
+    values of these tensors at rest, some of them packed. Parameters as in :func:`touch`."""
+    name = getattr(func, "__name__", str(func)).partition(".")[0]
+    return _Call(func, name, args, kwargs, rest, dispatched=False).compute(touched)
+
+
 def _refusal(handle: ParamHandle, name: str) -> UsageError:
     if name in SHARING:
         return handle.engine.refusal(handle, name)
@@ -206,6 +215,16 @@ class _Call:
             finally:
                 del failure
         return result
+
+    def compute(self, touched: Sequence[torch.Tensor]) -> Any:
+        """Calls the function while a pass holds the units of ``touched``."""
+        for tensor in (written := self.targets):
+            handle = managed(tensor)
+            handle.unit.watch(handle.param, own_bytes(handle.param))
+        values = _Values(touched, written)
+        args, kwargs = values.arguments(self.args, self.kwargs)
+        with managed(touched[0]).engine.saving_tensors():
+            return self._at_rest(self.func(*args, **kwargs), values, touched)
 
     @property
     def targets(self) -> list[torch.Tensor]:

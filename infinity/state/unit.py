@@ -171,7 +171,7 @@ class ParamUnit:
         """Makes every parameter a view of its flat param's device buffer. The values must be at
         home. Allocates nothing: see :meth:`allocate`."""
         self.buffers.show()  # before the class changes: this needs torch's own setter
-        self.exposure.end()
+        self.exposure.attach()
 
     def allocate(self) -> None:
         """Allocates the device memory, and the parameters' views while it is there. Raises

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import UsageError
 from .handle import handle_of, managed, own_bytes
+from .packed import is_packed
 from .view_nodes import with_node
 
 SUBJECT = object()  # stands among the arguments for the tensor that is viewed
@@ -140,7 +141,7 @@ def bytes_of(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
     """
     handle, chain = managed(tensor), tensor.__dict__.get("_chain")
     if chain is None:
-        return handle.param
+        return own_bytes(handle.param) if is_packed(handle.param) else handle.param
     if chain.replaced != handle.replaced:
         raise UsageError(
             f"a view of parameter {handle.name} shows the values before {handle.name}.data was"

@@ -181,8 +181,8 @@ class InParts(torch.Tensor):
 
 
 def test_frozen_weights_made_of_others_are_accepted_and_counted(caplog):
-    """Method: two quantised weights beside trained ones; the model trains, and what no budget
-    counts is said in bytes."""
+    """Method: two quantised weights beside trained ones; the model trains, and what stays is said
+    in bytes, and planned."""
     model = make()
     for layer in (model[0], model[2]):
         codes = torch.randint(-8, 8, (8, 8), dtype=torch.int8)
@@ -193,9 +193,10 @@ def test_frozen_weights_made_of_others_are_accepted_and_counted(caplog):
     (said,) = [
         record.getMessage()
         for record in caplog.records
-        if "no budget counts" in record.getMessage()
+        if "stay where they are" in record.getMessage()
     ]
     assert f"{2 * (64 + 4)} B" in said and "2 InParts" in said, said
+    assert infinity.stats(model).buffers_nbytes == 2 * (64 + 4)
     before = {
         name: value.clone() for name, value in model.state_dict().items() if name.endswith("bias")
     }

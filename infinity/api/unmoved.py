@@ -1,0 +1,72 @@
+"""Unmoved: counts and reports what stays with a model's modules: buffers, and weights that the
+engine does not move. The plan counts them together, as buffers."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import torch
+from torch import nn
+
+from ..machine.sizes import format_nbytes
+from ..state.dtensors import local_of
+from ..state.packed import has_inner, inner_tensors, is_packed, small_parts
+from ..state.partition import STAYS, is_managed
+
+logger = logging.getLogger(__name__)
+
+
+def unmoved_nbytes(model: nn.Module) -> int:
+    """Counts the bytes that stay with the modules of ``model``, each storage once; on meta, the
+    future ones. Views of parameters that move are not counted here."""
+    moved = {
+        local_of(param).untyped_storage()._cdata
+        for param in model.parameters()
+        if is_managed(param) and _has_storage(param)
+    }
+    found: dict[tuple[str, int], int] = {}
+    rest = [p for p in model.parameters() if not is_managed(p) and not has_inner(p)]
+    for tensor in (*model.buffers(), *rest, *small_parts(model).values()):
+        if is_packed(tensor):
+            continue
+        if _has_storage(tensor):
+            storage = local_of(tensor).untyped_storage()
+            found["storage", storage._cdata] = 0 if storage._cdata in moved else storage.nbytes()
+        else:
+            found["other", id(tensor)] = _nbytes(tensor)
+    return sum(found.values())
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not has_inner(tensor)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Counts the bytes of a tensor, for a subclass those of its inner tensors."""
+    if has_inner(tensor):
+        return sum(_nbytes(inner) for _, inner in inner_tensors(tensor))
+    return tensor.nbytes if tensor.layout is torch.strided else 0
+
+
+def report_unmoved(model: nn.Module) -> None:
+    """Warns of the weights that the engine does not move, with their bytes."""
+    rest = [
+        param
+        for param in model.parameters()
+        if not is_managed(param)
+        and not (has_inner(param) and any(is_packed(inner) for _, inner in inner_tensors(param)))
+    ]
+    if rest:
+        kinds = ", ".join(
+            f"{count} {name}"
+            for name, count in Counter(type(param).__name__ for param in rest).items()
+        )
+        trained = sum(hasattr(param, STAYS) for param in rest)
+        logger.warning(
+            "%s of this model's weights (%s) stay where they are, %s: the engine does not move"
+            " them, and plans them with the model's buffers",
+            format_nbytes(sum(map(_nbytes, rest))),
+            kinds,
+            f"{trained} of them trained by torch's own optimizer" if trained else "frozen",
+        )

@@ -1,0 +1,308 @@
+"""Packed: finds the tensors of packed weights, so that they move with the parameters of a module.
+
+A packed weight is several frozen tensors: codes, scales, zero points. A module reaches them in one
+of three ways, whatever the format:
+
+subclass    as inner tensors of a Parameter that is a tensor subclass (torchao)
+attribute   of the Parameter, of the module, or of an object of theirs (bitsandbytes, HQQ)
+buffer      of the module (GPTQ, AWQ, NVFP4)
+
+part        one of these tensors
+place       where a part is: an attribute of an object, or an item of a dict
+carrier     the frozen Parameter over a part's memory that takes its places while the model is
+            wrapped
+alias       a tensor over the memory of a packed Parameter, beside it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..machine import storage_guard
+from .dtensors import PLAIN, is_distributed
+from .handle import handle_of
+
+SMALL_NBYTES = 4096  # parts below, such as tables of 16 codes, stay with their modules
+PACKED = "_infinity_packed"  # attribute of a carrier, and of a packed Parameter of its own class
+CARRIERS = "_infinity_carriers"  # attribute of a module: its carriers by their names
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One place of a tensor that may be a part: of the packed weight ``param``, if of any."""
+
+    name: str
+    holder: Any
+    key: str
+    param: Any = None
+
+    @property
+    def tensor(self) -> Any:
+        """What is there."""
+        return self.holder.get(self.key) if self._is_item else getattr(self.holder, self.key, None)
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether the tensor there has the memory of ``param`` itself."""
+        there = self.tensor
+        return (
+            isinstance(there, torch.Tensor)
+            and self.param is not None
+            and not is_packed(there)
+            and storage_guard.identity(there) == storage_guard.identity(self.param)
+        )
+
+    @property
+    def _is_item(self) -> bool:
+        return isinstance(self.holder, dict)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Replaces the tensor."""
+        if self._is_item:
+            self.holder[self.key] = tensor
+        else:
+            setattr(self.holder, self.key, tensor)
+
+
+Found = Iterator[tuple[str, Any, str]]  # name, holder and key of each place
+
+
+def _of_quant_state(name: str, state: Any) -> Found:
+    yield f"{name}.absmax", state, "absmax"
+    yield f"{name}.quant_map", state, "code"
+    yield f"{name}.nested_offset", state, "offset"
+    if state.state2 is not None:
+        yield f"{name}.nested_absmax", state.state2, "absmax"
+        yield f"{name}.nested_quant_map", state.state2, "code"
+
+
+def _of_params_4bit(module: nn.Module, name: str, param: Any) -> Found:
+    for state in (param.quant_state, getattr(module, "quant_state", None)):
+        if state is not None:
+            yield from _of_quant_state(name, state)
+
+
+def _of_int8_params(module: nn.Module, name: str, param: Any) -> Found:
+    for holder in (param, getattr(module, "state", None)):
+        if holder is not None:
+            yield f"{name}.CB", holder, "CB"
+            yield f"{name}.SCB", holder, "SCB"
+
+
+def _of_nothing(_module: nn.Module, _name: str, _param: Any) -> Found:
+    return iter(())
+
+
+def _of_meta(module: nn.Module) -> Found:
+    for name, value in (getattr(module, "meta", None) or {}).items():
+        if isinstance(value, torch.Tensor):
+            yield f"meta.{name}", module.meta, name  # type: ignore[union-attr]
+
+
+# Classes of Parameters -> where their other tensors are. Exact classes: what a subclass of one of
+# them keeps, and where, is unknown.
+PARAMETERS: dict[str, Callable[[nn.Module, str, Any], Found]] = {
+    "bitsandbytes.nn.modules.Params4bit": _of_params_4bit,
+    "bitsandbytes.nn.modules.Int8Params": _of_int8_params,
+    "diffusers.quantizers.gguf.utils.GGUFParameter": _of_nothing,
+}
+# Classes of modules with parts beside their parameters
+MODULES: dict[str, Callable[[nn.Module], Found]] = {"hqq.core.quantize.HQQLinear": _of_meta}
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def plain_name(param: torch.Tensor) -> str:
+    """Returns the name of the class of ``param`` when it is not managed."""
+    return _class_name(getattr(type(param), PLAIN, type(param)))
+
+
+def is_packed(param: torch.Tensor) -> bool:
+    """Tells whether ``param`` is a part of a packed weight that the engine moves."""
+    return PACKED in param.__dict__
+
+
+def is_code(tensor: torch.Tensor) -> bool:
+    """Tells whether ``tensor`` has a dtype in which weights are packed, and nothing is trained."""
+    return tensor.dtype in (torch.int16, torch.int32) or (
+        tensor.itemsize == 1 and tensor.dtype != torch.bool
+    )
+
+
+def own_tensors(module: nn.Module) -> list[nn.Parameter]:
+    """Lists the parameters and carriers of ``module`` itself."""
+    return [*module.parameters(recurse=False), *module.__dict__.get(CARRIERS, {}).values()]
+
+
+def tensors_of(module: nn.Module) -> list[nn.Parameter]:
+    """Lists the parameters and carriers of ``module`` and its children, each once."""
+    return list(dict.fromkeys(each for inner in module.modules() for each in own_tensors(inner)))
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the parameters and carriers of ``module`` and its children under all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for name, carrier in inner.__dict__.get(CARRIERS, {}).items():
+            yield f"{path}.{name}" if path else name, carrier
+
+
+class Packed:
+    """The packed weights of one model, in the form in which the engine moves them."""
+
+    def __init__(self) -> None:
+        # Carriers, and the tensors that they replace until the values are at home
+        self._carriers: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._aliases: list[Place] = []
+        self._own: list[nn.Parameter] = []  # packed Parameters that are parts themselves
+        self._modules: list[nn.Module] = []
+        self._attributes: list[tuple[Any, str, Any]] = []
+
+    def install(self, model: nn.Module) -> None:
+        """Puts carriers in the places of the parts. The model computes as before."""
+        made: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            own: dict[str, nn.Parameter] = {}
+            for param in filter(_is_own_part, module._parameters.values()):
+                self._take(module, param)
+            for place in _places(module):
+                tensor = place.tensor
+                if place.is_alias:
+                    self._aliases.append(place)
+                if place.is_alias or not _moves(tensor):
+                    continue
+                if (carrier := made.get(id(tensor))) is None:
+                    carrier = made[id(tensor)] = nn.Parameter(tensor.detach(), False)
+                    setattr(carrier, PACKED, True)
+                    self._carriers[carrier] = tensor
+                own.setdefault(place.name, carrier)
+                place.put(carrier)
+            if own:
+                module.__dict__[CARRIERS] = own
+            if own or any(map(_is_own_part, module._parameters.values())):
+                self._modules.append(module)
+
+    def _take(self, module: nn.Module, param: nn.Parameter) -> None:
+        if PACKED not in param.__dict__:
+            setattr(param, PACKED, True)
+            self._own.append(param)
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            # bitsandbytes would pack the codes anew for its kernel, in each evaluation on a CPU.
+            self._attributes.append((module, "support_avx512bf16_for_cpu", True))
+            module.support_avx512bf16_for_cpu = False
+
+    def settle(self) -> None:
+        """Lets go of the memory of before, once the values are at home and the parameters at
+        rest."""
+        self._carriers = dict.fromkeys(self._carriers)
+        for place in self._aliases:
+            place.put(place.param.data)
+
+    def remove(self) -> None:
+        """Makes the model's tensors plain ones again: those of before, unless these are settled.
+        Idempotent."""
+        for module in self._modules:
+            module.__dict__.pop(CARRIERS, None)
+            for place in _places(module):  # a forward may have moved them
+                if handle_of(place.tensor) is not None and not is_packed(place.tensor):
+                    place.put(place.param.data)
+                elif place.tensor in self._carriers:
+                    original = self._carriers[place.tensor]
+                    place.put(place.tensor.detach() if original is None else original)
+        for param in self._own:
+            param.__dict__.pop(PACKED, None)
+        for holder, key, value in self._attributes:
+            setattr(holder, key, value)
+
+
+def _is_own_part(param: nn.Parameter | None) -> bool:
+    """Tells whether ``param`` is a Parameter of a known class whose own memory has the codes."""
+    return (
+        param is not None
+        and not param.requires_grad
+        and plain_name(param) in PARAMETERS
+        and is_code(param)
+    )
+
+
+def _moves(tensor: Any) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_meta
+        and tensor.nbytes >= SMALL_NBYTES
+    )
+
+
+def _places(module: nn.Module) -> Iterator[Place]:
+    """Yields the places where ``module`` may have parts."""
+    for name, param in module._parameters.items():
+        if _is_own_part(param):
+            for place in PARAMETERS[plain_name(param)](module, name, param):
+                yield Place(*place, param)
+        elif has_inner(param) and not param.requires_grad:
+            yield from (Place(*place) for place in _inner(name, param))
+    if (attributes := MODULES.get(_class_name(type(module)))) is not None:
+        yield from (Place(*place) for place in attributes(module))
+    buffers = [each for each in module._buffers.values() if each is not None]
+    # Codes, and all that is beside them. Other buffers may be changed in a forward, and stay.
+    if any(is_packed(each) or (_moves(each) and is_code(each)) for each in buffers):
+        yield from (Place(name, module._buffers, name) for name in module._buffers)
+
+
+def has_inner(tensor: Any) -> bool:
+    """Tells whether ``tensor`` is a subclass with inner tensors, as packed weights are."""
+    return hasattr(tensor, "__tensor_flatten__") and not is_distributed(tensor)
+
+
+def inner_tensors(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the inner tensors of a subclass, and those of inner subclasses, by their names."""
+    for name, holder, key in _inner("", tensor):
+        yield name, getattr(holder, key)
+
+
+def _inner(name: str, tensor: Any) -> Found:
+    for key in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, key)
+        if has_inner(inner):
+            yield from _inner(f"{name}.{key}", inner)
+        else:
+            yield f"{name}.{key}", tensor, key
+
+
+def filled(value: Any) -> Any:
+    """Returns a value of a state dict with the bytes of the tensors at rest in it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if (handle := handle_of(value)) is not None:
+        return handle.engine.read_value(handle)
+    if not has_inner(value):
+        return value
+    names, context = value.__tensor_flatten__()
+    inner = {name: filled(getattr(value, name)) for name in names}
+    return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+
+
+def small_parts(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the parts beside parameters and buffers that are too small to move, by their
+    names."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for place in _places(module):
+            there = place.tensor
+            if (
+                isinstance(there, torch.Tensor)
+                and place.holder is not module._buffers
+                and handle_of(there) is None
+                and not (is_packed(there) or place.is_alias)
+            ):
+                found[f"{path}.{place.name}" if path else place.name] = there
+    return found
