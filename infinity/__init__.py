@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .api.full_params import full_params
     from .api.named_weights import named_weights
     from .api.park import park, resume
+    from .api.quantize import quantize
     from .api.stats import Stats, stats
     from .api.unwrap import unwrap_model
     from .api.watch import Watch
@@ -83,6 +84,7 @@ __all__ = [
     "named_weights",
     "parallel",
     "park",
+    "quantize",
     "resume",
     "save_checkpoint",
     "save_pretrained",
@@ -104,6 +106,7 @@ _HOMES = {
     "load_checkpoint": "checkpoint.load",
     "named_weights": "api.named_weights",
     "park": "api.park",
+    "quantize": "api.quantize",
     "resume": "api.park",
     "save_checkpoint": "checkpoint.save",
     "save_pretrained": "checkpoint.pretrained",

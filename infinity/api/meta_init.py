@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Set
+from functools import partial
 from typing import cast
 
 import torch
 from torch import nn
 
-from ..checkpoint.module_names import Incoming, may_lack
+from ..checkpoint.module_names import Incoming, base_of, is_of_adapter, may_lack
 from ..checkpoint.source import Source
 from ..checkpoint.weight_files import WeightFiles
 from ..errors import ConfigError
 from ..state.dtensors import empty_parameter_like, is_distributed
+from ..state.packed import has_inner, is_packed, named_tensors, tensors_of
 from ..state.parts import parts_of
 from ..state.tensors import put, take_storage
 from .initialiser import PIECE_ELEMENTS, Home, Initialiser
+from .quantize import DenseWeights
 
 # Attributes of a transformers model that record the conversion of its folder.
 NOTED = {"_weight_conversions"}
@@ -95,15 +98,18 @@ class Materialized:
     def _fill(self, home: Home) -> None:
         home = _OfWholes(home, self._wholes)
         files = WeightFiles(self._weights) if self._weights is not None else None
-        targets = dict(_targets(self._model))
+        dense = DenseWeights(self._model)
+        targets = self._targets(dense.parts)
         stored = files.sources() if files else {}
-        incoming = Incoming(parts_of(self._model)[0], stored, targets) if files else None
+        incoming = (
+            Incoming(parts_of(self._model)[0], stored, targets | dense.names) if files else None
+        )
+        dense.take(incoming.sources if incoming else {}, self._weights)
         if incoming:
             self._check(incoming.sources, targets)
         in_file = {targets[name] for name in incoming.sources} if incoming else set()
-        unfilled = {
-            tensor for tensor in _tensors(self._model) if tensor.is_meta and tensor not in in_file
-        }
+        buffers = (each for each in self._model.buffers() if not is_packed(each))
+        unfilled = {each for each in (*targets.values(), *buffers) if each.is_meta} - in_file
         unfilled = self._make_real(unfilled)
         # Before the weights are loaded: initialising a module's buffers also sets its parameters.
         if unfilled:
@@ -122,11 +128,12 @@ class Materialized:
                 {name: source for name, source in incoming.sources.items() if name not in renamed},
                 home,
             )
-            for part in parts_of(self._model):
+            for part in map(base_of, parts_of(self._model)):
                 self._noted.append(
                     (part, {key: part.__dict__[key] for key in NOTED & part.__dict__.keys()})
                 )
                 incoming.note(part)
+        dense.send(partial(self._send_whole, home))
 
     def _check(self, sources: dict[str, Source], targets: dict[str, torch.Tensor]) -> None:
         """Raises ConfigError if the file lacks a tensor, has another shape or a quantised dtype, or
@@ -135,10 +142,12 @@ class Materialized:
         for name, tensor in targets.items():
             if tensor.is_meta or isinstance(tensor, nn.Parameter):
                 names.setdefault(tensor, []).append(name)
-        part = parts_of(self._model)[0]
+        part = base_of(parts_of(self._model)[0])
         lacking = [of_one for of_one in names.values() if not set(of_one) & sources.keys()]
         if missing := [
-            of_one[0] for of_one in lacking if not all(may_lack(part, name) for name in of_one)
+            of_one[0]
+            for of_one in lacking
+            if not all(may_lack(part, name) or is_of_adapter(name) for name in of_one)
         ]:
             raise ConfigError(
                 f"weights={str(self._weights)!r} lacks {len(missing)} of the model's parameters and"
@@ -150,8 +159,10 @@ class Materialized:
                     f"{name} in {str(self._weights)!r} has shape {tuple(source.shape)}, the model's"
                     f" {tuple(targets[name].shape)}"
                 )
-            if targets[name].is_floating_point() and not (
-                source.dtype.is_floating_point and source.dtype.itemsize > 1
+            if (
+                source.dtype != targets[name].dtype
+                and targets[name].is_floating_point()
+                and not (source.dtype.is_floating_point and source.dtype.itemsize > 1)
             ):
                 raise ConfigError(
                     f"{name} in {str(self._weights)!r} is of {source.dtype}, the model's of"
@@ -202,7 +213,8 @@ class Materialized:
         """Makes every meta tensor real, managed parameters without storage. Returns the real
         tensors of ``unfilled``."""
         real_unfilled: set[torch.Tensor] = set()
-        for param in [param for param in self._model.parameters() if param.is_meta]:
+        # A subclass follows its inner tensors later.
+        for param in [p for p in tensors_of(self._model) if p.is_meta and not has_inner(p)]:
             real = torch.empty_like(param, device="cpu").as_subclass(type(param))
             real.requires_grad_(param.requires_grad)
             wanted = param in unfilled
@@ -215,7 +227,7 @@ class Materialized:
         real_of: dict[torch.Tensor, torch.Tensor] = {}
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
+                if buffer is not None and buffer.is_meta and not is_packed(buffer):
                     self._buffers.append((module, name, buffer))
                     if buffer not in real_of:
                         real_of[buffer] = torch.empty_like(buffer, device="cpu")
@@ -229,7 +241,7 @@ class Materialized:
     def _load(self, files: WeightFiles, renamed: dict[str, str], home: Home) -> None:
         """Streams the file's tensors that need no conversion. ``renamed``: the model's names -> the
         file's."""
-        targets = dict(_targets(self._model))
+        targets = self._targets()
         own = {origin: targets[name] for name, origin in renamed.items()}
         managed = {
             origin: cast(nn.Parameter, tensor)
@@ -245,14 +257,34 @@ class Materialized:
     @torch.no_grad()
     def _convert(self, sources: dict[str, Source], home: Home) -> None:
         """Reads the tensors that transformers converts from the file's, one after the other."""
-        targets = dict(_targets(self._model))
+        targets = self._targets()
         self.sent |= {
             cast(nn.Parameter, targets[name]) for name in sources if self._goes_home(targets[name])
         }
         for name, source in sources.items():
-            flat = source.read().reshape(-1)
-            for begin in range(0, flat.numel(), PIECE_ELEMENTS):
-                self._take(targets[name], begin, flat[begin : begin + PIECE_ELEMENTS], home)
+            self._take_whole(targets[name], source.read(), home)
+
+    def _send_whole(self, home: Home, param: nn.Parameter, value: torch.Tensor) -> None:
+        self.sent.add(param)
+        self._take_whole(param, value, home)
+
+    def _take_whole(self, tensor: torch.Tensor, value: torch.Tensor, home: Home) -> None:
+        flat = value.reshape(-1)
+        for begin in range(0, flat.numel(), PIECE_ELEMENTS):
+            self._take(tensor, begin, flat[begin : begin + PIECE_ELEMENTS], home)
+
+    def _targets(self, without: Set[torch.Tensor] = frozenset()) -> dict[str, torch.Tensor]:
+        """Returns every entry of a state dict that has a value of its own, under every name."""
+        entries = dict(named_tensors(self._model))
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    entries[f"{path}.{name}" if path else name] = buffer
+        return {
+            name: tensor
+            for name, tensor in entries.items()
+            if tensor not in without and not has_inner(tensor)
+        }
 
     def _take(self, tensor: torch.Tensor, begin: int, values: torch.Tensor, home: Home) -> None:
         """Writes elements of ``tensor`` from ``begin`` on, to its home if it has one."""
@@ -290,19 +322,6 @@ def _have_same_bits(a: Source, b: Source) -> bool:
         return a is b
     one, other = (source.read().reshape(-1).view(torch.uint8) for source in (a, b))
     return torch.equal(one, other)
-
-
-def _targets(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields name and tensor of every entry of a state dict, under every name."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, tensor
-
-
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _swap(recurrent: list[nn.RNNBase], param: nn.Parameter, other: nn.Parameter) -> None:

@@ -42,7 +42,6 @@ from ..state.dtensors import let_scalers_mix, mesh_of_parameters
 from ..state.experts import divides_experts
 from ..state.flat_param import FlatParam
 from ..state.kept_dtypes import computing_dtypes
-from ..state.packed import Packed
 from ..state.partition import Group, Staying, is_managed, parameter_names
 from ..state.parts import Parts, called_for, parts_of
 from ..state.unit import ParamUnit
@@ -59,6 +58,7 @@ from .agreement import (
 )
 from .aliases import warn_of_aliases
 from .before import Before, MovedRest
+from .changes import Changes
 from .checks import check, check_tensor_parallel
 from .described_model import DescribedModel, read_model
 from .join import join, make_optimizer
@@ -70,7 +70,6 @@ from .lay_out import (
     unit_size,
 )
 from .meta_init import Materialized
-from .retie import Ties
 from .send_home import Homes, send_flat_param_home
 from .share_homes import connect_homes, share_homes
 from .state_dict import install_state_dict
@@ -120,17 +119,17 @@ def wrap_model(
         mesh = mesh_of_parameters(model.parameters())
     ranks, traffic = parallel_dims(mesh, divides_experts=divides_experts(model)), Traffic()
     let_scalers_mix()
-    collectives, ties, given = Collectives(ranks, traffic), Ties(), as_given(optimizer)
-    packed = Packed()
+    collectives, given = Collectives(ranks, traffic), as_given(optimizer)
+    changes = Changes()
     with contextlib.ExitStack() as undo:
-        for change in (collectives.close, ties.undo, packed.remove):
+        for change in (collectives.close, changes.undo):
             undo.callback(change)
-        config, described = _check_everywhere(model, given, config, (ties, packed), collectives)
+        config, described = _check_everywhere(model, given, config, changes, collectives)
         ranks = _describe_ranks(described, config, collectives, mesh)
         share_processors(described.module, config, collectives)
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(2 * len(described.params) + 1)
-        model, stepping = _wrap(described.module, given, config, collectives, mesh, packed)
+        model, stepping = _wrap(described.module, given, config, collectives, mesh, changes)
         undo.pop_all()
         return model, like_given(stepping, optimizer)
 
@@ -159,18 +158,16 @@ def _check_everywhere(
     model: Any,
     optimizers: Sequence[torch.optim.Optimizer],
     config: Config | Mapping[str, Any] | str | os.PathLike | None,
-    changes: tuple[Ties, Packed],
+    changes: Changes,
     collectives: Collectives,
 ) -> tuple[Config, DescribedModel]:
-    """Checks wrap_model's inputs, here and between the ranks, ties the configured pairs, and finds
-    packed weights. Returns the configuration, and the model as read. Every rank calls this."""
-    ties, packed = changes
+    """Checks wrap_model's inputs, here and between the ranks, and prepares the model. Returns the
+    configuration, and the model as read. Every rank calls this."""
     with collectives.together("checking what wrap_model was given"):
         config = Config.make(config if config is not None else NOTHING_CHOSEN)
         check(model, optimizers, config)
         warn_of_aliases(model, optimizers)
-        ties.tie(model, optimizers, config.tied)
-        packed.install(model)
+        changes.make(model, optimizers, config)
         described = read_model(model)
         check_tensor_parallel(described, config, collectives.ranks)
         description = {} if collectives.ranks.alone else describe(described, optimizers, config)
@@ -188,14 +185,14 @@ def _wrap(
     config: Config,
     collectives: Collectives,
     mesh: Any,
-    packed: Packed,
+    changes: Changes,
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     with collectives.together("finding what stays where it is"):
         stays = Staying(staying(model, given, config, alone=collectives.ranks.alone))
     try:
         wrapped = _wrap_moved(model, given, config, collectives, mesh, stays)
-        packed.settle()
-        model.__dict__[RECORD].packed = packed
+        changes.settle()
+        model.__dict__[RECORD].packed = changes.packed
         return wrapped
     except BaseException:
         stays.remove()

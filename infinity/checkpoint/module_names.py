@@ -17,6 +17,8 @@ from .groups import Group, empty
 from .hub_names import is_transformers
 from .source import Source
 
+PREFIX = "base_model.model."  # PEFT's prefix for names of the base model
+
 
 class Incoming:
     """The tensors of a folder as those of a model's state dict: renamed, fused or split as
@@ -31,10 +33,17 @@ class Incoming:
         values. Raises ConfigError if tensors cannot be converted."""
         self.sources: dict[str, Source] = {}
         self._conversions: list[Any] | None = None
-        if is_transformers(model) and (library := _library()) is not None:
-            self._convert(library, model, given, names)
+        base, of_base = base_of(model), {base_name(name): tensor for name, tensor in names.items()}
+        if is_transformers(base) and (library := _library()) is not None:
+            self._convert(library, base, given, of_base)
         else:
-            self.sources = {name: source for name, source in given.items() if name in names}
+            self.sources = {name: source for name, source in given.items() if name in of_base}
+        if base is not model:
+            self.sources = {
+                name: self.sources[plain]
+                for name in names
+                if (plain := base_name(name)) in self.sources
+            }
 
     def note(self, model: nn.Module) -> None:
         """Records the conversions on the model, as ``from_pretrained`` does, so that its own
@@ -105,6 +114,26 @@ def _conversion(
         }
 
     return convert
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """Returns the base model of a PEFT model, else ``model``."""
+    is_adapted = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return model.get_base_model() if is_adapted else model
+
+
+def base_name(name: str) -> str:
+    """Returns the base model's own name of the tensor that is ``name`` in a PEFT model."""
+    return ".".join(
+        part
+        for part in name.removeprefix(PREFIX).split(".")
+        if part not in ("base_layer", "original_module")
+    )
+
+
+def is_of_adapter(name: str) -> bool:
+    """Returns whether a tensor of a PEFT model is an adapter's, which its base's files lack."""
+    return name.startswith(PREFIX) and ".lora_" in name
 
 
 def _library() -> Any:

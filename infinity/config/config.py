@@ -19,7 +19,17 @@ from ..machine.sizes import parse_nbytes
 from ..machine.tiers import home_of
 from ..untrusted import read_table
 from .accelerate import is_accelerate, translate_accelerate
-from .choices import AUTO, DTYPES, HOMES, MASTERS, MOMENT_DTYPES, REDUCTIONS, SAMPLED, SHARDED
+from .choices import (
+    AUTO,
+    DTYPES,
+    HOMES,
+    MASTERS,
+    MOMENT_DTYPES,
+    QUANTIZED,
+    REDUCTIONS,
+    SAMPLED,
+    SHARDED,
+)
 from .deepspeed import folded, is_deepspeed, torch_line, translate_deepspeed
 
 logger = logging.getLogger(__name__)
@@ -79,8 +89,7 @@ class Config:
     update_threads
         Threads of the optimizer's kernels. None: at most as many as torch computes with, and at
         most this rank's share of the CPUs. Under torchrun, which sets torch to one thread, that
-        share.
-        The first steps measure whether fewer are as fast, and then fewer are used.
+        share. The first steps measure whether fewer are as fast, and then fewer are used.
     speculate
         Whether units are updated in the backward, before it is known whether clipping changes their
         gradients. If it does, the update runs again from the kept state. The bits are the same.
@@ -100,9 +109,10 @@ class Config:
     expects_optimizer
         The required optimizer: its class's name as ``type``, and arguments of its constructor.
         wrap_model refuses another. ``from_deepspeed`` sets it from the JSON.
-    micro_batch, max_grad_norm, weights, trace
+    micro_batch, max_grad_norm, weights, quantize, trace
         Samples a unit runs at once; clipping inside the step; a safetensors file or folder for a
-        model on ``meta``; a path for the timeline.
+        model on ``meta``; ``"nf4"``, ``"int8"`` or ``"fp8"`` for its frozen linear layers, packed
+        on their way home (:func:`infinity.quantize`); a path for the timeline.
     """
 
     params: str = "auto"
@@ -131,6 +141,7 @@ class Config:
     recompute: bool = False
     checksums: bool | str = True
     weights: str | os.PathLike | None = None
+    quantize: str | None = None
     tied: tuple[tuple[str, str], ...] | list = ()
     trace: str | os.PathLike | None = None
     expects_optimizer: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = None
@@ -142,6 +153,7 @@ class Config:
         self._choose("moments", MOMENT_DTYPES)
         self._choose("shard", SHARDED)
         self._choose("reduction", REDUCTIONS)
+        self._choose("quantize", QUANTIZED)
         for name in ("device_memory", "host_memory", "nvme_capacity"):
             self._set(name, parse_nbytes(getattr(self, name), name))
         for name in ("param_dtype", "grad_dtype"):
@@ -251,13 +263,11 @@ class Config:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _choose(self, name: str, allowed: Collection[str]) -> None:
+    def _choose(self, name: str, allowed: Collection[str | None]) -> None:
         value = getattr(self, name)
         if value not in allowed:
-            near = [
-                *(known for known in [home_of(str(value))] if known in allowed),
-                *difflib.get_close_matches(str(value), allowed, n=1),
-            ]
+            known = [home] if (home := home_of(str(value))) in allowed else []
+            near = known + difflib.get_close_matches(str(value), [*filter(None, allowed)], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
                 f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}"

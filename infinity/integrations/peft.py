@@ -23,6 +23,7 @@ from torch import nn
 from ..api.full_params import full_params
 from ..checkpoint.hub_names import flat_param_size_of, hub_sources
 from ..checkpoint.model_files import write_sources
+from ..checkpoint.module_names import PREFIX, base_name
 from ..checkpoint.pretrained import (
     adapter_tensors,
     is_adapted,
@@ -43,9 +44,6 @@ from peft.tuners.tuners_utils import (  # noqa: E402
     BaseTunerLayer,
 )
 from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
-
-PREFIX = "base_model.model."  # PEFT's prefix for names of the base model
-
 
 # --- in place ---
 
@@ -108,7 +106,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
         sources = {
             plain: source
             for name, source in sources_of(model).items()
-            if (plain := _plain_name(name)) in names
+            if (plain := base_name(name)) in names
         }
         written = hub_sources(base, merged(sources, twin))
         numel = sum(source.shape.numel() for name, source in sources.items() if name in params)
@@ -149,15 +147,6 @@ def _twin_of(model: nn.Module, hollow: nn.Module, tensors: Mapping[str, torch.Te
         if name in tensors and not _is_hollow(param):
             _put(twin, name, nn.Parameter(param.data.to(tensors[name].dtype), requires_grad=False))
     return twin
-
-
-def _plain_name(name: str) -> str:
-    """Returns the base model's own name of the tensor that is ``name`` in a PEFT model."""
-    return ".".join(
-        part
-        for part in name.removeprefix(PREFIX).split(".")
-        if part not in ("base_layer", "original_module")
-    )
 
 
 def _hollow(build: Callable[[], nn.Module]) -> nn.Module:
@@ -201,7 +190,7 @@ def adapted_twin(model: Path, adapter: Path) -> nn.Module:
         raise ConfigError(
             f"{adapter} is not an adapter of peft for the model in {model}: {error}"
         ) from error
-    for name in [name for name in left if _plain_name(name) in names and name in weights]:
+    for name in [name for name in left if base_name(name) in names and name in weights]:
         _put(
             twin.get_base_model(),
             name.removeprefix(PREFIX),

@@ -69,6 +69,7 @@ class Place:
             setattr(self.holder, self.key, tensor)
 
 
+Send = Callable[[nn.Parameter, torch.Tensor], None]  # sends the value of a parameter home
 Found = Iterator[tuple[str, Any, str]]  # name, holder and key of each place
 
 
@@ -165,14 +166,15 @@ class Packed:
         self._modules: list[nn.Module] = []
         self._attributes: list[tuple[Any, str, Any]] = []
 
-    def install(self, model: nn.Module) -> None:
-        """Puts carriers in the places of the parts. The model computes as before."""
+    def install(self, model: nn.Module, *, read: bool = False) -> None:
+        """Puts carriers in the places of the parts. The model computes as before. ``read``: buffers
+        on meta are parts, too, whose values come from a file."""
         made: dict[int, nn.Parameter] = {}
         for module in model.modules():
             own: dict[str, nn.Parameter] = {}
             for param in filter(_is_own_part, module._parameters.values()):
                 self._take(module, param)
-            for place in _places(module):
+            for place in _places(module, read=read):
                 tensor = place.tensor
                 if place.is_alias:
                     self._aliases.append(place)
@@ -204,6 +206,8 @@ class Packed:
         self._carriers = dict.fromkeys(self._carriers)
         for place in self._aliases:
             place.put(place.param.data)
+        for module in self._modules:
+            _follow_inner(module)
 
     def remove(self) -> None:
         """Makes the model's tensors plain ones again: those of before, unless these are settled.
@@ -216,6 +220,7 @@ class Packed:
                 elif place.tensor in self._carriers:
                     original = self._carriers[place.tensor]
                     place.put(place.tensor.detach() if original is None else original)
+            _follow_inner(module)
         for param in self._own:
             param.__dict__.pop(PACKED, None)
         for holder, key, value in self._attributes:
@@ -237,13 +242,12 @@ def _moves(tensor: Any) -> bool:
         type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
         and tensor.layout is torch.strided
         and not tensor.requires_grad
-        and not tensor.is_meta
         and tensor.nbytes >= SMALL_NBYTES
     )
 
 
-def _places(module: nn.Module) -> Iterator[Place]:
-    """Yields the places where ``module`` may have parts."""
+def _places(module: nn.Module, *, read: bool = True) -> Iterator[Place]:
+    """Yields the places where ``module`` may have parts. ``read``: also buffers on meta."""
     for name, param in module._parameters.items():
         if _is_own_part(param):
             for place in PARAMETERS[plain_name(param)](module, name, param):
@@ -254,8 +258,24 @@ def _places(module: nn.Module) -> Iterator[Place]:
         yield from (Place(*place) for place in attributes(module))
     buffers = [each for each in module._buffers.values() if each is not None]
     # Codes, and all that is beside them. Other buffers may be changed in a forward, and stay.
-    if any(is_packed(each) or (_moves(each) and is_code(each)) for each in buffers):
+    if any(
+        is_packed(each) or (_moves(each) and is_code(each) and (read or not each.is_meta))
+        for each in buffers
+    ):
         yield from (Place(name, module._buffers, name) for name in module._buffers)
+
+
+def send_parts(layer: nn.Module, made: nn.Module, send: Send) -> None:
+    """Sends the parts of ``made`` home as those of ``layer``, which has them on meta. Parts that do
+    not move are put into ``layer``."""
+    for name, param in layer._parameters.items():
+        if _is_own_part(param):
+            send(param, made._parameters[name].data)
+    for place, of_made in zip(_places(layer), _places(made), strict=True):
+        if is_packed(place.tensor):
+            send(place.tensor, of_made.tensor)
+        elif isinstance(place.tensor, torch.Tensor):
+            place.put(of_made.tensor)
 
 
 def has_inner(tensor: Any) -> bool:
@@ -278,17 +298,35 @@ def _inner(name: str, tensor: Any) -> Found:
             yield f"{name}.{key}", tensor, key
 
 
+def _follow_inner(module: nn.Module) -> None:
+    """Makes subclasses whose inner tensors are on another device than they say anew."""
+    for param in module._parameters.values():
+        if has_inner(param) and any(
+            each.device != param.device for _, each in inner_tensors(param)
+        ):
+            made = _rebuilt(param, _followed)  # not by nn.Parameter, which detaches inner tensors
+            made.__dict__ = param.__dict__ | made.__dict__
+            torch.utils.swap_tensors(param, made)
+
+
+def _followed(inner: Any) -> Any:
+    return _rebuilt(inner, _followed) if has_inner(inner) else inner
+
+
+def _rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Makes a subclass again, of its inner tensors as ``change`` returns them."""
+    names, context = value.__tensor_flatten__()
+    inner = {name: change(getattr(value, name)) for name in names}
+    return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+
+
 def filled(value: Any) -> Any:
     """Returns a value of a state dict with the bytes of the tensors at rest in it."""
     if not isinstance(value, torch.Tensor):
         return value
     if (handle := handle_of(value)) is not None:
         return handle.engine.read_value(handle)
-    if not has_inner(value):
-        return value
-    names, context = value.__tensor_flatten__()
-    inner = {name: filled(getattr(value, name)) for name in names}
-    return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+    return _rebuilt(value, filled) if has_inner(value) else value
 
 
 def small_parts(model: nn.Module) -> dict[str, torch.Tensor]:

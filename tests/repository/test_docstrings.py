@@ -32,13 +32,13 @@ Destroys Detects Discards Discovers Divides Does Draws Drops Encodes Ends Enlarg
 Enters Estimates Evaluates Evicts Examines Exchanges Exposes Fetches Fills Finds Finishes Forgets
 Formats Frees Gathers Gives Goes Guards Has Holds Hooks Imports Initialises Installs Joins Keeps
 Lands Launches Lays Leaves Lets Lists Loads Locks Looks Makes Maps Marks Matches Measures Meets
-Merges Moves Multiplies Names Notes Opens Orders Overwrites Parses Passes Plans Predicts Prepares
-Prints Publishes Puts Queues Raises Re-raises Reads Rebinds Receives Recognises Records Recovers
-Redistributes Reduces Refers Refuses Registers Releases Removes Replaces Reports Requests Reserves
-Resets Restarts Restores Returns Rounds Runs Saves Says Scales Selects Sends Sets Settles Shards
-Simulates Skips Sorts Spends Splits Starts Steps Stops Stores Streams Strikes Submits Summarises
-Sums Surrounds Swaps Synchronises Takes Tells Ties Times Traces Tracks Translates Treats Turns
-Undoes Unregisters Verifies Waits Warns Watches Wraps Writes Yields Zeroes
+Merges Moves Multiplies Names Notes Opens Orders Overwrites Packs Parses Passes Plans Predicts
+Prepares Prints Publishes Puts Queues Raises Re-raises Reads Rebinds Receives Recognises Records
+Recovers Redistributes Reduces Refers Refuses Registers Releases Removes Replaces Reports Requests
+Reserves Resets Restarts Restores Returns Rounds Runs Saves Says Scales Selects Sends Sets Settles
+Shards Simulates Skips Sorts Spends Splits Starts Steps Stops Stores Streams Strikes Submits
+Summarises Sums Surrounds Swaps Synchronises Takes Tells Ties Times Traces Tracks Translates Treats
+Turns Undoes Unregisters Verifies Waits Warns Watches Wraps Writes Yields Zeroes
 """.split()
 VERBS = frozenset(SORTED_VERBS)
 

@@ -1,0 +1,39 @@
+"""Changes: what a wrap changes in a model before it reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..config.config import Config
+from ..state.packed import Packed
+from .quantize import Quantized
+from .retie import Ties
+
+
+class Changes:
+    """Pairs that are tied, layers that will be packed, and the parts of packed weights."""
+
+    def __init__(self) -> None:
+        self._ties, self._quantized, self.packed = Ties(), Quantized(), Packed()
+
+    def make(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config
+    ) -> None:
+        """Changes the model as ``config`` says. Raises ConfigError."""
+        self._ties.tie(model, optimizers, config.tied)
+        self._quantized.install(model, config.quantize)
+        self.packed.install(model, read=config.weights is not None)
+
+    def settle(self) -> None:
+        """Lets go of what was before, once the values are at home."""
+        self.packed.settle()
+        self._quantized.settle()
+
+    def undo(self) -> None:
+        """Restores the model."""
+        self.packed.remove()
+        self._quantized.remove()
+        self._ties.undo()

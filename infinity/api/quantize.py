@@ -1,0 +1,224 @@
+"""Quantize: packs the frozen linear layers of a model in fewer bits, with the bits of the library
+whose format it is.
+
+format      how a library packs a linear layer: "nf4" (bitsandbytes), "int8" and "fp8" (torchao)
+dense       a weight before it is packed
+described   a packed layer on meta, whose parts have shapes and no values. Its weight is packed on
+            the way home, so that one dense weight is in memory at a time
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.module_names import base_of
+from ..checkpoint.source import Source
+from ..errors import ConfigError
+from ..state.packed import Send, is_packed, own_tensors, send_parts
+from ..state.partition import is_managed
+
+LEAST_NUMEL = 4096  # smaller weights stay dense, as in bitsandbytes
+DESCRIBED = "_infinity_described"  # attribute of a described layer
+
+
+def quantize(model: nn.Module, format: str) -> nn.Module:
+    """Packs the weights of the frozen linear layers of ``model`` in place, and returns it.
+
+    format
+        ``"nf4"``: bitsandbytes' 4-bit normal floats with double quantisation (Dettmers et al.
+        2023). ``"int8"``, ``"fp8"``: torchao's codes with a scale per output.
+
+    :func:`wrap_model` packs layers on ``meta`` when it reads their weights. Embeddings, output
+    layers, tied and trained weights stay dense. Raises ConfigError if there is no layer to pack, or
+    the library is not installed.
+    """
+    for parent, name, linear in _packable(model, format):
+        pack = partial(PACKERS[format], linear.weight.dtype)
+        if linear.weight.is_meta:
+            layer = _described(linear, pack)
+        else:
+            layer = _like(linear, pack(linear.weight.data))
+        setattr(parent, name, layer)
+    return model
+
+
+class Quantized:
+    """The layers of a model that a wrap packs."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        self._layers: list[nn.Module] = []
+
+    def install(self, model: nn.Module, format: str | None) -> None:
+        """Puts described layers in the places of frozen linear ones."""
+        if format is not None:
+            for parent, name, linear in _packable(model, format):
+                layer = _described(linear, partial(PACKERS[format], linear.weight.dtype))
+                self._replaced.append((parent, name, linear))
+                setattr(parent, name, layer)
+        self._layers = list(described_layers(model).values())
+
+    def settle(self) -> None:
+        """Lets go of the dense weights, once the values are at home."""
+        for layer in self._layers:
+            del layer.__dict__[DESCRIBED]
+        self._replaced.clear()
+
+    def remove(self) -> None:
+        """Puts the linear layers back."""
+        for parent, name, linear in reversed(self._replaced):
+            setattr(parent, name, linear)
+        self._replaced.clear()
+
+
+@dataclass(frozen=True)
+class Described:
+    """How the parts of a layer are made.
+
+    pack
+        Function of the dense weight -> a layer with the parts.
+    dense
+        The dense weight in memory; None: in the files that ``Config(weights=...)`` names.
+    """
+
+    pack: Callable[[torch.Tensor], nn.Module]
+    shape: torch.Size
+    dense: torch.Tensor | None
+
+
+def described_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the described layers of ``model`` by their names."""
+    return {name: each for name, each in model.named_modules() if DESCRIBED in each.__dict__}
+
+
+class DenseWeights:
+    """The dense weights of a model's described layers, in memory or in files."""
+
+    def __init__(self, model: nn.Module):
+        self._layers = described_layers(model)
+        self._sources: dict[str, Source] = {}
+        self.names = {f"{name}.weight": layer.weight for name, layer in self._layers.items()}
+        # Tensors that are made of the dense weights
+        self.parts = {
+            each
+            for layer in self._layers.values()
+            for each in own_tensors(layer)
+            if is_packed(each)
+        }
+
+    def take(self, sources: dict[str, Source], files: Any) -> None:
+        """Takes the sources of the dense weights out of ``sources``. Raises ConfigError if a weight
+        is lacking or has another shape."""
+        for name, layer in self._layers.items():
+            how, source = layer.__dict__[DESCRIBED], sources.pop(f"{name}.weight", None)
+            if how.dense is not None:
+                source = Source.of(how.dense)
+            if source is None:
+                raise ConfigError(
+                    f"{name}.weight is to be packed and has no value: Config(weights=...) names"
+                    + (" no file" if files is None else f" {str(files)!r}, which lacks it")
+                )
+            if source.shape != how.shape:
+                raise ConfigError(
+                    f"{name}.weight in {str(files)!r} has shape {tuple(source.shape)}, the model's"
+                    f" {tuple(how.shape)}"
+                )
+            self._sources[name] = source
+
+    def send(self, send: Send) -> None:
+        """Packs one weight after the other, and sends their parts home."""
+        for name, source in self._sources.items():
+            layer = self._layers[name]
+            how = layer.__dict__[DESCRIBED]
+            dense = source.read() if how.dense is None else how.dense
+            send_parts(layer, how.pack(dense), send)
+
+
+def _described(linear: nn.Linear, pack: Callable) -> nn.Module:
+    weight = linear.weight
+    layer = _like(linear, pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta")))
+    dense = None if weight.is_meta else weight.data
+    layer.__dict__[DESCRIBED] = Described(pack, weight.shape, dense)
+    return layer
+
+
+def _like(linear: nn.Linear, layer: nn.Module) -> nn.Module:
+    """Gives a packed ``layer`` the rest of the layer that it replaces."""
+    layer.bias = linear.bias
+    return layer.train(linear.training)
+
+
+def _packable(model: nn.Module, format: str) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Yields parent, name and layer of the linear layers to pack."""
+    if format not in PACKERS:
+        raise ConfigError(f"quantize={format!r} is not one of {', '.join(map(repr, PACKERS))}")
+    base = base_of(model)
+    find_output = getattr(base, "get_output_embeddings", None)
+    output = find_output() if callable(find_output) else None
+    uses: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                uses[param] = uses.get(param, 0) + 1
+    found = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear
+        and child is not output
+        and not child.weight.requires_grad
+        and is_managed(child.weight)
+        and uses[child.weight] == 1
+        and child.weight.numel() >= LEAST_NUMEL
+    ]
+    if not found:
+        raise ConfigError(
+            f"quantize={format!r}: {type(model).__name__} has no frozen linear layer to pack."
+            " Freeze its base (requires_grad_(False)), or add adapters by peft.get_peft_model"
+        )
+    yield from found
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"quantize needs {name.partition('.')[0]}: pip install 'infinity-engine[packed]'"
+        ) from error
+
+
+def _nf4(dtype: torch.dtype, dense: torch.Tensor) -> nn.Module:
+    library = _library("bitsandbytes.nn")
+    options = {"compress_statistics": True, "quant_type": "nf4"}
+    rows, columns = dense.shape
+    layer = library.Linear4bit(
+        columns, rows, bias=False, compute_dtype=dtype, device="meta", **options
+    )
+    weight = library.Params4bit(dense.to(dtype), requires_grad=False, module=layer, **options)
+    layer.weight = weight._quantize(dense.device)
+    return layer
+
+
+def _torchao(config: str, dtype: torch.dtype, dense: torch.Tensor) -> nn.Module:
+    library = _library("torchao.quantization")
+    rows, columns = dense.shape
+    layer = nn.Linear(columns, rows, bias=False, device="meta")
+    layer.weight = nn.Parameter(dense.to(dtype), requires_grad=False)
+    library.quantize_(layer, getattr(library, config)())
+    return layer
+
+
+# Format -> function of the dtype to compute in, and of a dense weight
+PACKERS: Mapping[str, Callable[[torch.dtype, torch.Tensor], nn.Module]] = {
+    "nf4": _nf4,
+    "int8": partial(_torchao, "Int8WeightOnlyConfig"),
+    "fp8": partial(_torchao, "Float8WeightOnlyConfig"),
+}
