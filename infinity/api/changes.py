@@ -24,7 +24,7 @@ class Changes:
     ) -> None:
         """Changes the model as ``config`` says. Raises ConfigError."""
         self._ties.tie(model, optimizers, config.tied)
-        self._quantized.install(model, config.quantize)
+        self._quantized.install(model, config.quantize, config.weights)
         self.packed.install(model, read=config.weights is not None)
 
     def settle(self) -> None:

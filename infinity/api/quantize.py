@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.module_names import base_of
+from ..checkpoint.module_names import Incoming, base_of
 from ..checkpoint.source import Source
+from ..checkpoint.weight_files import WeightFiles
 from ..errors import ConfigError
 from ..state.packed import Send, is_packed, own_tensors, send_parts
 from ..state.partition import is_managed
+from ..state.parts import parts_of
 
+SAVED_STATE = ".quant_state.bitsandbytes__"  # in the names of bitsandbytes' saved tensors
 LEAST_NUMEL = 4096  # smaller weights stay dense, as in bitsandbytes
 DESCRIBED = "_infinity_described"  # attribute of a described layer
 
@@ -56,14 +59,21 @@ class Quantized:
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._layers: list[nn.Module] = []
 
-    def install(self, model: nn.Module, format: str | None) -> None:
-        """Puts described layers in the places of frozen linear ones."""
+    def install(self, model: nn.Module, format: str | None, weights: Any) -> None:
+        """Puts described layers in the places of linear ones: those that ``weights``, a folder, has
+        packed, and the frozen ones that are to be packed in ``format``."""
+        if weights is not None:
+            for parent, name, layer in _saved(model, WeightFiles(weights).sources()):
+                self._replace(parent, name, layer)
         if format is not None:
-            for parent, name, linear in _packable(model, format):
-                layer = _described(linear, partial(PACKERS[format], linear.weight.dtype))
-                self._replaced.append((parent, name, linear))
-                setattr(parent, name, layer)
+            for parent, name, linear in list(_packable(model, format)):
+                pack = partial(PACKERS[format], linear.weight.dtype)
+                self._replace(parent, name, _described(linear, pack))
         self._layers = list(described_layers(model).values())
+
+    def _replace(self, parent: nn.Module, name: str, layer: nn.Module) -> None:
+        self._replaced.append((parent, name, getattr(parent, name)))
+        setattr(parent, name, layer)
 
     def settle(self) -> None:
         """Lets go of the dense weights, once the values are at home."""
@@ -83,14 +93,16 @@ class Described:
     """How the parts of a layer are made.
 
     pack
-        Function of the dense weight -> a layer with the parts.
-    dense
-        The dense weight in memory; None: in the files that ``Config(weights=...)`` names.
+        Function of the weight -> a layer with the parts.
+    shape
+        Of the weight.
+    weight
+        The weight; None: in the files that ``Config(weights=...)`` names.
     """
 
     pack: Callable[[torch.Tensor], nn.Module]
     shape: torch.Size
-    dense: torch.Tensor | None
+    weight: Source | None
 
 
 def described_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -118,8 +130,7 @@ class DenseWeights:
         is lacking or has another shape."""
         for name, layer in self._layers.items():
             how, source = layer.__dict__[DESCRIBED], sources.pop(f"{name}.weight", None)
-            if how.dense is not None:
-                source = Source.of(how.dense)
+            source = source if how.weight is None else how.weight
             if source is None:
                 raise ConfigError(
                     f"{name}.weight is to be packed and has no value: Config(weights=...) names"
@@ -136,16 +147,63 @@ class DenseWeights:
         """Packs one weight after the other, and sends their parts home."""
         for name, source in self._sources.items():
             layer = self._layers[name]
-            how = layer.__dict__[DESCRIBED]
-            dense = source.read() if how.dense is None else how.dense
-            send_parts(layer, how.pack(dense), send)
+            send_parts(layer, layer.__dict__[DESCRIBED].pack(source.read()), send)
 
 
 def _described(linear: nn.Linear, pack: Callable) -> nn.Module:
     weight = linear.weight
     layer = _like(linear, pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta")))
-    dense = None if weight.is_meta else weight.data
-    layer.__dict__[DESCRIBED] = Described(pack, weight.shape, dense)
+    source = None if weight.is_meta else Source(weight.shape, weight.dtype, lambda: weight.data)
+    layer.__dict__[DESCRIBED] = Described(pack, weight.shape, source)
+    return layer
+
+
+def _saved(
+    model: nn.Module, stored: dict[str, Source]
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yields parent, name and described layer for the linear layers on meta that bitsandbytes has
+    packed in a folder. ``stored``: the folder's tensors."""
+    marked = {
+        name.partition(SAVED_STATE)[0]: kind
+        for name in stored
+        if (kind := name.partition(SAVED_STATE)[2])
+    }
+    if not marked:
+        return
+    origins = {id(source): name for name, source in stored.items()}
+    part = parts_of(model)[0]
+    names = {name: param for name, param in part.named_parameters() if name.endswith(".weight")}
+    for name, source in Incoming(part, stored, names).sources.items():
+        path, _, own = name.removesuffix(".weight").rpartition(".")
+        parent = part.get_submodule(path)
+        linear, origin = getattr(parent, own), origins.get(id(source), "")
+        if origin in marked and type(linear) is nn.Linear and linear.weight.is_meta:
+            parts = {
+                key.removeprefix(f"{origin}."): each
+                for key, each in stored.items()
+                if key.startswith(f"{origin}.")
+            }
+            layer = _described_nf4(linear, marked[origin], parts)
+            layer.__dict__[DESCRIBED] = Described(partial(_read_nf4, parts), source.shape, source)
+            yield parent, own, layer
+
+
+def _described_nf4(linear: nn.Linear, kind: str, parts: dict[str, Source]) -> nn.Module:
+    shape, dtype = linear.weight.shape, linear.weight.dtype
+    dense, nested = torch.empty(shape, dtype=dtype, device="meta"), "nested_absmax" in parts
+    return _like(linear, _packed_by_bitsandbytes(kind, nested, dtype, dense))
+
+
+def _read_nf4(parts: dict[str, Source], codes: torch.Tensor) -> nn.Module:
+    """Makes a layer of codes and of the other parts that bitsandbytes has saved beside them."""
+    library = _library("bitsandbytes.nn")
+    layer = library.Linear4bit(1, 1, bias=False, device="meta")
+    layer.weight = library.Params4bit.from_prequantized(
+        codes,
+        {name: part.read() for name, part in parts.items()},
+        device=codes.device,
+        module=layer,
+    )
     return layer
 
 
@@ -195,13 +253,16 @@ def _library(name: str) -> Any:
         ) from error
 
 
-def _nf4(dtype: torch.dtype, dense: torch.Tensor) -> nn.Module:
-    library = _library("bitsandbytes.nn")
-    options = {"compress_statistics": True, "quant_type": "nf4"}
-    rows, columns = dense.shape
+def _packed_by_bitsandbytes(
+    kind: str, nested: bool, dtype: torch.dtype, dense: torch.Tensor
+) -> nn.Module:
+    library, (rows, columns) = _library("bitsandbytes.nn"), dense.shape
+    options = {"compress_statistics": nested, "quant_type": kind}
     layer = library.Linear4bit(
         columns, rows, bias=False, compute_dtype=dtype, device="meta", **options
     )
+    # bitsandbytes keeps the first table of codes that it makes: it must not be on meta.
+    _library("bitsandbytes.functional").quantize_blockwise(torch.zeros(1, device="cpu"))
     weight = library.Params4bit(dense.to(dtype), requires_grad=False, module=layer, **options)
     layer.weight = weight._quantize(dense.device)
     return layer
@@ -218,7 +279,7 @@ def _torchao(config: str, dtype: torch.dtype, dense: torch.Tensor) -> nn.Module:
 
 # Format -> function of the dtype to compute in, and of a dense weight
 PACKERS: Mapping[str, Callable[[torch.dtype, torch.Tensor], nn.Module]] = {
-    "nf4": _nf4,
+    "nf4": partial(_packed_by_bitsandbytes, "nf4", True),
     "int8": partial(_torchao, "Int8WeightOnlyConfig"),
     "fp8": partial(_torchao, "Float8WeightOnlyConfig"),
 }

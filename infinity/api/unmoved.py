@@ -11,7 +11,7 @@ from torch import nn
 
 from ..machine.sizes import format_nbytes
 from ..state.dtensors import local_of
-from ..state.packed import has_inner, inner_tensors, is_packed, small_parts
+from ..state.packed import has_inner, inner_tensors, is_packed, nbytes_of, small_parts
 from ..state.partition import STAYS, is_managed
 
 logger = logging.getLogger(__name__)
@@ -34,19 +34,12 @@ def unmoved_nbytes(model: nn.Module) -> int:
             storage = local_of(tensor).untyped_storage()
             found["storage", storage._cdata] = 0 if storage._cdata in moved else storage.nbytes()
         else:
-            found["other", id(tensor)] = _nbytes(tensor)
+            found["other", id(tensor)] = nbytes_of(tensor)
     return sum(found.values())
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not has_inner(tensor)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    """Counts the bytes of a tensor, for a subclass those of its inner tensors."""
-    if has_inner(tensor):
-        return sum(_nbytes(inner) for _, inner in inner_tensors(tensor))
-    return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 def report_unmoved(model: nn.Module) -> None:
@@ -66,7 +59,7 @@ def report_unmoved(model: nn.Module) -> None:
         logger.warning(
             "%s of this model's weights (%s) stay where they are, %s: the engine does not move"
             " them, and plans them with the model's buffers",
-            format_nbytes(sum(map(_nbytes, rest))),
+            format_nbytes(sum(map(nbytes_of, rest))),
             kinds,
             f"{trained} of them trained by torch's own optimizer" if trained else "frozen",
         )

@@ -26,7 +26,7 @@ from .training.model import (
     read_model_config,
     read_tokenizer,
 )
-from .training.options import FLAG, FOLDER, HOME, NUMBER, PATH
+from .training.options import FLAG, FOLDER, HOME, NUMBER, PATH, QUANTIZE
 from .training.sample import printable, prompt_of
 from .training.settings import check_device, engine_config, paths_of
 from .values import a_seed, real_from_zero
@@ -65,6 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
     add("--device", metavar="DEVICE", help='what computes: "cuda", "cuda:1" or "cpu"')
     add("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of the weights")
+    add("--quantize", **QUANTIZE, help="pack the weights in fewer bits, as they are read")
     add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder")
     add("--json", **FLAG, help="prompt and answer as one JSON object on stdout")
 
@@ -208,7 +209,9 @@ class Speaker:
         )
         if is_streamed(model, base):
             settings["weights"] = str(base)
-        elif base != folder:
+        if args.quantize is not None:
+            infinity.quantize(model.requires_grad_(False), args.quantize)
+        if base != folder:
             model = _with_adapter(model, folder)
         self.model, _ = infinity.wrap_model(model, None, engine_config(settings, model))
         self.model.eval()

@@ -41,6 +41,7 @@ from .training.job import (
 from .training.model import (
     add_adapters,
     build_model,
+    check_packed,
     checkpoint_activations,
     find_model,
     is_streamed,
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+KNOWN_AT_ONCE = ("seed", "batch_size", "lora_rank", "quantize")  # before any data is read
 DEFAULT_PROMPT = "def "  # for the default data, which is Python
 
 DESCRIPTION = """\
@@ -121,9 +123,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
     inputs = read_inputs(args, files, ranks, console)
-    model = _make_model(args, inputs.model_config, console)
-    if is_streamed(model, args.model):
-        settings["weights"] = str(args.model)
+    model = _make_model(args, settings, inputs.model_config, console)
     config = engine_config(settings, model)
     compute = _time_compute(args, model, inputs, config.device)
     with no_cache(model):
@@ -168,7 +168,7 @@ def _check_engine(args: argparse.Namespace, settings: dict[str, Any], console: C
     check_device(args.device)
     _choose_dtype(args, device, console)
     if args.resume:
-        known = {name: getattr(args, name) for name in ("seed", "batch_size", "lora_rank")}
+        known = {name: getattr(args, name) for name in KNOWN_AT_ONCE}
         check_fixed_values(args.checkpoint, known, saved_extra(args.checkpoint))
 
 
@@ -188,7 +188,12 @@ def _time_compute(
     )
 
 
-def _make_model(args: argparse.Namespace, model_config: Any, console: Console) -> Any:
+def _make_model(
+    args: argparse.Namespace, settings: dict[str, Any], model_config: Any, console: Console
+) -> Any:
+    """Makes the model, with adapters if it shall have them. Weights that are streamed go into
+    ``settings``. Raises ConfigError."""
+    check_packed(args.model, model_config, args.quantize, trains_all=args.lora_rank is None)
     model = build_model(
         args.model,
         model_config,
@@ -196,8 +201,11 @@ def _make_model(args: argparse.Namespace, model_config: Any, console: Console) -
         seed=args.seed,
         say=console.print,
         trust=args.trust_remote_code,
-        whole=args.lora_rank is not None,
     )
+    if is_streamed(model, args.model):
+        settings["weights"] = str(args.model)
+    if args.quantize is not None:
+        infinity.quantize(model.requires_grad_(False), args.quantize)
     if args.lora_rank is not None:
         model = add_adapters(model, args.lora_rank, args.model)
     if args.gradient_checkpointing:
@@ -274,7 +282,9 @@ def _choose_dtype(args: argparse.Namespace, device: str | None, console: Console
 
 def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -> None:
     """Raises CapacityError if what the job will save does not fit."""
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    from ..state.packed import nbytes_of
+
+    weights = sum(map(nbytes_of, model.parameters()))
     if args.out is not None:
         check_room("--out", args.out, weights, "the trained model")
     if args.checkpoint is not None:
@@ -290,6 +300,8 @@ def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -
 def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
     """Prints the job's size, and sets its first step: the checkpoint's, or step 0 with its held-out
     loss."""
+    from ..state.packed import dense_numel
+
     corpus, options = job.batches.corpus, job.fixed_values
     console.print(
         f"{options['parameters']:,} parameters in {options['dtype']}, {job.tokens_per_step:,}"
@@ -301,7 +313,7 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
             f" {corpus.held_out_ntokens:,} held out"
         )
     trained, whole = (
-        sum(param.numel() for param in job.model.parameters() if param.requires_grad or every)
+        sum(dense_numel(param) for param in job.model.parameters() if param.requires_grad or every)
         for every in (False, True)
     )
     if trained < whole:  # as PEFT tells it

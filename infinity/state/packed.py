@@ -16,6 +16,7 @@ alias       a tensor over the memory of a packed Parameter, beside it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -180,7 +181,8 @@ class Packed:
                     self._aliases.append(place)
                 if place.is_alias or not _moves(tensor):
                     continue
-                if (carrier := made.get(id(tensor))) is None:
+                carrier = tensor if is_packed(tensor) else made.get(id(tensor))
+                if carrier is None:
                     carrier = made[id(tensor)] = nn.Parameter(tensor.detach(), False)
                     setattr(carrier, PACKED, True)
                     self._carriers[carrier] = tensor
@@ -272,9 +274,11 @@ def send_parts(layer: nn.Module, made: nn.Module, send: Send) -> None:
         if _is_own_part(param):
             send(param, made._parameters[name].data)
     for place, of_made in zip(_places(layer), _places(made), strict=True):
-        if is_packed(place.tensor):
-            send(place.tensor, of_made.tensor)
-        elif isinstance(place.tensor, torch.Tensor):
+        if (there := place.tensor) is None:
+            continue
+        if is_packed(there):
+            send(there, of_made.tensor)
+        else:
             place.put(of_made.tensor)
 
 
@@ -296,6 +300,19 @@ def _inner(name: str, tensor: Any) -> Found:
             yield from _inner(f"{name}.{key}", inner)
         else:
             yield f"{name}.{key}", tensor, key
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Counts the bytes of a tensor, for a subclass those of its inner tensors."""
+    if has_inner(tensor):
+        return sum(nbytes_of(inner) for _, inner in inner_tensors(tensor))
+    return tensor.nbytes if tensor.layout is torch.strided else 0
+
+
+def dense_numel(param: torch.Tensor) -> int:
+    """Counts the elements of a parameter, for a packed one those before it was packed."""
+    state = getattr(param, "quant_state", None)
+    return param.numel() if state is None else math.prod(state.shape)
 
 
 def _follow_inner(module: nn.Module) -> None:

@@ -89,10 +89,12 @@ def make_job(
 ) -> Job:
     import torch
 
+    from ...state.packed import dense_numel
+
     if args.lora_rank is None:
         model.config.architectures = [type(model).__name__]
     optimizer = make_optimizer(model, lr=args.lr, weight_decay=args.weight_decay)
-    parameters_count = sum(parameter.numel() for parameter in model.parameters())
+    parameters_count = sum(map(dense_numel, model.parameters()))
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     share = functools.partial(lr_share, steps=args.steps, warmup_steps=args.warmup_steps)
     max_grad_norm = args.max_grad_norm or (None if config.max_grad_norm else DEFAULT_MAX_GRAD_NORM)
@@ -111,24 +113,36 @@ def make_job(
         checkpoint_every=args.checkpoint_every,
         ranks=ranks,
         tokenizer=tokenizer,
-        fixed_values={
+        fixed_values=_fixed_values(args, batches, config, ranks)
+        | {
             "parameters": parameters_count,
-            "data": batches.corpus.fingerprint,
-            "seed": args.seed,
-            "dtype": args.dtype,
-            "master": config.master,
-            "moments": config.moments,
-            "batch_size": args.batch_size,
-            "sequence_length": batches.sequence_length,
-            # A job can resume on fewer ranks with more micro-batches each.
-            "accumulate": args.accumulate * ranks.count,
-            "lr": args.lr,
-            "weight_decay": args.weight_decay,
-            "warmup_steps": args.warmup_steps,
             "max_grad_norm": max_grad_norm or config.max_grad_norm,
-            "lora_rank": args.lora_rank,
         },
     )
+
+
+def _fixed_values(
+    args: argparse.Namespace,
+    batches: Batches | ExampleBatches,
+    config: infinity.Config,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    return {
+        "data": batches.corpus.fingerprint,
+        "seed": args.seed,
+        "dtype": args.dtype,
+        "master": config.master,
+        "moments": config.moments,
+        "batch_size": args.batch_size,
+        "sequence_length": batches.sequence_length,
+        # A job can resume on fewer ranks with more micro-batches each.
+        "accumulate": args.accumulate * ranks.count,
+        "lr": args.lr,
+        "weight_decay": args.weight_decay,
+        "warmup_steps": args.warmup_steps,
+        "lora_rank": args.lora_rank,
+        "quantize": args.quantize,
+    }
 
 
 def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:

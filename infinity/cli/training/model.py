@@ -132,11 +132,6 @@ def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
                 f"{path} brings code of its own to run. If you trust it: --trust-remote-code"
             ) from None
         raise ConfigError(f"transformers cannot read {path}: {_first_line(error)}") from None
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(
-            f"{path} is packed in fewer bits (quantization_config), which is not supported yet."
-            " Give the model that it was made of."
-        )
     check_sizes(path, config)
     return config
 
@@ -235,7 +230,7 @@ def build_model(
 
     If the folder has every weight under the model's own names, the model stays on meta. The engine
     then streams them (:func:`is_streamed`), so they are never all in memory. ``whole``: loads them
-    here, because the model will be changed.
+    here, because an adapter's files are to be loaded into it.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -297,6 +292,8 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
         return False
     if not any(path.glob("*.safetensors")):
         return False
+    if is_packed_folder(model.config):
+        return is_nf4_folder(model.config)
     kept = model.state_dict(keep_vars=True)  # persistent buffers too
     found = Incoming(model, WeightFiles(path).sources(), kept).sources
     there = {id(kept[name]) for name in found}
@@ -307,6 +304,34 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
         and source.dtype.is_floating_point == kept[name].dtype.is_floating_point
         for name, source in found.items()
     )
+
+
+def is_packed_folder(config: Any) -> bool:
+    """Returns whether a configuration is of a folder that is packed in fewer bits."""
+    return bool(getattr(config, "quantization_config", None))
+
+
+def is_nf4_folder(config: Any) -> bool:
+    """Returns whether a folder is packed by bitsandbytes in 4 bits, whose tensors the engine
+    streams."""
+    told = getattr(config, "quantization_config", None) or {}
+    told = told if isinstance(told, dict) else told.to_dict()
+    return bool(told.get("load_in_4bit"))
+
+
+def check_packed(
+    path: Path | None, config: Any, quantize: str | None, *, trains_all: bool
+) -> None:
+    """Raises ConfigError for a folder that is packed in fewer bits and cannot be used like this."""
+    if not is_packed_folder(config):
+        return
+    if trains_all:
+        raise ConfigError(
+            f"{path} is packed in fewer bits (quantization_config), and packed weights are not"
+            " trained: add --lora, whose adapters are."
+        )
+    if quantize is not None:
+        raise ConfigError(f"{path} is packed already: leave out --quantize {quantize}.")
 
 
 def keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:

@@ -31,6 +31,7 @@ FILE: dict[str, Any] = {"type": a_path, "metavar": "FILE"}
 FOLDER: dict[str, Any] = {"type": a_path, "metavar": "FOLDER"}
 NUMBER: dict[str, Any] = {"type": a_count, "metavar": "N"}
 COUNT: dict[str, Any] = {"type": zero_or_more, "metavar": "N"}
+QUANTIZE: dict[str, Any] = {"choices": ("nf4", "int8", "fp8")}
 DEFAULT_SEQUENCE_LENGTH = 256
 DEFAULT_ROW_LENGTH = 1024
 DEFAULT_STEPS = 80
@@ -38,6 +39,7 @@ DEFAULT_CHECKPOINT_EVERY = 50
 DEFAULT_LR, TUNING_LR = 2e-4, 2e-5
 DEFAULT_WARMUP_STEPS = 10
 DEFAULT_MAX_GRAD_NORM = 1.0
+LORA_RANK = 16
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +81,8 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
         **NUMBER,
         help="train adapters of this rank (needs peft) and save them, not the model",
     )
+    add("--lora", **FLAG, help=f"as --lora-rank {LORA_RANK}")
+    add("--quantize", **QUANTIZE, help="pack the base under the adapters in fewer bits")
     add("--gradient-checkpointing", **FLAG, help="recompute activations in the backward")
 
 
@@ -244,6 +248,13 @@ def _check_companions(args: argparse.Namespace) -> None:
 def check_options(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that can be checked without reading the data or building the
     model."""
+    if args.lora and args.lora_rank is None:
+        args.lora_rank = LORA_RANK
+    if args.quantize is not None and args.lora_rank is None:
+        raise ConfigError(
+            f"--quantize {args.quantize} packs a base that is not trained: add --lora, whose"
+            " adapters are."
+        )
     if args.lora_rank is not None and (args.model is None or args.model.is_file()):
         raise ConfigError(
             "--lora-rank trains adapters of a model that has weights: give --model a folder."

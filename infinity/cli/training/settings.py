@@ -219,12 +219,14 @@ def _device_here() -> str | None:
 def training_state_nbytes(model: nn.Module, config: infinity.Config) -> int:
     """Counts the bytes of weights, masters and moments, without scales and gradients. Frozen
     parameters have only their weights."""
+    from ...state.packed import nbytes_of
+
     total = 0
     for parameter in model.parameters():
-        per_element = parameter.element_size()
+        total += nbytes_of(parameter)
         if parameter.requires_grad:
+            per_element = MOMENTS_NBYTES[config.moments]
             if parameter.element_size() == 2:
                 per_element += MASTER_NBYTES[config.master]
-            per_element += MOMENTS_NBYTES[config.moments]
-        total += per_element * parameter.numel()
+            total += per_element * parameter.numel()
     return total
