@@ -20,13 +20,13 @@ from torch import nn
 
 from ..checkpoint.module_names import Incoming, base_of
 from ..checkpoint.source import Source
+from ..checkpoint.unpacked import layer_of_parts, packed_by_bitsandbytes
 from ..checkpoint.weight_files import WeightFiles
 from ..errors import ConfigError
 from ..state.packed import Send, is_packed, own_tensors, send_parts
 from ..state.partition import is_managed
 from ..state.parts import parts_of
 
-SAVED_STATE = ".quant_state.bitsandbytes__"  # in the names of bitsandbytes' saved tensors
 LEAST_NUMEL = 4096  # smaller weights stay dense, as in bitsandbytes
 DESCRIBED = "_infinity_described"  # attribute of a described layer
 
@@ -163,12 +163,8 @@ def _saved(
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Yields parent, name and described layer for the linear layers on meta that bitsandbytes has
     packed in a folder. ``stored``: the folder's tensors."""
-    marked = {
-        name.partition(SAVED_STATE)[0]: kind
-        for name in stored
-        if (kind := name.partition(SAVED_STATE)[2])
-    }
-    if not marked:
+    packed = packed_by_bitsandbytes(stored)
+    if not packed:
         return
     origins = {id(source): name for name, source in stored.items()}
     part = parts_of(model)[0]
@@ -177,34 +173,13 @@ def _saved(
         path, _, own = name.removesuffix(".weight").rpartition(".")
         parent = part.get_submodule(path)
         linear, origin = getattr(parent, own), origins.get(id(source), "")
-        if origin in marked and type(linear) is nn.Linear and linear.weight.is_meta:
-            parts = {
-                key.removeprefix(f"{origin}."): each
-                for key, each in stored.items()
-                if key.startswith(f"{origin}.")
-            }
-            layer = _described_nf4(linear, marked[origin], parts)
-            layer.__dict__[DESCRIBED] = Described(partial(_read_nf4, parts), source.shape, source)
+        if origin in packed and type(linear) is nn.Linear and linear.weight.is_meta:
+            kind, parts = packed[origin]
+            pack = partial(_packed_by_bitsandbytes, kind, "nested_absmax" in parts)
+            layer = _described(linear, partial(pack, linear.weight.dtype))
+            made = partial(layer_of_parts, parts=parts)
+            layer.__dict__[DESCRIBED] = Described(made, source.shape, source)
             yield parent, own, layer
-
-
-def _described_nf4(linear: nn.Linear, kind: str, parts: dict[str, Source]) -> nn.Module:
-    shape, dtype = linear.weight.shape, linear.weight.dtype
-    dense, nested = torch.empty(shape, dtype=dtype, device="meta"), "nested_absmax" in parts
-    return _like(linear, _packed_by_bitsandbytes(kind, nested, dtype, dense))
-
-
-def _read_nf4(parts: dict[str, Source], codes: torch.Tensor) -> nn.Module:
-    """Makes a layer of codes and of the other parts that bitsandbytes has saved beside them."""
-    library = _library("bitsandbytes.nn")
-    layer = library.Linear4bit(1, 1, bias=False, device="meta")
-    layer.weight = library.Params4bit.from_prequantized(
-        codes,
-        {name: part.read() for name, part in parts.items()},
-        device=codes.device,
-        module=layer,
-    )
-    return layer
 
 
 def _like(linear: nn.Linear, layer: nn.Module) -> nn.Module:

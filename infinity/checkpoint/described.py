@@ -72,6 +72,7 @@ def described_model(folder: Path | None) -> nn.Module | None:
             folder, local_files_only=True, trust_remote_code=False
         )
         check_sizes(folder, config)
+        config.__dict__.pop("quantization_config", None)  # what is written is unpacked
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
             kind = transformers.AutoModelForCausalLM.from_config

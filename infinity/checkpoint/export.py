@@ -33,6 +33,7 @@ from .parts import read_tensors
 from .pretrained import write_configs
 from .saved_tensors import SavedTensors
 from .source import Source
+from .unpacked import without_packing
 from .weight_files import FILE_DTYPES, WeightFiles
 
 KINDS = {str(kind).removeprefix("torch."): kind for kind in FILE_DTYPES.values()}
@@ -94,7 +95,7 @@ def export(
             with foreign_sources(checkpoint) as sources:
                 return target.write(sources)
         if checkpoint.is_file() or list(checkpoint.glob("*.safetensors")):
-            return target.write(WeightFiles(checkpoint).sources())
+            return target.write(without_packing(WeightFiles(checkpoint).sources()))
         _refuse_others(checkpoint)
     with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
         try:

@@ -24,6 +24,7 @@ from ..state.parts import parts_of
 from .hub_names import flat_param_size_of, hub_sources, is_transformers, names_to_write
 from .model_files import describe_files, name_files, name_written, split, storing, written
 from .source import Source
+from .unpacked import dense_source, has_packed
 
 WEIGHT_NAMES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
 CARD = "README.md"
@@ -143,10 +144,12 @@ def _save_model(
     if is_adapted(model) or _has_adapters(model):
         _save_adapters(model, folder, writes=writes)
         return
-    if getattr(first, "hf_quantizer", None) is not None:
+    if getattr(first, "hf_quantizer", None) is not None or any(
+        has_packed(module, name) for module in model.modules() for name in module._parameters
+    ):
         raise ConfigError(
-            f"{type(first).__name__} is quantised, and its quantizer alone knows what a folder has"
-            " to hold: infinity.unwrap_model(model), then model.save_pretrained(folder)"
+            f"{type(first).__name__} is packed, and its library alone knows what a folder has to"
+            " hold: infinity.unwrap_model(model), then model.save_pretrained(folder)"
         )
     files = split(
         hub_sources(first, sources_of(model)),
@@ -275,22 +278,22 @@ def adapter_tensors(model: nn.Module, *, embeddings: bool = False) -> dict[str, 
 
 def sources_of(model: nn.Module) -> dict[str, Source]:
     """Maps the name of every tensor of a wrapped model's state dict to its source, tied ones
-    once."""
+    once, packed ones unpacked."""
     store = engine_of(model).job.store
-    tensors = {
-        prefix + name: tensor
-        for prefix, module in (
-            (f"{path}." if path else "", m)
-            for path, m in model.named_modules(remove_duplicate=False)
-        )
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]
-        if tensor is not None and name not in module._non_persistent_buffers_set
+    places = {
+        f"{path}.{name}" if path else name: (module, name)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in (*module._parameters, *module._buffers)
+        if getattr(module, name) is not None and name not in module._non_persistent_buffers_set
     }
+    tensors = {key: getattr(module, name) for key, (module, name) in places.items()}
     sources: dict[str, Source] = {}
     for name in names_to_write(model, tensors):
         tensor = tensors[name]
         handle = handle_of(tensor)
-        if handle is None:
+        if has_packed(*places[name]):
+            sources[name] = dense_source(*places[name])
+        elif handle is None:
             sources[name] = Source(
                 tensor.shape,
                 tensor.dtype,

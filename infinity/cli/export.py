@@ -106,11 +106,14 @@ def _check_inputs(args: argparse.Namespace) -> None:
     for folder in (found, args.model):
         if folder is not None and (folder / "config.json").is_file():
             try:
-                packed = "quantization_config" in parse_json(read_text(folder / "config.json"))
-            except (OSError, ValueError, TypeError):
+                told = parse_json(read_text(folder / "config.json")).get("quantization_config")
+            except (OSError, ValueError, AttributeError):
                 continue
-            if packed:
-                raise ConfigError(f"{folder} is packed in fewer bits, which is not supported yet")
+            if told and not (isinstance(told, dict) and told.get("load_in_4bit")):
+                raise ConfigError(
+                    f"{folder} is packed in a form that is not unpacked here (quantization_config):"
+                    " give the model that it was made of, or one in bitsandbytes' 4 bits"
+                )
 
 
 def _merging(model: Path | None, adapter: Path) -> Callable:

@@ -32,6 +32,7 @@ from ..checkpoint.pretrained import (
     write_configs,
 )
 from ..checkpoint.source import Source
+from ..checkpoint.unpacked import has_packed
 from ..errors import ConfigError, UsageError
 from ..runtime.registry import engine_of
 from ..state.operations import Operation
@@ -71,6 +72,17 @@ def _for_each_layer(model: nn.Module, change: Callable[[BaseTunerLayer], None]) 
             f"{type(model).__name__} has no adapters of peft: give the model that"
             " peft.get_peft_model returned"
         )
+    packed = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, BaseTunerLayer) and has_packed(layer.get_base_layer(), "weight")
+    ]
+    if packed:
+        raise UsageError(
+            f"{packed[0]} has a packed weight, into which nothing is merged:"
+            " infinity.integrations.save_merged(model, folder) writes unpacked weights with the"
+            " adapters merged"
+        )
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
             with full_params(model, [name], writeback=True):
@@ -84,7 +96,8 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
     """Writes a wrapped PEFT model with its active adapters merged, as a folder that
     ``from_pretrained`` loads. The model is unchanged. Every rank calls this.
 
-    Equal to ``model.merge_and_unload().save_pretrained(folder)``. Raises UsageError if the base
+    Equal to ``model.merge_and_unload().save_pretrained(folder)``; a packed base is unpacked first,
+    into the dtype that it computed in. Raises UsageError if the base
     model is not transformers'. If ``folder`` has another model and ``overwrite`` is false, writes
     to a new folder beside it and raises ConfigError, which names that folder.
     """

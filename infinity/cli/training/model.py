@@ -319,9 +319,7 @@ def is_nf4_folder(config: Any) -> bool:
     return bool(told.get("load_in_4bit"))
 
 
-def check_packed(
-    path: Path | None, config: Any, quantize: str | None, *, trains_all: bool
-) -> None:
+def check_packed(path: Path | None, config: Any, quantize: str | None, *, trains_all: bool) -> None:
     """Raises ConfigError for a folder that is packed in fewer bits and cannot be used like this."""
     if not is_packed_folder(config):
         return
