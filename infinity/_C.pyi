@@ -297,7 +297,14 @@ class Hyperparameters:
     grad_factors: list[float]
 
 class Run:
-    def __init__(self, begin: int, end: int, hyper: Hyperparameters) -> None: ...
+    def __init__(
+        self,
+        begin: int,
+        end: int,
+        hyper: Hyperparameters,
+        missed: Sequence[Hyperparameters] = ...,
+        has_gradient: bool = True,
+    ) -> None: ...
 
 class Shadow:
     def __init__(

@@ -76,6 +76,9 @@ struct Hyperparameters {
 struct Run {
   std::size_t begin = 0, end = 0;  // elements
   Hyperparameters hyper;
+  // Steps before that one, each with a gradient of zeros.
+  std::vector<Hyperparameters> missed{};
+  bool has_gradient = true;  // false: only the missed steps
 };
 
 // Hyperparameters as the fp32 constants of the formula, prepared in double as torch does.

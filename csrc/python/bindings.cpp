@@ -470,10 +470,12 @@ void bind_adam(py::module_& m) {
       .def_readwrite("step", &Hyperparameters::step)
       .def_readwrite("grad_factors", &Hyperparameters::grad_factors);
   py::class_<Run>(m, "Run").def(
-      py::init([](std::size_t begin, std::size_t end, Hyperparameters hyper) {
-        return Run{begin, end, std::move(hyper)};
+      py::init([](std::size_t begin, std::size_t end, Hyperparameters hyper,
+                  std::vector<Hyperparameters> missed, bool has_gradient) {
+        return Run{begin, end, std::move(hyper), std::move(missed), has_gradient};
       }),
-      py::arg("begin"), py::arg("end"), py::arg("hyper"));
+      py::arg("begin"), py::arg("end"), py::arg("hyper"),
+      py::arg("missed") = std::vector<Hyperparameters>{}, py::arg("has_gradient") = true);
   m.attr("MOMENT_BLOCK") = kMomentBlock;
   m.def(
       "encode_moments",

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <iterator>
 #include <system_error>
+#include <tuple>
 #include <utility>
 
 #include "base/check.h"
@@ -71,6 +72,13 @@ Extent* target_of(const UnitUpdate& update, Name name) {
   if (member.shadow == nullptr) return nullptr;
   Extent* const beside = (update.shadow.*member.shadow).get();
   return beside != nullptr ? beside : extent_of(update, name).get();
+}
+
+// Whether a run with a gradient touches elements `begin` to `end`.
+bool has_gradient(const UnitUpdate& update, std::size_t begin, std::size_t end) {
+  return std::any_of(update.runs.begin(), update.runs.end(), [&](const Run& run) {
+    return run.has_gradient && run.begin < end && begin < run.end;
+  });
 }
 
 // Every extent that an update reads or writes.
@@ -158,6 +166,7 @@ void check_update(const UnitUpdate& update, const Kernel& kernel) {
                      " starts inside a block of ", kMomentBlock, " 8-bit moments");
     // throws on what it cannot express
     const Uses uses = kernel.uses(prepare(layout.rule, run.hyper));
+    for (const Hyperparameters& missed : run.missed) prepare(layout.rule, missed);
     INFINITY_REQUIRE(!uses.exp_avg || update.exp_avg, "rule ", int(layout.rule),
                      " needs an extent for exp_avg");
     INFINITY_REQUIRE(!uses.exp_avg_sq || update.exp_avg_sq, "rule ", int(layout.rule),
@@ -228,14 +237,38 @@ std::size_t Updater::chunk_elements(const UnitUpdate& update, std::size_t slot_n
   return whole >= update.count ? update.count : round_down(whole, chunk_grain(update.layout));
 }
 
+// The chunks of an update: whole tiles that have its runs. A shadow also gets the elements that no
+// run touches.
+static std::vector<std::pair<std::size_t, std::size_t>> chunks_of(const UnitUpdate& update,
+                                                                  std::size_t chunk) {
+  const std::size_t grain = chunk_grain(update.layout);
+  std::vector<std::pair<std::size_t, std::size_t>> covered;
+  if (update.is_shadow()) covered.emplace_back(0, update.count);
+  for (const Run& run : update.runs) {
+    const std::size_t begin = round_down(run.begin, grain);
+    const std::size_t end = std::min(update.count, round_up(run.end, grain));
+    if (!covered.empty() && begin <= covered.back().second)
+      covered.back().second = std::max(covered.back().second, end);
+    else
+      covered.emplace_back(begin, end);
+  }
+  std::vector<std::pair<std::size_t, std::size_t>> chunks;
+  for (const auto& [begin, end] : covered)
+    for (std::size_t at = begin; at < end; at += chunk)
+      chunks.emplace_back(at, std::min(at + chunk, end));
+  return chunks;
+}
+
 std::shared_ptr<Updater::Job> Updater::make_job(const UnitUpdate& update) const {
   auto job = std::make_shared<Job>();
   job->kernel = find_kernel(update.layout);
   check_update(update, job->kernel);
-  job->chunk = chunk_elements(update, slot_nbytes_);
-  INFINITY_REQUIRE(job->chunk > 0, "a slot of ", slot_nbytes_, " bytes is too small for ",
+  const std::size_t chunk = chunk_elements(update, slot_nbytes_);
+  INFINITY_REQUIRE(chunk > 0, "a slot of ", slot_nbytes_, " bytes is too small for ",
                    chunk_grain(update.layout), " elements");
-  job->ticket = std::make_shared<Ticket>((update.count + job->chunk - 1) / job->chunk);
+  job->chunks = chunks_of(update, chunk);
+  // An update without runs ends with a part that is nothing.
+  job->ticket = std::make_shared<Ticket>(std::max<std::size_t>(job->chunks.size(), 1));
   job->update = update;
   return job;
 }
@@ -398,12 +431,7 @@ void Updater::release(Chunk& chunk, TicketPtr saves) {
   if (saves) slot_saves_[*chunk.slot] = std::move(saves);
 }
 
-bool Updater::touched(const Job& job, std::size_t begin, std::size_t end) const {
-  return std::any_of(job.update.runs.begin(), job.update.runs.end(),
-                     [&](const Run& run) { return run.begin < end && begin < run.end; });
-}
-
-// Starts the loads of the next chunk that has anything to step. False when there is none. A job
+// Starts the loads of the next chunk. False when there is none. A job
 // begins when all that it comes after has finished: until then a slot serves another one.
 bool Updater::start_next(std::deque<Chunk>& loading, const Place& place) {
   const std::exception_ptr error = failure_->get();
@@ -415,13 +443,11 @@ bool Updater::start_next(std::deque<Chunk>& loading, const Place& place) {
   const std::shared_ptr<Job> job = *found;
   Chunk chunk;
   chunk.job = job;
-  chunk.begin = job->next;
-  chunk.end = std::min(job->next + job->chunk, job->update.count);
   if (job->next == 0) note_unfinished(job);
-  job->next = chunk.end;
-  if (job->next == job->update.count) jobs_.erase(found);
-  // A shadow also gets the elements that no run touches.
-  if (error || !(job->update.is_shadow() || touched(*job, chunk.begin, chunk.end))) {
+  const bool is_nothing = job->chunks.empty();
+  if (!is_nothing) std::tie(chunk.begin, chunk.end) = job->chunks[job->next++];
+  if (job->next == job->chunks.size()) jobs_.erase(found);
+  if (error || is_nothing) {
     job->ticket->part_done(error);
     return true;
   }
@@ -449,6 +475,22 @@ void Updater::note_unfinished(const std::shared_ptr<Job>& job) {
   unfinished_.push_back(job);
 }
 
+// The tiles of a chunk that a run with a gradient touches, neighbours in one.
+std::vector<std::pair<std::size_t, std::size_t>> Updater::tiles_with_gradient(const Chunk& chunk) {
+  const UnitUpdate& update = chunk.job->update;
+  const std::size_t grain = chunk_grain(update.layout);
+  std::vector<std::pair<std::size_t, std::size_t>> tiles;
+  for (std::size_t at = chunk.begin; at < chunk.end; at += grain) {
+    const std::size_t end = std::min(at + grain, chunk.end);
+    if (!has_gradient(update, at, end)) continue;
+    if (!tiles.empty() && tiles.back().second == at)
+      tiles.back().second = end;
+    else
+      tiles.emplace_back(at, end);
+  }
+  return tiles;
+}
+
 // Fills in the chunk's addresses and starts the loads of its arrays on disk into the slot.
 void Updater::load(Chunk& chunk, const Place& place) {
   const Job& job = *chunk.job;
@@ -474,9 +516,14 @@ void Updater::load(Chunk& chunk, const Place& place) {
                     (chunk.end - chunk.begin) * size};
     INFINITY_CHECK(used + span.nbytes <= slot_nbytes_, "a chunk outgrew its slot");
     used += span.nbytes;
-    chunk.parts.push_back({extent.get(), target, chunk.begin * size, span});
-    for (Request& each : extent->requests(Op::kRead, chunk.begin * size, span, owner_))
-      requests.push_back(std::move(each));
+    chunk.parts.push_back({extent.get(), target, chunk.begin * size, span, role == Role::kGrad});
+    for (const auto& [begin, end] : role == Role::kGrad
+                                        ? tiles_with_gradient(chunk)
+                                        : std::vector{std::pair{chunk.begin, chunk.end}})
+      for (Request& each : extent->requests(
+               Op::kRead, begin * size,
+               Span{span.data + (begin - chunk.begin) * size, (end - begin) * size}, owner_))
+        requests.push_back(std::move(each));
     address(role) = span.data - chunk.begin * size;
   }
   std::array<std::uint8_t*, kScales.size()> scales{};
@@ -560,8 +607,13 @@ void Updater::finish(Chunk& chunk) {
 void Updater::step(Chunk& chunk) {
   const UnitUpdate& update = chunk.job->update;
   const std::size_t grain = chunk_grain(update.layout);
-  std::vector<Constants> constants;
-  for (const Run& run : update.runs) constants.push_back(prepare(update.layout.rule, run.hyper));
+  std::vector<std::vector<Constants>> constants;  // of each run: of the missed steps, and its own
+  for (const Run& run : update.runs) {
+    std::vector<Constants>& of_run = constants.emplace_back();
+    for (const Hyperparameters& missed : run.missed)
+      of_run.push_back(prepare(update.layout.rule, missed));
+    of_run.push_back(prepare(update.layout.rule, run.hyper));
+  }
   Failure failure;
   const int threads = team_size_ ? team_size_->next(chunk.end - chunk.begin) : 0;
   const auto start = Clock::now();
@@ -582,8 +634,10 @@ void Updater::step(Chunk& chunk) {
     if (Extent* const target = target_of(update, role)) target->set_version(update.version);
 }
 
-void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, std::size_t begin,
-                        std::size_t end) {
+void Updater::step_tile(Chunk& chunk, const std::vector<std::vector<Constants>>& constants,
+                        std::size_t begin, std::size_t end) {
+  // A gradient of zeros, for a tile of any layout.
+  alignas(64) static const std::array<std::byte, kChecksumNbytes * sizeof(float)> zeros{};
   const std::size_t count = chunk.end - chunk.begin;
   const auto part_of = [&](const Part& part) {
     const std::size_t size = part.span.nbytes / count;  // bytes of an element
@@ -591,8 +645,9 @@ void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, s
     return std::pair{part.at + skipped, Span{part.span.data + skipped, (end - begin) * size}};
   };
   for (const Part& part : chunk.parts) {
+    if (!checksums_ || (part.is_gradient && !has_gradient(chunk.job->update, begin, end))) continue;
     const auto [at, span] = part_of(part);
-    if (checksums_) part.extent->verify(at, span, *engine_);
+    part.extent->verify(at, span, *engine_);
   }
   for (const Copy& copy : chunk.copies) {
     const auto bytes_before = [&](std::size_t element) {
@@ -605,7 +660,12 @@ void Updater::step_tile(Chunk& chunk, const std::vector<Constants>& constants, s
   for (std::size_t i = 0; i < constants.size(); ++i) {
     const Run& run = chunk.job->update.runs[i];
     const std::size_t first = std::max(run.begin, begin), last = std::min(run.end, end);
-    if (first < last) chunk.job->kernel.step(chunk.arrays, first, last, constants[i]);
+    if (first >= last) continue;
+    Arrays arrays = chunk.arrays;
+    arrays.grad = zeros.data() - first * role_nbytes(chunk.job->update.layout, Role::kGrad);
+    for (std::size_t missed = 0; missed < run.missed.size(); ++missed)
+      chunk.job->kernel.step(arrays, first, last, constants[i][missed]);
+    if (run.has_gradient) chunk.job->kernel.step(chunk.arrays, first, last, constants[i].back());
   }
   for (const Part& part : chunk.parts) {
     if (part.target == nullptr || !checksums_) continue;

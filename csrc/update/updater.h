@@ -3,7 +3,7 @@
 //
 //   unit update   one flat array of one unit: its extents, its layout, the runs to step
 //   chunk         as many elements of a unit update as fit one slot; loaded, stepped and saved as
-//                 one
+//                 one. Elements far from any run are in none
 //   slot          fixed staging memory for a chunk's arrays that are on disk. Arrays in memory are
 //                 stepped in place and need no slot
 //   shadow        an update whose results go to other extents: all arrays, or the weights alone
@@ -34,6 +34,7 @@
 #include <optional>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <unistd.h>
@@ -122,8 +123,8 @@ class Updater {
     UnitUpdate update;
     TicketPtr ticket;
     Kernel kernel;
-    std::size_t chunk = 0;  // elements
-    std::size_t next = 0;  // first element of the next chunk
+    std::vector<std::pair<std::size_t, std::size_t>> chunks;  // elements, begin and end
+    std::size_t next = 0;  // the next chunk
     int loaded = 0, stepped = 0;  // chunks: they are stepped in order
     // Ends the ticket of a job that was never started.
     void end(const std::exception_ptr& error) const {
@@ -164,6 +165,7 @@ class Updater {
     Extent* target;  // that it is saved to; null: it is read only
     std::size_t at;  // bytes from either's start
     Span span;
+    bool is_gradient = false;  // read only where a run has one
   };
   struct Copy {  // one array of a shadow's chunk that is at home in memory: bytes from its start on
     const std::byte* from;
@@ -207,15 +209,15 @@ class Updater {
   void run();
   void serve(std::deque<Chunk>& loading);
   void end_all(const std::exception_ptr& error, std::deque<Chunk>& loading);
-  bool touched(const Job& job, std::size_t begin, std::size_t end) const;
   bool start_next(std::deque<Chunk>& loading, const Place& place);
   void note_unfinished(const std::shared_ptr<Job>& job);
+  static std::vector<std::pair<std::size_t, std::size_t>> tiles_with_gradient(const Chunk& chunk);
   void load(Chunk& chunk, const Place& place);
   void release(Chunk& chunk, TicketPtr saves = nullptr);
   void finish(Chunk& chunk);
   void step(Chunk& chunk);
-  void step_tile(Chunk& chunk, const std::vector<Constants>& constants, std::size_t begin,
-                 std::size_t end);
+  void step_tile(Chunk& chunk, const std::vector<std::vector<Constants>>& constants,
+                 std::size_t begin, std::size_t end);
   std::optional<Place> free_place() const;
 
   const std::shared_ptr<IoEngine> engine_;

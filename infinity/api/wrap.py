@@ -222,7 +222,7 @@ def _wrap_moved(
             if config.micro_batch is not None:
                 _check_micro_batch(model, groups)
             units = [
-                ParamUnit(i, group.name, s, device)
+                ParamUnit(i, group.name, s, device, experts=group.experts)
                 for i, (group, s) in enumerate(zip(groups, flat_params))
             ]
             sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]

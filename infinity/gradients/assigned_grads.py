@@ -279,7 +279,7 @@ class AssignedGrads:
         if record.state is GradState.CONSUMED:
             record.move(GradState.LANDED)
         with self._store.guarding():
-            handle.flat_param.homes.wait()
+            handle.flat_param.homes.wait_running()
             self.values.put(handle, assigned.bytes)
         assigned.note()
 

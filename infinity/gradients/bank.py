@@ -110,7 +110,7 @@ class GradientBank:
         handle.grad.averaged = self.ranks.data_size > 1
         handle.grad.move(GradState.LANDED)
         with self._store.guarding():
-            handle.flat_param.homes.wait()
+            handle.flat_param.homes.wait_running()
             self.values.put(handle, value)
         self.assigned.watch(handle, given, part)
 
@@ -305,7 +305,7 @@ class GradientBank:
                 "device->host", part.numel() * flat_param.spec.grad_dtype.itemsize, handle.name
             ):
                 with self._store.guarding():
-                    flat_param.homes.wait()
+                    flat_param.homes.wait_running()
                     home = self.homes.view(handle, write=True)
                     if not first:
                         self.changes.apply_factors(handle, home)

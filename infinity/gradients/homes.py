@@ -7,7 +7,7 @@ remote     the home is memory that the device cannot compute with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -71,6 +71,20 @@ class GradHomes:
         return self._flat(flat_param, write=write, wait=wait)[begin - first : end - first]
 
     def _flat(self, flat_param: FlatParam, *, write: bool, wait: bool) -> torch.Tensor:
+        """Returns the flat gradient at home. All of its bytes are defined."""
+        flat = self._bytes(flat_param, write=write, wait=wait)
+        for handle in flat_param.handles if flat_param.homes.rows is not None else ():
+            record = handle.grad
+            if record is not None and not record.are_others_zero:
+                flat = self._bytes(flat_param, write=True, wait=wait)
+                for begin, end in self._spans_of(handle, without=record.rows or ()):
+                    flat[begin:end].zero_()
+                record.are_others_zero = True
+            if record is not None and write:
+                record.rows = None
+        return flat
+
+    def _bytes(self, flat_param: FlatParam, *, write: bool, wait: bool) -> torch.Tensor:
         if wait:
             self.queue.wait(flat_param)
         if write:
@@ -82,9 +96,30 @@ class GradHomes:
             else self._opened.flat(flat_param, write=write)
         )
 
+    @staticmethod
+    def _spans_of(handle: ParamHandle, *, without: Collection[int]) -> list[tuple[int, int]]:
+        """Returns the elements of the rows of ``handle`` that are not in ``without``."""
+        rows, place = (
+            handle.flat_param.homes.rows,
+            handle.flat_param.layout.placements[handle.index],
+        )
+        each = place.numel // rows.count
+        return [
+            (place.offset + row * each, place.offset + (row + 1) * each)
+            for row in range(rows.count)
+            if row not in without
+        ]
+
+    def rows_view(self, handle: ParamHandle, *, wait: bool = True) -> torch.Tensor:
+        """Returns the gradient of experts at home, ``[rows, elements]``, of which single rows are
+        about to be set: the others are as they are."""
+        flat = self._bytes(handle.flat_param, write=True, wait=wait)
+        place = handle.flat_param.layout.placements[handle.index]
+        return flat[place.offset : place.end].view(handle.flat_param.homes.rows.count, -1)
+
     def whole(self, flat_param: FlatParam) -> torch.Tensor:
         """Returns this rank's whole flat gradient on the device, if its home is whole (ZeRO-1)."""
-        flat_param.homes.wait()
+        flat_param.homes.wait_running()
         self.queue.wait(flat_param)
         return flat_param.arrays["grad"].flat.to(self.device.where)
 

@@ -37,6 +37,11 @@ class Lander:
 
     def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
         """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
+        if handle.flat_param.homes.rows is not None and not adds:
+            self._land_rows(handle, grad)
+            return
+        rows = _rows_of(handle, grad) if handle.flat_param.homes.rows is not None else None
+        before = handle.grad.rows
         if self._device.overlaps and handle.flat_param.arrays["grad"].tier is not Tier.DEVICE:
             self.beside(handle, *self._flat(handle, grad), adds=adds)
         else:
@@ -47,12 +52,45 @@ class Lander:
                 self._norms.of,
                 adds=adds,
             )
+        if rows is not None:
+            handle.grad.rows = None if before is None else before | rows
+
+    def _land_rows(self, handle: ParamHandle, grad: torch.Tensor) -> None:
+        """Lands the first gradient of experts: the rows that are not zero. The others' bytes at
+        home stay undefined until somebody wants them."""
+        record, flat_param = handle.grad, handle.flat_param
+        rows, order = _rows_of(handle, grad), None if record.viewed else self._norms.order
+        values = grad.to(flat_param.spec.grad_dtype)
+        beside = self._device.overlaps and flat_param.arrays["grad"].tier is not Tier.DEVICE
+        flat_param.homes.wait_running()
+        there = self._homes.rows_view(handle, wait=not beside)
+        each = values.reshape(len(there), -1)
+        norm = torch.empty((), dtype=torch.float32, device=self._device.where)
+
+        def send() -> None:
+            for row in sorted(rows):
+                there[row].copy_(each[row], non_blocking=True)
+            if order is not None:
+                norm.copy_(self._norms.of(values, order))
+
+        nbytes = each[:1].nbytes * len(rows)
+        if beside:
+            record.landing = self._homes.queue.send(
+                flat_param, send, nbytes, handle.name, values, norm
+            )
+        else:
+            with self._store.traffic.copying("device->host", nbytes, handle.name):
+                send()
+            if self._device.is_host:
+                self._device.note_freed(grad.nbytes)  # by the caller
+        record.norm = None if order is None else (order, norm)
+        record.rows, record.are_others_zero = rows, False
 
     def land_shard(self, handle: ParamHandle, own: torch.Tensor, *, adds: bool) -> None:
         """Sets this rank's shard of the gradient to ``own``, or adds it (``adds``). ``own`` is
         flat, in storage order."""
         if self._homes.is_remote(handle):
-            handle.flat_param.homes.wait()
+            handle.flat_param.homes.wait_running()
             self.beside(
                 handle,
                 self._homes.shard(handle, write=True, wait=False),
@@ -86,7 +124,7 @@ class Lander:
         # 0: it stays on the device
         nbytes = value.numel() * flat_param.spec.grad_dtype.itemsize if self._device.is_host else 0
         with self._store.traffic.copying("device->host", nbytes, handle.name):
-            flat_param.homes.wait()
+            flat_param.homes.wait_running()
             there = home()
             if adds:
                 self._changes.apply_factors(handle, there)
@@ -139,7 +177,7 @@ class Lander:
         """Returns the gradient's elements at home, flat; those of ``grad`` in the same order; and
         the function that takes their norm."""
         flat_param = handle.flat_param
-        flat_param.homes.wait()
+        flat_param.homes.wait_running()
         place = flat_param.layout.placements[handle.index]
         home = self._homes.flat_view(handle, write=True)
         if grad.stride() != place.stride or grad.dtype != flat_param.spec.grad_dtype:
@@ -161,3 +199,10 @@ class Lander:
             grad.detach().as_strided((place.numel,), (1,), grad.storage_offset()),
             take_norm,
         )
+
+
+def _rows_of(handle: ParamHandle, grad: torch.Tensor) -> frozenset[int]:
+    """Returns the experts whose gradient is not zero."""
+    rows = grad.reshape(handle.flat_param.homes.rows.count, -1)
+    largest = torch.linalg.vector_norm(rows, torch.inf, dim=1)
+    return frozenset(torch.nonzero(largest).flatten().tolist())

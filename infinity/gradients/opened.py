@@ -13,10 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from .. import native
+from ..machine.sizes import round_down, round_up
 from ..state.flat_param import FlatParam
 from ..state.handle import handle_of
+from ..storage.arrays import whole_blocks
 from ..storage.store import ArrayStore
 from .record import GradState
+
+TILE = 64 * 1024  # elements: whole tiles of any update
 
 
 @dataclass(eq=False)
@@ -28,10 +32,23 @@ class OpenedFlatParam:
     dirty: bool = False
 
 
-def _is_empty(flat_param: FlatParam) -> bool:
-    """Returns whether no parameter of ``flat_param`` has a gradient at home."""
-    grads = [handle.grad for handle in map(handle_of, flat_param.params) if handle is not None]
-    return all(grad is not None and grad.state is GradState.ABSENT for grad in grads)
+def spans_at_home(flat_param: FlatParam) -> list[tuple[int, int]] | None:
+    """Returns the elements of a flat param's gradient that a disk has; None: all. None of a flat
+    param without a gradient, and of experts the tiles of those that got one."""
+    handles = [handle for handle in map(handle_of, flat_param.params) if handle is not None]
+    there = [h for h in handles if h.grad is None or h.grad.state is not GradState.ABSENT]
+    rows, numel = flat_param.homes.rows, flat_param.layout.numel
+    if there and rows is None:
+        return None
+    spans = []
+    for handle in there:
+        place = flat_param.layout.placements[handle.index]
+        each = place.numel // rows.count
+        whole = handle.grad is None or handle.grad.are_others_zero or handle.grad.rows is None
+        for row in range(rows.count) if whole else sorted(handle.grad.rows):
+            begin, end = place.offset + row * each, place.offset + (row + 1) * each
+            spans.append((round_down(begin, TILE), min(numel, round_up(end, TILE))))
+    return spans
 
 
 class OpenedGrads:
@@ -61,11 +78,12 @@ class OpenedGrads:
             with self._store.traffic.stalled("host->nvme", "gradients"):
                 slot = self._store.take_lease(self._staging, array.nbytes, self._close_oldest)
             flat = native.tensor_at(self._staging.region, slot.address, array.numel, array.dtype)
-            if _is_empty(flat_param):
-                flat.zero_()  # parameters without a gradient get defined bytes
-            else:
-                with self._store.traffic.stalled("nvme->host", "gradients"):
-                    self._store.start_read(array, 0, slot, array.nbytes).wait()
+            spans = spans_at_home(flat_param)
+            if spans is not None:
+                flat.zero_()  # what has no gradient gets defined bytes
+            with self._store.traffic.stalled("nvme->host", "gradients"):
+                for begin, end in whole_blocks(array, spans):
+                    self._store.start_read(array, begin, slot, end - begin, at=begin).wait()
             opened = self._opened[flat_param] = OpenedFlatParam(slot, flat)
         opened.dirty |= write
         self._opened.move_to_end(flat_param)
@@ -86,7 +104,8 @@ class OpenedGrads:
             array = flat_param.arrays["grad"]
             # The write keeps the slot until it completes. If interrupted before the next line, it
             # is repeated.
-            self._store.start_write(array, 0, opened.slot, array.nbytes)
+            for begin, end in whole_blocks(array, spans_at_home(flat_param)):
+                self._store.start_write(array, begin, opened.slot, end - begin, at=begin)
         del self._opened[flat_param]
         opened.slot.release()
 

@@ -53,7 +53,7 @@ class GradValues:
             return self._fetched(handle)
         record = handle.grad
         with self._store.guarding():
-            handle.flat_param.homes.wait()
+            handle.flat_param.homes.wait_running()
             if record.state is GradState.CONSUMED:
                 view = self.homes.view(handle, write=False)
                 return multiply(view.clone(), record.factors) if record.factors else view
@@ -71,7 +71,7 @@ class GradValues:
         """Returns a copy on the device, with every factor applied."""
         place = handle.flat_param.layout.placements[handle.index]
         with self._store.guarding():
-            handle.flat_param.homes.wait()
+            handle.flat_param.homes.wait_running()
             flat = self.homes.flat_view(handle, write=False)
             self.homes.queue.wait(handle.flat_param)
             with self._store.traffic.copying("host->device", flat.nbytes, handle.name):
@@ -229,7 +229,7 @@ class GradValues:
         """Returns this rank's elements of the gradient, with every factor applied, for reading."""
         record = handle.grad
         with self._store.guarding():
-            handle.flat_param.homes.wait()
+            handle.flat_param.homes.wait_running()
             if record.state is GradState.CONSUMED:
                 return multiply(self.homes.shard(handle, write=False).clone(), record.factors)
             home = self.homes.shard(handle, write=bool(record.factors))
@@ -290,7 +290,7 @@ class GradValues:
         record = handle.grad
         if record.state is GradState.TORN:
             record = handle.grad = GradRecord(proxy=record.proxy, shown=record.shown)
-        handle.flat_param.homes.wait()
+        handle.flat_param.homes.wait_running()
         whole = self.ranks.size == 1 or self.ranks.keeps_gradients
         (
             self.homes.view(handle, write=True) if whole else self.homes.shard(handle, write=True)

@@ -7,8 +7,8 @@ shadow  an update made ahead in the backward, in case the step turns out to be e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,10 @@ class FlatParamStep:
     device_step: Callable[[], DeviceUpdate] | None = None  # the device's part
     device_update: DeviceUpdate | None = None
     has_begun: bool = False  # on the device, whose progress is unknown after an interrupt
+    # Of experts: parameter -> hyperparameters for rows without a gradient, step count, other rows
+    zeros: dict[int, tuple[native.Hyperparameters, int, Iterable[int]]] = field(
+        default_factory=dict
+    )
 
 
 HYPERPARAMETERS = [name for name in dir(native.Hyperparameters) if not name.startswith("_")]
@@ -85,15 +89,19 @@ class Stepper:
         steps = []
         for flat_param in planned:
             handles = [handle_of(param) for param in flat_param.params]
-            flat_param.homes.wait()
+            flat_param.homes.wait_running()
             for handle in handles if clip != 1.0 else ():
                 if has_landed(handle) and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
                     context.gradients.values.apply_factors(handle)  # no room for another factor
             after = context.gradients.homes.close_flat_param(flat_param)
-            spans = list(self._spans(flat_param, handles, clip))
             step = FlatParamStep(
                 flat_param, [(h, h.step + 1) for h in handles if self._is_stepped(h)]
             )
+            if flat_param.homes.rows is not None and not beside:
+                self._plan_rows(step, after, clip, label=unit.index, version=version)
+                steps.append(step)
+                continue
+            spans = list(self._spans(flat_param, handles, clip))
             shadow = flat_param.homes.shadow
             if (
                 shadow is not None
@@ -131,17 +139,21 @@ class Stepper:
             elif step.device_update is not None:
                 step.device_update.ticket = step.update.ticket if step.update is not None else None
                 self._enter(step, step.device_update)
-            elif step.update is not None:
-                self._enter(step, step.update.ticket)
+            elif step.update is not None or step.zeros:
+                self._enter(step, step.update.ticket if step.update is not None else None)
             for handle, number in step.landed:
                 handle.step = number
                 handle.changed()
                 handle.grad.move(GradState.CONSUMED)
 
-    @staticmethod
-    def _enter(step: FlatParamStep, update: Update) -> None:
+    def _enter(self, step: FlatParamStep, update: Update | None) -> None:
         """Records a submitted update in its flat param."""
-        if step.newer is None:
+        homes = step.flat_param.homes
+        if step.zeros:
+            for index, (zeros, number, rows) in step.zeros.items():
+                homes.rows.note_step(index, rows, zeros, number)
+            homes.leave_behind(update, self._context.updates.updater, self._rule)
+        elif step.newer is None:
             step.flat_param.homes.submit(update)
         else:
             step.flat_param.homes.advance(update, step.newer)
@@ -156,9 +168,10 @@ class Stepper:
         with context.store.guarding():
             for flat_param in unit.flat_params:
                 handles = [handle_of(param) for param in flat_param.params]
-                if not context.steps_flat_param(flat_param):
+                homes = flat_param.homes
+                if not context.steps_flat_param(flat_param) or homes.rows is not None:
                     continue
-                if not flat_param.homes.shadow_extents or any(
+                if not homes.shadow_extents or any(
                     h.grad.viewed or h.grad.assigned is not None for h in handles
                 ):
                     continue
@@ -181,6 +194,33 @@ class Stepper:
 
     def _has_landed(self, flat_param: FlatParam) -> bool:
         return any(self._is_stepped(handle) for handle in flat_param.handles)
+
+    def _plan_rows(
+        self,
+        step: FlatParamStep,
+        after: list[native.Ticket],
+        clip: float,
+        *,
+        label: int,
+        version: int,
+    ) -> None:
+        """Plans the step of experts: an update of those that have a gradient, with what they have
+        missed, and a record of what the others miss."""
+        homes, last = step.flat_param.homes, () if clip == 1.0 else (clip,)
+        runs: list[native.Run] = []
+        for handle, number in step.landed:
+            factors, rows = (*handle.grad.factors, *last), handle.grad.rows
+            chosen = range(homes.rows.count) if rows is None else rows
+            hyper, zeros = (
+                self._hyperparameters(self._group_of[handle], number, each)
+                for each in (factors, ())
+            )
+            runs += homes.rows.runs(handle.index, chosen, hyper, number)
+            step.zeros[handle.index] = zeros, number, chosen
+        if runs:
+            step.update = self._update_of(
+                step.flat_param, runs, after, label=label, version=version
+            )
 
     def _plan_update(
         self,
@@ -260,28 +300,24 @@ class Stepper:
     ) -> native.UnitUpdate:
         """Makes the processor's update of ``spans`` of a flat param. ``ahead``: beside its state,
         for the arrays that have a shadow."""
-        extents = {name: array.extent for name, array in flat_param.arrays.items()}
-        if flat_param.ranks.keeps_gradients:
-            extents["grad"] = flat_param.homes.shard_of_grad()
+        runs = [native.Run(begin, end, hyper) for begin, end, hyper in spans]
+        return self._update_of(flat_param, runs, after, label=label, version=version, ahead=ahead)
+
+    def _update_of(
+        self,
+        flat_param: FlatParam,
+        runs: list[native.Run],
+        after: list[native.Ticket],
+        *,
+        label: int,
+        version: int,
+        ahead: bool = False,
+    ) -> native.UnitUpdate:
         # A copy to the device may still read bytes that change
         read = self._context.device.ticket([flat_param.homes.last_read])
         after = [*after, read] if read is not None else after
-        beside = flat_param.homes.shadow_extents if ahead else {}
-        return native.UnitUpdate(
-            layout=flat_param.homes.native_layout(self._rule),
-            count=flat_param.layout.shard_numel,
-            weight=extents["weight"],
-            master=extents.get("master"),
-            exp_avg=extents.get("exp_avg"),
-            exp_avg_sq=extents.get("exp_avg_sq"),
-            grad=extents["grad"],
-            runs=[native.Run(begin, end, hyper) for begin, end, hyper in spans],
-            version=version,
-            after=native.joined(after) if after else None,
-            exp_avg_scale=extents.get("exp_avg_scale"),
-            exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
-            label=label,
-            shadow=native.Shadow(**beside),
+        return flat_param.homes.update_of(
+            self._rule, runs, after, label=label, version=version, ahead=ahead
         )
 
     def _spans(

@@ -111,6 +111,8 @@ class Passes:
         try:
             with self.job.store.guarding():
                 for unit in units:
+                    if unit.arrival.experts is not None:
+                        unit.arrival.experts.want_chosen(module, args, kwargs)
                     if in_backward:
                         self.backward.gather(unit)
                     else:
@@ -253,12 +255,15 @@ class Passes:
         releases the frozen ones when it leaves them."""
         me = weakref.ref(self.backward)
         units = frame.units
+        chosen = [(e, e.there) for unit in units if (e := unit.arrival.experts) is not None]
         if units and next(frame.module.children(), None) is not None:
             # Only modules with children: a checkpoint inside this forward hides the saved weights
             # from our hooks. The weights that autograd saves of a leaf module have their own unpack
             # hook, and an embedding's are never needed.
             def arrive(_grad: torch.Tensor) -> None:
                 if backward := me():
+                    for experts, rows in chosen:
+                        experts.want(rows)
                     for unit in units:
                         backward.hold(unit)
 

@@ -37,6 +37,9 @@ COPIES_AHEAD = 2  # units on their way to the device beside the one that compute
 GATHERS_AHEAD = 1
 
 
+COMING = (Residency.RESIDENT, Residency.GATHERING)
+
+
 class Prefetcher:
     """Moves units between home and device, on demand and ahead of it."""
 
@@ -166,7 +169,9 @@ class Prefetcher:
     def ensure(self, unit: ParamUnit, *, backward: bool = False) -> None:
         """Makes ``unit`` resident now, then starts fetching the next units of the schedule. Blocks
         on the disk, and on the other ranks for a gather."""
-        self._note_compute()
+        if self._pass.computing is not None:
+            computed, since = self._pass.computing
+            self.look_ahead.note_compute(computed, time.perf_counter() - since)
         self._make_resident(unit)
         self.schedule.use(unit.index, backward=backward)
         if (times := unit.take_read_times()) is not None:
@@ -190,6 +195,7 @@ class Prefetcher:
             if unit in self._pass.resident:
                 self._pass.resident[unit] = self._pass.resident.pop(unit)  # most recently used
         unit.wait_for_update()
+        unit.complete(self._store)
 
     def begin_pass(self, *, training: bool) -> None:
         """Begins a root forward with the trace that the schedule expects. Every data rank calls
@@ -202,11 +208,6 @@ class Prefetcher:
             training=training,
         )
 
-    def _note_compute(self) -> None:
-        if self._pass.computing is not None:
-            unit, since = self._pass.computing
-            self.look_ahead.note_compute(unit, time.perf_counter() - since)
-
     def _gather_ahead(self, upcoming: Iterable[int]) -> None:
         """Starts gathering the next units while this one computes.
 
@@ -217,7 +218,7 @@ class Prefetcher:
         if not self._collectives.passes.wait_traces_agree():
             return
         for unit in coming:
-            if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+            if unit.residency in COMING:
                 continue
             # Compute would stall on the disk, for units further ahead or with room for one unit.
             if unit.is_staged_from_disk and (self.look_ahead.depth == 0 or unit is not coming[0]):
@@ -233,7 +234,7 @@ class Prefetcher:
         ready at home, and only as far as the window has room without evicting earlier ones."""
         coming = [self.units[index] for index in upcoming]
         for unit in coming:
-            if unit.residency in (Residency.RESIDENT, Residency.GATHERING):
+            if unit.residency in COMING or not unit.arrival.comes_ahead:
                 continue
             if not unit.is_ready:
                 return  # compute must not wait for a later unit's update or disk read

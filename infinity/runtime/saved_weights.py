@@ -34,6 +34,7 @@ class SavedWeight:
     dtype: torch.dtype
     conj: bool
     neg: bool
+    there: frozenset[int] | None  # the experts that were on the device; None: all
 
     @classmethod
     def of(cls, tensor: torch.Tensor, unit: ParamUnit, flat: torch.Tensor) -> SavedWeight:
@@ -47,7 +48,9 @@ class SavedWeight:
                 tensor.is_conj(),
                 tensor.is_neg(),
             )
-        return cls(unit, unit.in_use.version, flat, *view)
+        experts = unit.arrival.experts
+        there = None if experts is None else experts.there
+        return cls(unit, unit.in_use.version, flat, *view, there)
 
     def check(self) -> None:
         """Raises UsageError if the bytes that the forward computed with are not available in this
@@ -158,6 +161,8 @@ def saving_hooks(
         if not isinstance(saved, SavedWeight):
             return saved.tensor() if isinstance(saved, SavedTensor) else outer_unpack(saved)
         saved.check()
+        if saved.unit.arrival.experts is not None:
+            saved.unit.arrival.experts.want(saved.there)
         hold(saved.unit)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             _save_in_graph_of_backward(storages, hold)

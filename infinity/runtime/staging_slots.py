@@ -37,6 +37,8 @@ class StagingSlots:
                 Residency.GATHERING,
             ):
                 continue
+            if unit.residency is Residency.STORED and not unit.arrival.comes_ahead:
+                continue
             ahead += 1
             if unit.residency is Residency.STORED:
                 slots = self.try_take(unit)

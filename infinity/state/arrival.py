@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from torch import nn
+
 from ..distributed.collectives import Collectives
 from ..distributed.pending import Pending
-from ..errors import InfinityError
+from ..errors import InfinityError, UsageError
 from ..machine.device import PAST, Copy, Device, Event
 from ..machine.tiers import Tier
 from ..storage.arrays import StateArray
 from ..storage.store import ArrayStore
+from .chosen_experts import ChosenExperts, Rows, Spans
 from .flat_param import FlatParam
 from .staged_reads import StagedReads
 from .unit_buffers import NodeShards, UnitBuffers
@@ -23,6 +26,8 @@ class Arrival:
 
     event
         The end of the copy, and then that of the gather: another stream comes after it, too.
+    experts
+        Those that are brought; None: all weights are.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class Arrival:
         self._name, self._flat_params, self._device = name, flat_params, device
         self._buffers, self._second, self._collectives = buffers, second, collectives
         self.event: Event = PAST
+        self.experts: ChosenExperts | None = None
         self._pending: list[Pending] = []  # running gathers
 
     def start(
@@ -52,11 +58,9 @@ class Arrival:
         ``homes``: the weights at home; ``reads``: those of their bytes, if they are on disk.
         ``in_node``: only the ranks of this machine are needed, with the node shards.
         """
-        transfer = Copy(
-            "host->device",
-            sum(flat.shard_nbytes for flat in self._flat_params),
-            self._name,
-        )
+        if reads is None:
+            self.choose()
+        transfer = Copy("host->device", self._nbytes(self.spans), self._name)
         # The optimizer stepped device homes on a queue that only compute has waited for.
         there = any(home.tier is Tier.DEVICE for home in homes)
         copy = partial(self._copy_in, store, homes, reads, in_node)
@@ -68,6 +72,73 @@ class Arrival:
         if self.event is not PAST:
             for flat_param in self._flat_params:
                 flat_param.homes.lend(self.event)
+
+    def bring_chosen(self, module: nn.Module) -> None:
+        """Brings only the experts of ``module`` that its router chose."""
+        self.experts = ChosenExperts(module, [flat.layout for flat in self._flat_params])
+        for flat_param in self._flat_params:
+            flat_param.homes.update_by_rows(self.experts.count)
+
+    def bring_all_from_device(self) -> None:
+        """Brings all experts if the device is a home of them, or of their state."""
+        if any(a.tier is Tier.DEVICE for flat in self._flat_params for a in flat.arrays.values()):
+            self.experts = None
+            for flat_param in self._flat_params:
+                flat_param.homes.rows = None
+
+    @property
+    def comes_ahead(self) -> bool:
+        """Whether it is known, ahead of the next use, what to bring."""
+        return self.experts is None or self.experts.come_ahead
+
+    @property
+    def spans(self) -> Spans | None:
+        """The elements to bring; None: all."""
+        return None if self.experts is None else self.experts.places(self.experts.there)
+
+    def choose(self) -> None:
+        """Begins to bring the experts that are wanted, and brings them up to date at home."""
+        if self.experts is not None:
+            self.experts.choose()
+            self._catch_up(self.experts.there)
+
+    def _catch_up(self, rows: Rows) -> None:
+        for flat_param in self._flat_params:
+            flat_param.homes.wait(rows)
+
+    def complete(self, store: ArrayStore, homes: Sequence[StateArray]) -> None:
+        """Brings the experts that the use which begins needs, and that are not there. Blocks on the
+        disk."""
+        if self.experts is None or not (missing := self.experts.take_missing()):
+            return
+        self._catch_up(missing)
+        spans = self.experts.places(missing) or []
+
+        def copy() -> None:
+            for home, flat, of_flat in zip(homes, self._buffers.flats, spans):
+                for begin, end in of_flat:
+                    flat[begin:end].copy_(store.read(home, begin, end))
+
+        transfer = Copy("host->device", self._nbytes(spans), self._name)
+        event = self._device.put("in", copy, transfer=transfer)
+        self._device.follow(event, "host->device", self._name)
+
+    def refuse_edits(self) -> None:
+        """Raises UsageError if a forward that changed the weights had only some of them."""
+        if self.experts is not None and self.experts.there is not None:
+            raise UsageError(
+                f"a forward changed the experts of {self._name} in place, of which only those are"
+                " on the device that the router chose: change them outside of a forward"
+            )
+
+    def _nbytes(self, spans: Spans | None) -> int:
+        if spans is None:
+            return sum(flat.shard_nbytes for flat in self._flat_params)
+        return sum(
+            (end - begin) * flat.spec.dtype.itemsize
+            for flat, of_flat in zip(self._flat_params, spans)
+            for begin, end in of_flat
+        )
 
     def _copy_in(
         self,
@@ -83,6 +154,10 @@ class Arrival:
             self._second.copy_out(flats)
         elif reads is not None:
             reads.copy(store, self._flat_params, flats, self._name)
+        elif (spans := self.spans) is not None:
+            for home, flat, of_flat in zip(homes, flats, spans):
+                for begin, end in of_flat:
+                    flat[begin:end].copy_(home.flat[begin:end], non_blocking=True)
         else:
             for flat_param, home, flat in zip(self._flat_params, homes, flats):
                 begin, end = flat_param.layout.own("weight")
@@ -127,6 +202,8 @@ class Arrival:
 
     def forget_gathers(self) -> None:
         """Forgets running gathers. Their collectives still write to the device memory."""
+        if self.experts is not None:
+            self.experts.forget()
         for pending in self._pending:
             pending.drop()
         self._pending = []

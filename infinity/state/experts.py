@@ -1,8 +1,9 @@
-"""Experts: marks modules with divided experts. Tokens travel to the data rank that has their
-expert."""
+"""Experts: finds modules with fused experts, and marks those with divided ones, whose tokens travel
+to the data rank that has their expert."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,8 @@ from torch import nn
 from .dtensors import is_distributed
 
 MARK = "_infinity_divided"
+LEAST_NBYTES = 64 * 1024  # of an expert: smaller ones are read faster together
+INDEX = "top_k_index"  # the argument that has the router's choice
 
 
 def mark_divided(module: nn.Module) -> None:
@@ -26,3 +29,24 @@ def divided_parameters(module: nn.Module) -> list[nn.Parameter]:
 def divides_experts(model: Any) -> bool:
     """Tells whether any module of ``model`` has divided experts."""
     return isinstance(model, nn.Module) and any(map(divided_parameters, model.modules()))
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Tells whether ``module`` has fused experts, of which a forward reads the chosen."""
+    kind, count = type(module), getattr(module, "num_experts", None)
+    own = list(module.parameters(recurse=False))
+    return (
+        isinstance(count, int)
+        and MARK not in module.__dict__
+        and kind.__module__.startswith("transformers.")
+        and INDEX in inspect.signature(kind.forward).parameters
+        and bool(own)
+        and all(
+            type(param) is nn.Parameter
+            and param.dim() > 1
+            and len(param) == count
+            and param.is_contiguous()
+            for param in own
+        )
+        and sum(param.nbytes for param in own) >= count * LEAST_NBYTES
+    )

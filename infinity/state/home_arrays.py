@@ -28,6 +28,7 @@ from ..machine.device import PAST, Event
 from ..machine.tiers import Tier
 from ..storage.arrays import StateArray
 from ..storage.store import ArrayStore
+from .expert_rows import ExpertRows
 from .flat_layout import FlatLayout
 from .flat_param_spec import FlatParamSpec
 
@@ -86,6 +87,14 @@ class HomeArrays:
         self.update: Update | None = None  # the last one that was submitted
         self.shadow: Shadow | None = None
         self.last_read: Event = PAST
+        self.rows: ExpertRows | None = None  # that updates may leave behind
+
+    def update_by_rows(self, count: int) -> None:
+        """Lets updates leave experts behind that have no gradient: ``count`` rows of each
+        parameter."""
+        places = [(place.offset, place.numel // count) for place in self.layout.placements]
+        if self.spec.stepped and all(each % native.MOMENT_BLOCK == 0 for _, each in places):
+            self.rows = ExpertRows(count, places)
 
     @property
     def weight(self) -> StateArray:
@@ -212,6 +221,21 @@ class HomeArrays:
             self._check_move(Activity.STEPPING)
             self.update, self.shadow = update, None
 
+    def leave_behind(
+        self, update: Update | None, updater: native.Updater, rule: native.Rule
+    ) -> None:
+        """Records the running ``update`` of some experts; ``updater`` brings the others up to date
+        when they are needed. Idempotent."""
+        version = self.weight.extent.version
+
+        def replay(runs: list[native.Run]) -> native.Ticket:
+            self.last_read.wait()
+            made = self.update_of(rule, runs, [], label=0, version=version)
+            updater.submit_all([made])
+            return made.ticket
+
+        self.update, self.shadow = self.rows.run_behind(update, replay), None
+
     def advance(self, update: Update, weight: StateArray) -> None:
         """Records the running ``update``, which writes the new ``weight`` beside the old one
         (AT_HOME -> STEPPING). The new one becomes current, the old one stale. Idempotent."""
@@ -234,11 +258,18 @@ class HomeArrays:
         # One statement, so that no interrupt leaves a state that is half the shadow's.
         self.arrays, self.beside, self.update, self.shadow = after, before, update, None
 
-    def wait(self) -> None:
-        """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises its error."""
-        if self.update is not None:
+    def wait(self, rows: Collection[int] | None = None) -> None:
+        """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises its error.
+        ``rows``: only those of these experts, the others may stay behind."""
+        if self.update is not None and rows is not None and self.rows is not None:
+            self.rows.catch_up(rows)
+        elif self.update is not None:
             self.update.wait()
             self.update = None
+
+    def wait_running(self) -> None:
+        """Waits until no update runs. Experts that are behind stay so. Raises its error."""
+        self.wait(rows=())
 
     def inputs_change(self) -> None:
         """Tells that gradients or state are about to change: an update made ahead is dropped."""
@@ -264,6 +295,8 @@ class HomeArrays:
     def settle(self) -> None:
         """Waits for running updates and ignores their errors (-> AT_HOME): the engine is being shut
         down."""
+        if self.rows is not None:
+            self.rows.forget()
         for wait in (self.drop_shadow, self.wait):
             try:
                 wait()
@@ -283,6 +316,38 @@ class HomeArrays:
             master=spec.master,
             grad=native.DTYPES[spec.grad_dtype],
             moments=native.MOMENT_DTYPES[spec.moment_dtype],
+        )
+
+    def update_of(
+        self,
+        rule: native.Rule,
+        runs: list[native.Run],
+        after: list[native.Ticket],
+        *,
+        label: int,
+        version: int,
+        ahead: bool = False,
+    ) -> native.UnitUpdate:
+        """Makes the processor's update of ``runs``, after the tickets ``after``. ``ahead``: beside
+        the state, for the arrays that have a shadow."""
+        extents = {name: array.extent for name, array in self.arrays.items()}
+        if self.layout.ranks.keeps_gradients:
+            extents["grad"] = self.shard_of_grad()
+        return native.UnitUpdate(
+            layout=self.native_layout(rule),
+            count=self.layout.shard_numel,
+            weight=extents["weight"],
+            master=extents.get("master"),
+            exp_avg=extents.get("exp_avg"),
+            exp_avg_sq=extents.get("exp_avg_sq"),
+            grad=extents["grad"],
+            runs=runs,
+            version=version,
+            after=native.joined(after) if after else None,
+            exp_avg_scale=extents.get("exp_avg_scale"),
+            exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
+            label=label,
+            shadow=native.Shadow(**(self.shadow_extents if ahead else {})),
         )
 
     def shard_of_grad(self) -> native.Extent:

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from .dtensors import is_distributed_parameter, span_of
-from .experts import divided_parameters
+from .experts import divided_parameters, has_experts
 from .packed import is_packed, named_tensors, own_tensors, tensors_of
 from .shared import is_shared
 
@@ -36,6 +36,7 @@ class Group:
     block: nn.Module | None = None  # the module that is this unit, if it is one
     # Its one weight is brought to the device in tiles of this many rows; 0: whole.
     tile_rows: int = 0
+    experts: nn.Module | None = None  # the module, if each use reads some of its experts
     is_divided: bool = False  # experts, of which other data ranks have others
     place: int = 0  # of its first parameter in the model: about the order of use
 
@@ -94,6 +95,11 @@ def partition(
         if params := [p for p in divided_parameters(module) if is_managed(p) and p not in taken]:
             # On other ranks than the modules around them.
             groups.append(Group(name, params, [module], is_divided=True))
+            taken |= set(params)
+    for name, module in model.named_modules():
+        own = own_tensors(module) if has_experts(module) else []
+        if params := [p for p in own if is_managed(p) and p not in taken]:
+            groups.append(Group(name, params, [module], experts=module))
             taken |= set(params)
     for name, block in blocks:
         params = [p for p in tensors_of(block) if is_managed(p) and p not in taken]

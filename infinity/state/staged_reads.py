@@ -10,9 +10,10 @@ import torch
 
 from .. import native
 from ..errors import CorruptionError, InfinityError, StorageError
-from ..storage.arrays import StateArray
+from ..storage.arrays import StateArray, whole_blocks
 from ..storage.staging import Fetch
 from ..storage.store import ArrayStore
+from .chosen_experts import Spans
 from .flat_param import FlatParam
 from .home_arrays import Update
 
@@ -44,15 +45,17 @@ class StagedReads:
         after: Sequence[Update | None],
         *,
         in_pieces: bool,
+        spans: Spans | None = None,
     ) -> None:
-        """Starts reading this rank's shards at home, ``weights``, each ``after`` an update of it.
-        ``in_pieces``: each piece can be used as soon as it is there."""
+        """Starts reading ``spans`` (None: all) of this rank's shards at home, ``weights``, each
+        ``after`` an update of it. ``in_pieces``: each piece can be used as soon as it is there."""
         for index, (weight, slot, update) in enumerate(zip(weights, self.slots, after)):
             size = PIECE_NBYTES if in_pieces or store.staging.needs_pieces else weight.nbytes
-            for begin in range(0, weight.nbytes, size):
-                nbytes = min(size, weight.nbytes - begin)
-                read = store.staging.fetch(weight, begin, slot, nbytes, at=begin, after=update)
-                self.pieces.append(ReadPiece(index, begin, read))
+            for first, last in whole_blocks(weight, None if spans is None else spans[index]):
+                for begin in range(first, last, size):
+                    nbytes = min(size, last - begin)
+                    read = store.staging.fetch(weight, begin, slot, nbytes, at=begin, after=update)
+                    self.pieces.append(ReadPiece(index, begin, read))
 
     @property
     def done(self) -> bool:

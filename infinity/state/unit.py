@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cached_property
 
 import torch
@@ -46,6 +47,7 @@ class ParamUnit:
         device: Device | None = None,
         *,
         is_stale: bool = False,
+        experts: torch.nn.Module | None = None,
     ):
         self.index, self.name, self.flat_params, self.is_stale = index, name, flat_params, is_stale
         self._device = device or Device(torch.device("cpu"), Traffic())
@@ -60,6 +62,8 @@ class ParamUnit:
         self.arrival = Arrival(
             name, flat_params, self.buffers, self._second, self._collectives, self._device
         )
+        if experts is not None and self._ranks.alone:
+            self.arrival.bring_chosen(experts)
         self.residency = Residency.STORED
         self.version = 0  # counts changes of the values at home
         self._moves = Moves(f"unit {name}")
@@ -122,8 +126,7 @@ class ParamUnit:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the weights can be copied to the device without waiting for a disk or the last
-        step."""
+        """Whether a copy of the weights to the device waits for no disk and no update."""
         if self.is_staged_from_disk:
             return self.residency is not Residency.STORED and self._reads.done
         return all(update is None or update.done for update in self._updates)
@@ -142,18 +145,17 @@ class ParamUnit:
         """The running updates of the weights."""
         return [None if self.is_stale else flat.homes.update for flat in self.flat_params]
 
+    def complete(self, store: ArrayStore) -> None:
+        """Brings the experts that the use which begins needs, and that are not there yet."""
+        self.arrival.complete(store, self._homes)
+
     def wait_for_update(self) -> None:
         """Waits until the weights of the last step are at home. Raises its error."""
-        if self.is_stale:
-            return
-        for flat_param in self.flat_params:
-            if (update := flat_param.homes.update) is None:
-                continue
-            if update.done:
-                flat_param.homes.wait()  # raises its error
-                continue
-            with self._device.stalled(UPDATES, self.name):
-                flat_param.homes.wait()
+        for flat_param, update in zip(self.flat_params, self._updates):
+            if update is not None and self.arrival.experts is None:
+                stalls = nullcontext() if update.done else self._device.stalled(UPDATES, self.name)
+                with stalls:
+                    flat_param.homes.wait()
 
     def make_stale(self, index: int) -> ParamUnit:
         """Makes the unit ``index`` of the weights before the last update, with their buffers.
@@ -176,6 +178,7 @@ class ParamUnit:
     def allocate(self) -> None:
         """Allocates the device memory, and the parameters' views while it is there. Raises
         CapacityError if the device has no room."""
+        self.arrival.bring_all_from_device()
         self.buffers.allocate(self._homes if self.stays else None)
         self._second.allocate(self.buffers.flats)
         if self.stays:
@@ -192,6 +195,7 @@ class ParamUnit:
         """Sends home the changes that a forward made to its own parameters. Raises UsageError for
         changes that cannot be."""
         if self.exposure.find_edits(store, stays=self.stays):
+            self.arrival.refuse_edits()
             self._second.forget()  # first: a write may fail after others have gone home
             self.exposure.write_edits(store, journal, stays=self.stays)
 
@@ -206,7 +210,10 @@ class ParamUnit:
         step's writes."""
         self._move(Residency.FETCHING)
         self._reads = StagedReads(slots)
-        self._reads.start(store, self._homes, self._updates, in_pieces=self.copies_while_fetching)
+        self.arrival.choose()
+        after = self._updates if self.arrival.experts is None else [None] * len(slots)
+        pieces, spans = self.copies_while_fetching, self.arrival.spans
+        self._reads.start(store, self._homes, after, in_pieces=pieces, spans=spans)
 
     def stage(self) -> None:
         """Waits for the reads (FETCHING -> STAGED). After a failed read frees the slots and raises
@@ -284,10 +291,8 @@ class ParamUnit:
                 raise unit._moves.illegal(unit.residency, "change places")
         self.buffers.swap(other.buffers)  # first: recovery resets the fields below
         self.arrival.event, other.arrival.event = other.arrival.event, self.arrival.event
-        for name in ("residency", "_charge"):
-            mine, its = getattr(self, name), getattr(other, name)
-            setattr(self, name, its)
-            setattr(other, name, mine)
+        self.residency, other.residency = other.residency, self.residency
+        self._charge, other._charge = other._charge, self._charge
 
     def rebuild(self) -> None:
         """Resets the unit to its home state after an exception. Only while nothing is in flight.

@@ -5,6 +5,7 @@ ArrayIO is the interface to read and write such arrays from and to tensors on th
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,7 @@ from typing import Protocol
 import torch
 
 from .. import native
+from ..machine.sizes import round_down, round_up
 from ..machine.tiers import Tier
 
 
@@ -57,3 +59,16 @@ class ArrayIO(Protocol):
 def bytes_of(pool: native.PinnedPool, lease: native.Lease, nbytes: int) -> torch.Tensor:
     """Returns a tensor over the first ``nbytes`` of ``lease``."""
     return native.tensor_at(pool.region, lease.address, nbytes, torch.uint8)
+
+
+def whole_blocks(
+    array: StateArray, spans: Sequence[tuple[int, int]] | None
+) -> Iterator[tuple[int, int]]:
+    """Yields begin and end, in bytes, of the whole checksum blocks that have ``spans``."""
+    size, block = array.dtype.itemsize, native.CHECKSUM_NBYTES
+    last = 0
+    for begin, end in sorted(spans) if spans is not None else [(0, array.numel)]:
+        first = max(last, round_down(begin * size, block))
+        last = min(array.nbytes, round_up(end * size, block))
+        if first < last:
+            yield first, last

@@ -232,12 +232,13 @@ class ArrayStore:
         )
 
     def start_write(
-        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int
+        self, array: StateArray, offset: int, lease: native.Lease, nbytes: int, *, at: int = 0
     ) -> native.Ticket:
-        """Starts writing ``nbytes`` of ``lease``, whole checksum blocks, to byte ``offset`` of an
-        array on disk. They must not change before the ticket completes."""
+        """Starts writing ``nbytes`` of ``lease`` from byte ``at``, whole checksum blocks, to byte
+        ``offset`` of an array on disk. They must not change before the ticket completes."""
+        address = lease.address + at
         return self.io.write(
-            array.extent, offset, lease.address, nbytes, lease=lease, checksum=self.checksums
+            array.extent, offset, address, nbytes, lease=lease, checksum=self.checksums
         )
 
     def lend(self, array: StateArray, offset: int, memory: torch.Tensor) -> None:

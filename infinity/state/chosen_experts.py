@@ -1,0 +1,114 @@
+"""ChosenExperts: which experts of one unit are brought to the device: those that the router chose.
+
+expert    a row, along the first dimension, of every parameter of an experts module of transformers
+rows      numbers of experts; None: all of them
+
+The device has room for all rows. Rows that were not brought have no defined values there, and the
+module's forward and backward read none of them: that is known of the classes that
+:func:`.experts.has_experts` finds alone. Any other use of the parameters brings all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .experts import INDEX
+from .flat_layout import FlatLayout
+
+# What transformers may compute experts with: its kernels read no expert without tokens.
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm", None)
+MANY = 0.95  # share of the experts from which on all are brought ahead
+
+Rows = frozenset[int] | None
+# Elements, begin and end, of each flat param
+Spans = Sequence[Sequence[tuple[int, int]]]
+
+
+class ChosenExperts:
+    """The rows of one unit on the device, and those that its next use needs."""
+
+    def __init__(self, module: nn.Module, layouts: Sequence[FlatLayout]):
+        self._kind, self.count = type(module), int(module.num_experts)  # type: ignore[arg-type]
+        self._layouts = layouts
+        self._wanted: list[Rows] = []  # by the next use, if that is known
+        self._last: Rows = None  # of the last forward
+        self.there: Rows = None  # on the device, or on their way there
+
+    def want(self, rows: Rows) -> None:
+        """Sets the rows that the next use needs; without a call it needs all."""
+        self._wanted = [rows]
+
+    def want_chosen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None) -> None:
+        """Sets the rows for a forward of ``module``: those that the router chose, if its class
+        still is the one that is known."""
+        self._last = self._chosen(module, args, kwargs or {})
+        self.want(self._last)
+
+    def _chosen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Rows:
+        config, index = getattr(module, "config", None), kwargs.get(INDEX, (*args, None, None)[1])
+        implementation = getattr(config, "_experts_implementation", None)
+        known = type(module) is self._kind and implementation in IMPLEMENTATIONS
+        if not known or not isinstance(index, torch.Tensor):
+            return None
+        return frozenset(torch.unique(index.detach()).tolist()) & frozenset(range(self.count))
+
+    @property
+    def wanted(self) -> Rows:
+        """The rows that the next use needs, or is expected to: in a backward those of the forward,
+        in a forward all if nearly all were chosen the last time."""
+        if self._wanted:
+            return self._wanted[0]
+        many = self._last is None or len(self._last) >= MANY * self.count
+        return None if many and not _in_backward() else self._last
+
+    @property
+    def come_ahead(self) -> bool:
+        """Whether it is known, ahead of the next use, what it needs."""
+        return self.wanted is None or _in_backward()
+
+    def choose(self) -> None:
+        """Begins to bring what is wanted."""
+        self.there = self.wanted
+
+    def take_missing(self) -> Rows:
+        """Takes the rows that the use which begins needs, and that are not there. They are, from
+        now on."""
+        wanted, self._wanted = self._wanted[0] if self._wanted else None, []
+        if self.there is None:
+            return frozenset()
+        every = frozenset(range(self.count))
+        missing = (every if wanted is None else wanted) - self.there
+        self.there = None if self.there | missing == every else self.there | missing
+        return missing
+
+    def forget(self) -> None:
+        """Forgets what is wanted, after an exception."""
+        self._wanted = []
+
+    def places(self, rows: Rows) -> Spans | None:
+        """Returns the elements of ``rows`` in each flat param, neighbours in one span."""
+        if rows is None:
+            return None
+        runs: list[tuple[int, int]] = []
+        for row in sorted(rows):
+            if runs and runs[-1][1] == row:
+                runs[-1] = runs[-1][0], row + 1
+            else:
+                runs.append((row, row + 1))
+        return [
+            [
+                (place.offset + begin * each, place.offset + end * each)
+                for place in layout.placements
+                for each in (place.numel // self.count,)
+                for begin, end in runs
+            ]
+            for layout in self._layouts
+        ]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,173 @@
+"""ExpertRows: which experts of one flat param are behind the optimizer's steps, and their replay.
+
+row      one expert: a part of each parameter of the flat param
+behind   a row that got no token in the last steps. torch updates it in each of them, with a
+         gradient of zeros: moments decay, and the weight still moves
+replay   those updates, one after the other in the memory of one pass over the row, before it is
+         used, read, saved or stepped with a gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .. import native
+from ..errors import InternalError
+
+MOST_BEHIND = 256  # steps; then a row is brought up to date without being used
+
+Hyper = native.Hyperparameters
+
+
+@dataclass(eq=False)
+class _Steps:
+    """The steps of one parameter that not all of its rows have."""
+
+    offset: int  # of its first row, in elements of the flat param
+    each: int  # elements of a row
+    log: list[tuple[int, Hyper]] = field(default_factory=list)  # number and hyperparameters
+    done: list[int] = field(default_factory=list)  # entries of the log that each row has
+
+
+class ExpertRows:
+    """The rows of one flat param at home."""
+
+    def __init__(self, count: int, places: Sequence[tuple[int, int]]):
+        """``count``: of the rows. ``places``: of each parameter, its first element and the elements
+        of a row."""
+        self.count = count
+        self._steps = [_Steps(offset, each, done=[0] * count) for offset, each in places]
+        self._replay: Callable[[list[native.Run]], native.Ticket] | None = None
+        self._ticket: native.Ticket | None = None  # of the last update
+
+    def elements_of(self, index: int) -> int:
+        """Returns the elements of a row of parameter ``index``."""
+        return self._steps[index].each
+
+    # --- steps ---
+
+    def runs(
+        self, index: int, rows: Iterable[int], hyper: Hyper, number: int
+    ) -> Iterator[native.Run]:
+        """Yields the runs of step ``number`` of parameter ``index``, for ``rows`` with a gradient:
+        neighbours that have missed the same steps are one run. Rows that are far behind are brought
+        up to date, too."""
+        steps, chosen = self._steps[index], set(rows)
+        zeros = [entry for entry in steps.log if entry[0] < number]
+        far = {row for row, done in enumerate(steps.done) if len(zeros) - done >= MOST_BEHIND}
+        yield from self._joined(
+            steps, [(row, row in chosen) for row in sorted(chosen | far)], zeros, hyper
+        )
+
+    @staticmethod
+    def _joined(
+        steps: _Steps, rows: list[tuple[int, bool]], log: list[tuple[int, Hyper]], hyper: Hyper
+    ) -> Iterator[native.Run]:
+        at = 0
+        while at < len(rows):
+            end = at + 1
+            first, has_gradient = rows[at]
+            done = steps.done[first]
+            while end < len(rows) and rows[end] == (first + end - at, has_gradient):
+                if steps.done[rows[end][0]] != done:
+                    break
+                end += 1
+            missed = [each for _, each in log[done:]]
+            if missed or has_gradient:
+                yield native.Run(
+                    steps.offset + first * steps.each,
+                    steps.offset + (first + end - at) * steps.each,
+                    hyper,
+                    missed,
+                    has_gradient,
+                )
+            at = end
+
+    def note_step(self, index: int, rows: Iterable[int], zeros: Hyper, number: int) -> None:
+        """Records step ``number`` of parameter ``index``, whose ``rows`` had a gradient. ``zeros``:
+        the hyperparameters for the others. Idempotent."""
+        steps = self._steps[index]
+        if steps.log and steps.log[-1][0] == number:
+            return
+        before = len(steps.log)
+        steps.log.append((number, zeros))
+        for row, done in enumerate(steps.done):
+            if before - done >= MOST_BEHIND:
+                steps.done[row] = before
+        for row in rows:
+            steps.done[row] = before + 1
+        self._prune(steps)
+
+    @staticmethod
+    def _prune(steps: _Steps) -> None:
+        if (oldest := min(steps.done)) > 0:
+            del steps.log[:oldest]
+            steps.done = [done - oldest for done in steps.done]
+
+    # --- what is behind ---
+
+    def run_behind(
+        self, ticket: native.Ticket | None, replay: Callable[[list[native.Run]], native.Ticket]
+    ) -> Behind:
+        """Returns the update that is over when every row is up to date. ``ticket``: of the update
+        that runs. ``replay`` submits runs without a gradient."""
+        self._ticket, self._replay = ticket or self._ticket, replay
+        return Behind(self)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether every row is up to date, and no update runs."""
+        running = self._ticket is not None and not self._ticket.done
+        return not running and not any(steps.log for steps in self._steps)
+
+    def wait_running(self) -> None:
+        """Waits for the update that runs. Raises its error."""
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+
+    def catch_up(self, rows: Iterable[int] | None) -> None:
+        """Brings ``rows`` up to date (None: all), and waits for that. Raises the error of an
+        update."""
+        wanted = sorted(range(self.count) if rows is None else rows)
+        runs: list[native.Run] = []
+        caught: list[tuple[_Steps, int]] = []
+        for steps in self._steps:
+            behind = [row for row in wanted if steps.done[row] < len(steps.log)]
+            if behind:
+                last = steps.log[-1][1]
+                runs += self._joined(steps, [(row, False) for row in behind], steps.log, last)
+                caught += [(steps, row) for row in behind]
+        if runs:
+            if self._replay is None:
+                raise InternalError("experts are behind, and nothing steps them")
+            self._ticket = self._replay(runs)
+            for steps, row in caught:
+                steps.done[row] = len(steps.log)
+            for steps in self._steps:
+                self._prune(steps)
+        self.wait_running()
+
+    def forget(self) -> None:
+        """Forgets what is behind: the engine is being shut down."""
+        for steps in self._steps:
+            steps.log.clear()
+            steps.done = [0] * self.count
+        self._replay = None
+
+
+class Behind:
+    """The update of a flat param some of whose rows may be behind."""
+
+    def __init__(self, rows: ExpertRows):
+        self._rows = rows
+
+    @property
+    def done(self) -> bool:
+        """Whether all rows are up to date."""
+        return self._rows.is_current
+
+    def wait(self) -> None:
+        """Brings all rows up to date. Raises the error of an update."""
+        self._rows.catch_up(None)
