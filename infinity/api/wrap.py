@@ -37,6 +37,7 @@ from ..optim.recognised import Optimizers, as_given, like_given
 from ..runtime.build import build_engine
 from ..runtime.engine import Engine
 from ..runtime.hooks import install_hooks
+from ..runtime.packed_forward import install_packed_forwards
 from ..runtime.registry import RECORD, Wrapped, is_wrapped
 from ..state.dtensors import let_scalers_mix, mesh_of_parameters
 from ..state.experts import divides_experts
@@ -221,10 +222,7 @@ def _wrap_moved(
         with collectives.together("allocating"):
             if config.micro_batch is not None:
                 _check_micro_batch(model, groups)
-            units = [
-                ParamUnit(i, group.name, s, device, experts=group.experts)
-                for i, (group, s) in enumerate(zip(groups, flat_params))
-            ]
+            units = _make_units(groups, flat_params, device)
             sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
             homes = share_homes(config, device, collectives)
             engine = build_engine(
@@ -248,6 +246,19 @@ def _wrap_moved(
     except BaseException:
         native.insist(partial(_undo, before, engine, device))
         raise
+
+
+def _make_units(
+    groups: list[Group], flat_params: list[list[FlatParam]], device: Device
+) -> list[ParamUnit]:
+    units = [
+        ParamUnit(i, group.name, of_group, device)
+        for i, (group, of_group) in enumerate(zip(groups, flat_params))
+    ]
+    for unit, group in zip(units, groups):
+        if group.chosen is not None:
+            unit.arrival.bring_chosen(group.chosen)
+    return units
 
 
 def _lay_out(
@@ -325,6 +336,7 @@ def _commit(
         *first,
         *install_hooks(engine, parts_of(model), owners),
         *install_state_dict(engine, model),
+        *install_packed_forwards(parts_of(model)),
         *_replace_forwards(engine, model, groups),
     ]
     stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]

@@ -54,6 +54,10 @@ def _inputs_of(spans: list[Span]) -> list[tuple]:
     ]
 
 
+def _runs(spans: list[Span]) -> list[native.Run]:
+    return [native.Run(begin, end, hyper) for begin, end, hyper in spans]
+
+
 class Stepper:
     """Steps units by one rule and the hyperparameters of an optimizer's groups. Used from the
     thread that runs the step.
@@ -185,7 +189,7 @@ class Stepper:
                     context.steps.index + 1,
                 )
                 update = self._processor_update(
-                    flat_param, spans, after, label=unit.index, version=version, ahead=True
+                    flat_param, _runs(spans), after, label=unit.index, version=version, ahead=True
                 )
                 flat_param.homes.cast_shadow(Shadow(update, _inputs_of(spans)))
                 context.updates.updater.submit_all([update])
@@ -218,7 +222,7 @@ class Stepper:
             runs += homes.rows.runs(handle.index, chosen, hyper, number)
             step.zeros[handle.index] = zeros, number, chosen
         if runs:
-            step.update = self._update_of(
+            step.update = self._processor_update(
                 step.flat_param, runs, after, label=label, version=version
             )
 
@@ -237,7 +241,7 @@ class Stepper:
         stepper = context.updates.stepper
         if stepper is None:
             step.update = self._processor_update(
-                flat_param, spans, after, label=label, version=version
+                flat_param, _runs(spans), after, label=label, version=version
             )
             return
         first = 0 if steps_on_device(flat_param) else stepper.share.first_own(flat_param)
@@ -245,7 +249,7 @@ class Stepper:
         rest = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
         if rest:
             step.update = self._processor_update(
-                flat_param, rest, after, label=label, version=version
+                flat_param, _runs(rest), after, label=label, version=version
             )
         if own:
             behind = context.gradients.homes.landing_of(flat_param)
@@ -273,7 +277,7 @@ class Stepper:
         stepper = context.updates.stepper
         if stepper is None or not steps_on_device(flat_param):
             step.update = self._processor_update(
-                flat_param, spans, after, label=label, version=version, ahead=True
+                flat_param, _runs(spans), after, label=label, version=version, ahead=True
             )
             return
         behind = context.gradients.homes.landing_of(flat_param)
@@ -291,21 +295,6 @@ class Stepper:
     def _processor_update(
         self,
         flat_param: FlatParam,
-        spans: list[Span],
-        after: list[native.Ticket],
-        *,
-        label: int,
-        version: int,
-        ahead: bool = False,
-    ) -> native.UnitUpdate:
-        """Makes the processor's update of ``spans`` of a flat param. ``ahead``: beside its state,
-        for the arrays that have a shadow."""
-        runs = [native.Run(begin, end, hyper) for begin, end, hyper in spans]
-        return self._update_of(flat_param, runs, after, label=label, version=version, ahead=ahead)
-
-    def _update_of(
-        self,
-        flat_param: FlatParam,
         runs: list[native.Run],
         after: list[native.Ticket],
         *,
@@ -313,6 +302,8 @@ class Stepper:
         version: int,
         ahead: bool = False,
     ) -> native.UnitUpdate:
+        """Makes the processor's update of ``runs`` of a flat param. ``ahead``: beside its state,
+        for the arrays that have a shadow."""
         # A copy to the device may still read bytes that change
         read = self._context.device.ticket([flat_param.homes.last_read])
         after = [*after, read] if read is not None else after

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from ..forwards.context import too_late
 from ..forwards.lazy_logits import Logits
 from ..machine.sizes import format_nbytes
 from ..state.apart import makes_hooks
+from ..state.chosen_experts import ChosenExperts, want_chosen
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, set_raw_grad
 from ..state.operations import Operation, State
@@ -94,25 +95,20 @@ class Passes:
         if self.job.uses.is_in(State.UNWRAPPED):  # asked first: the name is made for each unit else
             self.job.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
         in_backward = torch._C._current_graph_task_id() != -1
-        if not self.frames and not in_backward:
+        if begins := not self.frames and not in_backward:
             self.job.handed.settle()
-        if not self.frames and not in_backward and is_root:
+        if begins and is_root:
             self.job.sequences.begin(module, args, kwargs or {})
             self.job.in_common.begin(module, args, kwargs or {})
             self._begin(training=torch.is_grad_enabled())
         # Before any unit is held: this may raise, for a module with tensors of an unknown kind.
-        keeping = (
-            self.job.activations
-            if torch.is_grad_enabled() and not self.frames and not in_backward
-            else None
-        )
+        keeping = self.job.activations if torch.is_grad_enabled() and begins else None
         foreign = self._foreign_storages(module) if keeping is not None else set()
         held: list[ParamUnit] = []
+        want_chosen(_experts_of(units), module, args, kwargs)
         try:
             with self.job.store.guarding():
                 for unit in units:
-                    if unit.arrival.experts is not None:
-                        unit.arrival.experts.want_chosen(module, args, kwargs)
                     if in_backward:
                         self.backward.gather(unit)
                     else:
@@ -255,7 +251,7 @@ class Passes:
         releases the frozen ones when it leaves them."""
         me = weakref.ref(self.backward)
         units = frame.units
-        chosen = [(e, e.there) for unit in units if (e := unit.arrival.experts) is not None]
+        chosen = [(experts, experts.there) for experts in _experts_of(units)]
         if units and next(frame.module.children(), None) is not None:
             # Only modules with children: a checkpoint inside this forward hides the saved weights
             # from our hooks. The weights that autograd saves of a leaf module have their own unpack
@@ -304,6 +300,10 @@ class Passes:
                 raise too_late()
 
         return saving_hooks(self.job.storages, hold)
+
+
+def _experts_of(units: Iterable[ParamUnit]) -> list[ChosenExperts]:
+    return [unit.arrival.experts for unit in units if unit.arrival.experts is not None]
 
 
 def _computed(value: Any) -> Iterator[torch.Tensor]:

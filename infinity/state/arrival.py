@@ -13,10 +13,11 @@ from ..distributed.pending import Pending
 from ..errors import InfinityError, UsageError
 from ..machine.device import PAST, Copy, Device, Event
 from ..machine.tiers import Tier
-from ..storage.arrays import StateArray
+from ..storage.arrays import StateArray, whole_blocks
 from ..storage.store import ArrayStore
-from .chosen_experts import ChosenExperts, Rows, Spans
+from .chosen_experts import MANY, ChosenExperts, Rows, Spans
 from .flat_param import FlatParam
+from .home_arrays import Update
 from .staged_reads import StagedReads
 from .unit_buffers import NodeShards, UnitBuffers
 
@@ -74,7 +75,9 @@ class Arrival:
                 flat_param.homes.lend(self.event)
 
     def bring_chosen(self, module: nn.Module) -> None:
-        """Brings only the experts of ``module`` that its router chose."""
+        """Brings only the rows of ``module`` that a forward reads, if one rank has them all."""
+        if not self._collectives.ranks.alone:
+            return
         self.experts = ChosenExperts(module, [flat.layout for flat in self._flat_params])
         for flat_param in self._flat_params:
             flat_param.homes.update_by_rows(self.experts.count)
@@ -96,11 +99,27 @@ class Arrival:
         """The elements to bring; None: all."""
         return None if self.experts is None else self.experts.places(self.experts.there)
 
-    def choose(self) -> None:
-        """Begins to bring the experts that are wanted, and brings them up to date at home."""
-        if self.experts is not None:
-            self.experts.choose()
-            self._catch_up(self.experts.there)
+    def choose(self, updates: Sequence[Update | None] = ()) -> list[Update | None]:
+        """Begins to bring the rows that are wanted. Returns the ``updates`` that reads of the home
+        have to follow: none of rows, which are brought up to date here."""
+        if self.experts is None:
+            return list(updates)
+        self.experts.choose()
+        if self._reads_nearly_all():
+            self.experts.there = None
+        self._catch_up(self.experts.there)
+        return [None] * len(updates)
+
+    def _reads_nearly_all(self) -> bool:
+        """Whether the disk's blocks that have the chosen rows are nearly all of them."""
+        weights = [flat.weight for flat in self._flat_params]
+        on_disk = [
+            (weight, of_flat)
+            for weight, of_flat in zip(weights, self.spans or ())
+            if weight.tier is Tier.NVME
+        ]
+        blocks = (end - begin for each in on_disk for begin, end in whole_blocks(*each))
+        return bool(on_disk) and sum(blocks) > MANY * sum(weight.nbytes for weight, _ in on_disk)
 
     def _catch_up(self, rows: Rows) -> None:
         for flat_param in self._flat_params:

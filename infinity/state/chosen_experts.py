@@ -1,11 +1,12 @@
-"""ChosenExperts: which experts of one unit are brought to the device: those that the router chose.
+"""ChosenExperts: which rows of one unit are brought to the device: the experts that the router
+chose, or an embedding's rows of the tokens.
 
-expert    a row, along the first dimension, of every parameter of an experts module of transformers
-rows      numbers of experts; None: all of them
+row     along the first dimension of every parameter of the module: an expert, or a token's vector
+rows    their numbers; None: all of them
 
 The device has room for all rows. Rows that were not brought have no defined values there, and the
-module's forward and backward read none of them: that is known of the classes that
-:func:`.experts.has_experts` finds alone. Any other use of the parameters brings all rows.
+module's forward and backward read none of them: that is known of the classes that :mod:`.experts`
+finds alone. Any other use of the parameters brings all rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class ChosenExperts:
     """The rows of one unit on the device, and those that its next use needs."""
 
     def __init__(self, module: nn.Module, layouts: Sequence[FlatLayout]):
-        self._kind, self.count = type(module), int(module.num_experts)  # type: ignore[arg-type]
+        self._kind, self._is_table = type(module), isinstance(module, nn.Embedding)
+        self.count = len(next(module.parameters(recurse=False)))
         self._layouts = layouts
         self._wanted: list[Rows] = []  # by the next use, if that is known
         self._last: Rows = None  # of the last forward
@@ -49,12 +51,19 @@ class ChosenExperts:
         self.want(self._last)
 
     def _chosen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Rows:
-        config, index = getattr(module, "config", None), kwargs.get(INDEX, (*args, None, None)[1])
-        implementation = getattr(config, "_experts_implementation", None)
-        known = type(module) is self._kind and implementation in IMPLEMENTATIONS
-        if not known or not isinstance(index, torch.Tensor):
+        if type(module) is not self._kind:
             return None
-        return frozenset(torch.unique(index.detach()).tolist()) & frozenset(range(self.count))
+        if self._is_table:
+            index = next(iter((*args, *kwargs.values())), None)
+        else:
+            index = kwargs.get(INDEX, (*args, None, None)[1])
+            config = getattr(module, "config", None)
+            if getattr(config, "_experts_implementation", None) not in IMPLEMENTATIONS:
+                return None
+        if not isinstance(index, torch.Tensor):
+            return None
+        found = torch.unique(index.detach()).tolist()
+        return frozenset(row for row in found if 0 <= row < self.count)
 
     @property
     def wanted(self) -> Rows:
@@ -80,9 +89,9 @@ class ChosenExperts:
         wanted, self._wanted = self._wanted[0] if self._wanted else None, []
         if self.there is None:
             return frozenset()
-        every = frozenset(range(self.count))
-        missing = (every if wanted is None else wanted) - self.there
-        self.there = None if self.there | missing == every else self.there | missing
+        needed = frozenset(range(self.count)) if wanted is None else wanted
+        missing, there = needed - self.there, self.there | needed
+        self.there = None if len(there) == self.count else there
         return missing
 
     def forget(self) -> None:
@@ -108,6 +117,14 @@ class ChosenExperts:
             ]
             for layout in self._layouts
         ]
+
+
+def want_chosen(
+    experts: Sequence[ChosenExperts], module: nn.Module, args: tuple, kwargs: dict | None
+) -> None:
+    """Sets the rows that a forward of ``module`` needs of its units."""
+    for each in experts:
+        each.want_chosen(module, args, kwargs)
 
 
 def _in_backward() -> bool:

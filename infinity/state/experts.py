@@ -1,5 +1,5 @@
-"""Experts: finds modules with fused experts, and marks those with divided ones, whose tokens travel
-to the data rank that has their expert."""
+"""Experts: finds modules of whose weights a forward reads some rows only, and marks those with
+divided experts, whose tokens travel to the data rank that has their expert."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .dtensors import is_distributed
 MARK = "_infinity_divided"
 LEAST_NBYTES = 64 * 1024  # of an expert: smaller ones are read faster together
 INDEX = "top_k_index"  # the argument that has the router's choice
+LEAST_TABLE_NBYTES = 1024 * 1024  # of an embedding
+SCALED = "ScaledWordEmbedding"  # embeddings of transformers that multiply what they look up
 
 
 def mark_divided(module: nn.Module) -> None:
@@ -50,3 +52,23 @@ def has_experts(module: nn.Module) -> bool:
         )
         and sum(param.nbytes for param in own) >= count * LEAST_NBYTES
     )
+
+
+def is_frozen_table(module: nn.Module) -> bool:
+    """Tells whether ``module`` is a large frozen embedding, of which a forward reads the rows of
+    its tokens."""
+    kind = type(module)
+    return (
+        isinstance(module, nn.Embedding)
+        and (kind is nn.Embedding or _is_scaled(kind))
+        and "forward" not in module.__dict__
+        and module.max_norm is None
+        and type(module.weight) is nn.Parameter
+        and not module.weight.requires_grad
+        and module.weight.is_contiguous()
+        and module.weight.nbytes >= LEAST_TABLE_NBYTES
+    )
+
+
+def _is_scaled(kind: type) -> bool:
+    return kind.__name__.endswith(SCALED) and kind.__module__.startswith("transformers.")

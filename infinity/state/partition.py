@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from .dtensors import is_distributed_parameter, span_of
-from .experts import divided_parameters, has_experts
+from .experts import divided_parameters, has_experts, is_frozen_table
 from .packed import is_packed, named_tensors, own_tensors, tensors_of
 from .shared import is_shared
 
@@ -36,7 +36,7 @@ class Group:
     block: nn.Module | None = None  # the module that is this unit, if it is one
     # Its one weight is brought to the device in tiles of this many rows; 0: whole.
     tile_rows: int = 0
-    experts: nn.Module | None = None  # the module, if each use reads some of its experts
+    chosen: nn.Module | None = None  # the module, if a forward reads some of its rows only
     is_divided: bool = False  # experts, of which other data ranks have others
     place: int = 0  # of its first parameter in the model: about the order of use
 
@@ -97,10 +97,10 @@ def partition(
             groups.append(Group(name, params, [module], is_divided=True))
             taken |= set(params)
     for name, module in model.named_modules():
-        own = own_tensors(module) if has_experts(module) else []
-        if params := [p for p in own if is_managed(p) and p not in taken]:
-            groups.append(Group(name, params, [module], experts=module))
-            taken |= set(params)
+        own = own_tensors(module) if has_experts(module) or is_frozen_table(module) else []
+        if own and all(is_managed(p) and len(names[p]) == 1 and p not in taken for p in own):
+            groups.append(Group(name, own, [module], chosen=module))
+            taken |= set(own)
     for name, block in blocks:
         params = [p for p in tensors_of(block) if is_managed(p) and p not in taken]
         if params:

@@ -47,7 +47,6 @@ class ParamUnit:
         device: Device | None = None,
         *,
         is_stale: bool = False,
-        experts: torch.nn.Module | None = None,
     ):
         self.index, self.name, self.flat_params, self.is_stale = index, name, flat_params, is_stale
         self._device = device or Device(torch.device("cpu"), Traffic())
@@ -62,8 +61,6 @@ class ParamUnit:
         self.arrival = Arrival(
             name, flat_params, self.buffers, self._second, self._collectives, self._device
         )
-        if experts is not None and self._ranks.alone:
-            self.arrival.bring_chosen(experts)
         self.residency = Residency.STORED
         self.version = 0  # counts changes of the values at home
         self._moves = Moves(f"unit {name}")
@@ -210,8 +207,7 @@ class ParamUnit:
         step's writes."""
         self._move(Residency.FETCHING)
         self._reads = StagedReads(slots)
-        self.arrival.choose()
-        after = self._updates if self.arrival.experts is None else [None] * len(slots)
+        after = self.arrival.choose(self._updates)
         pieces, spans = self.copies_while_fetching, self.arrival.spans
         self._reads.start(store, self._homes, after, in_pieces=pieces, spans=spans)
 

@@ -65,9 +65,12 @@ def whole_blocks(
     array: StateArray, spans: Sequence[tuple[int, int]] | None
 ) -> Iterator[tuple[int, int]]:
     """Yields begin and end, in bytes, of the whole checksum blocks that have ``spans``."""
+    if spans is None:
+        yield 0, array.nbytes
+        return
     size, block = array.dtype.itemsize, native.CHECKSUM_NBYTES
     last = 0
-    for begin, end in sorted(spans) if spans is not None else [(0, array.numel)]:
+    for begin, end in sorted(spans):
         first = max(last, round_down(begin * size, block))
         last = min(array.nbytes, round_up(end * size, block))
         if first < last:

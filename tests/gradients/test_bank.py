@@ -564,7 +564,9 @@ def test_sums_of_a_disk_are_sent_home_one_shard_after_the_other(tmp_path, monkey
     bank, store, (first, second, *_) = bank_of(job), job.engine.job.store, job.handles
     start, written = store.start_write, []
     monkeypatch.setattr(
-        store, "start_write", lambda array, *args: (written.append(array), start(array, *args))[1]
+        store,
+        "start_write",
+        lambda array, *args, at: (written.append(array), start(array, *args, at=at))[1],
     )
     with accumulation(job):
         bank.land(first, ODD)

@@ -180,7 +180,9 @@ def test_only_the_shards_that_are_named_are_closed(tmp_path, monkeypatch):
     homes.view(job.handles[0], write=True)
     start = store.start_write
     monkeypatch.setattr(
-        store, "start_write", lambda array, *args: (written.append(array), start(array, *args))[1]
+        store,
+        "start_write",
+        lambda array, *args, at: (written.append(array), start(array, *args, at=at))[1],
     )
     homes.close_all([second])
     assert written == []

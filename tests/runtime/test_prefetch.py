@@ -86,7 +86,7 @@ class Gathered(Unit):
         self.index, self.flat_params, self.asked = index, (), asked
         self.is_staged_from_disk = self.lies_on_disk = on_disk
         self.copies_while_fetching = False
-        self.arrival = SimpleNamespace(event=PAST)
+        self.arrival = SimpleNamespace(event=PAST, comes_ahead=True)
         self.exposure = SimpleNamespace(begin=lambda: None, end=lambda: None)
         self.buffers = SimpleNamespace(note_use=lambda event: None)
 
@@ -101,6 +101,9 @@ class Gathered(Unit):
         pass
 
     def wait_for_update(self) -> None:
+        pass
+
+    def complete(self, store) -> None:
         pass
 
     def take_read_times(self) -> None:

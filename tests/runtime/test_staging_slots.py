@@ -77,6 +77,7 @@ class Unit:
         self.name, self.residency, self.slots = name, Residency.STORED, []
         self.flat_params = [SimpleNamespace(shard_nbytes=BLOCK) for _ in range(flat_params)]
         self.is_staged_from_disk = staged
+        self.arrival = SimpleNamespace(comes_ahead=True)
 
     def fetch(self, store: Store, slots: list[Slot]) -> None:
         assert self.residency is Residency.STORED, "it is on its way"

@@ -1,0 +1,136 @@
+"""Packed forward: keeps no dense copy of a packed weight for the backward.
+
+A library may unpack a weight and multiply by it. Autograd then keeps the dense weight until the
+backward, in each layer: more than the packed model has. Such a tensor follows from the packed
+weight alone, so the backward makes it again, by a forward of one row.
+
+probe    a forward of one row, of which everything that autograd saves is noted
+dense    a saved tensor with as many elements as the weight has rows times columns
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..forwards.replaced_forward import ReplacedForward, own_forward
+from ..machine.sizes import format_nbytes
+from ..state.packed import CARRIERS, has_inner, is_code
+from .saved_tensor import SavedTensor
+from .saved_weights import is_checkpoint
+
+logger = logging.getLogger(__name__)
+
+_told: set[str] = set()  # classes of layers whose dense copies were told
+
+
+class PackedForward:
+    """The forward of a layer with a packed weight."""
+
+    def __init__(self, layer: nn.Module):
+        self._own, self._kind = own_forward(layer), type(layer).__name__
+        self._width = int(layer.in_features)  # type: ignore[arg-type]
+        self._dense_numel = self._width * int(layer.out_features)  # type: ignore[arg-type]
+        # Kind of input -> shapes of what two probes save; None: differs between them
+        self._known: dict[tuple, list[torch.Size | None]] = {}
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # A checkpoint keeps nothing, and counts what is saved.
+        counted = is_checkpoint(outer) or (outer and getattr(outer[0], "is_counted", False))
+        if args or kwargs or counted or not (torch.is_grad_enabled() and x.requires_grad):
+            return self._own(x, *args, **kwargs)
+        kind = x.dtype, x.device
+        if kind not in self._known:
+            self._known[kind] = self._learn(*kind)
+        with torch.autograd.graph.saved_tensors_hooks(*self._hooks(kind, outer)):
+            return self._own(x)
+
+    def _hooks(self, kind: tuple, outer: tuple | None) -> tuple[Callable, Callable]:
+        shapes, count = self._known[kind], 0
+
+        def pack(tensor: torch.Tensor) -> Any:
+            nonlocal count
+            number, count = count, count + 1
+            if self._is_dense(tensor):
+                if number < len(shapes) and shapes[number] == tensor.shape:
+                    return Again(self, number, kind)
+                self._tell(tensor)
+            return outer[0](tensor) if outer else SavedTensor(tensor)
+
+        def unpack(held: Any) -> torch.Tensor:
+            if isinstance(held, Again):
+                return held.tensor()
+            return outer[1](held) if outer else held.tensor()
+
+        return pack, unpack
+
+    def probe(self, dtype: torch.dtype, device: torch.device, value: float) -> list[torch.Tensor]:
+        """Returns what a forward of one row of ``value`` saves."""
+        saved: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor.detach())
+            return saved[-1]
+
+        row = torch.full((1, self._width), value, dtype=dtype, device=device, requires_grad=True)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with torch.enable_grad(), hooks:
+            self._own(row)
+        return saved
+
+    def _learn(self, dtype: torch.dtype, device: torch.device) -> list[torch.Size | None]:
+        zeros, ones = (self.probe(dtype, device, value) for value in (0.0, 1.0))
+        return [
+            a.shape if self._is_dense(a) and a.shape == b.shape and torch.equal(a, b) else None
+            for a, b in zip(zeros, ones)
+        ]
+
+    def _is_dense(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.numel() == self._dense_numel
+            and tensor.is_floating_point()
+            and not has_inner(tensor)
+            and not is_code(tensor)
+        )
+
+    def _tell(self, dense: torch.Tensor) -> None:
+        if self._kind not in _told:
+            _told.add(self._kind)
+            logger.warning(
+                "%s keeps a dense copy of its packed weight for the backward, %s a layer beside the"
+                " plan: recompute its blocks (gradient checkpointing)",
+                self._kind,
+                format_nbytes(dense.nbytes),
+            )
+
+
+class Again:
+    """A dense tensor that the backward makes again."""
+
+    def __init__(self, forward: PackedForward, number: int, kind: tuple):
+        self._forward, self._number, self._kind = forward, number, kind
+
+    def tensor(self) -> torch.Tensor:
+        """Makes the tensor."""
+        return self._forward.probe(*self._kind, 0.0)[self._number]
+
+
+def install_packed_forwards(parts: Sequence[nn.Module]) -> list[ReplacedForward]:
+    """Replaces the forwards of linear layers with packed weights. Returns their removers."""
+    layers = dict.fromkeys(module for part in parts for module in part.modules())
+    return [
+        ReplacedForward(layer, PackedForward(layer))
+        for layer in layers
+        if (CARRIERS in layer.__dict__ or any(map(_has_codes, layer._parameters.values())))
+        and isinstance(getattr(layer, "in_features", None), int)
+        and isinstance(getattr(layer, "out_features", None), int)
+    ]
+
+
+def _has_codes(param: nn.Parameter | None) -> bool:
+    return param is not None and not param.requires_grad and is_code(param)
