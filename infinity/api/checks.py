@@ -27,6 +27,7 @@ from ..state.dtensors import check_placements, is_distributed, local_of, ranks_o
 from ..state.handle import handle_of
 from ..state.partition import is_managed, parameter_names
 from .described_model import DescribedModel
+from .unmoved import refuse_elsewhere
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def check(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config:
                 f"parameter {param_names[0]} is a placeholder that DeepSpeed fills: build the model"
                 " outside zero.Init"
             )
+    refuse_elsewhere(model)
     _check_storages(names)
     expected = config.expects_optimizer
     for optimizer in optimizers:

@@ -9,8 +9,9 @@ from collections import Counter
 import torch
 from torch import nn
 
+from ..errors import ConfigError
 from ..machine.sizes import format_nbytes
-from ..state.dtensors import local_of
+from ..state.dtensors import is_distributed, local_of
 from ..state.packed import has_inner, inner_tensors, is_packed, nbytes_of, small_parts
 from ..state.partition import STAYS, is_managed
 
@@ -63,3 +64,42 @@ def report_unmoved(model: nn.Module) -> None:
             kinds,
             f"{trained} of them trained by torch's own optimizer" if trained else "frozen",
         )
+
+
+# Libraries whose packed weights are objects around memory of their own -> what works
+ELSEWHERE = {
+    "triton_kernels": "load the model with transformers.Mxfp4Config(dequantize=True)",
+    "transformer_engine": "give the model plain parameters, and compute in fp8 by autocast",
+}
+
+
+def refuse_elsewhere(model: nn.Module) -> None:
+    """Raises ConfigError for a weight whose bytes lie elsewhere than in its own memory: nothing
+    that is done to it would reach them."""
+    for path, module in model.named_modules():
+        own = {**vars(module), **module._parameters, **module._buffers}
+        for key, value in own.items():
+            kind, name = type(value), f"{path}.{key}" if path else key
+            library = kind.__module__.partition(".")[0]
+            holds = isinstance(value, torch.Tensor) or library == "triton_kernels"
+            if library in ELSEWHERE and holds:
+                raise ConfigError(
+                    f"{name} is a {kind.__name__} of {library}, whose bytes lie elsewhere, so that"
+                    f" nothing can move them: {ELSEWHERE[library]}"
+                )
+            if isinstance(value, nn.Parameter) and _is_hollow(value):
+                raise ConfigError(
+                    f"{name} is a {kind.__name__} ({kind.__module__}) of {value.numel()} elements"
+                    " without memory of its own: its bytes lie elsewhere, and nothing can move"
+                    " them. Load the model unpacked, or packed by bitsandbytes or torchao"
+                )
+
+
+def _is_hollow(param: torch.Tensor) -> bool:
+    """Tells whether a parameter says that it has elements and has no memory."""
+    if type(param) is nn.Parameter or not _has_storage(param) or is_distributed(param):
+        return False
+    try:
+        return param.numel() > 0 and param.untyped_storage().data_ptr() == 0
+    except (RuntimeError, NotImplementedError):
+        return True
