@@ -28,6 +28,7 @@ from ..planning.budgets import measured_free
 from ..planning.plan import check_folders
 from ..state.dtensors import describe_placements, is_common, is_distributed, local_of
 from ..state.handle import raw_grad
+from ..state.packed import has_inner, is_packed, small_parts
 from ..state.partition import is_managed
 from ..state.shared import is_shared
 from ..state.tensors import overwrite
@@ -221,10 +222,13 @@ def compare_common_values(model: DescribedModel, collectives: Collectives) -> No
 
 def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:
     """Overwrites buffers and unmanaged parameters with the first rank's. Every rank calls this."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    small = small_parts(model)  # those of subclasses, and what no module lists
+    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *small.items()]:
         if (
             collectives.ranks.data_size > 1
             and tensor.layout is torch.strided
+            and not has_inner(tensor)
+            and not is_packed(tensor)
             and not (isinstance(tensor, nn.Parameter) and is_managed(tensor))
         ):
             overwrite(

@@ -19,7 +19,9 @@ SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"]
 PAIRS = [(f"What is {a}+{b}?", f"{a + b}.") for a in range(6) for b in range(6)]
 
 
-def save_base(folder: Path, *, template: str | None = TEMPLATE, positions: int = 96) -> Path:
+def save_base(
+    folder: Path, *, template: str | None = TEMPLATE, positions: int = 96, width: int = 32
+) -> Path:
     """Saves the model, with fresh weights, and its tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -38,8 +40,8 @@ def save_base(folder: Path, *, template: str | None = TEMPLATE, positions: int =
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=positions,
