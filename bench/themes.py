@@ -14,6 +14,8 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "train_1b": "bench.endtoend:measure_large",
     "tiling": "bench.tiling",
     "startup": "bench.startup",
+    "packed": "bench.packed",
+    "experts": "bench.experts",
     "touches": "bench.touches",
     "disks": "bench.disks",
     "cluster": "bench.cluster",

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..state.tensors import give_storage, take_storage
 
 PIECE_ELEMENTS = 4 * 1024 * 1024  # elements of one send
+ADAPTER_RESET = "reset_lora_parameters"  # the method of PEFT's layers that sets adapters
 
 
 class Home(Protocol):
@@ -91,7 +92,8 @@ class Initialiser:
         resets = _resets_of(module)
         if waiting or (drawn_below and (resets or init is not None)):
             self._initialise(module, waiting, resets, init)
-        return bool(waiting) or drawn_below
+        # A module above sets no adapters, and perhaps weights of the base that a file has.
+        return (bool(waiting) or drawn_below) and not hasattr(module, ADAPTER_RESET)
 
     def _initialise(
         self, module: nn.Module, waiting: list[torch.Tensor], resets: list[Callable], init
@@ -169,7 +171,7 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 def _resets_of(module: nn.Module) -> list[Callable[[], Any]]:
     """Lists the functions that reset the module's own tensors."""
     # An adapter's B must be zero.
-    if callable(reset := getattr(module, "reset_lora_parameters", None)):
+    if callable(reset := getattr(module, ADAPTER_RESET, None)):
         return [partial(reset, adapter, True) for adapter in getattr(module, "lora_A", {})]
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return [reset] if callable(reset) else []

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import logging
 import os
 import re
 import signal
@@ -45,6 +46,8 @@ SUBCOMMANDS = (
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
+# They warn of what users of a command cannot change: kernels for other machines, renamed functions.
+NOISY = ("torchao", "torch.utils._pytree")
 
 
 def _module(name: str) -> ModuleType:
@@ -141,6 +144,8 @@ def answer(
 ) -> int:
     """Runs ``command`` and returns its exit status. Prints errors that users can fix as one
     message, in words of its ``options``, and reports them to the other ranks."""
+    for library in NOISY:
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         tell_start(command)
         _check_variables()

@@ -23,6 +23,7 @@ from packed_llamas import (
     SMALL_NAMES,
     adapted,
     bitsandbytes,
+    defect,
     differing,
     gradients,
     in_form,
@@ -44,11 +45,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 FILE = "model.safetensors"
 CHANGED = "model.layers.1.mlp.up_proj.weight"
 HOMES = ("host", "nvme")
-
-
-def defect(what: str) -> pytest.MarkDecorator:
-    """Marks a promise that is not kept yet; once it is, the test fails until the mark is gone."""
-    return pytest.mark.xfail(strict=True, reason=what)
 
 
 @pytest.fixture(scope="module")

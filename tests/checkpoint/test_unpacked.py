@@ -24,6 +24,7 @@ from packed_llamas import (
     SMALL_NAMES,
     adapted,
     bitsandbytes,
+    defect,
     dense_of,
     differing,
     gradients,
@@ -60,11 +61,6 @@ FORMS = {
     "some dense": {"llm_int8_skip_modules": ["lm_head", "o_proj", "gate_proj"]},
 }
 NESTED = ["nested", "not nested"]
-
-
-def defect(what: str) -> pytest.MarkDecorator:
-    """Marks a promise that is not kept yet; once it is, the test fails until the mark is gone."""
-    return pytest.mark.xfail(strict=True, reason=what)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 from chatty import save_base
-from packed_llamas import differing, in_form
+from packed_llamas import defect, differing, in_form, pack_folder
 
 import infinity
 import infinity.cli
@@ -55,23 +55,9 @@ OPTIONS = {
 }
 
 
-def defect(what: str) -> pytest.MarkDecorator:
-    """Marks a promise that is not kept yet; once it is, the test fails until the mark is gone."""
-    return pytest.mark.xfail(strict=True, reason=what)
-
-
 def pack(base: Path, folder: Path, **changes: Any) -> Path:
-    """Saves a folder as transformers packs it."""
-    options = {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": torch.bfloat16,
-    }
-    config = transformers.BitsAndBytesConfig(**options | changes)
-    transformers.AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=config
-    ).save_pretrained(folder)
+    """Saves a folder as transformers packs it, with the tokenizer of ``base``."""
+    pack_folder(base, folder, **changes)
     transformers.AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     return folder
 

@@ -282,7 +282,7 @@ def test_lora_without_weights_is_refused(place, capsys):
     ("line", "completed"),
     [
         ("infinity pl", "plan"),
-        ("infinity train --lora", "--lora-rank"),
+        ("infinity train --lora-", "--lora-rank"),
         ("infinity train --preset cp", "cpu-only"),
         ("infinity bench ad", "adam"),
         ("infinity completion z", "zsh"),

@@ -385,7 +385,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
         "Give one file, or the folder that has them",
     ),
     "train --output-dir out": ("unrecognized arguments: --output-dir out", "did you mean --out"),
-    "train --lora 16": ("unrecognized arguments: --lora 16", "did you mean --lora-rank"),
+    "train --lora much": ("--lora: 'much'", "a whole number"),
     "train --gradient-accumulation-steps 2": (
         "--gradient-accumulation-steps 2",
         "did you mean --accumulate",

@@ -81,7 +81,7 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
         **NUMBER,
         help="train adapters of this rank (needs peft) and save them, not the model",
     )
-    add("--lora", **FLAG, help=f"as --lora-rank {LORA_RANK}")
+    add("--lora", nargs="?", const=LORA_RANK, **NUMBER, help=f"--lora-rank (default {LORA_RANK})")
     add("--quantize", **QUANTIZE, help="pack the base under the adapters in fewer bits")
     add("--gradient-checkpointing", **FLAG, help="recompute activations in the backward")
 
@@ -248,8 +248,7 @@ def _check_companions(args: argparse.Namespace) -> None:
 def check_options(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that can be checked without reading the data or building the
     model."""
-    if args.lora and args.lora_rank is None:
-        args.lora_rank = LORA_RANK
+    args.lora_rank = args.lora_rank or args.lora
     if args.quantize is not None and args.lora_rank is None:
         raise ConfigError(
             f"--quantize {args.quantize} packs a base that is not trained: add --lora, whose"

@@ -287,6 +287,8 @@ def _watch_updates(monkeypatch, detector_of) -> None:
     real_update, real_joined, real_wait = native.UnitUpdate, native.joined, HomeArrays.wait
     plan_update = stepper.Stepper._processor_update
     told: dict = {}
+    bounds: dict = {}  # of each run
+    real_run = native.Run
     planned: list = []  # updates, and when each is over
 
     def joined(tickets):
@@ -297,17 +299,22 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         detector.tickets[found] = clock
         return found
 
+    def run(begin, end, *rest):
+        made = real_run(begin, end, *rest)
+        bounds[made] = begin, end
+        return made
+
     def update(**given):
         told.update(given)
         return real_update(**given)
 
-    def processor_update(self, flat_param, spans, after, **how):
-        planned_update, detector = plan_update(self, flat_param, spans, after, **how), detector_of()
+    def processor_update(self, flat_param, runs, after, **how):
+        planned_update, detector = plan_update(self, flat_param, runs, after, **how), detector_of()
         detector.tick("updater")
         detector.join("updater", detector.clocks["host"])
         if told["after"] is not None:
             detector.join("updater", detector.tickets[told["after"]])
-        first, last = spans[0][0], spans[-1][1]
+        first, last = bounds[runs[0]][0], bounds[runs[-1]][1]
         written = (flat_param.homes.beside if how.get("ahead") else flat_param.arrays) | {
             "grad": flat_param.arrays["grad"]
         }
@@ -325,13 +332,14 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         planned.append((planned_update, dict(detector.clocks["updater"])))
         return planned_update
 
-    def wait(self):
+    def wait(self, rows=None):
         ticket = getattr(self.update, "ticket", self.update)
-        real_wait(self)
+        real_wait(self, rows)
         for each, over in planned:
             if ticket is not None and each.ticket is ticket:
                 detector_of().join("host", over)
 
+    monkeypatch.setattr(native, "Run", run)
     monkeypatch.setattr(native, "UnitUpdate", update)
     monkeypatch.setattr(native, "joined", joined)
     monkeypatch.setattr(stepper.Stepper, "_processor_update", processor_update)

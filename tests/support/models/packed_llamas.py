@@ -45,6 +45,11 @@ SMALL = {
 }
 
 
+def defect(what: str) -> pytest.MarkDecorator:
+    """Marks a promise that is not kept yet; once it is, the test fails until the mark is gone."""
+    return pytest.mark.xfail(strict=True, reason=what)
+
+
 def llama(
     dtype: torch.dtype = torch.float32, *, meta: bool = False, frozen: bool = True, **changes: Any
 ) -> nn.Module:
@@ -145,18 +150,25 @@ def _same(one: Any, other: Any) -> bool:
 def save_nf4(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> nn.Module:
     """Saves the model as transformers packs it with bitsandbytes, and returns what it packed.
     ``changes``: of the quantisation's configuration."""
+    with tempfile.TemporaryDirectory() as dense:
+        llama(dtype).save_pretrained(dense)
+        return pack_folder(dense, folder, dtype=dtype, **changes)
+
+
+def pack_folder(
+    dense: Any, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> nn.Module:
+    """Saves the model in the folder ``dense`` as transformers packs it, and returns that."""
     options = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": dtype,
     }
-    with tempfile.TemporaryDirectory() as dense:
-        llama(dtype).save_pretrained(dense)
-        config = transformers.BitsAndBytesConfig(**options | changes)
-        made = transformers.AutoModelForCausalLM.from_pretrained(
-            dense, dtype=dtype, device_map={"": "cpu"}, quantization_config=config
-        )
+    config = transformers.BitsAndBytesConfig(**options | changes)
+    made = transformers.AutoModelForCausalLM.from_pretrained(
+        dense, dtype=dtype, device_map={"": "cpu"}, quantization_config=config
+    )
     made.save_pretrained(folder)
     return in_form(made)
 
