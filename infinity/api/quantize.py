@@ -9,7 +9,6 @@ described   a packed layer on meta, whose parts have shapes and no values. Its w
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +19,10 @@ from torch import nn
 
 from ..checkpoint.module_names import Incoming, base_of
 from ..checkpoint.source import Source
-from ..checkpoint.unpacked import layer_of_parts, packed_by_bitsandbytes
+from ..checkpoint.unpacked import compute_dtype_of, library_of, packed_by_bitsandbytes
 from ..checkpoint.weight_files import WeightFiles
 from ..errors import ConfigError
-from ..state.packed import Send, is_packed, own_tensors, send_parts
+from ..state.packed import Send, has_inner, is_code, is_packed, own_tensors, send_parts
 from ..state.partition import is_managed
 from ..state.parts import parts_of
 
@@ -42,13 +41,15 @@ def quantize(model: nn.Module, format: str) -> nn.Module:
     layers, tied and trained weights stay dense. Raises ConfigError if there is no layer to pack, or
     the library is not installed.
     """
+    made: dict[nn.Linear, nn.Module] = {}
     for parent, name, linear in _packable(model, format):
-        pack = partial(PACKERS[format], linear.weight.dtype)
-        if linear.weight.is_meta:
-            layer = _described(linear, pack)
-        else:
-            layer = _like(linear, pack(linear.weight.data))
-        setattr(parent, name, layer)
+        if linear not in made:
+            pack = partial(PACKERS[format], linear.weight.dtype)
+            is_there = not linear.weight.is_meta
+            made[linear] = (
+                _like(linear, pack(linear.weight.data)) if is_there else _described(linear, pack)
+            )
+        setattr(parent, name, made[linear])
     return model
 
 
@@ -63,12 +64,15 @@ class Quantized:
         """Puts described layers in the places of linear ones: those that ``weights``, a folder, has
         packed, and the frozen ones that are to be packed in ``format``."""
         if weights is not None:
-            for parent, name, layer in _saved(model, WeightFiles(weights).sources()):
+            stored, compute = WeightFiles(weights).sources(), compute_dtype_of(weights)
+            for parent, name, layer in list(_saved(model, stored, compute)):
                 self._replace(parent, name, layer)
         if format is not None:
-            for parent, name, linear in list(_packable(model, format)):
-                pack = partial(PACKERS[format], linear.weight.dtype)
-                self._replace(parent, name, _described(linear, pack))
+            made: dict[nn.Linear, nn.Module] = {}
+            for parent, name, linear in _packable(model, format):
+                if linear not in made:
+                    made[linear] = _described(linear, partial(PACKERS[format], linear.weight.dtype))
+                self._replace(parent, name, made[linear])
         self._layers = list(described_layers(model).values())
 
     def _replace(self, parent: nn.Module, name: str, layer: nn.Module) -> None:
@@ -98,11 +102,14 @@ class Described:
         Of the weight.
     weight
         The weight; None: in the files that ``Config(weights=...)`` names.
+    is_dense
+        The weight is dense; else it is of codes, to which ``pack`` adds the other parts.
     """
 
     pack: Callable[[torch.Tensor], nn.Module]
     shape: torch.Size
     weight: Source | None
+    is_dense: bool = True
 
 
 def described_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -141,6 +148,12 @@ class DenseWeights:
                     f"{name}.weight in {str(files)!r} has shape {tuple(source.shape)}, the model's"
                     f" {tuple(how.shape)}"
                 )
+            if how.is_dense and not (source.dtype.is_floating_point and source.dtype.itemsize > 1):
+                raise ConfigError(
+                    f"{name}.weight in {str(files)!r} is of {source.dtype}: it is packed already,"
+                    " and packing its codes would lose its scales. Give the folder that it was"
+                    " made of"
+                )
             self._sources[name] = source
 
     def send(self, send: Send) -> None:
@@ -159,10 +172,10 @@ def _described(linear: nn.Linear, pack: Callable) -> nn.Module:
 
 
 def _saved(
-    model: nn.Module, stored: dict[str, Source]
+    model: nn.Module, stored: dict[str, Source], compute: torch.dtype | None
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Yields parent, name and described layer for the linear layers on meta that bitsandbytes has
-    packed in a folder. ``stored``: the folder's tensors."""
+    packed in a folder. ``stored``: the folder's tensors; ``compute``: the dtype to compute in."""
     packed = packed_by_bitsandbytes(stored)
     if not packed:
         return
@@ -174,27 +187,36 @@ def _saved(
         parent = part.get_submodule(path)
         linear, origin = getattr(parent, own), origins.get(id(source), "")
         if origin in packed and type(linear) is nn.Linear and linear.weight.is_meta:
-            kind, parts = packed[origin]
-            pack = partial(_packed_by_bitsandbytes, kind, "nested_absmax" in parts)
-            layer = _described(linear, partial(pack, linear.weight.dtype))
-            made = partial(layer_of_parts, parts=parts)
-            layer.__dict__[DESCRIBED] = Described(made, source.shape, source)
+            saved = packed[origin]
+            if saved.shape != linear.weight.shape:
+                raise ConfigError(
+                    f"{name} has shape {tuple(saved.shape)} in its folder, the model's"
+                    f" {tuple(linear.weight.shape)}"
+                )
+            pack = partial(_packed_by_bitsandbytes, saved.kind, saved.is_nested)
+            pack = partial(pack, compute or linear.weight.dtype, blocksize=saved.blocksize)
+            layer = _described(linear, pack)
+            layer.__dict__[DESCRIBED] = Described(saved.layer, source.shape, source, False)
             yield parent, own, layer
 
 
 def _like(linear: nn.Linear, layer: nn.Module) -> nn.Module:
     """Gives a packed ``layer`` the rest of the layer that it replaces."""
     layer.bias = linear.bias
+    for name, value in vars(linear).items():
+        if "hook" in name:
+            setattr(layer, name, value)
     return layer.train(linear.training)
 
 
-def _packable(model: nn.Module, format: str) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Yields parent, name and layer of the linear layers to pack."""
+def _packable(model: nn.Module, format: str) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """Lists parent, name and layer of the linear layers to pack."""
     if format not in PACKERS:
         raise ConfigError(f"quantize={format!r} is not one of {', '.join(map(repr, PACKERS))}")
     base = base_of(model)
     find_output = getattr(base, "get_output_embeddings", None)
     output = find_output() if callable(find_output) else None
+    outputs = set(output.modules()) if isinstance(output, nn.Module) else set()
     uses: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for param in module._parameters.values():
@@ -205,46 +227,48 @@ def _packable(model: nn.Module, format: str) -> Iterator[tuple[nn.Module, str, n
         for parent in list(model.modules())
         for name, child in parent.named_children()
         if type(child) is nn.Linear
-        and child is not output
+        and child not in outputs
         and not child.weight.requires_grad
         and is_managed(child.weight)
         and uses[child.weight] == 1
         and child.weight.numel() >= LEAST_NUMEL
     ]
+    if not found and any(map(_is_packed, model.modules())):
+        raise ConfigError(
+            f"quantize={format!r}: {type(model).__name__} is packed already: leave quantize out"
+        )
     if not found:
         raise ConfigError(
             f"quantize={format!r}: {type(model).__name__} has no frozen linear layer to pack."
             " Freeze its base (requires_grad_(False)), or add adapters by peft.get_peft_model"
         )
-    yield from found
+    return found
 
 
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"quantize needs {name.partition('.')[0]}: pip install 'infinity-engine[packed]'"
-        ) from error
+def _is_packed(module: nn.Module) -> bool:
+    params = (param for param in module._parameters.values() if param is not None)
+    return any(has_inner(param) or (is_code(param) and not param.requires_grad) for param in params)
 
 
 def _packed_by_bitsandbytes(
-    kind: str, nested: bool, dtype: torch.dtype, dense: torch.Tensor
+    kind: str, nested: bool, dtype: torch.dtype, dense: torch.Tensor, *, blocksize: int = 64
 ) -> nn.Module:
-    library, (rows, columns) = _library("bitsandbytes.nn"), dense.shape
-    options = {"compress_statistics": nested, "quant_type": kind}
+    library, (rows, columns) = library_of("bitsandbytes.nn"), dense.shape
+    options: dict[str, Any] = {"compress_statistics": nested, "quant_type": kind}
     layer = library.Linear4bit(
         columns, rows, bias=False, compute_dtype=dtype, device="meta", **options
     )
     # bitsandbytes keeps the first table of codes that it makes: it must not be on meta.
-    _library("bitsandbytes.functional").quantize_blockwise(torch.zeros(1, device="cpu"))
-    weight = library.Params4bit(dense.to(dtype), requires_grad=False, module=layer, **options)
+    library_of("bitsandbytes.functional").quantize_blockwise(torch.zeros(1, device="cpu"))
+    weight = library.Params4bit(
+        dense, requires_grad=False, blocksize=blocksize, module=layer, **options
+    )
     layer.weight = weight._quantize(dense.device)
     return layer
 
 
 def _torchao(config: str, dtype: torch.dtype, dense: torch.Tensor) -> nn.Module:
-    library = _library("torchao.quantization")
+    library = library_of("torchao.quantization")
     rows, columns = dense.shape
     layer = nn.Linear(columns, rows, bias=False, device="meta")
     layer.weight = nn.Parameter(dense.to(dtype), requires_grad=False)

@@ -144,12 +144,16 @@ def _save_model(
     if is_adapted(model) or _has_adapters(model):
         _save_adapters(model, folder, writes=writes)
         return
-    if getattr(first, "hf_quantizer", None) is not None or any(
-        has_packed(module, name) for module in model.modules() for name in module._parameters
-    ):
+    if getattr(first, "hf_quantizer", None) is not None:
         raise ConfigError(
-            f"{type(first).__name__} is packed, and its library alone knows what a folder has to"
+            f"{type(first).__name__} is packed, and its quantizer alone knows what a folder has to"
             " hold: infinity.unwrap_model(model), then model.save_pretrained(folder)"
+        )
+    if any(has_packed(module, name) for module in model.modules() for name in module._parameters):
+        raise ConfigError(
+            f"{type(first).__name__} is packed, which its configuration does not say, so that"
+            " from_pretrained could not load it: its weights have not changed and are in the folder"
+            " that they came from. infinity.save_checkpoint keeps them as they are"
         )
     files = split(
         hub_sources(first, sources_of(model)),

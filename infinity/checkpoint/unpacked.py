@@ -7,32 +7,87 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import UsageError
+from ..errors import ConfigError, CorruptionError, UsageError
 from ..state.packed import filled, has_inner, is_packed, plain_name
+from ..untrusted import parse_json, read_text
 from .source import Source
 
 STATE = ".quant_state.bitsandbytes__"  # in the names of bitsandbytes' saved tensors
+ABSMAX = ".absmax"  # ends the name of another one
 OF_4BIT = "bitsandbytes.nn.modules.Params4bit"
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+DTYPES = ("float32", "bfloat16", "float16")
+MOST_STATE_NBYTES = 4096
+CODES = {"nf4": 16, "fp4": 16, "nested": 256}  # entries of a table
 
 
-def packed_by_bitsandbytes(stored: Mapping[str, Source]) -> dict[str, tuple[str, dict]]:
-    """Returns, for each weight in ``stored`` that bitsandbytes has packed in 4 bits, the format and
-    the sources of its other parts."""
+@dataclass(frozen=True)
+class Saved4Bit:
+    """One weight as bitsandbytes saves it in 4 bits: formats and sources, which fit each other."""
+
+    name: str
+    kind: str  # "nf4" or "fp4"
+    shape: torch.Size
+    dtype: torch.dtype  # of the dense weight
+    blocksize: int
+    codes: Source
+    parts: Mapping[str, Source]
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the scales are packed, too."""
+        return "nested_absmax" in self.parts
+
+    def layer(self, codes: torch.Tensor | None = None) -> nn.Module:
+        """Makes a layer of bitsandbytes with these parts; ``codes``: those that were read."""
+        codes = self.codes.read() if codes is None else codes
+        library = library_of("bitsandbytes.nn")
+        layer = library.Linear4bit(1, 1, bias=False, device="meta")
+        told = {name: part.read() for name, part in self.parts.items()}
+        layer.weight = library.Params4bit.from_prequantized(
+            codes, told, device=codes.device, module=layer
+        )
+        return layer
+
+    def read(self) -> torch.Tensor:
+        """Reads the weight, and unpacks it."""
+        return _dense_of_4bit(self.layer().weight)
+
+
+def library_of(name: str) -> Any:
+    """Imports a module of a library of packed formats. Raises ConfigError without it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"packed weights need {name.partition('.')[0]}: pip install 'infinity-engine[packed]'"
+        ) from error
+
+
+def packed_by_bitsandbytes(stored: Mapping[str, Source]) -> dict[str, Saved4Bit]:
+    """Finds the weights in ``stored`` that bitsandbytes has packed in 4 bits. Raises
+    CorruptionError, with the name of the weight, for parts that do not fit each other."""
     kinds = {
         name.partition(STATE)[0]: kind for name in stored if (kind := name.partition(STATE)[2])
     }
     parts: dict[str, dict[str, Source]] = {name: {} for name in kinds}
     for name, source in stored.items():
+        weight = name.removesuffix(ABSMAX)
+        if weight != name and weight in stored and weight not in kinds:
+            raise CorruptionError(f"{weight} is packed in 4 bits, and its quant_state is missing")
         for weight in _prefixes(name):
-            if weight in parts and weight != name:
+            if weight in parts:
                 parts[weight][name.removeprefix(f"{weight}.")] = source
-    return {name: (kind, parts[name]) for name, kind in kinds.items()}
+    return {name: _checked(name, kinds[name], stored, parts[name]) for name in kinds}
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -40,31 +95,75 @@ def _prefixes(name: str) -> Iterator[str]:
     return (".".join(words[:count]) for count in range(1, len(words)))
 
 
-def layer_of_parts(codes: torch.Tensor, parts: Mapping[str, Source]) -> nn.Module:
-    """Makes a layer of bitsandbytes, of codes and of the other parts that were saved with them."""
-    library = importlib.import_module("bitsandbytes.nn")
-    layer = library.Linear4bit(1, 1, bias=False, device="meta")
-    told = {name: part.read() for name, part in parts.items()}
-    layer.weight = library.Params4bit.from_prequantized(
-        codes, told, device=codes.device, module=layer
-    )
-    return layer
+def _checked(
+    name: str, kind: str, stored: Mapping[str, Source], parts: dict[str, Source]
+) -> Saved4Bit:
+    try:
+        codes, told = stored[name], _told(parts[f"{STATE[1:]}{kind}"])
+        shape, size = torch.Size(told["shape"]), told["blocksize"]
+        dtype = getattr(torch, told["dtype"]) if told["dtype"] in DTYPES else None
+        numel = shape.numel()
+        known = kind in CODES and told["quant_type"] == kind and size in BLOCKSIZES
+        if not known or dtype is None or len(shape) != 2 or min(shape) < 1:
+            raise ValueError("an unknown format")
+        nested, scales = "nested_offset" in told, -(-numel // size)
+        expected = {"": (torch.uint8, (numel + 1) // 2), "quant_map": (torch.float32, CODES[kind])}
+        expected["absmax"] = torch.uint8 if nested else torch.float32, scales
+        if nested:
+            if told["nested_blocksize"] not in BLOCKSIZES or told["nested_dtype"] != "float32":
+                raise ValueError("an unknown format of its scales")
+            float(told["nested_offset"])
+            expected["nested_absmax"] = torch.float32, -(-scales // told["nested_blocksize"])
+            expected["nested_quant_map"] = torch.float32, CODES["nested"]
+        found = {"": codes} | {key: each for key, each in parts.items() if "." not in key}
+        if codes.dtype in (torch.bfloat16, torch.float16, torch.float32):
+            raise ConfigError(
+                f"{name} has its codes in {codes.dtype} (bnb_4bit_quant_storage): load the model by"
+                " from_pretrained, and wrap it"
+            )
+        for key in expected.keys() | found.keys():
+            wanted, source = expected.get(key), found.get(key)
+            if wanted is None or source is None:
+                raise ValueError(f"{key or 'codes'} is {'missing' if source is None else 'extra'}")
+            if (source.dtype, source.shape.numel()) != wanted:
+                raise ValueError(f"{key or 'codes'} has {source.shape.numel()} of {source.dtype}")
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CorruptionError(
+            f"{name} is packed by bitsandbytes, and its parts do not fit each other: {error!r}"
+        ) from error
+    return Saved4Bit(name, kind, shape, dtype, size, codes, parts)
+
+
+def _told(state: Source) -> dict[str, Any]:
+    if state.dtype != torch.uint8 or state.shape.numel() > MOST_STATE_NBYTES:
+        raise ValueError("quant_state is no text")
+    told = json.loads(bytes(state.read().tolist()))
+    if not isinstance(told, dict):
+        raise ValueError("quant_state is no table")
+    return told
+
+
+def compute_dtype_of(folder: str | os.PathLike) -> torch.dtype | None:
+    """Returns the dtype in which the layers of a folder that transformers packed by bitsandbytes
+    compute, by its config.json; None if it does not say."""
+    try:
+        told = parse_json(read_text(Path(folder) / "config.json"))["quantization_config"]
+        name = told["bnb_4bit_compute_dtype"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return getattr(torch, name) if name in DTYPES else None
 
 
 def without_packing(stored: Mapping[str, Source]) -> dict[str, Source]:
     """Returns the tensors of a folder with dense ones instead of those that bitsandbytes packed."""
+    packed = packed_by_bitsandbytes(stored)
+    if packed:
+        library_of("bitsandbytes")
     found = dict(stored)
-    for name, (_, parts) in packed_by_bitsandbytes(stored).items():
-        for part in parts:
+    for name, saved in packed.items():
+        for part in saved.parts:
             del found[f"{name}.{part}"]
-        state = next(part for key, part in parts.items() if f".{key}".startswith(STATE))
-        told = json.loads(bytes(state.read().tolist()))
-        shape, dtype = torch.Size(told["shape"]), getattr(torch, told["dtype"])
-
-        def read(codes: Source = stored[name], parts: dict = parts) -> torch.Tensor:
-            return _dense_of_4bit(layer_of_parts(codes.read(), parts).weight)
-
-        found[name] = Source(shape, dtype, read)
+        found[name] = Source(saved.shape, saved.dtype, saved.read)
     return found
 
 
@@ -79,12 +178,8 @@ def dense_source(module: nn.Module, name: str) -> Source:
 
         def read() -> torch.Tensor:
             own = {key: Source.of(value) for key, value in module.state_dict().items()}
-            parts = {
-                key.removeprefix(f"{name}."): each
-                for key, each in own.items()
-                if key.startswith(f"{name}.")
-            }
-            return _dense_of_4bit(layer_of_parts(own[name].read(), parts).weight)
+            saved = packed_by_bitsandbytes(own)[name]
+            return saved.read()
 
         return Source(torch.Size(state.shape), state.dtype, read)
     raise UsageError(
@@ -100,5 +195,5 @@ def has_packed(module: nn.Module, name: str) -> bool:
 
 
 def _dense_of_4bit(weight: Any) -> torch.Tensor:
-    functional = importlib.import_module("bitsandbytes.functional")
+    functional = library_of("bitsandbytes.functional")
     return functional.dequantize_4bit(weight.data, weight.quant_state)

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from .training.model import (
     ADAPTER_CONFIG,
     build_model,
+    check_packed,
     check_vocabulary,
     find_model,
     is_streamed,
@@ -189,6 +190,7 @@ class Speaker:
         base = _base_of(folder)
         settings = _settings(args)
         model_config = read_model_config(base, trust=trust)
+        check_packed(base, model_config, args.quantize, trains_all=False)
         self.tokenizer = read_tokenizer(folder, trust=trust) or read_tokenizer(base, trust=trust)
         if self.tokenizer is None:
             raise ConfigError(

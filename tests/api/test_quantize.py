@@ -23,7 +23,6 @@ from packed_llamas import (
     SMALL_NAMES,
     adapted,
     bitsandbytes,
-    defect,
     differing,
     gradients,
     in_form,
@@ -172,7 +171,6 @@ def test_the_rest_of_a_layer_is_kept(kind):
     assert model.get_submodule(MIDDLE_NAMES[0]).bias is not None
 
 
-@defect("an output layer that PEFT has wrapped is packed")
 @pytest.mark.parametrize(
     "way",
     [
@@ -202,7 +200,6 @@ class Shared(nn.Module):
         return self.trained(self.own(self.second(self.first(x))))
 
 
-@defect("a layer that two modules have is packed twice")
 def test_a_layer_in_two_places_stays_one():
     torch.manual_seed(0)
     model = infinity.quantize(Shared(), "nf4")
@@ -210,7 +207,6 @@ def test_a_layer_in_two_places_stays_one():
     assert type(model.own) is not nn.Linear
 
 
-@defect("hooks of a layer are dropped with it")
 def test_hooks_of_a_layer_are_called_when_it_is_packed():
     called = []
     model = llama()
@@ -555,7 +551,7 @@ SAID = {
     flatten: r"has shape \(262144,\), the model's \(2048, 128\)",
     make_codes: "quantised",
 }
-OF_CODES = pytest.param(make_codes, marks=defect("codes are packed as if they were weights"))
+OF_CODES = make_codes
 
 
 @pytest.mark.parametrize("change", [leave_out, turn, flatten, OF_CODES])
@@ -583,7 +579,6 @@ def test_weights_on_meta_without_a_folder_are_refused():
             wrap(given, "host", **more)
 
 
-@defect("told to freeze its base, which is frozen and packed")
 def test_what_is_packed_already_is_not_told_to_be_frozen():
     """Claim: a model whose layers are all packed is refused for what it is."""
     model = infinity.quantize(llama(), "nf4")

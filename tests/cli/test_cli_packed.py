@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 from chatty import save_base
-from packed_llamas import defect, differing, in_form, pack_folder
+from packed_llamas import differing, in_form, pack_folder
 
 import infinity
 import infinity.cli
@@ -383,7 +383,6 @@ def test_an_adapter_answers_over_a_quantized_base(report, generate):
     assert generate("over-packed") == found
 
 
-@defect("the message tells nothing to do, or to freeze what is packed")
 @pytest.mark.parametrize("model", ["packed", "adapter"])
 def test_a_packed_folder_is_not_packed_again(model, report, refused):
     """Claim: refused as `infinity train` refuses it."""

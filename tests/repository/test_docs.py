@@ -58,6 +58,10 @@ FILLED = {  # what a document leaves open -> what is meant
     "infinity train --model <folder> --data <chat.jsonl> --out <tuned>": (
         "infinity train --model base --data chat.jsonl --out tuned"
     ),
+    "infinity train --model <folder> --data <chat.jsonl> --lora": (
+        "infinity train --model base --data chat.jsonl --lora"
+    ),
+    "--steps 2 --checkpoint <checkpoint>": "--steps 2 --checkpoint saved",
     "infinity export <checkpoint> <tuned>": (
         f"infinity train --model base --data chat.jsonl --checkpoint saved {TRAIN}"
         " && infinity export saved tuned"

@@ -45,11 +45,6 @@ SMALL = {
 }
 
 
-def defect(what: str) -> pytest.MarkDecorator:
-    """Marks a promise that is not kept yet; once it is, the test fails until the mark is gone."""
-    return pytest.mark.xfail(strict=True, reason=what)
-
-
 def llama(
     dtype: torch.dtype = torch.float32, *, meta: bool = False, frozen: bool = True, **changes: Any
 ) -> nn.Module:
