@@ -549,7 +549,7 @@ SAID = {
     leave_out: "weight is to be packed and has no value.*which lacks it",
     turn: r"has shape \(128, 2048\), the model's \(2048, 128\)",
     flatten: r"has shape \(262144,\), the model's \(2048, 128\)",
-    make_codes: "quantised",
+    make_codes: "packed already",
 }
 OF_CODES = make_codes
 
