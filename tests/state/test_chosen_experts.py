@@ -1,0 +1,116 @@
+"""ChosenExperts: the rows that a forward reads, those that are there, and what is missing.
+
+Twins: modules that only look alike bring all rows; an expert that was not chosen is missing.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.state.chosen_experts import ChosenExperts
+from infinity.state.experts import has_experts, is_frozen_table
+from infinity.state.flat_layout import FlatLayout
+
+modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+
+
+def experts(implementation: str = "eager") -> nn.Module:
+    config = modeling.Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=128, num_experts=4)
+    config._experts_implementation = implementation
+    return modeling.Qwen3MoeExperts(config)
+
+
+def chosen_of(module: nn.Module) -> ChosenExperts:
+    params = list(module.parameters(recurse=False))
+    return ChosenExperts(module, [FlatLayout.of(params)])
+
+
+class Look(nn.Module):
+    """An own module with the interface of transformers' experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 4
+        self.weight = nn.Parameter(torch.ones(4, 256, 64))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states * self.weight.sum()
+
+
+def test_known_classes_alone_are_brought_by_rows():
+    small = modeling.Qwen3MoeConfig(hidden_size=16, moe_intermediate_size=16, num_experts=4)
+    assert has_experts(experts())
+    assert not has_experts(Look()) and not has_experts(nn.Linear(4, 4))
+    assert not has_experts(modeling.Qwen3MoeExperts(small)), "reading them together is faster"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_the_routers_choice_is_wanted(implementation):
+    module = experts(implementation)
+    chosen, index = chosen_of(module), torch.tensor([[0, 2], [2, 4], [2, -1]])
+    for args, kwargs in (((None, index, None), {}), ((None,), {"top_k_index": index})):
+        chosen.want_chosen(module, args, kwargs)
+        assert chosen.wanted == {0, 2}, "numbers outside are other ranks'"
+
+
+def test_what_is_not_known_is_brought_whole():
+    """Claim: another kernel, another class since the wrap, and no index bring all."""
+    module, index = experts(), torch.tensor([[1]])
+    chosen = chosen_of(module)
+    chosen.want_chosen(module, (None, None), None)
+    assert chosen.wanted is None
+    module.config._experts_implementation = "deepgemm"
+    chosen.want_chosen(module, (None, index), None)
+    assert chosen.wanted is None
+    module.config._experts_implementation = "eager"
+    nn.utils.parametrize.register_parametrization(module, "down_proj", nn.Identity())
+    chosen.want_chosen(module, (None, index), None)
+    assert chosen.wanted is None
+
+
+def test_missing_rows_are_taken_once():
+    chosen = chosen_of(experts())
+    chosen.want(frozenset([1]))
+    chosen.choose()
+    assert chosen.take_missing() == set()
+    chosen.want(frozenset([1, 3]))
+    assert chosen.take_missing() == {3} and chosen.there == {1, 3}
+    assert chosen.take_missing() == {0, 2}, "without a word, a use needs all"
+    assert chosen.there is None and chosen.take_missing() == set()
+
+
+def test_neighbours_are_one_span():
+    module = experts()
+    gate, down = (param[0].numel() for param in module.parameters())
+    spans = chosen_of(module).places(frozenset([0, 1, 3]))
+    assert spans == [
+        [
+            (0, 2 * gate),
+            (3 * gate, 4 * gate),
+            (4 * gate, 4 * gate + 2 * down),
+            (4 * gate + 3 * down, 4 * gate + 4 * down),
+        ]
+    ]
+    assert chosen_of(module).places(None) is None
+
+
+def test_large_frozen_embeddings_send_their_tokens_rows():
+    """Twins: trained, small, or renormalised ones are whole, and own classes."""
+
+    def table(rows: int = 8192, **options) -> nn.Embedding:
+        return nn.Embedding(rows, 64, **options).requires_grad_(False)
+
+    class Own(nn.Embedding):
+        def forward(self, mask):
+            return super().forward(mask.cumsum(-1))
+
+    assert is_frozen_table(table())
+    assert not is_frozen_table(nn.Embedding(8192, 64)) and not is_frozen_table(table(64))
+    assert not is_frozen_table(table(max_norm=1.0))
+    assert not is_frozen_table(Own(8192, 64).requires_grad_(False))
+    module = table()
+    chosen = chosen_of(module)
+    chosen.want_chosen(module, (torch.tensor([[7, 7, 8191]]),), None)
+    assert chosen.wanted == {7, 8191}
