@@ -202,7 +202,7 @@ class Lander:
 
 
 def _rows_of(handle: ParamHandle, grad: torch.Tensor) -> frozenset[int]:
-    """Returns the experts whose gradient is not zero."""
-    rows = grad.reshape(handle.flat_param.homes.rows.count, -1)
-    largest = torch.linalg.vector_norm(rows, torch.inf, dim=1)
-    return frozenset(torch.nonzero(largest).flatten().tolist())
+    """Returns the experts whose gradient has another bit than those of zeros."""
+    rows = grad.detach().reshape(handle.flat_param.homes.rows.count, -1)
+    some = rows.contiguous().view(torch.int64).any(dim=1)  # much faster than by its values
+    return frozenset(torch.nonzero(some).flatten().tolist())

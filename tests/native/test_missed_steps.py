@@ -1,0 +1,70 @@
+"""A run's missed steps: updates with a gradient of zeros, all in one pass over its elements.
+
+Twins: a missed step that is left out, or its gradient, changes the result.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from native_arrays import CHUNK_GRAIN, Disk, MemorySteps, Unit, different, every_form, hyper, seeded
+from native_arrays import random_arrays as random
+from test_update import ALL, NUMEL, PLAIN, Pipeline, smallest_slot_nbytes, step_from_disk
+
+from infinity import native
+
+BEGIN, END = CHUNK_GRAIN - 640, 2 * CHUNK_GRAIN + 64  # the run, over the ends of chunks
+
+
+@pytest.fixture(scope="module")
+def steps() -> MemorySteps:
+    return MemorySteps()
+
+
+def hypers(count: int) -> list[native.Hyperparameters]:
+    return [
+        hyper(lr=1e-2 / (1 + n), momentum=0.9, weight_decay=0.1, step=3 + n) for n in range(count)
+    ]
+
+
+def one_by_one(steps: MemorySteps, form, arrays, made: list, *, last: bool):
+    """The same by updates of their own, each but perhaps the last with zeros for a gradient."""
+    grad = arrays["grad"]
+    for number, each in enumerate(made):
+        is_last = last and number == len(made) - 1
+        given = arrays | {"grad": grad if is_last else torch.zeros_like(grad)}
+        arrays = steps(form, given, [(BEGIN, END, each)])
+    return arrays | {"grad": grad}
+
+
+@pytest.mark.parametrize("form", every_form()[::2], ids=str)
+def test_missed_steps_are_those_of_zeros(form, steps, tmp_path):
+    arrays, made = random(form, NUMEL, seeded(1)), hypers(4)
+    for last in (True, False):
+        missed = made[:-1] if last else made
+        run = BEGIN, END, made[-1], missed, last
+        expected = one_by_one(steps, form, arrays, made, last=last)
+        assert different(arrays, expected)
+        assert not different(expected, steps(form, arrays, [run]))
+        assert not different(
+            expected, step_from_disk(tmp_path, "threads", form, arrays, ALL, [run])
+        )
+
+
+def test_a_missed_step_that_is_left_out_shows(steps):
+    arrays, made = random(PLAIN, NUMEL, seeded(2)), hypers(3)
+    expected = one_by_one(steps, PLAIN, arrays, made, last=True)
+    assert different(expected, steps(PLAIN, arrays, [(BEGIN, END, made[-1], made[1:-1], True)]))
+    assert different(expected, steps(PLAIN, arrays, [(BEGIN, END, made[-1], made[:-1], False)]))
+
+
+def test_chunks_without_a_run_are_left_alone(tmp_path, steps):
+    """Claim: of arrays on disk, only the chunk that a run touches is loaded, stepped and saved."""
+    arrays, made = random(PLAIN, NUMEL, seeded(3)), hypers(2)
+    disk = Disk(tmp_path, "threads")
+    unit = Unit(PLAIN, arrays, disk=disk, in_file=ALL)
+    pipeline = Pipeline(disk, smallest_slot_nbytes(PLAIN, ALL))
+    run = 3 * CHUNK_GRAIN, NUMEL, made[1], [made[0]], False
+    pipeline.step(unit.update([run]))
+    assert not different(steps(PLAIN, arrays, [run]), unit.arrays())
+    assert pipeline.updater.elements == NUMEL - 3 * CHUNK_GRAIN
