@@ -346,9 +346,10 @@ STORED = StoredParameter, StoredDTensor
 
 @cache
 def _stored(plain: type) -> type:
-    """Makes the class at rest of Parameters of another library's class ``plain``."""
+    """Makes the class at rest of Parameters of another library's class ``plain``, which others know
+    by its name."""
     members = {PLAIN: plain, "__torch_function__": _Stored.__torch_function__}
-    return type(f"Stored{plain.__name__}", (StoredParameter, plain), members)
+    return type(plain.__name__, (StoredParameter, plain), members)
 
 
 def class_at_rest(param: torch.Tensor) -> type:
