@@ -47,7 +47,7 @@ BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 # They warn of what users of a command cannot change: kernels for other machines, renamed functions.
-NOISY = ("torchao", "torch.utils._pytree")
+NOISY = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
 
 def _module(name: str) -> ModuleType:

@@ -390,3 +390,11 @@ def test_a_packed_folder_is_not_packed_again(model, report, refused):
     words = ["generate", model, "--prompt", QUESTION, *GREEDY, "--quantize", "nf4"]
     message = refused(lambda: infinity.cli.main(words))
     assert "packed already: leave out --quantize nf4" in message
+
+
+def test_a_disk_is_found_if_none_is_named(report, place):
+    """Claim: `--params nvme` alone trains from a scratch folder, as from one that is named, and
+    leaves nothing there."""
+    named = report("--lora", quantize="nf4")
+    assert report("--lora", quantize="nf4", nvme_path=None)["losses"] == named["losses"]
+    assert not list(place.rglob(".infinity-*"))

@@ -456,11 +456,6 @@ BAD_INPUT = [
     (no_change, {"sequence_length": 1}, "2 or more (a token and the one to predict)"),
     (
         no_change,
-        {"nvme_path": None},
-        "The home of params and optimizer is nvme but no folder is given",
-    ),
-    (
-        no_change,
         {"nvme_path": "nowhere"},
         "No such folder for swap files: 'nowhere'. Create it first",
     ),

@@ -105,7 +105,8 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
         "--nvme-path",
         action="append",
         **FOLDER,
-        help='swap files go here; repeat it to stripe over several disks; "auto" finds a folder',
+        help="swap files go here (default: a scratch folder); repeat it to stripe over several"
+        " disks",
     )
     add(
         "--host-memory",

@@ -145,10 +145,7 @@ def _check_nvme_paths(settings: dict[str, Any]) -> None:
         return
     paths = [paths] if isinstance(paths, str) else paths
     if homes and not paths:
-        raise ConfigError(
-            f"The home of {' and '.join(homes)} is nvme but no folder is given. Add --nvme-path"
-            " FOLDER, or --nvme-path auto, which finds one."
-        )
+        settings["nvme_paths"] = AUTO  # a scratch folder, which the log names
     for path in paths:
         if Path(path).exists() and not Path(path).is_dir():
             raise ConfigError(f"--nvme-path {path} is a file: give a folder for swap files.")
