@@ -33,7 +33,7 @@ def answers(tmp_path_factory):
 def test_updates_begin_before_the_last_gradient_has_landed(home, answers):
     """Failing twin: a step that is called once all have landed. Updates are this machine's own: a
     busy one makes fewer of them early, and no machine makes one early in the twin."""
-    assert answers[f"{home}:none"]["early updates"] > 0.2
+    assert answers[f"{home}:none"]["early updates"] > 0
     assert answers[f"host:{LATE_UPDATES}"]["early updates"] == 0
 
 
