@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native_arrays import CHUNK_GRAIN, Disk, MemorySteps, Unit, different, every_form, hyper, seeded
+from native_arrays import (
+    CHUNK_GRAIN,
+    Disk,
+    MemorySteps,
+    Unit,
+    different,
+    every_form,
+    hyper,
+    same_bits,
+    seeded,
+)
 from native_arrays import random_arrays as random
 from test_update import ALL, NUMEL, PLAIN, Pipeline, smallest_slot_nbytes, step_from_disk
 
 from infinity import native
+from infinity.errors import CorruptionError
 
 BEGIN, END = CHUNK_GRAIN - 640, 2 * CHUNK_GRAIN + 64  # the run, over the ends of chunks
 
@@ -68,3 +79,38 @@ def test_chunks_without_a_run_are_left_alone(tmp_path, steps):
     pipeline.step(unit.update([run]))
     assert not different(steps(PLAIN, arrays, [run]), unit.arrays())
     assert pipeline.updater.elements == NUMEL - 3 * CHUNK_GRAIN
+
+
+def test_a_gradient_is_read_where_a_run_has_one_alone(tmp_path, steps):
+    """Claim: of a gradient on disk, only tiles of runs with a gradient are read: what nobody wrote
+    there, or damage, does no harm. Twin: a run with a gradient finds the damage."""
+    arrays, made = random(PLAIN, NUMEL, seeded(4)), hypers(2)
+    damaged = 2 * CHUNK_GRAIN, 3 * CHUNK_GRAIN
+    runs = [
+        (0, 640, made[1], [made[0]], True),
+        (damaged[0] + 64, damaged[1] - 64, made[1], made, False),
+    ]
+    expected = steps(PLAIN, arrays, runs)
+    disk = Disk(tmp_path, "threads")
+    unit = Unit(PLAIN, arrays, disk=disk, in_file=ALL)
+    with open(disk.path, "r+b") as file:
+        size = PLAIN.dtypes["grad"].itemsize
+        file.seek(unit.extents["grad"].offset + damaged[0] * size)
+        file.write(b"\xaa" * (damaged[1] - damaged[0]) * size)
+    pipeline = Pipeline(disk, smallest_slot_nbytes(PLAIN, ALL))
+    pipeline.step(unit.update(runs))
+    found = unit.arrays(raw=True)
+    assert not different(expected | {"grad": found["grad"]}, found)
+    with pytest.raises(CorruptionError):
+        pipeline.step(unit.update([(*damaged, made[1], [], True)]))
+
+
+def test_elements_between_runs_stay_as_they_are(steps):
+    """Claim: of a tile, only the elements of the runs change, in every format."""
+    for form in every_form()[::4]:
+        arrays, made = random(form, NUMEL, seeded(5)), hypers(3)
+        runs = [(64, 128, made[2], made[:2], False), (640, 1280, made[2], made[:2], True)]
+        found = steps(form, arrays, runs)
+        for name, value in found.items():
+            for begin, end in ((0, 64), (128, 640), (1280, NUMEL)):
+                assert same_bits(value[begin:end], arrays[name][begin:end]), (form, name)

@@ -45,6 +45,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 STEPS = 8
 
 
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch):
+    monkeypatch.setenv("INFINITY_EXPERTS_APART", "1")
+
+
 def make(family: str = "qwen3_moe", implementation: str = "eager", dtype=torch.float32):
     torch.manual_seed(0)
     config = FAMILIES[family]()

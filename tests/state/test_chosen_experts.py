@@ -114,3 +114,45 @@ def test_large_frozen_embeddings_send_their_tokens_rows():
     chosen = chosen_of(module)
     chosen.want_chosen(module, (torch.tensor([[7, 7, 8191]]),), None)
     assert chosen.wanted == {7, 8191}
+
+
+def test_other_forms_of_known_classes_are_whole():
+    """Claim: weights that are computed, cut across, of another class or of another count are no
+    rows; nor those of a class that only derives from a known one."""
+    parametrized = experts()
+    nn.utils.parametrize.register_parametrization(parametrized, "down_proj", nn.Identity())
+    across = experts()
+    across.down_proj = nn.Parameter(across.down_proj.data.transpose(1, 2))
+    more = experts()
+    more.scale = nn.Parameter(torch.ones(3, 5))
+    flat = experts()
+    flat.scale = nn.Parameter(torch.ones(4))
+    fewer = experts()
+    fewer.num_experts = 2
+
+    class Derived(modeling.Qwen3MoeExperts):
+        """An own class."""
+
+    class Carried(nn.Parameter):
+        """An own class of parameters."""
+
+    carried = experts()
+    carried.down_proj = Carried(carried.down_proj.data)
+    for module in (parametrized, across, more, flat, fewer, Derived(experts().config), carried):
+        assert not has_experts(module)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "olmoe", "glm4_moe"])
+def test_families_are_known(family):
+    """Claim: the fused experts of transformers' mixtures are found. Twin: no other module is."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+        "num_key_value_heads": 2, "num_experts_per_tok": 2, "intermediate_size": 128,
+        "moe_intermediate_size": 128, "num_local_experts": 4, "n_routed_experts": 4,
+        "num_experts": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "head_dim": 16,
+    }  # fmt: skip
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    found = [name.split(".")[-1] for name, module in model.named_modules() if has_experts(module)]
+    assert found == ["experts", "experts"]
