@@ -400,7 +400,7 @@ MISTAKES = {  # the words -> a part of the message
     "--data chat.jsonl --device cuda": "finds no GPU here",
     "--data chat.jsonl --checkpoint ds --resume": "it is DeepSpeed's",
     "--data chat.jsonl --checkpoint trainer": "it is the Trainer's",
-    "--data chat.jsonl --params nvme": "--nvme-path auto",
+    "--data chat.jsonl --params nvme --nvme-path chat.jsonl": "is a file: give a folder",
 }
 
 

@@ -543,11 +543,8 @@ def test_garbage_for_a_model_is_one_message(run, what):
         ("--host-memory", "lots"),
         ("--device-memory", "25%"),
         ("--device-memory", "-1"),
-        ("--params", "nvme"),
-        ("--params", "disk"),
         ("--nvme-path", "none"),
         ("--nvme-path", "model.json"),
-        ("--activations", "nvme"),
         ("--nonsense",),
         ("--dtype", "fp8"),
     ],
@@ -558,6 +555,13 @@ def test_bad_options_are_one_message(run, words):
     status, out, err = run(*words)
     assert (status, out) == (2, ""), (status, out, err)
     assert err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("option", ["--params", "--optimizer", "--activations"])
+def test_a_disk_is_found_if_none_is_named(run, planned, option):
+    """Claim: the home nvme alone is planned. Twin: a home that is none is refused."""
+    assert planned(option, "nvme")
+    check_refused(run(option, "tape"), option)
 
 
 @pytest.mark.parametrize("model", ["none.json", "nvme", "none/config.json"])
