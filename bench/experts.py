@@ -61,10 +61,10 @@ def run(way: str, use: str, home: str, tokens: int, experts: int, swap: str) -> 
     """Takes steps. Returns the seconds of one, the share of experts that it hits, and the bytes
     that it moves to the device, over those of the experts hit."""
     import infinity
-    from infinity.state.arrival import SWITCH
+    from infinity.state.arrival import Arrival
 
-    if way == "apart":
-        os.environ[SWITCH] = "1"
+    if way == "whole":
+        Arrival.bring_chosen = lambda self, module: None
     torch.manual_seed(0)
     model = Layers(experts).to(torch.bfloat16)
     if use == "frozen":

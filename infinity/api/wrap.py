@@ -35,6 +35,7 @@ from ..machine.traffic import Traffic
 from ..optim.companion import staying
 from ..optim.recognised import Optimizers, as_given, like_given
 from ..runtime.build import build_engine
+from ..runtime.chosen_forward import install_chosen_forwards
 from ..runtime.engine import Engine
 from ..runtime.hooks import install_hooks
 from ..runtime.packed_forward import install_packed_forwards
@@ -337,6 +338,9 @@ def _commit(
         *install_hooks(engine, parts_of(model), owners),
         *install_state_dict(engine, model),
         *install_packed_forwards(parts_of(model)),
+        *install_chosen_forwards(
+            job, ((g.chosen, unit) for g, unit in zip(groups, job.units) if g.chosen is not None)
+        ),
         *_replace_forwards(engine, model, groups),
     ]
     stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]

@@ -76,11 +76,11 @@ class GradHomes:
         for handle in flat_param.handles if flat_param.homes.rows is not None else ():
             record = handle.grad
             if record is not None and not record.are_others_zero:
-                flat = self._bytes(flat_param, write=True, wait=wait)
+                flat = self._bytes(flat_param, write=True, wait=True)
                 for begin, end in self._spans_of(handle, without=record.rows or ()):
                     flat[begin:end].zero_()
                 record.are_others_zero = True
-            if record is not None and write:
+            if record is not None and (write or record.viewed):
                 record.rows = None
         return flat
 

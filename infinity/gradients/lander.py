@@ -37,12 +37,9 @@ class Lander:
 
     def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
         """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
-        if handle.flat_param.homes.rows is not None and not adds:
-            self._land_rows(handle, grad)
-            return
-        rows = _rows_of(handle, grad) if handle.flat_param.homes.rows is not None else None
-        before = handle.grad.rows
-        if self._device.overlaps and handle.flat_param.arrays["grad"].tier is not Tier.DEVICE:
+        if handle.flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
+            self._land_rows(handle, grad, adds=adds)
+        elif self._device.overlaps and handle.flat_param.arrays["grad"].tier is not Tier.DEVICE:
             self.beside(handle, *self._flat(handle, grad), adds=adds)
         else:
             self._here(
@@ -52,28 +49,27 @@ class Lander:
                 self._norms.of,
                 adds=adds,
             )
-        if rows is not None:
-            handle.grad.rows = None if before is None else before | rows
 
-    def _land_rows(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """Lands the first gradient of experts: the rows that are not zero. The others' bytes at
-        home stay undefined until somebody wants them."""
+    def _land_rows(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
+        """Lands a gradient of experts: the rows that are not zero. The others' bytes at home stay
+        undefined until somebody wants them. The norm of a sum is taken if it is asked for."""
         record, flat_param = handle.grad, handle.flat_param
-        rows, order = _rows_of(handle, grad), None if record.viewed else self._norms.order
-        values = grad.to(flat_param.spec.grad_dtype)
+        rows, before = _rows_of(handle, grad), record.rows if adds else frozenset()
+        order = None if adds or record.viewed else self._norms.order
         beside = self._device.overlaps and flat_param.arrays["grad"].tier is not Tier.DEVICE
+        values = grad.to(flat_param.spec.grad_dtype) if beside or not adds else grad
         flat_param.homes.wait_running()
         there = self._homes.rows_view(handle, wait=not beside)
-        each = values.reshape(len(there), -1)
+        each, factors = values.reshape(len(there), -1), list(record.factors)
         norm = torch.empty((), dtype=torch.float32, device=self._device.where)
 
         def send() -> None:
-            for row in sorted(rows):
-                there[row].copy_(each[row], non_blocking=True)
+            for row in sorted(rows | before):
+                self._send_row(there[row], each[row], factors if row in before else None, adds=adds)
             if order is not None:
                 norm.copy_(self._norms.of(values, order))
 
-        nbytes = each[:1].nbytes * len(rows)
+        nbytes = there[:1].nbytes * len(rows | before)
         if beside:
             record.landing = self._homes.queue.send(
                 flat_param, send, nbytes, handle.name, values, norm
@@ -83,8 +79,31 @@ class Lander:
                 send()
             if self._device.is_host:
                 self._device.note_freed(grad.nbytes)  # by the caller
+        record.factors.clear()
         record.norm = None if order is None else (order, norm)
-        record.rows, record.are_others_zero = rows, False
+        record.rows, record.are_others_zero = rows | before, adds and record.are_others_zero
+
+    def _send_row(
+        self,
+        home: torch.Tensor,
+        value: torch.Tensor,
+        factors: list[float] | None,
+        *,
+        adds: bool,
+    ) -> None:
+        """Sets the expert's gradient at ``home`` to ``value``, or adds it as to a whole gradient.
+        ``factors``: of what is there; None: nothing is."""
+        if not adds:
+            home.copy_(value, non_blocking=True)
+            return
+        if factors is None:
+            total = torch.zeros_like(home, device=self._device.where)
+        else:
+            total = home if self._device.is_host else home.to(self._device.where, non_blocking=True)
+            multiply(total, factors)
+        total.add_(value)
+        if total is not home:
+            home.copy_(total, non_blocking=True)
 
     def land_shard(self, handle: ParamHandle, own: torch.Tensor, *, adds: bool) -> None:
         """Sets this rank's shard of the gradient to ``own``, or adds it (``adds``). ``own`` is

@@ -36,9 +36,14 @@ class GradValues:
         handle.grad = GradRecord()
         self.handles.append(handle)
 
-    def apply_factors(self, handle: ParamHandle) -> None:
-        """Multiplies the gradient by its pending factors."""
-        self.changes.apply_factors(handle, self._arrived_shard(handle))
+    def prepare_factor(self, handle: ParamHandle, factor: float) -> None:
+        """Prepares the gradient for one more pending ``factor``: applies the others if there is no
+        room for it. Of experts, rows of zeros become rows as others if the product of zero and the
+        factor is another value."""
+        if len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
+            self._arrived_shard(handle)  # applies them
+        if not 0 < factor < math.inf and handle.grad.rows is not None:
+            self.homes.view(handle, write=True)
 
     def value(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
         """Returns the gradient as a tensor over its home, with every factor applied.
@@ -310,6 +315,5 @@ class GradValues:
             return
         self.note_edit(handle, factor)
         record.norm = None
-        if len(record.factors) == native.MAX_GRAD_FACTORS:
-            self.changes.apply_factors(handle, self.homes.shard(handle, write=True))
+        self.prepare_factor(handle, factor)
         record.factors.append(factor)

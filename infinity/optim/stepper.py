@@ -30,6 +30,7 @@ class FlatParamStep:
     """The step of one flat param."""
 
     flat_param: FlatParam
+    version: int  # of the weights after it
     landed: list[tuple[ParamHandle, int]]  # whose gradients are applied, and the new step counts
     shadow: Shadow | None = None  # already is this update
     newer: StateArray | None = None  # receives the new weights; None: in place
@@ -95,14 +96,14 @@ class Stepper:
             handles = [handle_of(param) for param in flat_param.params]
             flat_param.homes.wait_running()
             for handle in handles if clip != 1.0 else ():
-                if has_landed(handle) and len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
-                    context.gradients.values.apply_factors(handle)  # no room for another factor
+                if has_landed(handle):
+                    context.gradients.values.prepare_factor(handle, clip)
             after = context.gradients.homes.close_flat_param(flat_param)
             step = FlatParamStep(
-                flat_param, [(h, h.step + 1) for h in handles if self._is_stepped(h)]
+                flat_param, version, [(h, h.step + 1) for h in handles if self._is_stepped(h)]
             )
             if flat_param.homes.rows is not None and not beside:
-                self._plan_rows(step, after, clip, label=unit.index, version=version)
+                self._plan_rows(step, after, clip, label=unit.index)
                 steps.append(step)
                 continue
             spans = list(self._spans(flat_param, handles, clip))
@@ -156,7 +157,8 @@ class Stepper:
         if step.zeros:
             for index, (zeros, number, rows) in step.zeros.items():
                 homes.rows.note_step(index, rows, zeros, number)
-            homes.leave_behind(update, self._context.updates.updater, self._rule)
+            updater = self._context.updates.updater
+            homes.leave_behind(update, updater, self._rule, step.version)
         elif step.newer is None:
             step.flat_param.homes.submit(update)
         else:
@@ -206,7 +208,6 @@ class Stepper:
         clip: float,
         *,
         label: int,
-        version: int,
     ) -> None:
         """Plans the step of experts: an update of those that have a gradient, with what they have
         missed, and a record of what the others miss."""
@@ -223,7 +224,7 @@ class Stepper:
             step.zeros[handle.index] = zeros, number, chosen
         if runs:
             step.update = self._processor_update(
-                step.flat_param, runs, after, label=label, version=version
+                step.flat_param, runs, after, label=label, version=step.version
             )
 
     def _plan_update(

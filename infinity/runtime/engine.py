@@ -192,7 +192,10 @@ class Engine:
             raise self.refusal(handle, operation)
         # Of packed weights no view leaves, so the hold of the unit's owner is enough.
         if not (is_packed(handle.param) and self.passes.holds(handle.unit)):
+            if (experts := handle.unit.arrival.experts) is not None:
+                experts.want_all()
             self.passes.hold_for_frame(handle.unit)
+            handle.unit.complete(self.job.store)
 
     def touching(
         self, handles: Sequence[ParamHandle], operation: str, *, writes: bool

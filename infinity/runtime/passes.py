@@ -23,7 +23,7 @@ from ..forwards.context import too_late
 from ..forwards.lazy_logits import Logits
 from ..machine.sizes import format_nbytes
 from ..state.apart import makes_hooks
-from ..state.chosen_experts import ChosenExperts, want_chosen
+from ..state.chosen_experts import ChosenExperts
 from ..state.dtensors import local_of
 from ..state.handle import handle_of, set_raw_grad
 from ..state.operations import Operation, State
@@ -105,7 +105,8 @@ class Passes:
         keeping = self.job.activations if torch.is_grad_enabled() and begins else None
         foreign = self._foreign_storages(module) if keeping is not None else set()
         held: list[ParamUnit] = []
-        want_chosen(_experts_of(units), module, args, kwargs)
+        for experts in _experts_of(units):  # they come now, if no hook of a user changes the choice
+            experts.want_chosen(module, args, kwargs)
         try:
             with self.job.store.guarding():
                 for unit in units:
@@ -145,6 +146,8 @@ class Passes:
             if not self._has_told and torch.is_autocast_enabled(job.device.where.type):
                 self._has_told = True
                 _tell_of_autocast(job)
+        for experts in _experts_of(job.units):
+            experts.begin_pass()
         job.schedule.begin(self._pass.kind if training else "infer")
         job.prefetcher.begin_pass(training=training)
 

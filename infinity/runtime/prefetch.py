@@ -95,7 +95,8 @@ class Prefetcher:
             self._take_off(unit)
             raise
         if self._pass.holds[unit] == 1:
-            unit.exposure.begin()
+            # In a pass those of experts stay at rest: see state/chosen_experts.py.
+            unit.exposure.begin(shows=not in_pass or unit.arrival.experts is None)
 
     @apart
     def unhold(self, unit: ParamUnit, *, in_pass: bool = True) -> None:

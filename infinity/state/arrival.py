@@ -3,7 +3,6 @@ there."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -21,8 +20,6 @@ from .flat_param import FlatParam
 from .home_arrays import Update
 from .staged_reads import StagedReads
 from .unit_buffers import NodeShards, UnitBuffers
-
-SWITCH = "INFINITY_EXPERTS_APART"  # an environment variable: 1 brings rows
 
 
 class Arrival:
@@ -78,9 +75,8 @@ class Arrival:
                 flat_param.homes.lend(self.event)
 
     def bring_chosen(self, module: nn.Module) -> None:
-        """Brings only the rows of ``module`` that a forward reads, if one rank has all of them and
-        SWITCH is set: tests/runtime/test_experts_apart_uses.py has uses with wrong bits."""
-        if not self._collectives.ranks.alone or os.environ.get(SWITCH) != "1":
+        """Brings only the rows of ``module`` that a forward reads, if one rank has all of them."""
+        if not self._collectives.ranks.alone:
             return
         self.experts = ChosenExperts(module, [flat.layout for flat in self._flat_params])
         for flat_param in self._flat_params:

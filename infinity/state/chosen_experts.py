@@ -5,8 +5,9 @@ row     along the first dimension of every parameter of the module: an expert, o
 rows    their numbers; None: all of them
 
 The device has room for all rows. Rows that were not brought have no defined values there, and the
-module's forward and backward read none of them: that is known of the classes that :mod:`.experts`
-finds alone. Any other use of the parameters brings all rows.
+forward and backward of the module's class read none of them: that is known of the classes that
+:mod:`.experts` finds alone. Only while that forward runs are the parameters ordinary ones. For
+everybody else they stay at rest, and any use of them brings all rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .experts import INDEX
+from .experts import INDICES, runs_known_code
 from .flat_layout import FlatLayout
 
 # What transformers may compute experts with: its kernels read no expert without tokens.
@@ -38,25 +39,37 @@ class ChosenExperts:
         self._layouts = layouts
         self._wanted: list[Rows] = []  # by the next use, if that is known
         self._last: Rows = None  # of the last forward
+        self._are_seen = False  # by others, in this pass: views of rows may be used later in it
         self.there: Rows = None  # on the device, or on their way there
 
     def want(self, rows: Rows) -> None:
         """Sets the rows that the next use needs; without a call it needs all."""
-        self._wanted = [rows]
+        self._wanted = [None if self._are_seen else rows]
+
+    def want_all(self) -> None:
+        """Sets all rows, for a use by others than the forward of the module's class. They may keep
+        views, so all rows come until the next pass begins."""
+        self._are_seen = True
+        self.want(None)
+
+    def begin_pass(self) -> None:
+        """Begins a pass: views of rows that others took before are not used any more."""
+        self._are_seen = False
 
     def want_chosen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None) -> None:
-        """Sets the rows for a forward of ``module``: those that the router chose, if its class
-        still is the one that is known."""
+        """Sets the rows for a forward of ``module``: those that the router chose, if its code still
+        is the one that is known."""
         self._last = self._chosen(module, args, kwargs or {})
         self.want(self._last)
 
     def _chosen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Rows:
-        if type(module) is not self._kind:
+        if self._are_seen or type(module) is not self._kind or not runs_known_code(module):
             return None
         if self._is_table:
             index = next(iter((*args, *kwargs.values())), None)
         else:
-            index = kwargs.get(INDEX, (*args, None, None)[1])
+            named = (kwargs[name] for name in INDICES if name in kwargs)
+            index = next(named, (*args, None, None)[1])
             config = getattr(module, "config", None)
             if getattr(config, "_experts_implementation", None) not in IMPLEMENTATIONS:
                 return None
@@ -117,14 +130,6 @@ class ChosenExperts:
             ]
             for layout in self._layouts
         ]
-
-
-def want_chosen(
-    experts: Sequence[ChosenExperts], module: nn.Module, args: tuple, kwargs: dict | None
-) -> None:
-    """Sets the rows that a forward of ``module`` needs of its units."""
-    for each in experts:
-        each.want_chosen(module, args, kwargs)
 
 
 def _in_backward() -> bool:

@@ -6,14 +6,18 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from .dtensors import is_distributed
 
 MARK = "_infinity_divided"
 LEAST_NBYTES = 64 * 1024  # of an expert: smaller ones are read faster together
-INDEX = "top_k_index"  # the argument that has the router's choice
+INDICES = ("top_k_index", "router_indices")  # the argument that has the router's choice
 LEAST_TABLE_NBYTES = 1024 * 1024  # of an embedding
+KNOWN = ("torch.", "transformers.")  # whose modules read no parameters of others
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS_OF_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks")
 SCALED = "ScaledWordEmbedding"  # embeddings of transformers that multiply what they look up
 
 
@@ -40,8 +44,9 @@ def has_experts(module: nn.Module) -> bool:
     return (
         isinstance(count, int)
         and MARK not in module.__dict__
+        and "forward" not in module.__dict__
         and kind.__module__.startswith("transformers.")
-        and INDEX in inspect.signature(kind.forward).parameters
+        and any(name in inspect.signature(kind.forward).parameters for name in INDICES)
         and bool(own)
         and all(
             type(param) is nn.Parameter
@@ -51,6 +56,21 @@ def has_experts(module: nn.Module) -> bool:
             for param in own
         )
         and sum(param.nbytes for param in own) >= count * LEAST_NBYTES
+    )
+
+
+def runs_known_code(module: nn.Module) -> bool:
+    """Tells whether the forward of the class of ``module`` calls no code of users, who could read
+    its parameters meanwhile."""
+    children = [child for child in module.modules() if child is not module]
+    every_module = torch.nn.modules.module
+    return (
+        not any(getattr(child, name) for child in children for name in HOOKS)
+        and not any("forward" in child.__dict__ for child in children)
+        and all(type(child).__module__.startswith(KNOWN) for child in children)
+        and not (children and any(getattr(every_module, name) for name in HOOKS_OF_ALL))
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._len_torch_dispatch_stack()
     )
 
 

@@ -42,9 +42,11 @@ class Exposure:
         self._is_stale = is_stale
         self._edits = ForwardEdits(flat_params)
 
-    def begin(self) -> None:
-        """Makes the parameters ordinary ones, for a forward or backward that uses them."""
-        self._switch(RESIDENT)
+    def begin(self, *, shows: bool = True) -> None:
+        """Watches the parameters for changes, while a forward or backward uses them. ``shows``:
+        makes them ordinary ones."""
+        if shows:
+            self.show()
         # Values exported before this hold were compared with home already.
         self._edits.begin(
             [
@@ -54,6 +56,10 @@ class Exposure:
                 for param in buffer.flat_param.params
             ]
         )
+
+    def show(self) -> None:
+        """Makes the parameters ordinary ones."""
+        self._switch(RESIDENT)
 
     def end(self) -> None:
         """Hooks every use of a parameter: the engine handles it, even while its bytes are on the

@@ -28,7 +28,7 @@ from ..machine.device import PAST, Event
 from ..machine.tiers import Tier
 from ..storage.arrays import StateArray
 from ..storage.store import ArrayStore
-from .expert_rows import ExpertRows
+from .expert_rows import ExpertRows, Replay
 from .flat_layout import FlatLayout
 from .flat_param_spec import FlatParamSpec
 
@@ -222,19 +222,20 @@ class HomeArrays:
             self.update, self.shadow = update, None
 
     def leave_behind(
-        self, update: Update | None, updater: native.Updater, rule: native.Rule
+        self, update: Update | None, updater: native.Updater, rule: native.Rule, version: int
     ) -> None:
-        """Records the running ``update`` of some experts; ``updater`` brings the others up to date
-        when they are needed. Idempotent."""
-        version = self.weight.extent.version
+        """Records the running ``update`` of some experts, to ``version``; ``updater`` brings the
+        others up to date when they are needed. Idempotent."""
 
-        def replay(runs: list[native.Run]) -> native.Ticket:
-            self.last_read.wait()
-            made = self.update_of(rule, runs, [], label=0, version=version)
+        def make(runs: list[native.Run]) -> native.UnitUpdate:
+            self.last_read.wait()  # a copy to the device may read the weights
+            return self.update_of(rule, runs, [], label=0, version=version)
+
+        def submit(made: native.UnitUpdate) -> native.Ticket:
             updater.submit_all([made])
             return made.ticket
 
-        self.update, self.shadow = self.rows.run_behind(update, replay), None
+        self.update, self.shadow = self.rows.run_behind(update, Replay(make, submit)), None
 
     def advance(self, update: Update, weight: StateArray) -> None:
         """Records the running ``update``, which writes the new ``weight`` beside the old one

@@ -72,6 +72,6 @@ def whole_blocks(
     last = 0
     for begin, end in sorted(spans):
         first = max(last, round_down(begin * size, block))
-        last = min(array.nbytes, round_up(end * size, block))
+        last = max(last, min(array.nbytes, round_up(end * size, block)))
         if first < last:
             yield first, last

@@ -130,7 +130,7 @@ def test_the_commands_run(command, tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
-    if "<tuned>" in command:
+    if "<tuned>" in command or "<chat.jsonl>" in command:
         save_base(tmp_path / "base")
         save_base(tmp_path / "answers")
         save_rows(tmp_path / "chat.jsonl", [ROWS["messages"](*pair) for pair in PAIRS])

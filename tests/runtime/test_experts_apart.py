@@ -41,13 +41,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=0, q_lora_rank=16,
         kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
     ),  # fmt: skip
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, intermediate_size=128, num_local_experts=12, num_experts_per_tok=2, head_dim=16,
+        layer_types=["sliding_attention", "full_attention"],
+    ),  # fmt: skip
 }  # fmt: skip
 STEPS = 8
-
-
-@pytest.fixture(autouse=True)
-def asked_for(monkeypatch):
-    monkeypatch.setenv("INFINITY_EXPERTS_APART", "1")
 
 
 def make(family: str = "qwen3_moe", implementation: str = "eager", dtype=torch.float32):

@@ -52,12 +52,14 @@ def test_the_last_block_ends_with_the_array():
     assert list(whole_blocks(made, [(each + 1, each + 2)])) == [(BLOCK, BLOCK + 40)]
 
 
-def test_any_spans_get_their_blocks_and_no_other():
+@pytest.mark.parametrize("may_overlap", [False, True])
+def test_any_spans_get_their_blocks_and_no_other(may_overlap):
     """Method: the same by counting blocks, for spans at random that may touch one another."""
     made, generator = array(20 * BLOCK // 4 - 17), random.Random(1)
     for _ in range(200):
-        cuts = sorted(generator.sample(range(made.numel), 2 * generator.randrange(1, 6)))
-        spans = list(zip(cuts[::2], cuts[1::2]))
+        cuts = generator.sample(range(made.numel), 2 * generator.randrange(1, 6))
+        cuts = cuts if may_overlap else sorted(cuts)
+        spans = [(min(pair), max(pair)) for pair in zip(cuts[::2], cuts[1::2])]
         wanted = {n for b, e in spans for n in range(b * 4 // BLOCK, (e - 1) * 4 // BLOCK + 1)}
         generator.shuffle(spans)
         found = [n for b, e in whole_blocks(made, spans) for n in range(b // BLOCK, -(-e // BLOCK))]
