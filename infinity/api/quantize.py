@@ -41,15 +41,8 @@ def quantize(model: nn.Module, format: str) -> nn.Module:
     layers, tied and trained weights stay dense. Raises ConfigError if there is no layer to pack, or
     the library is not installed.
     """
-    made: dict[nn.Linear, nn.Module] = {}
-    for parent, name, linear in _packable(model, format):
-        if linear not in made:
-            pack = partial(PACKERS[format], linear.weight.dtype)
-            is_there = not linear.weight.is_meta
-            made[linear] = (
-                _like(linear, pack(linear.weight.data)) if is_there else _described(linear, pack)
-            )
-        setattr(parent, name, made[linear])
+    for parent, name, layer in _packed(model, format, now=True):
+        setattr(parent, name, layer)
     return model
 
 
@@ -68,11 +61,8 @@ class Quantized:
             for parent, name, layer in list(_saved(model, stored, compute)):
                 self._replace(parent, name, layer)
         if format is not None:
-            made: dict[nn.Linear, nn.Module] = {}
-            for parent, name, linear in _packable(model, format):
-                if linear not in made:
-                    made[linear] = _described(linear, partial(PACKERS[format], linear.weight.dtype))
-                self._replace(parent, name, made[linear])
+            for parent, name, layer in _packed(model, format, now=False):
+                self._replace(parent, name, layer)
         self._layers = list(described_layers(model).values())
 
     def _replace(self, parent: nn.Module, name: str, layer: nn.Module) -> None:
@@ -163,6 +153,23 @@ class DenseWeights:
             send_parts(layer, layer.__dict__[DESCRIBED].pack(source.read()), send)
 
 
+def _packed(
+    model: nn.Module, format: str, *, now: bool
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yields parent, name and packed layer for the linear layers of ``model``. ``now``: packs those
+    with values; else, and of those on meta, the layers are described."""
+    made: dict[nn.Linear, nn.Module] = {}
+    for parent, name, linear in _packable(model, format):
+        if linear not in made:
+            pack = partial(PACKERS[format], linear.weight.dtype)
+            made[linear] = (
+                _like(linear, pack(linear.weight.data))
+                if now and not linear.weight.is_meta
+                else _described(linear, pack)
+            )
+        yield parent, name, made[linear]
+
+
 def _described(linear: nn.Linear, pack: Callable) -> nn.Module:
     weight = linear.weight
     layer = _like(linear, pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta")))
@@ -222,7 +229,7 @@ def _packable(model: nn.Module, format: str) -> list[tuple[nn.Module, str, nn.Li
         for param in module._parameters.values():
             if param is not None:
                 uses[param] = uses.get(param, 0) + 1
-    found = [
+    frozen = [
         (parent, name, child)
         for parent in list(model.modules())
         for name, child in parent.named_children()
@@ -231,18 +238,30 @@ def _packable(model: nn.Module, format: str) -> list[tuple[nn.Module, str, nn.Li
         and not child.weight.requires_grad
         and is_managed(child.weight)
         and uses[child.weight] == 1
-        and child.weight.numel() >= LEAST_NUMEL
     ]
-    if not found and any(map(_is_packed, model.modules())):
-        raise ConfigError(
-            f"quantize={format!r}: {type(model).__name__} is packed already: leave quantize out"
-        )
+    found = [each for each in frozen if each[2].weight.numel() >= LEAST_NUMEL]
     if not found:
-        raise ConfigError(
-            f"quantize={format!r}: {type(model).__name__} has no frozen linear layer to pack."
-            " Freeze its base (requires_grad_(False)), or add adapters by peft.get_peft_model"
-        )
+        raise _nothing_to_pack(model, format, frozen)
     return found
+
+
+def _nothing_to_pack(
+    model: nn.Module, format: str, frozen: list[tuple[nn.Module, str, nn.Linear]]
+) -> ConfigError:
+    """Makes the error for a model of whose ``frozen`` linear layers none can be packed."""
+    name = f"quantize={format!r}: {type(model).__name__}"
+    if any(map(_is_packed, model.modules())):
+        return ConfigError(f"{name} is packed already: leave quantize out")
+    if frozen:
+        largest = max(linear.weight.numel() for _, _, linear in frozen)
+        return ConfigError(
+            f"{name} has {len(frozen)} frozen linear layers, the largest of {largest:,} elements."
+            f" Those of less than {LEAST_NUMEL:,} stay dense: leave quantize out"
+        )
+    return ConfigError(
+        f"{name} has no frozen linear layer to pack. Freeze its base (requires_grad_(False)), or"
+        " add adapters by peft.get_peft_model"
+    )
 
 
 def _is_packed(module: nn.Module) -> bool:

@@ -6,7 +6,6 @@ parts   the tensors of one packed weight, by the names that follow the weight's 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -137,7 +136,7 @@ def _checked(
 def _told(state: Source) -> dict[str, Any]:
     if state.dtype != torch.uint8 or state.shape.numel() > MOST_STATE_NBYTES:
         raise ValueError("quant_state is no text")
-    told = json.loads(bytes(state.read().tolist()))
+    told = parse_json(bytes(state.read().tolist()).decode())
     if not isinstance(told, dict):
         raise ValueError("quant_state is no table")
     return told

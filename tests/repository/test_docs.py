@@ -131,7 +131,7 @@ def test_the_commands_run(command, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
     if "<tuned>" in command or "<chat.jsonl>" in command:
-        save_base(tmp_path / "base")
+        save_base(tmp_path / "base", width=64)  # large enough to be packed
         save_base(tmp_path / "answers")
         save_rows(tmp_path / "chat.jsonl", [ROWS["messages"](*pair) for pair in PAIRS])
     for open_, meant in FILLED.items():
