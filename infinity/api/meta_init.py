@@ -16,13 +16,14 @@ import os
 import weakref
 from collections.abc import Callable, Set
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ..checkpoint.module_names import Incoming, base_of, is_of_adapter, may_lack
 from ..checkpoint.source import Source
+from ..checkpoint.unpacked import FP8, without_scales
 from ..checkpoint.weight_files import WeightFiles
 from ..errors import ConfigError
 from ..state.dtensors import empty_parameter_like, is_distributed
@@ -32,8 +33,9 @@ from ..state.tensors import put, take_storage
 from .initialiser import PIECE_ELEMENTS, Home, Initialiser
 from .quantize import DenseWeights
 
-# Attributes of a transformers model that record the conversion of its folder.
-NOTED = {"_weight_conversions"}
+# Attributes of a transformers model, and of its configuration, that record the conversion of its
+# folder.
+NOTED = {"_weight_conversions", "quantization_config"}
 
 
 class Materialized:
@@ -58,8 +60,8 @@ class Materialized:
         self._wholes: dict[nn.Parameter, nn.Parameter] = {}
         # Module, name, and the distributed parameter that was there.
         self._apart: list[tuple[nn.Module, str, nn.Parameter]] = []
-        # Models whose conversion is recorded, and their old record.
-        self._noted: list[tuple[nn.Module, dict]] = []
+        # Models and configurations whose conversion is recorded, and their old record.
+        self._noted: list[tuple[Any, dict]] = []
         self.sent: set[nn.Parameter] = set()
 
     def fill(self, home: Home) -> None:
@@ -102,7 +104,9 @@ class Materialized:
         targets = self._targets(dense.parts)
         stored = files.sources() if files else {}
         incoming = (
-            Incoming(parts_of(self._model)[0], stored, targets | dense.names) if files else None
+            Incoming(parts_of(self._model)[0], self._given(stored, targets), targets | dense.names)
+            if files
+            else None
         )
         dense.take(incoming.sources if incoming else {}, self._weights)
         if incoming:
@@ -134,6 +138,19 @@ class Materialized:
                 )
                 incoming.note(part)
         dense.send(partial(self._send_whole, home))
+
+    def _given(self, files: dict[str, Source], targets: dict[str, torch.Tensor]) -> dict:
+        """Returns the tensors of the folder in the model's form: dense, unless its layers have FP8
+        themselves. A configuration does not say any more that they are scaled."""
+        if self._weights is None or any(each.dtype in FP8 for each in targets.values()):
+            return files
+        given = without_scales(files, self._weights)
+        for part in map(base_of, parts_of(self._model)) if given.keys() != files.keys() else ():
+            config: Any = getattr(part, "config", None)
+            if (told := getattr(config, "quantization_config", None)) is not None:
+                self._noted.append((config, {"quantization_config": told}))
+                del config.quantization_config
+        return given
 
     def _check(self, sources: dict[str, Source], targets: dict[str, torch.Tensor]) -> None:
         """Raises ConfigError if the file lacks a tensor, has another shape or a quantised dtype, or

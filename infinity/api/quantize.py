@@ -88,8 +88,8 @@ class Described:
 
     pack
         Function of the weight -> a layer with the parts.
-    shape
-        Of the weight.
+    shape, dtype
+        Of the weight, dense, in the model.
     weight
         The weight; None: in the files that ``Config(weights=...)`` names.
     is_dense
@@ -98,6 +98,7 @@ class Described:
 
     pack: Callable[[torch.Tensor], nn.Module]
     shape: torch.Size
+    dtype: torch.dtype
     weight: Source | None
     is_dense: bool = True
 
@@ -150,7 +151,9 @@ class DenseWeights:
         """Packs one weight after the other, and sends their parts home."""
         for name, source in self._sources.items():
             layer = self._layers[name]
-            send_parts(layer, layer.__dict__[DESCRIBED].pack(source.read()), send)
+            how = layer.__dict__[DESCRIBED]
+            source = source.to(how.dtype) if how.is_dense else source
+            send_parts(layer, how.pack(source.read()), send)
 
 
 def _packed(
@@ -174,7 +177,7 @@ def _described(linear: nn.Linear, pack: Callable) -> nn.Module:
     weight = linear.weight
     layer = _like(linear, pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta")))
     source = None if weight.is_meta else Source(weight.shape, weight.dtype, lambda: weight.data)
-    layer.__dict__[DESCRIBED] = Described(pack, weight.shape, source)
+    layer.__dict__[DESCRIBED] = Described(pack, weight.shape, weight.dtype, source)
     return layer
 
 
@@ -203,7 +206,9 @@ def _saved(
             pack = partial(_packed_by_bitsandbytes, saved.kind, saved.is_nested)
             pack = partial(pack, compute or linear.weight.dtype, blocksize=saved.blocksize)
             layer = _described(linear, pack)
-            layer.__dict__[DESCRIBED] = Described(saved.layer, source.shape, source, False)
+            layer.__dict__[DESCRIBED] = Described(
+                saved.layer, source.shape, saved.dtype, source, False
+            )
             yield parent, own, layer
 
 

@@ -95,7 +95,7 @@ def export(
             with foreign_sources(checkpoint) as sources:
                 return target.write(sources)
         if checkpoint.is_file() or list(checkpoint.glob("*.safetensors")):
-            return target.write(without_packing(WeightFiles(checkpoint).sources()))
+            return target.write(without_packing(WeightFiles(checkpoint).sources(), checkpoint))
         _refuse_others(checkpoint)
     with checkpoint_of(checkpoint, Collectives()) as (manifest, data):
         try:

@@ -1,6 +1,9 @@
-"""Unpacked: makes dense weights of packed ones by their library, for files that need no library.
+"""Unpacked: makes dense weights of packed ones: by their library, for files that need no library,
+and by their scales, for a model whose layers are dense.
 
-parts   the tensors of one packed weight, by the names that follow the weight's own
+parts    the tensors of one packed weight, by the names that follow the weight's own
+scaled   FP8 with a scale for each block (DeepSeek, transformers), or MXFP4 (gpt-oss): blocks of 32
+         numbers in 4 bits, with an exponent each
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ OF_4BIT = "bitsandbytes.nn.modules.Params4bit"
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_STATE_NBYTES = 4096
+SCALE, BLOCKS, EXPONENTS = "_scale_inv", "_blocks", "_scales"  # end the names of scaled parts
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of MXFP4 (OCP 2023); then negative
 CODES = {"nf4": 16, "fp4": 16, "nested": 256}  # entries of a table
 
 
@@ -142,23 +148,111 @@ def _told(state: Source) -> dict[str, Any]:
     return told
 
 
-def compute_dtype_of(folder: str | os.PathLike) -> torch.dtype | None:
-    """Returns the dtype in which the layers of a folder that transformers packed by bitsandbytes
-    compute, by its config.json; None if it does not say."""
+def is_scaled(told: Mapping[str, Any]) -> bool:
+    """Tells whether a folder's quantization_config is of scaled weights."""
+    return told.get("quant_method") in ("fp8", "mxfp4")
+
+
+def packing_of(folder: str | os.PathLike) -> dict[str, Any]:
+    """Returns how a folder is packed, by its config.json; empty if that does not say."""
     try:
         told = parse_json(read_text(Path(folder) / "config.json"))["quantization_config"]
-        name = told["bnb_4bit_compute_dtype"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def compute_dtype_of(folder: str | os.PathLike) -> torch.dtype | None:
+    """Returns the dtype in which the layers of a folder that transformers packed by bitsandbytes
+    compute; None if it does not say."""
+    name = packing_of(folder).get("bnb_4bit_compute_dtype")
     return getattr(torch, name) if name in DTYPES else None
 
 
-def without_packing(stored: Mapping[str, Source]) -> dict[str, Source]:
-    """Returns the tensors of a folder with dense ones instead of those that bitsandbytes packed."""
+def without_scales(stored: Mapping[str, Source], folder: str | os.PathLike) -> dict[str, Source]:
+    """Returns the tensors of ``folder`` with dense weights instead of scaled ones: FP8 in fp32,
+    MXFP4 in bf16, as ``from_pretrained(dtype=...)`` makes them. Others keep their source. Raises
+    CorruptionError, with the name of the weight, for scales of another shape."""
+    found, block = dict(stored), packing_of(folder).get("weight_block_size")
+    for name, scales in stored.items():
+        if name.endswith(SCALE) and (codes := stored.get(name.removesuffix(SCALE))) is not None:
+            if codes.dtype in FP8:
+                del found[name]
+                found[name.removesuffix(SCALE)] = _of_fp8(name, codes, scales, block)
+        elif name.endswith(EXPONENTS):
+            weight = name.removesuffix(EXPONENTS)
+            if (codes := stored.get(weight + BLOCKS)) is not None:
+                del found[name], found[weight + BLOCKS]
+                found[weight] = _of_mxfp4(weight, codes, scales)
+    return found
+
+
+def _of_fp8(name: str, codes: Source, scales: Source, block: Any) -> Source:
+    """Returns the dense source, in fp32, of FP8 ``codes``. ``block``: rows and columns of a block;
+    None: the scales divide the weight evenly."""
+    sizes, counts = codes.shape[-2:], scales.shape[-2:] or (1, 1)
+    per_weight = scales.shape.numel() == 1
+    if per_weight or not isinstance(block, (list, tuple)) or len(block) != 2:
+        block = [-(-size // max(1, count)) for size, count in zip(sizes, counts)]
+    block = sizes if per_weight else block
+    fits = all(
+        isinstance(each, int) and each > 0 and -(-size // each) == count
+        for size, each, count in zip(sizes, block, counts)
+    )
+    if len(sizes) != 2 or not (per_weight or (fits and codes.shape[:-2] == scales.shape[:-2])):
+        raise CorruptionError(
+            f"{name} has shape {tuple(scales.shape)}, which is no scale for each block of"
+            f" {tuple(block)} of a weight of {tuple(codes.shape)}"
+        )
+
+    def read() -> torch.Tensor:
+        each = scales.read().float().reshape(-1)
+        dense = codes.read().float()
+        if per_weight:
+            return dense.mul_(each)
+        each = each.reshape(scales.shape).repeat_interleave(block[0], -2)[..., : sizes[0], :]
+        return dense.mul_(each.repeat_interleave(block[1], -1)[..., : sizes[1]])
+
+    return Source(codes.shape, torch.float32, read)
+
+
+def _of_mxfp4(name: str, codes: Source, exponents: Source) -> Source:
+    """Returns the dense source, in bf16, of experts in MXFP4: ``[experts, inputs, outputs]`` of
+    blocks ``[experts, outputs, groups, bytes]``."""
+    if (
+        {codes.dtype, exponents.dtype} != {torch.uint8}
+        or len(codes.shape) != 4
+        or codes.shape[:-1] != exponents.shape
+    ):
+        raise CorruptionError(
+            f"{name}{EXPONENTS} has shape {tuple(exponents.shape)}, which is no exponent for each"
+            f" block of {tuple(codes.shape)}"
+        )
+    experts, outputs, groups, width = codes.shape
+    inputs = 2 * groups * width
+    table = torch.tensor([*FP4, *(-number for number in FP4)], dtype=torch.float32, device="cpu")
+
+    def read() -> torch.Tensor:
+        dense = torch.empty(experts, inputs, outputs, dtype=torch.bfloat16, device="cpu")
+        for to, of_one, powers in zip(dense, codes.read(), exponents.read()):
+            halves = torch.stack([of_one & 15, of_one >> 4], dim=-1).flatten(-2)
+            numbers = torch.ldexp(table[halves.int()], powers.int().unsqueeze(-1) - 127)
+            to.copy_(numbers.reshape(outputs, inputs).T)
+        return dense
+
+    return Source(torch.Size([experts, inputs, outputs]), torch.bfloat16, read)
+
+
+def without_packing(stored: Mapping[str, Source], folder: str | os.PathLike) -> dict[str, Source]:
+    """Returns the tensors of ``folder`` with dense ones instead of scaled ones and of those that
+    bitsandbytes packed."""
     packed = packed_by_bitsandbytes(stored)
     if packed:
         library_of("bitsandbytes")
-    found = dict(stored)
+    found = without_scales(stored, folder)
+    for name, source in found.items():
+        if name in stored and stored[name].dtype in FP8:
+            found[name] = source.to(torch.bfloat16)
     for name, saved in packed.items():
         for part in saved.parts:
             del found[f"{name}.{part}"]

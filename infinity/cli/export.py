@@ -84,8 +84,8 @@ def _check_inputs(args: argparse.Namespace) -> None:
     """Raises ConfigError or UsageError for inputs that are not there, or another thing."""
 
     from ..checkpoint.manifest import what_it_is
+    from ..checkpoint.unpacked import is_scaled, packing_of
     from ..errors import ConfigError, UsageError
-    from ..untrusted import parse_json, read_text
 
     found = args.checkpoint
     if not found.exists():
@@ -105,14 +105,12 @@ def _check_inputs(args: argparse.Namespace) -> None:
         )
     for folder in (found, args.model):
         if folder is not None and (folder / "config.json").is_file():
-            try:
-                told = parse_json(read_text(folder / "config.json")).get("quantization_config")
-            except (OSError, ValueError, AttributeError):
-                continue
-            if told and not (isinstance(told, dict) and told.get("load_in_4bit")):
+            told = packing_of(folder)
+            if told and not told.get("load_in_4bit") and not is_scaled(told):
                 raise ConfigError(
                     f"{folder} is packed in a form that is not unpacked here (quantization_config):"
-                    " give the model that it was made of, or one in bitsandbytes' 4 bits"
+                    " give the model that it was made of, or one in bitsandbytes' 4 bits, FP8 or"
+                    " MXFP4"
                 )
 
 

@@ -9,6 +9,7 @@ packed    the same model as transformers packs it with bitsandbytes, with the st
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ pytest.importorskip("rich")
 
 from chatty import save_base
 from packed_llamas import differing, in_form, pack_folder
+from scaled import scale_fp8
 
 import infinity
 import infinity.cli
@@ -390,6 +392,17 @@ def test_a_packed_folder_is_not_packed_again(model, report, refused):
     words = ["generate", model, "--prompt", QUESTION, *GREEDY, "--quantize", "nf4"]
     message = refused(lambda: infinity.cli.main(words))
     assert "packed already: leave out --quantize nf4" in message
+
+
+@pytest.mark.parametrize("words", [(), LORA, (*LORA, "--quantize", "nf4")], ids=" ".join)
+def test_a_scaled_folder_trains_as_the_dense_one(words, report, models):
+    """Claim: a folder in FP8 trains with the losses of its dense weights, whole or by adapters, and
+    is packed by --quantize. Twin: the model before it was scaled has others."""
+    shutil.copytree(models / "base", "scaled")
+    scale_fp8(Path("scaled"))
+    assert infinity.cli.main(["export", "scaled", "dense"]) == 0
+    found = report(*words, model="scaled")["losses"]
+    assert found == report(*words, model="dense")["losses"] != report(*words)["losses"]
 
 
 def test_a_disk_is_found_if_none_is_named(report, place):

@@ -286,6 +286,7 @@ def _misfit(path: Path | None, model: nn.Module | None) -> str:
 def is_streamed(model: nn.Module, path: Path | None) -> bool:
     """Returns whether ``model`` is on meta and the safetensors in ``path`` have all its tensors."""
     from ...checkpoint.module_names import Incoming, may_lack
+    from ...checkpoint.unpacked import without_scales
     from ...checkpoint.weight_files import WeightFiles
 
     if path is None or not path.is_dir() or not all(param.is_meta for param in model.parameters()):
@@ -295,7 +296,8 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
     if is_packed_folder(model.config):
         return is_nf4_folder(model.config)
     kept = model.state_dict(keep_vars=True)  # persistent buffers too
-    found = Incoming(model, WeightFiles(path).sources(), kept).sources
+    given = without_scales(WeightFiles(path).sources(), path)
+    found = Incoming(model, given, kept).sources
     there = {id(kept[name]) for name in found}
     return all(
         id(tensor) in there or may_lack(model, name) for name, tensor in kept.items()
@@ -307,16 +309,23 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
 
 
 def is_packed_folder(config: Any) -> bool:
-    """Returns whether a configuration is of a folder that is packed in fewer bits."""
-    return bool(getattr(config, "quantization_config", None))
+    """Returns whether a configuration is of a folder that is packed in fewer bits, and stays so.
+    Scaled weights (FP8, MXFP4) are made dense as they are read."""
+    from ...checkpoint.unpacked import is_scaled
+
+    told = _packing_of(config)
+    return bool(told) and not is_scaled(told)
 
 
 def is_nf4_folder(config: Any) -> bool:
     """Returns whether a folder is packed by bitsandbytes in 4 bits, whose tensors the engine
     streams."""
+    return bool(_packing_of(config).get("load_in_4bit"))
+
+
+def _packing_of(config: Any) -> dict[str, Any]:
     told = getattr(config, "quantization_config", None) or {}
-    told = told if isinstance(told, dict) else told.to_dict()
-    return bool(told.get("load_in_4bit"))
+    return told if isinstance(told, dict) else told.to_dict()
 
 
 def check_packed(path: Path | None, config: Any, quantize: str | None, *, trains_all: bool) -> None:
