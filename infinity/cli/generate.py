@@ -16,13 +16,12 @@ from typing import Any
 import infinity
 
 from ..errors import ConfigError
+from .training.folders import check_packed, is_streamed
 from .training.model import (
     ADAPTER_CONFIG,
     build_model,
-    check_packed,
     check_vocabulary,
     find_model,
-    is_streamed,
     max_positions,
     read_model_config,
     read_tokenizer,

@@ -26,6 +26,7 @@ from ..errors import ConfigError
 from ..machine.outputs import replacing
 from ..machine.sizes import format_count, format_seconds
 from .training.compute import Compute, compute_time, multiplies_bf16
+from .training.folders import check_packed, is_streamed
 from .training.inputs import Inputs, find_files, read_inputs, tell_skipped
 from .training.interrupt import Interrupt
 from .training.job import (
@@ -41,10 +42,8 @@ from .training.job import (
 from .training.model import (
     add_adapters,
     build_model,
-    check_packed,
     checkpoint_activations,
     find_model,
-    is_streamed,
     no_cache,
 )
 from .training.options import (

@@ -540,11 +540,11 @@ def flatten(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def make_codes(tensors: dict[str, torch.Tensor]) -> None:
-    """fp8 codes, with their scale beside them, as in a folder that is quantised."""
+    """fp8 codes, with a scale beside them under a name that is not known."""
     weight = tensors[CHANGED]
     scale = weight.abs().max() / 448
     tensors[CHANGED] = (weight / scale).to(torch.float8_e4m3fn)
-    tensors[f"{CHANGED}_scale_inv"] = scale.reshape(1)
+    tensors[f"{CHANGED}_scale"] = scale.reshape(1)
 
 
 SAID = {

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.corpus import BYTE_VOCABULARY, SEPARATOR_BYTE
 from ...errors import ConfigError
+from .folders import is_streamed, misfit
 from .options import DEFAULT_SEQUENCE_LENGTH
 
 if TYPE_CHECKING:
@@ -229,8 +230,8 @@ def build_model(
     the seed. Raises ConfigError if transformers cannot build it.
 
     If the folder has every weight under the model's own names, the model stays on meta. The engine
-    then streams them (:func:`is_streamed`), so they are never all in memory. ``whole``: loads them
-    here, because an adapter's files are to be loaded into it.
+    then streams them (:func:`.folders.is_streamed`), so they are never all in memory. ``whole``:
+    loads them here, because an adapter's files are to be loaded into it.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -258,87 +259,11 @@ def build_model(
         )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         why = f"transformers cannot build a causal LM from {path}: {_first_line(error)}"
-        raise ConfigError(_misfit(path, model) or why) from None
+        raise ConfigError(misfit(path, model) or why) from None
     if missing := sorted(found["missing_keys"]):
         names = ", ".join(missing[:4])
         say(f"{len(missing)} weights are not in {path} and start from the seed: {names}")
     return model
-
-
-def _misfit(path: Path | None, model: nn.Module | None) -> str:
-    """Returns which weight of a folder has another shape than the model of its config.json has; ""
-    if all fit."""
-    from ...checkpoint.module_names import Incoming
-    from ...checkpoint.weight_files import WeightFiles
-
-    if path is None or model is None or not any(path.glob("*.safetensors")):
-        return ""
-    kept = model.state_dict(keep_vars=True)
-    for name, source in Incoming(model, WeightFiles(path).sources(), kept).sources.items():
-        if source.shape != kept[name].shape:
-            return (
-                f"{path}: {name} has the shape {tuple(source.shape)} in its files and"
-                f" {tuple(kept[name].shape)} by its config.json: one of the two is another model's."
-            )
-    return ""
-
-
-def is_streamed(model: nn.Module, path: Path | None) -> bool:
-    """Returns whether ``model`` is on meta and the safetensors in ``path`` have all its tensors."""
-    from ...checkpoint.module_names import Incoming, may_lack
-    from ...checkpoint.unpacked import without_scales
-    from ...checkpoint.weight_files import WeightFiles
-
-    if path is None or not path.is_dir() or not all(param.is_meta for param in model.parameters()):
-        return False
-    if not any(path.glob("*.safetensors")):
-        return False
-    if is_packed_folder(model.config):
-        return is_nf4_folder(model.config)
-    kept = model.state_dict(keep_vars=True)  # persistent buffers too
-    given = without_scales(WeightFiles(path).sources(), path)
-    found = Incoming(model, given, kept).sources
-    there = {id(kept[name]) for name in found}
-    return all(
-        id(tensor) in there or may_lack(model, name) for name, tensor in kept.items()
-    ) and all(
-        source.shape == kept[name].shape
-        and source.dtype.is_floating_point == kept[name].dtype.is_floating_point
-        for name, source in found.items()
-    )
-
-
-def is_packed_folder(config: Any) -> bool:
-    """Returns whether a configuration is of a folder that is packed in fewer bits, and stays so.
-    Scaled weights (FP8, MXFP4) are made dense as they are read."""
-    from ...checkpoint.unpacked import is_scaled
-
-    told = _packing_of(config)
-    return bool(told) and not is_scaled(told)
-
-
-def is_nf4_folder(config: Any) -> bool:
-    """Returns whether a folder is packed by bitsandbytes in 4 bits, whose tensors the engine
-    streams."""
-    return bool(_packing_of(config).get("load_in_4bit"))
-
-
-def _packing_of(config: Any) -> dict[str, Any]:
-    told = getattr(config, "quantization_config", None) or {}
-    return told if isinstance(told, dict) else told.to_dict()
-
-
-def check_packed(path: Path | None, config: Any, quantize: str | None, *, trains_all: bool) -> None:
-    """Raises ConfigError for a folder that is packed in fewer bits and cannot be used like this."""
-    if not is_packed_folder(config):
-        return
-    if trains_all:
-        raise ConfigError(
-            f"{path} is packed in fewer bits (quantization_config), and packed weights are not"
-            " trained: add --lora, whose adapters are."
-        )
-    if quantize is not None:
-        raise ConfigError(f"{path} is packed already: leave out --quantize {quantize}.")
 
 
 def keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:

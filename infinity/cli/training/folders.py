@@ -1,0 +1,87 @@
+"""Folders of models: whether the engine streams their weights, as they are or made dense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def misfit(path: Path | None, model: nn.Module | None) -> str:
+    """Returns which weight of a folder has another shape than the model of its config.json has; ""
+    if all fit."""
+    from ...checkpoint.module_names import Incoming
+    from ...checkpoint.weight_files import WeightFiles
+
+    if path is None or model is None or not any(path.glob("*.safetensors")):
+        return ""
+    kept = model.state_dict(keep_vars=True)
+    for name, source in Incoming(model, WeightFiles(path).sources(), kept).sources.items():
+        if source.shape != kept[name].shape:
+            return (
+                f"{path}: {name} has the shape {tuple(source.shape)} in its files and"
+                f" {tuple(kept[name].shape)} by its config.json: one of the two is another model's."
+            )
+    return ""
+
+
+def is_streamed(model: nn.Module, path: Path | None) -> bool:
+    """Returns whether ``model`` is on meta and the safetensors in ``path`` have all its tensors."""
+    from ...checkpoint.module_names import Incoming, may_lack
+    from ...checkpoint.unpacked import without_scales
+    from ...checkpoint.weight_files import WeightFiles
+
+    if path is None or not path.is_dir() or not all(param.is_meta for param in model.parameters()):
+        return False
+    if not any(path.glob("*.safetensors")):
+        return False
+    if is_packed_folder(model.config):
+        return is_nf4_folder(model.config)
+    kept = model.state_dict(keep_vars=True)  # persistent buffers too
+    given = without_scales(WeightFiles(path).sources(), path)
+    found = Incoming(model, given, kept).sources
+    there = {id(kept[name]) for name in found}
+    return all(
+        id(tensor) in there or may_lack(model, name) for name, tensor in kept.items()
+    ) and all(
+        source.shape == kept[name].shape
+        and source.dtype.is_floating_point == kept[name].dtype.is_floating_point
+        for name, source in found.items()
+    )
+
+
+def is_packed_folder(config: Any) -> bool:
+    """Returns whether a configuration is of a folder that is packed in fewer bits, and stays so.
+    Scaled weights (FP8, MXFP4) are made dense as they are read."""
+    from ...checkpoint.unpacked import is_scaled
+
+    told = _packing_of(config)
+    return bool(told) and not is_scaled(told)
+
+
+def is_nf4_folder(config: Any) -> bool:
+    """Returns whether a folder is packed by bitsandbytes in 4 bits, whose tensors the engine
+    streams."""
+    return bool(_packing_of(config).get("load_in_4bit"))
+
+
+def _packing_of(config: Any) -> dict[str, Any]:
+    told = getattr(config, "quantization_config", None) or {}
+    return told if isinstance(told, dict) else told.to_dict()
+
+
+def check_packed(path: Path | None, config: Any, quantize: str | None, *, trains_all: bool) -> None:
+    """Raises ConfigError for a folder that is packed in fewer bits and cannot be used like this."""
+    if not is_packed_folder(config):
+        return
+    if trains_all:
+        raise ConfigError(
+            f"{path} is packed in fewer bits (quantization_config), and packed weights are not"
+            " trained: add --lora, whose adapters are."
+        )
+    if quantize is not None:
+        raise ConfigError(f"{path} is packed already: leave out --quantize {quantize}.")
