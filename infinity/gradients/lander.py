@@ -37,7 +37,8 @@ class Lander:
 
     def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
         """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
-        if handle.flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
+        is_whole_at_home = adds and handle.grad.rows is None
+        if handle.flat_param.homes.rows is not None and not is_whole_at_home:
             self._land_rows(handle, grad, adds=adds)
         elif self._device.overlaps and handle.flat_param.arrays["grad"].tier is not Tier.DEVICE:
             self.beside(handle, *self._flat(handle, grad), adds=adds)
@@ -222,6 +223,8 @@ class Lander:
 
 def _rows_of(handle: ParamHandle, grad: torch.Tensor) -> frozenset[int]:
     """Returns the experts whose gradient has another bit than those of zeros."""
-    rows = grad.detach().reshape(handle.flat_param.homes.rows.count, -1)
-    some = rows.contiguous().view(torch.int64).any(dim=1)  # much faster than by its values
+    rows = grad.detach().reshape(handle.flat_param.homes.rows.count, -1).contiguous()
+    if rows.storage_offset() * rows.itemsize % torch.int64.itemsize:
+        rows = rows.clone()  # a part of another gradient, which cannot be read as words
+    some = rows.view(torch.int64).any(dim=1)  # much faster than by its values
     return frozenset(torch.nonzero(some).flatten().tolist())

@@ -105,6 +105,8 @@ class Passes:
         keeping = self.job.activations if torch.is_grad_enabled() and begins else None
         foreign = self._foreign_storages(module) if keeping is not None else set()
         held: list[ParamUnit] = []
+        for unit in (self.job.units if is_root else units) if begins else ():
+            unit.arrival.begin_pass()
         for experts in _experts_of(units):  # they come now, if no hook of a user changes the choice
             experts.want_chosen(module, args, kwargs)
         try:
@@ -146,8 +148,6 @@ class Passes:
             if not self._has_told and torch.is_autocast_enabled(job.device.where.type):
                 self._has_told = True
                 _tell_of_autocast(job)
-        for experts in _experts_of(job.units):
-            experts.begin_pass()
         job.schedule.begin(self._pass.kind if training else "infer")
         job.prefetcher.begin_pass(training=training)
 

@@ -82,8 +82,8 @@ class Arrival:
         for flat_param in self._flat_params:
             flat_param.homes.update_by_rows(self.experts.count)
 
-    def bring_all_from_device(self) -> None:
-        """Brings all experts if the device is a home of them, or of their state."""
+    def stop_choosing(self) -> None:
+        """Brings all experts from now on if the device is a home of them, or of their state."""
         if any(a.tier is Tier.DEVICE for flat in self._flat_params for a in flat.arrays.values()):
             self.experts = None
             for flat_param in self._flat_params:
@@ -99,9 +99,22 @@ class Arrival:
         """The elements to bring; None: all."""
         return None if self.experts is None else self.experts.places(self.experts.there)
 
+    def is_current(self, updates: Sequence[Update | None]) -> bool:
+        """Tells whether the weights that the next use is expected to need are at home. ``updates``:
+        the running ones."""
+        if self.experts is None:
+            return all(update is None or update.done for update in updates)
+        rows = self.experts.expected
+        return all(flat.homes.has(rows) for flat in self._flat_params)
+
+    def begin_pass(self) -> None:
+        """Begins a pass, in which chosen rows come unless others hold the device memory."""
+        if self.experts is not None:
+            self.experts.begin_pass(are_held=self._buffers.is_held)
+
     def choose(self, updates: Sequence[Update | None] = ()) -> list[Update | None]:
-        """Begins to bring the rows that are wanted. Returns the ``updates`` that reads of the home
-        have to follow: none of rows, which are brought up to date here."""
+        """Begins to bring the rows that are expected. Returns those of the ``updates`` that a read
+        of the home has to wait for. Rows are brought up to date here, so it waits for none."""
         if self.experts is None:
             return list(updates)
         self.experts.choose()
@@ -142,12 +155,17 @@ class Arrival:
         event = self._device.put("in", copy, transfer=transfer)
         self._device.follow(event, "host->device", self._name)
 
+    @property
+    def lacks_rows(self) -> bool:
+        """Whether only some rows are on the device. Others than the class have seen none then."""
+        return self.experts is not None and self.experts.there is not None
+
     def refuse_edits(self) -> None:
-        """Raises UsageError if a forward that changed the weights had only some of them."""
-        if self.experts is not None and self.experts.there is not None:
+        """Raises UsageError if a forward that changed the weights had only some rows of them."""
+        if self.lacks_rows:
             raise UsageError(
-                f"a forward changed the experts of {self._name} in place, of which only those are"
-                " on the device that the router chose: change them outside of a forward"
+                f"a forward changed rows of {self._name} in place, of which only those are on the"
+                " device that it was called for: change them outside of a forward"
             )
 
     def _nbytes(self, spans: Spans | None) -> int:

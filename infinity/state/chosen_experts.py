@@ -21,8 +21,6 @@ from torch import nn
 from .experts import INDICES, runs_known_code
 from .flat_layout import FlatLayout
 
-# What transformers may compute experts with: its kernels read no expert without tokens.
-IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm", None)
 MANY = 0.95  # share of the experts from which on all are brought ahead
 
 Rows = frozenset[int] | None
@@ -34,27 +32,27 @@ class ChosenExperts:
     """The rows of one unit on the device, and those that its next use needs."""
 
     def __init__(self, module: nn.Module, layouts: Sequence[FlatLayout]):
-        self._kind, self._is_table = type(module), isinstance(module, nn.Embedding)
+        self._kind = type(module)
         self.count = len(next(module.parameters(recurse=False)))
         self._layouts = layouts
-        self._wanted: list[Rows] = []  # by the next use, if that is known
+        self._demand: tuple[Rows] | None = None  # of the next use, if that is known
         self._last: Rows = None  # of the last forward
-        self._are_seen = False  # by others, in this pass: views of rows may be used later in it
+        self._may_be_viewed = False  # by others, whose views show all rows
         self.there: Rows = None  # on the device, or on their way there
 
     def want(self, rows: Rows) -> None:
-        """Sets the rows that the next use needs; without a call it needs all."""
-        self._wanted = [None if self._are_seen else rows]
+        """Sets the rows that the next use needs."""
+        self._demand = (None if self._may_be_viewed else rows,)
 
     def want_all(self) -> None:
         """Sets all rows, for a use by others than the forward of the module's class. They may keep
-        views, so all rows come until the next pass begins."""
-        self._are_seen = True
+        views, so all rows come until :meth:`begin_pass`."""
+        self._may_be_viewed = True
         self.want(None)
 
-    def begin_pass(self) -> None:
-        """Begins a pass: views of rows that others took before are not used any more."""
-        self._are_seen = False
+    def begin_pass(self, *, are_held: bool) -> None:
+        """Begins a pass. ``are_held``: others still hold the device memory."""
+        self._may_be_viewed = are_held
 
     def want_chosen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None) -> None:
         """Sets the rows for a forward of ``module``: those that the router chose, if its code still
@@ -63,53 +61,52 @@ class ChosenExperts:
         self.want(self._last)
 
     def _chosen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Rows:
-        if self._are_seen or type(module) is not self._kind or not runs_known_code(module):
+        if self._may_be_viewed or type(module) is not self._kind or not runs_known_code(module):
             return None
-        if self._is_table:
+        if isinstance(module, nn.Embedding):
+            if module.max_norm is not None:
+                return None
             index = next(iter((*args, *kwargs.values())), None)
         else:
             named = (kwargs[name] for name in INDICES if name in kwargs)
             index = next(named, (*args, None, None)[1])
-            config = getattr(module, "config", None)
-            if getattr(config, "_experts_implementation", None) not in IMPLEMENTATIONS:
-                return None
         if not isinstance(index, torch.Tensor):
             return None
         found = torch.unique(index.detach()).tolist()
         return frozenset(row for row in found if 0 <= row < self.count)
 
     @property
-    def wanted(self) -> Rows:
-        """The rows that the next use needs, or is expected to: in a backward those of the forward,
-        in a forward all if nearly all were chosen the last time."""
-        if self._wanted:
-            return self._wanted[0]
+    def expected(self) -> Rows:
+        """The rows that the next use needs, or a guess: in a backward those of the forward, in a
+        forward all if nearly all were chosen the last time."""
+        if self._demand is not None:
+            return self._demand[0]
         many = self._last is None or len(self._last) >= MANY * self.count
         return None if many and not _in_backward() else self._last
 
     @property
     def come_ahead(self) -> bool:
         """Whether it is known, ahead of the next use, what it needs."""
-        return self.wanted is None or _in_backward()
+        return self.expected is None or _in_backward()
 
     def choose(self) -> None:
-        """Begins to bring what is wanted."""
-        self.there = self.wanted
+        """Begins to bring what is expected."""
+        self.there = self.expected
 
     def take_missing(self) -> Rows:
-        """Takes the rows that the use which begins needs, and that are not there. They are, from
-        now on."""
-        wanted, self._wanted = self._wanted[0] if self._wanted else None, []
+        """Takes the rows that the use which begins needs, and that are not there; without a demand
+        it needs all. They are there from now on."""
+        demand, self._demand = self._demand[0] if self._demand else None, None
         if self.there is None:
             return frozenset()
-        needed = frozenset(range(self.count)) if wanted is None else wanted
+        needed = frozenset(range(self.count)) if demand is None else demand
         missing, there = needed - self.there, self.there | needed
         self.there = None if len(there) == self.count else there
         return missing
 
     def forget(self) -> None:
-        """Forgets what is wanted, after an exception."""
-        self._wanted = []
+        """Forgets the demand, after an exception."""
+        self._demand = None
 
     def places(self, rows: Rows) -> Spans | None:
         """Returns the elements of ``rows`` in each flat param, neighbours in one span."""

@@ -140,11 +140,13 @@ class ExpertRows:
         self._ticket, self._replay = ticket or self._ticket, replay
         return Behind(self)
 
-    @property
-    def is_current(self) -> bool:
-        """Whether every row is up to date, and no update runs."""
-        running = self._ticket is not None and not self._ticket.done
-        return not running and not any(steps.log for steps in self._steps)
+    def are_current(self, rows: Iterable[int] | None) -> bool:
+        """Tells whether ``rows`` (None: all) are up to date, and no update runs."""
+        if self._catching is not None or (self._ticket is not None and not self._ticket.done):
+            return False
+        if rows is None:
+            return not any(steps.log for steps in self._steps)
+        return all(steps.done[row] == len(steps.log) for steps in self._steps for row in rows)
 
     def wait_running(self) -> None:
         """Waits for the update that runs. Raises its error."""
@@ -188,7 +190,8 @@ class ExpertRows:
 
 
 class Behind:
-    """The update of a flat param some of whose rows may be behind."""
+    """The update of a flat param some of whose rows may be behind. It is not done before they are
+    up to date, which waiting for it makes them."""
 
     def __init__(self, rows: ExpertRows):
         self._rows = rows
@@ -196,7 +199,7 @@ class Behind:
     @property
     def done(self) -> bool:
         """Whether all rows are up to date."""
-        return self._rows.is_current
+        return self._rows.are_current(None)
 
     def wait(self) -> None:
         """Brings all rows up to date. Raises the error of an update."""

@@ -261,12 +261,18 @@ class HomeArrays:
 
     def wait(self, rows: Collection[int] | None = None) -> None:
         """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises its error.
-        ``rows``: only those of these experts, the others may stay behind."""
+        ``rows``: waits for those of these experts; others may stay behind."""
         if self.update is not None and rows is not None and self.rows is not None:
             self.rows.catch_up(rows)
         elif self.update is not None:
             self.update.wait()
             self.update = None
+
+    def has(self, rows: Collection[int] | None = None) -> bool:
+        """Tells whether the bytes of ``rows`` (None: all) are at home."""
+        if self.update is None:
+            return True
+        return self.update.done if self.rows is None else self.rows.are_current(rows)
 
     def wait_running(self) -> None:
         """Waits until no update runs. Experts that are behind stay so. Raises its error."""

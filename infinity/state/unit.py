@@ -126,7 +126,7 @@ class ParamUnit:
         """Whether a copy of the weights to the device waits for no disk and no update."""
         if self.is_staged_from_disk:
             return self.residency is not Residency.STORED and self._reads.done
-        return all(update is None or update.done for update in self._updates)
+        return self.arrival.is_current(self._updates)
 
     # --- homes ---
 
@@ -175,7 +175,7 @@ class ParamUnit:
     def allocate(self) -> None:
         """Allocates the device memory, and the parameters' views while it is there. Raises
         CapacityError if the device has no room."""
-        self.arrival.bring_all_from_device()
+        self.arrival.stop_choosing()
         self.buffers.allocate(self._homes if self.stays else None)
         self._second.allocate(self.buffers.flats)
         if self.stays:
@@ -191,7 +191,7 @@ class ParamUnit:
     def write_edits(self, store: ArrayStore, journal: Journal) -> None:
         """Sends home the changes that a forward made to its own parameters. Raises UsageError for
         changes that cannot be."""
-        if self.exposure.find_edits(store, stays=self.stays):
+        if self.exposure.find_edits(store, stays=self.stays or self.arrival.lacks_rows):
             self.arrival.refuse_edits()
             self._second.forget()  # first: a write may fail after others have gone home
             self.exposure.write_edits(store, journal, stays=self.stays)

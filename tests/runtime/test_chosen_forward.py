@@ -6,7 +6,9 @@ parameters that are ordinary ones while their unit is held show in the bits.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from test_experts_apart_uses import (
     both,
     mixture,
     read_by_a_hook_before_them,
+    routed_by_a_hook,
     running,
     with_hook,
 )
@@ -25,6 +28,7 @@ import infinity
 from infinity.state.exposure import Exposure
 
 transformers = pytest.importorskip("transformers")
+moe = pytest.importorskip("transformers.integrations.moe")
 
 
 def of_all(loop: Loop, param: torch.Tensor) -> None:
@@ -134,7 +138,131 @@ def weights_are_clamped_in_a_forward(loop: Loop) -> None:
     with_hook(loop, mixture(loop).experts.register_forward_pre_hook(clamp))
 
 
+# --- code of the library that users replace ---
+
+
+def decayed(forward: Callable) -> Callable:
+    def more(self, *args, **kwargs):
+        return forward(self, *args, **kwargs) + 1e-3 * self.down_proj.square().mean()
+
+    return more
+
+
+def with_attribute(loop: Loop, owner, name: str, value) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, value)
+        loop.step()
+
+
+def the_forward_of_the_class_is_replaced(loop: Loop) -> None:
+    kind = type(mixture(loop).experts)
+    with_attribute(loop, kind, "forward", decayed(kind.forward))
+
+
+def a_method_of_the_class_is_replaced(loop: Loop) -> None:
+    kind = type(mixture(loop).experts)
+    with use_of(loop, "batched_mm"):
+        with_attribute(loop, kind, "_apply_gate", decayed(kind._apply_gate))
+
+
+def a_method_is_replaced_on_the_object(loop: Loop) -> None:
+    experts = mixture(loop).experts
+    gate = types.MethodType(decayed(type(experts)._apply_gate), experts)
+    with use_of(loop, "batched_mm"):
+        with_attribute(loop, experts, "_apply_gate", gate)
+
+
+def a_kernel_is_registered(loop: Loop) -> None:
+    kernels = moe.ALL_EXPERTS_FUNCTIONS
+    kernels["grouped_mm"] = decayed(kernels["grouped_mm"])
+    try:
+        with use_of(loop, "grouped_mm"):
+            loop.step()
+    finally:
+        kernels._local_mapping.pop("grouped_mm")
+
+
+@contextmanager
+def use_of(loop: Loop, implementation: str):
+    config = mixture(loop).experts.config
+    before, config._experts_implementation = config._experts_implementation, implementation
+    yield
+    config._experts_implementation = before
+
+
+# --- memory that somebody holds over passes ---
+
+
+def keep(loop: Loop, take: Callable) -> bool:
+    """Keeps what ``take`` makes of the weights in a forward. Whether it was kept before."""
+    if hasattr(loop, "kept"):
+        return True
+    with_hook(
+        loop,
+        mixture(loop).experts.register_forward_pre_hook(
+            lambda module, args: setattr(loop, "kept", take(module.down_proj.detach()))
+        ),
+    )
+    return False
+
+
+def a_view_is_read_in_a_later_pass(loop: Loop) -> None:
+    if keep(loop, lambda weight: weight[:]):
+        with_hook(
+            loop,
+            mixture(loop).experts.register_forward_hook(lambda *_: of_all(loop, loop.kept)),
+        )
+
+
+def a_view_is_kept_as_others_are_chosen(loop: Loop) -> None:
+    if keep(loop, lambda weight: weight[3]):
+        routed_by_a_hook(loop)
+
+
+def an_array_is_kept_as_others_are_chosen(loop: Loop) -> None:
+    if keep(loop, lambda weight: weight.numpy()):
+        routed_by_a_hook(loop)
+
+
+def an_exception_is_kept(loop: Loop) -> None:
+    """Whose frames hold the weights that the class computed with."""
+    if hasattr(loop, "kept"):
+        routed_by_a_hook(loop)
+        return
+    linear, calls = torch.nn.functional.linear, []
+
+    def fail(*args):
+        calls.append(args[0])
+        if len(calls) == 7:
+            raise ValueError("stop")
+        return linear(*args)
+
+    with pytest.raises(ValueError, match="stop") as caught:
+        with_attribute(loop, torch.nn.functional, "linear", fail)
+    loop.kept = caught
+    loop.optimizer.zero_grad()
+    loop.step()
+
+
+def a_gradient_is_a_part_of_another(loop: Loop) -> None:
+    """Which does not begin at a whole word."""
+    loss, bias = loop.loss(), torch.zeros(1, requires_grad=True)
+    loss.backward()
+    weights = [param.flatten() for param in mixture(loop).experts.parameters()]
+    (1e-3 * torch.cat([bias, *weights]).norm()).backward()
+    loop.update(loss)
+
+
 WAYS = [
+    the_forward_of_the_class_is_replaced,
+    a_method_of_the_class_is_replaced,
+    a_method_is_replaced_on_the_object,
+    a_kernel_is_registered,
+    a_view_is_read_in_a_later_pass,
+    a_view_is_kept_as_others_are_chosen,
+    an_array_is_kept_as_others_are_chosen,
+    an_exception_is_kept,
+    a_gradient_is_a_part_of_another,
     a_hook_of_the_activation,
     a_hook_of_every_module,
     an_activation_of_its_own,
@@ -205,10 +333,42 @@ def the_function_is_called(loop: Loop, table) -> None:
     with_hook(loop, table.register_forward_hook(add))
 
 
+def the_forward_of_every_table_is_replaced(loop: Loop, table) -> None:
+    forward = torch.nn.Embedding.forward
+
+    def more(self, tokens):
+        return forward(self, tokens) + 1e-3 * self.weight.square().mean()
+
+    with_attribute(loop, torch.nn.Embedding, "forward", more)
+
+
+def a_norm_is_limited(loop: Loop, table) -> None:
+    """Which changes the rows that are looked up, at home, too."""
+    table.max_norm = 0.5
+    loop.step()
+    table.max_norm = None
+
+
+def tokens_are_mapped_over(loop: Loop, table) -> None:
+    tokens = torch.randint(0, 4096, (2, 5), generator=loop.generator)
+    with torch.no_grad():
+        loop.losses.append(torch.vmap(table)(tokens).sum().item())
+    loop.step()
+
+
+TABLE_WAYS = [
+    tokens_are_changed,
+    all_tokens_are_read,
+    a_row_is_read,
+    the_function_is_called,
+    the_forward_of_every_table_is_replaced,
+    a_norm_is_limited,
+    tokens_are_mapped_over,
+]
+
+
 @pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize(
-    "way", [tokens_are_changed, all_tokens_are_read, a_row_is_read, the_function_is_called]
-)
+@pytest.mark.parametrize("way", TABLE_WAYS)
 def test_others_find_the_whole_table(way, home, tmp_path, monkeypatch):
     assert both(with_table(way, tmp_path, home), monkeypatch) == []
 

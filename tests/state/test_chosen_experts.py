@@ -52,7 +52,7 @@ def test_the_routers_choice_is_wanted(implementation):
     chosen, index = chosen_of(module), torch.tensor([[0, 2], [2, 4], [2, -1]])
     for args, kwargs in (((None, index, None), {}), ((None,), {"top_k_index": index})):
         chosen.want_chosen(module, args, kwargs)
-        assert chosen.wanted == {0, 2}, "numbers outside are other ranks'"
+        assert chosen.expected == {0, 2}, "numbers outside are other ranks'"
 
 
 def test_what_is_not_known_is_brought_whole():
@@ -60,14 +60,14 @@ def test_what_is_not_known_is_brought_whole():
     module, index = experts(), torch.tensor([[1]])
     chosen = chosen_of(module)
     chosen.want_chosen(module, (None, None), None)
-    assert chosen.wanted is None
+    assert chosen.expected is None
     module.config._experts_implementation = "deepgemm"
     chosen.want_chosen(module, (None, index), None)
-    assert chosen.wanted is None
+    assert chosen.expected is None
     module.config._experts_implementation = "eager"
     nn.utils.parametrize.register_parametrization(module, "down_proj", nn.Identity())
     chosen.want_chosen(module, (None, index), None)
-    assert chosen.wanted is None
+    assert chosen.expected is None
 
 
 def test_missing_rows_are_taken_once():
@@ -113,7 +113,7 @@ def test_large_frozen_embeddings_send_their_tokens_rows():
     module = table()
     chosen = chosen_of(module)
     chosen.want_chosen(module, (torch.tensor([[7, 7, 8191]]),), None)
-    assert chosen.wanted == {7, 8191}
+    assert chosen.expected == {7, 8191}
 
 
 def test_other_forms_of_known_classes_are_whole():

@@ -132,7 +132,7 @@ def test_forgetting_leaves_nothing_to_replay():
         rows.catch_up(None)
     rows.forget()
     rows.catch_up(None)
-    assert rows.is_current
+    assert rows.are_current(None)
 
 
 def play(seed: int) -> tuple[list[list], list[tuple]]:
