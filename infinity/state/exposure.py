@@ -119,8 +119,8 @@ class Exposure:
 
     def find_edits(self, store: ArrayStore, *, stays: bool) -> bool:
         """Returns whether a forward may have changed its own parameters (clamping a weight, for
-        example). ``stays``: the device has no other bytes than its home, or not all of them, so that
-        no comparison shows a change.
+        example). ``stays``: the device has no other bytes than its home, or lacks some, so that no
+        comparison shows a change.
 
         Raises UsageError if stale weights were changed, or if a change cannot be carried home.
         """
