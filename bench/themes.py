@@ -16,6 +16,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "startup": "bench.startup",
     "packed": "bench.packed",
     "experts": "bench.experts",
+    "rules": "bench.rules",
     "touches": "bench.touches",
     "disks": "bench.disks",
     "cluster": "bench.cluster",

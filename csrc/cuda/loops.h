@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::size_t group = thread / kLanes, first = thread % kLanes * Quad::width;
   const std::size_t groups = std::size_t{gridDim.x} * blockDim.x / kLanes;
   const unsigned mask = 0xFFFFu << (threadIdx.x & 16);
-  const bool exp_avg = TheRule::uses_exp_avg(k);
+  const bool exp_avg = TheRule::uses_exp_avg(k), exp_avg_sq = TheRule::uses_exp_avg_sq(k);
   auto* m_codes = static_cast<std::uint8_t*>(a.exp_avg);
   auto* v_codes = static_cast<std::uint8_t*>(a.exp_avg_sq);
   for (std::size_t i = begin + group * kMomentBlock; i < end; i += groups * kMomentBlock) {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
         const FourCodes codes = *reinterpret_cast<const FourCodes*>(m_codes + at);
         m = Quad::each([&](int j) { return Codes::decode_exp_avg(&codes.x[j], power); });
       }
-      if (TheRule::uses_exp_avg_sq) {
+      if (exp_avg_sq) {
         const auto power = Codes::power(a.exp_avg_sq_scale[block], Codes::kExpAvgSqField, 1);
         const FourCodes codes = *reinterpret_cast<const FourCodes*>(v_codes + at);
         v = Quad::each([&](int j) { return Codes::decode_exp_avg_sq(&codes.x[j], power); });
@@ -93,10 +93,10 @@ __global__ void __launch_bounds__(kThreads)
       Codes::encode_exp_avg_sq(&v_new.x[j], to_v, v.x[j], Codes::high_bits(random));
     }
     if (exp_avg) store_codes(m_codes + at, m_new, stepped);
-    if (TheRule::uses_exp_avg_sq) store_codes(v_codes + at, v_new, stepped);
+    if (exp_avg_sq) store_codes(v_codes + at, v_new, stepped);
     if (first == 0) {
       if (exp_avg) a.exp_avg_scale[block] = m_scale;
-      if (TheRule::uses_exp_avg_sq) a.exp_avg_sq_scale[block] = v_scale;
+      if (exp_avg_sq) a.exp_avg_sq_scale[block] = v_scale;
     }
   }
 }

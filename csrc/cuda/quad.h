@@ -51,6 +51,39 @@ struct Quad {
     return each([&](int j) { return Scalar::round_f16(a.x[j]); });
   }
 
+  // Integers, as the rules use them to compare and to take signs off.
+  struct I {
+    std::int32_t x[4];
+  };
+  template <class Op>
+  __device__ static I each_word(Op op) {
+    I r;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) r.x[j] = op(j);
+    return r;
+  }
+  __device__ static I iset(std::uint32_t a) {
+    return each_word([&](int) { return Scalar::iset(a); });
+  }
+  __device__ static I as_int(F a) {
+    return each_word([&](int j) { return Scalar::as_int(a.x[j]); });
+  }
+  __device__ static F as_float(I a) {
+    return each([&](int j) { return Scalar::as_float(a.x[j]); });
+  }
+  __device__ static I iand(I a, I b) {
+    return each_word([&](int j) { return a.x[j] & b.x[j]; });
+  }
+  __device__ static I imax(I a, I b) {
+    return each_word([&](int j) { return Scalar::imax(a.x[j], b.x[j]); });
+  }
+  __device__ static I imin(I a, I b) {
+    return each_word([&](int j) { return Scalar::imin(a.x[j], b.x[j]); });
+  }
+  __device__ static I if_less(I x, I y, I a, I b) {
+    return each_word([&](int j) { return Scalar::if_less(x.x[j], y.x[j], a.x[j], b.x[j]); });
+  }
+
   __device__ static F load_f32(const float* p) {
     const float4 v = *reinterpret_cast<const float4*>(p);
     return {v.x, v.y, v.z, v.w};

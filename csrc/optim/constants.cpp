@@ -2,16 +2,25 @@
 #include <algorithm>
 #include <cmath>
 
-#include "optim/kernel.h"
+#include <cstring>
+
 #include "base/check.h"
+#include "optim/kernel.h"
 
 namespace infinity {
+namespace {
+
+#include "optim/scalar.h"
+
+#include "optim/arithmetic.h"
+#include "optim/rules.h"
+
+}  // namespace
 
 Constants prepare(Rule rule, const Hyperparameters& h) {
   INFINITY_REQUIRE(h.step >= 1, "optimizer steps count from 1, not ", h.step);
   INFINITY_REQUIRE(h.grad_factors.size() <= kMaxGradFactors, "at most ", kMaxGradFactors,
                    " gradient factors");
-  const double step = static_cast<double>(h.step);
   Constants k{};
   k.decay = static_cast<float>(1 - h.lr * h.weight_decay);
   k.weight_decay = static_cast<float>(h.weight_decay);
@@ -28,10 +37,16 @@ Constants prepare(Rule rule, const Hyperparameters& h) {
   k.neg_lr = static_cast<float>(-h.lr);
   k.first = h.step == 1;
   k.maximize = h.maximize;
-  if (rule == Rule::kAdamW || rule == Rule::kAdam) {
-    k.neg_step_size = static_cast<float>(-(h.lr / (1 - std::pow(h.beta1, step))));
-    k.bias2_sqrt = static_cast<float>(std::sqrt(1 - std::pow(h.beta2, step)));
-    k.bias2_sqrt_reciprocal = 1.0f / k.bias2_sqrt;
+  k.decoupled = h.decoupled;
+  k.rule = rule;
+  switch (rule) {
+#define INFINITY_CASE(Name, NAME) \
+  case Rule::k##Name:             \
+    Name<Scalar>::prepare(h, k);  \
+    break;
+    INFINITY_OFTEN_USED(INFINITY_CASE)
+    INFINITY_SELDOM_USED(INFINITY_CASE)
+#undef INFINITY_CASE
   }
   k.salt = static_cast<std::uint32_t>(h.step) * 0x9E3779B9u;
   k.factor_count = static_cast<int>(h.grad_factors.size());

@@ -97,12 +97,15 @@ class Block {
 
   __attribute__((always_inline)) Block(const Arrays& a, std::size_t i, std::size_t count,
                                        const Constants& k)
-      : i_(i), vectors_(count / V::width), exp_avg_(RuleOfV::uses_exp_avg(k)) {
+      : i_(i),
+        vectors_(count / V::width),
+        exp_avg_(RuleOfV::uses_exp_avg(k)),
+        exp_avg_sq_(RuleOfV::uses_exp_avg_sq(k)) {
     const std::size_t block = i / kMomentBlock;
     const auto m_power =
         Codes::power(exp_avg_ ? a.exp_avg_scale[block] : 0, Codes::kExpAvgField, 1);
-    const auto v_power = Codes::power(RuleOfV::uses_exp_avg_sq ? a.exp_avg_sq_scale[block] : 0,
-                                      Codes::kExpAvgSqField, 1);
+    const auto v_power =
+        Codes::power(exp_avg_sq_ ? a.exp_avg_sq_scale[block] : 0, Codes::kExpAvgSqField, 1);
 #pragma GCC unroll 8
     for (std::size_t j = 0; j < vectors_; ++j) {
       const std::size_t at = i + j * V::width;
@@ -111,8 +114,8 @@ class Block {
       if (k.maximize) g = V::neg(g);
       F p = Weights<V>::load(a, at);
       F m = exp_avg_ ? Codes::decode_exp_avg(codes(a.exp_avg) + at, m_power) : V::set(0.0f);
-      F v = RuleOfV::uses_exp_avg_sq ? Codes::decode_exp_avg_sq(codes(a.exp_avg_sq) + at, v_power)
-                                     : V::set(0.0f);
+      F v =
+          exp_avg_sq_ ? Codes::decode_exp_avg_sq(codes(a.exp_avg_sq) + at, v_power) : V::set(0.0f);
       RuleOfV::step(p, g, m, v, k);
       m_largest_ = V::imax(m_largest_, V::iand(V::as_int(m), V::iset(0x7FFFFFFF)));
       v_largest_ = V::imax(v_largest_, V::iand(V::as_int(v), V::iset(0x7FFFFFFF)));
@@ -133,19 +136,19 @@ class Block {
       const auto random = Codes::random(block, j * V::width, k.salt);
       if (exp_avg_)
         Codes::encode_exp_avg(codes(a.exp_avg) + at, m_power, m_[j], Codes::low_bits(random));
-      if (RuleOfV::uses_exp_avg_sq)
+      if (exp_avg_sq_)
         Codes::encode_exp_avg_sq(codes(a.exp_avg_sq) + at, v_power, v_[j],
                                  Codes::high_bits(random));
     }
     if (exp_avg_) a.exp_avg_scale[block] = m_scale;
-    if (RuleOfV::uses_exp_avg_sq) a.exp_avg_sq_scale[block] = v_scale;
+    if (exp_avg_sq_) a.exp_avg_sq_scale[block] = v_scale;
   }
 
  private:
   static std::uint8_t* codes(void* array) { return static_cast<std::uint8_t*>(array); }
 
   const std::size_t i_, vectors_;
-  const bool exp_avg_;
+  const bool exp_avg_, exp_avg_sq_;
   F m_[kMomentBlock / V::width], v_[kMomentBlock / V::width];
   typename V::I m_largest_ = V::iset(0), v_largest_ = V::iset(0);
 };

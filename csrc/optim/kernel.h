@@ -28,10 +28,22 @@
 #else
 #define INFINITY_FN static
 #endif
+#define INFINITY_APART __attribute__((noinline))  // one function, however many kernels call it
 
 namespace infinity {
 
-enum class Rule : std::uint8_t { kAdamW, kAdam, kSgd, kLion };
+// The rules: name of the struct (optim/rules), and name in Python. Those that are often used have
+// kernels of their own for each format.
+#define INFINITY_OFTEN_USED(X) X(AdamW, ADAMW) X(Adam, ADAM) X(Sgd, SGD) X(Lion, LION)
+#define INFINITY_SELDOM_USED(X) \
+  X(Adadelta, ADADELTA)         \
+  X(Adagrad, ADAGRAD) X(Adamax, ADAMAX) X(RAdam, RADAM) X(RMSprop, RMSPROP) X(Rprop, RPROP)
+
+enum class Rule : std::uint8_t {
+#define INFINITY_NAME(Name, NAME) k##Name,
+  INFINITY_OFTEN_USED(INFINITY_NAME) INFINITY_SELDOM_USED(INFINITY_NAME)
+#undef INFINITY_NAME
+};
 enum class DType : std::uint8_t { kFloat32, kBFloat16, kFloat16, kInt8 };  // kInt8: of moments only
 enum class Master : std::uint8_t { kOwn, kSplit, kFloat32 };  // kOwn: the weight is its own master
 
@@ -68,7 +80,9 @@ constexpr int kMaxGradFactors = 4;
 struct Hyperparameters {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0;
   double momentum = 0, dampening = 0;
-  bool nesterov = false, maximize = false;
+  double lr_decay = 0;  // of Adagrad
+  double smallest = 0, largest = 0;  // step sizes of Rprop
+  bool nesterov = false, maximize = false, decoupled = false;
   std::int64_t step = 1;  // counted from 1
   std::vector<float> grad_factors;
 };
@@ -88,7 +102,9 @@ struct Constants {
   float neg_step_size, eps;  // -lr / (1 - beta1^t)
   float bias2_sqrt, bias2_sqrt_reciprocal;  // sqrt(1 - beta2^t)
   float momentum, one_minus_dampening, neg_lr;
-  bool has_decay, has_momentum, first, nesterov, maximize;
+  float own[4];  // of the rule
+  Rule rule;
+  bool has_decay, has_momentum, first, nesterov, maximize, decoupled;
   std::uint32_t salt;  // of this step's random bits
   int factor_count;
   float factors[kMaxGradFactors];

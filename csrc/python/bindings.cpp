@@ -436,10 +436,9 @@ void bind_shared_row(py::module_& m) {
 
 void bind_adam(py::module_& m) {
   py::enum_<Rule>(m, "Rule")
-      .value("ADAMW", Rule::kAdamW)
-      .value("ADAM", Rule::kAdam)
-      .value("SGD", Rule::kSgd)
-      .value("LION", Rule::kLion);
+#define INFINITY_VALUE(Name, NAME) .value(#NAME, Rule::k##Name)
+      INFINITY_OFTEN_USED(INFINITY_VALUE) INFINITY_SELDOM_USED(INFINITY_VALUE);
+#undef INFINITY_VALUE
   py::enum_<DType>(m, "DType")
       .value("FLOAT32", DType::kFloat32)
       .value("BFLOAT16", DType::kBFloat16)
@@ -465,8 +464,12 @@ void bind_adam(py::module_& m) {
       .def_readwrite("weight_decay", &Hyperparameters::weight_decay)
       .def_readwrite("momentum", &Hyperparameters::momentum)
       .def_readwrite("dampening", &Hyperparameters::dampening)
+      .def_readwrite("lr_decay", &Hyperparameters::lr_decay)
+      .def_readwrite("smallest", &Hyperparameters::smallest)
+      .def_readwrite("largest", &Hyperparameters::largest)
       .def_readwrite("nesterov", &Hyperparameters::nesterov)
       .def_readwrite("maximize", &Hyperparameters::maximize)
+      .def_readwrite("decoupled", &Hyperparameters::decoupled)
       .def_readwrite("step", &Hyperparameters::step)
       .def_readwrite("grad_factors", &Hyperparameters::grad_factors);
   py::class_<Run>(m, "Run").def(

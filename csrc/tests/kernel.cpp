@@ -116,7 +116,9 @@ State stepped(const std::string& unit, const Layout& layout, State state,
 std::vector<Layout> all_layouts() {
   std::vector<Layout> layouts;
   setenv("INFINITY_SIMD", "scalar", 1);
-  for (Rule rule : {Rule::kAdamW, Rule::kAdam, Rule::kSgd, Rule::kLion})
+#define INFINITY_RULE(Name, NAME) Rule::k##Name,
+  for (Rule rule : {INFINITY_OFTEN_USED(INFINITY_RULE) INFINITY_SELDOM_USED(INFINITY_RULE)})
+#undef INFINITY_RULE
     for (DType weight : {DType::kFloat32, DType::kBFloat16, DType::kFloat16})
       for (Master master : {Master::kOwn, Master::kSplit, Master::kFloat32})
         for (DType grad : {DType::kFloat32, DType::kBFloat16, DType::kFloat16})

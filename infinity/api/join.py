@@ -31,7 +31,7 @@ def make_optimizer(engine: Engine, given: Recognised, place: int) -> InfinityOpt
     """Makes the optimizer that steps the parameters of the one ``given`` at ``place``, and takes
     over their gradients."""
     optimizer, moments = given.optimizer, given.moments
-    stepping = InfinityOptimizer(engine.make_step_context(place), optimizer, given.rule)
+    stepping = InfinityOptimizer(engine.make_step_context(place), optimizer, given.known)
     for param in _moved(given):
         handle, state = managed(param), optimizer.state.get(param, {})
         handle.step = saved_step(state, moments)
@@ -81,9 +81,9 @@ def _moved(given: Recognised) -> list[torch.Tensor]:
 
 def _admit(engine: Engine, job: Job, given: Recognised, place: int) -> InfinityOptimizer:
     """Takes over one optimizer: its parameters get memory for gradients and state."""
-    params, count = _moved(given), len(given.moments)
+    params, moments = _moved(given), given.known.arrays_of(given.moments, job.config)
     with job.uses.operation(Operation.ADD_PARAM_GROUP):
-        engine.admit(params, place=place, moment_count=count, then=lambda: None, asked=ASKED)
+        engine.admit(params, place=place, moments=moments, then=lambda: None, asked=ASKED)
         for param in params:
             handle, state = managed(param), given.optimizer.state.get(param, {})
             for name, array in given.moments.items():

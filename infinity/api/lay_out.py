@@ -249,13 +249,14 @@ def _spec_of(
         master=native.Master.OWN,
         grad_dtype=grad_dtype,
         moment_dtype=MOMENT_DTYPES[config.moments],
-        moment_count=0,
+        moments=(),
         stepped=False,
     )
     place, stepped_by = optimizers.place_of(param), optimizers.of(param)
     if place is None or stepped_by is None:
         return frozen
-    return frozen.trained(config.master, len(stepped_by.moments), place)
+    moments = stepped_by.known.arrays_of(stepped_by.moments, config)
+    return frozen.trained(config.master, moments, place)
 
 
 class Laid(NamedTuple):

@@ -7,9 +7,9 @@ whole job   bf16 gradients are unscaled and clipped, an fp32 master is stepped, 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Variant:
     name: str
     layout: dict
     nbytes: dict[str, int]  # per element
+    rule: native.Rule = native.Rule.ADAMW
+    settings: Mapping[str, float] = field(default_factory=lambda: {"weight_decay": 0.01})
 
 
 FP32 = dict(master=native.Master.OWN, grad=native.DType.FLOAT32, weight=native.DType.FLOAT32)
@@ -92,11 +94,13 @@ class Ours:
     def step(self) -> None:
         self.steps += 1
         hyper = native.Hyperparameters()
-        hyper.step, hyper.weight_decay = self.steps, 0.01
+        hyper.step = self.steps
+        for name, value in self.variant.settings.items():
+            setattr(hyper, name, value)
         hyper.grad_factors = [GRAD_FACTOR] if self.variant.name != "fp32" else []
         arrays = dict.fromkeys(("master", "exp_avg", "exp_avg_sq")) | self.extents
         update = native.UnitUpdate(
-            layout=native.Layout(rule=native.Rule.ADAMW, **self.variant.layout),
+            layout=native.Layout(rule=self.variant.rule, **self.variant.layout),
             count=self.count,
             **arrays,
             runs=[native.Run(0, self.count, hyper)],

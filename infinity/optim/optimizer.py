@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from .. import native
 from ..errors import UsageError
 from ..state.dtensors import is_distributed
 from ..state.handle import handle_of
@@ -27,10 +26,11 @@ from .clipping import clip_factor
 from .companion import Companion, outside_of
 from .context import StepContext
 from .given import Given
+from .known import Known
 from .members import Members
 from .optimizer_state import OptimizerState
 from .optimizer_step import OptimizerStep
-from .rules import moment_names, refuse_flags
+from .rules import refuse_flags
 from .state_entry import GONE
 from .step_inputs import settings_of
 
@@ -50,17 +50,16 @@ def _unit_landed(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> 
 class InfinityOptimizer(torch.optim.Optimizer):
     """Steps a wrapped optimizer's state at home. Shares its ``param_groups``."""
 
-    def __init__(self, context: StepContext, wrapped: torch.optim.Optimizer, rule: native.Rule):
-        self.context, self._rule = context, rule
+    def __init__(self, context: StepContext, wrapped: torch.optim.Optimizer, known: Known):
+        self.context, self._known = context, known
         self._ready = False
-        self._moments = moment_names(rule, wrapped.param_groups)
-        counts = rule in (native.Rule.ADAMW, native.Rule.ADAM)
+        self._moments = known.moments_of(wrapped.param_groups)
         self._books = OptimizerBooks(
-            partial(_parts, weakref.ref(self)), self._moments, counts_steps=counts
+            partial(_parts, weakref.ref(self)), self._moments, counts_steps=known.counts_steps
         )
         self._members, self.given = Members(context), Given(wrapped)
         self._outside = Companion(wrapped, self._books)
-        self._stepping = OptimizerStep(context, rule, self._members)
+        self._stepping = OptimizerStep(context, known, self._members)
         self.is_unwrapped = False  # by an unwrap_model that was interrupted and raised
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
@@ -92,8 +91,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     @property
     def rule_name(self) -> str:
-        """The rule: ADAMW, ADAM, SGD or LION."""
-        return self._rule.name
+        """The rule, by its name in :mod:`.known`."""
+        return self._known.rule.name
 
     @property
     def settings(self) -> list[dict[str, Any]]:
@@ -124,7 +123,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     @property
     def _state(self) -> OptimizerState:
-        return OptimizerState(self.context, self._rule, self.param_groups, self._moments)
+        return OptimizerState(self.context, self._known, self.param_groups, self._moments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters to step, as torch does: frozen ones that are at home.
@@ -152,12 +151,16 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
             outside = set(outside_of(group))
             moved = [param for param in group["params"] if param not in outside]
-            context.admit(moved, moment_count=len(self._moments), then=then)
+            context.admit(
+                moved,
+                moments=self._known.arrays_of(self._moments, context.config),
+                then=then,
+            )
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
         """Raises UsageError if ``groups``, from ``where``, need what the rule does not support."""
-        settings = self.defaults if self._rule != native.Rule.LION else ()
-        refuse_flags(self._rule, groups, moments=len(self._moments), settings=settings, where=where)
+        settings = self.defaults if self._known.kind is not None else ()
+        refuse_flags(self._known, groups, moments=self._moments, settings=settings, where=where)
 
     # --- the step ---
 
@@ -303,6 +306,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                     returned if (returned := hook(self, state_dict)) is not None else state_dict
                 )
             self.read_groups()
+            state_dict = self._known.flat(state_dict)
             groups = self._state.check(state_dict)
             self.check_groups(groups, "load_state_dict()")
             self._state.write(state_dict, groups, self._books)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .. import native
 from ..distributed.collectives import in_turn
 from ..errors import UsageError
 from ..state.dtensors import is_common, like, local_of, part_of
@@ -18,6 +17,7 @@ from ..state.handle import ParamHandle, handle_of
 from .books import OptimizerBooks
 from .borrowed_state import STEP
 from .context import StepContext
+from .known import Known
 from .rules import saved_step
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,11 @@ class OptimizerState:
     def __init__(
         self,
         context: StepContext,
-        rule: native.Rule,
+        known: Known,
         groups: list[dict[str, Any]],
         moments: dict[str, str],
     ):
-        self._context, self._rule, self._groups, self.moments = context, rule, groups, moments
+        self._context, self._known, self._groups, self.moments = context, known, groups, moments
 
     def read(self, books: OptimizerBooks, *, masters: bool) -> dict[str, Any]:
         """Returns a state dict in torch's form, with the user's own values from ``books``.
@@ -90,7 +90,7 @@ class OptimizerState:
     def _read_one(self, param: torch.Tensor, *, with_master: bool) -> dict[str, torch.Tensor]:
         handle, store = handle_of(param), self._context.store
         found = {}
-        if self.moments and self._rule in (native.Rule.ADAMW, native.Rule.ADAM):
+        if self.moments and self._known.counts_steps:
             found["step"] = torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")
         for name, array in self.moments.items():
             found[name] = like(param, handle.flat_param.read_moment(store, array, handle.index))
@@ -123,6 +123,12 @@ class OptimizerState:
             state = state_dict["state"][index]
             for name in (*self.moments, "master"):
                 value = state.get(name)
+                if value is not None and not value.is_floating_point():
+                    raise UsageError(
+                        f"{name} of parameter {index} is of {value.dtype}, which are codes of"
+                        " another library, whose scales are not read here: load a state dict in"
+                        " fp32"
+                    )
                 if value is not None and tuple(value.shape) != tuple(params[index].shape):
                     handle = handle_of(params[index])
                     raise UsageError(

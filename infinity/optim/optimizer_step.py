@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from .. import native
 from ..errors import UsageError
 from ..gradients.record import refuse_torn
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from .context import StepContext
+from .known import Known
 from .members import Members
 from .step_inputs import StepInputs
 from .stepper import FlatParamStep, Stepper
@@ -30,12 +30,12 @@ class OptimizerStep:
     """Steps all units at once, or each one in the backward. Used from the thread that runs backward
     or the step. ``groups``: the optimizer's param_groups, which users may replace."""
 
-    def __init__(self, context: StepContext, rule: native.Rule, members: Members):
-        self._context, self._rule, self._members = context, rule, members
+    def __init__(self, context: StepContext, known: Known, members: Members):
+        self._context, self._known, self._members = context, known, members
         self._shadowed = 0  # shadows since the last step
 
     def _stepper(self, groups: Groups) -> Stepper:
-        return Stepper(self._context, self._rule, groups, self._members.group_of)
+        return Stepper(self._context, self._known, groups, self._members.group_of)
 
     # --- a step ---
 

@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-from .. import native
 from ..config.config import Config
 from ..errors import ConfigError
-from .rules import moment_names, recognise
+from .known import Known
+from .rules import recognise
 
 
 @dataclass(frozen=True, eq=False)
 class Recognised:
-    """One optimizer, and its rule."""
+    """One optimizer, and how it steps."""
 
     optimizer: torch.optim.Optimizer
-    rule: native.Rule
+    known: Known
 
     @property
     def moments(self) -> dict[str, str]:
         """torch's name of each moment -> the flat param's array for it."""
-        return moment_names(self.rule, self.optimizer.param_groups)
+        return self.known.moments_of(self.optimizer.param_groups)
 
 
 class Optimizers:

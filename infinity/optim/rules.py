@@ -1,6 +1,6 @@
 """Rules: recognises which optimizer's formula the kernels run, and which settings they support.
 
-rule   the formula: ADAMW, ADAM, SGD or LION
+rule   the formula, an entry of :mod:`.known`
 
 An optimizer is accepted only if the ``step`` that would run is a known one. torch's are recognised
 by their code, so a subclass with its own step is refused, and so is a step patched on the instance
@@ -11,37 +11,33 @@ the formula of https://arxiv.org/abs/2302.06675, Algorithm 2.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .. import native
 from ..errors import ConfigError, UsageError
+from .known import ALIASES, KNOWN, Known
 
+logger = logging.getLogger(__name__)
+
+NO_GRAD = torch.no_grad()(lambda: None).__code__.co_filename  # of functions that it decorates
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Class of torch -> its rule; AdamW is an Adam, so it comes first
+TORCHS = {known.kind: rule for rule, known in KNOWN.items() if known.kind is not None}
 SUPPORTED = (
-    "torch.optim.AdamW, Adam, SGD (with or without momentum), and Lion (lr, betas, weight_decay)"
+    f"torch.optim.{', '.join(kind.__name__ for kind in TORCHS)}, and Lion (lr, betas, weight_decay)"
 )
-TORCHS = {
-    torch.optim.AdamW: "Adam.step",
-    torch.optim.Adam: "Adam.step",
-    torch.optim.SGD: "SGD.step",
-}
 TRIED = {"lr": 0.1, "betas": (0.6, 0.8), "weight_decay": 0.3}  # a Lion's settings in its test
 OPTIM = os.path.dirname(torch.optim.__file__) + os.sep
-# The settings that the kernels use. torch's other settings change how it computes, and no result.
-# Any other setting of a class is refused if set, by `check_groups`.
-COMPUTED = {
-    native.Rule.ADAMW: ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay"),
-    native.Rule.ADAM: ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_decay"),
-    native.Rule.SGD: ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
-    native.Rule.LION: ("lr", "betas", "weight_decay", "maximize"),
-}
-# Needed if the rule has them: they have no default
-NEEDED = ("lr", "betas", "momentum", "dampening", "nesterov")
+# Keys that a group may lack: they have a default
+OPTIONAL = ("eps", "weight_decay")
 HOW = ("foreach", "fused")
 # Part of a class name -> the nearest supported optimizer.
 NEAREST = {
@@ -56,12 +52,14 @@ NEAREST = {
 NOT_HONOURED = ("amsgrad", "differentiable", "capturable", "caution", "cautious")
 
 
-def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
-    """Recognises the rule of ``optimizer``. Raises ConfigError if its step is not exactly a known
+def recognise(optimizer: torch.optim.Optimizer) -> Known:
+    """Recognises how ``optimizer`` steps. Raises ConfigError if its step is not exactly a known
     one."""
     refuse_wrapper(optimizer)
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
+    if (alias := ALIASES.get(name)) is not None:
+        return _of_alias(optimizer, alias)
     base = next((torchs for torchs in TORCHS if isinstance(optimizer, torchs)), None)
     if base is None and kind.__name__ != "Lion":
         raise ConfigError(
@@ -77,7 +75,7 @@ def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
             _try_lion(optimizer)
         rule = native.Rule.LION
     else:
-        if not _is_torchs(runs, TORCHS[base]):
+        if not _is_torchs(runs, KNOWN[TORCHS[base]].step):
             raise _other_step(name, "is not torch's", runs)
         if kind is not base and (other := _overridden(kind, base)):
             raise ConfigError(
@@ -85,13 +83,57 @@ def recognise(optimizer: torch.optim.Optimizer) -> native.Rule:
                 f" in the engine's kernels. Use torch.optim.{base.__name__}, or keep this model"
                 " unwrapped."
             )
-        rule = native.Rule.SGD if base is torch.optim.SGD else _adams(optimizer.param_groups, base)
-    moments, settings = (
-        len(moment_names(rule, optimizer.param_groups)),
-        optimizer.defaults if base is not None else (),
+        is_adam = issubclass(base, torch.optim.Adam)
+        rule = _adams(optimizer.param_groups, base) if is_adam else TORCHS[base]
+    known = KNOWN[rule]
+    _check_all(known, optimizer)
+    return known
+
+
+def _check_all(known: Known, optimizer: torch.optim.Optimizer) -> None:
+    groups = optimizer.param_groups
+    settings = optimizer.defaults if known.kind is not None else ()
+    check_groups(known, groups, moments=known.moments_of(groups), settings=settings)
+
+
+def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
+    """Returns how an optimizer of another library steps. Raises ConfigError for what the kernels do
+    not do as it does."""
+    name = str(known.kind)
+    own = plain_step(vars(optimizer)["step"]) if "step" in vars(optimizer) else None
+    runs = plain_step(type(optimizer).step)
+    if own is not None and own is not runs:
+        raise _other_step(name, "was replaced on the object", own)
+    while runs.__code__.co_filename == NO_GRAD:
+        runs = runs.__wrapped__
+    if runs.__code__.co_qualname != known.step:
+        raise _other_step(name, "is not its library's", runs)
+    _check_all(known, optimizer)
+    args = getattr(optimizer, "args", None)  # of bitsandbytes
+    for owner, flag, off in (
+        (args, "max_unorm", 0.0),
+        (args, "skip_zeros", False),
+        (optimizer, "bf16_stochastic_round", False),
+    ):
+        if (value := getattr(owner, flag, off)) != off:
+            raise ConfigError(f"optimizer {name}: {flag}={value} is not supported: set it to {off}")
+    for state in optimizer.state.values():
+        for moment in known.moments:
+            value = state.get(moment)
+            if value is not None and (type(value) is not torch.Tensor or value.dtype not in FLOATS):
+                raise ConfigError(
+                    f"optimizer {name} has taken steps, and has {moment} in 8 bits: give wrap_model"
+                    " a fresh one"
+                )
+    if getattr(args, "optim_bits", 32) == 8:
+        known = replace(known, dtype="int8")
+    logger.info(
+        "%s steps as %s in the engine's kernels, with moments in %s",
+        name,
+        known.rule.name,
+        known.dtype,
     )
-    check_groups(rule, optimizer.param_groups, moments=moments, settings=settings)
-    return rule
+    return known
 
 
 def check_expected(
@@ -166,25 +208,26 @@ def _check_lr(index: int, lr: Any) -> None:
 
 
 def check_groups(
-    rule: native.Rule,
+    known: Known,
     groups: Iterable[Mapping[str, Any]],
     *,
-    moments: int,
+    moments: Container[str],
     settings: Iterable[str] = (),
 ) -> None:
-    """Raises ConfigError if ``groups`` need what the kernels of ``rule`` do not support.
-    ``moments``: arrays per parameter. ``settings``: those of the optimizer's class. Any other key
-    that is no flag is the user's own, and is ignored."""
-    others = {name for name in settings if name not in (*COMPUTED[rule], *HOW)}
+    """Raises ConfigError if ``groups`` need what the kernels do not do for ``known``.
+    ``moments``: those that there is room for. ``settings``: those of the optimizer's class. Any
+    other key that is no flag is the user's own, and is ignored."""
+    others, rule = [name for name in settings if name not in (*known.keys, *HOW)], known.rule
+    needed = [name for name in known.settings if name not in OPTIONAL]
     for i, group in enumerate(groups):
-        if missing := [name for name in NEEDED if name in COMPUTED[rule] and name not in group]:
+        if missing := [name for name in needed if name not in group]:
             raise ConfigError(f"the optimizer's group {i} lacks {', '.join(missing)}")
         _check_lr(i, group.get("lr"))
         for flag in dict.fromkeys((*NOT_HONOURED, *others)):
             if group.get(flag):
                 raise ConfigError(
                     f"the optimizer's group {i} has {flag}={group[flag]}, which is not supported:"
-                    f" set {flag}=False"
+                    f" set {flag}={type(group[flag])()}"
                 )
         if rule in (native.Rule.ADAM, native.Rule.ADAMW) and "decoupled_weight_decay" in group:
             if bool(group["decoupled_weight_decay"]) != (rule == native.Rule.ADAMW):
@@ -194,22 +237,12 @@ def check_groups(
                     f" as {rule.name}: all groups are Adam's or all are AdamW's. unwrap_model"
                     " first, change it, and wrap again."
                 )
-        if rule == native.Rule.SGD and not moments and group["momentum"] != 0:
+        if known.momentum is not None and known.momentum not in moments and group["momentum"] != 0:
             raise ConfigError(
                 f"the optimizer's group {i} has momentum={group['momentum']}, and it was wrapped"
                 " without momentum, so that there is no room for its buffer. unwrap_model first,"
                 " set the momentum, and wrap again."
             )
-
-
-def moment_names(rule: native.Rule, groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Maps torch's name of each moment to the flat param's array for it."""
-    if rule == native.Rule.SGD:
-        moving = any(group["momentum"] != 0 for group in groups)
-        return {"momentum_buffer": "exp_avg"} if moving else {}
-    if rule == native.Rule.LION:
-        return {"exp_avg": "exp_avg"}
-    return {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
@@ -219,17 +252,17 @@ def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
 
 
 def refuse_flags(
-    rule: native.Rule,
+    known: Known,
     groups: Iterable[Mapping[str, Any]],
     *,
-    moments: int,
+    moments: Container[str],
     settings: Iterable[str],
     where: str,
 ) -> None:
     """Runs :func:`check_groups` after the wrap. Raises UsageError that names the origin
     ``where``."""
     try:
-        check_groups(rule, groups, moments=moments, settings=settings)
+        check_groups(known, groups, moments=moments, settings=settings)
     except ConfigError as error:
         raise UsageError(f"{where}: {error}") from None
 

@@ -23,6 +23,7 @@ from ..state.unit import ParamUnit
 from ..storage.arrays import StateArray
 from .context import StepContext
 from .device_step import DeviceUpdate, Span, steps_on_device
+from .known import Known
 
 
 @dataclass(eq=False)
@@ -69,11 +70,11 @@ class Stepper:
     def __init__(
         self,
         context: StepContext,
-        rule: native.Rule,
+        known: Known,
         groups: list[dict[str, Any]],
         group_of: Mapping[ParamHandle, int],
     ):
-        self._context, self._rule, self._groups, self._group_of = context, rule, groups, group_of
+        self._context, self._known, self._groups, self._group_of = context, known, groups, group_of
 
     def _is_stepped(self, handle: ParamHandle) -> bool:
         return has_landed(handle) and handle in self._group_of
@@ -158,7 +159,7 @@ class Stepper:
             for index, (zeros, number, rows) in step.zeros.items():
                 homes.rows.note_step(index, rows, zeros, number)
             updater = self._context.updates.updater
-            homes.leave_behind(update, updater, self._rule, step.version)
+            homes.leave_behind(update, updater, self._known.rule, step.version)
         elif step.newer is None:
             step.flat_param.homes.submit(update)
         else:
@@ -257,7 +258,7 @@ class Stepper:
             step.device_step = partial(
                 stepper.step,
                 flat_param,
-                flat_param.homes.native_layout(self._rule),
+                flat_param.homes.native_layout(self._known.rule),
                 own,
                 version=version,
                 behind=behind,
@@ -282,7 +283,7 @@ class Stepper:
             )
             return
         behind = context.gradients.homes.landing_of(flat_param)
-        layout = flat_param.homes.native_layout(self._rule)
+        layout = flat_param.homes.native_layout(self._known.rule)
         step.device_step = partial(
             stepper.step,
             flat_param,
@@ -309,7 +310,7 @@ class Stepper:
         read = self._context.device.ticket([flat_param.homes.last_read])
         after = [*after, read] if read is not None else after
         return flat_param.homes.update_of(
-            self._rule, runs, after, label=label, version=version, ahead=ahead
+            self._known.rule, runs, after, label=label, version=version, ahead=ahead
         )
 
     def _spans(
@@ -338,15 +339,7 @@ class Stepper:
     ) -> native.Hyperparameters:
         group = self._groups[group_index]
         hyper = native.Hyperparameters()
-        hyper.lr = float(group["lr"])
-        hyper.weight_decay = float(group.get("weight_decay", 0))
-        hyper.maximize = bool(group.get("maximize", False))
-        if self._rule == native.Rule.SGD:
-            hyper.momentum, hyper.dampening = float(group["momentum"]), float(group["dampening"])
-            hyper.nesterov = bool(group["nesterov"])
-        else:
-            hyper.beta1, hyper.beta2 = (float(beta) for beta in group["betas"])
-            hyper.eps = float(group.get("eps", 0))
+        self._known.set_on(hyper, group)
         hyper.step = step
         hyper.grad_factors = list(factors)
         return hyper

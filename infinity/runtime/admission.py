@@ -53,7 +53,7 @@ def admit(
     resources: Resources,
     params: Iterable[torch.Tensor],
     *,
-    moment_count: int,
+    moments: Mapping[str, torch.dtype],
     hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
     place: int = 0,
@@ -64,7 +64,7 @@ def admit(
     growths: dict[FlatParam, Growth] = {}
     for handle in handles:
         if not (spec := handle.flat_param.spec).stepped:
-            trained = spec.trained(job.config.master, moment_count, place)
+            trained = spec.trained(job.config.master, moments, place)
             growths[handle.flat_param] = Growth(handle.unit, trained)
     sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]
     wait_idle(job)

@@ -7,7 +7,7 @@ lives as long as the model or its optimizer. Everything it owns is freed when bo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -239,13 +239,14 @@ class Engine:
         self,
         params: Iterable[torch.Tensor],
         *,
-        moment_count: int,
+        moments: Mapping[str, torch.dtype],
         then: Callable[[], None],
         place: int = 0,
         asked: str = "add_param_group",
     ) -> None:
-        """Steps ``params``, frozen until now, by the optimizer at ``place``. Raises UsageError or
-        CapacityError, which say what was ``asked``, with nothing changed."""
+        """Steps ``params``, frozen until now, by the optimizer at ``place``. ``moments``: the
+        arrays of its rule, and their dtype. Raises UsageError or CapacityError, which say what was
+        ``asked``, with nothing changed."""
         if self.average is not None:
             raise UsageError(
                 f"{asked}: the average of this model does not have these parameters. Make"
@@ -261,7 +262,7 @@ class Engine:
             self._resources,
             params,
             place=place,
-            moment_count=moment_count,
+            moments=moments,
             asked=asked,
             hook=self.passes.hook,
             then=then,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,19 +27,26 @@ class FlatParamSpec:
     master: native.Master
     grad_dtype: torch.dtype
     moment_dtype: torch.dtype
-    moment_count: int
+    moments: tuple[str, ...]  # arrays, of MOMENTS
     stepped: bool
     optimizer: int = 0  # the place, among those of the job, of the one that steps them
 
-    def trained(self, master: str, moment_count: int, optimizer: int = 0) -> FlatParamSpec:
+    def trained(
+        self, master: str, moments: Mapping[str, torch.dtype], optimizer: int = 0
+    ) -> FlatParamSpec:
         """Describes the same parameters when ``optimizer`` steps them. ``master``: the
-        configuration's."""
+        configuration's; ``moments``: the arrays of its rule, and their dtype."""
         kind = native.Master.OWN
         if self.dtype != torch.float32 and master != "none":
             split = master == "split" and self.dtype == torch.bfloat16
             kind = native.Master.SPLIT if split else native.Master.FLOAT32
         return replace(
-            self, master=kind, moment_count=moment_count, stepped=True, optimizer=optimizer
+            self,
+            master=kind,
+            moments=tuple(name for name in MOMENTS if name in moments),
+            moment_dtype=next(iter(moments.values()), self.moment_dtype),
+            stepped=True,
+            optimizer=optimizer,
         )
 
     def array_dtypes(self) -> dict[str, torch.dtype]:
@@ -47,10 +55,9 @@ class FlatParamSpec:
         if self.stepped:
             if self.master != native.Master.OWN:
                 dtypes["master"] = MASTER_DTYPES[self.master]
-            moments = MOMENTS[: self.moment_count]
-            dtypes |= {name: self.moment_dtype for name in moments}
+            dtypes |= {name: self.moment_dtype for name in self.moments}
             if self.moment_dtype == torch.uint8:
-                dtypes |= {SCALES[name]: torch.uint8 for name in moments}
+                dtypes |= {SCALES[name]: torch.uint8 for name in self.moments}
             dtypes["grad"] = self.grad_dtype
         return dtypes
 

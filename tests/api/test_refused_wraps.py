@@ -51,15 +51,15 @@ class Muon(torch.optim.Optimizer):
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type, list[str]]] = {
     "unsupported": (
-        lambda m: torch.optim.RMSprop(m.parameters()),
+        lambda m: torch.optim.ASGD(m.parameters()),
         infinity.ConfigError,
-        ["RMSprop", "AdamW", "SGD", "Lion"],
+        ["ASGD", "AdamW", "SGD", "Lion"],
     ),
     "of the user": (lambda m: Muon(m.parameters()), infinity.ConfigError, ["Muon", "AdamW"]),
-    "Adamax": (
-        lambda m: torch.optim.Adamax(m.parameters()),
+    "NAdam": (
+        lambda m: torch.optim.NAdam(m.parameters()),
         infinity.ConfigError,
-        ["Adamax", "AdamW"],
+        ["NAdam", "AdamW"],
     ),
     "amsgrad": (
         lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True),

@@ -73,7 +73,7 @@ USES: dict[str, Row] = {  # use -> its error, patterns of the cause and of the r
     "s.wrap(adamw(plain()))": (ConfigError, "none is one of the model's", "from model.parameters"),
     "step = scheduler(s.adamw); s.wrap(step)": (ConfigError, "StepLR is a wrapper", "AdamW itself"),
     "s.wrap([s.adamw, adamw(s.plain)])": (ConfigError, "optimizers 0 and 1", "give each parameter"),
-    "s.wrap(torch.optim.RMSprop(s.plain.parameters()))": (ConfigError, "RMSprop is not", SUPPORTED),
+    "s.wrap(torch.optim.ASGD(s.plain.parameters()))": (ConfigError, "ASGD is not", SUPPORTED),
     "s.wrap(torch.optim.LBFGS(s.plain.parameters()))": (ConfigError, "LBFGS is not", SUPPORTED),
     "s.wrap(adamw(s.plain, amsgrad=True))": (ConfigError, "amsgrad=True, which", "amsgrad=False"),
     "s.wrap(adamw(s.plain, capturable=True))": (ConfigError, "capturable=True", "capturable=False"),

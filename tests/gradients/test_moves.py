@@ -12,7 +12,7 @@ from infinity.errors import InternalError
 from infinity.gradients.record import MOVES, GradRecord, GradState
 from infinity.state import home_arrays
 from infinity.state.flat_param import FlatParam
-from infinity.state.flat_param_spec import FlatParamSpec
+from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.state.home_arrays import Activity, Shadow
 
 
@@ -42,7 +42,7 @@ class Over:
 
 def a_shard() -> FlatParam:
     spec = FlatParamSpec(
-        torch.float32, torch.float32, native.Master.OWN, torch.float32, torch.float32, 2, True
+        torch.float32, torch.float32, native.Master.OWN, torch.float32, torch.float32, MOMENTS, True
     )
     return FlatParam(spec, [torch.nn.Parameter(torch.zeros(4))])
 

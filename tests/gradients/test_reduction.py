@@ -13,7 +13,7 @@ from infinity.distributed.collectives import Collectives
 from infinity.distributed.parallel_dims import ParallelDims
 from infinity.gradients.reduction import Reduction
 from infinity.state.flat_param import FlatParam
-from infinity.state.flat_param_spec import FlatParamSpec
+from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec
 
 NUMEL = 3000  # of each of the three parameters; all are padded to 16384, of which a rank has half
 OFFSETS = (0, 3008, 6016)  # multiples of 64
@@ -22,7 +22,7 @@ OFFSETS = (0, 3008, 6016)  # multiples of 64
 def a_shard(rank: int = 1) -> FlatParam:
     """The last parameter is on both ranks, the others on the first alone."""
     spec = FlatParamSpec(
-        torch.float32, torch.float32, native.Master.OWN, torch.float32, torch.float32, 2, True
+        torch.float32, torch.float32, native.Master.OWN, torch.float32, torch.float32, MOMENTS, True
     )
     params = [nn.Parameter(torch.zeros(NUMEL)) for _ in range(3)]
     return FlatParam(spec, params, Collectives(ParallelDims(rank=rank, size=2)))

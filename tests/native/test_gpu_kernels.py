@@ -24,12 +24,7 @@ from infinity import native
 
 SEED = 20261121
 COUNT = 64 * 9 + 40  # quads, a tail, and a block that is not full
-RULES = {
-    "adamw": native.Rule.ADAMW,
-    "adam": native.Rule.ADAM,
-    "sgd": native.Rule.SGD,
-    "lion": native.Rule.LION,
-}
+RULES = {name.lower(): rule for name, rule in native.Rule.__members__.items()}
 FORMS = [
     (torch.float32, native.Master.OWN, torch.float32),
     (torch.bfloat16, native.Master.SPLIT, torch.bfloat16),

@@ -130,7 +130,7 @@ def test_a_landed_unit_is_told_to_the_optimizer_while_there_is_one():
     job = small_at_home(make=momentum)
     heard: list = []
     context = replace(job.engine.make_step_context(), listen_to_landed=heard.append)
-    optimizer = InfinityOptimizer(context, job.optimizer.wrapped, job.optimizer._rule)
+    optimizer = InfinityOptimizer(context, job.optimizer.wrapped, job.optimizer._known)
     job.backward(RAMP)
     (landed,) = heard
     with optimizer.step_in_backward():
@@ -285,13 +285,13 @@ def test_an_added_group_stands_once_however_often_its_change_is_made():
     job = with_frozen()
     asked = []
 
-    def admit(params, *, moment_count, then) -> None:
-        asked.append((list(params), moment_count))
+    def admit(params, *, moments, then) -> None:
+        asked.append((list(params), len(moments)))
         then()
         then()
 
     context = replace(job.engine.make_step_context(), admit=admit)
-    optimizer = InfinityOptimizer(context, job.optimizer.wrapped, job.optimizer._rule)
+    optimizer = InfinityOptimizer(context, job.optimizer.wrapped, job.optimizer._known)
     optimizer.add_param_group({"params": [job.handles[5].param]})
     assert asked == [([job.handles[5].param], 1)] and len(optimizer.param_groups) == 2
 

@@ -10,6 +10,7 @@ from small import RAMP, AtHome, small_at_home
 
 from infinity import UsageError, native
 from infinity.gradients.record import GradRecord, GradState
+from infinity.optim.known import KNOWN
 from infinity.optim.members import Members
 from infinity.optim.optimizer_step import OptimizerStep
 from infinity.optim.stepper import Stepper
@@ -21,7 +22,7 @@ def step_of(job: AtHome) -> OptimizerStep:
     context = job.engine.make_step_context()
     members = Members(context)
     members.read(job.optimizer.param_groups)
-    return OptimizerStep(context, native.Rule.SGD, members)
+    return OptimizerStep(context, KNOWN[native.Rule.SGD], members)
 
 
 def weights(job: AtHome) -> list[list]:

@@ -147,7 +147,7 @@ def test_a_lion_that_does_nothing_is_known_by_its_name_and_settings():
                 param.data.add_(change)
 
     change = 0.0
-    assert recognise(Lion(make().parameters())) == native.Rule.LION
+    assert recognise(Lion(make().parameters())).rule == native.Rule.LION
     change = 1e-3
     with pytest.raises(ConfigError, match="does not step as Lion does"):
         recognise(Lion(make().parameters()))
@@ -300,12 +300,12 @@ def of_module(module: str, name: str) -> type:
 
 
 INSTEAD = {
-    ("bitsandbytes.optim.adamw", "AdamW8bit"): 'Use torch.optim.AdamW with Config(moments="int8")',
+    ("bitsandbytes.optim.lamb", "LAMB8bit"): 'Use torch.optim.AdamW with Config(moments="int8")',
     (
-        "bitsandbytes.optim.adamw",
-        "PagedAdamW32bit",
+        "apex.optimizers",
+        "FusedAdamW",
     ): "Use torch.optim.AdamW: its update runs in the engine's kernels, at any home",
-    ("torchao.optim.adam", "Adam8bit"): 'Use torch.optim.Adam with Config(moments="int8")',
+    ("torchao.optim.adam", "Adam4bit"): 'Use torch.optim.Adam with Config(moments="int8")',
     (
         "deepspeed.ops.adam.cpu_adam",
         "DeepSpeedCPUAdam",

@@ -8,6 +8,7 @@ from torch import nn
 
 import infinity
 from infinity import native
+from infinity.optim.known import KNOWN
 from infinity.optim.stepper import Stepper
 from infinity.runtime.registry import wrapped
 
@@ -28,7 +29,7 @@ def test_a_gradient_with_every_factor_a_kernel_takes_is_stepped(clip):
         model.weight.grad.mul_(0.5)
     assert len(handle.grad.factors) == native.MAX_GRAD_FACTORS
     stepper = Stepper(
-        engine.make_step_context(), native.Rule.SGD, optimizer.param_groups, {handle: 0}
+        engine.make_step_context(), KNOWN[native.Rule.SGD], optimizer.param_groups, {handle: 0}
     )
     stepper.carry_out(stepper.plan(engine.job.units[0], 1, clip))
     assert torch.equal(

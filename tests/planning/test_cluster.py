@@ -28,7 +28,7 @@ SPEC = FlatParamSpec(
     master=native.Master.OWN,
     grad_dtype=float32,
     moment_dtype=float32,
-    moment_count=2,
+    moments=("exp_avg", "exp_avg_sq"),
     stepped=True,
 )
 HOST = {name: Tier.HOST for name in ("weight", "master", "exp_avg", "exp_avg_sq", "grad")}

@@ -43,7 +43,7 @@ from infinity.planning.slots import needed_device_slot_nbytes
 from infinity.planning.step_traffic import traffic
 from infinity.planning.unit_sizes import CHECKSUMMED, FlatParamSize, UnitSize
 from infinity.runtime.registry import wrapped
-from infinity.state.flat_param_spec import FlatParamSpec
+from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec
 
 SEED = 5
 KIB, MIB = 1024, 1024 * 1024
@@ -51,11 +51,11 @@ PAGE = 4096
 
 bf16, fp32 = torch.bfloat16, torch.float32
 SPECS = [
-    FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, fp32, 2, True),
-    FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 2, True),
-    FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, torch.uint8, 2, True),
-    FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 1, True),
-    FlatParamSpec(bf16, bf16, native.Master.OWN, bf16, fp32, 0, False),
+    FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, fp32, MOMENTS, True),
+    FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, MOMENTS, True),
+    FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, torch.uint8, MOMENTS, True),
+    FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, MOMENTS[:1], True),
+    FlatParamSpec(bf16, bf16, native.Master.OWN, bf16, fp32, (), False),
 ]
 
 

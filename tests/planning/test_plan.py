@@ -26,7 +26,7 @@ from infinity.machine.tiers import Tier
 from infinity.planning.memory_plan import LADDER, MemoryPlan
 from infinity.planning.plan import make_plan
 from infinity.planning.unit_sizes import MIN_CHUNK, FlatParamSize, UnitSize
-from infinity.state.flat_param_spec import FlatParamSpec
+from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec
 
 MIB = 1024 * 1024
 AMPLE = "1TiB"  # so that nothing is measured on the machine that runs the tests
@@ -34,12 +34,12 @@ HOMES = ("device", "host", "nvme")
 
 bf16, fp32 = torch.bfloat16, torch.float32
 SPECS = {
-    "split": FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, fp32, 2, True),
-    "fp32": FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 2, True),
-    "whole": FlatParamSpec(bf16, bf16, native.Master.FLOAT32, fp32, bf16, 2, True),
-    "int8": FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, torch.uint8, 2, True),
-    "momentum": FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, 1, True),
-    "frozen": FlatParamSpec(bf16, bf16, native.Master.OWN, bf16, fp32, 0, False),
+    "split": FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, fp32, MOMENTS, True),
+    "fp32": FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, MOMENTS, True),
+    "whole": FlatParamSpec(bf16, bf16, native.Master.FLOAT32, fp32, bf16, MOMENTS, True),
+    "int8": FlatParamSpec(bf16, bf16, native.Master.SPLIT, bf16, torch.uint8, MOMENTS, True),
+    "momentum": FlatParamSpec(fp32, fp32, native.Master.OWN, fp32, fp32, MOMENTS[:1], True),
+    "frozen": FlatParamSpec(bf16, bf16, native.Master.OWN, bf16, fp32, (), False),
 }
 
 

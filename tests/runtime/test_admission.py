@@ -17,6 +17,7 @@ from infinity.machine.tiers import Tier
 from infinity.runtime import admission
 from infinity.runtime.admission import admit
 from infinity.runtime.registry import wrapped
+from infinity.state.flat_param_spec import MOMENTS
 from infinity.state.handle import set_raw_grad
 
 FROZEN = 4, 5  # layers that are trained later
@@ -51,7 +52,7 @@ class Told:
             job,
             resources,
             params,
-            moment_count=moments,
+            moments=dict.fromkeys(MOMENTS[:moments], torch.float32),
             hook=self.hooked.append,
             then=then or (lambda: self.ended.append(True)),
         )
@@ -248,7 +249,7 @@ def test_a_parameter_that_is_not_this_jobs_is_refused():
                 engine.job,
                 engine._resources,
                 [job.handles[4].param, param],
-                moment_count=1,
+                moments={"exp_avg": torch.float32},
                 hook=lambda param: pytest.fail("hooked"),
                 then=lambda: pytest.fail("ended"),
             )

@@ -395,7 +395,11 @@ def test_a_frozen_parameter_is_stepped_once_it_is_admitted():
     engine, late = wrapped(model).engine, handle_of(model.layers[2].weight)
     ended, hooked = [], []
     engine.passes.hook_later(hooked.append)
-    admit = lambda: engine.admit([late.param], moment_count=1, then=lambda: ended.append(True))
+    admit = lambda: engine.admit(
+        [late.param],
+        moments={"exp_avg": torch.float32},
+        then=lambda: ended.append(True),
+    )
     for name, said in (("average", "the average of this model"), ("stale", "without_flush")):
         setattr(engine, name, object())
         with pytest.raises(UsageError, match=f"^add_param_group.*{said}"):

@@ -25,7 +25,7 @@ from infinity.planning.memory_plan import BUFFERS, LADDER, MemoryPlan
 from infinity.planning.slots import optimizer_slot_nbytes
 from infinity.planning.unit_sizes import FlatParamSize, UnitSize
 from infinity.runtime.resources import Resources, make_store, trace_path
-from infinity.state.flat_param_spec import FlatParamSpec
+from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec
 
 F32 = torch.float32
 BLOCK, MIB = native.BLOCK_NBYTES, 1 << 20
@@ -206,7 +206,7 @@ def test_a_store_is_made_as_the_config_and_the_ranks_say(swap):
 
 
 def unit_of(numel: int) -> UnitSize:
-    spec = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 2, stepped=True)
+    spec = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, MOMENTS, stepped=True)
     return UnitSize("u", (FlatParamSize(spec, numel),))
 
 

@@ -13,11 +13,11 @@ from infinity import native
 from infinity.machine.device import PAST
 from infinity.state.array_parts import ArrayParts
 from infinity.state.flat_param import FlatParam
-from infinity.state.flat_param_spec import FlatParamSpec
+from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.state.home_arrays import Shadow
 
 F32 = torch.float32
-CODED = FlatParamSpec(F32, F32, native.Master.OWN, F32, torch.uint8, 1, stepped=True)
+CODED = FlatParamSpec(F32, F32, native.Master.OWN, F32, torch.uint8, MOMENTS[:1], stepped=True)
 # Whole arrays have 8192 elements: parameters at 0, 128 and 4096 + 64, the second one on two shards.
 LENGTHS = 70, 4000, 100
 PARTS = [(0, 70), (128, 4128), (4160, 4260)]

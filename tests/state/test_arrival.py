@@ -115,7 +115,7 @@ class Case:
         self.device = device(self.said)
         self.flat_params = []
         for number, dtype in enumerate((F32, BF16)):
-            spec = FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, dtype, 0, stepped=False)
+            spec = FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, dtype, (), stepped=False)
             flat_param = FlatParam(spec, [torch.nn.Parameter(torch.zeros(5000))], self.collectives)
             self.flat_params.append(give_arrays(flat_param, number + 1))
         self.homes = [flat.weight for flat in self.flat_params]

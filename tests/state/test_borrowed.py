@@ -15,7 +15,7 @@ from infinity.state.flat_param_spec import FlatParamSpec
 from infinity.state.handle import ParamHandle
 
 F32 = torch.float32
-SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
+SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, (), stepped=True)
 
 
 class Job:

@@ -25,7 +25,7 @@ from infinity.state.weight_storages import WeightStorages
 from infinity.storage.arrays import StateArray
 
 F32 = torch.float32
-SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=False)
+SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, (), stepped=False)
 NBYTES = 4096 * 4  # of the flat param: its length is padded
 USED = [SimpleNamespace(name="the last use")]
 

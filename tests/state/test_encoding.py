@@ -9,14 +9,14 @@ import torch
 
 from infinity import native
 from infinity.state.encoding import encode, same_bits
-from infinity.state.flat_param_spec import FlatParamSpec
+from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 OWN, SPLIT, FLOAT32 = native.Master.OWN, native.Master.SPLIT, native.Master.FLOAT32
 
 
 def spec(dtype: torch.dtype, master: native.Master, *, stepped: bool = True) -> FlatParamSpec:
-    return FlatParamSpec(F32, dtype, master, F32, F32, 2, stepped)
+    return FlatParamSpec(F32, dtype, master, F32, F32, MOMENTS, stepped)
 
 
 def values(dtype: torch.dtype = F32) -> torch.Tensor:

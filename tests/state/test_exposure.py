@@ -27,7 +27,7 @@ from infinity.state.journal import Journal
 from infinity.state.parameter import ResidentParameter, StoredDTensor, StoredParameter
 
 F32 = torch.float32
-SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
+SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, (), stepped=True)
 
 
 class Buffer:

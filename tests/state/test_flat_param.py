@@ -18,7 +18,7 @@ from native_arrays import same_bits, seeded
 from infinity import native
 from infinity.machine.device import PAST
 from infinity.state.flat_param import ENCODED_AT_ONCE, FlatParam
-from infinity.state.flat_param_spec import FlatParamSpec
+from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.state.home_arrays import Shadow
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -26,10 +26,10 @@ OWN, SPLIT, WIDE = native.Master.OWN, native.Master.SPLIT, native.Master.FLOAT32
 TIE = 1 + 2**-8
 AWAY, EVEN = 1 + 2**-7, 1.0
 KINDS = {
-    "own": FlatParamSpec(F32, F32, OWN, F32, F32, 2, stepped=True),
-    "split": FlatParamSpec(F32, BF16, SPLIT, BF16, F32, 2, stepped=True),
-    "wide": FlatParamSpec(F32, BF16, WIDE, BF16, BF16, 2, stepped=True),
-    "frozen": FlatParamSpec(F32, F32, SPLIT, F32, F32, 2, stepped=False),
+    "own": FlatParamSpec(F32, F32, OWN, F32, F32, MOMENTS, stepped=True),
+    "split": FlatParamSpec(F32, BF16, SPLIT, BF16, F32, MOMENTS, stepped=True),
+    "wide": FlatParamSpec(F32, BF16, WIDE, BF16, BF16, MOMENTS, stepped=True),
+    "frozen": FlatParamSpec(F32, F32, SPLIT, F32, F32, MOMENTS, stepped=False),
 }
 LENGTHS = 6, 3000, 3000  # at 0, 64 and 3072: the last one is on both of two ranks
 

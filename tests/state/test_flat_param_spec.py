@@ -7,14 +7,14 @@ import torch
 
 from infinity import native
 from infinity.machine.tiers import Tier
-from infinity.state.flat_param_spec import FlatParamSpec, elements_each, home_of
+from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec, elements_each, home_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 OWN, SPLIT, FLOAT32 = native.Master.OWN, native.Master.SPLIT, native.Master.FLOAT32
 
 
 def frozen(dtype: torch.dtype = BF16, moments: torch.dtype = F32) -> FlatParamSpec:
-    return FlatParamSpec(F32, dtype, OWN, BF16, moments, 0, stepped=False)
+    return FlatParamSpec(F32, dtype, OWN, BF16, moments, (), stepped=False)
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,10 @@ def frozen(dtype: torch.dtype = BF16, moments: torch.dtype = F32) -> FlatParamSp
 )
 def test_a_trained_weight_has_the_configured_master_unless_it_is_its_own(dtype, configured, master):
     before = frozen(dtype)
-    trained = before.trained(configured, 2)
-    assert (trained.master, trained.moment_count, trained.stepped) == (master, 2, True)
+    trained = before.trained(configured, dict.fromkeys(MOMENTS, F32))
+    assert (trained.master, trained.moments, trained.stepped) == (master, MOMENTS, True)
     assert (trained.dtype, trained.wrapped_dtype, trained.grad_dtype) == (dtype, F32, BF16)
-    assert (before.master, before.moment_count, before.stepped) == (OWN, 0, False)
+    assert (before.master, before.moments, before.stepped) == (OWN, (), False)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_trained_weight_has_the_configured_master_unless_it_is_its_own(dtype, 
 def test_a_trained_shard_has_a_master_if_any_moments_and_a_gradient(master, arrays):
     """Twin: a frozen one has the weight alone."""
     expected = {"weight": BF16, **arrays, "exp_avg": F32, "exp_avg_sq": F32, "grad": BF16}
-    dtypes = frozen().trained(master, 2).array_dtypes()
+    dtypes = frozen().trained(master, dict.fromkeys(MOMENTS, F32)).array_dtypes()
     assert dtypes == expected and list(dtypes) == list(expected)
     assert frozen().array_dtypes() == {"weight": BF16}
 
@@ -52,7 +52,9 @@ def test_a_trained_shard_has_a_master_if_any_moments_and_a_gradient(master, arra
 def test_each_moment_has_a_scale_if_it_is_8_bit_and_none_otherwise(count):
     moments = ["exp_avg", "exp_avg_sq"][:count]
     for dtype in (torch.uint8, BF16):
-        dtypes = frozen(F32, dtype).trained("none", count).array_dtypes()
+        dtypes = (
+            frozen(F32, dtype).trained("none", dict.fromkeys(MOMENTS[:count], dtype)).array_dtypes()
+        )
         scales = [f"{name}_scale" for name in moments if dtype == torch.uint8]
         assert list(dtypes) == ["weight", *moments, *scales, "grad"]
         assert all(dtypes[name] == dtype for name in (*moments, *scales))
@@ -61,7 +63,8 @@ def test_each_moment_has_a_scale_if_it_is_8_bit_and_none_otherwise(count):
 def test_bytes_are_counted_per_element_and_a_scale_is_for_64():
     """Twin: the same flat param with other moments has other bytes."""
     wide, eight = (
-        frozen(BF16, dtype).trained("split", 2).nbytes_per_element() for dtype in (F32, torch.uint8)
+        frozen(BF16, dtype).trained("split", dict.fromkeys(MOMENTS, dtype)).nbytes_per_element()
+        for dtype in (F32, torch.uint8)
     )
     common = {"weight": 2, "master": 2, "grad": 2}
     assert wide == {**common, "exp_avg": 4, "exp_avg_sq": 4}

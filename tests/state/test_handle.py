@@ -26,7 +26,7 @@ from infinity.state.shared import mark_shared
 from infinity.state.tensors import checksum_of
 
 F32 = torch.float32
-SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
+SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, (), stepped=True)
 
 
 class Unit:

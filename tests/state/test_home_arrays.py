@@ -14,7 +14,7 @@ from infinity.errors import InternalError
 from infinity.machine.device import PAST
 from infinity.machine.tiers import Tier
 from infinity.state.flat_layout import FlatLayout
-from infinity.state.flat_param_spec import FlatParamSpec
+from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.state.home_arrays import Activity, HomeArrays, Shadow
 
 AT_HOME, STEPPING, SHADOWED = Activity
@@ -41,7 +41,7 @@ def shadow(ticket: Update | None) -> Shadow:
 @pytest.fixture
 def home() -> HomeArrays:
     """With room for a shadow; the arrays are names, which are only moved."""
-    spec = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 1, stepped=True)
+    spec = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, MOMENTS[:1], stepped=True)
     made = HomeArrays(spec, FlatLayout.of([torch.ones(1)]), ["a.weight"])
     made.arrays = {"weight": "W", "exp_avg": "M", "grad": "G"}
     made.beside = {"weight": "w", "exp_avg": "m"}
@@ -145,10 +145,10 @@ def test_idle_arrays_have_waited_for_the_update_and_the_last_read(home):
 # --- memory ---
 
 ADAM = FlatParamSpec(
-    torch.bfloat16, torch.bfloat16, native.Master.FLOAT32, F32, F32, 2, stepped=True
+    torch.bfloat16, torch.bfloat16, native.Master.FLOAT32, F32, F32, MOMENTS, stepped=True
 )
 FROZEN = FlatParamSpec(
-    torch.bfloat16, torch.bfloat16, native.Master.OWN, F32, F32, 0, stepped=False
+    torch.bfloat16, torch.bfloat16, native.Master.OWN, F32, F32, (), stepped=False
 )
 NAMES = {"weight", "master", "exp_avg", "exp_avg_sq", "grad"}
 

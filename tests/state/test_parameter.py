@@ -29,7 +29,7 @@ from infinity.state.parameter import ResidentParameter, StoredAlias, StoredDTens
 from infinity.state.tensors import give_storage, take_storage
 
 F32 = torch.float32
-SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, 0, stepped=True)
+SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, (), stepped=True)
 VALUES = [torch.arange(6.0).view(2, 3), torch.ones(3), torch.ones(3)]
 NAMES = ["a", "b", "c"]
 

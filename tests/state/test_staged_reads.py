@@ -192,7 +192,7 @@ def flat_params(rank: int = 0, size: int = 1) -> list[FlatParam]:
     """Two, each with a shard of 4096 elements on each of two ranks."""
     return [
         FlatParam(
-            FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, dtype, 0, stepped=False),
+            FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, dtype, (), stepped=False),
             [torch.nn.Parameter(torch.zeros(5000))],
             Told(rank, size),
         )

@@ -42,7 +42,7 @@ OF_STATE = {  # of a unit at home on NVMe; GATHERING is passed through inside `g
 
 
 def spec(dtype: torch.dtype) -> FlatParamSpec:
-    return FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, torch.float32, 0, stepped=False)
+    return FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, torch.float32, (), stepped=False)
 
 
 class Home:

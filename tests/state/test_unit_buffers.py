@@ -45,7 +45,7 @@ class Late(Device):
 def flat_params() -> list[FlatParam]:
     made = []
     for number, (dtype, length) in enumerate(zip(DTYPES, LENGTHS)):
-        spec = FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, dtype, 0, stepped=False)
+        spec = FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, dtype, (), stepped=False)
         made.append(FlatParam(spec, [torch.nn.Parameter(torch.zeros(length, dtype=dtype))]))
         made[-1].name([f"block.{number}"])
     return made

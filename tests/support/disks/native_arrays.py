@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from infinity import native
+from infinity.optim.known import KNOWN
 
 MIB = 1024 * 1024
 CHUNK_GRAIN = native.CHECKSUM_NBYTES // 2  # elements: the updater cuts at multiples of it
@@ -177,15 +178,12 @@ class Form:
         return f"{self.rule.name}-{self.master.name}-{dtypes}"
 
     @property
-    def moment_count(self) -> int:
-        return 2 if self.rule in (native.Rule.ADAMW, native.Rule.ADAM) else 1
-
-    @property
     def dtypes(self) -> dict[str, torch.dtype]:
         dtypes = {"weight": self.weight}
         if self.master != native.Master.OWN:
             dtypes["master"] = MASTER_DTYPES[self.master]
-        dtypes |= {name: self.moments for name in ("exp_avg", "exp_avg_sq")[: self.moment_count]}
+        its = KNOWN[self.rule].moments.values()
+        dtypes |= {name: self.moments for name in ("exp_avg", "exp_avg_sq") if name in its}
         return dtypes | {"grad": self.grad}
 
     @property
@@ -206,10 +204,9 @@ def every_form() -> list[Form]:
     weights = [(fp32, own, fp32)]
     weights += [(bf16, master, grad) for master in (own, split, whole) for grad in (bf16, fp32)]
     weights += [(fp16, master, grad) for master in (own, whole) for grad in (fp16, fp32)]
-    rules = (native.Rule.ADAMW, native.Rule.ADAM, native.Rule.SGD, native.Rule.LION)
     return [
         Form(rule, *weight, moments)
-        for rule in rules
+        for rule in KNOWN
         for weight in weights
         for moments in (fp32, bf16)
     ]

@@ -1,0 +1,49 @@
+// Arithmetic that several rules have. Included by each SIMD unit inside a namespace of its own.
+
+// x / c for a constant c whose reciprocal is known, correctly rounded as the division would be but
+// without one (Markstein 1990, theorem 8.4): the quotient's remainder is exact in a fused
+// multiply-add. Where x is infinite the remainder is not a number, and the product is right by
+// itself. x must not be near the smallest number.
+template <class V>
+INFINITY_FN inline typename V::F quotient(typename V::F x, float c, float reciprocal) {
+  const typename V::F r = V::set(reciprocal);
+  const typename V::F q = V::mul(x, r);
+  const typename V::F remainder = V::fma(q, V::set(-c), x);
+  return V::or_if_nan(V::fma(remainder, r, q), q);
+}
+
+// torch's lerp of m to g by a weight: from the nearer end, so that a weight of 1 gives exactly g.
+template <class V>
+INFINITY_FN inline typename V::F lerp(typename V::F m, typename V::F g, float weight) {
+  if (weight < 0.5f) return V::fma(V::set(weight), V::sub(g, m), m);
+  return V::fma(V::set(weight - 1.0f), V::sub(g, m), g);
+}
+
+// v times `beta`, and the square of g times the rest: torch's v.mul_(beta).addcmul_(g, g).
+template <class V>
+INFINITY_FN inline typename V::F with_square(typename V::F v, typename V::F g, float beta,
+                                             float rest) {
+  return V::fma(V::mul(V::set(rest), g), g, V::mul(v, V::set(beta)));
+}
+
+template <class V>
+INFINITY_FN inline typename V::F magnitude(typename V::F x) {
+  return V::as_float(V::iand(V::as_int(x), V::iset(0x7FFFFFFF)));
+}
+
+// Of numbers that are not negative: their words order as they do, a NaN above all.
+template <class V>
+INFINITY_FN inline typename V::F larger(typename V::F a, typename V::F b) {
+  return V::as_float(V::imax(V::as_int(a), V::as_int(b)));
+}
+template <class V>
+INFINITY_FN inline typename V::F smaller(typename V::F a, typename V::F b) {
+  return V::as_float(V::imin(V::as_int(a), V::as_int(b)));
+}
+
+// a times b, of which both may be NaN. Which of two results depends on the processor and on the
+// compiler, so it is always the same third one.
+template <class V>
+INFINITY_FN inline typename V::F product(typename V::F a, typename V::F b) {
+  return V::or_if_nan(V::mul(a, b), V::set(__builtin_nanf("")));
+}
