@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import torch
 from lazily import Lazily
+from marks import few
 from torch import nn, optim
 
 import infinity
@@ -116,7 +117,7 @@ def test_twenty_steps_are_the_librarys_from_every_home(case, tmp_path):
     assert same(found[0], found[1]) and same(found[0], found[2])
 
 
-@pytest.mark.parametrize("case", MADE)
+@pytest.mark.parametrize("case", few(MADE, 6))
 def test_another_rate_shows(case, tmp_path):
     """The twin."""
 
@@ -151,7 +152,7 @@ def test_states_load_both_ways(case, tmp_path):
         assert furthest(dict(net.state_dict()), dict(plain[0].state_dict())) < 2e-5
 
 
-@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.parametrize("moments", few(["int8", "bf16"], 1))
 @pytest.mark.parametrize("case", TORCHS)
 def test_smaller_moments_have_the_same_bits_from_every_home(case, moments, tmp_path):
     """Claim: and they are near those in fp32, or refused for the rule."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from marks import few
 from test_experts_apart import Loop, adamw, make
 from test_experts_apart_uses import (
     HOMES,
@@ -275,7 +276,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("way", WAYS)
 def test_others_find_all_rows(way, home, tmp_path, monkeypatch):
     assert both(running(way, tmp_path, home), monkeypatch) == []
@@ -367,7 +368,7 @@ TABLE_WAYS = [
 ]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("way", TABLE_WAYS)
 def test_others_find_the_whole_table(way, home, tmp_path, monkeypatch):
     assert both(with_table(way, tmp_path, home), monkeypatch) == []

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import pytest
 import threaded_device
 import torch
+from marks import few
 from test_experts_apart import Loop, adamw, make, whole
 
 import infinity
@@ -195,7 +196,7 @@ READS = [
 ]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("way", READS)
 def test_whoever_reads_the_experts_finds_all(way, home, tmp_path, monkeypatch):
     assert both(running(way, tmp_path, home), monkeypatch) == []
@@ -276,7 +277,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_gradient_is_the_next_steps(change, home, tmp_path, monkeypatch):
     assert both(running(after_a_backward(change), tmp_path, home), monkeypatch) == []
@@ -335,8 +336,8 @@ BETWEEN_BACKWARDS = [
 ]
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("clip", few([0.1, None], 1))
+@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("between", BETWEEN_BACKWARDS)
 def test_a_sum_is_that_of_whole_gradients(between, home, clip, tmp_path, monkeypatch):
     def way(loop: Loop) -> None:
@@ -456,7 +457,7 @@ BETWEEN = [
 ]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("way", BETWEEN)
 def test_whatever_is_done_between_two_steps(way, home, tmp_path, monkeypatch):
     assert both(running(way, tmp_path, home), monkeypatch) == []
