@@ -32,6 +32,7 @@ IN_CHECKOUT = (
     "cluster",
     "disks",
     "experts",
+    "rules",
     "gpu",
     "gpu_train",
     "integrations",

@@ -128,7 +128,7 @@ def test_the_campaign_tells_what_is_wrong(what, tmp_path, monkeypatch):
 
     def play() -> set[str]:
         known, outcomes = campaign.Known(campaign.User("host", tmp_path, None).wrap()), set()
-        for n in range(20, 1300, 70):
+        for n in range(20, 2400, 60):
             user = campaign.User("host", tmp_path, None).wrap()
             striker = campaign.Striker(KeyboardInterrupt, "line")
             outcomes.add(campaign.play(operation, user, known, striker, n)[0])
