@@ -173,13 +173,14 @@ def without_scales(stored: Mapping[str, Source], folder: str | os.PathLike) -> d
     """Returns the tensors of ``folder`` with dense weights instead of scaled ones: FP8 in fp32,
     MXFP4 in bf16, as ``from_pretrained(dtype=...)`` makes them. Others keep their source. Raises
     CorruptionError, with the name of the weight, for scales of another shape."""
-    found, block = dict(stored), packing_of(folder).get("weight_block_size")
+    found, packing = dict(stored), packing_of(folder)
+    block = packing.get("weight_block_size")
     for name, scales in stored.items():
         if name.endswith(SCALE) and (codes := stored.get(name.removesuffix(SCALE))) is not None:
             if codes.dtype in FP8:
                 del found[name]
                 found[name.removesuffix(SCALE)] = _of_fp8(name, codes, scales, block)
-        elif name.endswith(EXPONENTS):
+        elif name.endswith(EXPONENTS) and is_scaled(packing):
             weight = name.removesuffix(EXPONENTS)
             if (codes := stored.get(weight + BLOCKS)) is not None:
                 del found[name], found[weight + BLOCKS]
