@@ -19,9 +19,10 @@ from ..config.config import Config
 from ..distributed.parallel_dims import ParallelDims
 from ..errors import ConfigError, UsageError
 from ..optim.companion import is_moved
+from ..optim.expected import check_expected
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.recognised import check_together
-from ..optim.rules import check_expected, refuse_wrapper
+from ..optim.rules import refuse_wrapper
 from ..state import mistakes
 from ..state.dtensors import check_placements, is_distributed, local_of, ranks_over
 from ..state.handle import handle_of

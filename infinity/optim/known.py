@@ -73,7 +73,7 @@ class Known:
 
     def moments_of(self, groups: Iterable[Group]) -> dict[str, str]:
         """Returns the moments of an optimizer with ``groups``: torch's name -> array."""
-        moving = self.momentum is None or any(group["momentum"] != 0 for group in groups)
+        moving = self.momentum is None or any(group.get("momentum", 0) for group in groups)
         return {k: array for k, array in self.moments.items() if moving or k != self.momentum}
 
     def arrays_of(self, moments: Mapping[str, str], config: Config) -> dict[str, torch.dtype]:
@@ -202,8 +202,8 @@ def _of_bitsandbytes() -> Iterator[Known]:
     }
     for path, (rule, *rest) in families.items():
         for words in product(("", "Paged"), ("", "32bit", "8bit")):
-            path_of = "bitsandbytes.optim." + path % words
-            yield Known(rule, path_of, *rest, flags={}, inside="__bnb_optimizer_quant_state__")
+            kind = "bitsandbytes.optim." + path % words
+            yield Known(rule, kind, *rest, flags={}, inside="__bnb_optimizer_quant_state__")
 
 
 def _of_torchao() -> Iterator[Known]:

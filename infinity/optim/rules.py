@@ -109,6 +109,7 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
     if runs.__code__.co_qualname != known.step:
         raise _other_step(name, "is not its library's", runs)
     _check_all(known, optimizer)
+    _refuse_overrides(optimizer, name)
     args = getattr(optimizer, "args", None)  # of bitsandbytes
     for owner, flag, off in (
         (args, "max_unorm", 0.0),
@@ -136,40 +137,22 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
     return known
 
 
-def check_expected(
-    optimizer: torch.optim.Optimizer, expected: Iterable[tuple[str, Any]] | None
-) -> None:
-    """Raises ConfigError if the class or the hyperparameters of ``optimizer`` differ from
-    ``Config.expects_optimizer``."""
-    if expected is None:
+def _refuse_overrides(optimizer: Any, name: str) -> None:
+    """Raises ConfigError for settings of single parameters that bitsandbytes' GlobalOptimManager
+    has, but for those of the bits of moments."""
+    if (manager := getattr(optimizer, "mng", None)) is None:
         return
-    wanted = dict(expected)
-    kind = wanted.pop("type")
-    names = [base.__name__ for base in type(optimizer).__mro__]
-    own = next((name for name in ("AdamW", "Adam", "SGD", "Lion") if name in names), names[0])
-    if own == "Adam" and any(
-        group.get("decoupled_weight_decay") for group in optimizer.param_groups
-    ):
-        own = "AdamW"
-    decays = wanted.get("weight_decay") != 0 or any(
-        group.get("weight_decay") for group in optimizer.param_groups
-    )
-    is_same = own == kind or ({own, kind} <= {"Adam", "AdamW"} and not decays)
-    settings = {
-        **optimizer.param_groups[0],
-        **optimizer.defaults,
-    }  # a group may differ, as it may from what DeepSpeed's is made with
-    given = {
-        name: tuple(value) if isinstance(value := settings.get(name), (list, tuple)) else value
-        for name in wanted
-    }
-    if not is_same or any(given[name] != value for name, value in wanted.items()):
-        said = ", ".join(f"{name}={value}" for name, value in wanted.items())
-        has = ", ".join(f"{name}={value}" for name, value in given.items())
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    given = [of for key, of in manager.pid2config.items() if key in params]
+    given += [
+        of
+        for module, key, of in manager.module_weight_config_triple
+        if id(getattr(module, key)) in params
+    ]
+    if others := sorted({key for of in given for key in of} - {"optim_bits", "min_8bit_size"}):
         raise ConfigError(
-            f"the optimizer is {own}({has}), and the configuration expects {kind}({said}), as its"
-            " DeepSpeed JSON says. Give that one, or leave it to the loop:"
-            " dataclasses.replace(config, expects_optimizer=None)."
+            f"optimizer {name}: GlobalOptimManager sets {', '.join(others)} of single parameters,"
+            " which is not supported: give these a group of their own"
         )
 
 

@@ -217,10 +217,18 @@ def with_a_limit(params: list[nn.Parameter]) -> optim.Optimizer:
     return optimizer
 
 
+def with_rates_of_its_own(params: list[nn.Parameter]) -> optim.Optimizer:
+    optimizer = bitsandbytes.optim.AdamW(params)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.override_config(params[0], "lr", 1.0)
+    return optimizer
+
+
 REFUSED: dict[str, tuple[Make, str]] = {
     "codes": (with_codes, "has state1 in 8 bits: give wrap_model a fresh one"),
     "a step of its own": (with_a_step_of_its_own, "was replaced on the object"),
     "a limit": (with_a_limit, "max_unorm=0.5 is not supported: set it to 0.0"),
+    "rates of single parameters": (with_rates_of_its_own, "sets lr of single parameters"),
     "stochastic rounding": (
         lambda p: torchao.AdamW8bit(p, bf16_stochastic_round=True),
         "bf16_stochastic_round=True is not supported",

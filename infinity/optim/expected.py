@@ -1,0 +1,48 @@
+"""Expected: compares an optimizer with the one that a configuration names (a DeepSpeed JSON has
+one)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+
+
+def check_expected(
+    optimizer: torch.optim.Optimizer, expected: Iterable[tuple[str, Any]] | None
+) -> None:
+    """Raises ConfigError if the class or the hyperparameters of ``optimizer`` differ from
+    ``Config.expects_optimizer``."""
+    if expected is None:
+        return
+    wanted = dict(expected)
+    kind = wanted.pop("type")
+    names = [base.__name__ for base in type(optimizer).__mro__]
+    own = next((name for name in ("AdamW", "Adam", "SGD", "Lion") if name in names), names[0])
+    if own == "Adam" and any(
+        group.get("decoupled_weight_decay") for group in optimizer.param_groups
+    ):
+        own = "AdamW"
+    decays = wanted.get("weight_decay") != 0 or any(
+        group.get("weight_decay") for group in optimizer.param_groups
+    )
+    is_same = own == kind or ({own, kind} <= {"Adam", "AdamW"} and not decays)
+    settings = {
+        **optimizer.param_groups[0],
+        **optimizer.defaults,
+    }  # a group may differ, as it may from what DeepSpeed's is made with
+    given = {
+        name: tuple(value) if isinstance(value := settings.get(name), (list, tuple)) else value
+        for name in wanted
+    }
+    if not is_same or any(given[name] != value for name, value in wanted.items()):
+        said = ", ".join(f"{name}={value}" for name, value in wanted.items())
+        has = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise ConfigError(
+            f"the optimizer is {own}({has}), and the configuration expects {kind}({said}), as its"
+            " DeepSpeed JSON says. Give that one, or leave it to the loop:"
+            " dataclasses.replace(config, expects_optimizer=None)."
+        )
