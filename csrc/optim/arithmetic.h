@@ -2,7 +2,7 @@
 
 // x / c for a constant c whose reciprocal is known, correctly rounded as the division would be but
 // without one (Markstein 1990, theorem 8.4): the quotient's remainder is exact in a fused
-// multiply-add. Where x is infinite the remainder is not a number, and the product is right by
+// multiply-add. If x is infinite, the remainder is not a number, and the product is right by
 // itself. x must not be near the smallest number.
 template <class V>
 INFINITY_FN inline typename V::F quotient(typename V::F x, float c, float reciprocal) {

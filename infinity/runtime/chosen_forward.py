@@ -1,7 +1,7 @@
 """Chosen forward: runs the forward of experts, or of an embedding, with the rows that it reads.
 
-Their parameters are at rest while the unit is held, but in the forward of the module's class: hooks
-of users, forwards around it, and the backward's hooks find all rows.
+Only while that forward runs are their parameters ordinary ones. At other times they are at rest,
+also while the unit is held, so that hooks and forwards around it find all rows.
 """
 
 from __future__ import annotations

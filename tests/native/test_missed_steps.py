@@ -82,8 +82,8 @@ def test_chunks_without_a_run_are_left_alone(tmp_path, steps):
 
 
 def test_a_gradient_is_read_where_a_run_has_one_alone(tmp_path, steps):
-    """Claim: of a gradient on disk, only tiles of runs with a gradient are read: what nobody wrote
-    there, or damage, does no harm. Twin: a run with a gradient finds the damage."""
+    """Claim: an update reads the gradient's tiles on disk only for runs that have a gradient. Other
+    tiles may be unwritten or damaged. Twin: a run with a gradient finds the damage."""
     arrays, made = random(PLAIN, NUMEL, seeded(4)), hypers(2)
     damaged = 2 * CHUNK_GRAIN, 3 * CHUNK_GRAIN
     runs = [

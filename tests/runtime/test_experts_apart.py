@@ -102,7 +102,7 @@ class Loop:
 
 
 def differing(one: tuple, other: tuple) -> list:
-    """Where two runs differ: losses, weights and optimizer state."""
+    """Lists the losses, weights and optimizer state that differ between two runs."""
     found = [] if one[0] == other[0] else ["losses"]
     found += [name for name in one[1] if not torch.equal(one[1][name], other[1][name])]
     for index, state in one[2].items():
@@ -119,7 +119,7 @@ def whole(monkeypatch) -> None:
 
 
 def both(run: Callable[[], tuple], monkeypatch) -> list:
-    """Where a run with experts apart differs from the same with whole ones."""
+    """Lists what differs between a run with experts apart and the same with whole ones."""
     apart = run()
     with monkeypatch.context() as patched:
         whole(patched)

@@ -35,7 +35,7 @@ def bits_of(value) -> bytes:
 
 
 def differing(one: tuple, other: tuple) -> list:
-    """Where two runs differ in any bit."""
+    """Lists what differs between two runs, in any bit."""
     found = [] if repr(one[0]) == repr(other[0]) else ["losses"]
     found += [name for name in one[1] if bits_of(one[1][name]) != bits_of(other[1][name])]
     return found + [
@@ -47,7 +47,7 @@ def differing(one: tuple, other: tuple) -> list:
 
 
 def both(run: Callable[[], tuple], monkeypatch) -> list:
-    """Where a run with experts apart differs from the same with whole ones."""
+    """Lists what differs between a run with experts apart and the same with whole ones."""
     apart = run()
     with monkeypatch.context() as patched:
         whole(patched)
