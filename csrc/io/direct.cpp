@@ -25,15 +25,14 @@ std::string reason(std::int64_t result) {
 
 // The state that the threads share. A stuck thread keeps it after the reader is gone.
 struct DirectReader::State {
-  State(std::shared_ptr<IoEngine> io, std::shared_ptr<Road> to, DeviceCalls made,
-        DirectOptions chosen)
-      : engine(std::move(io)), road(std::move(to)), calls(made), options(chosen) {}
+  State(IoEngine* io, std::shared_ptr<Road> to, DeviceCalls made, DirectOptions chosen)
+      : engine(io), road(std::move(to)), calls(made), options(chosen) {}
   ~State() {
     if (road) road->close();
     for (const int descriptor : descriptors) close(descriptor);
   }
 
-  const std::shared_ptr<IoEngine> engine;
+  IoEngine* const engine;  // the reader's: valid while a landing is open
   const std::shared_ptr<Road> road;
   const DeviceCalls calls;
   const DirectOptions options;
@@ -58,7 +57,8 @@ struct DirectReader::State {
   bool stopping INFINITY_GUARDED_BY(mutex) = false;
 
   bool start_thread(const std::shared_ptr<State>& state) INFINITY_REQUIRES(mutex);
-  Way way_to(int file, std::string* said) INFINITY_EXCLUDES(mutex, opening);
+  bool copy_file(const Landing& landing, int file, File* copy) const INFINITY_EXCLUDES(mutex);
+  Way way_to(const Landing& landing, int file, std::string* said) INFINITY_EXCLUDES(mutex, opening);
   std::string take_road(const LandingPtr& landing, std::string* said) INFINITY_EXCLUDES(mutex);
   Span part_to_verify(const Landing& landing) INFINITY_EXCLUDES(mutex);
   int take_sums(Span device, std::uint32_t* sums) const;
@@ -69,12 +69,13 @@ struct DirectReader::State {
 
 DirectReader::DirectReader(std::shared_ptr<IoEngine> engine, std::shared_ptr<Road> road,
                            DeviceCalls calls, const DirectOptions& options)
-    : state_(std::make_shared<State>(std::move(engine), std::move(road), calls, options)) {
+    : engine_(std::move(engine)),
+      state_(std::make_shared<State>(engine_.get(), std::move(road), calls, options)) {
   INFINITY_REQUIRE(options.threads >= 1, "a direct reader needs at least one thread, not ",
                    options.threads);
   INFINITY_REQUIRE(options.late_seconds > 0, "a read that is late after ", options.late_seconds,
                    " seconds");
-  INFINITY_REQUIRE(state_->engine, "a direct reader needs an I/O engine");
+  INFINITY_REQUIRE(engine_, "a direct reader needs an I/O engine");
   INFINITY_REQUIRE(options.sampled >= 0, "a sample of one in ", options.sampled);
   const bool verifies = state_->calls.checksums || (options.sampled > 0 && state_->calls.copy_out);
   INFINITY_REQUIRE(!state_->road || !options.checksums || verifies,
@@ -135,7 +136,7 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
   landing->device_ = device;
   landing->memory_ = memory;
   landing->requests_ = extent->requests(Op::kRead, at, host);
-  for (const Request& each : landing->requests_) state_->engine->validate(each);
+  for (const Request& each : landing->requests_) engine_->validate(each);
   landing->ticket_ = std::make_shared<Ticket>(1);
   {
     const Lock lock(state_->mutex);
@@ -217,7 +218,7 @@ void DirectReader::cancel(const LandingPtr& landing) {
     bounced = landing->bounced_;
   }
   if (is_waiting) end(*state_, landing, cancelled_error(*state_, *landing));
-  if (bounced) state_->engine->cancel(bounced);
+  if (bounced) engine_->cancel(bounced);
 }
 
 // Ends the landing. Without the mutex: its ticket's callbacks may read again.
@@ -326,9 +327,18 @@ void DirectReader::serve(const std::shared_ptr<State>& state) {
   state->changed.notify_all();
 }
 
+// Copies the engine's entry of `file`. Returns false if the landing was given up: the engine may be
+// gone.
+bool DirectReader::State::copy_file(const Landing& landing, int file, File* copy) const {
+  const Lock lock(mutex);
+  if (landing.stage_ != Landing::Stage::kRunning) return false;
+  *copy = engine->file(file);
+  return true;
+}
+
 // The way to a file, which is opened at its first use. If the road refuses, the way is closed, and
 // `said` is the reason.
-DirectReader::Way DirectReader::State::way_to(int file, std::string* said) {
+DirectReader::Way DirectReader::State::way_to(const Landing& landing, int file, std::string* said) {
   const Lock one_at_a_time(opening);
   Way* way;
   {
@@ -336,7 +346,11 @@ DirectReader::Way DirectReader::State::way_to(int file, std::string* said) {
     way = &ways[file];
     if (way->is_opened) return *way;
   }
-  File own = engine->file(file);  // a copy, which keeps the descriptor valid here
+  File own;  // a copy, which keeps the descriptor valid here
+  if (!copy_file(landing, file, &own)) {
+    *said = "it was given up";
+    return {nullptr, false, 0, true};
+  }
   own.descriptor = fcntl(own.descriptor, F_DUPFD_CLOEXEC, 0);
   void* handle = nullptr;
   if (own.descriptor < 0) {
@@ -355,7 +369,7 @@ DirectReader::Way DirectReader::State::way_to(int file, std::string* said) {
 // Reads and verifies by the road. Returns an empty string, or the refusal.
 std::string DirectReader::State::take_road(const LandingPtr& landing, std::string* said) {
   for (const Request& each : landing->requests_) {
-    const Way way = way_to(each.file, said);
+    const Way way = way_to(*landing, each.file, said);
     if (way.closed) return said->empty() ? "closed" : "refused";
     std::byte* device = landing->device_ + (each.span.data - landing->host_.data);
     const std::int64_t moved = road->read(way.handle, device, each.span.nbytes, each.offset);

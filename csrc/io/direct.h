@@ -26,8 +26,9 @@
 // `State::mutex` guards the members marked so, and the landings' stage, time, memory and bounce.
 // `State::opening` is held while a file is opened by the road.
 // Lock order: Ticket -> DirectReader -> IoEngine; `opening` before `mutex`.
-// Ownership: the reader and its threads share the State, which keeps the engine and the road. The
-// State of a stuck read outlives the reader.
+// Ownership: the reader keeps the engine. It shares the State, which keeps the road, with its
+// threads and with callbacks on the engine's threads. The State may outlive the reader and the
+// engine. It must not keep the engine: an engine cannot be destroyed on its own thread.
 #pragma once
 
 #include <chrono>
@@ -155,6 +156,7 @@ class DirectReader {
                      const char* word, const std::string& said);
 
   const int process_ = getpid();
+  const std::shared_ptr<IoEngine> engine_;
   std::shared_ptr<State> state_;
   std::thread watcher_;
 };

@@ -158,5 +158,27 @@ TEST(direct, a_write_under_way_comes_first) {
   CHECK(written->done() && landing->on_device() && same(device.span, source->span));
 }
 
+TEST_OF_BACKENDS(direct, an_engine_ends_while_a_callback_keeps_the_state) {
+  // The ticket before the landing ends on a thread of the engine, which is held back there, with
+  // the landing's callback, until the landing is over and the reader and the engine are let go.
+  auto disk = std::make_unique<Disk>(kind);
+  auto extent = std::make_shared<Extent>(Extent::in_file(disk->file, 0, 2 * kPlace));
+  const auto source = std::make_shared<Memory>(2 * kPlace);
+  wait(extent->write(*disk->engine, 0, source->span, source));
+  Memory other(kPlace), host(kPlace), device(kPlace);
+  auto reader = std::make_unique<DirectReader>(disk->engine, std::make_shared<FaultyRoad>(0, 0),
+                                               kHost, DirectOptions{});
+  const auto held = std::make_shared<Ticket>(1);
+  const TicketPtr before = disk->engine->submit({{Op::kRead, disk->file, 0, other.span}}, held);
+  const LandingPtr landing =
+      reader->read(extent, kPlace, host.span, device.span.data, before, nullptr);
+  before->on_done(
+      [](std::exception_ptr) { std::this_thread::sleep_for(std::chrono::milliseconds(300)); });
+  held->part_done();
+  wait(landing->ticket());
+  reader.reset();
+  disk.reset();
+}
+
 }  // namespace
 }  // namespace infinity::tests
