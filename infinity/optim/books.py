@@ -20,12 +20,22 @@ Owner = Callable[[], tuple[StepContext, list[dict[str, Any]]]]  # the context an
 
 
 class OptimizerBooks(Shown, defaultdict):
-    """``optimizer.state`` of one wrapped model. ``moments``: torch's name of each -> array."""
+    """``optimizer.state`` of one wrapped model. ``moments``: torch's name of each -> array.
+    ``by_class``: its class steps."""
 
-    def __init__(self, owner: Owner, moments: dict[str, str], *, counts_steps: bool):
+    def __init__(
+        self,
+        owner: Owner,
+        moments: dict[str, str],
+        *,
+        counts_steps: bool,
+        by_class: bool = False,
+    ):
         defaultdict.__init__(self, dict)
         self._owner = owner
-        self.homes = StateAtHome(lambda: owner()[0], moments, counts_steps=counts_steps)
+        self.homes = StateAtHome(
+            lambda: owner()[0], moments, counts_steps=counts_steps, by_class=by_class
+        )
 
     # --- the mapping ---
 
@@ -144,6 +154,23 @@ class OptimizerBooks(Shown, defaultdict):
         found = ((key, dict.__getitem__(self, key)) for key in dict.__iter__(self))
         return {key: value.own if isinstance(value, StateEntry) else value for key, value in found}
 
+    def own_of(self, param: torch.nn.Parameter) -> dict[Any, Any]:
+        """Returns the values of a parameter that are not at home."""
+        entry = dict.get(self, param)
+        return entry.own if isinstance(entry, StateEntry) else {}
+
+    def put_own(self, param: torch.nn.Parameter, values: Mapping[Any, Any]) -> None:
+        """Sets values of a parameter that are not at home. A tensor that a user may hold gets the
+        new values, as in torch."""
+        if values:
+            own = self[param]
+            for name, value in values.items():
+                kept = dict.get(own, name)
+                if isinstance(kept, torch.Tensor) and same_form(kept, value):
+                    kept.copy_(value)
+                else:
+                    dict.__setitem__(own, name, value)
+
     def take_own(self, state: Mapping) -> None:
         """Replaces the values that are not at home by those of ``state``."""
         dict.clear(self)
@@ -154,3 +181,12 @@ class OptimizerBooks(Shown, defaultdict):
                 dict.__setitem__(self, key, dict(values) if isinstance(values, Mapping) else values)
             elif own := {name: value for name, value in values.items() if name not in at_home}:
                 dict.update(self[key], own)
+
+
+def same_form(one: torch.Tensor, other: Any) -> bool:
+    """Tells whether ``other`` is a tensor of the shape, dtype and device of ``one``."""
+    return isinstance(other, torch.Tensor) and (one.shape, one.dtype, one.device) == (
+        other.shape,
+        other.dtype,
+        other.device,
+    )

@@ -1,14 +1,16 @@
-"""Known: the classes of optimizers whose formula the kernels have.
+"""Known: the classes of optimizers that are stepped at home, and how.
 
-A rule has one entry here, a formula (``csrc/optim/rules``) and a row in the tests
-(``tests/optim/test_known.py``). Classes of other libraries that step by the same rule have an entry
-of their own.
+rule         a formula of the kernels. It has one entry here, the formula (``csrc/optim/rules``) and
+             a row in the tests (``tests/optim/test_known.py``). Classes of other libraries that
+             step by the same rule have an entry of their own
+class step   a class without a rule steps by its own code, on one parameter at a time
+             (:mod:`.class_step`). It has one entry here, and a row in the tests
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -18,8 +20,10 @@ from .. import native
 from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
 from ..errors import ConfigError
+from ..state.flat_param_spec import MOMENTS
 
-FIRST, SECOND = "exp_avg", "exp_avg_sq"  # arrays at home; the second one has no sign
+# Arrays at home; the second one has no sign. Kernels have the first two.
+FIRST, SECOND, THIRD, FOURTH = MOMENTS
 BETAS = "beta1", "beta2"
 EACH_DTYPE = ("fp32", "bf16", "int8")
 Group = Mapping[str, Any]
@@ -30,7 +34,7 @@ class Known:
     """How the optimizers of one class step.
 
     rule
-        The formula.
+        The formula; None: the class steps by its own code.
     kind
         The class of torch, or the path of another library's; None: one of the rule's name, which is
         tried.
@@ -42,10 +46,14 @@ class Known:
         The same of switches.
     moments
         torch's name of each moment -> the array at home.
-    momentum
-        The moment that there is only if a group has ``momentum``.
+    only_with
+        A moment -> the setting of a group without which there is none.
+    beyond_rule
+        Settings that the rule does not have: with one of them the class steps by its own code.
+    needs_whole
+        A class step needs the whole parameter, not any part of its elements.
     counts_steps
-        The class keeps a step count in the state.
+        The engine shows its step count in the state.
     dtypes
         The dtypes that the moments may have at rest.
     dtype
@@ -54,17 +62,36 @@ class Known:
         The key of a parameter's state, in the class's state dict, under which the moments are.
     """
 
-    rule: native.Rule
+    rule: native.Rule | None
     kind: type | str | None
     step: str
     settings: Mapping[str, str | tuple[str, ...]]
     moments: Mapping[str, str]
     flags: Mapping[str, str] = field(default_factory=lambda: {"maximize": "maximize"})
-    momentum: str | None = None
+    only_with: Mapping[str, str] = field(default_factory=dict)
+    beyond_rule: tuple[str, ...] = ()
+    needs_whole: bool = False
     counts_steps: bool = True
     dtypes: tuple[str, ...] = EACH_DTYPE
     dtype: str = "fp32"
     inside: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The rule's name, or the path of the class."""
+        if self.rule is not None:
+            return self.rule.name
+        kind = self.kind
+        return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+    def for_groups(self, groups: Iterable[Group]) -> Known:
+        """Returns how the class steps ``groups``: by its own code if one of them has a setting that
+        the rule does not have."""
+        if self.rule is None or not any(
+            group.get(name) for group in groups for name in self.beyond_rule
+        ):
+            return self
+        return by_class(replace(self, rule=None))
 
     @property
     def keys(self) -> set[str]:
@@ -73,8 +100,12 @@ class Known:
 
     def moments_of(self, groups: Iterable[Group]) -> dict[str, str]:
         """Returns the moments of an optimizer with ``groups``: torch's name -> array."""
-        moving = self.momentum is None or any(group.get("momentum", 0) for group in groups)
-        return {k: array for k, array in self.moments.items() if moving or k != self.momentum}
+        groups = list(groups)
+        return {
+            name: array
+            for name, array in self.moments.items()
+            if (key := self.only_with.get(name)) is None or any(group.get(key) for group in groups)
+        }
 
     def arrays_of(self, moments: Mapping[str, str], config: Config) -> dict[str, torch.dtype]:
         """Returns the arrays of ``moments``, and their dtype: the configuration's, or the class's
@@ -82,7 +113,7 @@ class Known:
         name = self.dtype if config.moments == Config.moments else config.moments
         if name not in self.dtypes:
             raise ConfigError(
-                f"moments={name!r} is not for {self.rule.name}: choose {' or '.join(self.dtypes)}"
+                f"moments={name!r} is not for {self.name}: choose {' or '.join(self.dtypes)}"
             )
         return dict.fromkeys(moments.values(), MOMENT_DTYPES[name])
 
@@ -111,13 +142,33 @@ class Known:
 
 ADAM = {"lr": "lr", "betas": BETAS, "eps": "eps", "weight_decay": "weight_decay"}
 BOTH = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
+LARGEST = {"max_exp_avg_sq": THIRD}
+AMSGRAD = {"only_with": {"max_exp_avg_sq": "amsgrad"}, "beyond_rule": ("amsgrad",)}
 MAXIMIZE = {"maximize": "maximize"}
 # Adam's flag says which of the two rules it is, and is no hyperparameter.
 DECOUPLED = MAXIMIZE | {"decoupled_weight_decay": "decoupled"}
 
+
+def by_class(known: Known) -> Known:
+    """Returns ``known`` with what a class step is. It rounds moments to the nearest, so that small
+    changes of narrow ones would be lost; and its class counts the steps."""
+    dtypes = ("fp32",) if known.dtypes == EACH_DTYPE else known.dtypes
+    return replace(known, rule=None, counts_steps=False, dtypes=dtypes)
+
+
 OF_TORCH = (
-    Known(native.Rule.ADAMW, torch.optim.AdamW, "Adam.step", ADAM, BOTH, DECOUPLED),
-    Known(native.Rule.ADAM, torch.optim.Adam, "Adam.step", ADAM, BOTH, DECOUPLED),
+    Known(
+        native.Rule.ADAMW,
+        torch.optim.AdamW,
+        "Adam.step",
+        ADAM,
+        BOTH | LARGEST,
+        DECOUPLED,
+        **AMSGRAD,
+    ),
+    Known(
+        native.Rule.ADAM, torch.optim.Adam, "Adam.step", ADAM, BOTH | LARGEST, DECOUPLED, **AMSGRAD
+    ),
     Known(
         native.Rule.SGD,
         torch.optim.SGD,
@@ -130,7 +181,7 @@ OF_TORCH = (
         },
         {"momentum_buffer": FIRST},
         MAXIMIZE | {"nesterov": "nesterov"},
-        momentum="momentum_buffer",
+        only_with={"momentum_buffer": "momentum"},
         counts_steps=False,
     ),
     Known(
@@ -174,8 +225,9 @@ OF_TORCH = (
             "weight_decay": "weight_decay",
             "momentum": "momentum",
         },
-        {"square_avg": SECOND, "momentum_buffer": FIRST},
-        momentum="momentum_buffer",
+        {"square_avg": SECOND, "momentum_buffer": FIRST, "grad_avg": THIRD},
+        only_with={"momentum_buffer": "momentum", "grad_avg": "centered"},
+        beyond_rule=("centered",),
     ),
     Known(
         native.Rule.RPROP,
@@ -188,6 +240,25 @@ OF_TORCH = (
     ),
 )
 KNOWN: dict[native.Rule, Known] = {known.rule: known for known in OF_TORCH}
+
+
+def _class_step(kind: type | str, step: str = "", **others: Any) -> Known:
+    """Makes the entry of a class that steps by its own code. Its moments are found by a trial."""
+    name = kind if isinstance(kind, str) else kind.__name__
+    step = step or name.rpartition(".")[2] + ".step"
+    return by_class(Known(None, kind, step, {}, {}, {}, **others))
+
+
+# Those of torch that step by their own code. In torch, too, Muon's moment has the gradient's dtype.
+BY_CLASS = (
+    _class_step(torch.optim.NAdam),
+    _class_step(torch.optim.ASGD),
+    _class_step(torch.optim.Adafactor, needs_whole=True),
+    _class_step(torch.optim.Muon, needs_whole=True, dtypes=("fp32", "bf16")),
+)
+
+
+INSIDE = "__bnb_optimizer_quant_state__"  # where bitsandbytes has moments in a state dict
 
 
 def _of_bitsandbytes() -> Iterator[Known]:
@@ -203,7 +274,7 @@ def _of_bitsandbytes() -> Iterator[Known]:
     for path, (rule, *rest) in families.items():
         for words in product(("", "Paged"), ("", "32bit", "8bit")):
             kind = "bitsandbytes.optim." + path % words
-            yield Known(rule, kind, *rest, flags={}, inside="__bnb_optimizer_quant_state__")
+            yield Known(rule, kind, *rest, flags={}, inside=INSIDE)
 
 
 def _of_torchao() -> Iterator[Known]:
@@ -213,7 +284,61 @@ def _of_torchao() -> Iterator[Known]:
         yield Known(rule, path, "_AdamBase.step", ADAM, BOTH, flags={}, dtype="int8")
 
 
+# Module -> classes that step by their own code: any part of a parameter, or whole ones
+ANY_PART = {
+    "adan_pytorch.adan": "Adan",
+    "adv_optm.optim.AdamW_adv": "AdamW_adv",
+    "adv_optm.optim.Adopt_adv": "Adopt_adv",
+    "adv_optm.optim.Lion_adv": "Lion_adv",
+    "adv_optm.optim.SignSGD_adv": "SignSGD_adv",
+    "bitsandbytes.optim.adagrad": "Adagrad",
+    "bitsandbytes.optim.rmsprop": "RMSprop",
+    "lion_pytorch.lion_pytorch": "Lion",
+    "optimi.adam": "Adam",
+    "optimi.adamw": "AdamW",
+    "optimi.adan": "Adan",
+    "optimi.lion": "Lion",
+    "optimi.radam": "RAdam",
+    "optimi.sgd": "SGD",
+    "pytorch_optimizer.optimizer.adabelief": "AdaBelief",
+    "pytorch_optimizer.optimizer.adan": "Adan",
+    "pytorch_optimizer.optimizer.ademamix": "AdEMAMix",
+    "pytorch_optimizer.optimizer.adopt": "ADOPT",
+    "pytorch_optimizer.optimizer.grams": "Grams",
+    "pytorch_optimizer.optimizer.laprop": "LaProp",
+    "pytorch_optimizer.optimizer.lion": "Lion",
+    "pytorch_optimizer.optimizer.sgd": "SGDW SignSGD",
+    "pytorch_optimizer.optimizer.tiger": "Tiger",
+    "pytorch_optimizer.optimizer.yogi": "Yogi",
+    "schedulefree.adamw_schedulefree": "AdamWScheduleFree",
+    "schedulefree.radam_schedulefree": "RAdamScheduleFree",
+    "schedulefree.sgd_schedulefree": "SGDScheduleFree",
+}
+WHOLE = {
+    "came_pytorch.CAME": "CAME",
+    "optimi.stableadamw": "StableAdamW",
+    "pytorch_optimizer.optimizer.adamp": "AdamP",
+    "pytorch_optimizer.optimizer.adamw": "StableAdamW",
+    "pytorch_optimizer.optimizer.came": "CAME",
+    "pytorch_optimizer.optimizer.lamb": "Lamb",
+    "transformers.optimization": "Adafactor",
+}
+# Their step is a base class's
+STEPS = {"optimi.adamw.AdamW": "Adam.step"}
+
+
+def _by_class() -> Iterator[Known]:
+    """Yields those of other libraries that step by their own code."""
+    for needs_whole, modules in ((False, ANY_PART), (True, WHOLE)):
+        for module, names in modules.items():
+            for name in names.split():
+                path = f"{module}.{name}"
+                inside = INSIDE if module.startswith("bitsandbytes") else None
+                step = "Optimizer8bit.step" if inside else STEPS.get(path, "")
+                yield _class_step(path, step, needs_whole=needs_whole, inside=inside)
+
+
 # Path of a class of another library -> how it steps
 ALIASES: dict[str, Known] = {
-    str(known.kind): known for known in (*_of_bitsandbytes(), *_of_torchao())
+    str(known.kind): known for known in (*_of_bitsandbytes(), *_of_torchao(), *_by_class())
 }

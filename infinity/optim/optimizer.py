@@ -55,11 +55,14 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._ready = False
         self._moments = known.moments_of(wrapped.param_groups)
         self._books = OptimizerBooks(
-            partial(_parts, weakref.ref(self)), self._moments, counts_steps=known.counts_steps
+            partial(_parts, weakref.ref(self)),
+            self._moments,
+            counts_steps=known.counts_steps,
+            by_class=known.rule is None,
         )
         self._members, self.given = Members(context), Given(wrapped)
         self._outside = Companion(wrapped, self._books)
-        self._stepping = OptimizerStep(context, known, self._members)
+        self._stepping = OptimizerStep(context, known, self._members, wrapped, self._books)
         self.is_unwrapped = False  # by an unwrap_model that was interrupted and raised
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
@@ -91,8 +94,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     @property
     def rule_name(self) -> str:
-        """The rule, by its name in :mod:`.known`."""
-        return self._known.rule.name
+        """The rule, or the class that steps, by its name in :mod:`.known`."""
+        return self._known.name
 
     @property
     def settings(self) -> list[dict[str, Any]]:

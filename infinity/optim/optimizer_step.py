@@ -17,11 +17,13 @@ from ..errors import UsageError
 from ..gradients.record import refuse_torn
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
+from .books import OptimizerBooks
+from .class_step import ClassStepper
 from .context import StepContext
 from .known import Known
 from .members import Members
 from .step_inputs import StepInputs
-from .stepper import FlatParamStep, Stepper
+from .stepper import Stepper
 
 Groups = list[dict[str, Any]]
 
@@ -30,12 +32,25 @@ class OptimizerStep:
     """Steps all units at once, or each one in the backward. Used from the thread that runs backward
     or the step. ``groups``: the optimizer's param_groups, which users may replace."""
 
-    def __init__(self, context: StepContext, known: Known, members: Members):
+    def __init__(
+        self,
+        context: StepContext,
+        known: Known,
+        members: Members,
+        given: torch.optim.Optimizer | None = None,
+        books: OptimizerBooks | None = None,
+    ):
+        """``given``, ``books``: the optimizer and its state, for a class step."""
         self._context, self._known, self._members = context, known, members
+        self._given, self._books = given, books
+        self._changed: dict[int, dict[str, Any]] = {}  # by a class step, in the groups
         self._shadowed = 0  # shadows since the last step
 
-    def _stepper(self, groups: Groups) -> Stepper:
-        return Stepper(self._context, self._known, groups, self._members.group_of)
+    def _stepper(self, groups: Groups) -> Stepper | ClassStepper:
+        what = self._context, self._known, groups, self._members.group_of
+        if self._known.rule is not None:
+            return Stepper(*what)
+        return ClassStepper(*what, self._given, self._books, self._changed)
 
     # --- a step ---
 
@@ -54,6 +69,7 @@ class OptimizerStep:
         context, begun, units = self._context, self._context.steps.begun, self._in_order()
         if not begun:
             context.updates.begin_step(units)
+            self._changed.clear()
         version = context.steps.index if begun else context.steps.index + 1
         stepper, backwards = self._stepper(groups), context.steps.backwards
         with context.store.guarding():
@@ -64,7 +80,8 @@ class OptimizerStep:
             }
             steps = [step for unit in units for step in planned[unit]]
             context.journal.carry_out(
-                partial(self._finish, stepper, steps, version), partial(self._meet, groups, clip)
+                partial(self._finish, stepper, steps, version),
+                partial(self._meet, groups, clip),
             )
             if (policy := context.updates.shadows) is not None:
                 # Drop shadows that this step did not use
@@ -107,8 +124,10 @@ class OptimizerStep:
             then=then,
         )
 
-    def _finish(self, stepper: Stepper, steps: list[FlatParamStep], version: int) -> None:
+    def _finish(self, stepper: Stepper | ClassStepper, steps: list, version: int) -> None:
         stepper.carry_out(steps)
+        if isinstance(stepper, ClassStepper):
+            stepper.finish()
         self._context.borrowed.forget_edits()
         self._context.gradients.clips.clear()
         self._context.steps.finish(version)
@@ -136,6 +155,7 @@ class OptimizerStep:
         gradient."""
         self._members.check_unconsumed()
         self._context.updates.begin_step(self._in_order())
+        self._changed.clear()
         self._context.steps.stream()
 
     def end_stream(self) -> None:

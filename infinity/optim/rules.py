@@ -10,11 +10,9 @@ the formula of https://arxiv.org/abs/2302.06675, Algorithm 2.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,14 +21,16 @@ import torch
 
 from .. import native
 from ..errors import ConfigError, UsageError
-from .known import ALIASES, KNOWN, Known
+from .class_step import class_step
+from .class_trial import with_moments
+from .known import ALIASES, BY_CLASS, KNOWN, OF_TORCH, Known
 
 logger = logging.getLogger(__name__)
 
 NO_GRAD = torch.no_grad()(lambda: None).__code__.co_filename  # of functions that it decorates
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Class of torch -> its rule; AdamW is an Adam, so it comes first
-TORCHS = {known.kind: rule for rule, known in KNOWN.items() if known.kind is not None}
+# Class of torch -> how it steps; AdamW is an Adam, so it comes first
+TORCHS = {known.kind: known for known in (*OF_TORCH, *BY_CLASS) if known.kind is not None}
 SUPPORTED = (
     f"torch.optim.{', '.join(kind.__name__ for kind in TORCHS)}, and Lion (lr, betas, weight_decay)"
 )
@@ -48,8 +48,9 @@ NEAREST = {
     "sgd": "torch.optim.SGD",
     "lion": "a class Lion (lr, betas, weight_decay)",
 }
-# Flags of a group
-NOT_HONOURED = ("amsgrad", "differentiable", "capturable", "caution", "cautious")
+# Flags of a group: of no step, and of no rule
+NEVER_HONOURED = ("differentiable", "capturable")
+NOT_HONOURED = ("amsgrad", *NEVER_HONOURED, "caution", "cautious")
 
 
 def recognise(optimizer: torch.optim.Optimizer) -> Known:
@@ -73,9 +74,10 @@ def recognise(optimizer: torch.optim.Optimizer) -> Known:
         # Without a step its name and hyperparameters decide
         if not _is_torchs(runs, "Optimizer.step"):
             _try_lion(optimizer)
-        rule = native.Rule.LION
+        known = KNOWN[native.Rule.LION]
     else:
-        if not _is_torchs(runs, KNOWN[TORCHS[base]].step):
+        known = TORCHS[base]
+        if not _is_torchs(runs, known.step):
             raise _other_step(name, "is not torch's", runs)
         if kind is not base and (other := _overridden(kind, base)):
             raise ConfigError(
@@ -83,11 +85,11 @@ def recognise(optimizer: torch.optim.Optimizer) -> Known:
                 f" in the engine's kernels. Use torch.optim.{base.__name__}, or keep this model"
                 " unwrapped."
             )
-        is_adam = issubclass(base, torch.optim.Adam)
-        rule = _adams(optimizer.param_groups, base) if is_adam else TORCHS[base]
-    known = KNOWN[rule]
+        if issubclass(base, torch.optim.Adam):
+            known = KNOWN[_adams(optimizer.param_groups, base)]
+    known = known.for_groups(optimizer.param_groups)
     _check_all(known, optimizer)
-    return known
+    return known if known.rule is not None else with_moments(known, optimizer)
 
 
 def _check_all(known: Known, optimizer: torch.optim.Optimizer) -> None:
@@ -104,8 +106,6 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
     runs = plain_step(type(optimizer).step)
     if own is not None and own is not runs:
         raise _other_step(name, "was replaced on the object", own)
-    while runs.__code__.co_filename == NO_GRAD:
-        runs = runs.__wrapped__
     if runs.__code__.co_qualname != known.step:
         raise _other_step(name, "is not its library's", runs)
     _check_all(known, optimizer)
@@ -126,6 +126,8 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
                     f"optimizer {name} has taken steps, and has {moment} in 8 bits: give wrap_model"
                     " a fresh one"
                 )
+    if known.rule is None:
+        return with_moments(known, optimizer)
     if getattr(args, "optim_bits", 32) == 8:
         known = replace(known, dtype="int8")
     logger.info(
@@ -200,13 +202,17 @@ def check_groups(
     """Raises ConfigError if ``groups`` need what the kernels do not do for ``known``.
     ``moments``: those that there is room for. ``settings``: those of the optimizer's class. Any
     other key that is no flag is the user's own, and is ignored."""
-    others, rule = [name for name in settings if name not in (*known.keys, *HOW)], known.rule
+    rule = known.rule
+    others = [name for name in (*NOT_HONOURED, *settings) if name not in (*known.keys, *HOW)]
+    with_room = {*known.only_with.values()}  # checked below
+    unknown = [name for name in dict.fromkeys(others) if name not in with_room]
+    unknown = unknown if rule is not None else list(NEVER_HONOURED)
     needed = [name for name in known.settings if name not in OPTIONAL]
     for i, group in enumerate(groups):
         if missing := [name for name in needed if name not in group]:
             raise ConfigError(f"the optimizer's group {i} lacks {', '.join(missing)}")
         _check_lr(i, group.get("lr"))
-        for flag in dict.fromkeys((*NOT_HONOURED, *others)):
+        for flag in unknown:
             if group.get(flag):
                 raise ConfigError(
                     f"the optimizer's group {i} has {flag}={group[flag]}, which is not supported:"
@@ -220,12 +226,13 @@ def check_groups(
                     f" as {rule.name}: all groups are Adam's or all are AdamW's. unwrap_model"
                     " first, change it, and wrap again."
                 )
-        if known.momentum is not None and known.momentum not in moments and group["momentum"] != 0:
-            raise ConfigError(
-                f"the optimizer's group {i} has momentum={group['momentum']}, and it was wrapped"
-                " without momentum, so that there is no room for its buffer. unwrap_model first,"
-                " set the momentum, and wrap again."
-            )
+        for moment, key in known.only_with.items():
+            if moment not in moments and group.get(key):
+                raise ConfigError(
+                    f"the optimizer's group {i} has {key}={group[key]}, and it was wrapped without"
+                    f" {key}, so that there is no room for {moment}. unwrap_model first, set"
+                    f" {key}, and wrap again."
+                )
 
 
 def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
@@ -251,12 +258,11 @@ def refuse_flags(
 
 
 def plain_step(step: Callable) -> Callable:
-    """Returns ``step`` without torch's own wrappers: profiler, ``differentiable``, a scheduler's
-    counter."""
+    """Returns ``step`` without torch's own wrappers: profiler, ``differentiable``, ``no_grad``, a
+    scheduler's counter."""
     step = getattr(step, "__func__", step)
-    while (inner := getattr(step, "__wrapped__", None)) is not None and _file(step) in (
-        "optimizer.py",
-        "lr_scheduler.py",
+    while (inner := getattr(step, "__wrapped__", None)) is not None and (
+        _file(step) in ("optimizer.py", "lr_scheduler.py") or step.__code__.co_filename == NO_GRAD
     ):
         step = inner  # functools.wraps copies names and attributes, but not the code
     return step
@@ -328,14 +334,15 @@ def _try_lion(optimizer: torch.optim.Optimizer) -> None:
             )
         decay = TRIED["weight_decay"] if "weight_decay" in group else 0.0
         param = torch.nn.Parameter(torch.linspace(-1, 1, 16))
-        trial = _trial_of(optimizer, group, param)
+        tried = group | {key: value for key, value in TRIED.items() if key in group}
+        state: dict[str, Any] = {}
         expected, moment = param.detach().clone(), torch.zeros(16)
         sign = -1.0 if group.get("maximize") else 1.0
         try:
             for turn in range(3):
                 grad = torch.cos(torch.arange(16.0) * (turn + 1)) * 0.1
                 param.grad = grad.clone()
-                trial.step()
+                state, _ = class_step(optimizer, tried, param, state)
                 direction = (0.6 * moment + 0.4 * sign * grad).sign()
                 expected = expected * (1 - 0.1 * decay) - 0.1 * direction
                 moment = 0.8 * moment + 0.2 * sign * grad
@@ -344,9 +351,9 @@ def _try_lion(optimizer: torch.optim.Optimizer) -> None:
                 f"optimizer Lion: a step of it on a small tensor on the CPU raised {error!r}."
                 f" Supported are {SUPPORTED}."
             ) from error
-        if not trial.state and torch.equal(param, torch.linspace(-1, 1, 16)):
+        if not state and torch.equal(param, torch.linspace(-1, 1, 16)):
             continue  # a step that does nothing is accepted, like a missing one
-        kept = trial.state[param].get("exp_avg") if param in trial.state else None
+        kept = state.get("exp_avg")
         if (
             not torch.allclose(param, expected, atol=1e-5)
             or kept is None
@@ -357,21 +364,3 @@ def _try_lion(optimizer: torch.optim.Optimizer) -> None:
                 f" 2302.06675), with the settings of its group {i}: its update runs in the engine's"
                 f" kernels. Supported are {SUPPORTED}."
             )
-
-
-def _trial_of(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor
-) -> torch.optim.Optimizer:
-    """Makes an optimizer of the same class and settings that steps ``param``, and changes none of
-    the user's objects."""
-    trial = type(optimizer).__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name not in ("step", "state", "param_groups"):
-            is_kept = not isinstance(value, (list, dict, set))
-            trial.__dict__[name] = value if is_kept else copy.copy(value)
-    trial._optimizer_step_pre_hooks = OrderedDict()
-    trial._optimizer_step_post_hooks = OrderedDict()
-    trial.state = defaultdict(dict)
-    tried = {key: value for key, value in TRIED.items() if key in group}
-    trial.param_groups = [group | tried | {"params": [param]}]
-    return trial

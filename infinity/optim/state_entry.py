@@ -152,11 +152,20 @@ class StateEntry(Shown):
 
 
 class StateAtHome:
-    """The values of the optimizer's state. ``moments``: torch's name of each -> array."""
+    """The values of the optimizer's state. ``moments``: torch's name of each -> array.
+    ``by_class``: the class counts the steps, in a value of its own."""
 
-    def __init__(self, context: Context, moments: dict[str, str], *, counts_steps: bool):
-        self._find_context = context
+    def __init__(
+        self,
+        context: Context,
+        moments: dict[str, str],
+        *,
+        counts_steps: bool,
+        by_class: bool = False,
+    ):
+        self._find_context, self._by_class = context, by_class
         self._partial: dict[ParamHandle, StateEntry] = {}  # may have only some of torch's keys
+        self.moments = moments
         self._arrays = ({STEP: STEP} if counts_steps and moments else {}) | moments
         self.names = tuple(self._arrays)  # torch's keys
 
@@ -167,7 +176,8 @@ class StateAtHome:
     @property
     def keys(self) -> set[str]:
         """Every key under which a state dict has a value that is at home."""
-        return {*self.names, *self._arrays.values(), STEP, "master"}
+        step = () if self._by_class else (STEP,)
+        return {*self.names, *self._arrays.values(), *step, "master"}
 
     def read(self, handle: ParamHandle, name: str) -> torch.Tensor:
         """Reads one value of a parameter that has state. With several ranks all call this."""

@@ -11,7 +11,7 @@ import torch
 from .. import native
 from ..machine.tiers import Tier
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "moment_3", "moment_4")
 SCALES = {name: name + "_scale" for name in MOMENTS}
 ARRAYS = ("weight", "master", *MOMENTS, *SCALES.values(), "grad")
 

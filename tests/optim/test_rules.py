@@ -113,9 +113,9 @@ REFUSED = {
     ),
     "a flag of one group": (
         lambda m: torch.optim.AdamW(
-            [{"params": m[0].parameters()}, {"params": m[2].parameters(), "amsgrad": True}]
+            [{"params": m[0].parameters()}, {"params": m[2].parameters(), "capturable": True}]
         ),
-        "amsgrad",
+        "capturable",
     ),
     "differentiable": (
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1, differentiable=True),
