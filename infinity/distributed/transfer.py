@@ -165,6 +165,19 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> Oper
     return partial(group.broadcast, [tensor], options)
 
 
+def all_to_all(
+    group: dist.ProcessGroup,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_counts: Sequence[int],
+    sent_counts: Sequence[int],
+) -> Operation:
+    """Makes the operation that sends each rank its ``sent_counts`` elements of ``sent``, and fills
+    ``received`` with those that each rank sends here."""
+    counts = [*received_counts], [*sent_counts]
+    return partial(group.alltoall_base, received, sent, *counts, c10d.AllToAllOptions())
+
+
 def exchange_objects(group: dist.ProcessGroup, size: int, mine: Any) -> Transfer:
     """Makes the transfer that gathers every rank's ``mine``, anything picklable: a list in rank
     order."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .. import native
+from ..distributed.collectives import Collectives
 from ..errors import UsageError
 from ..gradients.changes import multiply
 from ..gradients.record import GradState, has_landed
@@ -28,6 +29,7 @@ from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle
 from ..state.unit import ParamUnit
 from .books import OptimizerBooks, same_form
+from .class_owners import ClassOwners, Inputs, Result
 from .context import StepContext
 from .known import Known
 
@@ -84,16 +86,6 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 @dataclass(eq=False)
-class _Result:
-    """The values of one parameter after its step."""
-
-    elements: torch.Tensor
-    moments: dict[str, torch.Tensor]  # by array
-    own: dict[str, Any]
-    changed: dict[str, Any]  # settings of the group
-
-
-@dataclass(eq=False)
 class ClassStep:
     """The step of one flat param, a parameter at a time."""
 
@@ -103,7 +95,7 @@ class ClassStep:
     after: list[native.Ticket]  # the gradients' ways home
     clip: float
     shadow = None  # none is made
-    result: _Result | None = None  # of the first parameter of `landed` that is not done
+    results: list[Result] = field(default_factory=list)  # of the next parameters of `landed`
     done: int = 0
 
 
@@ -130,6 +122,7 @@ class ClassStepper:
         self._group_of, self._given, self._books = group_of, given, books
         self._changed, self._method = changed, "step"
         self._moments = books.homes.moments
+        self._owners: dict[Collectives, ClassOwners] = {}
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ClassStep]:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else.
@@ -144,6 +137,12 @@ class ClassStepper:
         landed = {flat: [h for h in flat.handles if self._is_stepped(h)] for flat in planned}
         if not any(landed.values()):
             return []
+        shared = any(flat.ranks.size > 1 for flat in planned)
+        if context.steps.streaming and self._known.needs_whole and shared:
+            raise UsageError(
+                f"step_in_backward with {self._known.name} over several ranks: its step needs whole"
+                " parameters, for which the ranks meet after the backward. Call step() after it."
+            )
         context.release([unit])
         if context.steps.streaming:
             context.gradients.assigned.settle_early(unit.handles)
@@ -166,14 +165,14 @@ class ClassStepper:
         for step in steps:
             for ticket in step.after:
                 ticket.wait()
-            for handle, number in step.landed[step.done :]:
-                if step.result is None:
-                    step.result = self._step(step, handle)
-                self._write(step, handle, step.result)
-                handle.step = number
-                handle.changed()
-                handle.grad.move(GradState.CONSUMED)
-                step.done, step.result = step.done + 1, None
+            while step.done < len(step.landed):
+                step.results = step.results or self._next(step)
+                for (handle, number), result in zip(step.landed[step.done :], step.results):
+                    self._write(step, handle, result)
+                    handle.step = number
+                    handle.changed()
+                    handle.grad.move(GradState.CONSUMED)
+                step.done, step.results = step.done + len(step.results), []
 
     def finish(self) -> None:
         """Sets what the class has changed in the groups. It changes them, too, if no parameter of
@@ -188,29 +187,49 @@ class ClassStepper:
     def _is_stepped(self, handle: ParamHandle) -> bool:
         return has_landed(handle) and handle in self._group_of
 
-    def _step(self, step: ClassStep, handle: ParamHandle) -> _Result:
-        """Computes the values of a parameter after its step."""
-        flat_param, index, store = handle.flat_param, handle.index, self._context.store
-        place, device = flat_param.layout.placements[index], self._context.device.where
-
-        def there(flat: torch.Tensor) -> torch.Tensor:
-            """Brings elements to the device, in the parameter's shape if they are all of it."""
-            value = flat.to(device, torch.float32)
-            return (
-                value.as_strided(place.shape, place.stride) if len(flat) == place.numel else value
+    def _next(self, step: ClassStep) -> list[Result]:
+        """Computes the values of the next parameters after their step: of one, or of a round of
+        their owners."""
+        ranks = step.flat_param.ranks
+        shared = self._known.needs_whole and ranks.size > 1
+        following = step.landed[step.done : step.done + (ranks.size if shared else 1)]
+        handles = [handle for handle, _ in following]
+        inputs = [self._inputs(step, handle) for handle in handles]
+        if shared:
+            owners = self._owners.setdefault(
+                step.flat_param.collectives, ClassOwners(step.flat_param.collectives)
             )
+            return owners.step(handles, inputs, self._step)
+        return [self._step(handle, inputs[0]) for handle in handles]
 
-        state: dict[str, Any] = {}
+    def _inputs(self, step: ClassStep, handle: ParamHandle) -> Inputs:
+        """Reads this rank's elements of a parameter, its gradient and its moments."""
+        flat_param, index, store = handle.flat_param, handle.index, self._context.store
         with store.guarding():
-            param = torch.nn.Parameter(there(flat_param.read_elements(store, index)))
             begin, end = flat_param.layout.shard_part(index)
             first, _ = flat_param.layout.own("grad")
             grad = store.read(flat_param.arrays["grad"], begin - first, end - first)
             factors = (*handle.grad.factors, *(() if step.clip == 1.0 else (step.clip,)))
-            param.grad = there(multiply(grad, factors))
-            if handle.has_state:
-                for name, array in self._moments.items():
-                    state[name] = there(flat_param.parts.read_own(store, array, index))
+            arrays = self._moments.values() if handle.has_state else ()
+            return [
+                flat_param.read_elements(store, index),
+                multiply(grad, factors).float(),
+                *(flat_param.parts.read_own(store, array, index).float() for array in arrays),
+            ]
+
+    def _step(self, handle: ParamHandle, inputs: Inputs) -> Result:
+        """Computes the values of a parameter, or of this rank's elements of it, after its step."""
+        place = handle.flat_param.layout.placements[handle.index]
+        device = self._context.device.where
+
+        def there(flat: torch.Tensor) -> torch.Tensor:
+            """Brings elements to the device, in the parameter's shape if they are all of it."""
+            value, is_whole = flat.to(device), len(flat) == place.numel
+            return value.as_strided(place.shape, place.stride) if is_whole else value
+
+        param = torch.nn.Parameter(there(inputs[0]))
+        param.grad = there(inputs[1])
+        state: dict[str, Any] = dict(zip(self._moments, map(there, inputs[2:])))
         if handle.has_state or not self._moments:
             own = self._books.own_of(handle.param).items()
             state |= {name: _moved(copy.deepcopy(value), device) for name, value in own}
@@ -221,10 +240,10 @@ class ClassStepper:
             for name, array in self._moments.items()
             if name in found
         }
-        own = {name: _moved(value, torch.device("cpu")) for name, value in found.items()}
-        return _Result(_flat(param, place), moments, own, changed)
+        rest = {name: _moved(value, torch.device("cpu")) for name, value in found.items()}
+        return Result(_flat(param, place), moments, rest, changed)
 
-    def _write(self, step: ClassStep, handle: ParamHandle, result: _Result) -> None:
+    def _write(self, step: ClassStep, handle: ParamHandle, result: Result) -> None:
         """Sends the values of a parameter home. Idempotent."""
         flat_param, store = handle.flat_param, self._context.store
         with store.guarding():
