@@ -137,12 +137,6 @@ class ClassStepper:
         landed = {flat: [h for h in flat.handles if self._is_stepped(h)] for flat in planned}
         if not any(landed.values()):
             return []
-        shared = any(flat.ranks.size > 1 for flat in planned)
-        if context.steps.streaming and self._known.needs_whole and shared:
-            raise UsageError(
-                f"step_in_backward with {self._known.name} over several ranks: its step needs whole"
-                " parameters, for which the ranks meet after the backward. Call step() after it."
-            )
         context.release([unit])
         if context.steps.streaming:
             context.gradients.assigned.settle_early(unit.handles)

@@ -101,7 +101,9 @@ class OptimizerState:
     def hand_out(self, books: OptimizerBooks) -> dict[str, Any]:
         """Returns the state dict with masters. Users' writes to its tensors are sent home."""
         state_dict = self.read(books, masters=True)
-        kept = {STEP: STEP, MASTER: MASTER} | self.moments
+        kept = {MASTER: MASTER} | self.moments
+        if self._known.counts_steps:
+            kept[STEP] = STEP
         for index, param in self._params_of(state_dict).items():
             for name, value in state_dict["state"].get(index, {}).items():
                 if name in kept and isinstance(value, torch.Tensor):

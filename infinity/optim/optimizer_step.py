@@ -150,6 +150,12 @@ class OptimizerStep:
                 " units ahead."
             )
 
+        if self._known.needs_whole and context.collectives.ranks.size > 1:
+            raise UsageError(
+                f"step_in_backward with {self._known.name} over several ranks: its step needs whole"
+                " parameters, for which the ranks meet after the backward. Call step() after it."
+            )
+
     def begin_stream(self) -> None:
         """Begins a step whose units are stepped in the backward. Raises UsageError for a consumed
         gradient."""

@@ -1,0 +1,69 @@
+"""Class steps on several ranks: each whole parameter on one of them, with the bits of one process.
+
+Method: ranks with the same batches under torchrun over gloo, beside the library's optimizer. The
+elements that a rank receives show that none gets every parameter whole.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_torchrun
+
+from infinity.optim.class_owners import ClassOwners
+
+SCRIPT = Path(__file__).parents[1] / "support" / "jobs" / "class_ranks.py"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "world, home, shard",
+    [
+        (2, "host", "parameters"),
+        (2, "nvme", "optimizer"),
+        pytest.param(4, "nvme", "parameters", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_step_as_one_process(world, home, shard, tmp_path):
+    done = run_torchrun(world, [str(SCRIPT), str(tmp_path), home, shard], seconds=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = [json.loads((tmp_path / f"told.{rank}.json").read_text()) for rank in range(world)]
+    for found in told:
+        for case, of_case in found.items():
+            assert of_case["same"] and of_case["resumed"], case
+        assert "whole parameters, for which the ranks meet" in found["Adafactor"]["refused"]
+        assert not found["NAdam"]["received"]  # any part of the elements can be stepped
+        assert found["Muon"]["received"]
+    # of 6 steps: elements, gradient, and back elements, with the momentum both ways but once
+    numel = 3 * 64 * 64 + 64 * 7
+    total = sum(sum(found["Muon"]["received"]) for found in told)
+    assert total == 6 * numel * 5 - numel
+    assert max(sum(found["Muon"]["received"]) for found in told) < total * 0.9
+
+
+def owned(shapes: list[tuple[int, ...]], size: int) -> list[list[int]]:
+    owners = ClassOwners(SimpleNamespace(ranks=SimpleNamespace(size=size)))
+    handles = [
+        SimpleNamespace(
+            index=0,
+            flat_param=SimpleNamespace(
+                layout=SimpleNamespace(placements=[SimpleNamespace(shape=torch.Size(shape))])
+            ),
+        )
+        for shape in shapes
+    ]
+    return [owners._owners(handles[at : at + size]) for at in range(0, len(handles), size)]
+
+
+def test_the_costliest_goes_to_the_rank_that_has_done_least():
+    """Claim: owners differ within a round, and loads even out over rounds. The twin: by place alone
+    the first rank would have all large ones."""
+    shapes = [(64, 64), (8, 8), (64, 64), (8, 8), (64, 64), (8, 8)]
+    rounds = owned(shapes, 2)
+    assert rounds == [[0, 1], [1, 0], [0, 1]]
+    for of_round in owned([(4, 4)] * 7, 3):
+        assert len(set(of_round)) == len(of_round)

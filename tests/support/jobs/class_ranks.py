@@ -1,0 +1,90 @@
+"""Ranks step by the code of optimizers' classes, wrapped and plain, and write what they found.
+
+All ranks have the same batches, so that the mean of their gradients is each one's.
+
+argv: a folder for the answer, the home, what is sharded
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import optim
+
+import infinity
+from infinity.distributed.collectives import Collectives
+from infinity.errors import UsageError
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+from small_net import model, same, steps
+
+MADE = {
+    "NAdam": lambda p: optim.NAdam(p, lr=1e-2, weight_decay=0.1),
+    "AdamW, amsgrad": lambda p: optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "Adafactor": lambda p: optim.Adafactor(p, lr=1e-2, weight_decay=0.1),
+    "Muon": lambda p: optim.Muon([each for each in p if each.requires_grad], lr=0.02),
+}
+
+
+def values(net, optimizer) -> tuple[dict, dict]:
+    state = optimizer.state_dict()["state"]
+    return (
+        {name: value.detach().clone() for name, value in net.state_dict().items()},
+        {i: {k: torch.as_tensor(v).clone() for k, v in of.items()} for i, of in state.items()},
+    )
+
+
+def run(case: str, home: str, shard: str, folder: Path) -> dict:
+    plain, net = model(), model()
+    for param in (*plain.parameters(), *net.parameters()):
+        param.requires_grad_(case != "Muon" or param.ndim == 2)
+    stepping = MADE[case](list(plain.parameters()))
+    optimizer = MADE[case](list(net.parameters()))
+    config = {"params": home, "optimizer": home, "shard": shard}
+    if home == "nvme":
+        config["nvme_paths"] = [str(folder)]
+    net, optimizer = infinity.wrap_model(net, optimizer, config)
+    received = []
+    swap = Collectives.swap
+
+    def counted(self, given, counts, what):
+        received.append(sum(counts))
+        return swap(self, given, counts, what)
+
+    Collectives.swap = counted
+    for run_of in ((plain, stepping), (net, optimizer)):
+        steps(*run_of, 6)
+    Collectives.swap = swap
+    found = {"same": same(values(net, optimizer), values(plain, stepping)), "received": received}
+    saved = folder / f"saved {case}"
+    infinity.save_checkpoint(saved, net, optimizer)
+    for run_of in ((plain, stepping), (net, optimizer)):
+        steps(*run_of, 2, seed=2)
+    after = values(net, optimizer)
+    infinity.load_checkpoint(saved, net, optimizer)
+    steps(net, optimizer, 2, seed=2)
+    found["resumed"] = same(values(net, optimizer), after)
+    if case == "Adafactor":
+        try:
+            with optimizer.step_in_backward():
+                net(torch.ones(2, 64)).sum().backward()
+        except UsageError as error:
+            found["refused"] = str(error)
+    return found
+
+
+def main() -> None:
+    folder, home, shard = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    found = {case: run(case, home, shard, folder) for case in MADE}
+    (folder / f"told.{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
