@@ -83,7 +83,14 @@ def _admit(engine: Engine, job: Job, given: Recognised, place: int) -> InfinityO
     """Takes over one optimizer: its parameters get memory for gradients and state."""
     params, moments = _moved(given), given.known.arrays_of(given.moments, job.config)
     with job.uses.operation(Operation.ADD_PARAM_GROUP):
-        engine.admit(params, place=place, moments=moments, then=lambda: None, asked=ASKED)
+        engine.admit(
+            params,
+            place=place,
+            moments=moments,
+            by_class=given.known.rule is None,
+            then=lambda: None,
+            asked=ASKED,
+        )
         for param in params:
             handle, state = managed(param), given.optimizer.state.get(param, {})
             for name, array in given.moments.items():

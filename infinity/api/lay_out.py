@@ -212,6 +212,7 @@ def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
         data_size=ranks.data_size,
         whole_grad=ranks.keeps_gradients,
         node_size=ranks.node_group.size if ranks.node_group is not None else 0,
+        largest=max(place.numel for place in flat_param.layout.placements),
     )
 
 
@@ -256,7 +257,8 @@ def _spec_of(
     if place is None or stepped_by is None:
         return frozen
     moments = stepped_by.known.arrays_of(stepped_by.moments, config)
-    return frozen.trained(config.master, moments, place)
+    by_class = stepped_by.known.rule is None
+    return frozen.trained(config.master, moments, place, by_class=by_class)
 
 
 class Laid(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 
 from .. import native
 from ..runtime.job import Job
-from ..state.flat_param_spec import MOMENTS, SCALES, elements_each
+from ..state.flat_param_spec import EVERY_MOMENT, SCALES, elements_each
 from ..state.handle import ParamHandle
 from ..storage.arrays import ArrayIO
 from ..storage.write_behind import writing_behind
@@ -68,7 +68,7 @@ class HomeLoader:
             copies = _Copies(saved, store, index)
             for handle in handles:
                 arrays = self.arrays_of(handle)
-                moments = [name for name in MOMENTS if name in arrays]
+                moments = [name for name in EVERY_MOMENT if name in arrays]
                 if self._has_state(handle) and not copies.are_exact(handle, moments):
                     encoded_anew.append(handle.name)
                     copies.encode(handle, moments)
@@ -95,7 +95,7 @@ class HomeLoader:
         has_state, flat_param = self._has_state(handle), handle.flat_param
         if handle.has_state and not has_state:
             shape = flat_param.layout.placements[handle.index].shape
-            for name in (name for name in MOMENTS if name in flat_param.arrays):
+            for name in (name for name in EVERY_MOMENT if name in flat_param.arrays):
                 zeros = torch.zeros(shape, device="cpu")
                 flat_param.write_moment(
                     store, name, handle.index, zeros, version=self.job.steps.index

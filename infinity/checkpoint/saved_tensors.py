@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from .. import native
 from ..errors import CorruptionError
-from ..state.flat_param_spec import MOMENTS, SCALES, elements_each
+from ..state.flat_param_spec import EVERY_MOMENT, SCALES, elements_each
 from .boxes import Box, cover, view_of_run
 from .parts import opened_file, read_header
 from .weight_files import FILE_DTYPES
@@ -125,7 +125,7 @@ class SavedTensors:
             "weight",
             "master",
             "average",
-            *MOMENTS,
+            *EVERY_MOMENT,
             *SCALES.values(),
         ):
             raise CorruptionError(
@@ -147,7 +147,7 @@ class SavedTensors:
         scales."""
         described = self._parameters.get(name)
         return array in SCALES.values() or (
-            array in MOMENTS and described is not None and described["moments"] == "uint8"
+            array in EVERY_MOMENT and described is not None and described["moments"] == "uint8"
         )
 
     def check(self, array: str, name: str, dtype: torch.dtype) -> None:

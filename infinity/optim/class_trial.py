@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..state.flat_param_spec import MOMENTS
+from ..state.flat_param_spec import EVERY_MOMENT
 from .class_step import class_step, step_as
 from .known import Known
 
@@ -45,13 +45,13 @@ def with_moments(known: Known, optimizer: torch.optim.Optimizer) -> Known:
                 " parameter and have another shape, so that there is no home for them"
             )
         moments += [name for name in state if name not in own and name not in moments]
-    if len(moments) > len(MOMENTS):
+    if len(moments) > len(EVERY_MOMENT):
         raise ConfigError(
             f"optimizer {known.name} keeps {', '.join(moments)} for each element of a parameter:"
-            f" there is room for {len(MOMENTS)}"
+            f" there is room for {len(EVERY_MOMENT)}"
         )
-    others = iter([name for name in MOMENTS if name not in moments])
-    at_home = {name: name if name in MOMENTS else next(others) for name in moments}
+    others = iter([name for name in EVERY_MOMENT if name not in moments])
+    at_home = {name: name if name in EVERY_MOMENT else next(others) for name in moments}
     return replace(known, moments=at_home)
 
 

@@ -20,10 +20,10 @@ from .. import native
 from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
 from ..errors import ConfigError
-from ..state.flat_param_spec import MOMENTS
+from ..state.flat_param_spec import EVERY_MOMENT
 
 # Arrays at home; the second one has no sign. Kernels have the first two.
-FIRST, SECOND, THIRD, FOURTH = MOMENTS
+FIRST, SECOND, THIRD, FOURTH = EVERY_MOMENT
 BETAS = "beta1", "beta2"
 EACH_DTYPE = ("fp32", "bf16", "int8")
 Group = Mapping[str, Any]

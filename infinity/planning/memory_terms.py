@@ -80,6 +80,7 @@ class MemoryTerms:
         self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
         self._add_ranks()
         landing, device_slot = self._device_step()
+        self._class_step()
         window = self._window()  # takes the rest of a budget
         return MemoryPlan(
             tiers=self.tiers,
@@ -210,3 +211,11 @@ class MemoryTerms:
                 device_slot = needed_device_slot_nbytes(self._units)
                 self._add(Tier.DEVICE, "optimizer slots", DEVICE_SLOTS * device_slot)
         return landing, device_slot
+
+    def _class_step(self) -> None:
+        """Adds the values of the parameter that is stepped by its class, where they are read and
+        where they are computed with."""
+        nbytes = max((flat.class_step_nbytes for flat in self._stepped), default=0)
+        self._add(Tier.HOST, "a parameter's step", nbytes)
+        if not self._device.is_host:
+            self._add(Tier.DEVICE, "a parameter's step", nbytes)

@@ -7,11 +7,12 @@ from functools import cached_property
 
 from .. import native
 from ..machine.sizes import round_up
-from ..state.flat_param_spec import FlatParamSpec
+from ..state.flat_param_spec import EVERY_MOMENT, FlatParamSpec
 
 MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
-STATE = ("weight", "master", "exp_avg", "exp_avg_sq")
-CHECKSUMMED = 5  # arrays of a flat param that can be on disk, each with a partial last block
+STATE = ("weight", "master", *EVERY_MOMENT)
+# Arrays of a flat param that can be on disk, each with a partial last block
+CHECKSUMMED = 5
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class FlatParamSize:
     data_size: int = 1  # ranks whose gradients are averaged; includes those with other experts
     whole_grad: bool = False  # every rank holds its whole gradient (ZeRO-1)
     node_size: int = 0  # ranks of a machine that share gathered weights (``shard_in_node``); else 0
+    largest: int = 0  # elements of the largest parameter; 0: unknown
 
     @property
     def is_averaged(self) -> bool:
@@ -38,6 +40,16 @@ class FlatParamSize:
                 int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES
             )
         return self._shard_nbytes.get(name, 0)
+
+    @property
+    def class_step_nbytes(self) -> int:
+        """Counts the bytes, in fp32, of the step of one parameter by its class: what is read, and
+        the new values beside it, and three temporaries; what an owner receives, too."""
+        if not self.spec.by_class:
+            return 0
+        arrays = 2 + len(self.spec.moments)  # elements and gradient
+        copies = 2 if self.shards == 1 else 3
+        return 4 * (self.largest or self.numel) * (copies * arrays + 3)
 
     def whole_nbytes(self, name: str) -> int:
         """Counts the bytes of array ``name`` of all ranks."""

@@ -57,6 +57,7 @@ def admit(
     hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
     place: int = 0,
+    by_class: bool = False,
     asked: str = "add_param_group",
 ) -> None:
     """Steps ``params``: see :meth:`Engine.admit`. Blocks until all bytes are at home."""
@@ -64,7 +65,7 @@ def admit(
     growths: dict[FlatParam, Growth] = {}
     for handle in handles:
         if not (spec := handle.flat_param.spec).stepped:
-            trained = spec.trained(job.config.master, moments, place)
+            trained = spec.trained(job.config.master, moments, place, by_class=by_class)
             growths[handle.flat_param] = Growth(handle.unit, trained)
     sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]
     wait_idle(job)

@@ -11,9 +11,10 @@ import torch
 from .. import native
 from ..machine.tiers import Tier
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "moment_3", "moment_4")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # that kernels have
+EVERY_MOMENT = (*MOMENTS, "moment_3", "moment_4")  # the others are those of class steps
 SCALES = {name: name + "_scale" for name in MOMENTS}
-ARRAYS = ("weight", "master", *MOMENTS, *SCALES.values(), "grad")
+ARRAYS = ("weight", "master", *EVERY_MOMENT, *SCALES.values(), "grad")
 
 MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.float32}
 
@@ -27,12 +28,18 @@ class FlatParamSpec:
     master: native.Master
     grad_dtype: torch.dtype
     moment_dtype: torch.dtype
-    moments: tuple[str, ...]  # arrays, of MOMENTS
+    moments: tuple[str, ...]  # arrays, of EVERY_MOMENT
     stepped: bool
     optimizer: int = 0  # the place, among those of the job, of the one that steps them
+    by_class: bool = False  # stepped by the class of the optimizer, not by a kernel
 
     def trained(
-        self, master: str, moments: Mapping[str, torch.dtype], optimizer: int = 0
+        self,
+        master: str,
+        moments: Mapping[str, torch.dtype],
+        optimizer: int = 0,
+        *,
+        by_class: bool = False,
     ) -> FlatParamSpec:
         """Describes the same parameters when ``optimizer`` steps them. ``master``: the
         configuration's; ``moments``: the arrays of its rule, and their dtype."""
@@ -43,10 +50,11 @@ class FlatParamSpec:
         return replace(
             self,
             master=kind,
-            moments=tuple(name for name in MOMENTS if name in moments),
+            moments=tuple(name for name in EVERY_MOMENT if name in moments),
             moment_dtype=next(iter(moments.values()), self.moment_dtype),
             stepped=True,
             optimizer=optimizer,
+            by_class=by_class,
         )
 
     def array_dtypes(self) -> dict[str, torch.dtype]:

@@ -51,20 +51,20 @@ class Muon(torch.optim.Optimizer):
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type, list[str]]] = {
     "unsupported": (
-        lambda m: torch.optim.ASGD(m.parameters()),
+        lambda m: torch.optim.LBFGS(m.parameters()),
         infinity.ConfigError,
-        ["ASGD", "AdamW", "SGD", "Lion"],
+        ["LBFGS", "AdamW", "SGD", "Lion"],
     ),
     "of the user": (lambda m: Muon(m.parameters()), infinity.ConfigError, ["Muon", "AdamW"]),
     "NAdam": (
-        lambda m: torch.optim.NAdam(m.parameters()),
+        lambda m: torch.optim.SparseAdam(m.parameters()),
         infinity.ConfigError,
-        ["NAdam", "AdamW"],
+        ["SparseAdam", "AdamW"],
     ),
-    "amsgrad": (
-        lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True),
+    "capturable": (
+        lambda m: torch.optim.AdamW(m.parameters(), capturable=True),
         infinity.ConfigError,
-        ["amsgrad"],
+        ["capturable"],
     ),
     "differentiable": (
         lambda m: torch.optim.Adam(m.parameters(), differentiable=True),

@@ -20,7 +20,7 @@ from infinity.planning.cluster import (
 )
 from infinity.planning.memory_plan import MemoryPlan
 from infinity.planning.unit_sizes import FlatParamSize, UnitSize
-from infinity.state.flat_param_spec import FlatParamSpec
+from infinity.state.flat_param_spec import ARRAYS, FlatParamSpec
 
 SPEC = FlatParamSpec(
     wrapped_dtype=float32,
@@ -31,7 +31,7 @@ SPEC = FlatParamSpec(
     moments=("exp_avg", "exp_avg_sq"),
     stepped=True,
 )
-HOST = {name: Tier.HOST for name in ("weight", "master", "exp_avg", "exp_avg_sq", "grad")}
+HOST = dict.fromkeys(ARRAYS, Tier.HOST)
 
 
 def units_of(count: int, ranks: int = 2, numel: int = 1 << 20) -> list[UnitSize]:

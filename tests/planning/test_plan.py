@@ -94,6 +94,8 @@ def terms_by_hand(
         "master": "optimizer state",
         "exp_avg": "optimizer state",
         "exp_avg_sq": "optimizer state",
+        "moment_3": "optimizer state",
+        "moment_4": "optimizer state",
         "grad": "gradients",
         "exp_avg_scale": "optimizer state",
         "exp_avg_sq_scale": "optimizer state",
