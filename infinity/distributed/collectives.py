@@ -29,7 +29,6 @@ from .transfer import (
     Operation,
     Transfer,
     all_gather,
-    all_to_all,
     broadcast,
     end_groups,
     exchange_objects,
@@ -144,19 +143,6 @@ class Collectives:
         ]
         transfer = Transfer(lambda: [broadcast(group, raw, peer) for peer, raw in parts])
         self.ranks.dp_group.pass_on(f"{what} {self._progress}", transfer)
-
-    def swap(
-        self, given: Sequence[torch.Tensor], counts: Sequence[int], what: str
-    ) -> list[torch.Tensor]:
-        """Sends each rank of the shard group its flat tensor of ``given``, of one dtype. Returns
-        what each of them sends here, ``counts`` elements."""
-        group, sent = self.ranks.shard_group.group, torch.cat([*given])
-        received = sent.new_empty(sum(counts))
-        sizes = [*counts], [tensor.numel() for tensor in given]
-        transfer = Transfer(lambda: [all_to_all(group, received, sent, *sizes)])
-        place = self.ranks.place_of(self.ranks.shard_group)
-        place.pass_on(f"{what} {self._progress}", transfer)
-        return list(received.split([*counts]))
 
     def broadcast(
         self, tensor: torch.Tensor, what: str, *, over_tensors: bool = False

@@ -165,17 +165,16 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> Oper
     return partial(group.broadcast, [tensor], options)
 
 
-def all_to_all(
-    group: dist.ProcessGroup,
-    received: torch.Tensor,
-    sent: torch.Tensor,
-    received_counts: Sequence[int],
-    sent_counts: Sequence[int],
-) -> Operation:
-    """Makes the operation that sends each rank its ``sent_counts`` elements of ``sent``, and fills
-    ``received`` with those that each rank sends here."""
-    counts = [*received_counts], [*sent_counts]
-    return partial(group.alltoall_base, received, sent, *counts, c10d.AllToAllOptions())
+def swap(
+    group: dist.ProcessGroup, given: Sequence[torch.Tensor], counts: Sequence[int]
+) -> Transfer:
+    """Makes the transfer that sends each rank its flat tensor of ``given``, all of one dtype.
+    Result: what each rank sends here, ``counts`` elements."""
+    sent = torch.cat([*given])
+    received = sent.new_empty(sum(counts))
+    sizes = [*counts], [tensor.numel() for tensor in given]
+    operation = partial(group.alltoall_base, received, sent, *sizes, c10d.AllToAllOptions())
+    return Transfer(lambda: [operation], result=lambda: list(received.split([*counts])))
 
 
 def exchange_objects(group: dist.ProcessGroup, size: int, mine: Any) -> Transfer:

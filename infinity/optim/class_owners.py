@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..distributed.collectives import Collectives
+from ..distributed.transfer import swap
 from ..state.handle import ParamHandle
 
 
@@ -51,6 +52,14 @@ class ClassOwners:
             self._load[owner] += cost[place]
         return owners
 
+    def _swap(
+        self, given: Sequence[torch.Tensor], counts: Sequence[int], what: str
+    ) -> list[torch.Tensor]:
+        """Sends each rank its tensor of ``given``, and returns what each sends here."""
+        ranks = self._collectives.ranks
+        transfer = swap(ranks.shard_group.group, given, counts)
+        return ranks.place_of(ranks.shard_group).pass_on(what, transfer)
+
     def step(
         self, handles: Sequence[ParamHandle], inputs: Sequence[Inputs], step: Step
     ) -> list[Result]:
@@ -67,7 +76,7 @@ class ClassOwners:
         parts_of = [] if mine is None else _parts(handles[mine], ranks.size)
         kinds = 0 if mine is None else len(inputs[mine])
         counts = [kinds * (end - begin) for begin, end in parts_of] or [0] * ranks.size
-        found = collectives.swap(given, counts, what)
+        found = self._swap(given, counts, what)
         result = None
         if mine is not None:
             rows = [part.view(kinds, -1) for part in found]
@@ -84,7 +93,7 @@ class ClassOwners:
         counts = [0] * ranks.size
         for place, owner in enumerate(owners):
             counts[owner] = (1 + len(known[place][0])) * inputs[place][0].numel()
-        back = collectives.swap(given, counts, what)
+        back = self._swap(given, counts, what)
         results = []
         for place, owner in enumerate(owners):
             arrays, own, changed = known[place]

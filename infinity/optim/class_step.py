@@ -21,13 +21,13 @@ import torch
 
 from .. import native
 from ..distributed.collectives import Collectives
-from ..errors import UsageError
 from ..gradients.changes import multiply
 from ..gradients.record import GradState, has_landed
 from ..state.flat_layout import Placement
 from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle
 from ..state.unit import ParamUnit
+from ..storage.store import ArrayStore
 from .books import OptimizerBooks, same_form
 from .class_owners import ClassOwners, Inputs, Result
 from .context import StepContext
@@ -115,24 +115,19 @@ class ClassStepper:
         given: torch.optim.Optimizer,
         books: OptimizerBooks,
         changed: dict[int, dict[str, Any]],
+        method: str = "step",
     ):
         """``changed``: filled with the settings that the class changes, by group. They are set when
-        all parameters are stepped."""
+        all parameters are stepped. ``method``: of the class."""
         self._context, self._known, self._groups = context, known, groups
         self._group_of, self._given, self._books = group_of, given, books
-        self._changed, self._method = changed, "step"
+        self._changed, self._method = changed, method
         self._moments = books.homes.moments
         self._owners: dict[Collectives, ClassOwners] = {}
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ClassStep]:
-        """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else.
-        Raises UsageError in a pipeline that runs without flush."""
+        """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""
         context, steps = self._context, []
-        if context.keeps_stale():
-            raise UsageError(
-                f"without_flush with {self._known.name}: its step has no kernel that writes new"
-                " weights beside the old ones. Run the pipeline with flush."
-            )
         planned = [flat for flat in unit.flat_params if context.steps_flat_param(flat)]
         landed = {flat: [h for h in flat.handles if self._is_stepped(h)] for flat in planned}
         if not any(landed.values()):
@@ -147,6 +142,19 @@ class ClassStepper:
                 numbers = [(handle, handle.step + 1) for handle in handles]
                 steps.append(ClassStep(flat_param, version, numbers, after, clip))
         return steps
+
+    def plan_switch(self, unit: ParamUnit) -> list[ClassStep]:
+        """Plans a method that needs no gradient, of all parameters of ``unit``."""
+        context = self._context
+        context.release([unit])
+        of_flat_params = {
+            flat: [handle for handle in flat.handles if handle in self._group_of]
+            for flat in unit.flat_params
+        }
+        return [
+            ClassStep(flat, context.steps.index, [(each, each.step) for each in handles], [], 1.0)
+            for flat, handles in of_flat_params.items()
+        ]
 
     def shadow(self, unit: ParamUnit) -> int:
         """Makes no update ahead."""
@@ -165,7 +173,8 @@ class ClassStepper:
                     self._write(step, handle, result)
                     handle.step = number
                     handle.changed()
-                    handle.grad.move(GradState.CONSUMED)
+                    if self._method == "step":
+                        handle.grad.move(GradState.CONSUMED)
                 step.done, step.results = step.done + len(step.results), []
 
     def finish(self) -> None:
@@ -174,7 +183,7 @@ class ClassStepper:
         for index, group in enumerate(self._groups):
             if index not in self._changed:
                 idle = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
-                _, self._changed[index] = class_step(self._given, group, idle, {})
+                _, self._changed[index] = class_step(self._given, group, idle, {}, self._method)
         for index, changed in self._changed.items():
             self._groups[index].update(changed)
 
@@ -197,16 +206,20 @@ class ClassStepper:
         return [self._step(handle, inputs[0]) for handle in handles]
 
     def _inputs(self, step: ClassStep, handle: ParamHandle) -> Inputs:
-        """Reads this rank's elements of a parameter, its gradient and its moments."""
+        """Reads this rank's elements of a parameter, its gradient if it is stepped, and its
+        moments."""
         flat_param, index, store = handle.flat_param, handle.index, self._context.store
         with store.guarding():
+            flat_param.homes.wait_running()
             begin, end = flat_param.layout.shard_part(index)
             first, _ = flat_param.layout.own("grad")
-            grad = store.read(flat_param.arrays["grad"], begin - first, end - first)
+            grad = torch.zeros(end - begin, device="cpu")
+            if self._method == "step":
+                grad = store.read(flat_param.arrays["grad"], begin - first, end - first)
             factors = (*handle.grad.factors, *(() if step.clip == 1.0 else (step.clip,)))
             arrays = self._moments.values() if handle.has_state else ()
             return [
-                flat_param.read_elements(store, index),
+                _elements(flat_param, store, index),
                 multiply(grad, factors).float(),
                 *(flat_param.parts.read_own(store, array, index).float() for array in arrays),
             ]
@@ -251,6 +264,16 @@ class ClassStepper:
                     store.write(home, begin, values.to(home.dtype), version=step.version)
         self._books.put_own(handle.param, result.own)
         self._changed[self._group_of[handle]] = result.changed
+
+
+def _elements(flat_param: FlatParam, store: ArrayStore, index: int) -> torch.Tensor:
+    """Reads this rank's elements of a parameter, from the master if there is one."""
+    weight = flat_param.parts.read_own(store, "weight", index)
+    if flat_param.spec.master == native.Master.OWN:
+        return weight.float()
+    master = flat_param.parts.read_own(store, "master", index)
+    is_split = flat_param.spec.master == native.Master.SPLIT
+    return native.join_master(weight, master) if is_split else master
 
 
 def _moved(value: Any, device: torch.device) -> Any:

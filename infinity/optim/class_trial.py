@@ -61,7 +61,10 @@ def _try(known: Known, optimizer: torch.optim.Optimizer, group: State) -> State:
     alone, together = list(_params()), list(_params())
     states: list[State] = [{} for _ in alone]
     states_together: list[State] = [{} for _ in alone]
-    settings, settings_together = dict(group), dict(group)
+    settings = dict(group)
+    if hasattr(optimizer, "train"):  # else it may refuse to step
+        settings |= step_as(optimizer, settings, [], [], "train")[1]
+    settings_together = dict(settings)
     for turn in range(STEPS):
         changed: State = {}
         for index, param in enumerate(alone):

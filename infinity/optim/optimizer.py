@@ -75,7 +75,16 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if (given := vars(self).get("given")) is None:
             raise AttributeError(name)
+        if name in ("train", "eval") and callable(getattr(type(given.optimizer), name, None)):
+            return partial(self._switch, name)
         return given.attribute(name)
+
+    def _switch(self, method: str) -> None:
+        """Runs ``train`` or ``eval`` of the class, which Schedule-Free optimizers have: they change
+        the weights. Every rank calls this."""
+        with self.context.uses.operation(Operation.SWITCH_OPTIMIZER):
+            self._read_books(f"{method}()")
+            self._stepping.switch(self.param_groups, method)
 
     @property
     def own_attributes(self) -> dict[str, Any]:

@@ -47,10 +47,35 @@ class OptimizerStep:
         self._shadowed = 0  # shadows since the last step
 
     def _stepper(self, groups: Groups) -> Stepper | ClassStepper:
-        what = self._context, self._known, groups, self._members.group_of
-        if self._known.rule is not None:
-            return Stepper(*what)
-        return ClassStepper(*what, self._given, self._books, self._changed)
+        if self._known.rule is None:
+            return self._class_stepper(groups, "step")
+        return Stepper(self._context, self._known, groups, self._members.group_of)
+
+    def _class_stepper(self, groups: Groups, method: str) -> ClassStepper:
+        return ClassStepper(
+            self._context,
+            self._known,
+            groups,
+            self._members.group_of,
+            self._given,
+            self._books,
+            self._changed,
+            method,
+        )
+
+    @torch.no_grad()
+    def switch(self, groups: Groups, method: str) -> None:
+        """Runs a method of the class that needs no gradient, on all parameters."""
+        context, stepper = self._context, self._class_stepper(groups, method)
+        self._changed.clear()
+        steps = [step for unit in context.units for step in stepper.plan_switch(unit)]
+
+        def change() -> None:
+            stepper.carry_out(steps)
+            stepper.finish()
+
+        with context.store.guarding():
+            context.journal.carry_out(change)
 
     # --- a step ---
 

@@ -5,7 +5,7 @@ place   the number of an optimizer among those of one job; a flat param belongs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from ..config.config import Config
 from ..errors import ConfigError
+from ..state.dtensors import is_distributed
 from .known import Known
 from .rules import recognise
 
@@ -54,7 +55,10 @@ class Optimizers:
                 if is_moved(param)
             }
             if moved or not any(group["params"] for group in optimizer.param_groups):
-                self._all.append(Recognised(optimizer, recognise(optimizer)))
+                known = recognise(optimizer)
+                if known.needs_whole:
+                    _refuse_parts(known, moved)
+                self._all.append(Recognised(optimizer, known))
             self._order |= moved
 
     @property
@@ -88,6 +92,16 @@ class Optimizers:
         """Returns the optimizer that steps ``param``, or None."""
         place = self.place_of(param)
         return None if place is None else self._all[place]
+
+
+def _refuse_parts(known: Known, params: Iterable[torch.Tensor]) -> None:
+    """Raises ConfigError for parameters of which this rank has a part only."""
+    if any(map(is_distributed, params)):
+        raise ConfigError(
+            f"{known.name} steps whole parameters, and tensor or expert parallelism has divided"
+            " some of these. Give the divided ones another optimizer:"
+            " wrap_model(model, [first, second])."
+        )
 
 
 def as_given(

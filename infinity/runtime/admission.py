@@ -65,8 +65,8 @@ def admit(
     growths: dict[FlatParam, Growth] = {}
     for handle in handles:
         if not (spec := handle.flat_param.spec).stepped:
-            trained = spec.trained(job.config.master, moments, place, by_class=by_class)
-            growths[handle.flat_param] = Growth(handle.unit, trained)
+            spec = spec.trained(job.config.master, moments, place, by_class=by_class)
+            growths[handle.flat_param] = Growth(handle.unit, spec)
     sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]
     wait_idle(job)
     job.gradients.homes.settle()
@@ -75,8 +75,7 @@ def admit(
     try:
         for flat_param, growth in growths.items():
             _allocate(job, flat_param, growth)
-        is_refitted = resources.refit(sizes)
-        updater = resources.make_updater() if is_refitted else None
+        updater = resources.make_updater() if resources.refit(sizes) else None
     except BaseException:
         for growth in growths.values():
             for array in growth.arrays.values():

@@ -23,7 +23,8 @@ class StaleWeights:
 
     def __init__(self, job: Job):
         """Allocates the stale weights; every rank calls this. Raises CapacityError if there is no
-        room, and PeerError if another rank has none; nothing is changed then."""
+        room, PeerError if another rank has none, and UsageError if an optimizer's class steps;
+        nothing is changed then."""
         self._job, self._pass = job, job.running
         self._first = 0  # the engine's step when the run began
         self._versions: list[UnitVersions] = []
@@ -31,6 +32,11 @@ class StaleWeights:
         flat_params = [
             (unit, flat) for unit in units for flat in unit.flat_params if flat.spec.stepped
         ]
+        if by_class := [flat.names[0] for _, flat in flat_params if flat.spec.by_class]:
+            raise UsageError(
+                f"without_flush: {by_class[0]} is stepped by its optimizer's own code, which does"
+                " not write new weights beside the old ones. Run the pipeline with flush."
+            )
         taken = []
         try:
             with job.collectives.together("taking room for a second version of the weights"):

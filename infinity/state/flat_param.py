@@ -146,9 +146,8 @@ class FlatParam:
     ) -> None:
         """Sets parameter ``index`` from a value in the form of :meth:`flattened`. Idempotent."""
         self.homes.wait_idle()
-        self.write_elements(
-            store, self.layout.placements[index].offset, flat, version=version, fresh=fresh
-        )
+        offset = self.layout.placements[index].offset
+        self.write_elements(store, offset, flat, version=version, fresh=fresh)
 
     def write_first_values(
         self, store: ArrayIO, index: int, begin: int, values: torch.Tensor
@@ -166,25 +165,11 @@ class FlatParam:
             value[torch.unravel_index(places, place.shape)] = values
             self.write_value(store, index, value, version=0, fresh=True)
 
-    def read_elements(self, store: ArrayIO, index: int) -> torch.Tensor:
-        """Reads this rank's elements of parameter ``index``, flat, in fp32."""
-        weight = self.parts.read_own(store, "weight", index)
-        return self._with_master(
-            weight, lambda: self.parts.read_own(store, "master", index), torch.float32
-        )
-
     def write_elements(
-        self,
-        store: ArrayIO,
-        offset: int,
-        flat: torch.Tensor,
-        *,
-        version: int,
-        fresh: bool = False,
+        self, store: ArrayIO, offset: int, flat: torch.Tensor, *, version: int, fresh: bool = False
     ) -> None:
-        """Writes the master and weight of ``flat`` from element ``offset`` of the whole on, in
-        pieces, because encoding needs several times their bytes. Zero low bits are not written to a
-        fresh array."""
+        """Writes the master and weight of ``flat`` from element ``offset`` on, in pieces: encoding
+        needs several times their bytes. Zero low bits are not written to a fresh array."""
         spec = self.spec
         no_low_bits = (
             fresh

@@ -53,6 +53,7 @@ class Operation(Enum):
     SET_GRAD = "setting param.grad"
     ADD_PARAM_GROUP = "add_param_group()"
     USE_OPTIMIZER_STATE = "optimizer.state"
+    SWITCH_OPTIMIZER = "optimizer.train() and eval()"
     OPTIMIZER_STATE_DICT = "optimizer.state_dict()"
     LOAD_OPTIMIZER_STATE_DICT = "optimizer.load_state_dict()"
     STATE_DICT = "state_dict()"
@@ -96,6 +97,7 @@ TABLE = """
     SET_GRAD                   . . . a . p . . .
     ADD_PARAM_GROUP            u f b a s p e w .
     USE_OPTIMIZER_STATE        u . . . . . . w .
+    SWITCH_OPTIMIZER           u f b a s p e w .
     OPTIMIZER_STATE_DICT       u . . . s p . w .
     LOAD_OPTIMIZER_STATE_DICT  u . . a s p e w .
     STATE_DICT                 u . . . s p . w .

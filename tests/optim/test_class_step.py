@@ -20,7 +20,7 @@ from small_net import furthest, model, same, steps
 from torch import nn, optim
 
 import infinity
-from infinity.errors import ConfigError, UsageError
+from infinity.errors import UsageError
 from infinity.optim.class_step import ClassStepper
 from infinity.optim.known import ANY_PART, WHOLE
 
@@ -302,31 +302,27 @@ def test_schedule_free_counts_in_its_groups(tmp_path):
     assert [one[key] for key in keys] == [other[key] for key in keys]
 
 
-REFUSED = {
-    "Prodigy, of all parameters at once": (
-        lambda p: of_library("pytorch_optimizer", "Prodigy", p),
-        {},
-        "Prodigy is not supported",
-    ),
-    "a clip of all parameters": (
-        lambda p: of_library("pytorch_optimizer", "Adan", p, max_grad_norm=0.5),
-        {},
-        "steps all parameters at once",
-    ),
-    "narrow moments": (MADE["NAdam"], {"moments": "int8"}, "moments='int8' is not for .*NAdam"),
-    "a flag of every class": (
-        lambda p: optim.NAdam(p, differentiable=True),
-        {},
-        "differentiable=True, which is not supported",
-    ),
-}
+@pytest.mark.parametrize("name", ["AdamW", "RAdam", "SGD"])
+def test_schedule_free_evaluates_with_its_averages(name, tmp_path):
+    """Claim: eval() and train() change the weights as the library's, in any order, and a job goes
+    on from them. The twin: without eval() the weights are others."""
+    kind = getattr(pytest.importorskip("schedulefree"), f"{name}ScheduleFree")
 
+    def trained(home):
+        net, optimizer = wrapped(lambda p: kind(p, lr=0.01), home, tmp_path)
+        optimizer.train()
+        steps(net, optimizer, 8)
+        before = values_of(net, optimizer)
+        optimizer.eval()
+        optimizer.eval()
+        evaluated = values_of(net, optimizer)
+        optimizer.train()
+        steps(net, optimizer, 2, seed=2)
+        return before, evaluated, values_of(net, optimizer), optimizer.param_groups[0]["k"]
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_a_class_step_cannot_do_is_refused(what, tmp_path):
-    make, config, said = REFUSED[what]
-    with pytest.raises(ConfigError, match=said):
-        wrapped(make, "host", tmp_path, **config)
+    expected, found = trained(None), trained("nvme")
+    assert all(map(same, expected[:3], found[:3])) and expected[3] == found[3] == 10
+    assert not same(found[0], found[1])
 
 
 def test_what_is_switched_on_later_is_refused(tmp_path):

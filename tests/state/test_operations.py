@@ -91,6 +91,7 @@ NEEDS_REST = {
     Operation.EXCHANGE_AVERAGE,
     Operation.STEP_IN_BACKWARD,
     Operation.ADD_PARAM_GROUP,
+    Operation.SWITCH_OPTIMIZER,
 }
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import optim
 
 import infinity
-from infinity.distributed.collectives import Collectives
 from infinity.errors import UsageError
+from infinity.optim.class_owners import ClassOwners
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from small_net import model, same, steps
@@ -49,16 +49,16 @@ def run(case: str, home: str, shard: str, folder: Path) -> dict:
         config["nvme_paths"] = [str(folder)]
     net, optimizer = infinity.wrap_model(net, optimizer, config)
     received = []
-    swap = Collectives.swap
+    swap = ClassOwners._swap
 
     def counted(self, given, counts, what):
         received.append(sum(counts))
         return swap(self, given, counts, what)
 
-    Collectives.swap = counted
+    ClassOwners._swap = counted
     for run_of in ((plain, stepping), (net, optimizer)):
         steps(*run_of, 6)
-    Collectives.swap = swap
+    ClassOwners._swap = swap
     found = {"same": same(values(net, optimizer), values(plain, stepping)), "received": received}
     saved = folder / f"saved {case}"
     infinity.save_checkpoint(saved, net, optimizer)

@@ -1,0 +1,144 @@
+"""The trial of a class: what it keeps of each element, and what needs all parameters at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn, optim
+
+import infinity
+from infinity.errors import ConfigError
+from infinity.optim import class_trial
+from infinity.optim.known import KNOWN, by_class
+from infinity.optim.rules import recognise
+
+Make = Callable[[list[nn.Parameter]], optim.Optimizer]
+
+
+def made(make: Make) -> optim.Optimizer:
+    return make(list(nn.Linear(4, 4).parameters()))
+
+
+MOMENTS = {
+    "its own names": (
+        lambda p: optim.NAdam(p),
+        {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+    ),
+    "one more": (
+        lambda p: optim.AdamW(p, amsgrad=True),
+        {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "max_exp_avg_sq": "moment_3"},
+    ),
+    "another name": (lambda p: optim.ASGD(p), {"ax": "exp_avg"}),
+    "of one group": (
+        lambda p: optim.RMSprop(
+            [{"params": p[:1]}, {"params": p[1:], "momentum": 0.9}], centered=True
+        ),
+        {"square_avg": "exp_avg", "grad_avg": "exp_avg_sq", "momentum_buffer": "moment_3"},
+    ),
+    "none": (lambda p: optim.Adafactor(p), {}),
+}
+
+
+@pytest.mark.parametrize("what", MOMENTS)
+def test_what_is_kept_for_each_element_gets_an_array(what):
+    """Claim: every group is tried. What has another shape than the parameter gets no array."""
+    make, expected = MOMENTS[what]
+    assert recognise(made(make)).moments == expected
+
+
+def test_nothing_of_the_users_changes():
+    optimizer = made(lambda p: optim.NAdam(p))
+    before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
+    settings = dict(optimizer.param_groups[0])
+    recognise(optimizer)
+    assert not optimizer.state and optimizer.param_groups[0] == settings
+    assert all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+
+
+class OfAll(optim.Optimizer):
+    """Steps by the mean of all gradients."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        mean = sum(p.grad.mean() for p in params)
+        for param in params:
+            param.sub_(mean)
+
+
+class Keeping(optim.Optimizer):
+    """Keeps a value of each shape, or several of a parameter's."""
+
+    def __init__(self, params, shape=(), count=0, fails=False):
+        self.shape, self.count, self.fails = shape, count, fails
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                if self.fails:
+                    raise ValueError("not on this processor")
+                self.state[param]["other"] = torch.zeros(self.shape)
+                for number in range(self.count):
+                    self.state[param][f"moment {number}"] = torch.zeros_like(param)
+
+
+TRIED = {
+    "all at once": (OfAll, "steps all parameters at once"),
+    "large values of another shape": (
+        lambda p: Keeping(p, shape=(6, 4)),
+        "keeps other, which are as large as a parameter",
+    ),
+    "five of each element": (lambda p: Keeping(p, count=5), "there is room for 4"),
+    "a step that raises": (lambda p: Keeping(p, fails=True), "raised ValueError.*not on this"),
+}
+
+
+@pytest.mark.parametrize("what", TRIED)
+def test_what_cannot_be_stepped_one_at_a_time_is_refused(what):
+    """The twin: the same class with little to keep is not."""
+    make, said = TRIED[what]
+    known = by_class(KNOWN[infinity.native.Rule.SGD])
+    with pytest.raises(ConfigError, match=said):
+        class_trial.with_moments(known, made(make))
+    found = class_trial.with_moments(known, made(lambda p: Keeping(p, shape=(4, 1), count=4)))
+    assert len(found.moments) == 4
+
+
+REFUSED = {
+    "Prodigy, of all parameters at once": (
+        lambda p: pytest.importorskip("pytorch_optimizer").Prodigy(p),
+        {},
+        "Prodigy is not supported",
+    ),
+    "a clip of all parameters": (
+        lambda p: pytest.importorskip("pytorch_optimizer").Adan(p, max_grad_norm=0.5),
+        {},
+        "steps all parameters at once",
+    ),
+    "narrow moments": (
+        lambda p: optim.NAdam(p),
+        {"moments": "int8"},
+        "moments='int8' is not for .*NAdam",
+    ),
+    "a flag of every class": (
+        lambda p: optim.NAdam(p, differentiable=True),
+        {},
+        "differentiable=True, which is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_class_step_cannot_do_is_refused(what):
+    make, config, said = REFUSED[what]
+    net = nn.Linear(4, 4)
+    optimizer = make(list(net.parameters()))
+    with pytest.raises(ConfigError, match=said):
+        infinity.wrap_model(net, optimizer, {"params": "host", **config})
