@@ -17,6 +17,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "packed": "bench.packed",
     "experts": "bench.experts",
     "rules": "bench.rules",
+    "optimizers": "bench.optimizers",
     "touches": "bench.touches",
     "disks": "bench.disks",
     "cluster": "bench.cluster",

@@ -33,6 +33,7 @@ IN_CHECKOUT = (
     "disks",
     "experts",
     "rules",
+    "optimizers",
     "gpu",
     "gpu_train",
     "integrations",
