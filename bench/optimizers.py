@@ -1,5 +1,5 @@
-"""optimizers: the main job from NVMe under AdamW, AdamW with 8-bit moments, Adafactor, CAME and
-Muon: seconds of a step, bytes of the disk, and the loss after some steps.
+"""optimizers: the main job from NVMe under AdamW, AdamW with 8-bit moments, Adafactor and
+Muon: tokens per second, bytes of the disk, and the loss after some steps.
 
 The model is :mod:`.step`'s, in bf16 with split masters, on bytes of this repository's documents.
 Beside each stands the same optimizer of its library over fp32 masters in memory. The systems take
@@ -16,7 +16,7 @@ import torch
 
 import infinity
 from infinity import native
-from infinity.bench.results import Measured, row
+from infinity.bench.results import Measured, Row, row
 from infinity.bench.rounds import alternate, paired, tell
 from infinity.bench.settings import Settings
 from infinity.runtime.registry import wrapped
@@ -105,20 +105,21 @@ def _batches() -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def measure(settings: Settings) -> Measured:
-    """Measures rows optimizers.<name>: tokens/s from a disk, and beside its library's in memory."""
-    layers = max(2, round(16 * settings.scale))
-    corpus, generator = _batches(), torch.Generator().manual_seed(1)
-    found = Measured([])
+class Batches:
+    """Random parts of the repository's documents."""
 
-    def batch() -> torch.Tensor:
-        begins = torch.randint(0, len(corpus) - TOKENS[1], (TOKENS[0],), generator=generator)
-        return torch.stack([corpus[begin : begin + TOKENS[1]] for begin in begins])
+    def __init__(self) -> None:
+        self._corpus = _batches()
+        self.generator = torch.Generator().manual_seed(1)
 
-    def train(system: Plain | Ours, steps: int) -> float:
+    def train(self, system: Plain | Ours, steps: int) -> float:
+        """Takes ``steps``, and returns the last loss."""
         last = 0.0
         for _ in range(steps):
-            tokens = batch()
+            begins = torch.randint(
+                0, len(self._corpus) - TOKENS[1], (TOKENS[0],), generator=self.generator
+            )
+            tokens = torch.stack([self._corpus[begin : begin + TOKENS[1]] for begin in begins])
             loss = system.model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             system.update()
@@ -126,37 +127,41 @@ def measure(settings: Settings) -> Measured:
         system.finish()
         return last
 
+
+def measure(settings: Settings) -> Measured:
+    """Measures rows optimizers.<name>: tokens/s from a disk, and beside its library's in memory."""
+    found = Measured([])
     for name, (make, config) in OPTIMIZERS.items():
         tell(f"optimizers.{name}")
         with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
-            ours, plain = Ours(make, config, layers, folder), Plain(make, layers)
-            train(ours, 1)
-            before = ours.disk_nbytes()
-            jobs = {
-                "ours": lambda o=ours: train(o, STEPS),
-                "plain": lambda p=plain: train(p, STEPS),
-            }
-            times = alternate(jobs, settings.rounds)
-            moved = ours.disk_nbytes()
-            steps = STEPS * (settings.rounds + 1)
-            numel = sum(param.numel() for param in plain.model.parameters())
-            generator.manual_seed(2)
-            count = max(3, round(LOSS_STEPS * settings.scale))
-            loss = train(ours, count)
-            del ours, plain
-        tokens = STEPS * TOKENS[0] * TOKENS[1]
-        rows = [
-            row(
-                f"optimizers.{name}",
-                "tokens/s",
-                [tokens / seconds for seconds in times["ours"].wall],
-                ratios={"in_memory": paired(times["ours"].wall, times["plain"].wall)},
-            )
-        ]
-        for way, nbytes in moved.items():
-            each = (nbytes - before[way]) / steps / numel
-            rows.append(row(f"optimizers.{name}, {way}", "B/parameter and step", [each]))
-        rows.append(row(f"optimizers.{name}, loss", f"after {count} steps", [loss]))
+            rows = _rows(name, make, config, folder, settings)
         settings.show(rows)
         found.add(Measured(rows))
     return found
+
+
+def _rows(name: str, make: Callable, config: dict, folder: str, settings: Settings) -> list[Row]:
+    layers, batches = max(2, round(16 * settings.scale)), Batches()
+    ours, plain = Ours(make, config, layers, folder), Plain(make, layers)
+    batches.train(ours, 1)
+    before = ours.disk_nbytes()
+    jobs = {
+        "ours": lambda: batches.train(ours, STEPS),
+        "plain": lambda: batches.train(plain, STEPS),
+    }
+    times = alternate(jobs, settings.rounds)
+    moved = ours.disk_nbytes()
+    steps = STEPS * (settings.rounds + 1)
+    numel = sum(param.numel() for param in plain.model.parameters())
+    batches.generator.manual_seed(2)
+    count = max(3, round(LOSS_STEPS * settings.scale))
+    loss = batches.train(ours, count)
+    tokens = STEPS * TOKENS[0] * TOKENS[1]
+    rates = [tokens / seconds for seconds in times["ours"].wall]
+    ratios = {"in_memory": paired(times["ours"].wall, times["plain"].wall)}
+    rows = [row(f"optimizers.{name}", "tokens/s", rates, ratios=ratios)]
+    for way, nbytes in moved.items():
+        each = (nbytes - before[way]) / steps / numel
+        rows.append(row(f"optimizers.{name}, {way}", "B/parameter and step", [each]))
+    rows.append(row(f"optimizers.{name}, loss", f"after {count} steps", [loss]))
+    return rows

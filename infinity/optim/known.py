@@ -109,7 +109,13 @@ class Known:
 
     def arrays_of(self, moments: Mapping[str, str], config: Config) -> dict[str, torch.dtype]:
         """Returns the arrays of ``moments``, and their dtype: the configuration's, or the class's
-        if that has its default. Raises ConfigError if the rule cannot be stepped in that dtype."""
+        if that has its default. Raises ConfigError if it cannot be stepped in that dtype, or ahead
+        of its step as the configuration asks."""
+        if self.rule is None and config.speculate:
+            raise ConfigError(
+                f"speculate=True with {self.name}, which steps by its own code: no update is made"
+                " ahead. Leave speculate=False."
+            )
         name = self.dtype if config.moments == Config.moments else config.moments
         if name not in self.dtypes:
             raise ConfigError(

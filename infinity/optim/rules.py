@@ -32,7 +32,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Class of torch -> how it steps; AdamW is an Adam, so it comes first
 TORCHS = {known.kind: known for known in (*OF_TORCH, *BY_CLASS) if known.kind is not None}
 SUPPORTED = (
-    f"torch.optim.{', '.join(kind.__name__ for kind in TORCHS)}, and Lion (lr, betas, weight_decay)"
+    f"torch.optim.{', '.join(kind.__name__ for kind in TORCHS)}, Lion (lr, betas, weight_decay),"
+    f" and classes of {', '.join(sorted({path.partition('.')[0] for path in ALIASES}))}"
+    " (docs/optimizers.md)"
 )
 TRIED = {"lr": 0.1, "betas": (0.6, 0.8), "weight_decay": 0.3}  # a Lion's settings in its test
 OPTIM = os.path.dirname(torch.optim.__file__) + os.sep
@@ -42,7 +44,9 @@ HOW = ("foreach", "fused")
 # Part of a class name -> the nearest supported optimizer.
 NEAREST = {
     "adamw": "torch.optim.AdamW",
-    "adafactor": "torch.optim.AdamW",
+    "adafactor": "torch.optim.Adafactor",
+    "muon": "torch.optim.Muon, with another optimizer beside it,",
+    "came": "CAME of came_pytorch",
     "lamb": "torch.optim.AdamW",
     "adam": "torch.optim.Adam",
     "sgd": "torch.optim.SGD",
@@ -308,7 +312,7 @@ def _instead(kind: type) -> str:
             f'Use {nearest} with Config(moments="int8"), which keeps moments in 8 bits; homes do'
             " what paging and offload do. "
         )
-    return f"Use {nearest}: its update runs in the engine's kernels, at any home. "
+    return f"Use {nearest}: it is stepped at any home. "
 
 
 def _adams(groups: Iterable[Mapping[str, Any]], base: type) -> native.Rule:

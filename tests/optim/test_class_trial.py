@@ -127,6 +127,11 @@ REFUSED = {
         {"moments": "int8"},
         "moments='int8' is not for .*NAdam",
     ),
+    "an update ahead": (
+        lambda p: optim.NAdam(p),
+        {"speculate": True, "optimizer": "host"},
+        "speculate=True with torch.optim.nadam.NAdam",
+    ),
     "a flag of every class": (
         lambda p: optim.NAdam(p, differentiable=True),
         {},

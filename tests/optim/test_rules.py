@@ -304,13 +304,13 @@ INSTEAD = {
     (
         "apex.optimizers",
         "FusedAdamW",
-    ): "Use torch.optim.AdamW: its update runs in the engine's kernels, at any home",
+    ): "Use torch.optim.AdamW: it is stepped at any home",
     ("torchao.optim.adam", "Adam4bit"): 'Use torch.optim.Adam with Config(moments="int8")',
     (
         "deepspeed.ops.adam.cpu_adam",
         "DeepSpeedCPUAdam",
-    ): "Use torch.optim.Adam: its update runs in the engine's kernels",
-    ("mine.optimizers", "AdamW"): "Use torch.optim.AdamW: its update",
+    ): "Use torch.optim.Adam: it is stepped at any home",
+    ("mine.optimizers", "AdamW"): "Use torch.optim.AdamW: it is stepped",
     ("mine.optimizers", "Shampoo"): "Supported are torch.optim.AdamW",
 }
 
