@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,17 +87,24 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 @dataclass(eq=False)
-class ClassStep:
-    """The step of one flat param, a parameter at a time."""
+class Chunk:
+    """Parameters that are stepped at the same time: one, or a round of their owners."""
 
-    flat_param: FlatParam
-    version: int  # of the weights after it
-    landed: list[tuple[ParamHandle, int]]  # whose gradients are applied, and the new step counts
-    after: list[native.Ticket]  # the gradients' ways home
+    handles: list[ParamHandle]
     clip: float
+    after: list[native.Ticket]  # the gradients' ways home
+    version: int  # of the weights after it
+    numbers: list[int]  # the new step counts
+    results: list[Result] | None = None
+    is_done: bool = False
+
+
+@dataclass(eq=False)
+class ClassStep:
+    """The step of one flat param."""
+
+    chunks: list[Chunk]
     shadow = None  # none is made
-    results: list[Result] = field(default_factory=list)  # of the next parameters of `landed`
-    done: int = 0
 
 
 class ClassStepper:
@@ -124,6 +132,7 @@ class ClassStepper:
         self._changed, self._method = changed, method
         self._moments = books.homes.moments
         self._owners: dict[Collectives, ClassOwners] = {}
+        self._under_way: list[Future] = []
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ClassStep]:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""
@@ -139,22 +148,38 @@ class ClassStepper:
             if handles:
                 flat_param.homes.wait_running()
                 after = context.gradients.homes.close_flat_param(flat_param)
-                numbers = [(handle, handle.step + 1) for handle in handles]
-                steps.append(ClassStep(flat_param, version, numbers, after, clip))
+                steps.append(self._chunked(handles, clip, after, version, ahead=1))
         return steps
 
     def plan_switch(self, unit: ParamUnit) -> list[ClassStep]:
         """Plans a method that needs no gradient, of all parameters of ``unit``."""
-        context = self._context
-        context.release([unit])
-        of_flat_params = {
-            flat: [handle for handle in flat.handles if handle in self._group_of]
+        self._context.release([unit])
+        of_flat_params = (
+            [handle for handle in flat.handles if handle in self._group_of]
             for flat in unit.flat_params
-        }
-        return [
-            ClassStep(flat, context.steps.index, [(each, each.step) for each in handles], [], 1.0)
-            for flat, handles in of_flat_params.items()
-        ]
+        )
+        index = self._context.steps.index
+        return [self._chunked(handles, 1.0, [], index, ahead=0) for handles in of_flat_params]
+
+    def _chunked(
+        self,
+        handles: Sequence[ParamHandle],
+        clip: float,
+        after: list[native.Ticket],
+        version: int,
+        *,
+        ahead: int,
+    ) -> ClassStep:
+        """Makes the step of ``handles`` of one flat param, which adds ``ahead`` to their counts."""
+        ranks = handles[0].flat_param.ranks if handles else None
+        size = ranks.size if ranks is not None and self._known.needs_whole else 1
+        chunks = [list(handles[at : at + size]) for at in range(0, len(handles), size)]
+        return ClassStep(
+            [
+                Chunk(chunk, clip, after, version, [each.step + ahead for each in chunk])
+                for chunk in chunks
+            ]
+        )
 
     def shadow(self, unit: ParamUnit) -> int:
         """Makes no update ahead."""
@@ -163,19 +188,41 @@ class ClassStepper:
     @torch.no_grad()
     def carry_out(self, steps: list[ClassStep]) -> None:
         """Runs the planned ``steps``. After an interrupt it can be called again, and does the
-        rest."""
-        for step in steps:
-            for ticket in step.after:
-                ticket.wait()
-            while step.done < len(step.landed):
-                step.results = step.results or self._next(step)
-                for (handle, number), result in zip(step.landed[step.done :], step.results):
-                    self._write(step, handle, result)
-                    handle.step = number
-                    handle.changed()
-                    if self._method == "step":
-                        handle.grad.move(GradState.CONSUMED)
-                step.done, step.results = step.done + len(step.results), []
+        rest. While one chunk is stepped, a thread reads the next and writes the last one."""
+        wait(self._under_way)  # of an interrupted call
+        left = [chunk for step in steps for chunk in step.chunks if not chunk.is_done]
+        with ThreadPoolExecutor(1, "infinity class step") as thread:
+
+            def start(task: Callable[[Chunk], Any], chunk: Chunk) -> Future:
+                self._under_way.append(future := thread.submit(task, chunk))
+                return future
+
+            coming = [start(self._read, chunk) for chunk in left[:1]]
+            leaving: tuple[Chunk, Future] | None = None
+            for number, chunk in enumerate(left):
+                inputs = coming.pop().result()
+                coming += [start(self._read, each) for each in left[number + 1 : number + 2]]
+                if chunk.results is None:
+                    chunk.results = self._results(chunk, inputs)
+                self._end(leaving)
+                leaving = chunk, start(self._write, chunk)
+            self._end(leaving)
+        self._under_way.clear()
+
+    def _end(self, leaving: tuple[Chunk, Future] | None) -> None:
+        """Enters a chunk into the books when it is written. Idempotent."""
+        if leaving is None:
+            return
+        chunk, written = leaving
+        written.result()
+        for handle, number, result in zip(chunk.handles, chunk.numbers, chunk.results):
+            self._books.put_own(handle.param, result.own)
+            self._changed[self._group_of[handle]] = result.changed
+            handle.step = number
+            handle.changed()
+            if self._method == "step":
+                handle.grad.move(GradState.CONSUMED)
+        chunk.is_done, chunk.results = True, None
 
     def finish(self) -> None:
         """Sets what the class has changed in the groups. It changes them, too, if no parameter of
@@ -190,22 +237,23 @@ class ClassStepper:
     def _is_stepped(self, handle: ParamHandle) -> bool:
         return has_landed(handle) and handle in self._group_of
 
-    def _next(self, step: ClassStep) -> list[Result]:
-        """Computes the values of the next parameters after their step: of one, or of a round of
-        their owners."""
-        ranks = step.flat_param.ranks
-        shared = self._known.needs_whole and ranks.size > 1
-        following = step.landed[step.done : step.done + (ranks.size if shared else 1)]
-        handles = [handle for handle, _ in following]
-        inputs = [self._inputs(step, handle) for handle in handles]
-        if shared:
-            owners = self._owners.setdefault(
-                step.flat_param.collectives, ClassOwners(step.flat_param.collectives)
-            )
-            return owners.step(handles, inputs, self._step)
-        return [self._step(handle, inputs[0]) for handle in handles]
+    def _read(self, chunk: Chunk) -> list[Inputs]:
+        """Reads what a chunk is stepped from, when its gradients are at home."""
+        if chunk.results is not None:
+            return []
+        for ticket in chunk.after:
+            ticket.wait()
+        return [self._inputs(handle, chunk.clip) for handle in chunk.handles]
 
-    def _inputs(self, step: ClassStep, handle: ParamHandle) -> Inputs:
+    def _results(self, chunk: Chunk, inputs: list[Inputs]) -> list[Result]:
+        """Computes the values of a chunk after its step."""
+        collectives = chunk.handles[0].flat_param.collectives
+        if self._known.needs_whole and collectives.ranks.size > 1:
+            owners = self._owners.setdefault(collectives, ClassOwners(collectives))
+            return owners.step(chunk.handles, inputs, self._step)
+        return [self._step(*each) for each in zip(chunk.handles, inputs)]
+
+    def _inputs(self, handle: ParamHandle, clip: float) -> Inputs:
         """Reads this rank's elements of a parameter, its gradient if it is stepped, and its
         moments."""
         flat_param, index, store = handle.flat_param, handle.index, self._context.store
@@ -216,7 +264,7 @@ class ClassStepper:
             grad = torch.zeros(end - begin, device="cpu")
             if self._method == "step":
                 grad = store.read(flat_param.arrays["grad"], begin - first, end - first)
-            factors = (*handle.grad.factors, *(() if step.clip == 1.0 else (step.clip,)))
+            factors = (*handle.grad.factors, *(() if clip == 1.0 else (clip,)))
             arrays = self._moments.values() if handle.has_state else ()
             return [
                 _elements(flat_param, store, index),
@@ -250,20 +298,20 @@ class ClassStepper:
         rest = {name: _moved(value, torch.device("cpu")) for name, value in found.items()}
         return Result(_flat(param, place), moments, rest, changed)
 
-    def _write(self, step: ClassStep, handle: ParamHandle, result: Result) -> None:
-        """Sends the values of a parameter home. Idempotent."""
-        flat_param, store = handle.flat_param, self._context.store
+    def _write(self, chunk: Chunk) -> None:
+        """Sends the values of a chunk home. Idempotent."""
+        store = self._context.store
         with store.guarding():
-            first, _ = flat_param.layout.own_part("weight", handle.index)
-            flat_param.homes.wait_idle()
-            flat_param.write_elements(store, first, result.elements, version=step.version)
-            for array, values in result.moments.items():
-                begin, end = flat_param.layout.part_at_home(array, handle.index)
-                if begin < end:
-                    home = flat_param.arrays[array]
-                    store.write(home, begin, values.to(home.dtype), version=step.version)
-        self._books.put_own(handle.param, result.own)
-        self._changed[self._group_of[handle]] = result.changed
+            for handle, result in zip(chunk.handles, chunk.results):
+                flat_param = handle.flat_param
+                flat_param.homes.wait_idle()
+                first, _ = flat_param.layout.own_part("weight", handle.index)
+                flat_param.write_elements(store, first, result.elements, version=chunk.version)
+                for array, values in result.moments.items():
+                    begin, end = flat_param.layout.part_at_home(array, handle.index)
+                    if begin < end:
+                        home = flat_param.arrays[array]
+                        store.write(home, begin, values.to(home.dtype), version=chunk.version)
 
 
 def _elements(flat_param: FlatParam, store: ArrayStore, index: int) -> torch.Tensor:

@@ -43,12 +43,12 @@ class FlatParamSize:
 
     @property
     def class_step_nbytes(self) -> int:
-        """Counts the bytes, in fp32, of the step of one parameter by its class: what is read, and
-        the new values beside it, and three temporaries; what an owner receives, too."""
+        """Counts the bytes, in fp32, of parameters that are stepped by their class: one is read,
+        one stepped, with three temporaries, and one written. An owner also receives one."""
         if not self.spec.by_class:
             return 0
         arrays = 2 + len(self.spec.moments)  # elements and gradient
-        copies = 2 if self.shards == 1 else 3
+        copies = 4 if self.shards == 1 else 5
         return 4 * (self.largest or self.numel) * (copies * arrays + 3)
 
     def whole_nbytes(self, name: str) -> int:

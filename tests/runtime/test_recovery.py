@@ -69,6 +69,13 @@ def test_a_short_campaign(operation, exception, events):
     ), found
 
 
+@pytest.mark.parametrize("exception, events", [("KeyboardInterrupt", "line")])
+def test_a_short_campaign_of_a_class_step(exception, events):
+    """Method: the same for an optimizer that steps by its own code, on two threads."""
+    found = campaign.play_apart("step_again", "by class", exception, events, SHORT, seed=2)
+    assert found["bad"] == [] and sum(found["outcomes"].values()) == SHORT, found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 def test_a_long_campaign(tmp_path):

@@ -33,6 +33,7 @@ HOMES: dict[str, dict[str, Any]] = {
     "bf16": {"params": "nvme", "optimizer": "nvme", "param_dtype": "bf16"},
     "int8": {"params": "nvme", "optimizer": "nvme", "moments": "int8"},
     "clipped": {"params": "nvme", "optimizer": "nvme", "max_grad_norm": 0.01},
+    "by class": {"params": "nvme", "optimizer": "nvme", "class": "Adafactor"},
 }
 # Used if the late device is this machine's GPU (`late_device/everywhere`)
 HOMES_ON_LATE = {
@@ -58,11 +59,14 @@ class User:
     def __init__(self, home: str, folder: Path, striker: Striker | None):
         self.folder, self.striker = folder, striker
         self.config = HOMES[home] | {"nvme_paths": [str(folder / "swap")]}
+        kind = self.config.pop("class", "AdamW")  # of the optimizer
         self.dtype = torch.bfloat16 if self.config.get("param_dtype") == "bf16" else torch.float32
         self.x = torch.randn(4, 48, generator=torch.Generator().manual_seed(1)).to(self.dtype)
         self.x = self.x.to(self.config.get("device", "cpu"))
         (folder / "swap").mkdir(exist_ok=True)
         self.model, self.optimizer = self.build()
+        if kind != "AdamW":
+            self.optimizer = getattr(torch.optim, kind)(self.model.parameters(), lr=1e-2)
         self.steps = 0
 
     @staticmethod
