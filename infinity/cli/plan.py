@@ -19,6 +19,7 @@ from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.tiers import Tier
 from .plan_view import draw, text
 from .shapes import SHAPES, find_config
+from .training.optimizers import OPTIM, OPTIM_HELP, make_optimizers, muon_cost
 from .training.options import FILE, FLAG, FOLDER, HOME, NUMBER, PATH
 from .training.settings import AUTO, engine_config, engine_settings, translated
 from .values import at_least_two, svg_path
@@ -46,6 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--dtype", choices=dtypes, default="bf16", help="of the model's weights (default bf16)")
     add("--params", **HOME, help="home of the parameters (default auto)")
     add("--optimizer", **HOME, help="home of master weights and moments (default auto)")
+    add("--optim", **OPTIM, help=OPTIM_HELP)
     add("--activations", **HOME, help="home of what the forward saves (default auto)")
     add("--nvme-path", action="append", **FOLDER, help="on the disk that swap files would use")
     for tier in ("device-memory", "host-memory", "nvme-capacity"):
@@ -61,6 +63,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         **FILE,
         help="plan with a DeepSpeed JSON, and say what changes in memory and bytes",
     )
+    _add_batch(add)
+    _add_machine(add)
+    add("--timetable", **FLAG, help="print when each unit is moved and computed in a step")
+    add("--svg", type=svg_path, metavar="FILE", help="draw the memory map")
+    add("--overwrite", **FLAG, help="replace a file of --svg that is no picture of ours")
+    add("--json", **FLAG, help="the plan as one JSON object on stdout")
+
+
+def _add_batch(add: Callable[..., Any]) -> None:
     add("--batch-size", **NUMBER, help="samples of a step (default 4)")
     add(
         "--batch-tokens",
@@ -74,11 +85,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="tokens of a sample (default 256)",
     )
     add("--gradient-checkpointing", **FLAG, help="the backward computes activations again")
-    _add_machine(add)
-    add("--timetable", **FLAG, help="print when each unit is moved and computed in a step")
-    add("--svg", type=svg_path, metavar="FILE", help="draw the memory map")
-    add("--overwrite", **FLAG, help="replace a file of --svg that is no picture of ours")
-    add("--json", **FLAG, help="the plan as one JSON object on stdout")
 
 
 def _add_machine(add: Callable[..., Any]) -> None:
@@ -126,7 +132,6 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     from transformers.utils import logging
 
     from ..planning.cluster import Machine
-    from .training.job import make_optimizer
     from .training.model import choose_sequence_length
 
     logging.set_verbosity_error()
@@ -147,10 +152,10 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
     model = _build(args, model_config, dtype)
     config = engine_config(settings, model)
-    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+    optimizers = make_optimizers(model, args.optim, lr=1e-4, weight_decay=0.1)
     checkpointing = args.gradient_checkpointing
     batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
-    job = _Job(model, model_config, optimizer, config, batch)
+    job = _Job(model, model_config, optimizers, config, batch)
     if machine is not None:
         return _plan_cluster(job, machine, args.nodes)
     found = _plan_here(job, dtype, unknown=_unknown_machine(args, config))
@@ -207,7 +212,7 @@ class _Job:
 
     model: Any  # on meta
     model_config: Any
-    optimizer: Any
+    optimizers: list[Any]
     config: Any
     batch: dict[str, Any]  # of a step, as compute_time takes it
 
@@ -216,9 +221,15 @@ class _Job:
         """Tokens of a step on one rank."""
         return self.batch["batch"] * self.batch["length"]
 
-    def describe(self, plan: Any, units: list[Any]) -> dict[str, Any]:
-        """Describes where the state is at home."""
+    def describe(self, plan: Any, units: list[Any], ranks: int = 1) -> dict[str, Any]:
+        """Describes where the state is at home, and what Muon costs one of ``ranks``."""
+        from .training.compute import step_flops
+
+        if muon := muon_cost(self.optimizers, ranks):
+            passes = step_flops(self.model, self.model_config, **self.batch)
+            muon["share_of_passes"] = muon["flops"] / passes
         return {
+            **({"muon": muon} if muon else {}),
             "parameters": sum(param.numel() for param in self.model.parameters()),
             "units": list(_units(plan, units)),
             "tiers": {
@@ -249,7 +260,7 @@ def _plan_here(job: _Job, dtype: Any, *, unknown: str) -> dict[str, Any]:
     from .training.compute import compute_time
 
     device = OnPaper() if unknown.startswith("--device-memory") else None
-    plan, units = lay_out(job.model, job.optimizer, job.config, device=device)
+    plan, units = lay_out(job.model, job.optimizers, job.config, device=device)
     if unknown:
         return (
             dict.fromkeys(("compute", "step_seconds", "tokens_per_second", "bottleneck"))
@@ -283,12 +294,16 @@ def _plan_cluster(job: _Job, machine: Any, nodes: int) -> dict[str, Any]:
     from .training.compute import step_flops
 
     ranks = ParallelDims(size=nodes * machine.devices, local_size=machine.devices)
-    plan, units = lay_out(job.model, job.optimizer, job.config, ranks, OnPaper())
+    plan, units = lay_out(job.model, job.optimizers, job.config, ranks, OnPaper())
     lookup, tied = _embedding_of(job.model)
     flops = step_flops(job.model, job.model_config, **job.batch)
     found = predict_cluster(plan, units, machine, nodes, flops=flops, tied=tied)
     tokens, step_seconds = job.tokens * found.ranks, found.step_seconds
-    described, bound, seconds = job.describe(plan, units), found.bottleneck, found.seconds
+    described, bound, seconds = (
+        job.describe(plan, units, found.ranks),
+        found.bottleneck,
+        found.seconds,
+    )
     if found.ranks == 1:
         timeline = timeline_of(
             plan,

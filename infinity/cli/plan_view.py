@@ -32,6 +32,8 @@ def text(found: dict[str, Any], *, timetable: bool = False) -> Iterator[str]:
     yield from _homes(found["units"])
     yield from _memory_map(found["tiers"])
     yield from _needs(found)
+    if "muon" in found:
+        yield _muon(found["muon"], found.get("ranks", 1))
     if timetable and "timeline" in found:
         yield from _timeline(found["timeline"])
     if "deepspeed" in found:
@@ -109,6 +111,17 @@ def _needs(found: dict[str, Any]) -> Iterator[str]:
         f"and needs {needs} (compute"
         f" {found['compute']}{'' if 'ranks' in found else ' on this machine'})"
     )
+
+
+def _muon(cost: dict[str, float], ranks: int) -> str:
+    said = (
+        f"Newton-Schulz of {cost['matrices']:,.0f} matrices adds {cost['flops'] / 1e12:.3g} TFLOP"
+    )
+    where = " on each rank" if ranks > 1 else ""
+    said += f"{where}, {cost['share_of_passes']:.1%} of the forward and backward"
+    if ranks > 1:
+        said += f", and the ranks send {format_nbytes(round(cost['nbytes']))} to each for it"
+    return f"{said} (not in the time above)"
 
 
 def _timeline(units: dict[str, dict[str, list[float]]]) -> Iterator[str]:

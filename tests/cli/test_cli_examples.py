@@ -276,8 +276,8 @@ def test_learned_tokens_count_the_same_in_every_micro_batch(base, tokenizer, tmp
             seed=0,
             ranks=Ranks(None),
             max_grad_norm=None,
-            optimizer=optimizer,
-            scheduler=optimizer,
+            optimizers=[optimizer],
+            schedulers=[optimizer],
         )
         model.zero_grad()
         losses.append(train_step(job, 0))

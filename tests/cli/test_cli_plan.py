@@ -168,6 +168,24 @@ def test_another_machines_plan_does_not_depend_on_this_one(run):
     check_refused(answer, "gradients on their way")
 
 
+def test_a_plan_with_muon_says_what_it_costs(run):
+    """Method: the tiny model's matrices, counted here again. The twin: AdamW has no such line."""
+    words = ("--machine", "dgx-h100", "--params", "host", "--optimizer", "host")
+    found = json.loads(run(*words, "--optim", "muon", "--json", budgets={})[1])
+    shapes = [(32, 96), (32, 32), (32, 128), (32, 128)] * 3
+    flops = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in shapes)
+    assert found["muon"]["matrices"] == len(shapes)
+    assert found["muon"]["flops"] == pytest.approx(flops / 8)
+    elements = sum(m * n for m, n in shapes)
+    assert found["muon"]["nbytes"] == pytest.approx(20 * elements * 7 / 64)
+    assert "Newton-Schulz of 12 matrices" in run(*words, "--optim", "muon", budgets={})[1]
+    plain = run(*words, budgets={})[1]
+    assert "Newton-Schulz" not in plain
+    factored = json.loads(run(*words, "--optim", "adafactor", "--json", budgets={})[1])
+    state = [each["tiers"]["host"]["parts"]["optimizer state"] for each in (found, factored)]
+    assert state[1] < state[0]
+
+
 def run_tokens(run) -> int:
     return json.loads(run("--json")[1])["tokens_per_step"]
 

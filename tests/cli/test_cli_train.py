@@ -271,6 +271,20 @@ def test_a_job_that_died_repeats_the_steps_after_its_checkpoint(place, report):
     assert_same_bits(weights("resumed"), weights("whole"))
 
 
+@pytest.mark.parametrize("optim", ["adafactor", "muon"])
+def test_a_job_of_another_optimizer_learns_and_resumes_to_the_same_bits(place, report, optim):
+    """The twin: AdamW has other losses, and does not go on from such a checkpoint."""
+    whole = report(out="whole", optim=optim)
+    assert whole["losses"][-1] < whole["losses"][0] and whole["losses"] != report()["losses"]
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(3, patch, signal.SIGINT)
+        assert run(checkpoint="saved", optim=optim) == 130
+    assert run("--resume", checkpoint="saved") == 2  # AdamW's
+    resumed = report("--resume", checkpoint="saved", out="resumed", optim=optim)
+    assert resumed["losses"] == whole["losses"][4:]
+    assert_same_bits(weights("resumed"), weights("whole"))
+
+
 def test_resume_with_nothing_to_resume_from_starts_fresh_and_says_so(place, capsys):
     assert run("--resume", checkpoint="saved", steps=2) == 0
     assert "No checkpoint in saved: starting fresh" in capsys.readouterr().out
@@ -283,6 +297,7 @@ def test_resume_with_nothing_to_resume_from_starts_fresh_and_says_so(place, caps
     [
         ({"seed": SEED + 1}, f"seed {SEED} (now {SEED + 1})"),
         ({"batch_size": 2}, "--batch-size 4 (now 2)"),
+        ({"optim": "muon"}, "--optim adamw (now muon)"),
         ({"data": "text/0.txt"}, "data "),
         ({"steps": 1}, "is at step 2, past --steps 1"),
     ],

@@ -28,6 +28,7 @@ from ...data.examples import NOT_LEARNED, ExampleBatches
 from ...errors import InfinityError, UsageError
 from ...machine.outputs import replacing
 from .interrupt import Interrupt
+from .optimizers import make_optimizers
 from .options import DEFAULT_MAX_GRAD_NORM
 from .places import saved_extra
 from .ranks import Ranks
@@ -44,8 +45,8 @@ class Job:
     """The loop's inputs and measurements."""
 
     model: Any
-    optimizer: Any
-    scheduler: Any
+    optimizers: list[Any]
+    schedulers: list[Any]
     batches: Batches | ExampleBatches
     held_out: list[dict[str, torch.Tensor]]
     seed: int
@@ -66,7 +67,7 @@ class Job:
 
     def let_go(self) -> None:
         """Drops model and optimizer, and with them the engine's memory and swap files."""
-        self.model = self.optimizer = self.scheduler = None
+        self.model, self.optimizers, self.schedulers = None, [], []
         gc.collect()
 
     @property
@@ -93,15 +94,15 @@ def make_job(
 
     if args.lora_rank is None:
         model.config.architectures = [type(model).__name__]
-    optimizer = make_optimizer(model, lr=args.lr, weight_decay=args.weight_decay)
+    optimizers = make_optimizers(model, args.optim, lr=args.lr, weight_decay=args.weight_decay)
     parameters_count = sum(map(dense_numel, model.parameters()))
-    model, optimizer = infinity.wrap_model(model, optimizer, config)
+    model, optimizers = infinity.wrap_model(model, optimizers, config)
     share = functools.partial(lr_share, steps=args.steps, warmup_steps=args.warmup_steps)
     max_grad_norm = args.max_grad_norm or (None if config.max_grad_norm else DEFAULT_MAX_GRAD_NORM)
     return Job(
         model=model,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, share),
+        optimizers=optimizers,
+        schedulers=[torch.optim.lr_scheduler.LambdaLR(each, share) for each in optimizers],
         batches=batches,
         held_out=batches.held_out(args.eval_batches),
         seed=args.seed,
@@ -137,29 +138,13 @@ def _fixed_values(
         "sequence_length": batches.sequence_length,
         # A job can resume on fewer ranks with more micro-batches each.
         "accumulate": args.accumulate * ranks.count,
+        "optim": args.optim,
         "lr": args.lr,
         "weight_decay": args.weight_decay,
         "warmup_steps": args.warmup_steps,
         "lora_rank": args.lora_rank,
         "quantize": args.quantize,
     }
-
-
-def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """Makes an AdamW that decays matrices only, not biases and norm scales."""
-    import torch
-
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {
-            "params": [parameter for parameter in trained if parameter.ndim >= 2],
-            "weight_decay": weight_decay,
-        },
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.95)
-    )
 
 
 def lr_share(step: int, *, steps: int, warmup_steps: int) -> float:
@@ -216,9 +201,10 @@ def train_step(job: Job, step: int) -> float:
         loss.backward()
     if job.max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.max_grad_norm)
-    job.optimizer.step()
-    job.scheduler.step()
-    job.optimizer.zero_grad()
+    for stepping in (*job.optimizers, *job.schedulers):
+        stepping.step()
+    for optimizer in job.optimizers:
+        optimizer.zero_grad()
     return job.ranks.mean(loss_sum)
 
 
@@ -305,12 +291,12 @@ def save_checkpoint(job: Job) -> None:
         return
     extra = {
         "step": job.next_step,
-        "scheduler": job.scheduler.state_dict(),
+        "schedulers": [scheduler.state_dict() for scheduler in job.schedulers],
         "loss_before": job.loss_before,
         "fixed_values": job.fixed_values,
         "out": job.out and os.path.realpath(job.out),  # a restarted job may replace it
     }
-    infinity.save_checkpoint(job.checkpoint, job.model, job.optimizer, extra=extra, overwrite=True)
+    infinity.save_checkpoint(job.checkpoint, job.model, job.optimizers, extra=extra, overwrite=True)
     if job.ranks.is_first:
         with replacing(job.checkpoint / OF_MODEL) as made:
             for part in (job.tokenizer, *getattr(job.model, "peft_config", {}).values()):
@@ -322,20 +308,22 @@ def resume(job: Job) -> None:
     """Restores the job from its checkpoint. Raises `UsageError` if the options do not match it, or
     it is past the last step. Every rank calls this."""
     check_fixed_values(job.checkpoint, job.fixed_values, saved_extra(job.checkpoint))
-    extra = infinity.load_checkpoint(job.checkpoint, job.model, job.optimizer)
+    extra = infinity.load_checkpoint(job.checkpoint, job.model, job.optimizers)
     if extra["step"] > job.steps:
         raise UsageError(
             f"The checkpoint {job.checkpoint} is at step {extra['step']}, past --steps"
             f" {job.steps} (or as many epochs).\nGive more, or --overwrite instead of --resume to"
             " start fresh."
         )
-    job.scheduler.load_state_dict(extra["scheduler"])
-    # Computed from the step, not read from the checkpoint: if --steps has changed, so has the
-    # curve. Otherwise the bits are the same.
-    for group, base_lr, share in zip(
-        job.optimizer.param_groups, job.scheduler.base_lrs, job.scheduler.lr_lambdas, strict=True
-    ):
-        group["lr"] = base_lr * share(extra["step"])
+    schedulers = extra.get("schedulers") or [extra["scheduler"]]  # of before there were several
+    for optimizer, scheduler, saved in zip(job.optimizers, job.schedulers, schedulers):
+        scheduler.load_state_dict(saved)
+        # Computed from the step, not read from the checkpoint: if --steps has changed, so has the
+        # curve. Otherwise the bits are the same.
+        for group, base_lr, share in zip(
+            optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base_lr * share(extra["step"])
     job.first_step = job.next_step = extra["step"]
     job.loss_before = extra["loss_before"]
 
@@ -345,6 +333,7 @@ def check_fixed_values(checkpoint: Path, now: dict[str, Any], extra: dict[str, A
     saved = extra.get("fixed_values")
     if not isinstance(saved, dict):
         return  # of a script, whose values are its own
+    saved = {"optim": "adamw"} | saved  # of before there were others
     different = [name for name, value in now.items() if saved.get(name) != value]
     if different:
         pairs = ", ".join(_difference(name, saved.get(name), now[name]) for name in different)

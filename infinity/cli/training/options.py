@@ -20,6 +20,7 @@ from ..values import (
     real_from_zero,
     zero_or_more,
 )
+from .optimizers import OPTIM, OPTIM_HELP
 from .places import saved_extra
 
 HOMES = ("auto", "device", "host", "nvme")
@@ -90,6 +91,7 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--params", **HOME, help="home of the parameters (default auto)")
     add("--optimizer", **HOME, help="home of master weights and moments (default auto)")
+    add("--optim", **OPTIM, help=OPTIM_HELP)
     add(
         "--shard",
         choices=("optimizer", "gradients", "parameters"),

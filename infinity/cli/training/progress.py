@@ -132,7 +132,7 @@ class Scalars:
     def show(self, job: Job, counts: EdgeCounts) -> None:
         add, step = self._writer.add_scalar, job.next_step
         add("train/loss", job.losses[-1], step)
-        add("train/lr", job.optimizer.param_groups[0]["lr"], step)
+        add("train/lr", job.optimizers[0].param_groups[0]["lr"], step)
         add("speed/tokens_per_second", job.tokens_per_step / job.step_seconds[-1], step)
         add("speed/stall_share", counts.stall_share, step)
         for edge, moved in counts.edges.items():
