@@ -58,11 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add(
         "--config", **FILE, help="engine configuration, TOML, JSON or YAML; options here go over it"
     )
-    add(
-        "--deepspeed",
-        **FILE,
-        help="plan with a DeepSpeed JSON, and say what changes in memory and bytes",
-    )
+    add("--deepspeed", **FILE, help="plan with a DeepSpeed JSON, and say what changes in bytes")
     _add_batch(add)
     _add_machine(add)
     add("--timetable", **FLAG, help="print when each unit is moved and computed in a step")
@@ -78,12 +74,8 @@ def _add_batch(add: Callable[..., Any]) -> None:
         metavar="N",
         help="tokens of a step and rank, as 32768 or 32K, instead of --batch-size",
     )
-    add(
-        "--sequence-length",
-        type=at_least_two,
-        metavar="N",
-        help="tokens of a sample (default 256)",
-    )
+    length = {"type": at_least_two, "metavar": "N"}
+    add("--sequence-length", **length, help="tokens of a sample (default 256)")
     add("--gradient-checkpointing", **FLAG, help="the backward computes activations again")
 
 
