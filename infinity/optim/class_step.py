@@ -33,6 +33,7 @@ from .books import OptimizerBooks, same_form
 from .class_owners import ClassOwners, Inputs, Result
 from .context import StepContext
 from .known import Known
+from .measured import Sums
 
 Group = Mapping[str, Any]
 
@@ -132,6 +133,8 @@ class ClassStepper:
         self._changed, self._method = changed, method
         self._moments = books.homes.moments
         self._owners: dict[Collectives, ClassOwners] = {}
+        measures = known.measured is not None and method == "step"
+        self._measured = known.measured(groups) if measures else None
         self._under_way: list[Future] = []
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ClassStep]:
@@ -190,6 +193,8 @@ class ClassStepper:
         """Runs the planned ``steps``. After an interrupt it can be called again, and does the
         rest. While one chunk is stepped, a thread reads the next and writes the last one."""
         wait(self._under_way)  # of an interrupted call
+        if self._measured is not None and not self._measured.is_settled:
+            self._measure([chunk for step in steps for chunk in step.chunks])
         left = [chunk for step in steps for chunk in step.chunks if not chunk.is_done]
         with ThreadPoolExecutor(1, "infinity class step") as thread:
 
@@ -208,6 +213,24 @@ class ClassStepper:
                 leaving = chunk, start(self._write, chunk)
             self._end(leaving)
         self._under_way.clear()
+
+    def _measure(self, chunks: Sequence[Chunk]) -> None:
+        """Takes the sums of all parameters. Changes nothing at home."""
+        params = [param for group in self._groups for param in group["params"]]
+        places = {param: place for place, param in enumerate(params)}
+        sums: dict[int, Sums] = {}
+        for chunk in chunks:
+            for handle, result in zip(chunk.handles, self._results(chunk, self._read(chunk))):
+                sums[places[handle.param]] = self._measured.sums_of(result.changed)
+        self._measured.settle(sums[place] for place in sorted(sums))
+
+    def _settings(self, index: int) -> Group:
+        """Returns the settings by which a parameter of a group is stepped."""
+        if self._measured is None:
+            return self._groups[index]
+        if self._measured.is_settled:
+            return self._measured.stepping(index)
+        return self._measured.measuring(index)
 
     def _end(self, leaving: tuple[Chunk, Future] | None) -> None:
         """Enters a chunk into the books when it is written. Idempotent."""
@@ -228,7 +251,9 @@ class ClassStepper:
         """Sets what the class has changed in the groups. It changes them, too, if no parameter of
         theirs has a gradient. Idempotent."""
         for index, group in enumerate(self._groups):
-            if index not in self._changed:
+            if self._measured is not None:
+                self._changed[index] = self._measured.changes(index)
+            elif index not in self._changed:
                 idle = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
                 _, self._changed[index] = class_step(self._given, group, idle, {}, self._method)
         for index, changed in self._changed.items():
@@ -288,8 +313,10 @@ class ClassStepper:
         if handle.has_state or not self._moments:
             own = self._books.own_of(handle.param).items()
             state |= {name: _moved(copy.deepcopy(value), device) for name, value in own}
-        group = self._groups[self._group_of[handle]]
-        found, changed = class_step(self._given, group, param, state, self._method)
+        index = self._group_of[handle]
+        found, changed = class_step(self._given, self._settings(index), param, state, self._method)
+        if self._measured is not None and self._measured.is_settled and "k" not in changed:
+            self._measured.complete(index, param, found)
         moments = {
             array: _flat(found.pop(name), place)
             for name, array in self._moments.items()

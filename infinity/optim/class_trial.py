@@ -7,6 +7,7 @@ optimizer's own are tried.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from ..errors import ConfigError
 from ..state.flat_param_spec import EVERY_MOMENT
 from .class_step import class_step, step_as
 from .known import Known
+
+logger = logging.getLogger(__name__)
 
 SHAPES = (4, 6), (5, 3)
 STEPS = 3
@@ -39,7 +42,10 @@ def with_moments(known: Known, optimizer: torch.optim.Optimizer) -> Known:
             ) from error
         numel = torch.Size(SHAPES[0]).numel()
         own = {name: value for name, value in state.items() if _shape(value) != SHAPES[0]}
-        if large := [name for name, value in own.items() if _numel(value) >= numel]:
+        large = [name for name, value in own.items() if _numel(value) >= numel]
+        if large and known.measured is not None:
+            logger.info("%s keeps %s in host memory", known.name, " and ".join(large))
+        elif large:
             raise ConfigError(
                 f"optimizer {known.name} keeps {', '.join(large)}, which are as large as a"
                 " parameter and have another shape, so that there is no home for them"
@@ -75,7 +81,7 @@ def _try(known: Known, optimizer: torch.optim.Optimizer, group: State) -> State:
             param.grad = _grad(param, turn)
         states_together, changed = step_as(optimizer, settings_together, together, states_together)
         settings_together |= changed
-    if not all(map(torch.equal, alone, together)):
+    if known.measured is None and not all(map(torch.equal, alone, together)):
         raise ConfigError(
             f"optimizer {known.name}, with these settings, steps all parameters at once: here each"
             " is stepped when it is there. Its update cannot run at any home."

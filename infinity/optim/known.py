@@ -21,6 +21,7 @@ from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
 from ..errors import ConfigError
 from ..state.flat_param_spec import EVERY_MOMENT
+from .measured import Prodigy
 
 # Arrays at home; the second one has no sign. Kernels have the first two.
 FIRST, SECOND, THIRD, FOURTH = EVERY_MOMENT
@@ -52,6 +53,8 @@ class Known:
         Settings that the rule does not have: with one of them the class steps by its own code.
     needs_whole
         A class step needs the whole parameter, not any part of its elements.
+    measured
+        Makes the number of all parameters that a class step needs.
     counts_steps
         The engine shows its step count in the state.
     dtypes
@@ -71,6 +74,7 @@ class Known:
     only_with: Mapping[str, str] = field(default_factory=dict)
     beyond_rule: tuple[str, ...] = ()
     needs_whole: bool = False
+    measured: type[Prodigy] | None = None
     counts_steps: bool = True
     dtypes: tuple[str, ...] = EACH_DTYPE
     dtype: str = "fp32"
@@ -322,6 +326,7 @@ ANY_PART = {
 }
 WHOLE = {
     "came_pytorch.CAME": "CAME",
+    "prodigyopt.prodigy": "Prodigy",
     "optimi.stableadamw": "StableAdamW",
     "pytorch_optimizer.optimizer.adamp": "AdamP",
     "pytorch_optimizer.optimizer.adamw": "StableAdamW",
@@ -341,7 +346,10 @@ def _by_class() -> Iterator[Known]:
                 path = f"{module}.{name}"
                 inside = INSIDE if module.startswith("bitsandbytes") else None
                 step = "Optimizer8bit.step" if inside else STEPS.get(path, "")
-                yield _class_step(path, step, needs_whole=needs_whole, inside=inside)
+                measured = Prodigy if name == "Prodigy" else None
+                yield _class_step(
+                    path, step, needs_whole=needs_whole, inside=inside, measured=measured
+                )
 
 
 # Path of a class of another library -> how it steps

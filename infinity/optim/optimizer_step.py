@@ -175,6 +175,11 @@ class OptimizerStep:
                 " units ahead."
             )
 
+        if self._known.measured is not None:
+            raise UsageError(
+                f"step_in_backward with {self._known.name}: its step needs a number of all"
+                " gradients before the first unit is stepped. Call step() after the backward."
+            )
         if self._known.needs_whole and context.collectives.ranks.size > 1:
             raise UsageError(
                 f"step_in_backward with {self._known.name} over several ranks: its step needs whole"

@@ -29,6 +29,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "jobs" / "class_ranks.py"
     ],
 )
 def test_ranks_step_as_one_process(world, home, shard, tmp_path):
+    pytest.importorskip("prodigyopt")
     done = run_torchrun(world, [str(SCRIPT), str(tmp_path), home, shard], seconds=240)
     assert done.returncode == 0, done.stderr[-4000:]
     told = [json.loads((tmp_path / f"told.{rank}.json").read_text()) for rank in range(world)]

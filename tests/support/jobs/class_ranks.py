@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from prodigyopt import Prodigy
 from torch import optim
 
 import infinity
@@ -26,6 +27,7 @@ MADE = {
     "NAdam": lambda p: optim.NAdam(p, lr=1e-2, weight_decay=0.1),
     "AdamW, amsgrad": lambda p: optim.AdamW(p, lr=1e-2, amsgrad=True),
     "Adafactor": lambda p: optim.Adafactor(p, lr=1e-2, weight_decay=0.1),
+    "Prodigy": lambda p: Prodigy(p, d0=1e-3),
     "Muon": lambda p: optim.Muon([each for each in p if each.requires_grad], lr=0.02),
 }
 
