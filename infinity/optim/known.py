@@ -51,6 +51,8 @@ class Known:
         A moment -> the setting of a group without which there is none.
     beyond_rule
         Settings that the rule does not have: with one of them the class steps by its own code.
+    ignored
+        Keys of a group that say nothing of the step.
     needs_whole
         A class step needs the whole parameter, not any part of its elements.
     measured
@@ -73,6 +75,7 @@ class Known:
     flags: Mapping[str, str] = field(default_factory=lambda: {"maximize": "maximize"})
     only_with: Mapping[str, str] = field(default_factory=dict)
     beyond_rule: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     needs_whole: bool = False
     measured: type[Prodigy] | None = None
     counts_steps: bool = True
@@ -294,6 +297,32 @@ def _of_torchao() -> Iterator[Known]:
         yield Known(rule, path, "_AdamBase.step", ADAM, BOTH, flags={}, dtype="int8")
 
 
+def _of_flashoptim() -> Iterator[Known]:
+    """Yields those of flashoptim. A split master has all 32 bits of its 24; moments that it
+    quantizes are in our 8 bits."""
+    of_momentum = {"momentum_buffer": FIRST}
+    lion = {"lr": "lr", "betas": BETAS, "weight_decay": "weight_decay"}
+    sgd = {key: key for key in ("lr", "momentum", "dampening", "weight_decay")}
+    found = {
+        "AdamW": (native.Rule.ADAMW, ADAM, BOTH, {}),
+        "Adam": (native.Rule.ADAM, ADAM, BOTH, {}),
+        "Lion": (native.Rule.LION, lion, {"exp_avg": FIRST}, {}),
+        "SGD": (native.Rule.SGD, sgd, of_momentum, {"momentum_buffer": "momentum"}),
+    }
+    for name, (rule, settings, moments, only_with) in found.items():
+        yield Known(
+            rule,
+            f"flashoptim.optimizers.Flash{name}",
+            "FlashOptimizer.step",
+            settings,
+            moments,
+            {},
+            only_with=only_with,
+            ignored=("initial_lr", "master_bytewidth", "quantize"),
+            counts_steps=name.startswith("Adam"),
+        )
+
+
 # Module -> classes that step by their own code: any part of a parameter, or whole ones
 ANY_PART = {
     "adan_pytorch.adan": "Adan",
@@ -354,5 +383,6 @@ def _by_class() -> Iterator[Known]:
 
 # Path of a class of another library -> how it steps
 ALIASES: dict[str, Known] = {
-    str(known.kind): known for known in (*_of_bitsandbytes(), *_of_torchao(), *_by_class())
+    str(known.kind): known
+    for known in (*_of_bitsandbytes(), *_of_torchao(), *_of_flashoptim(), *_by_class())
 }

@@ -119,9 +119,13 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
         (args, "max_unorm", 0.0),
         (args, "skip_zeros", False),
         (optimizer, "bf16_stochastic_round", False),
+        (optimizer, "_decouple_lr", False),  # of flashoptim
+        (optimizer, "_gradient_release", False),
+        (optimizer, "_nesterov", False),
     ):
         if (value := getattr(owner, flag, off)) != off:
-            raise ConfigError(f"optimizer {name}: {flag}={value} is not supported: set it to {off}")
+            said = flag.lstrip("_")
+            raise ConfigError(f"optimizer {name}: {said}={value} is not supported: set it to {off}")
     for state in optimizer.state.values():
         for moment in known.moments:
             value = state.get(moment)
@@ -132,7 +136,7 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
                 )
     if known.rule is None:
         return with_moments(known, optimizer)
-    if getattr(args, "optim_bits", 32) == 8:
+    if getattr(args, "optim_bits", 32) == 8 or getattr(optimizer, "_quantize", False):
         known = replace(known, dtype="int8")
     logger.info(
         "%s steps as %s in the engine's kernels, with moments in %s",
@@ -208,7 +212,7 @@ def check_groups(
     other key that is no flag is the user's own, and is ignored."""
     rule = known.rule
     others = [name for name in (*NOT_HONOURED, *settings) if name not in (*known.keys, *HOW)]
-    with_room = {*known.only_with.values()}  # checked below
+    with_room = {*known.only_with.values(), *known.ignored}  # the first are checked below
     unknown = [name for name in dict.fromkeys(others) if name not in with_room]
     unknown = unknown if rule is not None else list(NEVER_HONOURED)
     needed = [name for name in known.settings if name not in OPTIONAL]

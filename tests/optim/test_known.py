@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import flashoptim_here
 import pytest
 import torch
 from lazily import Lazily
@@ -28,6 +29,12 @@ bitsandbytes, torchao = Lazily("bitsandbytes"), Lazily("torchao.optim")
 pytestmark = pytest.mark.filterwarnings("ignore")
 HOMES = ["device", "host", "nvme"]
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
+
+
+def of_flashoptim(name: str, params: list[nn.Parameter], **settings) -> optim.Optimizer:
+    kind = getattr(flashoptim_here.imported(), name)
+    return kind(params, quantize=False, master_weight_bits=None, fused=False, **settings)
+
 
 TORCHS: dict[str, Make] = {
     "AdamW": lambda params: optim.AdamW(params, lr=1e-2, weight_decay=0.1),
@@ -49,6 +56,15 @@ OTHERS: dict[str, Make] = {
     "bitsandbytes Adam": lambda p: bitsandbytes.optim.Adam(p, lr=1e-2, weight_decay=0.1),
     "bitsandbytes PagedAdamW32bit": lambda p: bitsandbytes.optim.PagedAdamW32bit(p, lr=1e-2),
     "bitsandbytes Lion": lambda p: bitsandbytes.optim.Lion(p, lr=1e-3, weight_decay=0.1),
+}
+OTHERS |= {
+    f"flashoptim {name}": partial(of_flashoptim, name, **settings)
+    for name, settings in {
+        "FlashAdamW": {"lr": 1e-2, "weight_decay": 0.1},
+        "FlashAdam": {"lr": 1e-2, "weight_decay": 0.1},
+        "FlashLion": {"lr": 1e-3, "weight_decay": 0.1},
+        "FlashSGD": {"lr": 0.1, "momentum": 0.9},
+    }.items()
 }
 EIGHT_BITS: dict[str, Make] = {
     "bitsandbytes AdamW8bit": lambda p: bitsandbytes.optim.AdamW8bit(p, lr=1e-2),
@@ -81,11 +97,12 @@ def run(make: Make, home: str | None, folder, **config) -> tuple[dict, dict]:
 @pytest.mark.parametrize("case", MADE)
 def test_twenty_steps_are_the_librarys_from_every_home(case, tmp_path):
     """Claim: the library's weights within a hundred-thousandth of what they moved by, its keys, and
-    the same bits from every home."""
+    the same bits from every home. flashoptim corrects biases in fp32, which costs it a digit."""
     theirs, state = run(MADE[case], None, tmp_path)
     found = [run(MADE[case], home, tmp_path) for home in HOMES]
     moved = furthest(theirs, dict(model().state_dict()))
-    assert furthest(found[0][0], theirs) < 1e-5 * moved + 2e-7
+    near = 1e-4 if case.startswith("flashoptim") else 1e-5
+    assert furthest(found[0][0], theirs) < near * moved + 2e-7
     assert {i: set(of) for i, of in found[0][1].items()} == {i: set(of) for i, of in state.items()}
     for i, of in state.items():
         for key, value in of.items():
@@ -217,6 +234,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
         lambda p: torchao.AdamW8bit(p, bf16_stochastic_round=True),
         "bf16_stochastic_round=True is not supported",
     ),
+    "a decay of its own rate": (
+        lambda p: of_flashoptim("FlashAdamW", p, decouple_lr=True),
+        "decouple_lr=True is not supported",
+    ),
     "amsgrad": (lambda p: torchao.AdamW8bit(p, amsgrad=True), "amsgrad=True, which is not"),
     "4 bits": (lambda p: torchao.AdamW4bit(p), "torchao.optim.adam.AdamW4bit is not supported"),
     "a sum that begins": (
@@ -252,4 +273,4 @@ def test_every_rule_has_a_class_and_a_test():
     tested = {name.partition(",")[0] for name in TORCHS}
     assert {known.kind.__name__ for known in KNOWN.values() if known.kind} == tested
     of_rules = [path for path, known in ALIASES.items() if known.rule is not None]
-    assert all(path.startswith(("bitsandbytes.", "torchao.")) for path in of_rules)
+    assert all(path.startswith(("bitsandbytes.", "flashoptim.", "torchao.")) for path in of_rules)
