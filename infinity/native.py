@@ -259,10 +259,14 @@ def split_master(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) 
     )
 
 
-def join_master(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Joins a bf16 ``weight`` and its low 16 bits to the exact fp32 master: a new tensor."""
+def join_master(
+    weight: torch.Tensor, low: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Joins a bf16 ``weight`` and its low 16 bits to the exact fp32 master: a new tensor, or
+    ``out``."""
     _check_same_length(weight, low)
-    master = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+    master = torch.empty(weight.shape, dtype=torch.float32, device="cpu") if out is None else out
+    _check_same_length(weight, master)
     _C.join_master(
         address_of(weight, torch.bfloat16),
         address_of(low, torch.int16),

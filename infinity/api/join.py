@@ -87,7 +87,7 @@ def _admit(engine: Engine, job: Job, given: Recognised, place: int) -> InfinityO
             params,
             place=place,
             moments=moments,
-            by_class=given.known.rule is None,
+            class_piece=given.known.piece,
             then=lambda: None,
             asked=ASKED,
         )

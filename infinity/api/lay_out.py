@@ -257,8 +257,7 @@ def _spec_of(
     if place is None or stepped_by is None:
         return frozen
     moments = stepped_by.known.arrays_of(stepped_by.moments, config)
-    by_class = stepped_by.known.rule is None
-    return frozen.trained(config.master, moments, place, by_class=by_class)
+    return frozen.trained(config.master, moments, place, class_piece=stepped_by.known.piece)
 
 
 class Laid(NamedTuple):

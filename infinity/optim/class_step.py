@@ -1,6 +1,7 @@
 """ClassStep: steps parameters by the code of their optimizer's class, one at a time.
 
 class step   the class's own step() on one parameter: for rules that have no kernel
+piece        consecutive elements of a parameter, if the class may step any part of it
 elements     this rank's elements of a parameter, in fp32: its master, or its weight
 own state    the values of a parameter's state that have no array at home: step counts, sums of rows
              and columns. They are small, and every rank has all of them
@@ -12,7 +13,6 @@ be repeated: nothing at home has changed before a parameter's results are comple
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -25,87 +25,31 @@ from ..distributed.collectives import Collectives
 from ..gradients.changes import multiply
 from ..gradients.record import GradState, has_landed
 from ..state.flat_layout import Placement
-from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle
 from ..state.unit import ParamUnit
-from ..storage.store import ArrayStore
-from .books import OptimizerBooks, same_form
+from .books import OptimizerBooks
+from .class_chunks import Buffers, Chunk, chunks_of
+from .class_code import Group, class_step
 from .class_owners import ClassOwners, Inputs, Result
 from .context import StepContext
 from .known import Known
 from .measured import Sums
 
-Group = Mapping[str, Any]
-
-
-def step_as(
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    params: Sequence[torch.nn.Parameter],
-    states: Sequence[Mapping[str, Any]],
-    method: str = "step",
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Steps ``params`` by their gradients as the class of ``optimizer`` does with ``group``'s
-    settings. Returns their states after that, and the settings that the class has changed. Changes
-    none of the user's objects. ``method``: of the class, in place of ``step``."""
-    kind = type(optimizer)
-    other = kind.__new__(kind)
-    for name, value in vars(optimizer).items():
-        if name not in ("step", "state", "param_groups"):
-            is_kept = not isinstance(value, (list, dict, set))
-            other.__dict__[name] = value if is_kept else copy.copy(value)
-    other._optimizer_step_pre_hooks = OrderedDict()
-    other._optimizer_step_post_hooks = OrderedDict()
-    other.state = defaultdict(dict)
-    other.state.update({param: dict(state) for param, state in zip(params, states) if state})
-    settings = {key: value for key, value in group.items() if key != "params"}
-    other.param_groups = [copy.deepcopy(settings) | {"params": list(params)}]
-    getattr(other, method)()
-    changed = {
-        key: value
-        for key, value in other.param_groups[0].items()
-        if key != "params" and not (key in settings and _equal(value, settings[key]))
-    }
-    return [dict(other.state.get(param, {})) for param in params], changed
-
-
-def class_step(
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    param: torch.nn.Parameter,
-    state: Mapping[str, Any],
-    method: str = "step",
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Steps one parameter as :func:`step_as` does. Returns its state, and the changed settings."""
-    (found,), changed = step_as(optimizer, group, [param], [state], method)
-    return found, changed
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return same_form(one, other) and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-@dataclass(eq=False)
-class Chunk:
-    """Parameters that are stepped at the same time: one, or a round of their owners."""
-
-    handles: list[ParamHandle]
-    clip: float
-    after: list[native.Ticket]  # the gradients' ways home
-    version: int  # of the weights after it
-    numbers: list[int]  # the new step counts
-    results: list[Result] | None = None
-    is_done: bool = False
-
 
 @dataclass(eq=False)
 class ClassStep:
-    """The step of one flat param."""
+    """The step of one flat param. ``clip``: the factor of all gradients; ``after``: their ways
+    home; ``version``: of the weights after it."""
 
     chunks: list[Chunk]
+    clip: float
+    after: list[native.Ticket]
+    version: int
     shadow = None  # none is made
+
+    def __post_init__(self) -> None:
+        for chunk in self.chunks:
+            chunk.step = self
 
 
 class ClassStepper:
@@ -136,6 +80,7 @@ class ClassStepper:
         measures = known.measured is not None and method == "step"
         self._measured = known.measured(groups) if measures else None
         self._under_way: list[Future] = []
+        self._buffers = Buffers()
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ClassStep]:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""
@@ -151,38 +96,20 @@ class ClassStepper:
             if handles:
                 flat_param.homes.wait_running()
                 after = context.gradients.homes.close_flat_param(flat_param)
-                steps.append(self._chunked(handles, clip, after, version, ahead=1))
+                numbers = [handle.step + 1 for handle in handles]
+                chunks = chunks_of(handles, numbers, self._known.piece)
+                steps.append(ClassStep(list(chunks), clip, after, version))
         return steps
 
     def plan_switch(self, unit: ParamUnit) -> list[ClassStep]:
         """Plans a method that needs no gradient, of all parameters of ``unit``."""
         self._context.release([unit])
-        of_flat_params = (
-            [handle for handle in flat.handles if handle in self._group_of]
-            for flat in unit.flat_params
-        )
-        index = self._context.steps.index
-        return [self._chunked(handles, 1.0, [], index, ahead=0) for handles in of_flat_params]
-
-    def _chunked(
-        self,
-        handles: Sequence[ParamHandle],
-        clip: float,
-        after: list[native.Ticket],
-        version: int,
-        *,
-        ahead: int,
-    ) -> ClassStep:
-        """Makes the step of ``handles`` of one flat param, which adds ``ahead`` to their counts."""
-        ranks = handles[0].flat_param.ranks if handles else None
-        size = ranks.size if ranks is not None and self._known.needs_whole else 1
-        chunks = [list(handles[at : at + size]) for at in range(0, len(handles), size)]
-        return ClassStep(
-            [
-                Chunk(chunk, clip, after, version, [each.step + ahead for each in chunk])
-                for chunk in chunks
-            ]
-        )
+        steps, index = [], self._context.steps.index
+        for flat_param in unit.flat_params:
+            handles = [handle for handle in flat_param.handles if handle in self._group_of]
+            chunks = chunks_of(handles, [each.step for each in handles], self._known.piece)
+            steps.append(ClassStep(list(chunks), 1.0, [], index))
+        return steps
 
     def shadow(self, unit: ParamUnit) -> int:
         """Makes no update ahead."""
@@ -213,6 +140,7 @@ class ClassStepper:
                 leaving = chunk, start(self._write, chunk)
             self._end(leaving)
         self._under_way.clear()
+        self._buffers.clear()
 
     def _measure(self, chunks: Sequence[Chunk]) -> None:
         """Takes the sums of all parameters. Changes nothing at home."""
@@ -222,6 +150,7 @@ class ClassStepper:
         for chunk in chunks:
             for handle, result in zip(chunk.handles, self._results(chunk, self._read(chunk))):
                 sums[places[handle.param]] = self._measured.sums_of(result.changed)
+            self._buffers.give(chunk.buffers)
         self._measured.settle(sums[place] for place in sorted(sums))
 
     def _settings(self, index: int) -> Group:
@@ -238,7 +167,9 @@ class ClassStepper:
             return
         chunk, written = leaving
         written.result()
-        for handle, number, result in zip(chunk.handles, chunk.numbers, chunk.results):
+        self._buffers.give(chunk.buffers)
+        stepped = zip(chunk.handles, chunk.numbers, chunk.results) if chunk.is_last else ()
+        for handle, number, result in stepped:
             self._books.put_own(handle.param, result.own)
             self._changed[self._group_of[handle]] = result.changed
             handle.step = number
@@ -266,9 +197,10 @@ class ClassStepper:
         """Reads what a chunk is stepped from, when its gradients are at home."""
         if chunk.results is not None:
             return []
-        for ticket in chunk.after:
+        for ticket in chunk.step.after:
             ticket.wait()
-        return [self._inputs(handle, chunk.clip) for handle in chunk.handles]
+        chunk.buffers.clear()  # of an interrupted call
+        return [self._inputs(chunk, *each) for each in zip(chunk.handles, chunk.spans)]
 
     def _results(self, chunk: Chunk, inputs: list[Inputs]) -> list[Result]:
         """Computes the values of a chunk after its step."""
@@ -278,24 +210,43 @@ class ClassStepper:
             return owners.step(chunk.handles, inputs, self._step)
         return [self._step(*each) for each in zip(chunk.handles, inputs)]
 
-    def _inputs(self, handle: ParamHandle, clip: float) -> Inputs:
-        """Reads this rank's elements of a parameter, its gradient if it is stepped, and its
-        moments."""
+    def _inputs(self, chunk: Chunk, handle: ParamHandle, span: tuple[int, int]) -> Inputs:
+        """Reads a piece of a parameter, its gradient if it is stepped, and its moments."""
         flat_param, index, store = handle.flat_param, handle.index, self._context.store
+        layout, numel = flat_param.layout, span[1] - span[0]
+
+        def take() -> torch.Tensor:
+            chunk.buffers.append(self._buffers.take(numel))
+            return chunk.buffers[-1]
+
+        def read(name: str, first: int) -> torch.Tensor:
+            """Reads elements of an array from ``first`` of the parameter's on, in fp32."""
+            array, begin, out = flat_param.arrays[name], first + span[0], take()
+            if array.dtype == out.dtype:
+                return store.read(array, begin, begin + numel, out=out)
+            return out.copy_(store.read(array, begin, begin + numel))
+
+        def elements(begin: int) -> torch.Tensor:
+            """Reads elements of the parameter, from the master if there is one."""
+            if flat_param.spec.master != native.Master.SPLIT:
+                return read(
+                    "weight" if flat_param.spec.master == native.Master.OWN else "master", begin
+                )
+            first, last = begin + span[0], begin + span[1]
+            halves = (store.read(flat_param.arrays[n], first, last) for n in ("weight", "master"))
+            return native.join_master(*halves, take())
+
         with store.guarding():
             flat_param.homes.wait_running()
-            begin, end = flat_param.layout.shard_part(index)
-            first, _ = flat_param.layout.own("grad")
-            grad = torch.zeros(end - begin, device="cpu")
+            begin, _ = layout.part_at_home("weight", index)
+            found = [elements(begin)]
             if self._method == "step":
-                grad = store.read(flat_param.arrays["grad"], begin - first, end - first)
-            factors = (*handle.grad.factors, *(() if clip == 1.0 else (clip,)))
+                grad = read("grad", layout.shard_part(index)[0] - layout.own("grad")[0])
+                found.append(_multiplied(grad, flat_param.spec.grad_dtype, handle, chunk.step.clip))
+            else:
+                found.append(torch.zeros(numel, device="cpu"))
             arrays = self._moments.values() if handle.has_state else ()
-            return [
-                _elements(flat_param, store, index),
-                multiply(grad, factors).float(),
-                *(flat_param.parts.read_own(store, array, index).float() for array in arrays),
-            ]
+            return [*found, *(read(name, begin) for name in arrays)]
 
     def _step(self, handle: ParamHandle, inputs: Inputs) -> Result:
         """Computes the values of a parameter, or of this rank's elements of it, after its step."""
@@ -329,32 +280,35 @@ class ClassStepper:
         """Sends the values of a chunk home. Idempotent."""
         store = self._context.store
         with store.guarding():
-            for handle, result in zip(chunk.handles, chunk.results):
+            for handle, (at, end), result in zip(chunk.handles, chunk.spans, chunk.results):
+                if at == end:
+                    continue
                 flat_param = handle.flat_param
                 flat_param.homes.wait_idle()
                 first, _ = flat_param.layout.own_part("weight", handle.index)
-                flat_param.write_elements(store, first, result.elements, version=chunk.version)
+                flat_param.write_elements(
+                    store, first + at, result.elements, version=chunk.step.version
+                )
+                begin, _ = flat_param.layout.part_at_home("weight", handle.index)
                 for array, values in result.moments.items():
-                    begin, end = flat_param.layout.part_at_home(array, handle.index)
-                    if begin < end:
-                        home = flat_param.arrays[array]
-                        store.write(home, begin, values.to(home.dtype), version=chunk.version)
+                    home = flat_param.arrays[array]
+                    store.write(home, begin + at, values.to(home.dtype), version=chunk.step.version)
 
 
-def _elements(flat_param: FlatParam, store: ArrayStore, index: int) -> torch.Tensor:
-    """Reads this rank's elements of a parameter, from the master if there is one."""
-    weight = flat_param.parts.read_own(store, "weight", index)
-    if flat_param.spec.master == native.Master.OWN:
-        return weight.float()
-    master = flat_param.parts.read_own(store, "master", index)
-    is_split = flat_param.spec.master == native.Master.SPLIT
-    return native.join_master(weight, master) if is_split else master
+def _multiplied(
+    grad: torch.Tensor, dtype: torch.dtype, handle: ParamHandle, clip: float
+) -> torch.Tensor:
+    """Multiplies a gradient by its pending factors, each product rounded to its dtype at home."""
+    factors = (*handle.grad.factors, *(() if clip == 1.0 else (clip,)))
+    if not factors or dtype == torch.float32:
+        return multiply(grad, factors)
+    return grad.copy_(multiply(grad.to(dtype), factors))
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Moves a value of the own state. Counts stay: classes keep them on the CPU."""
+    """Copies a value of the own state to ``device``. Counts stay: classes keep them on the CPU."""
     is_sum = isinstance(value, torch.Tensor) and value.dim() > 0
-    return value.to(device) if is_sum else value
+    return value.to(device, copy=True) if is_sum else value
 
 
 def _flat(value: torch.Tensor, place: Placement) -> torch.Tensor:
@@ -362,6 +316,8 @@ def _flat(value: torch.Tensor, place: Placement) -> torch.Tensor:
     value = value.detach().cpu()
     if value.shape != place.shape:
         return value  # a part of them
+    if value.stride() == place.stride:
+        return value.as_strided((place.numel,), (1,))
     flat = torch.empty(place.numel, dtype=value.dtype, device="cpu")
     flat.as_strided(place.shape, place.stride).copy_(value)
     return flat

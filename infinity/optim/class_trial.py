@@ -16,7 +16,7 @@ import torch
 
 from ..errors import ConfigError
 from ..state.flat_param_spec import EVERY_MOMENT
-from .class_step import class_step, step_as
+from .class_code import class_step, step_as
 from .known import Known
 
 logger = logging.getLogger(__name__)

@@ -27,6 +27,7 @@ from .measured import Prodigy
 FIRST, SECOND, THIRD, FOURTH = EVERY_MOMENT
 BETAS = "beta1", "beta2"
 EACH_DTYPE = ("fp32", "bf16", "int8")
+PIECE, EVERY = 4 * 1024 * 1024, 2**62  # elements of a class step: of a part, of any parameter
 Group = Mapping[str, Any]
 
 
@@ -99,6 +100,13 @@ class Known:
         ):
             return self
         return by_class(replace(self, rule=None))
+
+    @property
+    def piece(self) -> int:
+        """The elements that a class step takes at once, at most; 0 if the rule steps."""
+        if self.rule is not None:
+            return 0
+        return EVERY if self.needs_whole else PIECE
 
     @property
     def keys(self) -> set[str]:

@@ -166,7 +166,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             context.admit(
                 moved,
                 moments=self._known.arrays_of(self._moments, context.config),
-                by_class=self._known.rule is None,
+                class_piece=self._known.piece,
                 then=then,
             )
 

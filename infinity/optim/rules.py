@@ -21,7 +21,7 @@ import torch
 
 from .. import native
 from ..errors import ConfigError, UsageError
-from .class_step import class_step
+from .class_code import class_step
 from .class_trial import with_moments
 from .known import ALIASES, BY_CLASS, KNOWN, OF_TORCH, Known
 

@@ -43,13 +43,15 @@ class FlatParamSize:
 
     @property
     def class_step_nbytes(self) -> int:
-        """Counts the bytes, in fp32, of parameters that are stepped by their class: one is read,
-        one stepped, with three temporaries, and one written. An owner also receives one."""
-        if not self.spec.by_class:
+        """Counts the bytes, in fp32, of pieces of parameters that are stepped by their class: one
+        is read, one stepped, with three temporaries, and one written. An owner also receives
+        one."""
+        if not self.spec.class_piece:
             return 0
         arrays = 2 + len(self.spec.moments)  # elements and gradient
-        copies = 4 if self.shards == 1 else 5
-        return 4 * (self.largest or self.numel) * (copies * arrays + 3)
+        copies = 3 if self.shards == 1 else 4
+        piece = min(self.largest or self.numel, self.spec.class_piece)
+        return 4 * piece * (copies * arrays + 3)
 
     def whole_nbytes(self, name: str) -> int:
         """Counts the bytes of array ``name`` of all ranks."""

@@ -57,7 +57,7 @@ def admit(
     hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
     place: int = 0,
-    by_class: bool = False,
+    class_piece: int = 0,
     asked: str = "add_param_group",
 ) -> None:
     """Steps ``params``: see :meth:`Engine.admit`. Blocks until all bytes are at home."""
@@ -65,7 +65,7 @@ def admit(
     growths: dict[FlatParam, Growth] = {}
     for handle in handles:
         if not (spec := handle.flat_param.spec).stepped:
-            spec = spec.trained(job.config.master, moments, place, by_class=by_class)
+            spec = spec.trained(job.config.master, moments, place, class_piece=class_piece)
             growths[handle.flat_param] = Growth(handle.unit, spec)
     sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]
     wait_idle(job)

@@ -242,12 +242,12 @@ class Engine:
         moments: Mapping[str, torch.dtype],
         then: Callable[[], None],
         place: int = 0,
-        by_class: bool = False,
+        class_piece: int = 0,
         asked: str = "add_param_group",
     ) -> None:
         """Steps ``params``, frozen until now, by the optimizer at ``place``. ``moments``: the
-        arrays of its rule, and their dtype; ``by_class``: its class steps. Raises UsageError or
-        CapacityError, which say what was ``asked``, with nothing changed."""
+        arrays of its rule, and their dtype; ``class_piece``: of its class steps. Raises UsageError
+        or CapacityError, which say what was ``asked``, with nothing changed."""
         if self.average is not None:
             raise UsageError(
                 f"{asked}: the average of this model does not have these parameters. Make"
@@ -263,7 +263,7 @@ class Engine:
             self._resources,
             params,
             place=place,
-            by_class=by_class,
+            class_piece=class_piece,
             moments=moments,
             asked=asked,
             hook=self.passes.hook,

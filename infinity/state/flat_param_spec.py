@@ -31,7 +31,8 @@ class FlatParamSpec:
     moments: tuple[str, ...]  # arrays, of EVERY_MOMENT
     stepped: bool
     optimizer: int = 0  # the place, among those of the job, of the one that steps them
-    by_class: bool = False  # stepped by the class of the optimizer, not by a kernel
+    # Elements that the optimizer's class steps at once, at most; 0: a kernel steps
+    class_piece: int = 0
 
     def trained(
         self,
@@ -39,7 +40,7 @@ class FlatParamSpec:
         moments: Mapping[str, torch.dtype],
         optimizer: int = 0,
         *,
-        by_class: bool = False,
+        class_piece: int = 0,
     ) -> FlatParamSpec:
         """Describes the same parameters when ``optimizer`` steps them. ``master``: the
         configuration's; ``moments``: the arrays of its rule, and their dtype."""
@@ -54,7 +55,7 @@ class FlatParamSpec:
             moment_dtype=next(iter(moments.values()), self.moment_dtype),
             stepped=True,
             optimizer=optimizer,
-            by_class=by_class,
+            class_piece=class_piece,
         )
 
     def array_dtypes(self) -> dict[str, torch.dtype]:

@@ -93,7 +93,7 @@ class HomeArrays:
         """Lets updates leave experts behind that have no gradient: ``count`` rows of each
         parameter."""
         places = [(place.offset, place.numel // count) for place in self.layout.placements]
-        is_by_kernel = self.spec.stepped and not self.spec.by_class
+        is_by_kernel = self.spec.stepped and not self.spec.class_piece
         if is_by_kernel and all(each % native.MOMENT_BLOCK == 0 for _, each in places):
             self.rows = ExpertRows(count, places)
 

@@ -105,8 +105,7 @@ class ArrayStore:
         self.arrays.open()
 
     def need_service(self) -> None:
-        """Allocates a service buffer for disks if the plan had none. Raises CapacityError over the
-        budget."""
+        """Allocates a service buffer for disks if there is none. Raises CapacityError."""
         if self.service.capacity_nbytes < native.CHECKSUM_NBYTES:
             self._make_service(MIB)
             self.ledger.accounts[Tier.HOST].planned_nbytes += MIB
@@ -130,10 +129,13 @@ class ArrayStore:
 
     # --- moving parts of arrays, synchronously ---
 
-    def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
-        """Reads elements ``begin`` to ``end`` as a new CPU tensor. Blocks. Verifies checksums."""
-        out = torch.empty(end - begin, dtype=array.dtype, device="cpu")
+    def read(
+        self, array: StateArray, begin: int, end: int, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Reads elements ``begin`` to ``end`` as a CPU tensor: a new one, or flat ``out`` of the
+        array's dtype. Blocks. Verifies checksums."""
         self.check_process()
+        out = torch.empty(end - begin, dtype=array.dtype, device="cpu") if out is None else out
         with self.guarding():
             if array.tier is not Tier.NVME:
                 copy = native.copy_flat if array.flat.is_cpu else torch.Tensor.copy_
@@ -300,8 +302,8 @@ class ArrayStore:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Records the first disk error in such a block. All later blocks raise it on entry:
-        incomplete data must not be trained on, read or saved."""
+        """Records the first disk error in such a block. Later blocks raise it on entry: incomplete
+        data must not be trained on, read or saved."""
         if self.failure is not None:
             raise self.failure()
         try:

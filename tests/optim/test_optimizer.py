@@ -285,7 +285,7 @@ def test_an_added_group_stands_once_however_often_its_change_is_made():
     job = with_frozen()
     asked = []
 
-    def admit(params, *, moments, by_class, then) -> None:
+    def admit(params, *, moments, class_piece, then) -> None:
         asked.append((list(params), len(moments)))
         then()
         then()

@@ -1,0 +1,63 @@
+"""ClassCode: runs the code of an optimizer's class on other parameters than the optimizer's."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .books import same_form
+
+Group = Mapping[str, Any]
+
+
+def step_as(
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    params: Sequence[torch.nn.Parameter],
+    states: Sequence[Mapping[str, Any]],
+    method: str = "step",
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Steps ``params`` by their gradients as the class of ``optimizer`` does with ``group``'s
+    settings. Returns their states after that, and the settings that the class has changed. Changes
+    none of the user's objects. ``method``: of the class, in place of ``step``."""
+    kind = type(optimizer)
+    other = kind.__new__(kind)
+    for name, value in vars(optimizer).items():
+        if name not in ("step", "state", "param_groups"):
+            is_kept = not isinstance(value, (list, dict, set))
+            other.__dict__[name] = value if is_kept else copy.copy(value)
+    other._optimizer_step_pre_hooks = OrderedDict()
+    other._optimizer_step_post_hooks = OrderedDict()
+    other.state = defaultdict(dict)
+    other.state.update({param: dict(state) for param, state in zip(params, states) if state})
+    settings = {key: value for key, value in group.items() if key != "params"}
+    other.param_groups = [copy.deepcopy(settings) | {"params": list(params)}]
+    getattr(other, method)()
+    changed = {
+        key: value
+        for key, value in other.param_groups[0].items()
+        if key != "params" and not (key in settings and _equal(value, settings[key]))
+    }
+    return [dict(other.state.get(param, {})) for param in params], changed
+
+
+def class_step(
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    param: torch.nn.Parameter,
+    state: Mapping[str, Any],
+    method: str = "step",
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Steps one parameter as :func:`step_as` does. Returns its state, and the changed settings."""
+    (found,), changed = step_as(optimizer, group, [param], [state], method)
+    return found, changed
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return same_form(one, other) and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
