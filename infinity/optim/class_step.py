@@ -167,7 +167,6 @@ class ClassStepper:
             return
         chunk, written = leaving
         written.result()
-        self._buffers.give(chunk.buffers)
         stepped = zip(chunk.handles, chunk.numbers, chunk.results) if chunk.is_last else ()
         for handle, number, result in stepped:
             self._books.put_own(handle.param, result.own)
@@ -177,6 +176,7 @@ class ClassStepper:
             if self._method == "step":
                 handle.grad.move(GradState.CONSUMED)
         chunk.is_done, chunk.results = True, None
+        self._buffers.give(chunk.buffers)  # not before: its results may be in them
 
     def finish(self) -> None:
         """Sets what the class has changed in the groups. It changes them, too, if no parameter of
