@@ -28,9 +28,9 @@ from ..state.flat_layout import Placement
 from ..state.handle import ParamHandle
 from ..state.unit import ParamUnit
 from .books import OptimizerBooks
-from .class_chunks import Buffers, Chunk, chunks_of
 from .class_code import Group, class_step
-from .class_owners import ClassOwners, Inputs, Result
+from .class_ranks import ClassRanks, Inputs, Result
+from .class_turns import Buffers, Turn, turns_of
 from .context import StepContext
 from .known import Known
 from .measured import Sums
@@ -41,15 +41,15 @@ class ClassStep:
     """The step of one flat param. ``clip``: the factor of all gradients; ``after``: their ways
     home; ``version``: of the weights after it."""
 
-    chunks: list[Chunk]
+    turns: list[Turn]
     clip: float
     after: list[native.Ticket]
     version: int
     shadow = None  # none is made
 
     def __post_init__(self) -> None:
-        for chunk in self.chunks:
-            chunk.step = self
+        for turn in self.turns:
+            turn.step = self
 
 
 class ClassStepper:
@@ -76,7 +76,7 @@ class ClassStepper:
         self._group_of, self._given, self._books = group_of, given, books
         self._changed, self._method = changed, method
         self._moments = books.homes.moments
-        self._owners: dict[Collectives, ClassOwners] = {}
+        self._class_ranks: dict[Collectives, ClassRanks] = {}
         measures = known.measured is not None and method == "step"
         self._measured = known.measured(groups) if measures else None
         self._under_way: list[Future] = []
@@ -97,8 +97,8 @@ class ClassStepper:
                 flat_param.homes.wait_running()
                 after = context.gradients.homes.close_flat_param(flat_param)
                 numbers = [handle.step + 1 for handle in handles]
-                chunks = chunks_of(handles, numbers, self._known.piece)
-                steps.append(ClassStep(list(chunks), clip, after, version))
+                turns = turns_of(handles, numbers, self._known.piece)
+                steps.append(ClassStep(list(turns), clip, after, version))
         return steps
 
     def plan_switch(self, unit: ParamUnit) -> list[ClassStep]:
@@ -107,8 +107,8 @@ class ClassStepper:
         steps, index = [], self._context.steps.index
         for flat_param in unit.flat_params:
             handles = [handle for handle in flat_param.handles if handle in self._group_of]
-            chunks = chunks_of(handles, [each.step for each in handles], self._known.piece)
-            steps.append(ClassStep(list(chunks), 1.0, [], index))
+            turns = turns_of(handles, [each.step for each in handles], self._known.piece)
+            steps.append(ClassStep(list(turns), 1.0, [], index))
         return steps
 
     def shadow(self, unit: ParamUnit) -> int:
@@ -118,39 +118,39 @@ class ClassStepper:
     @torch.no_grad()
     def carry_out(self, steps: list[ClassStep]) -> None:
         """Runs the planned ``steps``. After an interrupt it can be called again, and does the
-        rest. While one chunk is stepped, a thread reads the next and writes the last one."""
+        rest. While one turn is stepped, a thread reads the next and writes the last one."""
         wait(self._under_way)  # of an interrupted call
         if self._measured is not None and not self._measured.is_settled:
-            self._measure([chunk for step in steps for chunk in step.chunks])
-        left = [chunk for step in steps for chunk in step.chunks if not chunk.is_done]
+            self._measure([turn for step in steps for turn in step.turns])
+        left = [turn for step in steps for turn in step.turns if not turn.is_done]
         with ThreadPoolExecutor(1, "infinity class step") as thread:
 
-            def start(task: Callable[[Chunk], Any], chunk: Chunk) -> Future:
-                self._under_way.append(future := thread.submit(task, chunk))
+            def start(task: Callable[[Turn], Any], turn: Turn) -> Future:
+                self._under_way.append(future := thread.submit(task, turn))
                 return future
 
-            coming = [start(self._read, chunk) for chunk in left[:1]]
-            leaving: tuple[Chunk, Future] | None = None
-            for number, chunk in enumerate(left):
+            coming = [start(self._read, turn) for turn in left[:1]]
+            leaving: tuple[Turn, Future] | None = None
+            for number, turn in enumerate(left):
                 inputs = coming.pop().result()
                 coming += [start(self._read, each) for each in left[number + 1 : number + 2]]
-                if chunk.results is None:
-                    chunk.results = self._results(chunk, inputs)
+                if turn.results is None:
+                    turn.results = self._results(turn, inputs)
                 self._end(leaving)
-                leaving = chunk, start(self._write, chunk)
+                leaving = turn, start(self._write, turn)
             self._end(leaving)
         self._under_way.clear()
         self._buffers.clear()
 
-    def _measure(self, chunks: Sequence[Chunk]) -> None:
+    def _measure(self, turns: Sequence[Turn]) -> None:
         """Takes the sums of all parameters. Changes nothing at home."""
         params = [param for group in self._groups for param in group["params"]]
         places = {param: place for place, param in enumerate(params)}
         sums: dict[int, Sums] = {}
-        for chunk in chunks:
-            for handle, result in zip(chunk.handles, self._results(chunk, self._read(chunk))):
+        for turn in turns:
+            for handle, result in zip(turn.handles, self._results(turn, self._read(turn))):
                 sums[places[handle.param]] = self._measured.sums_of(result.changed)
-            self._buffers.give(chunk.buffers)
+            self._buffers.give(turn.buffers)
         self._measured.settle(sums[place] for place in sorted(sums))
 
     def _settings(self, index: int) -> Group:
@@ -161,13 +161,13 @@ class ClassStepper:
             return self._measured.stepping(index)
         return self._measured.measuring(index)
 
-    def _end(self, leaving: tuple[Chunk, Future] | None) -> None:
-        """Enters a chunk into the books when it is written. Idempotent."""
+    def _end(self, leaving: tuple[Turn, Future] | None) -> None:
+        """Enters a turn into the books when it is written. Idempotent."""
         if leaving is None:
             return
-        chunk, written = leaving
+        turn, written = leaving
         written.result()
-        stepped = zip(chunk.handles, chunk.numbers, chunk.results) if chunk.is_last else ()
+        stepped = zip(turn.handles, turn.numbers, turn.results) if turn.is_last else ()
         for handle, number, result in stepped:
             self._books.put_own(handle.param, result.own)
             self._changed[self._group_of[handle]] = result.changed
@@ -175,8 +175,8 @@ class ClassStepper:
             handle.changed()
             if self._method == "step":
                 handle.grad.move(GradState.CONSUMED)
-        chunk.is_done, chunk.results = True, None
-        self._buffers.give(chunk.buffers)  # not before: its results may be in them
+        turn.is_done, turn.results = True, None
+        self._buffers.give(turn.buffers)  # not before: its results may be in them
 
     def finish(self) -> None:
         """Sets what the class has changed in the groups. It changes them, too, if no parameter of
@@ -193,31 +193,31 @@ class ClassStepper:
     def _is_stepped(self, handle: ParamHandle) -> bool:
         return has_landed(handle) and handle in self._group_of
 
-    def _read(self, chunk: Chunk) -> list[Inputs]:
-        """Reads what a chunk is stepped from, when its gradients are at home."""
-        if chunk.results is not None:
+    def _read(self, turn: Turn) -> list[Inputs]:
+        """Reads what a turn is stepped from, when its gradients are at home."""
+        if turn.results is not None:
             return []
-        for ticket in chunk.step.after:
+        for ticket in turn.step.after:
             ticket.wait()
-        chunk.buffers.clear()  # of an interrupted call
-        return [self._inputs(chunk, *each) for each in zip(chunk.handles, chunk.spans)]
+        turn.buffers.clear()  # of an interrupted call
+        return [self._inputs(turn, *each) for each in zip(turn.handles, turn.spans)]
 
-    def _results(self, chunk: Chunk, inputs: list[Inputs]) -> list[Result]:
-        """Computes the values of a chunk after its step."""
-        collectives = chunk.handles[0].flat_param.collectives
+    def _results(self, turn: Turn, inputs: list[Inputs]) -> list[Result]:
+        """Computes the values of a turn after its step."""
+        collectives = turn.handles[0].flat_param.collectives
         if self._known.needs_whole and collectives.ranks.size > 1:
-            owners = self._owners.setdefault(collectives, ClassOwners(collectives))
-            return owners.step(chunk.handles, inputs, self._step)
-        return [self._step(*each) for each in zip(chunk.handles, inputs)]
+            ranks = self._class_ranks.setdefault(collectives, ClassRanks(collectives))
+            return ranks.step(turn.handles, inputs, self._step)
+        return [self._step(*each) for each in zip(turn.handles, inputs)]
 
-    def _inputs(self, chunk: Chunk, handle: ParamHandle, span: tuple[int, int]) -> Inputs:
+    def _inputs(self, turn: Turn, handle: ParamHandle, span: tuple[int, int]) -> Inputs:
         """Reads a piece of a parameter, its gradient if it is stepped, and its moments."""
         flat_param, index, store = handle.flat_param, handle.index, self._context.store
         layout, numel = flat_param.layout, span[1] - span[0]
 
         def take() -> torch.Tensor:
-            chunk.buffers.append(self._buffers.take(numel))
-            return chunk.buffers[-1]
+            turn.buffers.append(self._buffers.take(numel))
+            return turn.buffers[-1]
 
         def read(name: str, first: int) -> torch.Tensor:
             """Reads elements of an array from ``first`` of the parameter's on, in fp32."""
@@ -242,7 +242,7 @@ class ClassStepper:
             found = [elements(begin)]
             if self._method == "step":
                 grad = read("grad", layout.shard_part(index)[0] - layout.own("grad")[0])
-                found.append(_multiplied(grad, flat_param.spec.grad_dtype, handle, chunk.step.clip))
+                found.append(_multiplied(grad, flat_param.spec.grad_dtype, handle, turn.step.clip))
             else:
                 found.append(torch.zeros(numel, device="cpu"))
             arrays = self._moments.values() if handle.has_state else ()
@@ -276,23 +276,23 @@ class ClassStepper:
         rest = {name: _moved(value, torch.device("cpu")) for name, value in found.items()}
         return Result(_flat(param, place), moments, rest, changed)
 
-    def _write(self, chunk: Chunk) -> None:
-        """Sends the values of a chunk home. Idempotent."""
+    def _write(self, turn: Turn) -> None:
+        """Sends the values of a turn home. Idempotent."""
         store = self._context.store
         with store.guarding():
-            for handle, (at, end), result in zip(chunk.handles, chunk.spans, chunk.results):
+            for handle, (at, end), result in zip(turn.handles, turn.spans, turn.results):
                 if at == end:
                     continue
                 flat_param = handle.flat_param
                 flat_param.homes.wait_idle()
                 first, _ = flat_param.layout.own_part("weight", handle.index)
                 flat_param.write_elements(
-                    store, first + at, result.elements, version=chunk.step.version
+                    store, first + at, result.elements, version=turn.step.version
                 )
                 begin, _ = flat_param.layout.part_at_home("weight", handle.index)
                 for array, values in result.moments.items():
                     home = flat_param.arrays[array]
-                    store.write(home, begin + at, values.to(home.dtype), version=chunk.step.version)
+                    store.write(home, begin + at, values.to(home.dtype), version=turn.step.version)
 
 
 def _multiplied(

@@ -44,7 +44,7 @@ class FlatParamSize:
     @property
     def class_step_nbytes(self) -> int:
         """Counts the bytes, in fp32, of pieces of parameters that are stepped by their class: one
-        is read, one stepped, with three temporaries, and one written. An owner also receives
+        is read, one stepped, with three temporaries, and one written. A stepping rank also receives
         one."""
         if not self.spec.class_piece:
             return 0

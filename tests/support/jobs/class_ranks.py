@@ -18,7 +18,7 @@ from torch import optim
 
 import infinity
 from infinity.errors import UsageError
-from infinity.optim.class_owners import ClassOwners
+from infinity.optim.class_ranks import ClassRanks
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from small_net import model, same, steps
@@ -51,16 +51,16 @@ def run(case: str, home: str, shard: str, folder: Path) -> dict:
         config["nvme_paths"] = [str(folder)]
     net, optimizer = infinity.wrap_model(net, optimizer, config)
     received = []
-    swap = ClassOwners._swap
+    swap = ClassRanks._swap
 
     def counted(self, given, counts, what):
         received.append(sum(counts))
         return swap(self, given, counts, what)
 
-    ClassOwners._swap = counted
+    ClassRanks._swap = counted
     for run_of in ((plain, stepping), (net, optimizer)):
         steps(*run_of, 6)
-    ClassOwners._swap = swap
+    ClassRanks._swap = swap
     found = {"same": same(values(net, optimizer), values(plain, stepping)), "received": received}
     saved = folder / f"saved {case}"
     infinity.save_checkpoint(saved, net, optimizer)

@@ -1,4 +1,4 @@
-"""ClassChunks: the pieces of a class step, and the memory that they reuse.
+"""ClassTurns: the pieces of a class step, and the memory that they reuse.
 
 piece   consecutive elements of a parameter, if the class may step any part of it
 round   whole parameters, one for each rank that shares them
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from ..state.handle import ParamHandle
-from .class_owners import Result
+from .class_ranks import Result
 from .known import EVERY
 
 
 @dataclass(eq=False)
-class Chunk:
-    """What is stepped at the same time: a piece of a parameter, or a round of their owners."""
+class Turn:
+    """What is stepped at the same time: a piece of a parameter, or a round of whole ones."""
 
     handles: list[ParamHandle]
     spans: list[tuple[int, int]]  # the elements of each, among those that are at home here
@@ -32,7 +32,7 @@ class Chunk:
 
 
 class Buffers:
-    """Memory that chunks of one step reuse: fresh pages cost more than the copies."""
+    """Memory that turns of one step reuse: fresh pages cost more than the copies."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = {}
@@ -53,20 +53,20 @@ class Buffers:
         self._free.clear()
 
 
-def chunks_of(handles: Sequence[ParamHandle], numbers: Sequence[int], most: int) -> Iterator[Chunk]:
-    """Yields the chunks of ``handles`` of one flat param: pieces of ``most`` elements, or rounds of
+def turns_of(handles: Sequence[ParamHandle], numbers: Sequence[int], most: int) -> Iterator[Turn]:
+    """Yields the turns of ``handles`` of one flat param: pieces of ``most`` elements, or rounds of
     whole parameters if one piece holds any. ``numbers``: the step counts after it."""
     counts = [end - begin for begin, end in map(_span, handles)]
     if most > max(counts, default=0):
         size = handles[0].flat_param.ranks.size if handles and most >= EVERY else 1
         for at in range(0, len(handles), size):
             spans = [(0, count) for count in counts[at : at + size]]
-            yield Chunk(list(handles[at : at + size]), spans, list(numbers[at : at + size]))
+            yield Turn(list(handles[at : at + size]), spans, list(numbers[at : at + size]))
         return
     for handle, number, count in zip(handles, numbers, counts):
         for begin in range(0, max(count, 1), most):
             end = min(count, begin + most)
-            yield Chunk([handle], [(begin, end)], [number], is_last=end == count)
+            yield Turn([handle], [(begin, end)], [number], is_last=end == count)
 
 
 def _span(handle: ParamHandle) -> tuple[int, int]:

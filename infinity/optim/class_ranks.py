@@ -1,10 +1,10 @@
-"""ClassOwners: has whole parameters stepped, each on one of the ranks that have its elements.
+"""ClassRanks: has whole parameters stepped, each on one of the ranks that have its elements.
 
-owner   the rank that steps a parameter: it gets every rank's elements, steps as one rank would, and
-        sends each its new elements back. No other rank has the whole parameter
-round   as many parameters as there are ranks, so that all ranks step at the same time
-load    the cost of what a rank has stepped. In a round the costliest parameter goes to the rank
-        with the least load
+stepping rank   the rank that steps a parameter: it gets every rank's elements, steps as one rank
+                would, and sends each its new elements back. No other rank has the whole parameter
+round           as many parameters as there are ranks, so that all ranks step at the same time
+load            the cost of what a rank has stepped. In a round the costliest parameter goes to the
+                rank with the least load
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ Inputs = list[torch.Tensor]  # of one parameter: elements, gradient and moments,
 Step = Callable[[ParamHandle, Inputs], Result]
 
 
-class ClassOwners:
-    """The owners of the parameters of one step."""
+class ClassRanks:
+    """The stepping ranks of the parameters of one step."""
 
     def __init__(self, collectives: Collectives):
         self._collectives = collectives
         self._load = [0] * collectives.ranks.size
 
-    def _owners(self, handles: Sequence[ParamHandle]) -> list[int]:
-        """Chooses the owner of each of ``handles``, which are of one round."""
+    def _choose(self, handles: Sequence[ParamHandle]) -> list[int]:
+        """Chooses the stepping rank of each of ``handles``, which are of one round."""
         cost = [_cost(handle) for handle in handles]
-        owners = [0] * len(handles)
+        chosen = [0] * len(handles)
         free = sorted(range(len(self._load)), key=lambda rank: (self._load[rank], rank))
         for place in sorted(range(len(handles)), key=lambda place: (-cost[place], place)):
-            owners[place] = free.pop(0)
-        for place, owner in enumerate(owners):
-            self._load[owner] += cost[place]
-        return owners
+            chosen[place] = free.pop(0)
+        for place, rank in enumerate(chosen):
+            self._load[rank] += cost[place]
+        return chosen
 
     def _swap(
         self, given: Sequence[torch.Tensor], counts: Sequence[int], what: str
@@ -66,13 +66,13 @@ class ClassOwners:
         """Steps ``handles`` of one round. ``inputs``: this rank's elements of each. Returns them
         after the step. Every rank of the shard group calls this."""
         collectives, ranks = self._collectives, self._collectives.ranks
-        owners = self._owners(handles)
+        chosen = self._choose(handles)
         what = f"stepping {handles[0].name} and its neighbours"
-        mine = next((place for place, owner in enumerate(owners) if owner == ranks.rank), None)
-        # To the owners
+        mine = next((place for place, rank in enumerate(chosen) if rank == ranks.rank), None)
+        # To the stepping ranks
         given = [nothing := torch.empty(0, dtype=torch.float32, device="cpu")] * ranks.size
-        for owner, parts in zip(owners, inputs):
-            given[owner] = torch.cat(parts)
+        for rank, parts in zip(chosen, inputs):
+            given[rank] = torch.cat(parts)
         parts_of = [] if mine is None else _parts(handles[mine], ranks.size)
         kinds = 0 if mine is None else len(inputs[mine])
         counts = [kinds * (end - begin) for begin, end in parts_of] or [0] * ranks.size
@@ -91,13 +91,13 @@ class ClassOwners:
         given = [torch.cat([value[begin:end] for value in values]) for begin, end in parts_of]
         given = given or [nothing] * ranks.size
         counts = [0] * ranks.size
-        for place, owner in enumerate(owners):
-            counts[owner] = (1 + len(known[place][0])) * inputs[place][0].numel()
+        for place, rank in enumerate(chosen):
+            counts[rank] = (1 + len(known[place][0])) * inputs[place][0].numel()
         back = self._swap(given, counts, what)
         results = []
-        for place, owner in enumerate(owners):
+        for place, rank in enumerate(chosen):
             arrays, own, changed = known[place]
-            rows = back[owner].view(1 + len(arrays), -1)
+            rows = back[rank].view(1 + len(arrays), -1)
             moments = {array: rows[1 + kind] for kind, array in enumerate(arrays)}
             results.append(Result(rows[0], moments, own, changed))
         return results

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import run_torchrun
 
-from infinity.optim.class_owners import ClassOwners
+from infinity.optim.class_ranks import ClassRanks
 
 SCRIPT = Path(__file__).parents[1] / "support" / "jobs" / "class_ranks.py"
 
@@ -47,7 +47,7 @@ def test_ranks_step_as_one_process(world, home, shard, tmp_path):
 
 
 def owned(shapes: list[tuple[int, ...]], size: int) -> list[list[int]]:
-    owners = ClassOwners(SimpleNamespace(ranks=SimpleNamespace(size=size)))
+    ranks = ClassRanks(SimpleNamespace(ranks=SimpleNamespace(size=size)))
     handles = [
         SimpleNamespace(
             index=0,
@@ -57,12 +57,12 @@ def owned(shapes: list[tuple[int, ...]], size: int) -> list[list[int]]:
         )
         for shape in shapes
     ]
-    return [owners._owners(handles[at : at + size]) for at in range(0, len(handles), size)]
+    return [ranks._choose(handles[at : at + size]) for at in range(0, len(handles), size)]
 
 
 def test_the_costliest_goes_to_the_rank_that_has_done_least():
-    """Claim: owners differ within a round, and loads even out over rounds. The twin: by place alone
-    the first rank would have all large ones."""
+    """Claim: stepping ranks differ within a round, and loads even out over rounds. The twin: by
+    place alone the first rank would have all large ones."""
     shapes = [(64, 64), (8, 8), (64, 64), (8, 8), (64, 64), (8, 8)]
     rounds = owned(shapes, 2)
     assert rounds == [[0, 1], [1, 0], [0, 1]]
