@@ -47,6 +47,8 @@ NEAREST = {
     "adafactor": "torch.optim.Adafactor",
     "muon": "torch.optim.Muon, with another optimizer beside it,",
     "came": "CAME of came_pytorch",
+    "ademamix": "AdEMAMix of pytorch_optimizer",
+    "prodigy": "Prodigy of prodigyopt",
     "lamb": "torch.optim.AdamW",
     "adam": "torch.optim.Adam",
     "sgd": "torch.optim.SGD",
@@ -311,7 +313,8 @@ def _instead(kind: type) -> str:
     nearest = next((each for key, each in NEAREST.items() if key in name), None)
     if nearest is None:
         return ""
-    if any(bits in name for bits in ("8bit", "4bit", "fp8")):
+    has_rule = any(each in nearest for each in ("Adam", "SGD", "Lion"))
+    if has_rule and any(bits in name for bits in ("8bit", "4bit", "fp8")):
         return (
             f'Use {nearest} with Config(moments="int8"), which keeps moments in 8 bits; homes do'
             " what paging and offload do. "

@@ -103,12 +103,24 @@ def test_another_weight_decay_is_seen(tmp_path):
             {"optim": "sgd", "optim_args": "momentum=0.9", "lr_scheduler_type": "linear"},
             marks=pytest.mark.slow,
         ),
+        {"optim": "adafactor", "max_steps": 3},
+        pytest.param({"optim": "schedule_free_adamw", "max_steps": 3}, marks=pytest.mark.slow),
+        pytest.param({"optim": "stable_adamw", "max_steps": 3}, marks=pytest.mark.slow),
         pytest.param({"bf16": True, "max_grad_norm": 0.0}, marks=pytest.mark.slow),
         pytest.param(
             {"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.slow
         ),
     ],
-    ids=["checkpointing and smoothing", "trained twice", "SGD", "autocast", "compiled"],
+    ids=[
+        "checkpointing and smoothing",
+        "trained twice",
+        "SGD",
+        "Adafactor",
+        "Schedule-Free",
+        "StableAdamW",
+        "autocast",
+        "compiled",
+    ],
 )
 def test_settings_of_the_trainer_give_the_same_run(changes, tmp_path):
     ours, theirs = both(tmp_path, **changes)

@@ -310,6 +310,10 @@ INSTEAD = {
         "deepspeed.ops.adam.cpu_adam",
         "DeepSpeedCPUAdam",
     ): "Use torch.optim.Adam: it is stepped at any home",
+    (
+        "bitsandbytes.optim.ademamix",
+        "PagedAdEMAMix8bit",
+    ): "Use AdEMAMix of pytorch_optimizer: it is stepped at any home",
     ("mine.optimizers", "AdamW"): "Use torch.optim.AdamW: it is stepped",
     ("mine.optimizers", "Shampoo"): "Supported are torch.optim.AdamW",
 }
