@@ -31,15 +31,7 @@ def with_moments(known: Known, optimizer: torch.optim.Optimizer) -> Known:
     if it cannot be stepped one parameter at a time, or keeps more than there is room for."""
     moments: list[str] = []
     for group in optimizer.param_groups:
-        try:
-            state = _try(known, optimizer, group)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"optimizer {known.name}: a step of it on a small tensor on the CPU raised"
-                f" {error!r}"
-            ) from error
+        state = _tried(known, optimizer, group)
         numel = torch.Size(SHAPES[0]).numel()
         own = {name: value for name, value in state.items() if _shape(value) != SHAPES[0]}
         large = [name for name, value in own.items() if _numel(value) >= numel]
@@ -61,10 +53,27 @@ def with_moments(known: Known, optimizer: torch.optim.Optimizer) -> Known:
     return replace(known, moments=at_home)
 
 
-def _try(known: Known, optimizer: torch.optim.Optimizer, group: State) -> State:
+def _tried(known: Known, optimizer: torch.optim.Optimizer, group: State) -> State:
+    """Runs :func:`_try` on the processor, or on the device that the class needs. Raises ConfigError
+    if it cannot step on either."""
+    try:
+        return _try(known, optimizer, group, torch.device("cpu"))
+    except ConfigError:
+        raise
+    except Exception as error:
+        if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+            return _try(known, optimizer, group, device)
+        raise ConfigError(
+            f"optimizer {known.name}: a step of it on a small tensor on the CPU raised {error!r}"
+        ) from error
+
+
+def _try(
+    known: Known, optimizer: torch.optim.Optimizer, group: State, where: torch.device
+) -> State:
     """Steps two parameters together, and one at a time. Returns the state of the first. Raises
     ConfigError if the results differ."""
-    alone, together = list(_params()), list(_params())
+    alone, together = list(_params(where)), list(_params(where))
     states: list[State] = [{} for _ in alone]
     states_together: list[State] = [{} for _ in alone]
     settings = dict(group)
@@ -89,15 +98,15 @@ def _try(known: Known, optimizer: torch.optim.Optimizer, group: State) -> State:
     return states[0]
 
 
-def _params() -> Iterator[torch.nn.Parameter]:
+def _params(where: torch.device) -> Iterator[torch.nn.Parameter]:
     for shape in SHAPES:
         numel = torch.Size(shape).numel()
-        yield torch.nn.Parameter(torch.linspace(-1, 1, numel, device="cpu").view(shape))
+        yield torch.nn.Parameter(torch.linspace(-1, 1, numel, device=where).view(shape))
 
 
 def _grad(param: torch.Tensor, turn: int) -> torch.Tensor:
     """Makes gradients of several sizes: some settings clip."""
-    values = torch.arange(param.numel(), dtype=torch.float32, device="cpu")
+    values = torch.arange(param.numel(), dtype=torch.float32, device=param.device)
     return torch.cos(values * (turn + 1)).view(param.shape) * 10.0 ** (param.shape[1] - 4)
 
 

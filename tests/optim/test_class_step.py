@@ -34,6 +34,8 @@ def of_library(module: str, name: str, params: list[nn.Parameter], **settings) -
     rate = inspect.signature(kind.__init__).parameters["lr"].default
     if rate in (None, inspect.Parameter.empty) and name != "Adafactor":
         settings = {"lr": 1e-3} | settings
+    if module.startswith("optimi."):
+        settings |= {"triton": False}  # chosen where Triton is installed, also on a processor
     optimizer = kind(params, **settings)
     if hasattr(optimizer, "train"):  # Schedule-Free
         optimizer.train()
