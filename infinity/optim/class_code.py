@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,25 @@ import torch
 from .books import same_form
 
 Group = Mapping[str, Any]
+OPTIM = os.path.dirname(torch.optim.__file__) + os.sep
+NO_GRAD = torch.no_grad()(lambda: None).__code__.co_filename  # of functions that it decorates
+
+
+def plain_step(step: Callable) -> Callable:
+    """Returns ``step`` without torch's own wrappers: profiler, ``differentiable``, ``no_grad``, a
+    scheduler's counter."""
+    step = getattr(step, "__func__", step)
+    while (inner := getattr(step, "__wrapped__", None)) is not None and (
+        file_of(step) in ("optimizer.py", "lr_scheduler.py") or step.__code__.co_filename == NO_GRAD
+    ):
+        step = inner  # functools.wraps copies names and attributes, but not the code
+    return step
+
+
+def file_of(function: Callable) -> str:
+    """Returns the file of torch.optim that defines ``function``, or ""."""
+    path = getattr(getattr(function, "__code__", None), "co_filename", "")
+    return path.removeprefix(OPTIM) if path.startswith(OPTIM) else ""
 
 
 def step_as(
@@ -28,15 +48,19 @@ def step_as(
     other = kind.__new__(kind)
     for name, value in vars(optimizer).items():
         if name not in ("step", "state", "param_groups"):
-            is_kept = not isinstance(value, (list, dict, set))
-            other.__dict__[name] = value if is_kept else copy.copy(value)
+            is_shared = not isinstance(value, (list, dict, set))
+            other.__dict__[name] = value if is_shared else copy.copy(value)
     other._optimizer_step_pre_hooks = OrderedDict()
     other._optimizer_step_post_hooks = OrderedDict()
     other.state = defaultdict(dict)
     other.state.update({param: dict(state) for param, state in zip(params, states) if state})
     settings = {key: value for key, value in group.items() if key != "params"}
     other.param_groups = [copy.deepcopy(settings) | {"params": list(params)}]
-    getattr(other, method)()
+    if method == "step":  # without the profiler and the hooks of all optimizers
+        with torch.no_grad():
+            plain_step(kind.step)(other)
+    else:
+        getattr(other, method)()
     changed = {
         key: value
         for key, value in other.param_groups[0].items()

@@ -179,13 +179,13 @@ class ClassStepper:
         self._buffers.give(turn.buffers)  # not before: its results may be in them
 
     def finish(self) -> None:
-        """Sets what the class has changed in the groups. It changes them, too, if no parameter of
-        theirs has a gradient. Idempotent."""
+        """Sets what the class has changed in the groups. It may also change a group without
+        gradients: then it steps an idle parameter. Idempotent."""
         for index, group in enumerate(self._groups):
             if self._measured is not None:
                 self._changed[index] = self._measured.changes(index)
             elif index not in self._changed:
-                idle = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
+                idle = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
                 _, self._changed[index] = class_step(self._given, group, idle, {}, self._method)
         for index, changed in self._changed.items():
             self._groups[index].update(changed)
@@ -244,7 +244,7 @@ class ClassStepper:
                 grad = read("grad", layout.shard_part(index)[0] - layout.own("grad")[0])
                 found.append(_multiplied(grad, flat_param.spec.grad_dtype, handle, turn.step.clip))
             else:
-                found.append(torch.zeros(numel, device="cpu"))
+                found.append(take().zero_())
             arrays = self._moments.values() if handle.has_state else ()
             return [*found, *(read(name, begin) for name in arrays)]
 

@@ -1,37 +1,45 @@
-"""ClassTrial: tries on small matrices whether a class steps one parameter at a time.
+"""ClassTrial: tries on small matrices how a class may be stepped.
 
-A class step (:mod:`.class_step`) is the class's only if no parameter's step depends on another
-one, and if all that it keeps beside an array at home is small. Both depend on the settings, so the
-optimizer's own are tried.
+A class step (:mod:`.class_step`) equals the class's own step only if the step of one parameter does
+not depend on another one, and if all that it keeps beside an array at home is small. If the step of
+an element depends on others of its parameter, the parameter is stepped whole. All of it depends on
+the settings, so the optimizer's own are tried, and tried again if one is switched on or off.
+
+switches   the settings of a group that are on: what may change how it is stepped
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..state.flat_param_spec import EVERY_MOMENT
-from .class_code import class_step, step_as
+from .class_code import step_as
 from .known import Known
 
 logger = logging.getLogger(__name__)
 
 SHAPES = (4, 6), (5, 3)
-STEPS = 3
+STEPS, RATE = 3, 0.01
 State = dict[str, Any]
 
 
-def with_moments(known: Known, optimizer: torch.optim.Optimizer) -> Known:
-    """Returns ``known`` with the moments that the class keeps for each element. Raises ConfigError
-    if it cannot be stepped one parameter at a time, or keeps more than there is room for."""
+def with_moments(
+    known: Known, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> Known:
+    """Returns ``known`` with the moments that the class keeps for each element with the settings of
+    ``groups``, and whether it needs whole parameters. Raises ConfigError if it cannot be stepped
+    one parameter at a time, or keeps more than there is room for."""
     moments: list[str] = []
-    for group in optimizer.param_groups:
-        state = _tried(known, optimizer, group)
+    needs_whole = known.needs_whole
+    for group in groups:
+        state, is_of_elements = _tried(known, optimizer, group)
+        needs_whole |= not is_of_elements
         numel = torch.Size(SHAPES[0]).numel()
         own = {name: value for name, value in state.items() if _shape(value) != SHAPES[0]}
         large = [name for name, value in own.items() if _numel(value) >= numel]
@@ -40,20 +48,57 @@ def with_moments(known: Known, optimizer: torch.optim.Optimizer) -> Known:
         elif large:
             raise ConfigError(
                 f"optimizer {known.name} keeps {', '.join(large)}, which are as large as a"
-                " parameter and have another shape, so that there is no home for them"
+                " parameter and have another shape, so that there is no home for them. Choose"
+                " another optimizer or other settings (docs/optimizers.md)."
             )
         moments += [name for name in state if name not in own and name not in moments]
     if len(moments) > len(EVERY_MOMENT):
         raise ConfigError(
             f"optimizer {known.name} keeps {', '.join(moments)} for each element of a parameter:"
-            f" there is room for {len(EVERY_MOMENT)}"
+            f" there is room for {len(EVERY_MOMENT)}. Choose another one (docs/optimizers.md)."
         )
     others = iter([name for name in EVERY_MOMENT if name not in moments])
     at_home = {name: name if name in EVERY_MOMENT else next(others) for name in moments}
-    return replace(known, moments=at_home)
+    tried = frozenset(map(switches, groups))
+    return replace(known, moments=at_home, needs_whole=needs_whole, tried=tried)
 
 
-def _tried(known: Known, optimizer: torch.optim.Optimizer, group: State) -> State:
+def switches(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Returns the settings of ``group`` that are on, and its words."""
+    found = []
+    for key, value in group.items():
+        if key in ("params", "lr") or isinstance(value, torch.Tensor):
+            continue
+        found.append((key, value if isinstance(value, str) else value is not None and bool(value)))
+    return tuple(sorted(found))
+
+
+def check_again(
+    known: Known, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], where: str
+) -> Known:
+    """Tries ``groups`` whose switches were not tried before. Returns ``known`` with them. Raises
+    UsageError, from ``where``, if they cannot be stepped as the optimizer was wrapped."""
+    for index, group in enumerate(groups):
+        if switches(group) in known.tried:
+            continue
+        try:
+            found = with_moments(replace(known, needs_whole=False), optimizer, [group])
+        except ConfigError as error:
+            raise UsageError(f"{where}: group {index}: {error}") from None
+        missing = [name for name in found.moments if name not in known.moments]
+        if missing or (found.needs_whole and not known.needs_whole):
+            what = f"keeps {', '.join(missing)}" if missing else "needs whole parameters"
+            raise UsageError(
+                f"{where}: with its present settings {known.name} {what} in group {index}, for"
+                " which it was not wrapped. unwrap_model first, set them, and wrap again."
+            )
+        known = replace(known, tried=known.tried | {switches(group)})
+    return known
+
+
+def _tried(
+    known: Known, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> tuple[State, bool]:
     """Runs :func:`_try` on the processor, or on the device that the class needs. Raises ConfigError
     if it cannot step on either."""
     try:
@@ -64,50 +109,98 @@ def _tried(known: Known, optimizer: torch.optim.Optimizer, group: State) -> Stat
         if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
             return _try(known, optimizer, group, device)
         raise ConfigError(
-            f"optimizer {known.name}: a step of it on a small tensor on the CPU raised {error!r}"
+            f"optimizer {known.name}: a step of it on a small tensor on the CPU raised {error!r}."
+            " Try that step without wrap_model."
         ) from error
 
 
+class _Run:
+    """Steps of some parameters: each alone, or all together."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        settings: State,
+        params: Sequence[torch.Tensor],
+        *,
+        together: bool,
+    ):
+        self._optimizer, self._settings = optimizer, dict(settings)
+        self.params = [torch.nn.Parameter(param.detach().clone()) for param in params]
+        self.states: list[State] = [{} for _ in params]
+        self._together = together
+
+    def step(self, grads: Sequence[torch.Tensor]) -> None:
+        """Steps by ``grads``."""
+        for param, grad in zip(self.params, grads):
+            param.grad = grad.clone()
+        everyone = list(range(len(self.params)))
+        changed: State = {}
+        for places in [everyone] if self._together else [[place] for place in everyone]:
+            params, states = ([each[at] for at in places] for each in (self.params, self.states))
+            found, changed = step_as(self._optimizer, self._settings, params, states)
+            for place, state in zip(places, found):
+                self.states[place] = state
+        self._settings |= changed
+
+    @property
+    def values(self) -> torch.Tensor:
+        """All elements, flat."""
+        return torch.cat([param.detach().reshape(-1) for param in self.params])
+
+
 def _try(
-    known: Known, optimizer: torch.optim.Optimizer, group: State, where: torch.device
-) -> State:
-    """Steps two parameters together, and one at a time. Returns the state of the first. Raises
-    ConfigError if the results differ."""
-    alone, together = list(_params(where)), list(_params(where))
-    states: list[State] = [{} for _ in alone]
-    states_together: list[State] = [{} for _ in alone]
-    settings = dict(group)
+    known: Known,
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    where: torch.device,
+) -> tuple[State, bool]:
+    """Steps two matrices together, one at a time, and in parts. Returns the state of the first, and
+    whether parts have the same results. Raises ConfigError if one at a time they differ."""
+    settings = {key: value for key, value in group.items() if key != "params"}
     if hasattr(optimizer, "train"):  # else it may refuse to step
         settings |= step_as(optimizer, settings, [], [], "train")[1]
-    settings_together = dict(settings)
-    for turn in range(STEPS):
-        changed: State = {}
-        for index, param in enumerate(alone):
-            param.grad = _grad(param, turn)
-            states[index], changed = class_step(optimizer, settings, param, states[index])
-        settings |= changed
-        for param in together:
-            param.grad = _grad(param, turn)
-        states_together, changed = step_as(optimizer, settings_together, together, states_together)
-        settings_together |= changed
-    if known.measured is None and not all(map(torch.equal, alone, together)):
+    if settings.get("lr") is not None and not float(settings["lr"]):
+        settings["lr"] = RATE  # of a warm-up that begins: nothing would move
+    params = [_values(shape, where) for shape in SHAPES]
+    runs = [_Run(optimizer, settings, params, together=each) for each in (False, True)]
+    parts = _Run(optimizer, settings, _parts_of(params), together=False)
+    are_parts_same = not known.needs_whole
+    for number in range(STEPS):
+        grads = [_grad(param, number) for param in params]
+        for run in runs:
+            run.step(grads)
+        try:
+            if are_parts_same:
+                parts.step(_parts_of(grads))
+        except Exception:  # noqa: BLE001 - it needs the shape
+            are_parts_same = False
+    alone, together = runs
+    if known.measured is None and not torch.equal(alone.values, together.values):
         raise ConfigError(
-            f"optimizer {known.name}, with these settings, steps all parameters at once: here each"
-            " is stepped when it is there. Its update cannot run at any home."
+            f"optimizer {known.name}, with these settings, steps all parameters at once, as a clip"
+            " by their common norm does: here they are stepped one at a time. Switch that off, and"
+            " clip by Config(max_grad_norm=...)."
         )
-    return states[0]
+    return alone.states[0], are_parts_same and torch.equal(alone.values, parts.values)
 
 
-def _params(where: torch.device) -> Iterator[torch.nn.Parameter]:
-    for shape in SHAPES:
-        numel = torch.Size(shape).numel()
-        yield torch.nn.Parameter(torch.linspace(-1, 1, numel, device=where).view(shape))
+def _parts_of(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Cuts each into two flat parts, in the middle of a row."""
+    return [part for each in values for part in each.reshape(-1).split([7, each.numel() - 7])]
 
 
-def _grad(param: torch.Tensor, turn: int) -> torch.Tensor:
-    """Makes gradients of several sizes: some settings clip."""
+def _values(shape: tuple[int, int], where: torch.device) -> torch.Tensor:
+    numel = torch.Size(shape).numel()
+    return torch.linspace(-1, 1, numel, dtype=torch.float32, device=where).view(shape)
+
+
+def _grad(param: torch.Tensor, number: int) -> torch.Tensor:
+    """Makes gradients of several sizes, also over steps: some settings clip."""
     values = torch.arange(param.numel(), dtype=torch.float32, device=param.device)
-    return torch.cos(values * (turn + 1)).view(param.shape) * 10.0 ** (param.shape[1] - 4)
+    sizes = 10.0 ** (param.shape[1] - 4) * (1 + torch.arange(param.shape[0], device=param.device))
+    sizes *= (1.0, 1e-3, 2.0)[number % 3]
+    return torch.cos(values * (number + 1)).view(param.shape) * sizes.view(-1, 1)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

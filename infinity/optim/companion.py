@@ -16,12 +16,13 @@ from torch import nn
 
 from .. import native
 from ..config.config import Config
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from ..state.handle import handle_of
 from ..state.partition import is_managed, parameter_names
 from .books import OptimizerBooks
+from .class_code import plain_step
 from .given import Given
-from .rules import plain_step
+from .known import Known
 
 Groups = list[dict[str, Any]]
 
@@ -70,7 +71,8 @@ def staying(
 class Companion:
     """Steps what is outside, for one optimizer. Used from the thread that steps."""
 
-    def __init__(self, given: torch.optim.Optimizer, books: OptimizerBooks):
+    def __init__(self, given: torch.optim.Optimizer, books: OptimizerBooks, known: Known):
+        self._known = known
         left_out = (*Given.REPLACED, *Given.SHARED, "param_groups", "state")
         plain = object.__new__(type(given))
         vars(plain).update({k: v for k, v in vars(given).items() if k not in left_out})
@@ -83,10 +85,21 @@ class Companion:
         """Steps the parameters outside, as torch does. ``clip``: the factor of all gradients."""
         if not (own := self._take(groups)):
             return
+        if self._known.measured is not None:
+            raise UsageError(
+                f"step(): {self._known.name} needs sums over all its parameters, and the engine"
+                f" does not move {sum(len(group['params']) for group in own)} of them. Give these"
+                " another optimizer: wrap_model(model, [first, second])."
+            )
         for param in (param for group in own for param in group["params"]):
             if clip != 1.0 and param.grad is not None:
                 param.grad.mul_(clip)
         plain_step(type(self._plain).step)(self._plain)
+
+    def switch(self, groups: Groups, method: str) -> None:
+        """Runs ``train`` or ``eval`` of the class on the parameters outside."""
+        if self._take(groups):
+            getattr(self._plain, method)()
 
     def load(self, state: dict[int, Any], groups: Groups, params: Sequence[torch.Tensor]) -> None:
         """Loads ``state``, by the numbers of ``params`` (those of ``groups``, in order), by torch's

@@ -57,7 +57,9 @@ class Known:
     needs_whole
         A class step needs the whole parameter, not any part of its elements.
     measured
-        Makes the number of all parameters that a class step needs.
+        The sums over all parameters that a class step needs.
+    tried
+        The switches of groups that the trial of a class had.
     counts_steps
         The engine shows its step count in the state.
     dtypes
@@ -79,6 +81,7 @@ class Known:
     ignored: tuple[str, ...] = ()
     needs_whole: bool = False
     measured: type[Prodigy] | None = None
+    tried: frozenset = frozenset()
     counts_steps: bool = True
     dtypes: tuple[str, ...] = EACH_DTYPE
     dtype: str = "fp32"

@@ -22,6 +22,7 @@ from ..state.handle import handle_of
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from .books import OptimizerBooks
+from .class_trial import check_again
 from .clipping import clip_factor
 from .companion import Companion, outside_of
 from .context import StepContext
@@ -61,7 +62,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             by_class=known.rule is None,
         )
         self._members, self.given = Members(context), Given(wrapped)
-        self._outside = Companion(wrapped, self._books)
+        self._outside = Companion(wrapped, self._books, known)
         self._stepping = OptimizerStep(context, known, self._members, wrapped, self._books)
         self.is_unwrapped = False  # by an unwrap_model that was interrupted and raised
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
@@ -84,6 +85,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         the weights. Every rank calls this."""
         with self.context.uses.operation(Operation.SWITCH_OPTIMIZER):
             self._read_books(f"{method}()")
+            self._outside.switch(self.param_groups, method)
             self._stepping.switch(self.param_groups, method)
 
     @property
@@ -174,6 +176,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
         """Raises UsageError if ``groups``, from ``where``, need what the rule does not support."""
         settings = self.defaults if self._known.kind is not None else ()
         refuse_flags(self._known, groups, moments=self._moments, settings=settings, where=where)
+        if self._known.rule is None:
+            self._known = check_again(self._known, self.wrapped, groups, where)
 
     # --- the step ---
 

@@ -21,13 +21,12 @@ import torch
 
 from .. import native
 from ..errors import ConfigError, UsageError
-from .class_code import class_step
+from .class_code import class_step, file_of, plain_step
 from .class_trial import with_moments
 from .known import ALIASES, BY_CLASS, KNOWN, OF_TORCH, Known
 
 logger = logging.getLogger(__name__)
 
-NO_GRAD = torch.no_grad()(lambda: None).__code__.co_filename  # of functions that it decorates
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Class of torch -> how it steps; AdamW is an Adam, so it comes first
 TORCHS = {known.kind: known for known in (*OF_TORCH, *BY_CLASS) if known.kind is not None}
@@ -37,7 +36,6 @@ SUPPORTED = (
     " (docs/optimizers.md)"
 )
 TRIED = {"lr": 0.1, "betas": (0.6, 0.8), "weight_decay": 0.3}  # a Lion's settings in its test
-OPTIM = os.path.dirname(torch.optim.__file__) + os.sep
 # Keys that a group may lack: they have a default
 OPTIONAL = ("eps", "weight_decay")
 HOW = ("foreach", "fused")
@@ -95,7 +93,9 @@ def recognise(optimizer: torch.optim.Optimizer) -> Known:
             known = KNOWN[_adams(optimizer.param_groups, base)]
     known = known.for_groups(optimizer.param_groups)
     _check_all(known, optimizer)
-    return known if known.rule is not None else with_moments(known, optimizer)
+    return (
+        known if known.rule is not None else with_moments(known, optimizer, optimizer.param_groups)
+    )
 
 
 def _check_all(known: Known, optimizer: torch.optim.Optimizer) -> None:
@@ -137,7 +137,7 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
                     " a fresh one"
                 )
     if known.rule is None:
-        return with_moments(known, optimizer)
+        return with_moments(known, optimizer, optimizer.param_groups)
     if getattr(args, "optim_bits", 32) == 8 or getattr(optimizer, "_quantize", False):
         known = replace(known, dtype="int8")
     logger.info(
@@ -267,25 +267,8 @@ def refuse_flags(
         raise UsageError(f"{where}: {error}") from None
 
 
-def plain_step(step: Callable) -> Callable:
-    """Returns ``step`` without torch's own wrappers: profiler, ``differentiable``, ``no_grad``, a
-    scheduler's counter."""
-    step = getattr(step, "__func__", step)
-    while (inner := getattr(step, "__wrapped__", None)) is not None and (
-        _file(step) in ("optimizer.py", "lr_scheduler.py") or step.__code__.co_filename == NO_GRAD
-    ):
-        step = inner  # functools.wraps copies names and attributes, but not the code
-    return step
-
-
-def _file(function: Callable) -> str:
-    """Returns the file of torch.optim that defines ``function``, or ""."""
-    path = getattr(getattr(function, "__code__", None), "co_filename", "")
-    return path.removeprefix(OPTIM) if path.startswith(OPTIM) else ""
-
-
 def _is_torchs(step: Callable, name: str) -> bool:
-    return bool(_file(step)) and step.__code__.co_qualname == name
+    return bool(file_of(step)) and step.__code__.co_qualname == name
 
 
 def _overridden(kind: type, base: type) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import infinity
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UsageError
 from infinity.optim import class_trial
 from infinity.optim.known import KNOWN, by_class
 from infinity.optim.rules import recognise
@@ -100,15 +101,101 @@ TRIED = {
 }
 
 
+def tried(known, optimizer: optim.Optimizer):
+    return class_trial.with_moments(known, optimizer, optimizer.param_groups)
+
+
 @pytest.mark.parametrize("what", TRIED)
 def test_what_cannot_be_stepped_one_at_a_time_is_refused(what):
     """The twin: the same class with little to keep is not."""
     make, said = TRIED[what]
     known = by_class(KNOWN[infinity.native.Rule.SGD])
     with pytest.raises(ConfigError, match=said):
-        class_trial.with_moments(known, made(make))
-    found = class_trial.with_moments(known, made(lambda p: Keeping(p, shape=(4, 1), count=4)))
+        tried(known, made(make))
+    found = tried(known, made(lambda p: Keeping(p, shape=(4, 1), count=4)))
     assert len(found.moments) == 4
+
+
+WHOLE = {
+    "centralized gradients": lambda p: po().Lion(p, use_gc=True),
+    "cautious": lambda p: po().ADOPT(p, cautious=True),
+    "a norm of the gradient": lambda p: po().AdaBelief(p, adanorm=True),
+    "factors": lambda p: pytest.importorskip("adv_optm").AdamW_adv(p, nnmf_factor=True),
+}
+
+
+def po():
+    return pytest.importorskip("pytorch_optimizer")
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_a_setting_that_needs_whole_parameters_is_found(what):
+    """The twin: the same class with its defaults may step any part."""
+    kind = type(made(WHOLE[what]))
+    assert recognise(made(WHOLE[what])).needs_whole
+    assert not recognise(made(lambda p: kind(p))).needs_whole
+
+
+def test_a_rate_of_zero_hides_nothing():
+    """Claim: a clip of all parameters is refused while a warm-up begins, too."""
+    optimizer = made(lambda p: po().Adan(p, max_grad_norm=0.01))
+    optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    with pytest.raises(ConfigError, match="steps all parameters at once"):
+        recognise(optimizer)
+
+
+LATER = {
+    "another moment": (
+        lambda p: pytest.importorskip("transformers.optimization").Adafactor(
+            p, lr=1e-3, relative_step=False
+        ),
+        {"beta1": 0.9},
+        "keeps exp_avg in group 0",
+    ),
+    "whole parameters": (lambda p: po().ADOPT(p), {"cautious": True}, "needs whole parameters"),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_a_setting_that_is_switched_on_later_is_tried(what):
+    """The twin: weight decay, switched on later, is not refused."""
+    make, later, said = LATER[what]
+    net = nn.Linear(4, 4)
+    net, optimizer = infinity.wrap_model(net, make(list(net.parameters())), {"params": "host"})
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["weight_decay"] = 1e-3
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0].update(later)
+    net(torch.ones(1, 4)).sum().backward()
+    before = [param.detach().clone() for param in net.parameters()]
+    with pytest.raises(UsageError, match=said):
+        optimizer.step()
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_hooks_of_all_optimizers_run_once_a_step():
+    net = nn.Linear(4, 4)
+    called = []
+    handle = register_optimizer_step_post_hook(lambda *_: called.append(1))
+    try:
+        net, optimizer = infinity.wrap_model(net, optim.NAdam(net.parameters()), {"params": "host"})
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert len(called) <= 1
+
+
+def test_another_default_dtype_changes_nothing():
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert recognise(made(lambda p: optim.NAdam(p))).moments
+    finally:
+        torch.set_default_dtype(default)
 
 
 REFUSED = {
