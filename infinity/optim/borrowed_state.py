@@ -325,5 +325,7 @@ def checked_step(value: object, name: str) -> torch.Tensor:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    flat = local_of(tensor).detach().to("cpu").contiguous().view(-1)
+    # A clone: one element that was expanded is "contiguous" with any stride
+    copied = local_of(tensor).detach().to("cpu").clone(memory_format=torch.contiguous_format)
+    flat = copied.reshape(-1)
     return hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=16).digest()

@@ -3,8 +3,8 @@
 stepping rank   the rank that steps a parameter: it gets every rank's elements, steps as one rank
                 would, and sends each its new elements back. No other rank has the whole parameter
 round           as many parameters as there are ranks, so that all ranks step at the same time
-load            the cost of what a rank has stepped. In a round the costliest parameter goes to the
-                rank with the least load
+load            the cost of what a rank steps. In a round the costliest parameter goes to the rank
+                with the least load so far
 """
 
 from __future__ import annotations
@@ -34,23 +34,26 @@ Inputs = list[torch.Tensor]  # of one parameter: elements, gradient and moments,
 Step = Callable[[ParamHandle, Inputs], Result]
 
 
+def stepping_ranks(rounds: Sequence[Sequence[ParamHandle]], size: int) -> list[list[int]]:
+    """Chooses the stepping rank of each parameter of ``rounds``, which ``size`` ranks share. Every
+    rank chooses the same ones, however often it is interrupted."""
+    load, chosen = [0] * size, []
+    for handles in rounds:
+        cost = [_cost(handle) for handle in handles]
+        ranks = [0] * len(handles)
+        free = sorted(range(size), key=lambda rank: (load[rank], rank))
+        for place in sorted(range(len(handles)), key=lambda place: (-cost[place], place)):
+            ranks[place] = free.pop(0)
+            load[ranks[place]] += cost[place]
+        chosen.append(ranks)
+    return chosen
+
+
 class ClassRanks:
-    """The stepping ranks of the parameters of one step."""
+    """The steps of whole parameters that ranks share."""
 
     def __init__(self, collectives: Collectives):
         self._collectives = collectives
-        self._load = [0] * collectives.ranks.size
-
-    def _choose(self, handles: Sequence[ParamHandle]) -> list[int]:
-        """Chooses the stepping rank of each of ``handles``, which are of one round."""
-        cost = [_cost(handle) for handle in handles]
-        chosen = [0] * len(handles)
-        free = sorted(range(len(self._load)), key=lambda rank: (self._load[rank], rank))
-        for place in sorted(range(len(handles)), key=lambda place: (-cost[place], place)):
-            chosen[place] = free.pop(0)
-        for place, rank in enumerate(chosen):
-            self._load[rank] += cost[place]
-        return chosen
 
     def _swap(
         self, given: Sequence[torch.Tensor], counts: Sequence[int], what: str
@@ -61,12 +64,15 @@ class ClassRanks:
         return ranks.place_of(ranks.shard_group).pass_on(what, transfer)
 
     def step(
-        self, handles: Sequence[ParamHandle], inputs: Sequence[Inputs], step: Step
+        self,
+        handles: Sequence[ParamHandle],
+        chosen: Sequence[int],
+        inputs: Sequence[Inputs],
+        step: Step,
     ) -> list[Result]:
-        """Steps ``handles`` of one round. ``inputs``: this rank's elements of each. Returns them
-        after the step. Every rank of the shard group calls this."""
+        """Steps ``handles`` of one round on the ranks ``chosen``. ``inputs``: this rank's elements
+        of each. Returns them after the step. Every rank of the shard group calls this."""
         collectives, ranks = self._collectives, self._collectives.ranks
-        chosen = self._choose(handles)
         what = f"stepping {handles[0].name} and its neighbours"
         mine = next((place for place, rank in enumerate(chosen) if rank == ranks.rank), None)
         # To the stepping ranks

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .. import native
-from ..distributed.collectives import Collectives
+from ..errors import UsageError
 from ..gradients.changes import multiply
 from ..gradients.record import GradState, has_landed
 from ..state.flat_layout import Placement
@@ -29,7 +29,7 @@ from ..state.handle import ParamHandle
 from ..state.unit import ParamUnit
 from .books import OptimizerBooks
 from .class_code import Group, class_step
-from .class_ranks import ClassRanks, Inputs, Result
+from .class_ranks import ClassRanks, Inputs, Result, stepping_ranks
 from .class_turns import Buffers, Turn, turns_of
 from .context import StepContext
 from .known import Known
@@ -76,11 +76,10 @@ class ClassStepper:
         self._group_of, self._given, self._books = group_of, given, books
         self._changed, self._method = changed, method
         self._moments = books.homes.moments
-        self._class_ranks: dict[Collectives, ClassRanks] = {}
         measures = known.measured is not None and method == "step"
         self._measured = known.measured(groups) if measures else None
         self._under_way: list[Future] = []
-        self._buffers = Buffers()
+        self._buffers, self._writes = Buffers(), False
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[ClassStep]:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""
@@ -120,6 +119,7 @@ class ClassStepper:
         """Runs the planned ``steps``. After an interrupt it can be called again, and does the
         rest. While one turn is stepped, a thread reads the next and writes the last one."""
         wait(self._under_way)  # of an interrupted call
+        self._choose_ranks([turn for step in steps for turn in step.turns])
         if self._measured is not None and not self._measured.is_settled:
             self._measure([turn for step in steps for turn in step.turns])
         left = [turn for step in steps for turn in step.turns if not turn.is_done]
@@ -142,8 +142,24 @@ class ClassStepper:
         self._under_way.clear()
         self._buffers.clear()
 
+    def _choose_ranks(self, turns: Sequence[Turn]) -> None:
+        """Chooses the stepping ranks of all ``turns``, if ranks share whole parameters. Idempotent,
+        so that an interrupted rank chooses as the others."""
+        by_size: dict[int, list[Turn]] = {}
+        for turn in turns if self._known.needs_whole else ():
+            by_size.setdefault(turn.handles[0].flat_param.ranks.size, []).append(turn)
+        for size, shared in by_size.items():
+            for turn, ranks in zip(shared, stepping_ranks([t.handles for t in shared], size)):
+                turn.ranks = ranks
+
     def _measure(self, turns: Sequence[Turn]) -> None:
-        """Takes the sums of all parameters. Changes nothing at home."""
+        """Takes the sums of all parameters. Changes nothing at home. Raises UsageError on pipeline
+        stages, each of which has only a part of them."""
+        if self._context.collectives.ranks.pp_group is not None:
+            raise UsageError(
+                f"{self._known.name} on pipeline stages: its step needs sums over all parameters,"
+                " and a stage has its own. Choose another optimizer."
+            )
         params = [param for group in self._groups for param in group["params"]]
         places = {param: place for place, param in enumerate(params)}
         sums: dict[int, Sums] = {}
@@ -178,6 +194,17 @@ class ClassStepper:
         turn.is_done, turn.results = True, None
         self._buffers.give(turn.buffers)  # not before: its results may be in them
 
+    @property
+    def has_changed_nothing(self) -> bool:
+        """Whether no write has begun."""
+        return not self._writes
+
+    def try_settings(self) -> None:
+        """Runs the class on parameters without gradients, so that an error of its settings is
+        raised before anything is planned."""
+        for group in self._groups:
+            class_step(self._given, group, _idle(), {}, self._method)
+
     def finish(self) -> None:
         """Sets what the class has changed in the groups. It may also change a group without
         gradients: then it steps an idle parameter. Idempotent."""
@@ -185,8 +212,7 @@ class ClassStepper:
             if self._measured is not None:
                 self._changed[index] = self._measured.changes(index)
             elif index not in self._changed:
-                idle = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
-                _, self._changed[index] = class_step(self._given, group, idle, {}, self._method)
+                _, self._changed[index] = class_step(self._given, group, _idle(), {}, self._method)
         for index, changed in self._changed.items():
             self._groups[index].update(changed)
 
@@ -206,8 +232,7 @@ class ClassStepper:
         """Computes the values of a turn after its step."""
         collectives = turn.handles[0].flat_param.collectives
         if self._known.needs_whole and collectives.ranks.size > 1:
-            ranks = self._class_ranks.setdefault(collectives, ClassRanks(collectives))
-            return ranks.step(turn.handles, inputs, self._step)
+            return ClassRanks(collectives).step(turn.handles, turn.ranks, inputs, self._step)
         return [self._step(*each) for each in zip(turn.handles, inputs)]
 
     def _inputs(self, turn: Turn, handle: ParamHandle, span: tuple[int, int]) -> Inputs:
@@ -278,7 +303,7 @@ class ClassStepper:
 
     def _write(self, turn: Turn) -> None:
         """Sends the values of a turn home. Idempotent."""
-        store = self._context.store
+        self._writes, store = True, self._context.store
         with store.guarding():
             for handle, (at, end), result in zip(turn.handles, turn.spans, turn.results):
                 if at == end:
@@ -293,6 +318,11 @@ class ClassStepper:
                 for array, values in result.moments.items():
                     home = flat_param.arrays[array]
                     store.write(home, begin + at, values.to(home.dtype), version=turn.step.version)
+
+
+def _idle() -> torch.nn.Parameter:
+    """Makes a parameter without a gradient."""
+    return torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
 
 
 def _multiplied(

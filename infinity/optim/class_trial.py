@@ -35,6 +35,16 @@ def with_moments(
     """Returns ``known`` with the moments that the class keeps for each element with the settings of
     ``groups``, and whether it needs whole parameters. Raises ConfigError if it cannot be stepped
     one parameter at a time, or keeps more than there is room for."""
+    bound = [
+        name
+        for name, value in vars(optimizer).items()
+        if any(each is optimizer for each in getattr(value, "__dict__", {}).values())
+    ]
+    if bound:
+        raise ConfigError(
+            f"optimizer {known.name} has a helper in {bound[0]} that is bound to it, and it would"
+            " not see the parameters that are stepped here. Switch that off."
+        )
     moments: list[str] = []
     needs_whole = known.needs_whole
     for group in groups:
@@ -76,8 +86,8 @@ def switches(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 def check_again(
     known: Known, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], where: str
 ) -> Known:
-    """Tries ``groups`` whose switches were not tried before. Returns ``known`` with them. Raises
-    UsageError, from ``where``, if they cannot be stepped as the optimizer was wrapped."""
+    """Checks those of ``groups`` with other switches than before. Returns ``known`` with them.
+    Raises UsageError, from ``where``, if they cannot be stepped as the optimizer was wrapped."""
     for index, group in enumerate(groups):
         if switches(group) in known.tried:
             continue

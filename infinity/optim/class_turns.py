@@ -25,6 +25,7 @@ class Turn:
     spans: list[tuple[int, int]]  # the elements of each, among those that are at home here
     numbers: list[int]  # the new step counts
     is_last: bool = True  # of the pieces of its parameter
+    ranks: list[int] = field(default_factory=list)  # that step each, if ranks share them
     buffers: list[torch.Tensor] = field(default_factory=list)
     step: Any = None  # that it belongs to
     results: list[Result] | None = None

@@ -16,6 +16,22 @@ from typing import Any
 
 import torch
 
+from ..errors import UsageError
+
+# Settings that the class takes from its first group, for all of them
+OF_FIRST = (
+    "betas",
+    "beta3",
+    "d",
+    "d_max",
+    "d_numerator",
+    "d_coef",
+    "growth_rate",
+    "decouple",
+    "use_bias_correction",
+    "fsdp_in_use",
+    "k",
+)
 Settings = dict[str, Any]
 Group = Mapping[str, Any]
 Sums = tuple[float, float]  # numerator and denominator
@@ -25,8 +41,17 @@ class Prodigy:
     """The sums of prodigyopt's Prodigy in one step. ``groups``: of the optimizer."""
 
     def __init__(self, groups: Sequence[Group]):
-        self._groups = [{key: group[key] for key in group if key != "params"} for group in groups]
+        of_first = {key: groups[0][key] for key in OF_FIRST}
+        self._counts = [group["k"] for group in groups]
+        self._groups = [
+            {key: group[key] for key in group if key != "params"} | of_first for group in groups
+        ]
         self._rate = max(group["lr"] for group in groups)
+        if others := [group["lr"] for group in groups if group["lr"] not in (self._rate, 0.0)]:
+            raise UsageError(
+                f"step(): Prodigy has groups with lr={self._rate} and lr={others[0]}: it takes one"
+                " rate, or 0 for a group that stays"
+            )
         self._changes: Settings | None = None  # None: there are no sums yet
         self._distance = 0.0
 
@@ -84,7 +109,7 @@ class Prodigy:
         """Returns the settings of a group after the step."""
         if not self._changes:
             return {}
-        return self._changes | {"k": self._groups[index]["k"] + 1}
+        return self._changes | {"k": self._counts[index] + 1}
 
     def complete(self, index: int, param: torch.Tensor, state: Settings) -> None:
         """Steps a parameter whose own sums are zero, which the class leaves as it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -139,7 +140,7 @@ class OptimizerState:
                         f" {tuple(params[index].shape)}"
                     )
         return [
-            group | {key: value for key, value in saved.items() if key != "params"}
+            group | {key: copy.deepcopy(value) for key, value in saved.items() if key != "params"}
             for group, saved in zip(self._groups, saved_groups)
         ]
 
@@ -226,7 +227,7 @@ class OptimizerState:
             group.update(taken)
         self._context.borrowed.forget()
         books.take_own(
-            {everyones.get(key, key): value for key, value in state_dict["state"].items()}
+            {everyones.get(k, k): self._cast(value) for k, value in state_dict["state"].items()}
         )
         for index, param in params.items():
             state, handle = state_dict["state"].get(index, {}), handle_of(param)
@@ -244,6 +245,18 @@ class OptimizerState:
                     others.append(handle.name)
                 else:
                     loaded.append(handle.name)
+
+    def _cast(self, values: Any) -> Any:
+        """Returns a parameter's state with the sums that a class keeps in fp32, as those of an fp32
+        parameter are loaded by torch."""
+        if self._known.rule is not None or not isinstance(values, dict):
+            return values
+        return {
+            name: value.float()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and name != STEP
+            else value
+            for name, value in values.items()
+        }
 
     @staticmethod
     def _tell_of_masters(absent: list[str], others: list[str]) -> None:

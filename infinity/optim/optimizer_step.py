@@ -15,6 +15,7 @@ import torch
 
 from ..errors import UsageError
 from ..gradients.record import refuse_torn
+from ..state.journal import Meet
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from .books import OptimizerBooks
@@ -97,6 +98,8 @@ class OptimizerStep:
             self._changed.clear()
         version = context.steps.index if begun else context.steps.index + 1
         stepper, backwards = self._stepper(groups), context.steps.backwards
+        if isinstance(stepper, ClassStepper):
+            stepper.try_settings()
         with context.store.guarding():
             # Tickets are watched in the order in which they are made: as gradients land.
             planned = {
@@ -104,10 +107,7 @@ class OptimizerStep:
                 for unit in (reversed(units) if context.device.overlaps else units)
             }
             steps = [step for unit in units for step in planned[unit]]
-            context.journal.carry_out(
-                partial(self._finish, stepper, steps, version),
-                partial(self._meet, groups, clip),
-            )
+            self._carry_out(stepper, steps, version, partial(self._meet, groups, clip))
             if (policy := context.updates.shadows) is not None:
                 # Drop shadows that this step did not use
                 for flat_param in (flat for unit in context.units for flat in unit.flat_params):
@@ -117,6 +117,21 @@ class OptimizerStep:
                 self._shadowed = 0
         context.end_step()
         context.borrowed.refresh()
+
+    def _carry_out(
+        self, stepper: Stepper | ClassStepper, steps: list, version: int, meet: Meet
+    ) -> None:
+        """Makes a planned step. An error of the class's own code, before anything was written,
+        leaves no step behind: its cause may be a setting."""
+        context = self._context
+        change = partial(self._finish, stepper, steps, version)
+        try:
+            context.journal.carry_out(change, meet)
+        except Exception:
+            is_alone = context.collectives.ranks.alone
+            if isinstance(stepper, ClassStepper) and stepper.has_changed_nothing and is_alone:
+                context.journal.cancel(change)
+            raise
 
     def _in_order(self) -> list[ParamUnit]:
         """Returns the units in the order of the next forward, then the others, which a step beside

@@ -51,6 +51,10 @@ class Journal:
             self._begun[0]()
             self._begun.pop(0)
 
+    def cancel(self, change: Change) -> None:
+        """Removes a change that has changed nothing."""
+        self._begun = [each for each in self._begun if each is not change]
+
     def forget(self) -> None:
         """Removes all changes: the whole state is about to be loaded."""
         self._begun.clear()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import run_torchrun
 
-from infinity.optim.class_ranks import ClassRanks
+from infinity.optim.class_ranks import stepping_ranks
 
 SCRIPT = Path(__file__).parents[1] / "support" / "jobs" / "class_ranks.py"
 
@@ -47,7 +47,6 @@ def test_ranks_step_as_one_process(world, home, shard, tmp_path):
 
 
 def owned(shapes: list[tuple[int, ...]], size: int) -> list[list[int]]:
-    ranks = ClassRanks(SimpleNamespace(ranks=SimpleNamespace(size=size)))
     handles = [
         SimpleNamespace(
             index=0,
@@ -57,7 +56,7 @@ def owned(shapes: list[tuple[int, ...]], size: int) -> list[list[int]]:
         )
         for shape in shapes
     ]
-    return [ranks._choose(handles[at : at + size]) for at in range(0, len(handles), size)]
+    return stepping_ranks([handles[at : at + size] for at in range(0, len(handles), size)], size)
 
 
 def test_the_costliest_goes_to_the_rank_that_has_done_least():

@@ -20,7 +20,7 @@ from small_net import furthest, model, same, steps
 from torch import nn, optim
 
 import infinity
-from infinity.errors import UsageError
+from infinity.errors import ConfigError, UsageError
 from infinity.optim.class_step import ClassStepper
 from infinity.optim.known import ANY_PART, WHOLE
 
@@ -345,3 +345,89 @@ def test_every_class_named_is_one_of_its_library():
             for name in names.split():
                 found = getattr(importlib.import_module(module), name)
                 assert f"{found.__module__}.{found.__qualname__}" == f"{module}.{name}"
+
+
+def test_an_error_of_the_class_leaves_no_step_behind(tmp_path, monkeypatch):
+    """Claim: after a setting that raises, and after an error in the first parameter, everything
+    works, and the step is made when its cause is gone."""
+    make = MADE["schedulefree.adamw_schedulefree.AdamWScheduleFree"]
+    plain, ours = (wrapped(make, home, tmp_path) for home in (None, "nvme"))
+    x, target = torch.randn(4, 64), torch.zeros(4, dtype=torch.long)
+    for net, optimizer in (plain, ours):
+        optimizer.eval()
+        nn.functional.cross_entropy(net(x), target).backward()
+        with pytest.raises(Exception, match="not in train mode"):
+            optimizer.step()
+        net(x)
+        net.state_dict()
+        optimizer.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(ClassStepper, "_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ours[1].step()
+        ours[0].state_dict()
+    for net, optimizer in (plain, ours):
+        optimizer.step()
+    assert same(values_of(*plain), values_of(*ours))
+
+
+def test_small_values_are_loaded_in_fp32(tmp_path):
+    """Claim: a state dict in bf16 goes on, as with the library."""
+    plain, ours = (wrapped(MADE["Adafactor"], home, tmp_path) for home in (None, "host"))
+    for net, optimizer in (plain, ours):
+        steps(net, optimizer, 3)
+    saved = copy.deepcopy(plain[1].state_dict())
+    for of in saved["state"].values():
+        of |= {key: value.bfloat16() for key, value in of.items() if key != "step"}
+    for net, optimizer in (plain, ours):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        steps(net, optimizer, 2, seed=2)
+    assert same(values_of(*plain), values_of(*ours))
+
+
+def test_the_state_of_one_element_is_deleted(tmp_path):
+    def trained(home):
+        net = nn.Linear(6, 1)
+        with torch.no_grad():
+            net.weight.fill_(0.5)
+            net.bias.fill_(0.1)
+        optimizer = optim.NAdam(net.parameters(), lr=0.1)
+        if home:
+            net, optimizer = infinity.wrap_model(net, optimizer, {"params": home})
+        for turn in range(3):
+            net(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if turn == 1:
+                del optimizer.state[net.bias]
+        return values_of(net, optimizer)
+
+    assert same(trained(None), trained("host"))
+
+
+def test_parameters_outside_are_evaluated_too(tmp_path):
+    """Claim: eval() of Schedule-Free changes fp64 weights that the engine does not move."""
+    kind = pytest.importorskip("schedulefree").AdamWScheduleFree
+
+    def trained(home):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+        optimizer = kind(net.parameters(), lr=0.1)
+        if home:
+            net, optimizer = infinity.wrap_model(net, optimizer, {"params": home})
+        optimizer.train()
+        for _ in range(5):
+            net[1](net[0](torch.ones(1, 4)).double()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.eval()
+        return {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+    expected, found = trained(None), trained("host")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_helper_that_is_bound_to_the_optimizer_is_refused(tmp_path):
+    kind = pytest.importorskip("adv_optm").AdamW_adv
+    with pytest.raises(ConfigError, match="has a helper in kourkoutas_helper"):
+        wrapped(lambda p: kind(p, kourkoutas_beta=True), "host", tmp_path)

@@ -122,6 +122,9 @@ def test_sums_of_all_parameters_settle_the_distance():
         "d_coef": 1.0,
         "d_numerator": 0.0,
         "growth_rate": float("inf"),
+        "decouple": True,
+        "use_bias_correction": False,
+        "fsdp_in_use": False,
         "k": 3,
     }
     whole, part = Prodigy([group]), Prodigy([group])
@@ -136,3 +139,46 @@ def test_a_step_in_the_backward_is_refused(tmp_path):
     with pytest.raises(UsageError, match="a number of all gradients"):
         with optimizer.step_in_backward():
             net(torch.ones(2, 64)).sum().backward()
+
+
+def test_a_group_that_comes_later_is_stepped_by_the_first_ones_distance(tmp_path):
+    """Method: the later group has the settings of a fresh one, as in the library."""
+
+    def grown(home):
+        net = model()
+        late = list(net[2].parameters())
+        for param in late:
+            param.requires_grad_(False)
+        kind = pytest.importorskip("prodigyopt").Prodigy
+        optimizer = kind([p for p in net.parameters() if p.requires_grad], d0=1e-3, d_coef=8.0)
+        if home is not None:
+            net, optimizer = infinity.wrap_model(net, optimizer, {"params": home})
+        steps(net, optimizer, 10)
+        for param in late:
+            param.requires_grad_(True)
+        optimizer.add_param_group({"params": late})
+        steps(net, optimizer, 3, seed=2)
+        return values(net, optimizer), settings_of(optimizer)
+
+    expected, found = grown(None), grown("host")
+    assert same(expected[0], found[0]) and expected[1] == found[1]
+
+
+def test_two_rates_are_refused(tmp_path):
+    net, optimizer = made({}, "host", tmp_path)
+    optimizer.param_groups[0]["lr"] = 0.5
+    net(torch.ones(2, 64)).sum().backward()
+    with pytest.raises(UsageError, match="lr=1.0 and lr=0.5"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step()
+
+
+def test_parameters_that_stay_outside_are_refused(tmp_path):
+    """Claim: their sums would be missing."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    optimizer = pytest.importorskip("prodigyopt").Prodigy(net.parameters())
+    net, optimizer = infinity.wrap_model(net, optimizer, {"params": "host"})
+    net[1](net[0](torch.ones(1, 4)).double()).sum().backward()
+    with pytest.raises(UsageError, match="does not move 2 of them"):
+        optimizer.step()

@@ -101,6 +101,6 @@ def muon_cost(optimizers: list[torch.optim.Optimizer], ranks: int) -> dict[str, 
     # Of a matrix of m rows and n columns, m <= n: its product with itself, that one's square, and
     # the product of both.
     flops = sum(count * (4 * m * m * n + 2 * m**3) for m, n, count in matrices)
-    # Elements, gradients and moments in fp32 to the owner; elements and moments back
+    # Elements, gradients and moments in fp32 to the stepping rank; elements and moments back
     nbytes = 5 * 4 * sum(m * n for m, n, _ in matrices) * (ranks - 1) / ranks**2
     return {"matrices": len(matrices), "flops": flops / ranks, "nbytes": nbytes}
