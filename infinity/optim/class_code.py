@@ -40,10 +40,12 @@ def step_as(
     params: Sequence[torch.nn.Parameter],
     states: Sequence[Mapping[str, Any]],
     method: str = "step",
+    first: Group | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Steps ``params`` by their gradients as the class of ``optimizer`` does with ``group``'s
     settings. Returns their states after that, and the settings that the class has changed. Changes
-    none of the user's objects. ``method``: of the class, in place of ``step``."""
+    none of the user's objects. ``method``: of the class, in place of ``step``; ``first``: the first
+    group, if that is another one, which some classes look at."""
     kind = type(optimizer)
     other = kind.__new__(kind)
     for name, value in vars(optimizer).items():
@@ -55,7 +57,11 @@ def step_as(
     other.state = defaultdict(dict)
     other.state.update({param: dict(state) for param, state in zip(params, states) if state})
     settings = {key: value for key, value in group.items() if key != "params"}
-    other.param_groups = [copy.deepcopy(settings) | {"params": list(params)}]
+    own = copy.deepcopy(settings) | {"params": list(params)}
+    other.param_groups = [own]
+    if first is not None and first is not group:
+        of_first = {key: value for key, value in first.items() if key != "params"}
+        other.param_groups.insert(0, copy.deepcopy(of_first) | {"params": []})
     if method == "step":  # without the profiler and the hooks of all optimizers
         with torch.no_grad():
             plain_step(kind.step)(other)
@@ -63,7 +69,7 @@ def step_as(
         getattr(other, method)()
     changed = {
         key: value
-        for key, value in other.param_groups[0].items()
+        for key, value in own.items()
         if key != "params" and not (key in settings and _equal(value, settings[key]))
     }
     return [dict(other.state.get(param, {})) for param in params], changed
@@ -75,9 +81,10 @@ def class_step(
     param: torch.nn.Parameter,
     state: Mapping[str, Any],
     method: str = "step",
+    first: Group | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Steps one parameter as :func:`step_as` does. Returns its state, and the changed settings."""
-    (found,), changed = step_as(optimizer, group, [param], [state], method)
+    (found,), changed = step_as(optimizer, group, [param], [state], method, first)
     return found, changed
 
 

@@ -17,6 +17,7 @@ import torch
 
 from ..distributed.collectives import Collectives
 from ..distributed.transfer import swap
+from ..errors import UsageError
 from ..state.handle import ParamHandle
 
 
@@ -82,31 +83,40 @@ class ClassRanks:
         parts_of = [] if mine is None else _parts(handles[mine], ranks.size)
         kinds = 0 if mine is None else len(inputs[mine])
         counts = [kinds * (end - begin) for begin, end in parts_of] or [0] * ranks.size
-        found = self._swap(given, counts, what)
-        result = None
+        found = self._swap(given, counts, f"{what}: to the stepping ranks")
+        result, failed = None, None
         if mine is not None:
             rows = [part.view(kinds, -1) for part in found]
             whole = [torch.cat([row[kind] for row in rows]) for kind in range(kinds)]
-            result = step(handles[mine], whole)
+            try:
+                result = step(handles[mine], whole)
+            except Exception as error:  # noqa: BLE001 - told to all ranks, which wait for this one
+                failed = f"{handles[mine].name} on rank {ranks.world_rank} raised {error!r}"
         # Small values to all
         small = None if result is None else (mine, list(result.moments), result.own, result.changed)
-        everyones = collectives.collect(small, what, [ranks.shard_group])
-        known = {each[0]: each[1:] for each in everyones if each is not None}
-        # And each rank's elements back
+        told = collectives.collect((small, failed), f"{what}: results", [ranks.shard_group])
+        if failures := [error for _, error in told if error is not None]:
+            raise UsageError(
+                f"step(): the step of {failures[0]}. Nothing of it was written; the step goes on"
+                " when its cause is gone, or load a checkpoint."
+            )
+        known = {each[0]: each[1:] for each, _ in told if each is not None}
         values = [] if result is None else [result.elements, *result.moments.values()]
         given = [torch.cat([value[begin:end] for value in values]) for begin, end in parts_of]
-        given = given or [nothing] * ranks.size
         counts = [0] * ranks.size
         for place, rank in enumerate(chosen):
             counts[rank] = (1 + len(known[place][0])) * inputs[place][0].numel()
-        back = self._swap(given, counts, what)
-        results = []
-        for place, rank in enumerate(chosen):
-            arrays, own, changed = known[place]
-            rows = back[rank].view(1 + len(arrays), -1)
-            moments = {array: rows[1 + kind] for kind, array in enumerate(arrays)}
-            results.append(Result(rows[0], moments, own, changed))
-        return results
+        back = self._swap(given or [nothing] * ranks.size, counts, f"{what}: back")
+        return [_of_parts(back[rank], *known[place]) for place, rank in enumerate(chosen)]
+
+
+def _of_parts(
+    part: torch.Tensor, arrays: list[str], own: dict[str, Any], changed: dict[str, Any]
+) -> Result:
+    """Returns the result of a parameter of which this rank has got its ``part`` back."""
+    rows = part.view(1 + len(arrays), -1)
+    moments = {array: rows[1 + kind] for kind, array in enumerate(arrays)}
+    return Result(rows[0], moments, own, changed)
 
 
 def _parts(handle: ParamHandle, size: int) -> list[tuple[int, int]]:

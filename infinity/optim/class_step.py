@@ -195,6 +195,11 @@ class ClassStepper:
         self._buffers.give(turn.buffers)  # not before: its results may be in them
 
     @property
+    def _first(self) -> Group | None:
+        """The first group, which some classes look at; None if the measured settings have it."""
+        return self._groups[0] if self._measured is None else None
+
+    @property
     def has_changed_nothing(self) -> bool:
         """Whether no write has begun."""
         return not self._writes
@@ -203,7 +208,7 @@ class ClassStepper:
         """Runs the class on parameters without gradients, so that an error of its settings is
         raised before anything is planned."""
         for group in self._groups:
-            class_step(self._given, group, _idle(), {}, self._method)
+            class_step(self._given, group, _idle(), {}, self._method, self._first)
 
     def finish(self) -> None:
         """Sets what the class has changed in the groups. It may also change a group without
@@ -212,7 +217,9 @@ class ClassStepper:
             if self._measured is not None:
                 self._changed[index] = self._measured.changes(index)
             elif index not in self._changed:
-                _, self._changed[index] = class_step(self._given, group, _idle(), {}, self._method)
+                _, self._changed[index] = class_step(
+                    self._given, group, _idle(), {}, self._method, self._first
+                )
         for index, changed in self._changed.items():
             self._groups[index].update(changed)
 
@@ -290,7 +297,9 @@ class ClassStepper:
             own = self._books.own_of(handle.param).items()
             state |= {name: _moved(copy.deepcopy(value), device) for name, value in own}
         index = self._group_of[handle]
-        found, changed = class_step(self._given, self._settings(index), param, state, self._method)
+        found, changed = class_step(
+            self._given, self._settings(index), param, state, self._method, self._first
+        )
         if self._measured is not None and self._measured.is_settled and "k" not in changed:
             self._measured.complete(index, param, found)
         moments = {

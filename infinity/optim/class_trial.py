@@ -208,7 +208,8 @@ def _values(shape: tuple[int, int], where: torch.device) -> torch.Tensor:
 def _grad(param: torch.Tensor, number: int) -> torch.Tensor:
     """Makes gradients of several sizes, also over steps: some settings clip."""
     values = torch.arange(param.numel(), dtype=torch.float32, device=param.device)
-    sizes = 10.0 ** (param.shape[1] - 4) * (1 + torch.arange(param.shape[0], device=param.device))
+    rows = torch.arange(1, 1 + param.shape[0], dtype=torch.float32, device=param.device)
+    sizes = rows * 10.0 ** (param.shape[1] - 4)
     sizes *= (1.0, 1e-3, 2.0)[number % 3]
     return torch.cos(values * (number + 1)).view(param.shape) * sizes.view(-1, 1)
 

@@ -16,6 +16,8 @@ from ..state.handle import ParamHandle
 from .class_ranks import Result
 from .known import EVERY
 
+MOST_KEPT = 6  # times the largest buffer: of the next turn, in a class with four moments
+
 
 @dataclass(eq=False)
 class Turn:
@@ -37,6 +39,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = {}
+        self._largest = 0
 
     def take(self, numel: int) -> torch.Tensor:
         """Returns a flat fp32 tensor of any values."""
@@ -47,7 +50,10 @@ class Buffers:
         """Takes tensors of :meth:`take` back."""
         while buffers:
             buffer = buffers.pop()
-            self._free.setdefault(buffer.numel(), []).append(buffer)
+            self._largest = max(self._largest, buffer.numel())
+            kept = sum(numel * len(each) for numel, each in self._free.items())
+            if kept + buffer.numel() <= MOST_KEPT * self._largest:
+                self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def clear(self) -> None:
         """Frees all that was given back."""

@@ -69,7 +69,8 @@ class StepInputs:
     ):
         self._context, self._group_of, self._clip = context, group_of, clip
         self._settings = settings_of(groups)
-        self._rates = ", ".join(f"{float(group['lr']):g}" for group in groups)
+        rates = (group.get("lr") for group in groups)  # Adafactor's may be None
+        self._rates = ", ".join("its own" if lr is None else f"{float(lr):g}" for lr in rates)
 
     @property
     def common(self) -> str:

@@ -37,6 +37,8 @@ def test_ranks_step_as_one_process(world, home, shard, tmp_path):
         for case, of_case in found.items():
             assert of_case["same"] and of_case["resumed"], case
         assert "whole parameters, for which the ranks meet" in found["Adafactor"]["refused"]
+        assert "on rank 1 raised ZeroDivisionError" in found["Adafactor"]["failed"]
+        assert found["Adafactor"]["moved"]
         assert not found["NAdam"]["received"]  # any part of the elements can be stepped
         assert found["Muon"]["received"]
     # of 6 steps: elements, gradient, and back elements, with the momentum both ways but once

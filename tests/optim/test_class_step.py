@@ -371,6 +371,16 @@ def test_an_error_of_the_class_leaves_no_step_behind(tmp_path, monkeypatch):
     assert same(values_of(*plain), values_of(*ours))
 
 
+@pytest.mark.parametrize("case", few(MADE, 4))
+def test_two_groups_have_the_librarys_bits(case, tmp_path):
+    """Claim: a class that looks at its first group, or counts in each, has what it looks for."""
+
+    def of_two(params):
+        return MADE[case]([{"params": params[:3]}, {"params": params[3:]}])
+
+    assert same(run(of_two, None, tmp_path, 4), run(of_two, "host", tmp_path, 4))
+
+
 def test_small_values_are_loaded_in_fp32(tmp_path):
     """Claim: a state dict in bf16 goes on, as with the library."""
     plain, ours = (wrapped(MADE["Adafactor"], home, tmp_path) for home in (None, "host"))

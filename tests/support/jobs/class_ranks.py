@@ -19,6 +19,7 @@ from torch import optim
 import infinity
 from infinity.errors import UsageError
 from infinity.optim.class_ranks import ClassRanks
+from infinity.optim.class_step import ClassStepper
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from small_net import model, same, steps
@@ -71,12 +72,34 @@ def run(case: str, home: str, shard: str, folder: Path) -> dict:
     steps(net, optimizer, 2, seed=2)
     found["resumed"] = same(values(net, optimizer), after)
     if case == "Adafactor":
+        found |= failing(net, optimizer)
         try:
             with optimizer.step_in_backward():
                 net(torch.ones(2, 64)).sum().backward()
         except UsageError as error:
             found["refused"] = str(error)
     return found
+
+
+def failing(net, optimizer) -> dict:
+    """An error of the class on one rank, which all ranks raise, and go on after."""
+    before, step_of = values(net, optimizer), ClassStepper._step
+    net(torch.ones(2, 64)).sum().backward()
+
+    def once(self, *args):
+        ClassStepper._step = step_of
+        raise ZeroDivisionError("of this rank")
+
+    if dist.get_rank() == 1:
+        ClassStepper._step = once
+    told = ""
+    try:
+        optimizer.step()
+    except UsageError as error:
+        told = str(error)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"failed": told, "moved": not same(values(net, optimizer), before)}
 
 
 def main() -> None:
