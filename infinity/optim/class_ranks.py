@@ -113,7 +113,7 @@ class ClassRanks:
 def _of_parts(
     part: torch.Tensor, arrays: list[str], own: dict[str, Any], changed: dict[str, Any]
 ) -> Result:
-    """Returns the result of a parameter of which this rank has got its ``part`` back."""
+    """Splits the ``part`` that the stepping rank has sent back into this rank's result."""
     rows = part.view(1 + len(arrays), -1)
     moments = {array: rows[1 + kind] for kind, array in enumerate(arrays)}
     return Result(rows[0], moments, own, changed)

@@ -38,7 +38,8 @@ def with_moments(
     bound = [
         name
         for name, value in vars(optimizer).items()
-        if any(each is optimizer for each in getattr(value, "__dict__", {}).values())
+        if not isinstance(value, torch.optim.lr_scheduler.LRScheduler)  # a user's own
+        and any(each is optimizer for each in getattr(value, "__dict__", {}).values())
     ]
     if bound:
         raise ConfigError(

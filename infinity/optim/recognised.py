@@ -95,7 +95,7 @@ class Optimizers:
 
 
 def _refuse_parts(known: Known, params: Iterable[torch.Tensor]) -> None:
-    """Raises ConfigError for parameters of which this rank has a part only."""
+    """Raises ConfigError if one of ``params`` is divided over ranks (a DTensor)."""
     if any(map(is_distributed, params)):
         raise ConfigError(
             f"{known.name} steps whole parameters, and tensor or expert parallelism has divided"

@@ -16,7 +16,7 @@ from functools import partial
 import pytest
 import torch
 from marks import few
-from small_net import furthest, model, same, steps
+from small_net import furthest, model, same, steps, wrapped
 from torch import nn, optim
 
 import infinity
@@ -64,15 +64,6 @@ OTHERS: dict[str, Make] = {
     ),
 }
 MADE = TORCHS | OTHERS
-
-
-def wrapped(make: Make, home: str | None, folder, **config):
-    net = model()
-    optimizer = make(list(net.parameters()))
-    if home is None:
-        return net, optimizer
-    given = {"params": home, "optimizer": home, "nvme_paths": [str(folder)]}
-    return infinity.wrap_model(net, optimizer, given | config)
 
 
 def state_of(optimizer: optim.Optimizer) -> dict:

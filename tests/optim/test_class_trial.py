@@ -176,6 +176,13 @@ def test_a_setting_that_is_switched_on_later_is_tried(what):
     assert all(map(torch.equal, before, net.parameters()))
 
 
+def test_a_scheduler_that_a_user_keeps_on_the_optimizer_is_no_helper():
+    """The twin, a helper of the class, is refused (`test_class_step.py`)."""
+    optimizer = made(lambda p: optim.NAdam(p))
+    optimizer.scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert recognise(optimizer).moments
+
+
 def test_hooks_of_all_optimizers_run_once_a_step():
     net = nn.Linear(4, 4)
     called = []

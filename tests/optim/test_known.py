@@ -17,7 +17,7 @@ import pytest
 import torch
 from lazily import Lazily
 from marks import few
-from small_net import furthest, model, same, steps
+from small_net import furthest, model, same, steps, wrapped
 from torch import nn, optim
 
 import infinity
@@ -73,15 +73,6 @@ EIGHT_BITS: dict[str, Make] = {
     "torchao AdamW8bit": lambda p: torchao.AdamW8bit(p, lr=1e-2),
 }
 MADE = TORCHS | OTHERS
-
-
-def wrapped(make: Make, home: str | None, folder, **config):
-    net = model()
-    optimizer = make(list(net.parameters()))
-    if home is None:
-        return net, optimizer
-    given = {"params": home, "optimizer": home, "nvme_paths": [str(folder)]}
-    return infinity.wrap_model(net, optimizer, given | config)
 
 
 def run(make: Make, home: str | None, folder, **config) -> tuple[dict, dict]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn, optim
+
+import infinity
 
 
 def model() -> nn.Module:
@@ -20,6 +24,16 @@ def steps(net: nn.Module, optimizer: optim.Optimizer, count: int, seed: int = 1)
         nn.functional.cross_entropy(net(x), target).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def wrapped(make: Callable, home: str | None, folder, **config):
+    """The net and its optimizer: plain, or wrapped with all at ``home``."""
+    net = model()
+    optimizer = make(list(net.parameters()))
+    if home is None:
+        return net, optimizer
+    given = {"params": home, "optimizer": home, "nvme_paths": [str(folder)]}
+    return infinity.wrap_model(net, optimizer, given | config)
 
 
 def furthest(one: dict, other: dict) -> float:
