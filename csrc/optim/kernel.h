@@ -25,10 +25,11 @@
 // How the formula's functions are declared: a GPU's compiler makes them for both processors.
 #ifdef __CUDACC__
 #define INFINITY_FN __host__ __device__ static
+#define INFINITY_APART  // a call would pass its vectors through memory
 #else
 #define INFINITY_FN static
-#endif
 #define INFINITY_APART __attribute__((noinline))  // one function, however many kernels call it
+#endif
 
 namespace infinity {
 
