@@ -58,5 +58,6 @@ def _torchs(known: Known, count: int, threads: int) -> Any:
     torch.set_num_threads(threads)
     param = torch.nn.Parameter(torch.randn(count) * 0.02)
     param.grad = torch.randn(count) * 1e-3
-    more = {"momentum": 0.9} if known.momentum else {}
+    switches = {*known.only_with.values()} - {*known.instead}
+    more = {key: 0.9 if key == "momentum" else True for key in switches}
     return known.kind([param], **more)

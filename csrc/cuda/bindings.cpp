@@ -33,20 +33,22 @@ PYBIND11_MODULE(_cuda, m) {
       "step",
       [](const Layout& layout, std::uintptr_t weight, std::uintptr_t master, std::uintptr_t exp_avg,
          std::uintptr_t exp_avg_sq, std::uintptr_t grad, std::uintptr_t exp_avg_scale,
-         std::uintptr_t exp_avg_sq_scale, const std::vector<Run>& runs, std::uintptr_t stream) {
+         std::uintptr_t exp_avg_sq_scale, std::uintptr_t moment_3, const std::vector<Run>& runs,
+         std::uintptr_t stream) {
         const Arrays arrays{at<void>(weight),
                             at<void>(master),
                             at<void>(exp_avg),
                             at<void>(exp_avg_sq),
                             at<const void>(grad),
                             at<std::uint8_t>(exp_avg_scale),
-                            at<std::uint8_t>(exp_avg_sq_scale)};
+                            at<std::uint8_t>(exp_avg_sq_scale),
+                            at<void>(moment_3)};
         cuda::step(layout, arrays, runs, at<void>(stream));
       },
       py::arg("layout"), py::kw_only(), py::arg("weight"), py::arg("master") = 0,
       py::arg("exp_avg") = 0, py::arg("exp_avg_sq") = 0, py::arg("grad"),
-      py::arg("exp_avg_scale") = 0, py::arg("exp_avg_sq_scale") = 0, py::arg("runs"),
-      py::arg("stream") = 0);
+      py::arg("exp_avg_scale") = 0, py::arg("exp_avg_sq_scale") = 0, py::arg("moment_3") = 0,
+      py::arg("runs"), py::arg("stream") = 0);
   m.def(
       "scan",
       [](std::uintptr_t grad, DType grad_dtype, std::uintptr_t out, DType out_dtype,

@@ -42,14 +42,14 @@ __global__ void __launch_bounds__(kThreads)
   const std::size_t group = thread / kLanes, first = thread % kLanes * Quad::width;
   const std::size_t groups = std::size_t{gridDim.x} * blockDim.x / kLanes;
   const unsigned mask = 0xFFFFu << (threadIdx.x & 16);
-  const bool exp_avg = TheRule::uses_exp_avg(k), exp_avg_sq = TheRule::uses_exp_avg_sq(k);
+  const bool exp_avg = TheRule::uses(k).exp_avg, exp_avg_sq = TheRule::uses(k).exp_avg_sq;
   auto* m_codes = static_cast<std::uint8_t*>(a.exp_avg);
   auto* v_codes = static_cast<std::uint8_t*>(a.exp_avg_sq);
   for (std::size_t i = begin + group * kMomentBlock; i < end; i += groups * kMomentBlock) {
     const std::size_t block = i / kMomentBlock, at = i + first;
     // The others are padding, and stay zero.
     const int stepped = at >= end ? 0 : static_cast<int>(end - at < 4 ? end - at : 4);
-    Quad::F m = Quad::set(0.0f), v = m;
+    State<Quad> s;
     std::int32_t m_largest = 0, v_largest = 0;
     if (stepped) {
       Quad::F g = Grads<Quad>::load(a.grad, at);
@@ -60,19 +60,20 @@ __global__ void __launch_bounds__(kThreads)
       if (exp_avg) {
         const auto power = Codes::power(a.exp_avg_scale[block], Codes::kExpAvgField, 1);
         const FourCodes codes = *reinterpret_cast<const FourCodes*>(m_codes + at);
-        m = Quad::each([&](int j) { return Codes::decode_exp_avg(&codes.x[j], power); });
+        s.m = Quad::each([&](int j) { return Codes::decode_exp_avg(&codes.x[j], power); });
       }
       if (exp_avg_sq) {
         const auto power = Codes::power(a.exp_avg_sq_scale[block], Codes::kExpAvgSqField, 1);
         const FourCodes codes = *reinterpret_cast<const FourCodes*>(v_codes + at);
-        v = Quad::each([&](int j) { return Codes::decode_exp_avg_sq(&codes.x[j], power); });
+        s.v = Quad::each([&](int j) { return Codes::decode_exp_avg_sq(&codes.x[j], power); });
       }
-      TheRule::step(p, g, m, v, k);
+      TheRule::step(p, g, s, k);
+      p = stored<Quad>(p), s.m = stored<Quad>(s.m);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (j >= stepped) m.x[j] = v.x[j] = 0.0f;
-        m_largest = Scalar::imax(m_largest, Scalar::as_int(m.x[j]) & 0x7FFFFFFF);
-        v_largest = Scalar::imax(v_largest, Scalar::as_int(v.x[j]) & 0x7FFFFFFF);
+        if (j >= stepped) s.m.x[j] = s.v.x[j] = 0.0f;
+        m_largest = Scalar::imax(m_largest, Scalar::as_int(s.m.x[j]) & 0x7FFFFFFF);
+        v_largest = Scalar::imax(v_largest, Scalar::as_int(s.v.x[j]) & 0x7FFFFFFF);
       }
       if (stepped == 4)
         Weights<Quad>::store(a, at, p);
@@ -89,8 +90,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const auto random = Codes::random(block, first + j, k.salt);
-      Codes::encode_exp_avg(&m_new.x[j], to_m, m.x[j], Codes::low_bits(random));
-      Codes::encode_exp_avg_sq(&v_new.x[j], to_v, v.x[j], Codes::high_bits(random));
+      Codes::encode_exp_avg(&m_new.x[j], to_m, s.m.x[j], Codes::low_bits(random));
+      Codes::encode_exp_avg_sq(&v_new.x[j], to_v, s.v.x[j], Codes::high_bits(random));
     }
     if (exp_avg) store_codes(m_codes + at, m_new, stepped);
     if (exp_avg_sq) store_codes(v_codes + at, v_new, stepped);

@@ -40,8 +40,11 @@ void step(const Layout& layout, const Arrays& arrays, const std::vector<Run>& ru
   for (const Run& run : runs) {
     const Constants constants = prepare(layout.rule, run.hyper);
     const Uses uses = kernel.uses(constants);
-    INFINITY_REQUIRE((!uses.exp_avg || arrays.exp_avg) && (!uses.exp_avg_sq || arrays.exp_avg_sq),
+    INFINITY_REQUIRE((!uses.exp_avg || arrays.exp_avg) && (!uses.exp_avg_sq || arrays.exp_avg_sq) &&
+                         (!uses.moment_3 || arrays.moment_3),
                      "rule ", int(layout.rule), " needs an array for each of its moments");
+    INFINITY_REQUIRE(layout.moments != DType::kInt8 || !uses.moment_3, "rule ", int(layout.rule),
+                     " has three moments: it has none in 8 bits");
     kernel.step(arrays, run.begin, run.end, constants);
     const cudaError_t error = cudaGetLastError();
     INFINITY_CHECK(error == cudaSuccess,

@@ -1,4 +1,10 @@
-// Arithmetic that several rules have. Included by each SIMD unit inside a namespace of its own.
+// What several rules have. Included by each SIMD unit inside a namespace of its own.
+
+// The moments of one vector: exp_avg, exp_avg_sq and those that few rules have.
+template <class V>
+struct State {
+  typename V::F m = V::set(0.0f), v = m, third = m;
+};
 
 // x / c for a constant c whose reciprocal is known, correctly rounded as the division would be but
 // without one (Markstein 1990, theorem 8.4): the quotient's remainder is exact in a fused
@@ -41,9 +47,9 @@ INFINITY_FN inline typename V::F smaller(typename V::F a, typename V::F b) {
   return V::as_float(V::imin(V::as_int(a), V::as_int(b)));
 }
 
-// a times b, of which both may be NaN. Which of two results depends on the processor and on the
-// compiler, so it is always the same third one.
+// x, or the one NaN that is ever stored: which of two an operation returns depends on the processor
+// and on the compiler.
 template <class V>
-INFINITY_FN inline typename V::F product(typename V::F a, typename V::F b) {
-  return V::or_if_nan(V::mul(a, b), V::set(__builtin_nanf("")));
+INFINITY_FN inline typename V::F stored(typename V::F x) {
+  return V::or_if_nan(x, V::set(__builtin_nanf("")));
 }

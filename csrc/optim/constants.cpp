@@ -38,6 +38,8 @@ Constants prepare(Rule rule, const Hyperparameters& h) {
   k.first = h.step == 1;
   k.maximize = h.maximize;
   k.decoupled = h.decoupled;
+  k.amsgrad = h.amsgrad;
+  k.centered = h.centered;
   k.rule = rule;
   switch (rule) {
 #define INFINITY_CASE(Name, NAME) \

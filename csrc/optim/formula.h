@@ -119,15 +119,16 @@ INFINITY_FN inline void step_at(const Arrays& a, std::size_t i, const Constants&
   for (int f = 0; f < k.factor_count; ++f) g = Grads<V>::round(V::mul(g, V::set(k.factors[f])));
   if (k.maximize) g = V::neg(g);
   F p = Weights<V>::load(a, i);
-  F m = V::set(0.0f), v = V::set(0.0f);
-  const bool exp_avg = RuleOfV::uses_exp_avg(k);
-  if (exp_avg) m = Moments<V>::load(a.exp_avg, i);
-  const bool exp_avg_sq = RuleOfV::uses_exp_avg_sq(k);
-  if (exp_avg_sq) v = Moments<V>::load(a.exp_avg_sq, i);
-  RuleOfV::step(p, g, m, v, k);
-  if (exp_avg) Moments<V>::store(a.exp_avg, i, m);
-  if (exp_avg_sq) Moments<V>::store(a.exp_avg_sq, i, v);
-  Weights<V>::store(a, i, p);
+  State<V> s;
+  const Uses uses = RuleOfV::uses(k);
+  if (uses.exp_avg) s.m = Moments<V>::load(a.exp_avg, i);
+  if (uses.exp_avg_sq) s.v = Moments<V>::load(a.exp_avg_sq, i);
+  if (uses.moment_3) s.third = Moments<V>::load(a.moment_3, i);
+  RuleOfV::step(p, g, s, k);
+  if (uses.exp_avg) Moments<V>::store(a.exp_avg, i, stored<V>(s.m));
+  if (uses.exp_avg_sq) Moments<V>::store(a.exp_avg_sq, i, stored<V>(s.v));
+  if (uses.moment_3) Moments<V>::store(a.moment_3, i, stored<V>(s.third));
+  Weights<V>::store(a, i, stored<V>(p));
 }
 
 #ifndef INFINITY_OWN_LOOPS  // a unit of another kind of processor has its own
@@ -156,7 +157,7 @@ void run_kernel(const Arrays& a, std::size_t begin, std::size_t end, const Const
 
 template <template <class> class RuleOf>
 Uses uses_of(const Constants& k) {
-  return {RuleOf<Scalar>::uses_exp_avg(k), RuleOf<Scalar>::uses_exp_avg_sq(k)};
+  return RuleOf<Scalar>::uses(k);
 }
 
 template <template <class> class Weights, template <class> class Grads,
@@ -167,10 +168,10 @@ Kernel by_rule(const Layout& layout) {
   case Rule::k##Name:             \
     return {run_kernel<Weights, Grads, Moments, Name>, uses_of<Name>};
     INFINITY_OFTEN_USED(INFINITY_CASE)
+    INFINITY_SELDOM_USED(INFINITY_CASE)
 #undef INFINITY_CASE
-    default:
-      return {run_kernel<Weights, Grads, Moments, Other>, uses_of<Other>};
   }
+  return {};
 }
 
 template <template <class> class Weights, template <class> class Grads>

@@ -99,8 +99,8 @@ class Block {
                                        const Constants& k)
       : i_(i),
         vectors_(count / V::width),
-        exp_avg_(RuleOfV::uses_exp_avg(k)),
-        exp_avg_sq_(RuleOfV::uses_exp_avg_sq(k)) {
+        exp_avg_(RuleOfV::uses(k).exp_avg),
+        exp_avg_sq_(RuleOfV::uses(k).exp_avg_sq) {
     const std::size_t block = i / kMomentBlock;
     const auto m_power =
         Codes::power(exp_avg_ ? a.exp_avg_scale[block] : 0, Codes::kExpAvgField, 1);
@@ -113,14 +113,15 @@ class Block {
       for (int f = 0; f < k.factor_count; ++f) g = Grads<V>::round(V::mul(g, V::set(k.factors[f])));
       if (k.maximize) g = V::neg(g);
       F p = Weights<V>::load(a, at);
-      F m = exp_avg_ ? Codes::decode_exp_avg(codes(a.exp_avg) + at, m_power) : V::set(0.0f);
-      F v =
-          exp_avg_sq_ ? Codes::decode_exp_avg_sq(codes(a.exp_avg_sq) + at, v_power) : V::set(0.0f);
-      RuleOfV::step(p, g, m, v, k);
-      m_largest_ = V::imax(m_largest_, V::iand(V::as_int(m), V::iset(0x7FFFFFFF)));
-      v_largest_ = V::imax(v_largest_, V::iand(V::as_int(v), V::iset(0x7FFFFFFF)));
-      Weights<V>::store(a, at, p);
-      m_[j] = m, v_[j] = v;
+      State<V> s;
+      if (exp_avg_) s.m = Codes::decode_exp_avg(codes(a.exp_avg) + at, m_power);
+      if (exp_avg_sq_) s.v = Codes::decode_exp_avg_sq(codes(a.exp_avg_sq) + at, v_power);
+      RuleOfV::step(p, g, s, k);
+      s.m = stored<V>(s.m);
+      m_largest_ = V::imax(m_largest_, V::iand(V::as_int(s.m), V::iset(0x7FFFFFFF)));
+      v_largest_ = V::imax(v_largest_, V::iand(V::as_int(s.v), V::iset(0x7FFFFFFF)));
+      Weights<V>::store(a, at, stored<V>(p));
+      m_[j] = s.m, v_[j] = s.v;
     }
   }
 

@@ -33,6 +33,7 @@ namespace {
 
 using Vector = Scalar;
 
+#include "optim/arithmetic.h"
 #include "optim/int8.h"
 
 struct Unit {

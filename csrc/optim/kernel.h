@@ -4,12 +4,12 @@
 //   master    what the optimizer updates: the weight itself, an fp32 array of its own, or, for
 //   "split", the pair of
 //             a bf16 weight and the low 16 bits of the fp32 master
-//   moments   exp_avg (momentum for SGD and Lion) and exp_avg_sq
-//   run       consecutive elements with one set of hyperparameters and one step count
+//   moments   exp_avg (momentum for SGD and Lion) and exp_avg_sq; of some rules a third and a
+//   fourth run       consecutive elements with one set of hyperparameters and one step count
 //
 // The formula stands once (formula.h). The scalar, AVX2, AVX-512 and NEON units compile it over
 // their own vector type and give the same bits: every operation in it is one correctly rounded IEEE
-// operation. (Which NaN results from two NaNs depends on the processor family.)
+// operation, and there is one NaN.
 //
 // Thread safety: every function is a pure function of its arguments, and safe on any thread. Two
 // threads may step disjoint elements of the same arrays. There is no state but the chosen unit, set
@@ -34,11 +34,14 @@
 namespace infinity {
 
 // The rules: name of the struct (optim/rules), and name in Python. Those that are often used have
-// kernels of their own for each format.
+// kernels of their own for 8-bit moments, too.
 #define INFINITY_OFTEN_USED(X) X(AdamW, ADAMW) X(Adam, ADAM) X(Sgd, SGD) X(Lion, LION)
 #define INFINITY_SELDOM_USED(X) \
   X(Adadelta, ADADELTA)         \
-  X(Adagrad, ADAGRAD) X(Adamax, ADAMAX) X(RAdam, RADAM) X(RMSprop, RMSPROP) X(Rprop, RPROP)
+  X(Adagrad, ADAGRAD)           \
+  X(Adamax, ADAMAX)             \
+  X(AMSGrad, AMSGRAD)           \
+  X(ASGD, ASGD) X(NAdam, NADAM) X(RAdam, RADAM) X(RMSprop, RMSPROP) X(Rprop, RPROP)
 
 enum class Rule : std::uint8_t {
 #define INFINITY_NAME(Name, NAME) k##Name,
@@ -72,6 +75,7 @@ struct Arrays {
   const void* grad = nullptr;
   std::uint8_t* exp_avg_scale = nullptr;  // of kInt8 moments, one per block; of block 0
   std::uint8_t* exp_avg_sq_scale = nullptr;
+  void* moment_3 = nullptr;  // of rules that have three
 };
 
 constexpr int kMaxGradFactors = 4;
@@ -83,7 +87,9 @@ struct Hyperparameters {
   double momentum = 0, dampening = 0;
   double lr_decay = 0;  // of Adagrad
   double smallest = 0, largest = 0;  // step sizes of Rprop
-  bool nesterov = false, maximize = false, decoupled = false;
+  double momentum_decay = 0, mu_product = 1;  // of NAdam; the product with this step's factor
+  double lambd = 0, eta = 0, mu = 1;  // of ASGD
+  bool nesterov = false, maximize = false, decoupled = false, amsgrad = false, centered = false;
   std::int64_t step = 1;  // counted from 1
   std::vector<float> grad_factors;
 };
@@ -105,7 +111,7 @@ struct Constants {
   float momentum, one_minus_dampening, neg_lr;
   float own[4];  // of the rule
   Rule rule;
-  bool has_decay, has_momentum, first, nesterov, maximize, decoupled;
+  bool has_decay, has_momentum, first, nesterov, maximize, decoupled, amsgrad, centered;
   std::uint32_t salt;  // of this step's random bits
   int factor_count;
   float factors[kMaxGradFactors];
@@ -116,7 +122,7 @@ Constants prepare(Rule rule, const Hyperparameters& hyper);
 // What a rule reads and writes beside the weight, the master and the gradient; from the formula
 // itself.
 struct Uses {
-  bool exp_avg = false, exp_avg_sq = false;
+  bool exp_avg = false, exp_avg_sq = false, moment_3 = false;
 };
 
 struct Kernel {

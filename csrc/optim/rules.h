@@ -2,51 +2,43 @@
 //
 // A rule is a template over a vector type V:
 //
-//   uses_exp_avg, uses_exp_avg_sq    whether it has a first and a second moment, of either sign and
-//                                    without one
-//   prepare                          hyperparameters -> constants of its own (`Constants::own`), in
-//                                    double as torch does; once for a run
-//   step                             one step of one vector. p: master, g: gradient, m: exp_avg,
-//                                    v: exp_avg_sq
+//   uses      which moments it has: exp_avg with either sign, exp_avg_sq without one, and two more
+//   prepare   hyperparameters -> constants of its own (`Constants::own`), in double as torch does;
+//             once for a run
+//   step      one step of one vector. p: master, g: gradient, s: its moments
 
 #include "optim/rules/adadelta.h"
 #include "optim/rules/adagrad.h"
 #include "optim/rules/adam.h"
 #include "optim/rules/adamax.h"
+#include "optim/rules/amsgrad.h"
+#include "optim/rules/asgd.h"
 #include "optim/rules/lion.h"
+#include "optim/rules/nadam.h"
 #include "optim/rules/radam.h"
 #include "optim/rules/rmsprop.h"
 #include "optim/rules/rprop.h"
 #include "optim/rules/sgd.h"
 
-// Calls the rule for each vector. A kernel of each format is made for this one, and not for each
-// rule: they would be many.
+// Chooses the rule for each vector. With 8-bit moments the rules that few people use share a
+// kernel: one for each would take minutes to compile.
 template <class V>
 struct Other {
   using F = typename V::F;
 #define INFINITY_CASE(Name, NAME) \
   case Rule::k##Name:             \
     return Name<V>::INFINITY_CALL;
-#define INFINITY_CALL uses_exp_avg(k)
-  INFINITY_FN bool uses_exp_avg(const Constants& k) {
+#define INFINITY_CALL uses(k)
+  INFINITY_FN Uses uses(const Constants& k) {
     switch (k.rule) {
       INFINITY_SELDOM_USED(INFINITY_CASE)
       default:
-        return false;
+        return {};
     }
   }
 #undef INFINITY_CALL
-#define INFINITY_CALL uses_exp_avg_sq(k)
-  INFINITY_FN bool uses_exp_avg_sq(const Constants& k) {
-    switch (k.rule) {
-      INFINITY_SELDOM_USED(INFINITY_CASE)
-      default:
-        return false;
-    }
-  }
-#undef INFINITY_CALL
-#define INFINITY_CALL step(p, g, m, v, k)
-  INFINITY_FN INFINITY_APART void step(F& p, F g, F& m, F& v, const Constants& k) {
+#define INFINITY_CALL step(p, g, s, k)
+  INFINITY_FN INFINITY_APART void step(F& p, F g, State<V>& s, const Constants& k) {
     switch (k.rule) {
       INFINITY_SELDOM_USED(INFINITY_CASE)
       default:

@@ -470,6 +470,13 @@ void bind_adam(py::module_& m) {
       .def_readwrite("nesterov", &Hyperparameters::nesterov)
       .def_readwrite("maximize", &Hyperparameters::maximize)
       .def_readwrite("decoupled", &Hyperparameters::decoupled)
+      .def_readwrite("amsgrad", &Hyperparameters::amsgrad)
+      .def_readwrite("centered", &Hyperparameters::centered)
+      .def_readwrite("momentum_decay", &Hyperparameters::momentum_decay)
+      .def_readwrite("mu_product", &Hyperparameters::mu_product)
+      .def_readwrite("lambd", &Hyperparameters::lambd)
+      .def_readwrite("eta", &Hyperparameters::eta)
+      .def_readwrite("mu", &Hyperparameters::mu)
       .def_readwrite("step", &Hyperparameters::step)
       .def_readwrite("grad_factors", &Hyperparameters::grad_factors);
   py::class_<Run>(m, "Run").def(
@@ -546,21 +553,23 @@ void bind_update(py::module_& m) {
       .def(py::init([](std::shared_ptr<Extent> weight, std::shared_ptr<Extent> master,
                        std::shared_ptr<Extent> exp_avg, std::shared_ptr<Extent> exp_avg_sq,
                        std::shared_ptr<Extent> exp_avg_scale,
-                       std::shared_ptr<Extent> exp_avg_sq_scale) {
+                       std::shared_ptr<Extent> exp_avg_sq_scale, std::shared_ptr<Extent> moment_3) {
              return Shadow{std::move(weight),        std::move(master),
                            std::move(exp_avg),       std::move(exp_avg_sq),
-                           std::move(exp_avg_scale), std::move(exp_avg_sq_scale)};
+                           std::move(exp_avg_scale), std::move(exp_avg_sq_scale),
+                           std::move(moment_3)};
            }),
            py::arg("weight") = nullptr, py::arg("master") = nullptr, py::arg("exp_avg") = nullptr,
            py::arg("exp_avg_sq") = nullptr, py::arg("exp_avg_scale") = nullptr,
-           py::arg("exp_avg_sq_scale") = nullptr);
+           py::arg("exp_avg_sq_scale") = nullptr, py::arg("moment_3") = nullptr);
   shared_class<UnitUpdate>(m, "UnitUpdate")
       .def(py::init([](Layout layout, std::size_t count, std::shared_ptr<Extent> weight,
                        std::shared_ptr<Extent> master, std::shared_ptr<Extent> exp_avg,
                        std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> grad,
                        std::vector<Run> runs, std::uint64_t version, TicketPtr after,
                        std::shared_ptr<Extent> exp_avg_scale,
-                       std::shared_ptr<Extent> exp_avg_sq_scale, int label, Shadow shadow) {
+                       std::shared_ptr<Extent> exp_avg_sq_scale, std::shared_ptr<Extent> moment_3,
+                       int label, Shadow shadow) {
              return UnitUpdate{layout,
                                count,
                                std::move(weight),
@@ -568,6 +577,7 @@ void bind_update(py::module_& m) {
                                std::move(exp_avg),
                                std::move(exp_avg_sq),
                                std::move(grad),
+                               std::move(moment_3),
                                std::move(exp_avg_scale),
                                std::move(exp_avg_sq_scale),
                                std::move(runs),
@@ -580,8 +590,8 @@ void bind_update(py::module_& m) {
            py::arg("layout"), py::arg("count"), py::arg("weight"), py::arg("master"),
            py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"), py::arg("runs"),
            py::arg("version"), py::arg("after") = nullptr, py::arg("exp_avg_scale") = nullptr,
-           py::arg("exp_avg_sq_scale") = nullptr, py::arg("label") = 0,
-           py::arg("shadow") = Shadow{})
+           py::arg("exp_avg_sq_scale") = nullptr, py::arg("moment_3") = nullptr,
+           py::arg("label") = 0, py::arg("shadow") = Shadow{})
       .def_readonly("ticket", &UnitUpdate::ticket);
   shared_class<Updater>(m, "Updater")
       .def(py::init([](std::shared_ptr<IoEngine> engine, Address address, std::size_t nbytes,

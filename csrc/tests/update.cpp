@@ -13,7 +13,7 @@ namespace {
 // elements: what chunks are cut at, twice as many with 8-bit moments
 constexpr std::size_t kGrain = 32 * 1024;
 constexpr std::size_t kCount = 4 * kGrain + 4096;  // five chunks at most
-constexpr int kRoles = 5;
+constexpr int kRoles = 6;
 
 const Layout kSplitAdam{Rule::kAdamW, DType::kBFloat16, Master::kSplit, DType::kBFloat16,
                         DType::kFloat32};
@@ -23,6 +23,8 @@ const Layout kHalfLion{Rule::kLion, DType::kFloat16, Master::kFloat32, DType::kF
                        DType::kFloat32};
 const Layout kByteAdam{Rule::kAdamW, DType::kBFloat16, Master::kSplit, DType::kBFloat16,
                        DType::kInt8};
+const Layout kCentred{Rule::kRMSprop, DType::kBFloat16, Master::kSplit, DType::kBFloat16,
+                      DType::kBFloat16};
 const Layout kPlainSgd{Rule::kSgd, DType::kFloat32, Master::kOwn, DType::kFloat32, DType::kFloat32};
 
 std::array<std::size_t, kRoles> sizes_of(const Layout& layout) {
@@ -31,8 +33,13 @@ std::array<std::size_t, kRoles> sizes_of(const Layout& layout) {
                              : layout.master == Master::kSplit ? 2
                                                                : 4;
   const std::size_t moment = element_nbytes(layout.moments);
-  return {element_nbytes(layout.weight), master, moment, adam ? moment : 0,
-          element_nbytes(layout.grad)};
+  const bool centred = layout.rule == Rule::kRMSprop;
+  return {element_nbytes(layout.weight),
+          master,
+          moment,
+          adam || centred ? moment : 0,
+          element_nbytes(layout.grad),
+          centred ? moment : 0};
 }
 
 // Values about one in size, of the array's dtype; second moments are positive.
@@ -56,8 +63,9 @@ class Unit {
       : layout_(layout), count_(count) {
     Random random(seed);
     const DType dtypes[kRoles] = {
-        layout.weight, layout.master == Master::kSplit ? DType::kBFloat16 : DType::kFloat32,
-        layout.moments, layout.moments, layout.grad};
+        layout.weight,  layout.master == Master::kSplit ? DType::kBFloat16 : DType::kFloat32,
+        layout.moments, layout.moments,
+        layout.grad,    layout.moments};
     for (int role = 0; role < kRoles; ++role) {
       const std::size_t nbytes = sizes_of(layout)[role] * count;
       if (nbytes == 0) continue;
@@ -74,7 +82,7 @@ class Unit {
   }
 
   // Moves the arrays whose bit is set in `roles` into the file, from `offset` on.
-  void move_to(const Disk& disk, std::uint64_t offset = 0, unsigned roles = 0x1F) {
+  void move_to(const Disk& disk, std::uint64_t offset = 0, unsigned roles = 0x3F) {
     for (int role = 0; role < kRoles; ++role) {
       if (!memory_[role] || !(roles >> role & 1)) continue;
       const Span span = memory_[role]->span;
@@ -90,8 +98,9 @@ class Unit {
     UnitUpdate update;
     update.layout = layout_;
     update.count = count_;
-    std::shared_ptr<Extent>* const extents[] = {&update.weight, &update.master, &update.exp_avg,
-                                                &update.exp_avg_sq, &update.grad};
+    std::shared_ptr<Extent>* const extents[] = {&update.weight,  &update.master,
+                                                &update.exp_avg, &update.exp_avg_sq,
+                                                &update.grad,    &update.moment_3};
     for (int role = 0; role < kRoles; ++role) *extents[role] = homes_[role];
     update.exp_avg_scale = scales_[0];
     update.exp_avg_sq_scale = scales_[1];
@@ -126,15 +135,15 @@ class Unit {
 
   // What the update of another unit is to leave here.
   Shadow shadow() const {
-    return {homes_[0], homes_[1], homes_[2], homes_[3], scales_[0], scales_[1]};
+    return {homes_[0], homes_[1], homes_[2], homes_[3], scales_[0], scales_[1], homes_[5]};
   }
 
   // The same without the gradient: what a step changes.
   std::vector<std::string> state(IoEngine* engine) const {
     std::vector<std::string> found = contents(engine);
-    const auto scales = std::count_if(std::begin(scales_), std::end(scales_),
-                                      [](const auto& each) { return bool(each); });
-    found.erase(found.end() - 1 - scales);
+    const auto before_it =
+        std::count_if(memory_, memory_ + 4, [](const auto& each) { return bool(each); });
+    found.erase(found.begin() + before_it);
     return found;
   }
 
@@ -170,6 +179,7 @@ Hyperparameters hyper_of(std::int64_t step) {
   hyper.lr = 0.01 * static_cast<double>(step);
   hyper.weight_decay = 0.1;
   hyper.momentum = 0.9;
+  hyper.centered = true;
   hyper.step = step;
   hyper.grad_factors = {0.37f};
   return hyper;
@@ -189,7 +199,7 @@ TEST_OF_BACKENDS(update, homes_slots_cuts_and_threads_do_not_change_bits) {
   // Two steps over file extents, with one to five chunks, one to four slots and one to three
   // threads, against memory.
   std::uint64_t seed = 101;
-  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam}) {
+  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred}) {
     const std::size_t grain = layout.moments == DType::kInt8 ? 2 : 1;
     const auto expected = expected_of(layout, ++seed);
     CHECK(expected != Unit(layout, seed).contents(nullptr), "the twin: the steps did nothing");
@@ -301,8 +311,8 @@ TEST_OF_BACKENDS(update, a_shadow_has_the_steps_bits_and_leaves_what_it_was_made
   // Whole units and a few runs (the rest is copied), at home in the file, in memory or both, over
   // what was there before.
   std::uint64_t seed = 130;
-  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam})
-    for (const unsigned in_file : {0x00u, 0x1Fu, 0x16u})
+  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred})
+    for (const unsigned in_file : {0x00u, 0x3Fu, 0x36u})
       for (const bool whole : {true, false}) {
         const bool bytes = layout.moments == DType::kInt8;
         const std::vector<Run> runs =
@@ -334,8 +344,8 @@ TEST_OF_BACKENDS(update,
   // Two such steps that change places, at home in the file, in memory or both, against two steps in
   // place; the twin: the weights that the second one left are those of the first.
   std::uint64_t seed = 150;
-  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam})
-    for (const unsigned in_file : {0x00u, 0x1Fu, 0x16u}) {
+  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred})
+    for (const unsigned in_file : {0x00u, 0x3Fu, 0x36u}) {
       const Disk disk(kind, nullptr, 16 * kBlockNbytes, 8, 8 * kMib);
       Unit once(layout, ++seed), twice(layout, seed), source(layout, seed),
           beside(layout, seed + 1000);
@@ -551,6 +561,9 @@ TEST(update, unusable_updates_are_refused_and_change_nothing) {
   refused([](UnitUpdate& u) { u.grad = nullptr; });
   refused([](UnitUpdate& u) { u.master = nullptr; });
   refused([](UnitUpdate& u) { u.exp_avg_sq = nullptr; });
+  refused([](UnitUpdate& u) {
+    u.layout.rule = Rule::kAMSGrad, u.runs[0].hyper.amsgrad = true;  // needs a third moment
+  });
   refused([](UnitUpdate& u) { u.layout.master = Master::kOwn; });
   refused([](UnitUpdate& u) { u.runs[0].end = kCount + 1; });
   refused([](UnitUpdate& u) { u.runs[0].end = 0; });

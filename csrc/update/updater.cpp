@@ -24,7 +24,7 @@ double seconds_since(Clock::time_point start) {
 
 // The arrays of an update that have an element per parameter, in the order of Arrays. Loading,
 // stepping and saving walk this list.
-enum class Role : std::size_t { kWeight, kMaster, kExpAvg, kExpAvgSq, kGrad };
+enum class Role : std::size_t { kWeight, kMaster, kExpAvg, kExpAvgSq, kMoment3, kGrad };
 
 // The scales of 8-bit moments, one per block.
 enum class Scale : std::size_t { kExpAvg, kExpAvgSq };
@@ -34,8 +34,8 @@ struct Member {
   std::shared_ptr<Extent> Shadow::* shadow;  // null: the array is read only
 };
 
-constexpr std::array kRoles{Role::kWeight, Role::kMaster, Role::kExpAvg, Role::kExpAvgSq,
-                            Role::kGrad};
+constexpr std::array kRoles{Role::kWeight,   Role::kMaster,  Role::kExpAvg,
+                            Role::kExpAvgSq, Role::kMoment3, Role::kGrad};
 constexpr std::array kScales{Scale::kExpAvg, Scale::kExpAvgSq};
 
 constexpr Member member_of(Role role) {
@@ -48,6 +48,8 @@ constexpr Member member_of(Role role) {
       return {&UnitUpdate::exp_avg, &Shadow::exp_avg};
     case Role::kExpAvgSq:
       return {&UnitUpdate::exp_avg_sq, &Shadow::exp_avg_sq};
+    case Role::kMoment3:
+      return {&UnitUpdate::moment_3, &Shadow::moment_3};
     case Role::kGrad:
       break;
   }
@@ -96,7 +98,7 @@ std::vector<const Extent*> extents_of(const UnitUpdate& update) {
 void check_shadow(const UnitUpdate& update) {
   const Shadow& shadow = update.shadow;
   const bool weights_alone = !(shadow.master || shadow.exp_avg || shadow.exp_avg_sq ||
-                               shadow.exp_avg_scale || shadow.exp_avg_sq_scale);
+                               shadow.exp_avg_scale || shadow.exp_avg_sq_scale || shadow.moment_3);
   const auto check = [&](const Member& member) {
     const auto& from = update.*member.extent;
     const auto& to = update.shadow.*member.shadow;
@@ -122,11 +124,9 @@ std::size_t role_nbytes(const Layout& layout, Role role) {
       return layout.master == Master::kSplit ? 2 : 4;
     case Role::kGrad:
       return element_nbytes(layout.grad);
-    case Role::kExpAvg:
-    case Role::kExpAvgSq:
-      break;
+    default:
+      return element_nbytes(layout.moments);
   }
-  return element_nbytes(layout.moments);
 }
 
 // Cuts at this many elements are whole checksum blocks in arrays of every element size.
@@ -167,10 +167,14 @@ void check_update(const UnitUpdate& update, const Kernel& kernel) {
     // throws on what it cannot express
     const Uses uses = kernel.uses(prepare(layout.rule, run.hyper));
     for (const Hyperparameters& missed : run.missed) prepare(layout.rule, missed);
-    INFINITY_REQUIRE(!uses.exp_avg || update.exp_avg, "rule ", int(layout.rule),
-                     " needs an extent for exp_avg");
-    INFINITY_REQUIRE(!uses.exp_avg_sq || update.exp_avg_sq, "rule ", int(layout.rule),
-                     " needs an extent for exp_avg_sq");
+    for (const auto& [is_used, extent, name] :
+         {std::tuple{uses.exp_avg, update.exp_avg, "exp_avg"},
+          std::tuple{uses.exp_avg_sq, update.exp_avg_sq, "exp_avg_sq"},
+          std::tuple{uses.moment_3, update.moment_3, "moment_3"}})
+      INFINITY_REQUIRE(!is_used || extent, "rule ", int(layout.rule), " needs an extent for ",
+                       name);
+    INFINITY_REQUIRE(!blocks || !uses.moment_3, "rule ", int(layout.rule),
+                     " has three moments: it has none in 8 bits");
   }
 }
 
@@ -540,7 +544,8 @@ void Updater::load(Chunk& chunk, const Place& place) {
                   address(Role::kExpAvgSq),
                   address(Role::kGrad),
                   scales[0],
-                  scales[1]};
+                  scales[1],
+                  address(Role::kMoment3)};
   if (requests.empty()) {
     chunk.loads = job.update.after;
     return;

@@ -53,12 +53,14 @@ namespace infinity {
 // each array, or one for the weights alone.
 struct Shadow {
   std::shared_ptr<Extent> weight, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale;
+  std::shared_ptr<Extent> moment_3;
 };
 
 struct UnitUpdate {
   Layout layout;
   std::size_t count = 0;  // elements, a multiple of 4096
   std::shared_ptr<Extent> weight, master, exp_avg, exp_avg_sq, grad;
+  std::shared_ptr<Extent> moment_3;  // of rules that have three
   std::shared_ptr<Extent> exp_avg_scale, exp_avg_sq_scale;  // of 8-bit moments; in memory always
   std::vector<Run> runs;  // ascending and disjoint; other elements are not touched
   std::uint64_t version = 0;  // written into the extents

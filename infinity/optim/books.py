@@ -172,7 +172,8 @@ class OptimizerBooks(Shown, defaultdict):
                     dict.__setitem__(own, name, value)
 
     def take_own(self, state: Mapping) -> None:
-        """Replaces the values that are not at home by those of ``state``."""
+        """Replaces the values that are not at home by copies of those of ``state``: a step changes
+        its tensors in place."""
         dict.clear(self)
         self.homes.forget_partial()
         at_home = self.homes.keys
@@ -180,7 +181,11 @@ class OptimizerBooks(Shown, defaultdict):
             if self._handle(key) is None:
                 dict.__setitem__(self, key, dict(values) if isinstance(values, Mapping) else values)
             elif own := {name: value for name, value in values.items() if name not in at_home}:
-                dict.update(self[key], own)
+                dict.update(self[key], {name: _copied(value) for name, value in own.items()})
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def same_form(one: torch.Tensor, other: Any) -> bool:

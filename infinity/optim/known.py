@@ -1,17 +1,16 @@
 """Known: the classes of optimizers that are stepped at home, and how.
 
 rule         a formula of the kernels. It has one entry here, the formula (``csrc/optim/rules``) and
-             a row in the tests (``tests/optim/test_known.py``). Classes of other libraries that
-             step by the same rule have an entry of their own
+             a row in the tests (``tests/optim/test_known.py``). Classes of other libraries are in
+             :mod:`.known_elsewhere`
 class step   a class without a rule steps by its own code, on one parameter at a time
              (:mod:`.class_step`). It has one entry here, and a row in the tests
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
 from ..errors import ConfigError
 from ..state.flat_param_spec import EVERY_MOMENT
+from .counters import Counters, MuProduct, StepSize
 from .measured import Prodigy
 
-# Arrays at home; the second one has no sign. Kernels have the first two.
+# Arrays at home; the second one has no sign
 FIRST, SECOND, THIRD, FOURTH = EVERY_MOMENT
 BETAS = "beta1", "beta2"
 EACH_DTYPE = ("fp32", "bf16", "int8")
@@ -50,8 +50,10 @@ class Known:
         torch's name of each moment -> the array at home.
     only_with
         A moment -> the setting of a group without which there is none.
-    beyond_rule
-        Settings that the rule does not have: with one of them the class steps by its own code.
+    instead
+        A setting of a group -> the rule that has it.
+    counters
+        The numbers that the rule keeps for each parameter beside its moments.
     ignored
         Keys of a group that say nothing of the step.
     needs_whole
@@ -77,7 +79,8 @@ class Known:
     moments: Mapping[str, str]
     flags: Mapping[str, str] = field(default_factory=lambda: {"maximize": "maximize"})
     only_with: Mapping[str, str] = field(default_factory=dict)
-    beyond_rule: tuple[str, ...] = ()
+    instead: Mapping[str, native.Rule] = field(default_factory=dict)
+    counters: type[Counters] | None = None
     ignored: tuple[str, ...] = ()
     needs_whole: bool = False
     measured: type[Prodigy] | None = None
@@ -96,13 +99,13 @@ class Known:
         return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
     def for_groups(self, groups: Iterable[Group]) -> Known:
-        """Returns how the class steps ``groups``: by its own code if one of them has a setting that
-        the rule does not have."""
-        if self.rule is None or not any(
-            group.get(name) for group in groups for name in self.beyond_rule
-        ):
-            return self
-        return by_class(replace(self, rule=None))
+        """Returns how the class steps ``groups``: by another rule if one of them has a setting
+        that the rule does not have."""
+        groups = list(groups)
+        for name, rule in self.instead.items():
+            if any(group.get(name) for group in groups):
+                return replace(self, rule=rule, flags=self.flags | {name: name}, instead={})
+        return self
 
     @property
     def piece(self) -> int:
@@ -114,7 +117,8 @@ class Known:
     @property
     def keys(self) -> set[str]:
         """The keys of a group that the kernels use."""
-        return {*self.settings, *self.flags}
+        of_counters = self.counters.settings if self.counters is not None else ()
+        return {*self.settings, *self.flags, *of_counters}
 
     def moments_of(self, groups: Iterable[Group]) -> dict[str, str]:
         """Returns the moments of an optimizer with ``groups``: torch's name -> array."""
@@ -135,9 +139,13 @@ class Known:
                 " ahead. Leave speculate=False."
             )
         name = self.dtype if config.moments == Config.moments else config.moments
-        if name not in self.dtypes:
+        dtypes, of_what = self.dtypes, self.name
+        if self.rule is not None and THIRD in moments.values():
+            dtypes = tuple(each for each in dtypes if each != "int8")
+            of_what += f" with {', '.join(moments)} (two moments may be in 8 bits)"
+        if name not in dtypes:
             raise ConfigError(
-                f"moments={name!r} is not for {self.name}: choose {' or '.join(self.dtypes)}"
+                f"moments={name!r} is not for {of_what}: choose {' or '.join(dtypes)}"
             )
         return dict.fromkeys(moments.values(), MOMENT_DTYPES[name])
 
@@ -167,7 +175,10 @@ class Known:
 ADAM = {"lr": "lr", "betas": BETAS, "eps": "eps", "weight_decay": "weight_decay"}
 BOTH = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
 LARGEST = {"max_exp_avg_sq": THIRD}
-AMSGRAD = {"only_with": {"max_exp_avg_sq": "amsgrad"}, "beyond_rule": ("amsgrad",)}
+AMSGRAD = {
+    "only_with": {"max_exp_avg_sq": "amsgrad"},
+    "instead": {"amsgrad": native.Rule.AMSGRAD},
+}
 MAXIMIZE = {"maximize": "maximize"}
 # Adam's flag says which of the two rules it is, and is no hyperparameter.
 DECOUPLED = MAXIMIZE | {"decoupled_weight_decay": "decoupled"}
@@ -237,6 +248,26 @@ OF_TORCH = (
         ADAM,
         {"exp_avg": FIRST, "exp_inf": SECOND},
     ),
+    Known(
+        native.Rule.ASGD,
+        torch.optim.ASGD,
+        "ASGD.step",
+        {"lr": "lr", "lambd": "lambd", "weight_decay": "weight_decay"},
+        {"ax": FIRST},
+        counters=StepSize,
+        dtypes=(
+            "fp32",
+        ),  # an average of weights: late ones change it by less than other dtypes have
+    ),
+    Known(
+        native.Rule.NADAM,
+        torch.optim.NAdam,
+        "NAdam.step",
+        ADAM | {"momentum_decay": "momentum_decay"},
+        BOTH,
+        DECOUPLED,
+        counters=MuProduct,
+    ),
     Known(native.Rule.RADAM, torch.optim.RAdam, "RAdam.step", ADAM, BOTH, DECOUPLED),
     Known(
         native.Rule.RMSPROP,
@@ -250,8 +281,8 @@ OF_TORCH = (
             "momentum": "momentum",
         },
         {"square_avg": SECOND, "momentum_buffer": FIRST, "grad_avg": THIRD},
+        MAXIMIZE | {"centered": "centered"},
         only_with={"momentum_buffer": "momentum", "grad_avg": "centered"},
-        beyond_rule=("centered",),
     ),
     Known(
         native.Rule.RPROP,
@@ -264,9 +295,10 @@ OF_TORCH = (
     ),
 )
 KNOWN: dict[native.Rule, Known] = {known.rule: known for known in OF_TORCH}
+KNOWN[native.Rule.AMSGRAD] = KNOWN[native.Rule.ADAMW].for_groups([{"amsgrad": True}])
 
 
-def _class_step(kind: type | str, step: str = "", **others: Any) -> Known:
+def class_entry(kind: type | str, step: str = "", **others: Any) -> Known:
     """Makes the entry of a class that steps by its own code. Its moments are found by a trial."""
     name = kind if isinstance(kind, str) else kind.__name__
     step = step or name.rpartition(".")[2] + ".step"
@@ -275,125 +307,6 @@ def _class_step(kind: type | str, step: str = "", **others: Any) -> Known:
 
 # Those of torch that step by their own code. In torch, too, Muon's moment has the gradient's dtype.
 BY_CLASS = (
-    _class_step(torch.optim.NAdam),
-    _class_step(torch.optim.ASGD),
-    _class_step(torch.optim.Adafactor, needs_whole=True),
-    _class_step(torch.optim.Muon, needs_whole=True, dtypes=("fp32", "bf16")),
+    class_entry(torch.optim.Adafactor, needs_whole=True),
+    class_entry(torch.optim.Muon, needs_whole=True, dtypes=("fp32", "bf16")),
 )
-
-
-INSIDE = "__bnb_optimizer_quant_state__"  # where bitsandbytes has moments in a state dict
-
-
-def _of_bitsandbytes() -> Iterator[Known]:
-    """Yields those of bitsandbytes. Its Adam decays weights as AdamW does. Homes do what its paging
-    does. ``optim_bits=8`` becomes moments in our 8 bits."""
-    of_adam = {"state1": FIRST, "state2": SECOND}
-    lion = {"lr": "lr", "betas": BETAS, "weight_decay": "weight_decay"}
-    families = {
-        "adamw.%sAdamW%s": (native.Rule.ADAMW, "Optimizer8bit.step", ADAM, of_adam),
-        "adam.%sAdam%s": (native.Rule.ADAMW, "Optimizer8bit.step", ADAM, of_adam),
-        "lion.%sLion%s": (native.Rule.LION, "Optimizer8bit.step", lion, {"state1": FIRST}),
-    }
-    for path, (rule, *rest) in families.items():
-        for words in product(("", "Paged"), ("", "32bit", "8bit")):
-            kind = "bitsandbytes.optim." + path % words
-            yield Known(rule, kind, *rest, flags={}, inside=INSIDE)
-
-
-def _of_torchao() -> Iterator[Known]:
-    """Yields those of torchao that keep moments in 8 bits."""
-    for name, rule in (("AdamW", native.Rule.ADAMW), ("Adam", native.Rule.ADAM)):
-        path = f"torchao.optim.adam.{name}8bit"
-        yield Known(rule, path, "_AdamBase.step", ADAM, BOTH, flags={}, dtype="int8")
-
-
-def _of_flashoptim() -> Iterator[Known]:
-    """Yields those of flashoptim. A split master has all 32 bits of its 24; moments that it
-    quantizes are in our 8 bits."""
-    of_momentum = {"momentum_buffer": FIRST}
-    lion = {"lr": "lr", "betas": BETAS, "weight_decay": "weight_decay"}
-    sgd = {key: key for key in ("lr", "momentum", "dampening", "weight_decay")}
-    found = {
-        "AdamW": (native.Rule.ADAMW, ADAM, BOTH, {}),
-        "Adam": (native.Rule.ADAM, ADAM, BOTH, {}),
-        "Lion": (native.Rule.LION, lion, {"exp_avg": FIRST}, {}),
-        "SGD": (native.Rule.SGD, sgd, of_momentum, {"momentum_buffer": "momentum"}),
-    }
-    for name, (rule, settings, moments, only_with) in found.items():
-        yield Known(
-            rule,
-            f"flashoptim.optimizers.Flash{name}",
-            "FlashOptimizer.step",
-            settings,
-            moments,
-            {},
-            only_with=only_with,
-            ignored=("initial_lr", "master_bytewidth", "quantize"),
-            counts_steps=name.startswith("Adam"),
-        )
-
-
-# Module -> classes that step by their own code: any part of a parameter, or whole ones
-ANY_PART = {
-    "adan_pytorch.adan": "Adan",
-    "adv_optm.optim.AdamW_adv": "AdamW_adv",
-    "adv_optm.optim.Adopt_adv": "Adopt_adv",
-    "adv_optm.optim.Lion_adv": "Lion_adv",
-    "adv_optm.optim.SignSGD_adv": "SignSGD_adv",
-    "bitsandbytes.optim.adagrad": "Adagrad",
-    "bitsandbytes.optim.rmsprop": "RMSprop",
-    "lion_pytorch.lion_pytorch": "Lion",
-    "optimi.adam": "Adam",
-    "optimi.adamw": "AdamW",
-    "optimi.adan": "Adan",
-    "optimi.lion": "Lion",
-    "optimi.radam": "RAdam",
-    "optimi.sgd": "SGD",
-    "pytorch_optimizer.optimizer.adabelief": "AdaBelief",
-    "pytorch_optimizer.optimizer.adan": "Adan",
-    "pytorch_optimizer.optimizer.ademamix": "AdEMAMix",
-    "pytorch_optimizer.optimizer.adopt": "ADOPT",
-    "pytorch_optimizer.optimizer.grams": "Grams",
-    "pytorch_optimizer.optimizer.laprop": "LaProp",
-    "pytorch_optimizer.optimizer.lion": "Lion",
-    "pytorch_optimizer.optimizer.sgd": "SGDW SignSGD",
-    "pytorch_optimizer.optimizer.tiger": "Tiger",
-    "pytorch_optimizer.optimizer.yogi": "Yogi",
-    "schedulefree.adamw_schedulefree": "AdamWScheduleFree",
-    "schedulefree.radam_schedulefree": "RAdamScheduleFree",
-    "schedulefree.sgd_schedulefree": "SGDScheduleFree",
-}
-WHOLE = {
-    "came_pytorch.CAME": "CAME",
-    "prodigyopt.prodigy": "Prodigy",
-    "optimi.stableadamw": "StableAdamW",
-    "pytorch_optimizer.optimizer.adamp": "AdamP",
-    "pytorch_optimizer.optimizer.adamw": "StableAdamW",
-    "pytorch_optimizer.optimizer.came": "CAME",
-    "pytorch_optimizer.optimizer.lamb": "Lamb",
-    "transformers.optimization": "Adafactor",
-}
-# Their step is a base class's
-STEPS = {"optimi.adamw.AdamW": "Adam.step"}
-
-
-def _by_class() -> Iterator[Known]:
-    """Yields those of other libraries that step by their own code."""
-    for needs_whole, modules in ((False, ANY_PART), (True, WHOLE)):
-        for module, names in modules.items():
-            for name in names.split():
-                path = f"{module}.{name}"
-                inside = INSIDE if module.startswith("bitsandbytes") else None
-                step = "Optimizer8bit.step" if inside else STEPS.get(path, "")
-                measured = Prodigy if name == "Prodigy" else None
-                yield _class_step(
-                    path, step, needs_whole=needs_whole, inside=inside, measured=measured
-                )
-
-
-# Path of a class of another library -> how it steps
-ALIASES: dict[str, Known] = {
-    str(known.kind): known
-    for known in (*_of_bitsandbytes(), *_of_torchao(), *_of_flashoptim(), *_by_class())
-}

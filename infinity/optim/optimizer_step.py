@@ -38,10 +38,10 @@ class OptimizerStep:
         context: StepContext,
         known: Known,
         members: Members,
-        given: torch.optim.Optimizer | None = None,
-        books: OptimizerBooks | None = None,
+        given: torch.optim.Optimizer,
+        books: OptimizerBooks,
     ):
-        """``given``, ``books``: the optimizer and its state, for a class step."""
+        """``given``, ``books``: the optimizer and its state."""
         self._context, self._known, self._members = context, known, members
         self._given, self._books = given, books
         self._changed: dict[int, dict[str, Any]] = {}  # by a class step, in the groups
@@ -50,7 +50,7 @@ class OptimizerStep:
     def _stepper(self, groups: Groups) -> Stepper | ClassStepper:
         if self._known.rule is None:
             return self._class_stepper(groups, "step")
-        return Stepper(self._context, self._known, groups, self._members.group_of)
+        return Stepper(self._context, self._known, groups, self._members.group_of, self._books)
 
     def _class_stepper(self, groups: Groups, method: str) -> ClassStepper:
         return ClassStepper(

@@ -23,7 +23,8 @@ from .. import native
 from ..errors import ConfigError, UsageError
 from .class_code import class_step, file_of, plain_step
 from .class_trial import with_moments
-from .known import ALIASES, BY_CLASS, KNOWN, OF_TORCH, Known
+from .known import BY_CLASS, KNOWN, OF_TORCH, Known
+from .known_elsewhere import ALIASES
 
 logger = logging.getLogger(__name__)
 

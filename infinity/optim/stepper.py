@@ -15,13 +15,16 @@ from typing import Any
 import torch
 
 from .. import native
+from ..errors import UsageError
 from ..gradients.record import GradState, has_landed
 from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle, handle_of
 from ..state.home_arrays import Shadow, Update
 from ..state.unit import ParamUnit
 from ..storage.arrays import StateArray
+from .books import OptimizerBooks
 from .context import StepContext
+from .counters import Numbers
 from .device_step import DeviceUpdate, Span, steps_on_device
 from .known import Known
 
@@ -39,6 +42,7 @@ class FlatParamStep:
     device_step: Callable[[], DeviceUpdate] | None = None  # the device's part
     device_update: DeviceUpdate | None = None
     has_begun: bool = False  # on the device, whose progress is unknown after an interrupt
+    counted: dict[ParamHandle, Numbers] = field(default_factory=dict)  # the new counters
     # Of experts: parameter -> hyperparameters for rows without a gradient, step count, other rows
     zeros: dict[int, tuple[native.Hyperparameters, int, Iterable[int]]] = field(
         default_factory=dict
@@ -73,8 +77,10 @@ class Stepper:
         known: Known,
         groups: list[dict[str, Any]],
         group_of: Mapping[ParamHandle, int],
+        books: OptimizerBooks,
     ):
         self._context, self._known, self._groups, self._group_of = context, known, groups, group_of
+        self._books = books
 
     def _is_stepped(self, handle: ParamHandle) -> bool:
         return has_landed(handle) and handle in self._group_of
@@ -100,9 +106,10 @@ class Stepper:
                 if has_landed(handle):
                     context.gradients.values.prepare_factor(handle, clip)
             after = context.gradients.homes.close_flat_param(flat_param)
-            step = FlatParamStep(
-                flat_param, version, [(h, h.step + 1) for h in handles if self._is_stepped(h)]
-            )
+            stepped = [handle for handle in handles if self._is_stepped(handle)]
+            step = FlatParamStep(flat_param, version, [(h, h.step + 1) for h in stepped])
+            if self._known.counters is not None:
+                step.counted = {handle: self._counted(handle)[1] for handle in stepped}
             if flat_param.homes.rows is not None and not beside:
                 self._plan_rows(step, after, clip, label=unit.index)
                 steps.append(step)
@@ -149,6 +156,7 @@ class Stepper:
                 self._enter(step, step.update.ticket if step.update is not None else None)
             for handle, number in step.landed:
                 handle.step = number
+                self._books.put_own(handle.param, step.counted.get(handle, {}))
                 handle.changed()
                 handle.grad.move(GradState.CONSUMED)
 
@@ -218,7 +226,7 @@ class Stepper:
             factors, rows = (*handle.grad.factors, *last), handle.grad.rows
             chosen = range(homes.rows.count) if rows is None else rows
             hyper, zeros = (
-                self._hyperparameters(self._group_of[handle], number, each)
+                self._hyperparameters(self._group_of[handle], number, each, self._counters(handle))
                 for each in (factors, ())
             )
             runs += homes.rows.runs(handle.index, chosen, hyper, number)
@@ -325,7 +333,8 @@ class Stepper:
             low, high = flat_param.layout.shard_part(handle.index)
             current = None
             if self._is_stepped(handle) and low < high:
-                current = (self._group_of[handle], handle.step + 1, (*handle.grad.factors, *last))
+                factors, counters = (*handle.grad.factors, *last), self._counters(handle)
+                current = (self._group_of[handle], handle.step + 1, factors, counters)
             if current != key:
                 if key is not None:
                     yield begin, end, self._hyperparameters(*key)
@@ -334,12 +343,37 @@ class Stepper:
         if key is not None:
             yield begin, end, self._hyperparameters(*key)
 
+    def _counted(self, handle: ParamHandle) -> tuple[dict[str, float], Numbers]:
+        """Returns the hyperparameters of a parameter's counters in its next step, and the counters
+        after it. Raises UsageError if its state lacks one."""
+        counters, group = self._known.counters, self._groups[self._group_of[handle]]
+        numbers = counters.first(group)
+        if handle.has_state:
+            own = self._books.own_of(handle.param)
+            if lacking := [name for name in numbers if name not in own]:
+                raise UsageError(
+                    f"optimizer.state of {handle.name} lacks {', '.join(lacking)}: set it, or"
+                    " delete this parameter's state to begin anew"
+                )
+            numbers = {name: torch.as_tensor(own[name]) for name in numbers}
+        return counters.step(group, handle.step + 1, numbers)
+
+    def _counters(self, handle: ParamHandle) -> tuple[tuple[str, float], ...]:
+        """Lists the hyperparameters that only this parameter has in its next step."""
+        return () if self._known.counters is None else tuple(self._counted(handle)[0].items())
+
     def _hyperparameters(
-        self, group_index: int, step: int, factors: tuple[float, ...]
+        self,
+        group_index: int,
+        step: int,
+        factors: tuple[float, ...],
+        counters: tuple[tuple[str, float], ...],
     ) -> native.Hyperparameters:
         group = self._groups[group_index]
         hyper = native.Hyperparameters()
         self._known.set_on(hyper, group)
+        for name, value in counters:
+            setattr(hyper, name, value)
         hyper.step = step
         hyper.grad_factors = list(factors)
         return hyper

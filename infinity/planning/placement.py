@@ -11,7 +11,7 @@ from ..errors import CapacityError
 from ..machine.device import Device
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
-from ..state.flat_param_spec import ARRAYS, SCALES
+from ..state.flat_param_spec import ARRAYS, EVERY_MOMENT, SCALES
 from .budgets import SHARED, Budgets
 from .device_slots import DEVICE_SLOTS
 from .memory_plan import MemoryPlan, term_of
@@ -21,7 +21,7 @@ from .unit_sizes import CHECKSUMMED, STATE, UnitSize
 
 # Arrays that move together. A step moves each byte of the weights four times, of the state twice,
 # so weights are placed first.
-TOGETHER = {"weights": ("weight",), "optimizer state": ("master", "exp_avg", "exp_avg_sq")}
+TOGETHER = {"weights": ("weight",), "optimizer state": ("master", *EVERY_MOMENT)}
 
 
 def use_what_is_left(

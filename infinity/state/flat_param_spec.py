@@ -11,8 +11,8 @@ import torch
 from .. import native
 from ..machine.tiers import Tier
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # that kernels have
-EVERY_MOMENT = (*MOMENTS, "moment_3", "moment_4")  # the others are those of class steps
+MOMENTS = ("exp_avg", "exp_avg_sq")  # that may be in 8 bits
+EVERY_MOMENT = (*MOMENTS, "moment_3", "moment_4")
 SCALES = {name: name + "_scale" for name in MOMENTS}
 ARRAYS = ("weight", "master", *EVERY_MOMENT, *SCALES.values(), "grad")
 

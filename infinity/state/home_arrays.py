@@ -354,6 +354,7 @@ class HomeArrays:
             after=native.joined(after) if after else None,
             exp_avg_scale=extents.get("exp_avg_scale"),
             exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
+            moment_3=extents.get("moment_3"),
             label=label,
             shadow=native.Shadow(**(self.shadow_extents if ahead else {})),
         )

@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type, list[str]]] = {
         ["LBFGS", "AdamW", "SGD", "Lion"],
     ),
     "of the user": (lambda m: Muon(m.parameters()), infinity.ConfigError, ["Muon", "AdamW"]),
-    "NAdam": (
+    "SparseAdam": (
         lambda m: torch.optim.SparseAdam(m.parameters()),
         infinity.ConfigError,
         ["SparseAdam", "AdamW"],

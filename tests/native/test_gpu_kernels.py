@@ -67,11 +67,18 @@ def state(weight, master, grad, moments, generator) -> dict[str, torch.Tensor]:
             arrays[name], arrays[name + "_scale"] = native.encode_moments(moment, sq=sq)
         else:
             arrays[name] = moment.to(moments)
+    if moments != torch.uint8:
+        third = torch.randn(padded, generator=generator).abs() * 1e-5
+        arrays["moment_3"] = third.to(moments)
     return arrays
 
 
-def hyperparameters(rule, step: int) -> native.Hyperparameters:
+def hyperparameters(step: int, *, third: bool) -> native.Hyperparameters:
+    """``third``: with the switches of rules that have a third moment."""
     hyper = native.Hyperparameters()
+    hyper.smallest, hyper.largest, hyper.eta, hyper.mu = 1e-6, 50.0, 1e-2, 0.5
+    hyper.momentum_decay, hyper.mu_product = 4e-3, 0.5
+    hyper.amsgrad = hyper.centered = third
     hyper.lr, hyper.weight_decay, hyper.step = 1e-2, 0.1, step
     hyper.momentum, hyper.dampening, hyper.nesterov = 0.9, 0.0, True
     hyper.maximize = step % 2 == 0
@@ -105,6 +112,7 @@ def on_processor(layout, arrays, runs) -> None:
                     "grad",
                     "exp_avg_scale",
                     "exp_avg_sq_scale",
+                    "moment_3",
                 )
             },
         )
@@ -134,7 +142,7 @@ def compare(run_ours, weight, master, grad, moments, rule) -> None:
     before = ours["weight"].clone()
     for step in (1, 2, 3):
         # Two runs: the second from a later block on, with a rate of its own.
-        first, second = hyperparameters(rule, step), hyperparameters(rule, step)
+        first, second = (hyperparameters(step, third="moment_3" in ours) for _ in range(2))
         second.lr = 3e-3
         runs = [native.Run(0, 128, first), native.Run(192, COUNT, second)]
         on_processor(layout, theirs, runs)
@@ -223,6 +231,17 @@ def test_bad_input_is_a_usage_error(stand_in):
         stand_in.step(right, weight=0, grad=0, exp_avg=64, runs=runs)
     with pytest.raises(UsageError, match="multiple of 4"):
         stand_in.step(right, weight=0, grad=0, exp_avg=64, exp_avg_sq=64, runs=runs)
+    narrow = native.Layout(
+        rule=native.Rule.AMSGRAD,
+        weight=native.DType.FLOAT32,
+        master=native.Master.OWN,
+        grad=native.DType.FLOAT32,
+        moments=native.DType.INT8,
+    )
+    every = {name: 64 for name in ("weight", "grad", "exp_avg", "exp_avg_sq", "moment_3")}
+    runs = [native.Run(0, 64, hyperparameters(1, third=True))]
+    with pytest.raises(UsageError, match="it has none in 8 bits"):
+        stand_in.step(narrow, runs=runs, **every)
 
 
 @pytest.mark.parametrize("offset, ends_well", [(16, True), (4, False), (8, False)])

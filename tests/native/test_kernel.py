@@ -39,6 +39,7 @@ from native_arrays import (
 from infinity import native
 from infinity.errors import UsageError
 from infinity.optim.known import KNOWN
+from infinity.state.flat_param_spec import EVERY_MOMENT
 
 Rule, Master = native.Rule, native.Master
 UNITS = native.simd_units()
@@ -49,6 +50,9 @@ OTHERS = {  # rule -> hyperparameters
     Rule.ADADELTA: {"lr": 1.0, "beta2": 0.9, "eps": 1e-6},
     Rule.ADAGRAD: {"lr": 0.01, "lr_decay": 0.1, "eps": 1e-10},
     Rule.ADAMAX: {"lr": 2e-3},
+    Rule.AMSGRAD: {"lr": 1e-3, "amsgrad": True},
+    Rule.ASGD: {"lr": 0.1, "lambd": 0.01, "eta": 0.1},
+    Rule.NADAM: {"lr": 2e-3, "momentum_decay": 0.004, "mu_product": 0.5},
     Rule.RADAM: {"lr": 1e-3},
     Rule.RMSPROP: {"lr": 0.01, "beta2": 0.99},
     Rule.RPROP: {"lr": 0.01, "beta1": 0.5, "beta2": 1.2, "smallest": 1e-6, "largest": 50.0},
@@ -152,6 +156,7 @@ def settings_of(rule: native.Rule) -> list[native.Hyperparameters]:
             hyper(**OTHERS[rule], step=2, weight_decay=0.1, grad_factors=FACTORS[:1]),
             hyper(**OTHERS[rule], step=1000, maximize=True, weight_decay=0.01, decoupled=True),
             hyper(**OTHERS[rule] | {"momentum": 0.9}, step=7, grad_factors=FACTORS),
+            hyper(**OTHERS[rule] | {"mu": 0.25}, step=3, centered=True),
         ]
     if rule == Rule.LION:
         return [
@@ -338,6 +343,36 @@ AGAINST_TORCH = {
         ),
         OTHERS[Rule.RADAM] | {"beta1": 0.5, "beta2": 0.9, "weight_decay": 0.1, "decoupled": True},
     ),
+    "AMSGrad": (
+        Rule.AMSGRAD,
+        plain(torch.optim.Adam, lr=1e-3, weight_decay=0.1, amsgrad=True),
+        OTHERS[Rule.AMSGRAD] | {"weight_decay": 0.1},
+    ),
+    "AMSGrad decoupled": (
+        Rule.AMSGRAD,
+        plain(torch.optim.AdamW, lr=1e-3, betas=(0.4, 0.5), weight_decay=0.1, amsgrad=True),
+        OTHERS[Rule.AMSGRAD] | {"beta1": 0.4, "beta2": 0.5, "weight_decay": 0.1, "decoupled": True},
+    ),
+    "ASGD": (
+        Rule.ASGD,
+        plain(torch.optim.ASGD, lr=0.1, lambd=0.01, t0=5, weight_decay=0.1),
+        OTHERS[Rule.ASGD] | {"weight_decay": 0.1},
+    ),
+    "NAdam": (
+        Rule.NADAM,
+        plain(torch.optim.NAdam, lr=2e-3, weight_decay=0.1),
+        OTHERS[Rule.NADAM] | {"weight_decay": 0.1},
+    ),
+    "NAdam decoupled": (
+        Rule.NADAM,
+        plain(torch.optim.NAdam, lr=2e-3, weight_decay=0.1, decoupled_weight_decay=True),
+        OTHERS[Rule.NADAM] | {"weight_decay": 0.1, "decoupled": True},
+    ),
+    "RMSprop centred": (
+        Rule.RMSPROP,
+        plain(torch.optim.RMSprop, lr=0.01, weight_decay=0.01, centered=True),
+        OTHERS[Rule.RMSPROP] | {"weight_decay": 0.01, "centered": True},
+    ),
     "RMSprop": (
         Rule.RMSPROP,
         plain(torch.optim.RMSprop, lr=0.01, weight_decay=0.01),
@@ -362,18 +397,21 @@ def run_beside_torch(steps: MemorySteps, case: str, count: int, seed: int, **cha
     rule, make, values = AGAINST_TORCH[case]
     form, generator = Form(rule), seeded(seed)
     arrays = random_arrays(form, NUMEL, generator)
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in EVERY_MOMENT:
         if name in arrays:
             arrays[name].zero_()
     param = torch.nn.Parameter(arrays["weight"].clone())
     optimizer = make([param])
     before, largest = arrays["weight"].clone(), arrays["weight"].abs()
+    group, counters = optimizer.param_groups[0] | changed, KNOWN[rule].counters
+    numbers = {} if counters is None else counters.first(group)
     for step in range(1, count + 1):
         arrays["grad"] = 0.1 * torch.randn(NUMEL, generator=generator)
         param.grad = arrays["grad"].clone()
         last = param.detach().clone()
         optimizer.step()
-        arrays = steps.whole(form, arrays, hyper(step=step, **(values | changed)))
+        counted, numbers = ({}, {}) if counters is None else counters.step(group, step, numbers)
+        arrays = steps.whole(form, arrays, hyper(step=step, **(values | changed | counted)))
         after = param.detach()
         largest = torch.stack([largest, after.abs(), (after - last).abs()]).amax(0)
     return before, arrays, param.detach(), optimizer.state[param], largest

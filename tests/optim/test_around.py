@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from small_net import furthest, model
+from small_net import furthest, model, stepped_by_class
 from torch import nn, optim
 
 import infinity
@@ -19,7 +19,7 @@ import infinity
 pytestmark = pytest.mark.filterwarnings("ignore")
 MADE = {
     "by a rule": (lambda p: optim.AdamW(p, lr=1e-2), 2e-6),
-    "by its class": (lambda p: optim.NAdam(p, lr=1e-2), 0.0),
+    "by its class": (stepped_by_class, 0.0),
 }
 
 
@@ -113,7 +113,7 @@ def test_a_group_that_comes_later_is_stepped(home, tmp_path):
         late = list(net[2].parameters())
         for param in late:
             param.requires_grad_(False)
-        optimizer = optim.NAdam([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+        optimizer = stepped_by_class([p for p in net.parameters() if p.requires_grad])
         if home is not None:
             config = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)]}
             net, optimizer = infinity.wrap_model(net, optimizer, config)

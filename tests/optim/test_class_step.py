@@ -8,7 +8,6 @@ or not at home here, is refused by name.
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +15,13 @@ from functools import partial
 import pytest
 import torch
 from marks import few
-from small_net import furthest, model, same, steps, wrapped
+from small_net import furthest, model, same, stepped_by_class, steps, wrapped
 from torch import nn, optim
 
 import infinity
 from infinity.errors import ConfigError, UsageError
 from infinity.optim.class_step import ClassStepper
-from infinity.optim.known import ANY_PART, WHOLE
+from infinity.optim.known_elsewhere import ANY_PART, WHOLE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HOMES = ["device", "host", "nvme"]
@@ -43,12 +42,9 @@ def of_library(module: str, name: str, params: list[nn.Parameter], **settings) -
 
 
 TORCHS: dict[str, Make] = {
-    "NAdam": lambda p: optim.NAdam(p, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
-    "ASGD": lambda p: optim.ASGD(p, lr=1e-2, weight_decay=0.1),
     "Adafactor": lambda p: optim.Adafactor(p, lr=1e-2, weight_decay=0.1),
-    "AdamW, amsgrad": lambda p: optim.AdamW(p, lr=1e-2, amsgrad=True),
-    "Adam, amsgrad": lambda p: optim.Adam(p, lr=1e-2, amsgrad=True, maximize=True),
-    "RMSprop, centred": lambda p: optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.9),
+    "in parts": stepped_by_class,
+    "in parts, amsgrad": partial(stepped_by_class, ams_bound=True),
 }
 OTHERS: dict[str, Make] = {
     f"{module}.{name}": partial(of_library, module, name)
@@ -121,6 +117,10 @@ def test_states_load_both_ways(case, tmp_path):
     the job's."""
     plain = wrapped(MADE[case], None, tmp_path)
     steps(*plain, 5)
+    try:
+        wrapped(MADE[case], None, tmp_path)[1].load_state_dict(plain[1].state_dict())
+    except KeyError as error:  # adv_optm 2.5.16's Lion
+        pytest.skip(f"the library does not load its own state: {error}")
     ours = wrapped(MADE[case], "host", tmp_path)
     ours[0].load_state_dict(plain[0].state_dict())
     ours[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
@@ -148,7 +148,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(case, tmp_path):
     assert same(values_of(net, optimizer), expected)
 
 
-@pytest.mark.parametrize("case", ["NAdam", "Adafactor", "AdamW, amsgrad"])
+@pytest.mark.parametrize("case", ["in parts", "Adafactor", "in parts, amsgrad"])
 def test_a_step_in_the_backward_has_the_same_bits(case, tmp_path):
     expected = run(MADE[case], "host", tmp_path, 4)
     net, optimizer = wrapped(MADE[case], "nvme", tmp_path)
@@ -163,7 +163,7 @@ def test_a_step_in_the_backward_has_the_same_bits(case, tmp_path):
     assert same(values_of(net, optimizer), expected)
 
 
-@pytest.mark.parametrize("case", ["NAdam", "Adafactor"])
+@pytest.mark.parametrize("case", ["in parts", "Adafactor"])
 def test_gradients_are_clipped_as_in_the_loop(case, tmp_path):
     net, optimizer = wrapped(MADE[case], None, tmp_path)
     generator = torch.Generator().manual_seed(1)
@@ -214,7 +214,7 @@ def test_muon_and_another_optimizer_step_one_model(tmp_path):
         others = [p for p in net.parameters() if p.ndim != 2]
         return [
             optim.Muon(matrices, lr=0.02, momentum=0.9),
-            optim.NAdam(others, lr=1e-2),
+            stepped_by_class(others),
         ]
 
     def trained(home):
@@ -330,14 +330,6 @@ def test_what_is_switched_on_later_is_refused(tmp_path):
     assert same(values_of(net, optimizer), before)
 
 
-def test_every_class_named_is_one_of_its_library():
-    for modules in (WHOLE, ANY_PART):
-        for module, names in modules.items():
-            for name in names.split():
-                found = getattr(importlib.import_module(module), name)
-                assert f"{found.__module__}.{found.__qualname__}" == f"{module}.{name}"
-
-
 def test_an_error_of_the_class_leaves_no_step_behind(tmp_path, monkeypatch):
     """Claim: after a setting that raises, and after an error in the first parameter, everything
     works, and the step is made when its cause is gone."""
@@ -392,7 +384,7 @@ def test_the_state_of_one_element_is_deleted(tmp_path):
         with torch.no_grad():
             net.weight.fill_(0.5)
             net.bias.fill_(0.1)
-        optimizer = optim.NAdam(net.parameters(), lr=0.1)
+        optimizer = stepped_by_class(net.parameters(), lr=0.1)
         if home:
             net, optimizer = infinity.wrap_model(net, optimizer, {"params": home})
         for turn in range(3):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_net import stepped_by_class
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -23,20 +24,22 @@ def made(make: Make) -> optim.Optimizer:
 
 
 MOMENTS = {
-    "its own names": (
-        lambda p: optim.NAdam(p),
-        {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+    "one name of its own": (
+        lambda p: stepped_by_class(p),
+        {"exp_avg": "exp_avg", "exp_avg_var": "exp_avg_sq"},
     ),
-    "one more": (
-        lambda p: optim.AdamW(p, amsgrad=True),
-        {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "max_exp_avg_sq": "moment_3"},
+    "as many as there are": (
+        lambda p: pytest.importorskip("pytorch_optimizer").Adan(p),
+        {
+            "exp_avg": "exp_avg",
+            "exp_avg_sq": "exp_avg_sq",
+            "exp_avg_diff": "moment_3",
+            "previous_grad": "moment_4",
+        },
     ),
-    "another name": (lambda p: optim.ASGD(p), {"ax": "exp_avg"}),
     "of one group": (
-        lambda p: optim.RMSprop(
-            [{"params": p[:1]}, {"params": p[1:], "momentum": 0.9}], centered=True
-        ),
-        {"square_avg": "exp_avg", "grad_avg": "exp_avg_sq", "momentum_buffer": "moment_3"},
+        lambda p: stepped_by_class([{"params": p[:1]}, {"params": p[1:], "ams_bound": True}]),
+        {"exp_avg": "exp_avg", "exp_avg_var": "exp_avg_sq", "max_exp_avg_var": "moment_3"},
     ),
     "none": (lambda p: optim.Adafactor(p), {}),
 }
@@ -50,7 +53,7 @@ def test_what_is_kept_for_each_element_gets_an_array(what):
 
 
 def test_nothing_of_the_users_changes():
-    optimizer = made(lambda p: optim.NAdam(p))
+    optimizer = made(stepped_by_class)
     before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
     settings = dict(optimizer.param_groups[0])
     recognise(optimizer)
@@ -178,7 +181,7 @@ def test_a_setting_that_is_switched_on_later_is_tried(what):
 
 def test_a_scheduler_that_a_user_keeps_on_the_optimizer_is_no_helper():
     """The twin, a helper of the class, is refused (`test_class_step.py`)."""
-    optimizer = made(lambda p: optim.NAdam(p))
+    optimizer = made(stepped_by_class)
     optimizer.scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     assert recognise(optimizer).moments
 
@@ -188,7 +191,9 @@ def test_hooks_of_all_optimizers_run_once_a_step():
     called = []
     handle = register_optimizer_step_post_hook(lambda *_: called.append(1))
     try:
-        net, optimizer = infinity.wrap_model(net, optim.NAdam(net.parameters()), {"params": "host"})
+        net, optimizer = infinity.wrap_model(
+            net, stepped_by_class(net.parameters()), {"params": "host"}
+        )
         net(torch.ones(1, 4)).sum().backward()
         optimizer.step()
     finally:
@@ -200,7 +205,7 @@ def test_another_default_dtype_changes_nothing():
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert recognise(made(lambda p: optim.NAdam(p))).moments
+        assert recognise(made(stepped_by_class)).moments
     finally:
         torch.set_default_dtype(default)
 
@@ -217,17 +222,17 @@ REFUSED = {
         "steps all parameters at once",
     ),
     "narrow moments": (
-        lambda p: optim.NAdam(p),
+        stepped_by_class,
         {"moments": "int8"},
-        "moments='int8' is not for .*NAdam",
+        "moments='int8' is not for .*AdaBelief",
     ),
     "an update ahead": (
-        lambda p: optim.NAdam(p),
+        stepped_by_class,
         {"speculate": True, "optimizer": "host"},
-        "speculate=True with torch.optim.nadam.NAdam",
+        "speculate=True with pytorch_optimizer.*AdaBelief",
     ),
     "a flag of every class": (
-        lambda p: optim.NAdam(p, differentiable=True),
+        lambda p: optim.Adafactor([{"params": p, "differentiable": True}]),
         {},
         "differentiable=True, which is not supported",
     ),

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_net import model, same, steps
-from torch import optim
+from small_net import model, same, stepped_by_class, steps
 
 import infinity
 from infinity.optim import known
@@ -61,7 +60,7 @@ def test_buffers_are_used_again_and_freed():
 def test_a_step_in_pieces_has_the_bits_of_a_whole_one(home, tmp_path, monkeypatch):
     def trained(home):
         net = model()
-        optimizer = optim.NAdam(net.parameters(), lr=1e-2, weight_decay=0.1)
+        optimizer = stepped_by_class(net.parameters())
         if home is not None:
             given = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)]}
             net, optimizer = infinity.wrap_model(net, optimizer, given)

@@ -22,7 +22,9 @@ def step_of(job: AtHome) -> OptimizerStep:
     context = job.engine.make_step_context()
     members = Members(context)
     members.read(job.optimizer.param_groups)
-    return OptimizerStep(context, KNOWN[native.Rule.SGD], members)
+    return OptimizerStep(
+        context, KNOWN[native.Rule.SGD], members, job.optimizer.wrapped, job.optimizer.state
+    )
 
 
 def weights(job: AtHome) -> list[list]:

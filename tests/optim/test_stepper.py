@@ -29,7 +29,11 @@ def test_a_gradient_with_every_factor_a_kernel_takes_is_stepped(clip):
         model.weight.grad.mul_(0.5)
     assert len(handle.grad.factors) == native.MAX_GRAD_FACTORS
     stepper = Stepper(
-        engine.make_step_context(), KNOWN[native.Rule.SGD], optimizer.param_groups, {handle: 0}
+        engine.make_step_context(),
+        KNOWN[native.Rule.SGD],
+        optimizer.param_groups,
+        {handle: 0},
+        optimizer.state,
     )
     stepper.carry_out(stepper.plan(engine.job.units[0], 1, clip))
     assert torch.equal(

@@ -4,15 +4,14 @@
 template <class V>
 struct Adadelta {
   using F = typename V::F;
-  INFINITY_FN bool uses_exp_avg(const Constants&) { return true; }
-  INFINITY_FN bool uses_exp_avg_sq(const Constants&) { return true; }
+  INFINITY_FN Uses uses(const Constants&) { return {true, true}; }
   static void prepare(const Hyperparameters&, Constants&) {}
-  INFINITY_FN void step(F& p, F g, F& m, F& v, const Constants& k) {
+  INFINITY_FN void step(F& p, F g, State<V>& s, const Constants& k) {
     const F eps = V::set(k.eps);
     if (k.has_decay) g = V::fma(p, V::set(k.weight_decay), g);
-    v = with_square<V>(v, g, k.beta2, k.one_minus_beta2);
-    const F delta = product<V>(V::div(V::sqrt(V::add(m, eps)), V::sqrt(V::add(v, eps))), g);
-    m = with_square<V>(m, delta, k.beta2, k.one_minus_beta2);
+    s.v = with_square<V>(s.v, g, k.beta2, k.one_minus_beta2);
+    const F delta = V::mul(V::div(V::sqrt(V::add(s.m, eps)), V::sqrt(V::add(s.v, eps))), g);
+    s.m = with_square<V>(s.m, delta, k.beta2, k.one_minus_beta2);
     p = V::fma(delta, V::set(k.neg_lr), p);
   }
 };

@@ -4,15 +4,14 @@ template <class V>
 struct Adagrad {
   using F = typename V::F;
   static constexpr int kStepSize = 0;
-  INFINITY_FN bool uses_exp_avg(const Constants&) { return false; }
-  INFINITY_FN bool uses_exp_avg_sq(const Constants&) { return true; }
+  INFINITY_FN Uses uses(const Constants&) { return {false, true}; }
   static void prepare(const Hyperparameters& h, Constants& k) {
     k.own[kStepSize] = static_cast<float>(-h.lr / (1 + double(h.step - 1) * h.lr_decay));
   }
-  INFINITY_FN void step(F& p, F g, F&, F& v, const Constants& k) {
+  INFINITY_FN void step(F& p, F g, State<V>& s, const Constants& k) {
     if (k.has_decay) g = V::fma(p, V::set(k.weight_decay), g);
-    v = V::fma(g, g, v);
-    const F denominator = V::add(V::sqrt(v), V::set(k.eps));
+    s.v = V::fma(g, g, s.v);
+    const F denominator = V::add(V::sqrt(s.v), V::set(k.eps));
     p = V::add(p, V::div(V::mul(V::set(k.own[kStepSize]), g), denominator));
   }
 };

@@ -4,8 +4,7 @@ template <class V>
 struct RAdam {
   using F = typename V::F;
   static constexpr int kBias1 = 0, kLr = 1, kRectification = 2;  // 0: the first steps have none
-  INFINITY_FN bool uses_exp_avg(const Constants&) { return true; }
-  INFINITY_FN bool uses_exp_avg_sq(const Constants&) { return true; }
+  INFINITY_FN Uses uses(const Constants&) { return {true, true}; }
   static void prepare(const Hyperparameters& h, Constants& k) {
     const double step = static_cast<double>(h.step), power = std::pow(h.beta2, step);
     const double most = 2 / (1 - h.beta2) - 1, rho = most - 2 * step * power / (1 - power);
@@ -15,15 +14,15 @@ struct RAdam {
     k.own[kRectification] = rho > 5 ? static_cast<float>(std::sqrt(rectified)) : 0.0f;
     k.bias2_sqrt = static_cast<float>(std::sqrt(1 - power));
   }
-  INFINITY_FN void step(F& p, F g, F& m, F& v, const Constants& k) {
+  INFINITY_FN void step(F& p, F g, State<V>& s, const Constants& k) {
     if (k.has_decay && k.decoupled) p = V::mul(p, V::set(k.decay));
     if (k.has_decay && !k.decoupled) g = V::fma(p, V::set(k.weight_decay), g);
-    m = lerp<V>(m, g, k.one_minus_beta1);
-    v = with_square<V>(v, g, k.beta2, k.one_minus_beta2);
-    F update = V::mul(V::div(m, V::set(k.own[kBias1])), V::set(k.own[kLr]));
+    s.m = lerp<V>(s.m, g, k.one_minus_beta1);
+    s.v = with_square<V>(s.v, g, k.beta2, k.one_minus_beta2);
+    F update = V::mul(V::div(s.m, V::set(k.own[kBias1])), V::set(k.own[kLr]));
     if (k.own[kRectification] > 0) {
-      const F adapted = V::div(V::set(k.bias2_sqrt), V::add(V::sqrt(v), V::set(k.eps)));
-      update = V::mul(product<V>(update, adapted), V::set(k.own[kRectification]));
+      const F adapted = V::div(V::set(k.bias2_sqrt), V::add(V::sqrt(s.v), V::set(k.eps)));
+      update = V::mul(V::mul(update, adapted), V::set(k.own[kRectification]));
     }
     p = V::sub(p, update);
   }

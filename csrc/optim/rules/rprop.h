@@ -6,24 +6,23 @@ struct Rprop {
   using F = typename V::F;
   using I = typename V::I;
   static constexpr int kSmallest = 0, kLargest = 1;
-  INFINITY_FN bool uses_exp_avg(const Constants&) { return true; }
-  INFINITY_FN bool uses_exp_avg_sq(const Constants&) { return true; }
+  INFINITY_FN Uses uses(const Constants&) { return {true, true}; }
   static void prepare(const Hyperparameters& h, Constants& k) {
     k.own[kSmallest] = static_cast<float>(h.smallest);
     k.own[kLargest] = static_cast<float>(h.largest);
   }
-  INFINITY_FN void step(F& p, F g, F& m, F& v, const Constants& k) {
+  INFINITY_FN void step(F& p, F g, State<V>& s, const Constants& k) {
     // Whether the gradient kept its sign. Of two NaN, it depends on the processor which one
     // results.
     const I zero = V::iset(0);
-    const I turn = V::as_int(V::or_if_nan(V::sign(V::mul(g, m)), V::set(0.0f)));
-    const F before = k.first ? V::neg(V::set(k.neg_lr)) : v;
+    const I turn = V::as_int(V::or_if_nan(V::sign(V::mul(g, s.m)), V::set(0.0f)));
+    const F before = k.first ? V::neg(V::set(k.neg_lr)) : s.v;
     const I factor =
         V::if_less(zero, turn, V::as_int(V::set(k.beta2)),
                    V::if_less(turn, zero, V::as_int(V::set(k.beta1)), V::as_int(V::set(1.0f))));
-    v = V::mul(before, V::as_float(factor));
-    v = smaller<V>(larger<V>(v, V::set(k.own[kSmallest])), V::set(k.own[kLargest]));
-    m = V::as_float(V::if_less(turn, zero, zero, V::as_int(g)));
-    p = V::fma(V::neg(V::sign(m)), v, p);
+    s.v = V::mul(before, V::as_float(factor));
+    s.v = smaller<V>(larger<V>(s.v, V::set(k.own[kSmallest])), V::set(k.own[kLargest]));
+    s.m = V::as_float(V::if_less(turn, zero, zero, V::as_int(g)));
+    p = V::fma(V::neg(V::sign(s.m)), s.v, p);
   }
 };

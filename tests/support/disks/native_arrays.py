@@ -25,6 +25,7 @@ import torch
 
 from infinity import native
 from infinity.optim.known import KNOWN
+from infinity.state.flat_param_spec import EVERY_MOMENT
 
 MIB = 1024 * 1024
 CHUNK_GRAIN = native.CHECKSUM_NBYTES // 2  # elements: the updater cuts at multiples of it
@@ -182,8 +183,13 @@ class Form:
         dtypes = {"weight": self.weight}
         if self.master != native.Master.OWN:
             dtypes["master"] = MASTER_DTYPES[self.master]
-        its = KNOWN[self.rule].moments.values()
-        dtypes |= {name: self.moments for name in ("exp_avg", "exp_avg_sq") if name in its}
+        known = KNOWN[self.rule]
+        its = {
+            array
+            for name, array in known.moments.items()
+            if known.only_with.get(name) not in known.instead
+        }
+        dtypes |= {name: self.moments for name in EVERY_MOMENT if name in its}
         return dtypes | {"grad": self.grad}
 
     @property
@@ -238,7 +244,7 @@ def decode(form: Form, arrays: Arrays) -> torch.Tensor:
 def random_arrays(form: Form, numel: int, generator: torch.Generator) -> Arrays:
     """Ordinary values: weights near 1, gradients near 0.1, moments as after some steps."""
     arrays = encode(form, torch.randn(numel, generator=generator))
-    scales = {"exp_avg": 0.1, "exp_avg_sq": 0.01, "grad": 0.1}
+    scales = {"exp_avg": 0.1, "exp_avg_sq": 0.01, "moment_3": 0.02, "grad": 0.1}
     for name, dtype in form.dtypes.items():
         if name in scales:
             value = scales[name] * torch.randn(numel, generator=generator)
@@ -291,6 +297,7 @@ class Unit:
             exp_avg=get("exp_avg"),
             exp_avg_sq=get("exp_avg_sq"),
             grad=get("grad"),
+            moment_3=get("moment_3"),
             runs=[native.Run(*run) for run in runs],
             version=version,
             after=after,

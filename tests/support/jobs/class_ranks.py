@@ -22,11 +22,10 @@ from infinity.optim.class_ranks import ClassRanks
 from infinity.optim.class_step import ClassStepper
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
-from small_net import model, same, steps
+from small_net import model, same, stepped_by_class, steps
 
 MADE = {
-    "NAdam": lambda p: optim.NAdam(p, lr=1e-2, weight_decay=0.1),
-    "AdamW, amsgrad": lambda p: optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "in parts": stepped_by_class,
     "Adafactor": lambda p: optim.Adafactor(p, lr=1e-2, weight_decay=0.1),
     "Prodigy": lambda p: Prodigy(p, d0=1e-3),
     "Muon": lambda p: optim.Muon([each for each in p if each.requires_grad], lr=0.02),

@@ -10,6 +10,13 @@ from torch import nn, optim
 import infinity
 
 
+def stepped_by_class(params, **settings) -> optim.Optimizer:
+    """Makes an optimizer without a rule, which may step any part of a parameter."""
+    from pytorch_optimizer import AdaBelief
+
+    return AdaBelief(params, **{"lr": 1e-2, "weight_decay": 0.1} | settings)
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)]

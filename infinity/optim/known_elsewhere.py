@@ -1,0 +1,130 @@
+"""KnownElsewhere: the classes of other libraries that are stepped at home, and how.
+
+They step by a rule that torch's classes have too, or by their own code (:mod:`.class_step`). Each
+has one entry here, and a row in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from .. import native
+from .known import ADAM, BETAS, BOTH, FIRST, SECOND, Known, class_entry
+from .measured import Prodigy
+
+INSIDE = "__bnb_optimizer_quant_state__"  # where bitsandbytes has moments in a state dict
+
+
+def _of_bitsandbytes() -> Iterator[Known]:
+    """Yields those of bitsandbytes. Its Adam decays weights as AdamW does. Homes do what its paging
+    does. ``optim_bits=8`` becomes moments in our 8 bits."""
+    of_adam = {"state1": FIRST, "state2": SECOND}
+    lion = {"lr": "lr", "betas": BETAS, "weight_decay": "weight_decay"}
+    families = {
+        "adamw.%sAdamW%s": (native.Rule.ADAMW, "Optimizer8bit.step", ADAM, of_adam),
+        "adam.%sAdam%s": (native.Rule.ADAMW, "Optimizer8bit.step", ADAM, of_adam),
+        "lion.%sLion%s": (native.Rule.LION, "Optimizer8bit.step", lion, {"state1": FIRST}),
+    }
+    for path, (rule, *rest) in families.items():
+        for words in product(("", "Paged"), ("", "32bit", "8bit")):
+            kind = "bitsandbytes.optim." + path % words
+            yield Known(rule, kind, *rest, flags={}, inside=INSIDE)
+
+
+def _of_torchao() -> Iterator[Known]:
+    """Yields those of torchao that keep moments in 8 bits."""
+    for name, rule in (("AdamW", native.Rule.ADAMW), ("Adam", native.Rule.ADAM)):
+        path = f"torchao.optim.adam.{name}8bit"
+        yield Known(rule, path, "_AdamBase.step", ADAM, BOTH, flags={}, dtype="int8")
+
+
+def _of_flashoptim() -> Iterator[Known]:
+    """Yields those of flashoptim. A split master has all 32 bits of its 24; moments that it
+    quantizes are in our 8 bits."""
+    of_momentum = {"momentum_buffer": FIRST}
+    lion = {"lr": "lr", "betas": BETAS, "weight_decay": "weight_decay"}
+    sgd = {key: key for key in ("lr", "momentum", "dampening", "weight_decay")}
+    found = {
+        "AdamW": (native.Rule.ADAMW, ADAM, BOTH, {}),
+        "Adam": (native.Rule.ADAM, ADAM, BOTH, {}),
+        "Lion": (native.Rule.LION, lion, {"exp_avg": FIRST}, {}),
+        "SGD": (native.Rule.SGD, sgd, of_momentum, {"momentum_buffer": "momentum"}),
+    }
+    for name, (rule, settings, moments, only_with) in found.items():
+        yield Known(
+            rule,
+            f"flashoptim.optimizers.Flash{name}",
+            "FlashOptimizer.step",
+            settings,
+            moments,
+            {},
+            only_with=only_with,
+            ignored=("initial_lr", "master_bytewidth", "quantize"),
+            counts_steps=name.startswith("Adam"),
+        )
+
+
+# Module -> classes that step by their own code: any part of a parameter, or whole ones
+ANY_PART = {
+    "adan_pytorch.adan": "Adan",
+    "adv_optm.optim.AdamW_adv": "AdamW_adv",
+    "adv_optm.optim.Adopt_adv": "Adopt_adv",
+    "adv_optm.optim.Lion_adv": "Lion_adv",
+    "adv_optm.optim.SignSGD_adv": "SignSGD_adv",
+    "bitsandbytes.optim.adagrad": "Adagrad",
+    "bitsandbytes.optim.rmsprop": "RMSprop",
+    "lion_pytorch.lion_pytorch": "Lion",
+    "optimi.adam": "Adam",
+    "optimi.adamw": "AdamW",
+    "optimi.adan": "Adan",
+    "optimi.lion": "Lion",
+    "optimi.radam": "RAdam",
+    "optimi.sgd": "SGD",
+    "pytorch_optimizer.optimizer.adabelief": "AdaBelief",
+    "pytorch_optimizer.optimizer.adan": "Adan",
+    "pytorch_optimizer.optimizer.ademamix": "AdEMAMix",
+    "pytorch_optimizer.optimizer.adopt": "ADOPT",
+    "pytorch_optimizer.optimizer.grams": "Grams",
+    "pytorch_optimizer.optimizer.laprop": "LaProp",
+    "pytorch_optimizer.optimizer.lion": "Lion",
+    "pytorch_optimizer.optimizer.sgd": "SGDW SignSGD",
+    "pytorch_optimizer.optimizer.tiger": "Tiger",
+    "pytorch_optimizer.optimizer.yogi": "Yogi",
+    "schedulefree.adamw_schedulefree": "AdamWScheduleFree",
+    "schedulefree.radam_schedulefree": "RAdamScheduleFree",
+    "schedulefree.sgd_schedulefree": "SGDScheduleFree",
+}
+WHOLE = {
+    "came_pytorch.CAME": "CAME",
+    "prodigyopt.prodigy": "Prodigy",
+    "optimi.stableadamw": "StableAdamW",
+    "pytorch_optimizer.optimizer.adamp": "AdamP",
+    "pytorch_optimizer.optimizer.adamw": "StableAdamW",
+    "pytorch_optimizer.optimizer.came": "CAME",
+    "pytorch_optimizer.optimizer.lamb": "Lamb",
+    "transformers.optimization": "Adafactor",
+}
+# Their step is a base class's
+STEPS = {"optimi.adamw.AdamW": "Adam.step"}
+
+
+def _by_class() -> Iterator[Known]:
+    """Yields those of other libraries that step by their own code."""
+    for needs_whole, modules in ((False, ANY_PART), (True, WHOLE)):
+        for module, names in modules.items():
+            for name in names.split():
+                path = f"{module}.{name}"
+                inside = INSIDE if module.startswith("bitsandbytes") else None
+                step = "Optimizer8bit.step" if inside else STEPS.get(path, "")
+                measured = Prodigy if name == "Prodigy" else None
+                yield class_entry(
+                    path, step, needs_whole=needs_whole, inside=inside, measured=measured
+                )
+
+
+# Path of a class of another library -> how it steps
+ALIASES: dict[str, Known] = {
+    str(known.kind): known
+    for known in (*_of_bitsandbytes(), *_of_torchao(), *_of_flashoptim(), *_by_class())
+}
