@@ -41,6 +41,9 @@ class Rule(Enum):
     ADADELTA = ...
     ADAGRAD = ...
     ADAMAX = ...
+    AMSGRAD = ...
+    ASGD = ...
+    NADAM = ...
     RADAM = ...
     RMSPROP = ...
     RPROP = ...
@@ -300,9 +303,16 @@ class Hyperparameters:
     lr_decay: float
     smallest: float
     largest: float
+    momentum_decay: float
+    mu_product: float
+    lambd: float
+    eta: float
+    mu: float
     nesterov: bool
     maximize: bool
     decoupled: bool
+    amsgrad: bool
+    centered: bool
     step: int
     grad_factors: list[float]
 
@@ -325,6 +335,7 @@ class Shadow:
         exp_avg_sq: Extent | None = None,
         exp_avg_scale: Extent | None = None,
         exp_avg_sq_scale: Extent | None = None,
+        moment_3: Extent | None = None,
     ) -> None: ...
 
 class UnitUpdate:
@@ -342,6 +353,7 @@ class UnitUpdate:
         after: Ticket | None = None,
         exp_avg_scale: Extent | None = None,
         exp_avg_sq_scale: Extent | None = None,
+        moment_3: Extent | None = None,
         label: int = 0,
         shadow: Shadow = ...,
     ) -> None: ...
