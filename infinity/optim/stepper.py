@@ -1,13 +1,11 @@
 """Stepper: plans the step of each flat param, and submits it to the updater.
 
-span    consecutive parameters of a flat param with the same hyperparameters and step count: one
-        kernel call
 shadow  an update made ahead in the backward, in case the step turns out to be equal
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 
 from .. import native
-from ..errors import UsageError
 from ..gradients.record import GradState, has_landed
 from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle, handle_of
@@ -27,6 +24,7 @@ from .context import StepContext
 from .counters import Numbers
 from .device_step import DeviceUpdate, Span, steps_on_device
 from .known import Known
+from .spans import Spans, inputs_of, runs_of
 
 
 @dataclass(eq=False)
@@ -49,21 +47,6 @@ class FlatParamStep:
     )
 
 
-HYPERPARAMETERS = [name for name in dir(native.Hyperparameters) if not name.startswith("_")]
-
-
-def _inputs_of(spans: list[Span]) -> list[tuple]:
-    """Lists all inputs of an update, for a comparison."""
-    return [
-        (begin, end, *(getattr(hyper, name) for name in HYPERPARAMETERS))
-        for begin, end, hyper in spans
-    ]
-
-
-def _runs(spans: list[Span]) -> list[native.Run]:
-    return [native.Run(begin, end, hyper) for begin, end, hyper in spans]
-
-
 class Stepper:
     """Steps units by one rule and the hyperparameters of an optimizer's groups. Used from the
     thread that runs the step.
@@ -79,11 +62,8 @@ class Stepper:
         group_of: Mapping[ParamHandle, int],
         books: OptimizerBooks,
     ):
-        self._context, self._known, self._groups, self._group_of = context, known, groups, group_of
-        self._books = books
-
-    def _is_stepped(self, handle: ParamHandle) -> bool:
-        return has_landed(handle) and handle in self._group_of
+        self._context, self._known, self._books = context, known, books
+        self._spans = Spans(known, groups, group_of, books)
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[FlatParamStep]:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""
@@ -106,20 +86,19 @@ class Stepper:
                 if has_landed(handle):
                     context.gradients.values.prepare_factor(handle, clip)
             after = context.gradients.homes.close_flat_param(flat_param)
-            stepped = [handle for handle in handles if self._is_stepped(handle)]
+            stepped = [handle for handle in handles if self._spans.is_stepped(handle)]
             step = FlatParamStep(flat_param, version, [(h, h.step + 1) for h in stepped])
-            if self._known.counters is not None:
-                step.counted = {handle: self._counted(handle)[1] for handle in stepped}
+            step.counted = {handle: self._spans.counted(handle)[1] for handle in stepped}
             if flat_param.homes.rows is not None and not beside:
                 self._plan_rows(step, after, clip, label=unit.index)
                 steps.append(step)
                 continue
-            spans = list(self._spans(flat_param, handles, clip))
+            spans = list(self._spans.of(flat_param, clip))
             shadow = flat_param.homes.shadow
             if (
                 shadow is not None
                 and shadow.ticket is not None
-                and shadow.inputs == _inputs_of(spans)
+                and shadow.inputs == inputs_of(spans)
             ):
                 step.shadow = shadow
             elif beside:
@@ -190,7 +169,7 @@ class Stepper:
                     h.grad.viewed or h.grad.assigned is not None for h in handles
                 ):
                     continue
-                spans = list(self._spans(flat_param, handles))
+                spans = list(self._spans.of(flat_param))
                 if not spans:
                     continue
                 flat_param.homes.wait()
@@ -200,15 +179,15 @@ class Stepper:
                     context.steps.index + 1,
                 )
                 update = self._processor_update(
-                    flat_param, _runs(spans), after, label=unit.index, version=version, ahead=True
+                    flat_param, runs_of(spans), after, label=unit.index, version=version, ahead=True
                 )
-                flat_param.homes.cast_shadow(Shadow(update, _inputs_of(spans)))
+                flat_param.homes.cast_shadow(Shadow(update, inputs_of(spans)))
                 context.updates.updater.submit_all([update])
                 made += 1
         return made
 
     def _has_landed(self, flat_param: FlatParam) -> bool:
-        return any(self._is_stepped(handle) for handle in flat_param.handles)
+        return any(self._spans.is_stepped(handle) for handle in flat_param.handles)
 
     def _plan_rows(
         self,
@@ -226,7 +205,7 @@ class Stepper:
             factors, rows = (*handle.grad.factors, *last), handle.grad.rows
             chosen = range(homes.rows.count) if rows is None else rows
             hyper, zeros = (
-                self._hyperparameters(self._group_of[handle], number, each, self._counters(handle))
+                self._spans.hyperparameters(*self._spans.key(handle, each))
                 for each in (factors, ())
             )
             runs += homes.rows.runs(handle.index, chosen, hyper, number)
@@ -251,7 +230,7 @@ class Stepper:
         stepper = context.updates.stepper
         if stepper is None:
             step.update = self._processor_update(
-                flat_param, _runs(spans), after, label=label, version=version
+                flat_param, runs_of(spans), after, label=label, version=version
             )
             return
         first = 0 if steps_on_device(flat_param) else stepper.share.first_own(flat_param)
@@ -259,7 +238,7 @@ class Stepper:
         rest = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
         if rest:
             step.update = self._processor_update(
-                flat_param, _runs(rest), after, label=label, version=version
+                flat_param, runs_of(rest), after, label=label, version=version
             )
         if own:
             behind = context.gradients.homes.landing_of(flat_param)
@@ -287,7 +266,7 @@ class Stepper:
         stepper = context.updates.stepper
         if stepper is None or not steps_on_device(flat_param):
             step.update = self._processor_update(
-                flat_param, _runs(spans), after, label=label, version=version, ahead=True
+                flat_param, runs_of(spans), after, label=label, version=version, ahead=True
             )
             return
         behind = context.gradients.homes.landing_of(flat_param)
@@ -320,60 +299,3 @@ class Stepper:
         return flat_param.homes.update_of(
             self._known.rule, runs, after, label=label, version=version, ahead=ahead
         )
-
-    def _spans(
-        self, flat_param: FlatParam, handles: list[ParamHandle], clip: float = 1.0
-    ) -> Iterator[Span]:
-        """Yields the spans of landed gradients. Neighbours with the same hyperparameters, step and
-        factors form one. ``clip``: applied after the gradients' own factors."""
-        last = () if clip == 1.0 else (clip,)
-        key, begin, end = None, 0, 0
-        first = flat_param.layout.own_shard[0]
-        for handle in handles:
-            low, high = flat_param.layout.shard_part(handle.index)
-            current = None
-            if self._is_stepped(handle) and low < high:
-                factors, counters = (*handle.grad.factors, *last), self._counters(handle)
-                current = (self._group_of[handle], handle.step + 1, factors, counters)
-            if current != key:
-                if key is not None:
-                    yield begin, end, self._hyperparameters(*key)
-                key, begin = current, low - first
-            end = high - first
-        if key is not None:
-            yield begin, end, self._hyperparameters(*key)
-
-    def _counted(self, handle: ParamHandle) -> tuple[dict[str, float], Numbers]:
-        """Returns the hyperparameters of a parameter's counters in its next step, and the counters
-        after it. Raises UsageError if its state lacks one."""
-        counters, group = self._known.counters, self._groups[self._group_of[handle]]
-        numbers = counters.first(group)
-        if handle.has_state:
-            own = self._books.own_of(handle.param)
-            if lacking := [name for name in numbers if name not in own]:
-                raise UsageError(
-                    f"optimizer.state of {handle.name} lacks {', '.join(lacking)}: set it, or"
-                    " delete this parameter's state to begin anew"
-                )
-            numbers = {name: torch.as_tensor(own[name]) for name in numbers}
-        return counters.step(group, handle.step + 1, numbers)
-
-    def _counters(self, handle: ParamHandle) -> tuple[tuple[str, float], ...]:
-        """Lists the hyperparameters that only this parameter has in its next step."""
-        return () if self._known.counters is None else tuple(self._counted(handle)[0].items())
-
-    def _hyperparameters(
-        self,
-        group_index: int,
-        step: int,
-        factors: tuple[float, ...],
-        counters: tuple[tuple[str, float], ...],
-    ) -> native.Hyperparameters:
-        group = self._groups[group_index]
-        hyper = native.Hyperparameters()
-        self._known.set_on(hyper, group)
-        for name, value in counters:
-            setattr(hyper, name, value)
-        hyper.step = step
-        hyper.grad_factors = list(factors)
-        return hyper
