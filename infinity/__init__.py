@@ -24,7 +24,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from . import parallel
+    from . import data, parallel
     from .api.accumulate import accumulate
     from .api.average import ema, swa
     from .api.full_params import full_params
@@ -78,6 +78,7 @@ __all__ = [
     "Watch",
     "accumulate",
     "clip_grad_norm_",
+    "data",
     "ema",
     "full_params",
     "load_checkpoint",
@@ -115,7 +116,7 @@ _HOMES = {
     "unwrap_model": "api.unwrap",
     "wrap_model": "api.wrap",
 }
-_ROOMS = ("integrations", "parallel")  # whose functions are called by their room's name
+_ROOMS = ("data", "integrations", "parallel")  # whose functions are called by their room's name
 
 
 def __getattr__(name: str):

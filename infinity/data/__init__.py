@@ -1,1 +1,19 @@
-"""Data: reads text files as batches of token ids."""
+"""Data: which samples a batch has, and text files as batches of token ids."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .order import Order
+    from .seeding import Seeded
+
+__all__ = ["Order", "Seeded"]
+_HOMES = {"Order": "order", "Seeded": "seeding"}
+
+
+def __getattr__(name: str):  # torch is imported when it is asked for
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
