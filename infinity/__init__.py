@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from . import data, parallel
     from .api.accumulate import accumulate
     from .api.average import ema, swa
+    from .api.checkpoints import Checkpoints
     from .api.full_params import full_params
     from .api.named_weights import named_weights
     from .api.park import park, resume
@@ -66,6 +67,7 @@ _refuse_others(__path__[0])
 
 __all__ = [
     "CapacityError",
+    "Checkpoints",
     "Config",
     "ConfigError",
     "CorruptionError",
@@ -97,6 +99,7 @@ __all__ = [
 
 # Imported when first asked for, so that `infinity --help` does not wait for torch.
 _HOMES = {
+    "Checkpoints": "api.checkpoints",
     "Config": "config.config",
     "Stats": "api.stats",
     "Watch": "api.watch",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
@@ -46,6 +47,8 @@ class Order(Sampler):
         order = infinity.data.Order(len(dataset), batch_size=64, seed=1, consumed=steps)
         for batch in DataLoader(dataset, batch_sampler=order, num_workers=4):
             ...
+
+    An iteration that begins in the middle of an epoch leaves torch's generator as it was.
 
     samples
         The number of samples, or the dataset.
@@ -89,6 +92,7 @@ class Order(Sampler):
         if not hasattr(consumed, "__index__") or isinstance(consumed, bool) or consumed < 0:
             raise ConfigError(f"Order: consumed={consumed!r} must be a number of batches, from 0")
         self._next = int(consumed)
+        self._before_draw: torch.Tensor | None = None
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -131,8 +135,19 @@ class Order(Sampler):
         return Batch(places.tolist(), number)
 
     def __iter__(self) -> Iterator[Batch]:
+        # A DataLoader begins an iteration once or twice, and draws a number. The job that is
+        # resumed in the middle of an epoch has drawn it before.
+        if self._next % self._per_epoch and self._before_draw is None:
+            self._before_draw = torch.get_rng_state()
+        return self._epoch()
+
+    def _epoch(self) -> Iterator[Batch]:
+        """Yields the batches until the end of the epoch. Begins at the first one that is asked
+        for."""
         first, end = self._next, (self.epoch + 1) * self._per_epoch
-        self._next = end
+        if self._before_draw is not None:
+            torch.set_rng_state(self._before_draw)
+        self._next, self._before_draw = end, None
         yield from map(self.batch, range(first, end))
 
     def __len__(self) -> int:

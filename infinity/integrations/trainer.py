@@ -11,13 +11,18 @@ streamed.
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoint.interval import Interval, share_of
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.pretrained import adapter_tensors, is_adapted, save_pretrained
 from ..checkpoint.random_state import keep_random_state
@@ -31,7 +36,53 @@ from .weights import load_weights
 
 transformers = require("transformers")
 
+logger = logging.getLogger(__name__)
+
 SCHEDULER = "scheduler.pt"  # the Trainer's file name
+
+
+class SaveWhenDue(transformers.TrainerCallback):
+    """Asks a Trainer to save as often as a share of its time allows. The first rank chooses."""
+
+    def __init__(self, share: float):
+        self._interval = Interval(share)
+        self._last: float | None = None  # None: something else than a step has taken time since
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._last = None
+        logger.info("infinity_overhead says when to save, not save_strategy=%s", args.save_strategy)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._last is None:
+            self._last = time.monotonic()
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        now = time.monotonic()
+        if self._last is not None:
+            self._interval.note_step(now - self._last)
+        self._last = now
+        due = self._interval.is_due
+        if is_wrapped(model):
+            collectives = wrapped(model).engine.job.collectives
+            asked = int(not (due and collectives.ranks.is_first))
+            due = not collectives.least([asked], "infinity_overhead", over_stages=True)[0]
+        control.should_save = due
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._last = None
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Measures a save."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            self._interval.note_save(seconds, seconds)
+            self._last = None
 
 
 class InfinityMixin:
@@ -41,20 +92,33 @@ class InfinityMixin:
     infinity, infinity_reference
         As for :class:`InfinityAccelerator`: the configurations of the trained model, and of others
         that the Trainer evaluates beside it.
+    infinity_overhead
+        The share of the time that saving may take, as ``0.02`` or ``"2%"``. It chooses when to
+        save, in place of ``save_strategy`` and ``save_steps``.
 
     Raises ConfigError for options that move or cast the model: FSDP, DeepSpeed,
     ``fp16_full_eval`` and ``bf16_full_eval``.
     """
 
     def __init__(
-        self, *args: Any, infinity: Given = None, infinity_reference: Given = None, **kwargs: Any
+        self,
+        *args: Any,
+        infinity: Given = None,
+        infinity_reference: Given = None,
+        infinity_overhead: float | str | None = None,
+        **kwargs: Any,
     ):
         config = Config.make(infinity)
         self._homes = (
             config,
             config if infinity_reference is None else Config.make(infinity_reference),
         )
+        self._saves = None
+        if infinity_overhead is not None:
+            self._saves = SaveWhenDue(share_of(infinity_overhead, "infinity_overhead"))
         super().__init__(*args, **kwargs)
+        if self._saves is not None:
+            self.add_callback(self._saves)
 
     @property
     def _is_home(self) -> bool:
@@ -94,6 +158,12 @@ class InfinityMixin:
         return super().evaluation_loop(*args, **kwargs)
 
     # --- checkpoints ---
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        if self._saves is None:
+            return super()._save_checkpoint(*args, **kwargs)
+        with self._saves.timed():
+            return super()._save_checkpoint(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if not self._is_home:

@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 import infinity.cli
+from infinity.checkpoint import interval
 from infinity.cli.training import job, places, settings
 from infinity.cli.training import model as model_module
 from infinity.data import corpus as corpora
@@ -269,6 +270,22 @@ def test_a_job_that_died_repeats_the_steps_after_its_checkpoint(place, report):
     resumed = report("--resume", checkpoint="saved", out="resumed")
     assert resumed["first_step"] == 3 and resumed["losses"] == whole["losses"][3:]
     assert_same_bits(weights("resumed"), weights("whole"))
+
+
+def test_a_job_saves_as_often_as_a_share_of_its_time_allows(place, report, monkeypatch):
+    """Claim: with nothing said, too. The twin: after so many steps if that is said."""
+    monkeypatch.setattr(interval, "FIRST_STEPS", 2)
+    monkeypatch.setattr(interval, "FIRST_SECONDS", 0.0)
+    saved = []
+    save = job.save_checkpoint
+    monkeypatch.setattr(
+        job, "save_checkpoint", lambda work: (saved.append(work.next_step), save(work))
+    )
+    report(checkpoint="share", checkpoint_overhead="1%")
+    assert saved[0] == 2 and saved[-1] == STEPS and len(saved) < 6
+    saved.clear()
+    report(checkpoint="every", checkpoint_every=2)
+    assert saved[:3] == [2, 4, 6]
 
 
 @pytest.mark.parametrize("optim", ["adafactor", "muon"])

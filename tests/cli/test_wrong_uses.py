@@ -331,6 +331,15 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
         "Give more data, or --sequence-length 5 or",
     ),
     "job --checkpoint-every 5": ("--checkpoint-every needs a folder", "add --checkpoint FOLDER"),
+    "job --checkpoint-overhead 2%": ("--checkpoint-overhead needs a", "add --checkpoint FOLDER"),
+    "job --checkpoint x --checkpoint-overhead 200%": (
+        "--checkpoint-overhead: '200%' is no share",
+        "a percentage as 2%",
+    ),
+    "job --checkpoint x --checkpoint-overhead 2% --checkpoint-every 5": (
+        "both say how often to save",
+        "give one of them",
+    ),
     "job --prompt hi": ("--prompt is of the sample of a saved model", "add --out FOLDER"),
     "job --micro-batch 7": (
         "--micro-batch 7 is more than --batch-size 2: it is",

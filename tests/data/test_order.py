@@ -94,6 +94,29 @@ def test_samples_may_stay_in_place_or_the_last_batch_be_left_out():
     assert [len(batch) for batch in epochs(order, 1)] == [2, 2] and len(order) == 2
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_generator_goes_on_as_in_the_job_that_was_not_ended(workers):
+    """Claim: numbers drawn beside a loader. The twin: a plain sampler has others after a restart,
+    as its loader draws once more."""
+
+    def drawn(order, state=None):
+        found = []
+        torch.manual_seed(5)
+        loader = DataLoader(Numbers(40), batch_sampler=order, num_workers=workers)
+        if state is not None:
+            torch.set_rng_state(state)
+        for _ in range(3):
+            for _ in loader:
+                found.append((torch.rand(()).item(), torch.get_rng_state()))
+        return found
+
+    whole = drawn(Order(40, batch_size=10))
+    resumed = drawn(Order(40, batch_size=10, consumed=6), whole[5][1])
+    assert [value for value, _ in resumed[:6]] == [value for value, _ in whole[6:]]
+    plain = drawn([[0], [1]], whole[5][1])
+    assert plain[0][0] != whole[6][0]
+
+
 def test_a_batch_keeps_its_number_on_the_way_to_a_worker():
     batch = Order(40, batch_size=8).batch(7)
     sent = pickle.loads(pickle.dumps(batch))

@@ -21,6 +21,7 @@ from trainer_cases import SEED, arguments, assert_same, llama, logged, on_disk, 
 
 import infinity
 from infinity import integrations
+from infinity.checkpoint import interval
 
 transformers = pytest.importorskip("transformers")
 Lazily("accelerate")
@@ -151,6 +152,33 @@ def test_a_run_in_bf16_resumes_to_the_bit(tmp_path):
     assert "master" in states[0][0]
     for index, state in states[0].items():
         assert differing(state, states[1][index]) == []
+
+
+def test_it_saves_as_often_as_a_share_of_the_time_allows(tmp_path, monkeypatch):
+    """Claim: not at `save_steps`; and a run goes on from such a checkpoint. The twin: without a
+    share no step is saved."""
+    monkeypatch.setattr(interval, "FIRST_STEPS", 2)
+    monkeypatch.setattr(interval, "FIRST_SECONDS", 0.0)
+
+    def run(folder, **more):
+        trainer = integrations.InfinityTrainer(
+            model=llama(),
+            args=arguments(folder, save_strategy="steps", save_steps=1000),
+            train_dataset=rows(20),
+            infinity={"params": "host", "optimizer": "host"},
+            **more,
+        )
+        trainer.train()
+        return trainer
+
+    whole = run(tmp_path / "whole", infinity_overhead="90%")
+    saved = sorted(path.name for path in (tmp_path / "whole").glob("checkpoint-*"))
+    assert "checkpoint-2" in saved
+    plain = run(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "checkpoint-2").exists()
+    assert differing(values(whole.model), values(plain.model)) == []
+    with pytest.raises(infinity.ConfigError, match="infinity_overhead: 2 is no share"):
+        run(tmp_path / "wrong", infinity_overhead=2)
 
 
 def test_a_plain_checkpoint_is_resumed(tmp_path):

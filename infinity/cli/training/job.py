@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import infinity
 
+from ...checkpoint.interval import Interval
 from ...data.corpus import Batches
 from ...data.examples import NOT_LEARNED, ExampleBatches
 from ...errors import InfinityError, UsageError
@@ -56,7 +57,8 @@ class Job:
     fixed_values: dict[str, Any]
     checkpoint: Path | None
     out: Path | None
-    checkpoint_every: int
+    checkpoint_every: int | None  # None: as often as `interval` says
+    interval: Interval
     ranks: Ranks
     tokenizer: Any = None  # saved with each checkpoint, for a model made of it
     first_step: int = 0
@@ -112,6 +114,7 @@ def make_job(
         checkpoint=args.checkpoint,
         out=args.out,
         checkpoint_every=args.checkpoint_every,
+        interval=Interval(args.checkpoint_overhead),
         ranks=ranks,
         tokenizer=tokenizer,
         fixed_values=_fixed_values(args, batches, config, ranks)
@@ -165,13 +168,21 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
         started_at = time.perf_counter()
         job.losses.append(train_step(job, job.next_step))
         job.step_seconds.append(time.perf_counter() - started_at)
+        job.interval.note_step(job.step_seconds[-1])
         job.next_step += 1
         show(job, EdgeCounts.of(job.model).since(start))
-        if job.next_step % job.checkpoint_every == 0 and job.next_step < job.steps:
+        if job.next_step < job.steps and _is_save_due(job):
             save_checkpoint(job)
     if job.losses or job.next_step == 0:  # otherwise the checkpoint it resumed from is current
         save_checkpoint(job)
     return EdgeCounts.of(job.model).since(start)
+
+
+def _is_save_due(job: Job) -> bool:
+    """Whether to save after this step: for all ranks, the first one chooses. A collective."""
+    if job.checkpoint is None or job.checkpoint_every is not None:
+        return job.checkpoint is not None and job.next_step % job.checkpoint_every == 0
+    return bool(job.ranks.largest(int(job.ranks.is_first and job.interval.is_due)))
 
 
 def _interrupted(job: Job, interrupt: Interrupt) -> bool:
@@ -296,7 +307,10 @@ def save_checkpoint(job: Job) -> None:
         "fixed_values": job.fixed_values,
         "out": job.out and os.path.realpath(job.out),  # a restarted job may replace it
     }
+    began = time.perf_counter()
     infinity.save_checkpoint(job.checkpoint, job.model, job.optimizers, extra=extra, overwrite=True)
+    seconds = time.perf_counter() - began
+    job.interval.note_save(seconds, seconds)
     if job.ranks.is_first:
         with replacing(job.checkpoint / OF_MODEL) as made:
             for part in (job.tokenizer, *getattr(job.model, "peft_config", {}).values()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ...checkpoint.interval import share_of
 from ...errors import ConfigError
 from ...machine.tiers import home_of
 from ..presets import PRESETS
@@ -36,7 +37,7 @@ QUANTIZE: dict[str, Any] = {"choices": ("nf4", "int8", "fp8")}
 DEFAULT_SEQUENCE_LENGTH = 256
 DEFAULT_ROW_LENGTH = 1024
 DEFAULT_STEPS = 80
-DEFAULT_CHECKPOINT_EVERY = 50
+DEFAULT_CHECKPOINT_OVERHEAD = "2%"
 DEFAULT_LR, TUNING_LR = 2e-4, 2e-5
 DEFAULT_WARMUP_STEPS = 10
 DEFAULT_MAX_GRAD_NORM = 1.0
@@ -189,7 +190,12 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
         **FOLDER,
         help="keep the last resumable checkpoint here, the final one too",
     )
-    add("--checkpoint-every", **NUMBER, help="steps (default 50)")
+    add(
+        "--checkpoint-overhead",
+        metavar="SHARE",
+        help="save as often as this share of the time allows (default 2%%)",
+    )
+    add("--checkpoint-every", **NUMBER, help="save after so many steps instead")
     add(
         "--resume",
         **FLAG,
@@ -232,7 +238,17 @@ def _check_companions(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that do nothing without another one, or beyond it."""
     if args.checkpoint_every is not None and args.checkpoint is None:
         raise ConfigError("--checkpoint-every needs a folder: add --checkpoint FOLDER.")
-    args.checkpoint_every = args.checkpoint_every or DEFAULT_CHECKPOINT_EVERY
+    if args.checkpoint_overhead is not None:
+        if args.checkpoint is None:
+            raise ConfigError("--checkpoint-overhead needs a folder: add --checkpoint FOLDER.")
+        if args.checkpoint_every is not None:
+            raise ConfigError(
+                "--checkpoint-every and --checkpoint-overhead both say how often to save: give one"
+                " of them."
+            )
+    args.checkpoint_overhead = share_of(
+        args.checkpoint_overhead or DEFAULT_CHECKPOINT_OVERHEAD, "--checkpoint-overhead"
+    )
     if args.prompt is not None and args.out is None:
         raise ConfigError("--prompt is of the sample of a saved model: add --out FOLDER.")
     if args.micro_batch is not None and args.micro_batch > args.batch_size:

@@ -1,0 +1,299 @@
+"""Checkpoints: saves a loop as often as a share of its time allows, and resumes it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.interval import Interval, share_of
+from ..checkpoint.load import load_checkpoint
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.save import save_checkpoint
+from ..errors import ConfigError, UsageError
+from ..machine.outputs import folder_of
+from ..runtime.registry import wrapped
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Steps(int):
+    """A number of steps that a checkpoint came with. An Order that begins with it is compared with
+    the one that was saved, and saved from then on. So is one of a multiple, for accumulation."""
+
+    _owner: Callable[[], Checkpoints | None]
+
+    def __new__(cls, value: int, owner: Checkpoints):
+        made = super().__new__(cls, value)
+        made._owner = weakref.ref(owner)
+        return made
+
+    def __mul__(self, other: int) -> int:
+        owner = self._owner()
+        return int(self) * other if owner is None else Steps(int(self) * other, owner)
+
+    __rmul__ = __mul__
+
+    def continues(self, order: dict[str, Any]) -> None:
+        """Raises ConfigError if the ``order`` that was saved is another one."""
+        if (owner := self._owner()) is not None:
+            owner._take_order(order)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a job goes on from. ``steps``: that were trained before; ``extra``: what the last save
+    was given, None without a checkpoint."""
+
+    steps: Steps
+    extra: Any
+
+
+class Checkpoints:
+    """Saves a job to ``folder`` as often as ``overhead`` allows, and on SIGTERM and SIGUSR1.
+
+        saver = infinity.Checkpoints("saved", model, optimizer, overhead=0.02)
+        order = infinity.data.Order(len(dataset), batch_size=64, consumed=saver.resume().steps)
+        for batch in DataLoader(dataset, batch_sampler=order):
+            ...
+            optimizer.step()
+            optimizer.zero_grad()
+            saver.after_step()
+
+    overhead
+        The share of the time that saving may take: a number between 0 and 1, or a text as "2%".
+    extra
+        A value to save, or a function that returns one. ``resume()`` gives the last one back.
+    between_failures
+        Mean seconds between two failures, if they are known: then it saves more often if that loses
+        less time.
+    loader
+        A torchdata ``StatefulDataLoader``, whose state is saved and loaded, too.
+
+    The folder has the last checkpoint. The interval follows what saving costs: it is chosen anew
+    after each save, on the first rank, for all of them. After SIGTERM the job is saved at the end
+    of its step, and ends; after SIGUSR1 it goes on. Every rank makes one, and makes the same calls.
+
+    Raises ConfigError for an overhead that is no share, UsageError for a model that is not wrapped.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        overhead: float | str = 0.02,
+        extra: Any | Callable[[], Any] = None,
+        between_failures: float | None = None,
+        loader: Any = None,
+    ):
+        self._folder = folder_of(folder, "Checkpoints' folder")
+        self._collectives = wrapped(model).engine.job.collectives
+        self._model, self._optimizer, self._extra = model, optimizer, extra
+        self._loader = _checked_loader(loader)
+        if between_failures is not None and not between_failures > 0:
+            raise ConfigError(f"between_failures={between_failures!r} must be seconds above 0")
+        self._interval = Interval(share_of(overhead), between_failures)
+        self._order: dict[str, Any] | None = None  # of the loop
+        self._saved_order: dict[str, Any] | None = None
+        self._steps, self._may_replace = 0, False
+        self._signals: set[int] = set()
+        self._before: dict[int, Any] = {}
+        self._listen()
+        self._last = time.monotonic()
+
+    @property
+    def steps(self) -> int:
+        """Steps of the loop, over all runs."""
+        return self._steps
+
+    @property
+    def every(self) -> int | None:
+        """Steps from one save to the next; None before the first."""
+        return self._interval.steps
+
+    def resume(self) -> Resumed:
+        """Loads the checkpoint of the folder, if it has one. Every rank calls this, before the
+        first step.
+
+        Raises UsageError after a step, and what :func:`load_checkpoint` raises.
+        """
+        if self._steps:
+            raise UsageError("Checkpoints.resume() after a step: call it before the loop")
+        extra, self._may_replace = None, True
+        if self._has_checkpoint():
+            saved = load_checkpoint(self._folder, self._model, self._optimizer)
+            if not isinstance(saved, dict) or "checkpoints" not in saved:
+                raise UsageError(
+                    f"{self._folder} has a checkpoint of save_checkpoint(), which does not know its"
+                    " steps. Load it by load_checkpoint(), and give Checkpoints another folder."
+                )
+            own, extra = saved["checkpoints"], saved["extra"]
+            self._steps, self._saved_order = own["steps"], own["order"]
+            self._load_loader(own["loaders"])
+        self._last = time.monotonic()
+        return Resumed(Steps(self._steps, self), extra)
+
+    def after_step(self) -> bool:
+        """Counts a step, and saves if that is due. Every rank calls this after ``zero_grad()``.
+        Returns whether it saved.
+
+        Ends the process by SystemExit if it was saved on SIGTERM. Raises what
+        :func:`save_checkpoint` raises; then the old checkpoint stands, and the next try is as far
+        away as after a save.
+        """
+        if not self._may_replace:
+            self._refuse_replacing()
+        self._steps += 1
+        self._interval.note_step(time.monotonic() - self._last)
+        is_due, is_ending = self._agree()
+        if is_due:
+            self.save()
+        self._last = time.monotonic()
+        if is_ending:
+            self._end()
+        return is_due
+
+    def save(self) -> None:
+        """Saves now. Every rank calls this, between two steps."""
+        began = time.monotonic()
+        own = {"steps": self._steps, "order": self._order, "loaders": self._loaders()}
+        extra = self._extra() if callable(self._extra) else self._extra
+        saved = {"checkpoints": own, "extra": extra}
+        try:
+            save_checkpoint(self._folder, self._model, self._optimizer, saved)
+        finally:
+            seconds = time.monotonic() - began
+            self._interval.note_save(seconds, seconds)
+        self._last = time.monotonic()
+        if self._collectives.ranks.is_first:
+            logger.info(
+                "saved %s at step %d in %.1f s: every %d steps from now on",
+                self._folder,
+                self._steps,
+                seconds,
+                self._interval.steps,
+            )
+
+    def close(self) -> None:
+        """Gives the signals back. The folder stays."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+    # --- ranks ---
+
+    def _agree(self) -> tuple[bool, bool]:
+        """Returns whether to save after this step, and whether to end then: as the first rank's
+        interval says, or a signal to any rank."""
+        is_first = self._collectives.ranks.is_first
+        ending = signal.SIGTERM in self._signals
+        asked = bool(self._signals) or (is_first and self._interval.is_due)
+        self._signals.discard(signal.SIGUSR1)
+        if not self._collectives.ranks.alone:
+            given = [int(not asked), int(not ending)]
+            found = self._collectives.least(given, "Checkpoints.after_step", over_stages=True)
+            asked, ending = (not each for each in found)
+        return asked, ending
+
+    def _has_checkpoint(self) -> bool:
+        """Tells whether the folder has a checkpoint: as the first rank sees it."""
+        found = int((self._folder / MANIFEST).is_file())
+        if self._collectives.ranks.alone:
+            return bool(found)
+        return bool(self._collectives.collect(found, "the folder of Checkpoints")[0])
+
+    def _refuse_replacing(self) -> None:
+        if self._has_checkpoint():
+            raise UsageError(
+                f"{self._folder} has a checkpoint, which the first save would replace. Call"
+                " resume() before the loop, or give another folder."
+            )
+        self._may_replace = True
+
+    # --- data ---
+
+    def _take_order(self, order: dict[str, Any]) -> None:
+        before = self._saved_order
+        if before is not None and before != order:
+            differs = ", ".join(
+                f"{name}={order[name]} (it was {before[name]})"
+                for name in order
+                if order[name] != before.get(name)
+            )
+            raise ConfigError(
+                f"the Order goes on from {self._folder}, and has {differs}. Set it as it was, or"
+                " begin anew in another folder."
+            )
+        self._order = order
+
+    def _loaders(self) -> list[Any] | None:
+        if self._loader is None:
+            return None
+        mine = self._collectives.ranks.world_rank, self._loader.state_dict()
+        everyones = dict(self._collectives.collect(mine, "the loaders' states"))
+        return [everyones[rank] for rank in sorted(everyones)]
+
+    def _load_loader(self, states: list[Any] | None) -> None:
+        if self._loader is None or states is None:
+            return
+        rank = self._collectives.ranks.world_rank
+        count = len(self._collectives.collect(rank, "the number of ranks"))
+        if len(states) != count:
+            raise ConfigError(
+                f"{self._folder} has the states of {len(states)} loaders, and there are {count}"
+                " ranks: resume with as many, or use infinity.data.Order"
+            )
+        self._loader.load_state_dict(states[rank])
+
+    # --- signals ---
+
+    def _listen(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python allows signal handlers there only
+        itself, process = weakref.ref(self), os.getpid()
+
+        def note(number: int, frame: Any) -> None:
+            if os.getpid() != process:  # a forked child, which has to end
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            elif (alive := itself()) is not None:
+                alive._signals.add(number)
+
+        self._before = {number: signal.signal(number, note) for number in SIGNALS}
+
+    def _end(self) -> None:
+        """Ends the process as SIGTERM would have, but with Python's way out."""
+        before = self._before.get(signal.SIGTERM)
+        self.close()
+        if callable(before):
+            before(signal.SIGTERM, None)
+        sys.exit(128 + signal.SIGTERM)
+
+
+def _checked_loader(loader: Any) -> Any:
+    if loader is None or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return loader
+    raise ConfigError(
+        f"loader={type(loader).__name__} has no state_dict(): give a torchdata StatefulDataLoader,"
+        " or use infinity.data.Order as the batch_sampler of this one"
+    )

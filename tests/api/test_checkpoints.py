@@ -1,0 +1,302 @@
+"""Checkpoints: a loop that is killed anywhere ends with the bits of one that never was."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_torchrun
+from torch import nn
+
+import infinity
+from infinity.checkpoint import interval
+from infinity.checkpoint.interval import share_of
+from infinity.data import Order
+from infinity.errors import ConfigError, StorageError, UsageError
+
+SCRIPT = Path(__file__).parents[1] / "support" / "jobs" / "saved_loop.py"
+STEPS = 60
+
+
+def job(folder, **options):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    net, optimizer = infinity.wrap_model(
+        net, torch.optim.AdamW(net.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+    )
+    return net, optimizer, infinity.Checkpoints(folder, net, optimizer, **options)
+
+
+def train(net, optimizer, saver, steps: int) -> None:
+    for _ in range(steps):
+        net(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saver.after_step()
+
+
+def weights(net) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+@pytest.fixture(autouse=True)
+def saves_at_once(monkeypatch):
+    monkeypatch.setattr(interval, "FIRST_STEPS", 2)
+    monkeypatch.setattr(interval, "FIRST_SECONDS", 0.0)
+
+
+def test_a_loop_goes_on_where_it_was_saved(tmp_path):
+    """The twin: a loop that does not resume has other weights."""
+    whole = job(tmp_path / "whole")
+    with whole[2]:
+        assert whole[2].resume().steps == 0
+        train(*whole, 6)
+    with job(tmp_path / "saved", extra=lambda: {"epoch": 3})[2] as saver:
+        net, optimizer = saver._model, saver._optimizer
+        saver.resume()
+        train(net, optimizer, saver, 4)
+        saver.save()
+    net, optimizer, saver = job(tmp_path / "saved")
+    with saver:
+        resumed = saver.resume()
+        assert resumed.steps == 4 == saver.steps and resumed.extra == {"epoch": 3}
+        train(net, optimizer, saver, 2)
+    assert all(torch.equal(v, weights(net)[k]) for k, v in weights(whole[0]).items())
+    again = job(tmp_path / "third")
+    with again[2]:
+        train(*again, 2)
+    assert not torch.equal(again[0].weight, net.weight)
+
+
+def test_it_saves_as_often_as_the_share_allows(tmp_path):
+    """Claim: the first save comes at once here, and the next as its cost says."""
+    net, optimizer, saver = job(tmp_path / "saved", overhead=0.5)
+    with saver:
+        saver.resume()
+        assert saver.every is None
+        train(net, optimizer, saver, 2)
+        assert saver.every >= 1
+        saved, least = 0, saver.every
+        for _ in range(200):
+            net(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saved += saver.after_step()
+        assert 0 < saved <= 200 / max(1, least / 20)
+
+
+def run_killed(folder, seeds, workers: int, ranks: int = 1) -> None:
+    """Runs the loop, and kills it at a random moment for each of ``seeds``; then to its end."""
+    for seed in seeds:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder), str(STEPS), str(workers)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        log = folder / "log.0"
+        before = log.stat().st_size if log.exists() else 0
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if log.exists() and log.stat().st_size > before:
+                break
+            time.sleep(0.01)
+        time.sleep(random.Random(seed).random() * 0.3)
+        with suppress(ProcessLookupError):  # it may have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder), str(STEPS), str(workers)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def last_of_each_step(folder) -> dict[int, dict]:
+    told = [json.loads(line) for line in (folder / "log.0").read_text().splitlines()]
+    return {each["step"]: each for each in told}
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_a_loop_that_is_killed_ends_with_the_bits_of_one_that_is_not(kills, workers, tmp_path):
+    """Claim: weights, losses and samples of every step. The twin: other seeds kill elsewhere."""
+    (whole := tmp_path / "whole").mkdir()
+    run_killed(whole, [], 0)
+    (killed := tmp_path / "killed").mkdir()
+    run_killed(killed, range(kills), workers)
+    assert (killed / "done.0").read_text() == (whole / "done.0").read_text()
+    expected, found = last_of_each_step(whole), last_of_each_step(killed)
+    assert found == expected and len(expected) == STEPS
+    lines = (killed / "log.0").read_text().splitlines()
+    assert len(lines) >= STEPS
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_at_the_end_of_the_step(number, tmp_path):
+    """Claim: SIGTERM ends the loop with Python's way out, SIGUSR1 does not."""
+    net, optimizer, saver = job(tmp_path / "saved", overhead=1e-6)
+    with saver:
+        saver.resume()
+        train(net, optimizer, saver, 3)  # saved after the second
+        os.kill(os.getpid(), number)
+        if number == signal.SIGTERM:
+            with pytest.raises(SystemExit) as ended:
+                train(net, optimizer, saver, 1)
+            assert ended.value.code == 143
+        else:
+            train(net, optimizer, saver, 2)
+    net, optimizer, saver = job(tmp_path / "saved")
+    with saver:
+        assert saver.resume().steps == 4
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_forked_child_ends_at_a_signal(tmp_path):
+    """Claim: children are not kept alive by the parent's handler."""
+    net, optimizer, saver = job(tmp_path / "saved")
+    ready, tell = os.pipe()
+    with saver:
+        child = os.fork()
+        if child == 0:
+            os.write(tell, b"1")
+            time.sleep(30)
+            os._exit(0)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_a_save_that_fails_is_told_and_not_tried_at_every_step(tmp_path, monkeypatch):
+    net, optimizer, saver = job(tmp_path / "saved", overhead=0.01)
+    calls = []
+
+    def full(*args):
+        calls.append(1)
+        time.sleep(0.05)
+        raise StorageError(28, "no space", str(tmp_path))
+
+    monkeypatch.setattr("infinity.api.checkpoints.save_checkpoint", full)
+    with saver:
+        saver.resume()
+        for _ in range(8):
+            net(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            try:
+                saver.after_step()
+            except StorageError:
+                pass
+    assert len(calls) == 1 and saver.steps == 8
+
+
+def test_a_checkpoint_that_was_not_resumed_is_not_replaced(tmp_path):
+    net, optimizer, saver = job(tmp_path / "saved")
+    with saver:
+        saver.resume()
+        saver.save()
+    net, optimizer, saver = job(tmp_path / "saved")
+    with saver, pytest.raises(UsageError, match="Call resume\\(\\) before the loop"):
+        train(net, optimizer, saver, 1)
+
+
+def test_an_order_that_is_another_one_is_refused(tmp_path):
+    """Claim: both are named. An order of as many samples, batches and the same seed goes on."""
+    net, optimizer, saver = job(tmp_path / "saved")
+    with saver:
+        Order(64, batch_size=8, seed=1, consumed=saver.resume().steps)
+        train(net, optimizer, saver, 2)
+    net, optimizer, saver = job(tmp_path / "saved")
+    with saver:
+        steps = saver.resume().steps
+        with pytest.raises(ConfigError, match=r"batch_size=4 \(it was 8\), seed=2 \(it was 1\)"):
+            Order(64, batch_size=4, seed=2, consumed=steps)
+        assert next(iter(Order(64, batch_size=8, seed=1, consumed=steps * 2))).number == 4
+
+
+class Loader:
+    """As a StatefulDataLoader."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at = state["at"]
+
+
+def test_a_loader_with_a_state_goes_on(tmp_path):
+    loader = Loader()
+    net, optimizer, saver = job(tmp_path / "saved", loader=loader)
+    with saver:
+        saver.resume()
+        loader.at = 5
+        saver.save()
+    loader = Loader()
+    net, optimizer, saver = job(tmp_path / "saved", loader=loader)
+    with saver:
+        saver.resume()
+    assert loader.at == 5
+
+
+def test_the_state_of_other_checkpoints_is_not_guessed(tmp_path):
+    net, optimizer, saver = job(tmp_path / "saved")
+    infinity.save_checkpoint(tmp_path / "saved", net, optimizer)
+    with saver, pytest.raises(UsageError, match="does not know its steps"):
+        saver.resume()
+    with saver:
+        saver._may_replace = True
+        train(net, optimizer, saver, 1)
+        with pytest.raises(UsageError, match="before the loop"):
+            saver.resume()
+
+
+BAD = {
+    "more than all": {"overhead": 1.5},
+    "nothing": {"overhead": 0},
+    "a word": {"overhead": "little"},
+    "two hundred percent": {"overhead": "200%"},
+    "no failures at all": {"between_failures": 0},
+    "a plain loader": {"loader": object()},
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_options_are_refused(what, tmp_path):
+    with pytest.raises(ConfigError):
+        job(tmp_path / "saved", **BAD[what])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_share_may_be_a_text():
+    assert share_of("2%") == share_of(0.02) == share_of(" 0.02 ")
+
+
+def test_ranks_save_together_and_resume(tmp_path):
+    """Claim: a job of two ranks that is ended by a signal to one of them goes on."""
+    command = [str(SCRIPT), str(tmp_path), "12", "0"]
+    done = run_torchrun(2, command, seconds=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first = (tmp_path / "done.0").read_text()
+    assert first == (tmp_path / "done.1").read_text()
+    done = run_torchrun(2, command, seconds=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "done.0").read_text()
+    told = last_of_each_step(tmp_path)
+    assert sorted(told) == list(range(12))
