@@ -84,7 +84,8 @@ class Checkpoints:
 
     The folder has the last checkpoint. The interval follows what saving costs: it is chosen anew
     after each save, on the first rank, for all of them. After SIGTERM the job is saved at the end
-    of its step, and ends; after SIGUSR1 it goes on. Every rank makes one, and makes the same calls.
+    of its step, and ends; a second one ends it at once. After SIGUSR1 it goes on. Every rank makes
+    one, and makes the same calls.
 
     Raises ConfigError for an overhead that is no share, UsageError for a model that is not wrapped.
     """
@@ -181,11 +182,11 @@ class Checkpoints:
         self._last = time.monotonic()
         if self._collectives.ranks.is_first:
             logger.info(
-                "saved %s at step %d in %.1f s: every %d steps from now on",
-                self._folder,
+                "checkpoint at step %d saved in %.2f s: the next one in %d steps (%s)",
                 self._steps,
                 seconds,
                 self._interval.steps,
+                self._folder,
             )
 
     def close(self) -> None:
@@ -273,10 +274,13 @@ class Checkpoints:
         itself, process = weakref.ref(self), os.getpid()
 
         def note(number: int, frame: Any) -> None:
-            if os.getpid() != process:  # a forked child, which has to end
+            alive = itself()
+            # A forked child, an object that is gone, or a second SIGTERM
+            ends = alive is None or os.getpid() != process or number in alive._signals
+            if ends and number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
-            elif (alive := itself()) is not None:
+            elif alive is not None:
                 alive._signals.add(number)
 
         self._before = {number: signal.signal(number, note) for number in SIGNALS}

@@ -18,7 +18,7 @@ from ..machine.rates import memory_rate
 from ..machine.sizes import format_seconds
 from ..machine.tiers import Tier
 from ..machine.timeline import PAST_HOST
-from ..machine.traffic import EdgeTraffic
+from ..machine.traffic import DATA, EdgeTraffic
 from ..runtime.job import Job
 from ..runtime.registry import wrapped
 
@@ -133,6 +133,8 @@ def edges_of(job: Job) -> dict[str, EdgeTraffic]:
     for name, op in (("nvme->host", native.Op.READ), ("host->nvme", native.Op.WRITE)):
         edges[name].nbytes = job.store.io.nbytes(op)
         edges[name].busy_seconds = job.store.io.busy_seconds(op)
+    if job.traffic.data != EdgeTraffic():
+        edges[DATA] = dataclasses.replace(job.traffic.data)
     if (gpu_direct := job.store.staging.gpu_direct) is not None:
         edges[PAST_HOST] = EdgeTraffic(gpu_direct.nbytes)
         edges["host->device"].nbytes -= gpu_direct.copied_nbytes
@@ -146,6 +148,8 @@ def _bounds(job: Job, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
     waited = [*edges.values(), *job.traffic.collectives.values(), job.traffic.updates]
     stalls = sum(edge.stall_seconds for edge in waited) / steps
     bounds = {"compute": max(0.0, job.updates.clock.step_seconds - stalls)}
+    if DATA in edges:
+        bounds["the data"] = edges[DATA].stall_seconds / steps
     if not job.device.is_host:
         busy = (edges[name].busy_seconds for name in ("host->device", "device->host"))
         bounds["the link to the device"] = max(busy) / steps

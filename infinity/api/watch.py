@@ -13,19 +13,21 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from ..errors import ConfigError, UsageError
 from ..machine import disk_profile, run_files
 from ..machine.kernel import process_space
 from ..machine.outputs import folder_of
 from ..machine.tiers import Tier
+from ..machine.traffic import DATA, Traffic
 from ..runtime.job import Job
 from ..runtime.registry import is_wrapped, wrapped
 from ..state.unit import ParamUnit
@@ -73,7 +75,7 @@ class Watch:
         _check(steps, folder)
         engine = wrapped(model).engine
         job = engine.job
-        self._model = weakref.ref(wrapped(model).model)
+        self._model, self._traffic = weakref.ref(wrapped(model).model), job.traffic
         self._root = disk_profile.cache_folder() / "runs"
         self.folder = Path(folder) if folder is not None else self._root / _free_name()
         _open.add(self)
@@ -135,6 +137,14 @@ class Watch:
             if len(self._history) > MOST_POINTS:
                 self._history, self._stride = self._history[::2], 2 * self._stride
         self._tell("step", "")
+
+    def data(self, loader: Iterable[Any]) -> WatchedData:
+        """Returns ``loader`` as one that counts the seconds in which the loop waits for its next
+        batch, and the bytes of its tensors: as the edge ``data`` of :func:`stats`, of ``infinity
+        top`` and of the report."""
+        if not hasattr(loader, "__iter__"):
+            raise UsageError(f"Watch.data: a {type(loader).__name__} cannot be iterated over")
+        return WatchedData(loader, self._traffic)
 
     def close(self, state: str = "ended") -> None:
         """Writes that the loop is over, and removes the hooks. Idempotent."""
@@ -224,16 +234,17 @@ class Watch:
         self, edges: dict[str, dict], before: dict[str, dict], seconds: float
     ) -> dict[str, dict[str, Any]]:
         """Describes the traffic of every edge; its rates are of the last ``seconds``."""
-        return {
-            name: {
+        told, new = {}, {"nbytes": 0, "stall_seconds": 0.0}
+        for name, moved in edges.items():
+            was = before.get(name, new)  # data comes later
+            told[name] = {
                 "nbytes": moved["nbytes"],
                 "limit": self._limits.get(name),
-                "rate": (moved["nbytes"] - before[name]["nbytes"]) / seconds,
-                "stalled": (moved["stall_seconds"] - before[name]["stall_seconds"]) / seconds,
+                "rate": (moved["nbytes"] - was["nbytes"]) / seconds,
+                "stalled": (moved["stall_seconds"] - was["stall_seconds"]) / seconds,
                 "stall_seconds": moved["stall_seconds"],
             }
-            for name, moved in edges.items()
-        }
+        return told
 
     def _write(self, kind: str, content: dict[str, Any]) -> None:
         if not self.folder.is_absolute() and self.folder.parts[:1] == ("~",):
@@ -242,6 +253,31 @@ class Watch:
             run_files.write(self.folder, kind, self._rank, content)
         except OSError:  # a full disk, for example: the training continues
             return
+
+
+class WatchedData:
+    """The batches of ``loader``, each of which is waited for on the record."""
+
+    def __init__(self, loader: Any, traffic: Traffic):
+        self._loader, self._traffic = loader, traffic
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._traffic.stalled(DATA):
+            batches = iter(self._loader)
+        while True:
+            with self._traffic.stalled(DATA):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            leaves = tree_flatten(batch)[0]
+            self._traffic.data.nbytes += sum(
+                each.nbytes for each in leaves if isinstance(each, torch.Tensor)
+            )
+            yield batch
 
 
 _open: weakref.WeakSet[Watch] = weakref.WeakSet()  # open watches

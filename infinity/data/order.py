@@ -9,6 +9,7 @@ workers have read ahead is not a part of the state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -89,7 +90,7 @@ class Order(Sampler):
         self._per_epoch = int(per_epoch) if drop_last else -(-self._samples // batch_size)
         if isinstance(consumed, Resumed):
             consumed.continues(self.fingerprint)
-        if not hasattr(consumed, "__index__") or isinstance(consumed, bool) or consumed < 0:
+        if not isinstance(consumed, Integral) or isinstance(consumed, bool) or consumed < 0:
             raise ConfigError(f"Order: consumed={consumed!r} must be a number of batches, from 0")
         self._next = int(consumed)
         self._before_draw: torch.Tensor | None = None
@@ -162,9 +163,9 @@ class Order(Sampler):
             ("ranks", self._ranks, 1),
             ("rank", self._rank, 0),
         ):
-            if not hasattr(value, "__index__") or isinstance(value, bool) or value < least:
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"Order: {name}={value!r} must be a whole number from {least}")
-        if not hasattr(self._seed, "__index__"):
+        if not isinstance(self._seed, Integral):
             raise ConfigError(f"Order: seed={self._seed!r} must be a whole number")
         if self._rank >= self._ranks:
             raise ConfigError(f"Order: rank={self._rank} of ranks={self._ranks}: count from 0")
@@ -189,8 +190,8 @@ class Order(Sampler):
 
 
 def _count_of(samples: int | Sized) -> int:
-    if hasattr(samples, "__index__"):
-        return samples
+    if isinstance(samples, Integral):
+        return int(samples)
     try:
         return len(samples)
     except TypeError:

@@ -18,6 +18,7 @@ from .timeline import COLLECTIVES, EDGES, Timeline
 logger = logging.getLogger(__name__)
 
 UPDATES = "optimizer"  # what the compute waits for if weights are still being updated
+DATA = "data"  # what the loop waits for before a step
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Traffic:
     # Bytes of the transfers whose seconds are counted: a device's are counted when they are over.
     timed: Counter[str] = field(default_factory=Counter)
     updates: EdgeTraffic = field(default_factory=EdgeTraffic)  # only its stalls are counted
+    data: EdgeTraffic = field(default_factory=EdgeTraffic)  # of loaders that are watched
     update_waits: list[float] = field(default_factory=list)
     timeline: Timeline | None = None
 
@@ -61,7 +63,7 @@ class Traffic:
     @contextmanager
     def stalled(self, edge: str, what: str = "") -> Iterator[None]:
         """Counts the block's duration as a stall of the training thread on ``edge``: one of the
-        edges, a collective, or :data:`UPDATES`."""
+        edges, a collective, :data:`UPDATES` or :data:`DATA`."""
         start = time.perf_counter()
         try:
             yield
@@ -73,6 +75,8 @@ class Traffic:
         if edge == UPDATES:
             counted = self.updates
             self.update_waits.append(end - start)
+        elif edge == DATA:
+            counted = self.data
         else:
             counted = self.edges.get(edge) or self.collectives[edge]
         counted.stall_seconds += end - start

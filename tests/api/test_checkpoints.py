@@ -181,6 +181,28 @@ def test_a_forked_child_ends_at_a_signal(tmp_path):
     assert os.WTERMSIG(status) == signal.SIGTERM
 
 
+@pytest.mark.parametrize("what", ["twice", "gone"])
+def test_a_job_that_takes_no_step_ends_all_the_same(what, tmp_path):
+    """Claim: a second SIGTERM ends the process, and so does the first if the object is gone."""
+    script = f"""
+import signal, sys, torch, infinity
+net = torch.nn.Linear(2, 2)
+net, optimizer = infinity.wrap_model(net, torch.optim.SGD(net.parameters()), {{"params": "host"}})
+saver = infinity.Checkpoints({str(tmp_path / "saved")!r}, net, optimizer)
+if {what!r} == "gone":
+    del saver
+else:
+    signal.raise_signal(signal.SIGTERM)
+print("goes on", flush=True)
+signal.raise_signal(signal.SIGTERM)
+print("ignored")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGTERM and done.stdout == "goes on\n", done.stderr
+
+
 def test_a_save_that_fails_is_told_and_not_tried_at_every_step(tmp_path, monkeypatch):
     net, optimizer, saver = job(tmp_path / "saved", overhead=0.01)
     calls = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 
 import pytest
 import torch
@@ -167,3 +168,64 @@ def test_a_model_that_is_not_wrapped_is_refused(tmp_path):
     with pytest.raises(infinity.UsageError, match="not wrapped"):
         infinity.Watch(nn.Linear(2, 2), folder=tmp_path)
     assert not list(tmp_path.iterdir()) and json.dumps({}) == "{}"
+
+
+class Slow:
+    """A loader that takes its time: 20 ms a batch of 3 x 4 numbers."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self):
+        for _ in range(self._count):
+            time.sleep(0.02)
+            yield {"x": torch.ones(3, 4), "name": "batch"}
+
+
+def test_the_wait_for_data_is_an_edge(tmp_path):
+    """Claim: its seconds and bytes, in `stats()` and the status; and it is named as the bottleneck.
+    The twin: a loop that does not say where its data comes from has no such edge."""
+    model, optimizer = make()
+    with infinity.Watch(model, folder=tmp_path / "watched") as watch:
+        batches = watch.data(Slow(6))
+        assert len(batches) == 6
+        for batch in batches:
+            assert batch["x"].shape == (3, 4)
+            step(model, optimizer)
+    found = infinity.stats(model)
+    assert found.edges["data"].stall_seconds >= 6 * 0.02
+    assert found.edges["data"].nbytes == 6 * 3 * 4 * 4
+    assert "the data alone needs" in found.bottleneck
+    assert statuses(tmp_path / "watched")[-1]["edges"]["data"]["stall_seconds"] >= 6 * 0.02
+    model, optimizer = make()
+    step(model, optimizer)
+    assert "data" not in infinity.stats(model).edges
+
+
+def test_data_that_is_watched_changes_no_bit(tmp_path):
+    def trained(watched: bool) -> torch.Tensor:
+        model, optimizer = make()
+        with infinity.Watch(model, folder=tmp_path / str(watched)) as watch:
+            loader = torch.utils.data.DataLoader(range(8), batch_size=2, shuffle=True)
+            torch.manual_seed(1)
+            for _ in watch.data(loader) if watched else loader:
+                step(model, optimizer)
+        return torch.rand(3), next(iter(model.state_dict().values())).clone()
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+def test_an_error_of_the_loader_is_the_loops(tmp_path):
+    def broken():
+        yield 1
+        raise KeyError("of the data")
+
+    model, _ = make()
+    with infinity.Watch(model, folder=tmp_path / "watched") as watch:
+        with pytest.raises(KeyError, match="of the data"):
+            list(watch.data(broken()))
+        with pytest.raises(infinity.UsageError, match="a int cannot be iterated over"):
+            watch.data(3)
