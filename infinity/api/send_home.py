@@ -108,7 +108,7 @@ def send_flat_param_home(
         if (stepped_by := optimizers.of(param)) is None:
             continue
         state = stepped_by.optimizer.state.get(param, {})
-        for name, array in stepped_by.moments.items():
+        for name, array in optimizers.moments_of(param).items():
             if state.get(name) is not None:
                 moment = _of_first_rank(collectives, state[name], "the optimizer's state")
                 flat_param.write_moment(store, array, index, moment, version=0)

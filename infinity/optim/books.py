@@ -145,7 +145,7 @@ class OptimizerBooks(Shown, defaultdict):
         )
 
     def _is_kept(self, handle: ParamHandle) -> bool:
-        return bool(self.homes.names) and handle.has_state
+        return handle.has_state and bool(self.homes.names_of(handle))
 
     # --- values that are not at home ---
 

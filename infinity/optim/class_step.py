@@ -277,8 +277,12 @@ class ClassStepper:
                 found.append(_multiplied(grad, flat_param.spec.grad_dtype, handle, turn.step.clip))
             else:
                 found.append(take().zero_())
-            arrays = self._moments.values() if handle.has_state else ()
+            arrays = self._moments_of(handle).values() if handle.has_state else ()
             return [*found, *(read(name, begin) for name in arrays)]
+
+    def _moments_of(self, handle: ParamHandle) -> dict[str, str]:
+        arrays = handle.flat_param.arrays
+        return {name: array for name, array in self._moments.items() if array in arrays}
 
     def _step(self, handle: ParamHandle, inputs: Inputs) -> Result:
         """Computes the values of a parameter, or of this rank's elements of it, after its step."""
@@ -292,8 +296,8 @@ class ClassStepper:
 
         param = torch.nn.Parameter(there(inputs[0]))
         param.grad = there(inputs[1])
-        state: dict[str, Any] = dict(zip(self._moments, map(there, inputs[2:])))
-        if handle.has_state or not self._moments:
+        state: dict[str, Any] = dict(zip(self._moments_of(handle), map(there, inputs[2:])))
+        if handle.has_state or not self._moments_of(handle):
             own = self._books.own_of(handle.param).items()
             state |= {name: _moved(copy.deepcopy(value), device) for name, value in own}
         index = self._group_of[handle]
@@ -304,7 +308,7 @@ class ClassStepper:
             self._measured.complete(index, param, found)
         moments = {
             array: _flat(found.pop(name), place)
-            for name, array in self._moments.items()
+            for name, array in self._moments_of(handle).items()
             if name in found
         }
         rest = {name: _moved(value, torch.device("cpu")) for name, value in found.items()}

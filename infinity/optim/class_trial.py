@@ -5,7 +5,6 @@ not depend on another one, and if all that it keeps beside an array at home is s
 an element depends on others of its parameter, the parameter is stepped whole. All of it depends on
 the settings, so the optimizer's own are tried, and tried again if one is switched on or off.
 
-switches   the settings of a group that are on: what may change how it is stepped
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ import torch
 
 from ..errors import ConfigError, UsageError
 from ..state.flat_param_spec import EVERY_MOMENT
+from ..state.handle import handle_of
 from .class_code import step_as
-from .known import Known
+from .known import Known, switches
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ def with_moments(
             " not see the parameters that are stepped here. Switch that off."
         )
     moments: list[str] = []
+    tried: dict[tuple, tuple[str, ...]] = {}
     needs_whole = known.needs_whole
     for group in groups:
         state, is_of_elements = _tried(known, optimizer, group)
@@ -62,7 +63,8 @@ def with_moments(
                 " parameter and have another shape, so that there is no home for them. Choose"
                 " another optimizer or other settings (docs/optimizers.md)."
             )
-        moments += [name for name in state if name not in own and name not in moments]
+        tried[switches(group)] = tuple(name for name in state if name not in own)
+        moments += [name for name in tried[switches(group)] if name not in moments]
     if len(moments) > len(EVERY_MOMENT):
         raise ConfigError(
             f"optimizer {known.name} keeps {', '.join(moments)} for each element of a parameter:"
@@ -70,41 +72,47 @@ def with_moments(
         )
     others = iter([name for name in EVERY_MOMENT if name not in moments])
     at_home = {name: name if name in EVERY_MOMENT else next(others) for name in moments}
-    tried = frozenset(map(switches, groups))
     return replace(known, moments=at_home, needs_whole=needs_whole, tried=tried)
-
-
-def switches(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Returns the settings of ``group`` that are on, and its words."""
-    found = []
-    for key, value in group.items():
-        if key in ("params", "lr") or isinstance(value, torch.Tensor):
-            continue
-        found.append((key, value if isinstance(value, str) else value is not None and bool(value)))
-    return tuple(sorted(found))
 
 
 def check_again(
     known: Known, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], where: str
 ) -> Known:
-    """Checks those of ``groups`` with other switches than before. Returns ``known`` with them.
-    Raises UsageError, from ``where``, if they cannot be stepped as the optimizer was wrapped."""
+    """Checks ``groups``: those with other switches than before are tried. Returns ``known`` with
+    them. Raises UsageError, from ``where``, if their parameters cannot be stepped as they were
+    wrapped."""
     for index, group in enumerate(groups):
-        if switches(group) in known.tried:
-            continue
-        try:
-            found = with_moments(replace(known, needs_whole=False), optimizer, [group])
-        except ConfigError as error:
-            raise UsageError(f"{where}: group {index}: {error}") from None
-        missing = [name for name in found.moments if name not in known.moments]
+        found = known
+        if switches(group) not in known.tried:
+            try:
+                found = with_moments(replace(known, needs_whole=False), optimizer, [group])
+            except ConfigError as error:
+                raise UsageError(f"{where}: group {index}: {error}") from None
+            known = replace(known, tried={**known.tried, **found.tried})
+        missing = _without_home(known, group)
         if missing or (found.needs_whole and not known.needs_whole):
             what = f"keeps {', '.join(missing)}" if missing else "needs whole parameters"
             raise UsageError(
                 f"{where}: with its present settings {known.name} {what} in group {index}, for"
                 " which it was not wrapped. unwrap_model first, set them, and wrap again."
             )
-        known = replace(known, tried=known.tried | {switches(group)})
     return known
+
+
+def _without_home(known: Known, group: Mapping[str, Any]) -> list[str]:
+    """Lists the moments of ``group`` that a parameter in it has no array for."""
+    needed = known.tried[switches(group)]
+    arrays = {known.moments.get(name) for name in needed}
+    for param in group["params"]:
+        handle = handle_of(param)
+        if handle is not None and handle.flat_param.spec.stepped:
+            if arrays - {*handle.flat_param.arrays}:
+                return [
+                    name
+                    for name in needed
+                    if known.moments.get(name) not in handle.flat_param.arrays
+                ]
+    return [name for name in needed if name not in known.moments]
 
 
 def _tried(

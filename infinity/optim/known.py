@@ -61,7 +61,7 @@ class Known:
     measured
         The sums over all parameters that a class step needs.
     tried
-        The switches of groups that the trial of a class had.
+        The switches of groups that the trial of a class had -> the moments of such a group.
     counts_steps
         The engine shows its step count in the state.
     dtypes
@@ -84,7 +84,7 @@ class Known:
     ignored: tuple[str, ...] = ()
     needs_whole: bool = False
     measured: type[Prodigy] | None = None
-    tried: frozenset = frozenset()
+    tried: Mapping[tuple, tuple[str, ...]] = field(default_factory=dict)
     counts_steps: bool = True
     dtypes: tuple[str, ...] = EACH_DTYPE
     dtype: str = "fp32"
@@ -121,13 +121,18 @@ class Known:
         return {*self.settings, *self.flags, *of_counters}
 
     def moments_of(self, groups: Iterable[Group]) -> dict[str, str]:
-        """Returns the moments of an optimizer with ``groups``: torch's name -> array."""
+        """Returns the moments of parameters in ``groups``: torch's name -> array."""
         groups = list(groups)
         return {
             name: array
             for name, array in self.moments.items()
-            if (key := self.only_with.get(name)) is None or any(group.get(key) for group in groups)
+            if any(self._has_moment(name, group) for group in groups)
         }
+
+    def _has_moment(self, name: str, group: Group) -> bool:
+        if self.rule is None:
+            return name in self.tried.get(switches(group), self.moments)
+        return (key := self.only_with.get(name)) is None or bool(group.get(key))
 
     def arrays_of(self, moments: Mapping[str, str], config: Config) -> dict[str, torch.dtype]:
         """Returns the arrays of ``moments``, and their dtype: the configuration's, or the class's
@@ -170,6 +175,17 @@ class Known:
                     setattr(hyper, name, float(value))
         for key, name in self.flags.items():
             setattr(hyper, name, bool(group.get(key, False)))
+
+
+def switches(group: Group) -> tuple[tuple[str, Any], ...]:
+    """Returns the settings of ``group`` that are on, and its words: what may change how it is
+    stepped."""
+    found = []
+    for key, value in group.items():
+        if key in ("params", "lr") or isinstance(value, torch.Tensor):
+            continue
+        found.append((key, value if isinstance(value, str) else value is not None and bool(value)))
+    return tuple(sorted(found))
 
 
 ADAM = {"lr": "lr", "betas": BETAS, "eps": "eps", "weight_decay": "weight_decay"}

@@ -113,6 +113,8 @@ WHOLE = {
     "pytorch_optimizer.optimizer.fadam": "FAdam",
     "pytorch_optimizer.optimizer.lamb": "Lamb",
     "pytorch_optimizer.optimizer.mars": "MARS",
+    "pytorch_optimizer.optimizer.muon.adago": "AdaGO",
+    "pytorch_optimizer.optimizer.muon.muon": "Muon",
     "pytorch_optimizer.optimizer.novograd": "NovoGrad",
     "pytorch_optimizer.optimizer.sm3": "SM3",
     "transformers.optimization": "Adafactor",

@@ -57,7 +57,8 @@ class OptimizerState:
                 of_flat_params.setdefault(handle.flat_param, []).append(param)
         for flat_param, params in of_flat_params.items():
             with_masters = masters and flat_param.hides_bits
-            with flat_param.assembling_state(store, self.moments.values(), masters=with_masters):
+            arrays = self._moments_at(flat_param).values()
+            with flat_param.assembling_state(store, arrays, masters=with_masters):
                 state |= {
                     indices[param]: self._read_one(param, with_master=with_masters)
                     for param in params
@@ -69,6 +70,10 @@ class OptimizerState:
             else:
                 found[indices[key]] = found.get(indices[key], {}) | own
         return {"state": found, "param_groups": groups}
+
+    def _moments_at(self, flat_param: FlatParam) -> dict[str, str]:
+        """Returns the moments that the parameters of ``flat_param`` have."""
+        return {name: a for name, a in self.moments.items() if a in flat_param.arrays}
 
     def outside_groups(self) -> list[ParamHandle]:
         """Lists the parameters that have state and are in no group any more."""
@@ -93,7 +98,7 @@ class OptimizerState:
         found = {}
         if self.moments and self._known.counts_steps:
             found["step"] = torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")
-        for name, array in self.moments.items():
+        for name, array in self._moments_at(handle.flat_param).items():
             found[name] = like(param, handle.flat_param.read_moment(store, array, handle.index))
         if with_master:
             found["master"] = like(param, handle.flat_param.read_master(store, handle.index))
@@ -284,7 +289,7 @@ class OptimizerState:
         step = saved_step(state, (*self.moments, "master"))
         kept = step or any(state.get(name) is not None for name in self.moments)
         if kept or handle.has_state:
-            for name, array in self.moments.items():
+            for name, array in self._moments_at(handle.flat_param).items():
                 value = state.get(name)
                 if value is None:
                     value = torch.zeros(local_of(param).shape, dtype=torch.float32, device="cpu")

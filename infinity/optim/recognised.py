@@ -88,6 +88,15 @@ class Optimizers:
         """Returns the place of the optimizer and the group of ``param``, to sort by."""
         return self._order.get(param, (0, 0))
 
+    def moments_of(self, param: torch.Tensor) -> dict[str, str]:
+        """Returns the moments of ``param``, which is stepped: torch's name -> array. A class step
+        may keep others for each group; a rule has room for those of all."""
+        place, index = self._order[param]
+        found = self._all[place]
+        if found.known.rule is not None:
+            return found.moments
+        return found.known.moments_of([found.optimizer.param_groups[index]])
+
     def of(self, param: torch.Tensor) -> Recognised | None:
         """Returns the optimizer that steps ``param``, or None."""
         place = self.place_of(param)

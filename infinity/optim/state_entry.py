@@ -84,17 +84,22 @@ class StateEntry(Shown):
 
     @property
     def _at_home(self) -> tuple[str, ...]:
-        return self._homes.names if self._homes is not None and self._handle.has_state else ()
+        return self._names if self._homes is not None and self._handle.has_state else ()
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """torch's keys of the values that have a home."""
+        return self._homes.names_of(self._handle)
 
     @property
     def missing(self) -> list[str]:
         """The keys that torch's step needs and that are missing."""
-        names = () if self._homes is None or self._at_home else self._homes.names
+        names = () if self._homes is None or self._at_home else self._names
         return [name for name in names if not dict.__contains__(self, name)]
 
     @property
     def is_partial(self) -> bool:
-        return 0 < len(self.missing) < len(self._homes.names)
+        return 0 < len(self.missing) < len(self._names)
 
     def __getitem__(self, key: Any) -> Any:
         return (
@@ -104,7 +109,7 @@ class StateEntry(Shown):
         )
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if self._homes is None or key not in self._homes.names:
+        if self._homes is None or key not in self._names:
             dict.__setitem__(self, key, value)
         elif self._at_home:
             self._homes.write(self._handle, {key: value})
@@ -113,10 +118,11 @@ class StateEntry(Shown):
             dict.__setitem__(self, key, value)
             self._homes.note(self._handle, self)
             if not self.missing:
+                names = self._names
                 self._homes.write(
-                    self._handle, {name: dict.__getitem__(self, name) for name in self._homes.names}
+                    self._handle, {name: dict.__getitem__(self, name) for name in names}
                 )
-                for name in self._homes.names:
+                for name in names:
                     dict.pop(self, name, None)
 
     def __delitem__(self, key: Any) -> None:
@@ -167,11 +173,16 @@ class StateAtHome:
         self._partial: dict[ParamHandle, StateEntry] = {}  # may have only some of torch's keys
         self.moments = moments
         self._arrays = ({STEP: STEP} if counts_steps and moments else {}) | moments
-        self.names = tuple(self._arrays)  # torch's keys
+        self.names = tuple(self._arrays)  # torch's keys, of any parameter
 
     @property
     def _context(self) -> StepContext:
         return self._find_context()
+
+    def names_of(self, handle: ParamHandle) -> tuple[str, ...]:
+        """Returns torch's keys of the values that a parameter has a home for."""
+        arrays = handle.flat_param.arrays
+        return tuple(name for name, array in self._arrays.items() if array in (STEP, *arrays))
 
     @property
     def keys(self) -> set[str]:
@@ -234,7 +245,7 @@ class StateAtHome:
         """Makes the next step of a parameter its first."""
         with self._using():
             self._context.borrowed.restart(
-                handle, [array for array in self._arrays.values() if array != STEP]
+                handle, [self._arrays[name] for name in self.names_of(handle) if name != STEP]
             )
 
     def note(self, handle: ParamHandle, entry: StateEntry) -> None:
@@ -253,7 +264,7 @@ class StateAtHome:
             else:
                 raise UsageError(
                     f"optimizer.state of {handle.name} lacks {', '.join(entry.missing)}: set all of"
-                    f" {', '.join(self.names)}, or delete all of them to begin anew"
+                    f" {', '.join(self.names_of(handle))}, or delete all of them to begin anew"
                 )
         self._context.settle_state_dicts()
         self._context.borrowed.settle()

@@ -28,6 +28,18 @@ HOMES = ["device", "host", "nvme"]
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
 
+def with_use_muon(params: list) -> list[dict]:
+    """Groups of matrices and of others, of those that there are."""
+    groups = params if isinstance(params[0], dict) else [{"params": params}]
+    found = []
+    for is_matrix in (True, False):
+        for group in groups:
+            chosen = [each for each in group["params"] if (each.ndim == 2) == is_matrix]
+            if chosen:
+                found.append(group | {"params": chosen, "use_muon": is_matrix})
+    return found
+
+
 def of_library(module: str, name: str, params: list[nn.Parameter], **settings) -> optim.Optimizer:
     kind = getattr(pytest.importorskip(module), name)
     rate = inspect.signature(kind.__init__).parameters["lr"].default
@@ -35,6 +47,8 @@ def of_library(module: str, name: str, params: list[nn.Parameter], **settings) -
         settings = {"lr": 1e-3} | settings
     if module.startswith("optimi."):
         settings |= {"triton": False}  # chosen where Triton is installed, also on a processor
+    if ".muon." in module:
+        params = with_use_muon(params)
     optimizer = kind(params, **settings)
     if hasattr(optimizer, "train"):  # Schedule-Free
         optimizer.train()
@@ -204,6 +218,29 @@ def test_masters_of_16_bit_weights_are_stepped(tmp_path):
     own = weights(torch.bfloat16, master="none", grad_dtype=torch.bfloat16)
     fp32 = weights(torch.bfloat16, master="fp32", grad_dtype=torch.bfloat16)
     assert all(map(torch.equal, split, fp32)) and not all(map(torch.equal, split, own))
+
+
+def test_a_group_has_the_moments_that_it_needs(tmp_path):
+    """Claim: of one optimizer with `use_muon` groups, matrices have a momentum, the others Adam's
+    two. Without room for its moments a parameter is not stepped as one of another group."""
+    make = MADE["pytorch_optimizer.optimizer.muon.muon.Muon"]
+    net, optimizer = wrapped(make, "nvme", tmp_path)
+    steps(net, optimizer, 2)
+    matrix, vector = net[0][0].weight, net[0][0].bias
+    assert {*optimizer.state[matrix]} == {"momentum_buffer"}
+    assert {*optimizer.state[vector]} == {"exp_avg", "exp_avg_sq"}
+    arrays = [{*each._infinity.flat_param.arrays} - {"weight", "grad"} for each in (matrix, vector)]
+    assert [len(each) for each in arrays] == [1, 2]
+    before = values_of(net, optimizer)
+    of_matrices, others = optimizer.param_groups
+    of_matrices["params"].append(others["params"].pop())
+    nn.functional.cross_entropy(net(torch.ones(2, 64)), torch.zeros(2, dtype=torch.long)).backward()
+    with pytest.raises(UsageError, match="keeps momentum_buffer in group 0"):
+        optimizer.step()
+    others["params"].append(of_matrices["params"].pop())
+    assert same(values_of(net, optimizer), before)
+    optimizer.step()
+    assert not same(values_of(net, optimizer), before)
 
 
 def test_muon_and_another_optimizer_step_one_model(tmp_path):

@@ -246,3 +246,14 @@ def test_what_a_class_step_cannot_do_is_refused(what):
     optimizer = make(list(net.parameters()))
     with pytest.raises(ConfigError, match=said):
         infinity.wrap_model(net, optimizer, {"params": "host", **config})
+
+
+def test_each_group_is_tried_by_itself():
+    """Claim: a group has the moments that its own settings need."""
+    optimizer = made(
+        lambda p: stepped_by_class([{"params": p[:1]}, {"params": p[1:], "ams_bound": True}])
+    )
+    known = recognise(optimizer)
+    found = [list(known.moments_of([group])) for group in optimizer.param_groups]
+    assert found[0] == ["exp_avg", "exp_avg_var"]
+    assert found[1] == [*found[0], "max_exp_avg_var"]
