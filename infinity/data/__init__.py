@@ -6,11 +6,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .never_evict import NeverEvict
     from .order import Order
     from .seeding import Seeded
 
-__all__ = ["Order", "Seeded"]
-_HOMES = {"Order": "order", "Seeded": "seeding"}
+__all__ = ["NeverEvict", "Order", "Seeded"]
+_HOMES = {"NeverEvict": "never_evict", "Order": "order", "Seeded": "seeding"}
 
 
 def __getattr__(name: str):  # torch is imported when it is asked for

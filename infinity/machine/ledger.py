@@ -6,6 +6,7 @@ plan    the most that a tier is expected to be charged, known before the first s
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 from .. import native
@@ -14,7 +15,7 @@ from .sizes import format_nbytes
 from .tiers import BUDGETS, Tier
 
 
-@dataclass
+@dataclass(eq=False)
 class Ledger:
     """Charges every byte that the engine holds to its tier, and refuses charges over the budget.
 
@@ -26,12 +27,22 @@ class Ledger:
         default_factory=lambda: {tier: native.Account() for tier in Tier}
     )
 
+    def __post_init__(self) -> None:
+        _ledgers.add(self)
+
     def limit(self, tier: Tier, *, budget_nbytes: int | None, planned_nbytes: int) -> None:
         """Sets the budget of ``tier`` (None: none) and its planned bytes."""
         self.accounts[tier].budget_nbytes, self.accounts[tier].planned_nbytes = (
             budget_nbytes,
             planned_nbytes,
         )
+
+    def admit(self, tier: Tier, nbytes: int, what: str) -> native.Charge:
+        """Charges bytes that were not planned, and adds them to those planned. Raises as
+        :meth:`reserve`."""
+        charge = self.reserve(tier, nbytes, what)
+        self.accounts[tier].planned_nbytes += nbytes
+        return charge
 
     def reserve(
         self, tier: Tier, nbytes: int, what: str, *, passing: bool = False
@@ -63,3 +74,11 @@ class Ledger:
         """Releases the charges of an abandoned forward or backward, even if still referenced."""
         for account in self.accounts.values():
             account.forget_passing()
+
+
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+
+
+def ledgers() -> list[Ledger]:
+    """Lists the ledgers of this process's engines."""
+    return list(_ledgers)

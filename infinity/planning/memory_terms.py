@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from .. import native
 from ..config.config import Config
+from ..machine.arena import KEPT_DATA, kept_data_nbytes
 from ..machine.device import Device
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
@@ -78,6 +79,7 @@ class MemoryTerms:
         )
         slot, service = self._slot(), self._service()
         self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
+        self._add(Tier.HOST, KEPT_DATA, kept_data_nbytes())
         self._add_ranks()
         landing, device_slot = self._device_step()
         self._class_step()

@@ -16,6 +16,7 @@ from ..distributed.collectives import Collectives
 from ..distributed.parallel_dims import ParallelDims
 from ..errors import CapacityError
 from ..machine import processors
+from ..machine.arena import KEPT_DATA
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
@@ -97,6 +98,7 @@ class Resources:
             self._charge(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what)
         for tier in (Tier.DEVICE, Tier.HOST):
             self._charge(tier, plan.terms[tier].get(BUFFERS, 0), BUFFERS)
+        self._charge(Tier.HOST, plan.terms[Tier.HOST].get(KEPT_DATA, 0), KEPT_DATA)
         store.open(
             list(self._regions.values()), staging=weights, gpu_direct=plan.gpu_direct_nbytes > 0
         )
