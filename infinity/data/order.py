@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +19,6 @@ from torch.utils.data import Sampler
 
 from ..errors import ConfigError
 from .permutation import mixed, shuffled
-
-
-@runtime_checkable
-class Resumed(Protocol):
-    """A count that a checkpoint came with: it knows the order that was saved."""
-
-    def continues(self, order: dict[str, Any]) -> None:
-        """Raises ConfigError if the order that was saved is another one."""
 
 
 class Batch(list):
@@ -88,8 +80,8 @@ class Order(Sampler):
         self._check()
         per_epoch = self._samples / batch_size
         self._per_epoch = int(per_epoch) if drop_last else -(-self._samples // batch_size)
-        if isinstance(consumed, Resumed):
-            consumed.continues(self.fingerprint)
+        if (continues := getattr(consumed, "continues", None)) is not None:  # of Checkpoints
+            continues(self.fingerprint)
         if not isinstance(consumed, Integral) or isinstance(consumed, bool) or consumed < 0:
             raise ConfigError(f"Order: consumed={consumed!r} must be a number of batches, from 0")
         self._next = int(consumed)
