@@ -44,7 +44,7 @@ void step(const Layout& layout, const Arrays& arrays, const std::vector<Run>& ru
                          (!uses.moment_3 || arrays.moment_3),
                      "rule ", int(layout.rule), " needs an array for each of its moments");
     INFINITY_REQUIRE(layout.moments != DType::kInt8 || !uses.moment_3, "rule ", int(layout.rule),
-                     " has three moments: it has none in 8 bits");
+                     " with a third moment has none in 8 bits");
     kernel.step(arrays, run.begin, run.end, constants);
     const cudaError_t error = cudaGetLastError();
     INFINITY_CHECK(error == cudaSuccess,

@@ -2,10 +2,9 @@
 //
 //   weight    what the model computes with
 //   master    what the optimizer updates: the weight itself, an fp32 array of its own, or, for
-//   "split", the pair of
-//             a bf16 weight and the low 16 bits of the fp32 master
-//   moments   exp_avg (momentum for SGD and Lion) and exp_avg_sq; of some rules a third and a
-//   fourth run       consecutive elements with one set of hyperparameters and one step count
+//             "split", the pair of a bf16 weight and the low 16 bits of the fp32 master
+//   moments   exp_avg (momentum for SGD and Lion) and exp_avg_sq; of some rules a third one
+//   run       consecutive elements with one set of hyperparameters and one step count
 //
 // The formula stands once (formula.h). The scalar, AVX2, AVX-512 and NEON units compile it over
 // their own vector type and give the same bits: every operation in it is one correctly rounded IEEE

@@ -174,7 +174,7 @@ void check_update(const UnitUpdate& update, const Kernel& kernel) {
       INFINITY_REQUIRE(!is_used || extent, "rule ", int(layout.rule), " needs an extent for ",
                        name);
     INFINITY_REQUIRE(!blocks || !uses.moment_3, "rule ", int(layout.rule),
-                     " has three moments: it has none in 8 bits");
+                     " with a third moment has none in 8 bits");
   }
 }
 

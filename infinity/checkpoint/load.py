@@ -186,11 +186,11 @@ class _Load:
             ]
             plain = [decode_value(saved["state"], other) for saved in manifest["plain"]]
             extra = decode_value(manifest["extra"], other)
-            self._check_complete()
             generators, random = None, manifest["random"]
             if rank < len(random):
                 generators = check_random_state(random[rank], other, rank)
             self._check_optimizers([groups for groups, _ in books], other)
+            self._check_complete()
             for prefix, targets in _rest(self.model, self._rank(of_stage=True)):
                 _check_shapes({prefix + name: value for name, value in targets.items()}, other)
         except InfinityError:

@@ -150,9 +150,14 @@ class OptimizerBooks(Shown, defaultdict):
     # --- values that are not at home ---
 
     def own_values(self) -> dict[Any, Any]:
-        """Returns the values that are not at home, with the user's own keys."""
+        """Returns copies of the values that are not at home, with the user's own keys."""
         found = ((key, dict.__getitem__(self, key)) for key in dict.__iter__(self))
-        return {key: value.own if isinstance(value, StateEntry) else value for key, value in found}
+        return {
+            key: {name: _copied(each) for name, each in value.own.items()}
+            if isinstance(value, StateEntry)
+            else value
+            for key, value in found
+        }
 
     def own_of(self, param: torch.nn.Parameter) -> dict[Any, Any]:
         """Returns the values of a parameter that are not at home."""
@@ -166,7 +171,7 @@ class OptimizerBooks(Shown, defaultdict):
             own = self[param]
             for name, value in values.items():
                 kept = dict.get(own, name)
-                if isinstance(kept, torch.Tensor) and same_form(kept, value):
+                if same_form(value, kept) and not kept.is_inference():
                     kept.copy_(value)
                 else:
                     dict.__setitem__(own, name, value)
@@ -185,13 +190,19 @@ class OptimizerBooks(Shown, defaultdict):
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    with torch.inference_mode(False):  # else a step could not change it in place
+        return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def same_form(one: torch.Tensor, other: Any) -> bool:
-    """Tells whether ``other`` is a tensor of the shape, dtype and device of ``one``."""
-    return isinstance(other, torch.Tensor) and (one.shape, one.dtype, one.device) == (
-        other.shape,
-        other.dtype,
-        other.device,
+def same_form(one: Any, other: Any) -> bool:
+    """Tells whether both are tensors, of the same shape, dtype and device."""
+    return (
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and (one.shape, one.dtype, one.device)
+        == (
+            other.shape,
+            other.dtype,
+            other.device,
+        )
     )

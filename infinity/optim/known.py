@@ -52,6 +52,10 @@ class Known:
         A moment -> the setting of a group without which there is none.
     instead
         A setting of a group -> the rule that has it.
+    always
+        Switches that are on in every group.
+    exact
+        Moments with which all are in fp32.
     counters
         The numbers that the rule keeps for each parameter beside its moments.
     ignored
@@ -80,6 +84,8 @@ class Known:
     flags: Mapping[str, str] = field(default_factory=lambda: {"maximize": "maximize"})
     only_with: Mapping[str, str] = field(default_factory=dict)
     instead: Mapping[str, native.Rule] = field(default_factory=dict)
+    always: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
     counters: type[Counters] | None = None
     ignored: tuple[str, ...] = ()
     needs_whole: bool = False
@@ -93,6 +99,8 @@ class Known:
     @property
     def name(self) -> str:
         """The rule's name, or the path of the class."""
+        if self.rule == native.Rule.AMSGRAD:
+            return f"{self.kind.__name__} with amsgrad"
         if self.rule is not None:
             return self.rule.name
         kind = self.kind
@@ -104,7 +112,12 @@ class Known:
         groups = list(groups)
         for name, rule in self.instead.items():
             if any(group.get(name) for group in groups):
-                return replace(self, rule=rule, flags=self.flags | {name: name}, instead={})
+                # Which of the two Adams it is, is said by the class, and is the same in all groups
+                flags = {key: of for key, of in self.flags.items() if of != "decoupled"}
+                always = ("decoupled",) if self.kind is torch.optim.AdamW else ()
+                flags |= {name: name}
+                found = replace(self, rule=rule, flags=flags, always=always, instead={})
+                return replace(found, ignored=(*self.ignored, "decoupled_weight_decay"))
         return self
 
     @property
@@ -145,9 +158,14 @@ class Known:
             )
         name = self.dtype if config.moments == Config.moments else config.moments
         dtypes, of_what = self.dtypes, self.name
-        if self.rule is not None and THIRD in moments.values():
+        if needed := [each for each in self.exact if each in moments]:
+            dtypes, of_what = (
+                ("fp32",),
+                f"{of_what} with {needed[0]}, which is subtracted from another",
+            )
+        elif self.rule is not None and THIRD in moments.values():
             dtypes = tuple(each for each in dtypes if each != "int8")
-            of_what += f" with {', '.join(moments)} (two moments may be in 8 bits)"
+            of_what += ", which has a third moment"
         if name not in dtypes:
             raise ConfigError(
                 f"moments={name!r} is not for {of_what}: choose {' or '.join(dtypes)}"
@@ -175,6 +193,8 @@ class Known:
                     setattr(hyper, name, float(value))
         for key, name in self.flags.items():
             setattr(hyper, name, bool(group.get(key, False)))
+        for name in self.always:
+            setattr(hyper, name, True)
 
 
 def switches(group: Group) -> tuple[tuple[str, Any], ...]:
@@ -271,9 +291,7 @@ OF_TORCH = (
         {"lr": "lr", "lambd": "lambd", "weight_decay": "weight_decay"},
         {"ax": FIRST},
         counters=StepSize,
-        dtypes=(
-            "fp32",
-        ),  # an average of weights: late ones change it by less than other dtypes have
+        dtypes=("fp32",),  # late steps change an average of weights by very little
     ),
     Known(
         native.Rule.NADAM,
@@ -299,6 +317,7 @@ OF_TORCH = (
         {"square_avg": SECOND, "momentum_buffer": FIRST, "grad_avg": THIRD},
         MAXIMIZE | {"centered": "centered"},
         only_with={"momentum_buffer": "momentum", "grad_avg": "centered"},
+        exact=("grad_avg",),  # else the variance falls below zero
     ),
     Known(
         native.Rule.RPROP,

@@ -32,6 +32,7 @@ from .members import Members
 from .optimizer_state import OptimizerState
 from .optimizer_step import OptimizerStep
 from .rules import refuse_flags
+from .spans import numbers_of
 from .state_entry import GONE
 from .step_inputs import settings_of
 
@@ -134,6 +135,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self.read_groups()
         self.check_groups(self.param_groups, where)
         self._books.homes.settle()
+        if self._known.counters is not None:  # before anything changes
+            for handle, index in self._members.group_of.items():
+                numbers_of(self._known.counters, self.param_groups[index], handle, self._books)
 
     @property
     def _state(self) -> OptimizerState:

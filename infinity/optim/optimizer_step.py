@@ -23,6 +23,7 @@ from .class_step import ClassStepper
 from .context import StepContext
 from .known import Known
 from .members import Members
+from .spans import numbers_of
 from .step_inputs import StepInputs
 from .stepper import Stepper
 
@@ -151,7 +152,13 @@ class OptimizerStep:
         if context.collectives.ranks.alone:
             then()
             return
-        inputs = StepInputs(context, groups, self._members.group_of, clip)
+        counters = []
+        if (kind := self._known.counters) is not None:
+            counters = [
+                numbers_of(kind, groups[index], handle, self._books)
+                for handle, index in self._members.group_of.items()
+            ]
+        inputs = StepInputs(context, groups, self._members.group_of, clip, counters)
         ranks = context.collectives.ranks
         # Without flush other stages are at other batches, and no stage waits.
         meets_stages = ranks.pp_group is not None and not context.keeps_stale()

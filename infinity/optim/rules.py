@@ -28,6 +28,7 @@ from .known_elsewhere import ALIASES
 
 logger = logging.getLogger(__name__)
 
+ADAMS = (native.Rule.ADAM, native.Rule.ADAMW, native.Rule.AMSGRAD)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Class of torch -> how it steps; AdamW is an Adam, so it comes first
 TORCHS = {known.kind: known for known in (*OF_TORCH, *BY_CLASS) if known.kind is not None}
@@ -219,22 +220,28 @@ def check_groups(
     unknown = [name for name in dict.fromkeys(others) if name not in with_room]
     unknown = unknown if rule is not None else list(NEVER_HONOURED)
     needed = [name for name in known.settings if name not in OPTIONAL]
+    needed += known.counters.settings if known.counters is not None else ()
     for i, group in enumerate(groups):
         if missing := [name for name in needed if name not in group]:
             raise ConfigError(f"the optimizer's group {i} lacks {', '.join(missing)}")
         _check_lr(i, group.get("lr"))
+        for key, names in known.settings.items():
+            if not isinstance(names, str) and len(group[key]) != len(names):
+                raise ConfigError(
+                    f"the optimizer's group {i} has {key}={group[key]!r}: give {len(names)} numbers"
+                )
         for flag in unknown:
             if group.get(flag):
                 raise ConfigError(
                     f"the optimizer's group {i} has {flag}={group[flag]}, which is not supported:"
                     f" set {flag}={type(group[flag])()}"
                 )
-        if rule in (native.Rule.ADAM, native.Rule.ADAMW) and "decoupled_weight_decay" in group:
-            if bool(group["decoupled_weight_decay"]) != (rule == native.Rule.ADAMW):
+        if rule in ADAMS and "decoupled_weight_decay" in group:
+            if bool(group["decoupled_weight_decay"]) != (known.kind is torch.optim.AdamW):
                 raise ConfigError(
                     f"the optimizer's group {i} has"
                     f" decoupled_weight_decay={group['decoupled_weight_decay']}, and it was wrapped"
-                    f" as {rule.name}: all groups are Adam's or all are AdamW's. unwrap_model"
+                    f" as {known.name}: all groups are Adam's or all are AdamW's. unwrap_model"
                     " first, change it, and wrap again."
                 )
         for moment, key in known.only_with.items():

@@ -17,7 +17,7 @@ from ..gradients.record import has_landed
 from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle
 from .books import OptimizerBooks
-from .counters import Numbers
+from .counters import Counters, Numbers
 from .device_step import Span
 from .known import Known
 
@@ -39,6 +39,23 @@ def runs_of(spans: list[Span]) -> list[native.Run]:
     return [native.Run(begin, end, hyper) for begin, end, hyper in spans]
 
 
+def numbers_of(
+    counters: type[Counters], group: Mapping[str, Any], handle: ParamHandle, books: OptimizerBooks
+) -> Numbers:
+    """Returns a parameter's counters before its next step. Raises UsageError if its state lacks
+    one."""
+    numbers = counters.first(group)
+    if not handle.has_state:
+        return numbers
+    own = books.own_of(handle.param)
+    if lacking := [name for name in numbers if name not in own]:
+        raise UsageError(
+            f"optimizer.state of {handle.name} lacks {', '.join(lacking)}: set it, or delete this"
+            " parameter's state to begin anew"
+        )
+    return {name: torch.as_tensor(own[name]) for name in numbers}
+
+
 class Spans:
     """The spans of one step, by the rule and the groups of an optimizer. ``group_of``: the
     parameters to step, each with the index of its group."""
@@ -52,6 +69,7 @@ class Spans:
     ):
         self._known, self._groups, self._group_of = known, groups, group_of
         self._books = books
+        self._counted: dict[ParamHandle, tuple[dict[str, float], Numbers]] = {}
 
     def is_stepped(self, handle: ParamHandle) -> bool:
         """Tells whether a parameter has a gradient and is in a group."""
@@ -83,20 +101,14 @@ class Spans:
 
     def counted(self, handle: ParamHandle) -> tuple[dict[str, float], Numbers]:
         """Returns the hyperparameters of a parameter's counters in its next step, and the counters
-        after it. Raises UsageError if its state lacks one."""
-        counters, group = self._known.counters, self._groups[self._group_of[handle]]
-        if counters is None:
+        after it. Raises what :func:`numbers_of` raises."""
+        if self._known.counters is None:
             return {}, {}
-        numbers = counters.first(group)
-        if handle.has_state:
-            own = self._books.own_of(handle.param)
-            if lacking := [name for name in numbers if name not in own]:
-                raise UsageError(
-                    f"optimizer.state of {handle.name} lacks {', '.join(lacking)}: set it, or"
-                    " delete this parameter's state to begin anew"
-                )
-            numbers = {name: torch.as_tensor(own[name]) for name in numbers}
-        return counters.step(group, handle.step + 1, numbers)
+        if handle not in self._counted:
+            group = self._groups[self._group_of[handle]]
+            numbers = numbers_of(self._known.counters, group, handle, self._books)
+            self._counted[handle] = self._known.counters.step(group, handle.step + 1, numbers)
+        return self._counted[handle]
 
     def hyperparameters(
         self,

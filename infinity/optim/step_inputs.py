@@ -11,7 +11,7 @@ over stages  equal on all pipeline stages, which have other units: whether there
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def _plainly(value: Any) -> Any:
 
 
 class StepInputs:
-    """The inputs of one step. ``clip``: the factor of all gradients."""
+    """The inputs of one step. ``clip``: the factor of all gradients; ``counters``: of the rule."""
 
     def __init__(
         self,
@@ -66,8 +66,10 @@ class StepInputs:
         groups: list[dict[str, Any]],
         group_of: Mapping[ParamHandle, int],
         clip: float,
+        counters: Sequence[Mapping[str, torch.Tensor]] = (),
     ):
         self._context, self._group_of, self._clip = context, group_of, clip
+        self._counters = [{name: float(value) for name, value in of.items()} for of in counters]
         self._settings = settings_of(groups)
         rates = (group.get("lr") for group in groups)  # Adafactor's may be None
         self._rates = ", ".join("its own" if lr is None else f"{float(lr):g}" for lr in rates)
@@ -75,7 +77,8 @@ class StepInputs:
     @property
     def common(self) -> str:
         """Compared over ranks with the same units or other local parts of them."""
-        inputs: list = [self._clip, *self._settings, self._context.borrowed.edits]
+        edits = self._context.borrowed.edits
+        inputs: list = [self._clip, *self._settings, edits, *self._counters]
         for handle in self._context.trained:
             inputs.append(
                 (handle.step, handle.grad.state.name, handle.grad.edits, self._group_of.get(handle))

@@ -35,7 +35,7 @@ from ..runtime.stale_weights import StaleWeights
 from ..state.operations import Operation
 from .schedules import SHAPES, attach, in_flight_of, naming_causes, one_pass
 
-ADAMS = ("ADAM", "ADAMW")
+ADAMS = ("ADAM", "ADAMW", "Adam with amsgrad", "AdamW with amsgrad")
 
 # Names, shapes and dtypes of a batch's tensors.
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]

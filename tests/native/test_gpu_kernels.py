@@ -240,7 +240,7 @@ def test_bad_input_is_a_usage_error(stand_in):
     )
     every = {name: 64 for name in ("weight", "grad", "exp_avg", "exp_avg_sq", "moment_3")}
     runs = [native.Run(0, 64, hyperparameters(1, third=True))]
-    with pytest.raises(UsageError, match="it has none in 8 bits"):
+    with pytest.raises(UsageError, match="a third moment has none in 8 bits"):
         stand_in.step(narrow, runs=runs, **every)
 
 

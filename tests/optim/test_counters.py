@@ -100,3 +100,23 @@ def test_a_state_dict_that_is_loaded_keeps_its_own_numbers():
     steps(net, optimizer, 2)
     assert torch.equal(saved["state"][0]["mu_product"], kept)
     assert not torch.equal(optimizer.state[net[3].bias]["mu_product"], kept)
+
+
+def test_a_state_dict_is_of_one_moment():
+    """Claim: later steps change none of its values."""
+    net, optimizer = wrapped(MADE["ASGD"][1], "host", ".")
+    steps(net, optimizer, 5)
+    saved = optimizer.state_dict()["state"][0]
+    kept = {name: value.clone() for name, value in saved.items()}
+    steps(net, optimizer, 2)
+    assert all(torch.equal(saved[name], value) for name, value in kept.items())
+
+
+def test_numbers_that_were_made_for_inference_are_stepped():
+    net, optimizer = wrapped(MADE["NAdam"][1], "host", ".")
+    steps(net, optimizer, 1)
+    with torch.inference_mode():
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.state[net[3].bias]["mu_product"] = torch.tensor(0.5)
+    steps(net, optimizer, 2)
+    assert optimizer.state[net[3].bias]["mu_product"] < 0.5

@@ -20,7 +20,7 @@ from torch import nn, optim
 
 import infinity
 from infinity import native
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UsageError
 from infinity.optim.known import KNOWN
 from infinity.optim.known_elsewhere import ALIASES
 
@@ -80,7 +80,7 @@ REFUSED_MOMENTS = {
     "AdamW, amsgrad": ["int8"],
     "Adam, amsgrad": ["int8"],
     "ASGD": ["int8", "bf16"],
-    "RMSprop, centred": ["int8"],
+    "RMSprop, centred": ["int8", "bf16"],
     "Rprop": ["int8"],
 }
 
@@ -179,3 +179,42 @@ def test_every_rule_has_a_class_and_a_test():
     assert set(KNOWN) == set(native.Rule.__members__.values())
     tested = {name.partition(",")[0] for name in TORCHS}
     assert {known.kind.__name__ for known in KNOWN.values() if known.kind} == tested
+
+
+def test_adam_and_adamw_with_amsgrad_are_told_apart(tmp_path):
+    """Claim: neither goes on from a state dict or a checkpoint of the other."""
+    adam = partial(optim.Adam, lr=1e-2, weight_decay=0.1, amsgrad=True)
+    adamw = partial(optim.AdamW, lr=1e-2, weight_decay=0.1, amsgrad=True)
+    one, other = wrapped(adam, "host", tmp_path), wrapped(adamw, "host", tmp_path)
+    steps(*one, 1)
+    with pytest.raises(UsageError, match="decoupled_weight_decay=False, and it was wrapped as"):
+        other[1].load_state_dict(one[1].state_dict())
+    infinity.save_checkpoint(tmp_path / "saved", *one)
+    with pytest.raises(UsageError, match="is Adam with amsgrad, this one is AdamW with amsgrad"):
+        infinity.load_checkpoint(tmp_path / "saved", *other)
+    plain = wrapped(partial(optim.AdamW, lr=1e-2), "host", tmp_path)
+    with pytest.raises(UsageError, match="is Adam with amsgrad, this one is ADAMW"):
+        infinity.load_checkpoint(tmp_path / "saved", *plain)
+
+
+@pytest.mark.parametrize(
+    "make, key, said",
+    [
+        (lambda p: optim.ASGD(p), "alpha", "lacks alpha"),
+        (lambda p: optim.NAdam(p), "momentum_decay", "lacks momentum_decay"),
+    ],
+)
+def test_a_setting_that_is_missing_is_named(make, key, said, tmp_path):
+    net, optimizer = wrapped(make, "host", tmp_path)
+    del optimizer.param_groups[0][key]
+    net(torch.ones(2, 64)).sum().backward()
+    with pytest.raises(UsageError, match=said):
+        optimizer.step()
+
+
+def test_a_pair_of_one_number_is_refused(tmp_path):
+    net, optimizer = wrapped(partial(optim.AdamW, lr=1e-2), "host", tmp_path)
+    optimizer.param_groups[0]["betas"] = (0.9,)
+    net(torch.ones(2, 64)).sum().backward()
+    with pytest.raises(UsageError, match="give 2 numbers"):
+        optimizer.step()
