@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -18,15 +19,14 @@ from torch import nn
 
 from ..checkpoint.interval import Interval, share_of
 from ..checkpoint.load import load_checkpoint
-from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.save import save_checkpoint
 from ..errors import ConfigError, UsageError
 from ..machine.outputs import folder_of
+from ..machine.signals import Listener, others_end
 from ..runtime.registry import wrapped
 
 logger = logging.getLogger(__name__)
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Steps(int):
@@ -34,15 +34,21 @@ class Steps(int):
     the one that was saved, and saved from then on. So is one of a multiple, for accumulation."""
 
     _owner: Callable[[], Checkpoints | None]
+    _factor: int
 
-    def __new__(cls, value: int, owner: Checkpoints):
+    def __new__(cls, value: int, owner: Checkpoints, factor: int = 1):
         made = super().__new__(cls, value)
-        made._owner = weakref.ref(owner)
+        made._owner, made._factor = weakref.ref(owner), factor
         return made
 
     def __mul__(self, other: int) -> int:
         owner = self._owner()
-        return int(self) * other if owner is None else Steps(int(self) * other, owner)
+        if owner is None:
+            return int(self) * other
+        return Steps(int(self) * other, owner, self._factor * other)
+
+    def __reduce__(self) -> tuple:
+        return int, (int(self),)
 
     __rmul__ = __mul__
 
@@ -50,6 +56,11 @@ class Steps(int):
         """Raises ConfigError if the ``order`` that was saved is another one."""
         if (owner := self._owner()) is not None:
             owner._take_order(order)
+
+    def now(self) -> int | None:
+        """Returns this number as it is now, after further steps; None if nobody counts."""
+        owner = self._owner()
+        return None if owner is None else owner.steps * self._factor
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,7 @@ class Checkpoints:
             optimizer.step()
             optimizer.zero_grad()
             saver.after_step()
+        saver.close()
 
     overhead
         The share of the time that saving may take: a number between 0 and 1, or a text as "2%".
@@ -84,8 +96,8 @@ class Checkpoints:
 
     The folder has the last checkpoint. The interval follows what saving costs: it is chosen anew
     after each save, on the first rank, for all of them. After SIGTERM the job is saved at the end
-    of its step, and ends; a second one ends it at once. After SIGUSR1 it goes on. Every rank makes
-    one, and makes the same calls.
+    of its step, and ends; another one after two seconds ends it at once. After SIGUSR1 it goes on.
+    Every rank makes one, in its main thread, and makes the same calls.
 
     Raises ConfigError for an overhead that is no share, UsageError for a model that is not wrapped.
     """
@@ -105,15 +117,14 @@ class Checkpoints:
         self._collectives = wrapped(model).engine.job.collectives
         self._model, self._optimizer, self._extra = model, optimizer, extra
         self._loader = _checked_loader(loader)
-        if between_failures is not None and not between_failures > 0:
+        if between_failures is not None and not _is_seconds(between_failures):
             raise ConfigError(f"between_failures={between_failures!r} must be seconds above 0")
         self._interval = Interval(share_of(overhead), between_failures)
-        self._order: dict[str, Any] | None = None  # of the loop
-        self._saved_order: dict[str, Any] | None = None
+        self._orders: list[dict[str, Any]] = []  # of the loop, as they were made
+        self._saved_orders: list[dict[str, Any]] = []
         self._steps, self._may_replace = 0, False
-        self._signals: set[int] = set()
-        self._before: dict[int, Any] = {}
-        self._listen()
+        self._unsaved = False
+        self._signals = Listener()
         self._last = time.monotonic()
 
     @property
@@ -130,21 +141,19 @@ class Checkpoints:
         """Loads the checkpoint of the folder, if it has one. Every rank calls this, before the
         first step.
 
-        Raises UsageError after a step, and what :func:`load_checkpoint` raises.
+        Raises UsageError after a step or for a checkpoint of :func:`save_checkpoint`, and what
+        :func:`load_checkpoint` raises.
         """
-        if self._steps:
-            raise UsageError("Checkpoints.resume() after a step: call it before the loop")
-        extra, self._may_replace = None, True
+        if self._may_replace:
+            raise UsageError("Checkpoints.resume() again, or after a step: call it once, first")
+        extra = None
         if self._has_checkpoint():
+            self._refuse_others()
             saved = load_checkpoint(self._folder, self._model, self._optimizer)
-            if not isinstance(saved, dict) or "checkpoints" not in saved:
-                raise UsageError(
-                    f"{self._folder} has a checkpoint of save_checkpoint(), which does not know its"
-                    " steps. Load it by load_checkpoint(), and give Checkpoints another folder."
-                )
             own, extra = saved["checkpoints"], saved["extra"]
-            self._steps, self._saved_order = own["steps"], own["order"]
             self._load_loader(own["loaders"])
+            self._steps, self._saved_orders = own["steps"], own["orders"]
+        self._may_replace = True
         self._last = time.monotonic()
         return Resumed(Steps(self._steps, self), extra)
 
@@ -156,9 +165,8 @@ class Checkpoints:
         :func:`save_checkpoint` raises; then the old checkpoint stands, and the next try is as far
         away as after a save.
         """
-        if not self._may_replace:
-            self._refuse_replacing()
-        self._steps += 1
+        self._refuse_replacing()
+        self._steps, self._unsaved = self._steps + 1, True
         self._interval.note_step(time.monotonic() - self._last)
         is_due, is_ending = self._agree()
         if is_due:
@@ -170,15 +178,17 @@ class Checkpoints:
 
     def save(self) -> None:
         """Saves now. Every rank calls this, between two steps."""
-        began = time.monotonic()
-        own = {"steps": self._steps, "order": self._order, "loaders": self._loaders()}
-        extra = self._extra() if callable(self._extra) else self._extra
-        saved = {"checkpoints": own, "extra": extra}
+        self._refuse_replacing()
+        began, seconds = time.monotonic(), None
         try:
+            own = {"steps": self._steps, "orders": self._orders, "loaders": self._loaders()}
+            extra = self._extra() if callable(self._extra) else self._extra
+            saved = {"checkpoints": own, "extra": extra}
             save_checkpoint(self._folder, self._model, self._optimizer, saved)
-        finally:
             seconds = time.monotonic() - began
+        finally:
             self._interval.note_save(seconds, seconds)
+        self._unsaved = False
         self._last = time.monotonic()
         if self._collectives.ranks.is_first:
             logger.info(
@@ -190,16 +200,22 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Gives the signals back. The folder stays."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
+        """Saves the last steps, if they are not saved yet, and gives the signals back. Every rank
+        calls this after the loop. Idempotent."""
+        try:
+            if self._unsaved:
+                self.save()
+        finally:
+            self._signals.close()
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        else:  # the last checkpoint stands
+            self._signals.close()
 
     # --- ranks ---
 
@@ -207,9 +223,9 @@ class Checkpoints:
         """Returns whether to save after this step, and whether to end then: as the first rank's
         interval says, or a signal to any rank."""
         is_first = self._collectives.ranks.is_first
-        ending = signal.SIGTERM in self._signals
-        asked = bool(self._signals) or (is_first and self._interval.is_due)
-        self._signals.discard(signal.SIGUSR1)
+        ending = self._signals.ends
+        asked = self._signals.saves or (is_first and self._interval.is_due)
+        self._signals.forget(signal.SIGUSR1)
         if not self._collectives.ranks.alone:
             given = [int(not asked), int(not ending)]
             found = self._collectives.least(given, "Checkpoints.after_step", over_stages=True)
@@ -223,8 +239,17 @@ class Checkpoints:
             return bool(found)
         return bool(self._collectives.collect(found, "the folder of Checkpoints")[0])
 
+    def _refuse_others(self) -> None:
+        """Raises UsageError if the folder's checkpoint is not of this class."""
+        extra = str(read_manifest(self._folder)["extra"])
+        if "'checkpoints'" not in extra or "'orders'" not in extra:
+            raise UsageError(
+                f"{self._folder} has a checkpoint of save_checkpoint(), which does not know its"
+                " steps. Load it by load_checkpoint(), and give Checkpoints another folder."
+            )
+
     def _refuse_replacing(self) -> None:
-        if self._has_checkpoint():
+        if not self._may_replace and self._has_checkpoint():
             raise UsageError(
                 f"{self._folder} has a checkpoint, which the first save would replace. Call"
                 " resume() before the loop, or give another folder."
@@ -234,18 +259,18 @@ class Checkpoints:
     # --- data ---
 
     def _take_order(self, order: dict[str, Any]) -> None:
-        before = self._saved_order
-        if before is not None and before != order:
+        before = self._saved_orders[len(self._orders) :][:1]
+        if before and before[0] != order:
             differs = ", ".join(
-                f"{name}={order[name]} (it was {before[name]})"
+                f"{name}={order[name]} (it was {before[0].get(name)})"
                 for name in order
-                if order[name] != before.get(name)
+                if order[name] != before[0].get(name)
             )
             raise ConfigError(
                 f"the Order goes on from {self._folder}, and has {differs}. Set it as it was, or"
                 " begin anew in another folder."
             )
-        self._order = order
+        self._orders.append(order)
 
     def _loaders(self) -> list[Any] | None:
         if self._loader is None:
@@ -255,6 +280,11 @@ class Checkpoints:
         return [everyones[rank] for rank in sorted(everyones)]
 
     def _load_loader(self, states: list[Any] | None) -> None:
+        if (self._loader is None) != (states is None):
+            has = "has no state of a loader" if states is None else "has the state of a loader"
+            raise ConfigError(
+                f"{self._folder} {has}: give Checkpoints loader= as it was, or another folder"
+            )
         if self._loader is None or states is None:
             return
         rank = self._collectives.ranks.world_rank
@@ -268,30 +298,22 @@ class Checkpoints:
 
     # --- signals ---
 
-    def _listen(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python allows signal handlers there only
-        itself, process = weakref.ref(self), os.getpid()
-
-        def note(number: int, frame: Any) -> None:
-            alive = itself()
-            # A forked child, an object that is gone, or a second SIGTERM
-            ends = alive is None or os.getpid() != process or number in alive._signals
-            if ends and number == signal.SIGTERM:
-                signal.signal(number, signal.SIG_DFL)
-                signal.raise_signal(number)
-            elif alive is not None:
-                alive._signals.add(number)
-
-        self._before = {number: signal.signal(number, note) for number in SIGNALS}
-
     def _end(self) -> None:
-        """Ends the process as SIGTERM would have, but with Python's way out."""
-        before = self._before.get(signal.SIGTERM)
-        self.close()
-        if callable(before):
+        """Ends the process as SIGTERM would have, but with Python's way out, when nobody else has
+        to save first."""
+        self._signals.forget(signal.SIGTERM)
+        if others_end():
+            return
+        self._signals.close()
+        if threading.current_thread() is not threading.main_thread():
+            os.kill(os.getpid(), signal.SIGTERM)  # an exit here would only end this thread
+        if callable(before := signal.getsignal(signal.SIGTERM)):
             before(signal.SIGTERM, None)
         sys.exit(128 + signal.SIGTERM)
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
 
 
 def _checked_loader(loader: Any) -> Any:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -273,9 +273,11 @@ class WatchedData:
                     batch = next(batches)
                 except StopIteration:
                     return
-            leaves = tree_flatten(batch)[0]
+            leaves = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0]
             self._traffic.data.nbytes += sum(
-                each.nbytes for each in leaves if isinstance(each, torch.Tensor)
+                each.nbytes
+                for each in leaves
+                if isinstance(each, torch.Tensor) and each.layout is torch.strided
             )
             yield batch
 

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 
 RECENT_STEPS, RECENT_SAVES = 50, 3
 FIRST_STEPS, FIRST_SECONDS = 10, 60.0  # before the first save: whichever is later
+LEAST_SHARE = 1e-6
 SLACK = 1e-9  # of quotients that should be whole
 
 
@@ -30,7 +31,7 @@ def share_of(overhead: float | str, name: str = "overhead") -> float:
         if isinstance(overhead, str):
             text = overhead.strip()
             value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        if not isinstance(value, bool) and 0 < float(value) < 1:
+        if not isinstance(value, bool) and LEAST_SHARE <= float(value) < 1:
             return float(value)
     except (TypeError, ValueError):
         pass
@@ -71,9 +72,11 @@ class Interval:
         self._steps.append(max(seconds, 0.0))
         self._since, self._seconds = self._since + 1, self._seconds + max(seconds, 0.0)
 
-    def note_save(self, stall: float, total: float) -> None:
-        """Counts a save, also one that failed: the next one is as far away."""
-        self._saves.append((max(stall, 0.0), max(total, stall, 0.0)))
+    def note_save(self, stall: float | None, total: float | None) -> None:
+        """Counts a save. None: it failed, so that its seconds say nothing; the next one is as far
+        away."""
+        if stall is not None and total is not None:
+            self._saves.append((max(stall, 0.0), max(total, stall, 0.0)))
         self._since, self._seconds = 0, 0.0
 
     @property

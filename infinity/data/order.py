@@ -48,13 +48,15 @@ class Order(Sampler):
     batch_size
         Samples of a batch, over all ranks. Rank r of W has every W-th of them, from the r-th on.
     consumed
-        Batches that were trained on before.
+        Batches that were trained on before. With the steps of ``Checkpoints.resume()`` each
+        iteration begins after the steps that were taken, also if an epoch is left early.
     shuffle
         False: in the order of the dataset, in every epoch.
     drop_last
         Leaves out a last batch that is not full.
     rank, ranks
-        Of the processes with data of their own. Default: torch.distributed's.
+        Of the processes with data of their own. Default: torch.distributed's. Give those of the
+        data axis if others (``tp``, ``pp``) have the same batches.
 
     Raises ConfigError for numbers that make no batches, or that ranks cannot share evenly.
     """
@@ -74,17 +76,18 @@ class Order(Sampler):
         started = dist.is_available() and dist.is_initialized()
         self._ranks = ranks if ranks is not None else dist.get_world_size() if started else 1
         self._rank = rank if rank is not None else dist.get_rank() if started else 0
-        self._samples = _count_of(samples)
-        self._batch_size, self._seed = batch_size, seed
+        self._samples, self._batch_size, self._seed = _count_of(samples), batch_size, seed
         self._shuffle, self._drop_last = shuffle, drop_last
         self._check()
-        per_epoch = self._samples / batch_size
-        self._per_epoch = int(per_epoch) if drop_last else -(-self._samples // batch_size)
+        self._batch_size, self._seed = int(batch_size), int(seed)
+        short = 0 if drop_last or self._samples % self._batch_size == 0 else 1
+        self._per_epoch = self._samples // self._batch_size + short
         if (continues := getattr(consumed, "continues", None)) is not None:  # of Checkpoints
             continues(self.fingerprint)
         if not isinstance(consumed, Integral) or isinstance(consumed, bool) or consumed < 0:
             raise ConfigError(f"Order: consumed={consumed!r} must be a number of batches, from 0")
         self._next = int(consumed)
+        self._count = getattr(consumed, "now", None)
         self._before_draw: torch.Tensor | None = None
 
     @property
@@ -105,13 +108,18 @@ class Order(Sampler):
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration."""
-        return self._next // self._per_epoch
+        return self._first // self._per_epoch
+
+    @property
+    def _first(self) -> int:
+        """The first batch of the next iteration: as Checkpoints counts them, if it does. So an
+        epoch that was left early goes on."""
+        now = self._count() if self._count is not None else None
+        return self._next if now is None else now
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins the next iteration with ``epoch``, as trainers ask for; in its middle if that is
-        where the job goes on."""
-        if epoch != self.epoch:
-            self._next = epoch * self._per_epoch
+        """Does nothing: one epoch follows the other. Trainers call this with a count of their own,
+        which begins anew when a job is resumed."""
 
     def epoch_of(self, number: int) -> int:
         """Returns the epoch of a batch."""
@@ -130,14 +138,14 @@ class Order(Sampler):
     def __iter__(self) -> Iterator[Batch]:
         # A DataLoader begins an iteration once or twice, and draws a number. The job that is
         # resumed in the middle of an epoch has drawn it before.
-        if self._next % self._per_epoch and self._before_draw is None:
+        if self._first % self._per_epoch and self._before_draw is None:
             self._before_draw = torch.get_rng_state()
         return self._epoch()
 
     def _epoch(self) -> Iterator[Batch]:
         """Yields the batches until the end of the epoch. Begins at the first one that is asked
         for."""
-        first, end = self._next, (self.epoch + 1) * self._per_epoch
+        first, end = self._first, (self.epoch + 1) * self._per_epoch
         if self._before_draw is not None:
             torch.set_rng_state(self._before_draw)
         self._next, self._before_draw = end, None
@@ -157,7 +165,7 @@ class Order(Sampler):
         ):
             if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"Order: {name}={value!r} must be a whole number from {least}")
-        if not isinstance(self._seed, Integral):
+        if not isinstance(self._seed, Integral) or isinstance(self._seed, bool):
             raise ConfigError(f"Order: seed={self._seed!r} must be a whole number")
         if self._rank >= self._ranks:
             raise ConfigError(f"Order: rank={self._rank} of ranks={self._ranks}: count from 0")

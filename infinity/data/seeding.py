@@ -59,7 +59,7 @@ def _seeded(seed: int) -> Iterator[None]:
     """Seeds the generators of this process, and puts them back."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
-        torch.manual_seed(seed >> 1)
+        torch.default_generator.manual_seed(seed)  # not those of GPUs
         np.random.seed(seed % 2**32)
         random.seed(seed)
         yield

@@ -50,7 +50,17 @@ class SaveWhenDue(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last = None
-        logger.info("infinity_overhead says when to save, not save_strategy=%s", args.save_strategy)
+        if args.load_best_model_at_end:
+            raise ConfigError(
+                "infinity_overhead saves as time allows, and load_best_model_at_end needs a save at"
+                " each evaluation: leave out one of them"
+            )
+        if args.save_strategy != "no":
+            logger.info(
+                "infinity_overhead says when to save: save_strategy is no, not %s",
+                args.save_strategy.value,
+            )
+            args.save_strategy = type(args.save_strategy)("no")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._last is None:
@@ -68,7 +78,7 @@ class SaveWhenDue(transformers.TrainerCallback):
             collectives = wrapped(model).engine.job.collectives
             asked = int(not (due and collectives.ranks.is_first))
             due = not collectives.least([asked], "infinity_overhead", over_stages=True)[0]
-        control.should_save = due
+        control.should_save |= due or state.global_step >= state.max_steps
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last = None
@@ -94,7 +104,8 @@ class InfinityMixin:
         that the Trainer evaluates beside it.
     infinity_overhead
         The share of the time that saving may take, as ``0.02`` or ``"2%"``. It chooses when to
-        save, in place of ``save_strategy`` and ``save_steps``.
+        save, in place of ``save_strategy``; at the end, and when a callback asks for it, it also
+        saves.
 
     Raises ConfigError for options that move or cast the model: FSDP, DeepSpeed,
     ``fp16_full_eval`` and ``bf16_full_eval``.

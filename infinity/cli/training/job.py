@@ -171,18 +171,24 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
         job.interval.note_step(job.step_seconds[-1])
         job.next_step += 1
         show(job, EdgeCounts.of(job.model).since(start))
-        if job.next_step < job.steps and _is_save_due(job):
+        if job.next_step < job.steps and _is_save_due(job, interrupt):
             save_checkpoint(job)
     if job.losses or job.next_step == 0:  # otherwise the checkpoint it resumed from is current
         save_checkpoint(job)
     return EdgeCounts.of(job.model).since(start)
 
 
-def _is_save_due(job: Job) -> bool:
-    """Whether to save after this step: for all ranks, the first one chooses. A collective."""
-    if job.checkpoint is None or job.checkpoint_every is not None:
-        return job.checkpoint is not None and job.next_step % job.checkpoint_every == 0
-    return bool(job.ranks.largest(int(job.ranks.is_first and job.interval.is_due)))
+def _is_save_due(job: Job, interrupt: Interrupt) -> bool:
+    """Whether to save after this step: as the first rank's interval says, or SIGUSR1 to any rank. A
+    collective."""
+    if job.checkpoint is None:
+        return False
+    if job.checkpoint_every is not None:
+        is_due = job.next_step % job.checkpoint_every == 0
+    else:
+        is_due = job.ranks.is_first and job.interval.is_due
+    asked, interrupt.saves = interrupt.saves, False
+    return bool(job.ranks.largest(int(is_due or asked)))
 
 
 def _interrupted(job: Job, interrupt: Interrupt) -> bool:

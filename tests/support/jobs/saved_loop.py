@@ -61,6 +61,7 @@ def main() -> None:
                 saver.after_step()
                 if saver.steps == steps:
                     break
+    saver.close()
     digest = hashlib.sha256()
     for value in net.state_dict().values():
         digest.update(value.numpy().tobytes())
