@@ -31,6 +31,7 @@ class Listener:
             if not _listeners:
                 _install()
             _listeners.add(self)
+            weakref.finalize(self, _restore_unheard)
 
     @property
     def saves(self) -> bool:
@@ -47,10 +48,9 @@ class Listener:
         self._asked.pop(number, None)
 
     def close(self) -> None:
-        """Listens no more. Idempotent."""
+        """Removes this listener. Idempotent."""
         _listeners.discard(self)
-        if not _listeners and _is_main_thread():
-            _restore()
+        _restore_unheard()
 
     def note(self, number: int) -> bool:
         """Notes a signal. Returns whether it asks once more for what was asked long before."""
@@ -77,12 +77,17 @@ def _install() -> None:
     _process = os.getpid()
     for number in SIGNALS:
         before = signal.getsignal(number)
-        if before is not None:  # else it is not Python's, and could not be put back
+        if (
+            before is not None and before is not _heard
+        ):  # None: it is not Python's, and could not be put back
             _before[number] = before
             signal.signal(number, _heard)
 
 
-def _restore() -> None:
+def _restore_unheard() -> None:
+    """Puts the handlers from before back, if nobody listens."""
+    if _listeners or not _is_main_thread() or os.getpid() != _process:
+        return
     for number, handler in _before.items():
         if signal.getsignal(number) is _heard:  # else somebody has replaced it
             signal.signal(number, handler)
