@@ -200,13 +200,17 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Saves the last steps, if they are not saved yet, and gives the signals back. Every rank
-        calls this after the loop. Idempotent."""
+        """Saves the last steps, if they are not saved yet, and gives the signals back. Ends the
+        process if SIGTERM came after the last step. Every rank calls this after the loop.
+        Idempotent."""
         try:
             if self._unsaved:
                 self.save()
         finally:
+            is_ending = self._signals.ends
             self._signals.close()
+        if is_ending:
+            self._end()
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -261,6 +261,17 @@ def test_the_end_of_the_loop_is_saved_by_close(tmp_path):
         assert saver.resume().steps == 5
 
 
+def test_a_signal_after_the_last_step_is_met_by_close(tmp_path):
+    net, optimizer, saver = job(tmp_path / "saved", overhead=1e-6)
+    saver.resume()
+    train(net, optimizer, saver, 5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        saver.close()
+    with job(tmp_path / "saved")[2] as saver:
+        assert saver.resume().steps == 5
+
+
 def test_an_epoch_that_is_left_early_goes_on_after_the_last_step(tmp_path):
     """Claim: also after a look at a batch that is not trained on."""
     net, optimizer, saver = job(tmp_path / "saved")
