@@ -23,7 +23,7 @@ from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.save import save_checkpoint
 from ..errors import ConfigError, UsageError
 from ..machine.outputs import folder_of
-from ..machine.signals import Listener, others_end
+from ..machine.signals import Listener, handler_before, others_end
 from ..runtime.registry import wrapped
 
 logger = logging.getLogger(__name__)
@@ -311,7 +311,7 @@ class Checkpoints:
         self._signals.close()
         if threading.current_thread() is not threading.main_thread():
             os.kill(os.getpid(), signal.SIGTERM)  # an exit here would only end this thread
-        if callable(before := signal.getsignal(signal.SIGTERM)):
+        if callable(before := handler_before(signal.SIGTERM)):
             before(signal.SIGTERM, None)
         sys.exit(128 + signal.SIGTERM)
 

@@ -101,6 +101,11 @@ def _heard(number: int, frame: FrameType | None) -> None:
         pass_on(number, frame)
 
 
+def handler_before(number: int) -> Any:
+    """Returns the handler of a signal that there was before anybody listened."""
+    return _before[number] if number in _before else signal.getsignal(number)
+
+
 def pass_on(number: int, frame: FrameType | None = None) -> None:
     """Does with a signal what would have been done without listeners."""
     before = _before.get(number, signal.SIG_DFL)
