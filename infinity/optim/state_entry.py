@@ -181,8 +181,8 @@ class StateAtHome:
 
     def names_of(self, handle: ParamHandle) -> tuple[str, ...]:
         """Returns torch's keys of the values that a parameter has a home for."""
-        arrays = handle.flat_param.arrays
-        return tuple(name for name, array in self._arrays.items() if array in (STEP, *arrays))
+        kept = (STEP, *handle.flat_param.spec.moments)  # also when it is unwrapped
+        return tuple(name for name, array in self._arrays.items() if array in kept)
 
     @property
     def keys(self) -> set[str]:

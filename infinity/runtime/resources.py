@@ -98,7 +98,8 @@ class Resources:
             self._charge(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what)
         for tier in (Tier.DEVICE, Tier.HOST):
             self._charge(tier, plan.terms[tier].get(BUFFERS, 0), BUFFERS)
-        self._charge(Tier.HOST, plan.terms[Tier.HOST].get(KEPT_DATA, 0), KEPT_DATA)
+        if kept := plan.terms[Tier.HOST].get(KEPT_DATA, 0):
+            self._charge(Tier.HOST, kept, KEPT_DATA)
         store.open(
             list(self._regions.values()), staging=weights, gpu_direct=plan.gpu_direct_nbytes > 0
         )
