@@ -58,7 +58,7 @@ class Steps(int):
             owner._take_order(order)
 
     def now(self) -> int | None:
-        """Returns this number as it is now, after further steps; None if nobody counts."""
+        """Returns the number after the steps so far; None if its Checkpoints is gone."""
         owner = self._owner()
         return None if owner is None else owner.steps * self._factor
 
@@ -303,8 +303,7 @@ class Checkpoints:
     # --- signals ---
 
     def _end(self) -> None:
-        """Ends the process as SIGTERM would have, but with Python's way out, when nobody else has
-        to save first."""
+        """Ends the process by SystemExit, unless another Checkpoints has to save first."""
         self._signals.forget(signal.SIGTERM)
         if others_end():
             return

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from ..errors import ConfigError
+from ..errors import CapacityError, ConfigError, InfinityError
 from ..machine.arena import Arena
 from ..machine.sizes import format_nbytes, parse_nbytes
 
@@ -104,9 +104,25 @@ def _shared(count: int, nbytes: int) -> Arena:
     dist.all_gather_object(machines, me)
     here = [rank for rank, machine in enumerate(machines) if machine == me]
     is_first = dist.get_rank() == here[0]
-    made = Arena(count, nbytes, sharers=len(here)) if is_first else None
+    made, failed = None, None
+    if is_first:
+        try:
+            made = Arena(count, nbytes, sharers=len(here))
+        except InfinityError as error:  # raised below: the other ranks wait for this one
+            failed = error
     sent: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sent, None if made is None else made.__getstate__())
+    if failed is not None:
+        raise failed
+    if lacking := [
+        rank
+        for rank in range(len(sent))
+        if machines.index(machines[rank]) == rank and sent[rank] is None
+    ]:
+        raise CapacityError(
+            f"NeverEvict: rank {lacking[0]} could not make its machine's {format_nbytes(nbytes)}:"
+            " its own error says why"
+        )
     if made is None:
         try:
             made = Arena.opened(sent[here[0]])

@@ -43,6 +43,7 @@ class Arena:
         ]
         try:
             self._file = os.memfd_create("infinity-data", os.MFD_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
             os.ftruncate(self._file, self._table_nbytes + nbytes)
         except OSError as error:
             raise StorageError(
@@ -53,7 +54,6 @@ class Arena:
         _live.add(self)
 
     def _map(self) -> None:
-        weakref.finalize(self, os.close, self._file)
         self._lock, self._lock_of = threading.Lock(), os.getpid()
         self._seen = np.zeros(self._count, bool)  # kept, and wholly visible here
         self._memory = mmap.mmap(self._file, self._table_nbytes + self.nbytes)
@@ -89,6 +89,7 @@ class Arena:
         self.nbytes, self._count = state["nbytes"], state["count"]
         self.charged_nbytes, self._charges = state["charged_nbytes"], []
         self._file = os.open(state["path"], os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
         self._owner = os.getpid()
         self._map()
 

@@ -1,4 +1,4 @@
-"""Signals: tells whoever listens that the process was asked to save, or to end.
+"""Signals: passes SIGTERM and SIGUSR1 on to the listeners of this process.
 
 SIGTERM   save, then end
 SIGUSR1   save, and go on
@@ -85,7 +85,7 @@ def _install() -> None:
 
 
 def _restore_unheard() -> None:
-    """Puts the handlers from before back, if nobody listens."""
+    """Restores the earlier handlers if there is no listener."""
     if _listeners or not _is_main_thread() or os.getpid() != _process:
         return
     for number, handler in _before.items():
