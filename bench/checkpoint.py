@@ -6,12 +6,16 @@ host gets it again at a fraction of the disk's rate. The ceilings move as many b
 cache and do nothing else: a checkpoint cannot be written or read in less. State that is at home on
 the disk is read and written there: its ceiling does both. What a save writes is new, which a file
 system is slower at than at replacing: so much is said apart.
+
+A stall is what a step takes longer because of a save: of one that the training waits for, and of
+one beside its forward and backward. Their bound is the seconds of the save beyond those.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,15 +34,17 @@ from infinity.checkpoint.file_writer import SLOT_NBYTES, SLOTS, FileWriter, make
 from infinity.checkpoint.manifest import sync_file
 from infinity.checkpoint.removal import wait_for_space
 from infinity.machine.sizes import round_up
+from infinity.runtime.registry import wrapped
 
 WIDTH, LAYERS = 2048, 24  # 100 M parameters in bf16 with split masters and bf16 moments: 0.8 GB
+ROWS = 512  # of a batch, whose passes take about as long as a save
 SMALL = 64  # layers where the benchmark is scaled down are narrower, not fewer
 
 
 def measure(settings: Settings) -> Measured:
     """Measures rows checkpoint.save and checkpoint.load, of a state on the host and on NVMe (GB/s
     of the checkpoint's files), whose ceiling is the best of the raw disk's rounds, and the best
-    rounds' shares; and checkpoint.new_file, which a save is beside.
+    rounds' shares; checkpoint.new_file, which a save is beside; and checkpoint.stall (seconds).
     """
     width = max(SMALL, int(WIDTH * settings.scale**0.5) // SMALL * SMALL)
     rows: list[Row] = []
@@ -67,6 +73,19 @@ def measure(settings: Settings) -> Measured:
                     ceiling=(f"raw disk, {raw}", rates[raw]),
                 )
             )
+        step, passes = (found[name].wall for name in ("step", "passes"))
+        beside, alone = (
+            [long - short for long, short in zip(found[name].wall, step)]
+            for name in ("step_beside", "step_waited")
+        )
+        bounds = [max(0.0, a - p) for a, p in zip(alone, passes)]
+        stall = row(f"checkpoint.{home}.stall", "s", beside)
+        stall.ratios = {"waited for": statistics.median(beside) / statistics.median(alone)}
+        rows.append(stall)
+        notes.append(
+            f"checkpoint.{home}.stall: {statistics.median(alone):.2f} s if it is waited for, bound"
+            f" {statistics.median(bounds):.2f} s beside {statistics.median(passes):.2f} s of passes"
+        )
         for way, ceiling in (*ceilings.items(), ("save", "new_file")):
             share = max(rates[way]) / max(rates[ceiling])
             notes.append(
@@ -83,9 +102,22 @@ def _times(folder: Path, home: str, width: int, rounds: int) -> tuple[dict[str, 
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = infinity.wrap_model(model, optimizer, _config(folder, home))
-    model(torch.ones(1, width, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    inputs = torch.ones(ROWS, width, dtype=torch.bfloat16)
+
+    def passes() -> None:
+        model(inputs).sum().backward()
+
+    def step(wait: bool | None = None) -> None:
+        """Makes a step, with its updates; ``wait``: after a save."""
+        if wait is not None:
+            infinity.save_checkpoint(saved, model, optimizer, wait=wait)
+        passes()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.wait_idle()
+
+    engine = wrapped(model).engine
+    step()
     saved = folder / "checkpoint"
     infinity.save_checkpoint(saved, model, optimizer)
     files = list(saved.glob("*/*.safetensors"))
@@ -96,6 +128,11 @@ def _times(folder: Path, home: str, width: int, rounds: int) -> tuple[dict[str, 
         stack.callback(infinity.unwrap_model, model)
         jobs: dict[str, Callable[[], object]] = {
             "save": lambda: infinity.save_checkpoint(saved, model, optimizer),
+            "passes": lambda: (passes(), optimizer.zero_grad()),
+            "step": step,
+            "step_waited": lambda: step(wait=True),
+            "step_beside": lambda: step(wait=False),
+            "end": engine.finish_save,
             "space": lambda: _free_space(folder / "new"),
             "write": lambda: raw.run("write"),
             "new_file": lambda: _write_new(folder / "new", nbytes),

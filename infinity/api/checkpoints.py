@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.behind import Saving
 from ..checkpoint.interval import Interval, share_of
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.manifest import MANIFEST, read_manifest
 from ..checkpoint.save import save_checkpoint
-from ..errors import ConfigError, UsageError
+from ..errors import ConfigError, InfinityError, UsageError
 from ..machine.outputs import folder_of
 from ..machine.signals import Listener, handler_before, others_end
 from ..runtime.registry import wrapped
@@ -94,7 +95,8 @@ class Checkpoints:
     loader
         A torchdata ``StatefulDataLoader``, whose state is saved and loaded, too.
 
-    The folder has the last checkpoint. The interval follows what saving costs: it is chosen anew
+    It saves beside the next forward and backward. The folder has the last checkpoint that is
+    complete. The interval follows what saving costs: it is chosen anew
     after each save, on the first rank, for all of them. After SIGTERM the job is saved at the end
     of its step, and ends; another one after two seconds ends it at once. After SIGUSR1 it goes on.
     Every rank makes one, in its main thread, and makes the same calls.
@@ -124,6 +126,7 @@ class Checkpoints:
         self._saved_orders: list[dict[str, Any]] = []
         self._steps, self._may_replace = 0, False
         self._unsaved = False
+        self._saving: tuple[Saving, int, float] | None = None  # with its step, seconds of its call
         self._signals = Listener()
         self._last = time.monotonic()
 
@@ -158,43 +161,75 @@ class Checkpoints:
         return Resumed(Steps(self._steps, self), extra)
 
     def after_step(self) -> bool:
-        """Counts a step, and saves if that is due. Every rank calls this after ``zero_grad()``.
-        Returns whether it saved.
+        """Counts a step, and begins to save if that is due. Every rank calls this after
+        ``zero_grad()``. Returns whether it began.
 
         Ends the process by SystemExit if it was saved on SIGTERM. Raises what
-        :func:`save_checkpoint` raises; then the old checkpoint stands, and the next try is as far
-        away as after a save.
+        :func:`save_checkpoint` raises, also of the save before; then the old checkpoint stands, and
+        the next try is as far away as after a save.
         """
         self._refuse_replacing()
         self._steps, self._unsaved = self._steps + 1, True
         self._interval.note_step(time.monotonic() - self._last)
-        is_due, is_ending = self._agree()
+        is_over, is_due, is_ending = self._agree()
+        if is_over:
+            self._finish()
         if is_due:
-            self.save()
+            self._save(wait=is_ending)
         self._last = time.monotonic()
         if is_ending:
             self._end()
         return is_due
 
     def save(self) -> None:
-        """Saves now. Every rank calls this, between two steps."""
+        """Saves now, and waits until it is saved. Every rank calls this, between two steps."""
         self._refuse_replacing()
-        began, seconds = time.monotonic(), None
+        self._save(wait=True)
+        self._last = time.monotonic()
+
+    def _save(self, *, wait: bool) -> None:
+        self._finish()
+        self._interval.begin_save()
+        began, saving = time.monotonic(), None
         try:
             own = {"steps": self._steps, "orders": self._orders, "loaders": self._loaders()}
             extra = self._extra() if callable(self._extra) else self._extra
             saved = {"checkpoints": own, "extra": extra}
-            save_checkpoint(self._folder, self._model, self._optimizer, saved)
-            seconds = time.monotonic() - began
-        finally:
-            self._interval.note_save(seconds, seconds)
-        self._unsaved = False
-        self._last = time.monotonic()
+            saving = save_checkpoint(self._folder, self._model, self._optimizer, saved, wait=wait)
+        except BaseException:
+            self._interval.end_save(None, None)
+            raise
+        self._unsaved, stall = False, time.monotonic() - began
+        if saving is None:
+            self._note_saved(self._steps, stall, stall)
+        else:
+            self._saving = saving, self._steps, stall
+
+    def _finish(self) -> None:
+        """Waits until the save beside the last steps is over. Raises its error."""
+        if self._saving is None:
+            return
+        (saving, steps, stall), began = self._saving, time.monotonic()
+        try:
+            saving.wait()
+        except InfinityError:
+            self._saving, self._unsaved = None, True
+            self._interval.end_save(None, None)
+            raise
+        self._saving = None
+        if saving.seconds is None:  # it failed, and another call has raised the error
+            self._unsaved = True
+            self._interval.end_save(None, None)
+        else:
+            self._note_saved(steps, stall + time.monotonic() - began, saving.seconds)
+
+    def _note_saved(self, steps: int, stall: float, total: float) -> None:
+        self._interval.end_save(stall, total)
         if self._collectives.ranks.is_first:
             logger.info(
-                "checkpoint at step %d saved in %.2f s: the next one in %d steps (%s)",
-                self._steps,
-                seconds,
+                "checkpoint of step %d saved in %.2f s: the next one after %d steps (%s)",
+                steps,
+                total,
                 self._interval.steps,
                 self._folder,
             )
@@ -204,6 +239,7 @@ class Checkpoints:
         process if SIGTERM came after the last step. Every rank calls this after the loop.
         Idempotent."""
         try:
+            self._finish()
             if self._unsaved:
                 self.save()
         finally:
@@ -223,18 +259,19 @@ class Checkpoints:
 
     # --- ranks ---
 
-    def _agree(self) -> tuple[bool, bool]:
-        """Returns whether to save after this step, and whether to end then: as the first rank's
-        interval says, or a signal to any rank."""
+    def _agree(self) -> tuple[bool, bool, bool]:
+        """Returns whether the running save is over, whether to save after this step, and whether to
+        end then: as the first rank says, or a signal to any rank."""
         is_first = self._collectives.ranks.is_first
+        over = is_first and self._saving is not None and self._saving[0].done
         ending = self._signals.ends
         asked = self._signals.saves or (is_first and self._interval.is_due)
         self._signals.forget(signal.SIGUSR1)
         if not self._collectives.ranks.alone:
-            given = [int(not asked), int(not ending)]
+            given = [int(not each) for each in (over, asked, ending)]
             found = self._collectives.least(given, "Checkpoints.after_step", over_stages=True)
-            asked, ending = (not each for each in found)
-        return asked, ending
+            over, asked, ending = (not each for each in found)
+        return over, asked or ending, ending
 
     def _has_checkpoint(self) -> bool:
         """Tells whether the folder has a checkpoint: as the first rank sees it."""

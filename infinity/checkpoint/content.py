@@ -26,7 +26,9 @@ from ..state.flat_param_spec import ARRAYS
 from ..state.handle import ParamHandle, handle_of
 from ..state.packed import has_inner, small_parts
 from ..state.unit import ParamUnit
-from .boxes import Box, boxes_of_run, order_of, view_of_run
+from ..storage.arrays import StateArray
+from .boxes import Box, boxes_of_run, order_of
+from .home_values import HomeValues
 from .saved_tensors import LocalPart
 from .values import encode_value
 
@@ -56,12 +58,11 @@ def part_of_rank(handle: ParamHandle) -> LocalPart:
     )
 
 
-Entry = tuple[torch.Tensor, dict[str, Any]]  # values, and their entry in the header
+Entry = tuple[HomeValues, dict[str, Any]]  # values, and their entry in the header
 
 
 def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
-    """Reads the unit's arrays that are at home here and that this rank writes, grouped by file. May
-    read from the disk.
+    """Lists the unit's values that are at home here and that this rank writes, grouped by file.
 
     A run of elements is several boxes, and a file has at most one part of a tensor.
     """
@@ -85,39 +86,44 @@ def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
 
 def _entries(job: Job, handle: ParamHandle, name: str) -> Iterator[tuple[str, Entry]]:
     flat_param, part = handle.flat_param, part_of_rank(handle)
-    begin, end = flat_param.layout.part_of_param(name, handle.index)
-    values = flat_param.parts.see_own(job.store, name, handle.index)
+    array, layout = flat_param.arrays[name], flat_param.layout
+    begin, end = layout.part_of_param(name, handle.index)
+    at_home, _ = layout.part_at_home(name, handle.index)
     if flat_param.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
         if begin < end or (not part.box.numel and job.ranks.rank == 0):
+            values = HomeValues(job.store, array, at_home, (end - begin,), (0,))
             told = {"saved_offsets": [begin], "part": part.describe()}
             yield f"{name}/{handle.name}#{'-'.join(map(str, part.box.offset)) or 0}", (values, told)
         return
-    for entry in _boxes(job, part, values, begin, end):
+    for entry in _boxes(job, part, array, at_home - begin, begin, end):
         yield f"{name}/{handle.name}", entry
 
 
 def _boxes(
-    job: Job, part: LocalPart, values: torch.Tensor, begin: int, end: int
+    job: Job, part: LocalPart, array: StateArray, first: int, begin: int, end: int
 ) -> Iterator[Entry]:
-    """Yields elements ``begin`` to ``end`` of a local part, as boxes of the global tensor."""
+    """Yields elements ``begin`` to ``end`` of a local part, as boxes of the global tensor. The
+    part's first element is at ``first`` of ``array``."""
     boxes = list(boxes_of_run(part.box.shape, part.order, begin, end))
     if not part.box.numel and job.ranks.rank == 0:
         boxes = [(Box((0,) * len(part.box.shape), part.box.shape), begin)]
     for box, at in boxes:
-        whole = view_of_run(values[at - begin : at - begin + box.numel], box, part.order)
-        yield whole, {"saved_offsets": list(box.moved(part.box.offset).offset)}
+        values = HomeValues(job.store, array, first + at, box.shape, tuple(part.order))
+        yield values, {"saved_offsets": list(box.moved(part.box.offset).offset)}
 
 
 def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
-    """Reads the unit's averages that this rank writes, as :func:`unit_files` does; empty without an
+    """Lists the unit's averages that this rank writes, as :func:`unit_files` does; empty without an
     average."""
-    job = engine.job
+    job, average = engine.job, engine.average
     files: list[dict[str, Entry]] = []
-    for handle in unit.handles if engine.average is not None and engine.average.count else ():
-        if job.gradients.values.counts(handle) and engine.average.has(handle):
-            values = engine.average.read_own(handle)
-            run = handle.flat_param.layout.part_of_param("weight", handle.index)
-            entries = _boxes(job, part_of_rank(handle), values, *run)
+    for handle in unit.handles if average is not None and average.count else ():
+        if job.gradients.values.counts(handle) and average.has(handle):
+            layout = handle.flat_param.layout
+            begin, end = layout.part_of_param("weight", handle.index)
+            first = layout.part_at_home("weight", handle.index)[0] - begin
+            array = average.array_of(handle)
+            entries = _boxes(job, part_of_rank(handle), array, first, begin, end)
             for number, entry in enumerate(entries):
                 if number == len(files):
                     files.append({})

@@ -18,6 +18,7 @@ import torch
 from .. import native
 from ..machine import processors
 from ..machine.sizes import round_up
+from .home_values import HomeValues
 from .weight_files import FILE_DTYPES
 
 SLOT_NBYTES = 4 * 1024 * 1024
@@ -141,14 +142,15 @@ class FileWriter:
 
 def start_file(
     path: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | HomeValues],
     slots: native.PinnedPool,
     *,
     metadata: Mapping[str, str],
-    stay: bool = False,
+    service: native.PinnedPool | None = None,
 ) -> FileWriter:
     """Starts a safetensors file of ``tensors`` with ``metadata`` in its header. All bytes are
-    submitted when this returns. ``stay``: the tensors do not change until the file is finished."""
+    submitted when this returns. Values in host homes must not change until the file is finished;
+    those on disks are read through ``service`` (None: their store's own)."""
     names = sorted(tensors, key=lambda name: _place_of(tensors[name], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
@@ -173,10 +175,14 @@ def start_file(
             torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
         )
         for name in names:
-            if tensors[name].nbytes:
-                writer.write(
-                    tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8), stays=stay
-                )
+            value = tensors[name]
+            if not value.nbytes:
+                continue
+            if isinstance(value, HomeValues):
+                for piece in value.pieces(service):
+                    writer.write(piece.view(torch.uint8), stays=value.stays)
+            else:
+                writer.write(value.detach().cpu().contiguous().view(-1).view(torch.uint8))
         writer.seal()  # before another file needs a slot
     except BaseException:
         writer.__exit__()
@@ -184,7 +190,7 @@ def start_file(
     return writer
 
 
-def _place_of(tensor: torch.Tensor, name: str) -> tuple[bool, int, str]:
+def _place_of(tensor: torch.Tensor | HomeValues, name: str) -> tuple[bool, int, str]:
     """Returns a tensor's sort key in a file. As in the safetensors library the widest elements come
     first, so that each tensor is aligned to its elements. Tensors of whole blocks come last,
     aligned to the file's blocks."""

@@ -65,19 +65,35 @@ class Interval:
         self._share, self._between_failures = share, between_failures
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self._saves: deque[tuple[float, float]] = deque(maxlen=RECENT_SAVES)
-        self._since, self._seconds = 0, 0.0  # since the last save
+        self._since, self._seconds = 0, 0.0  # since the last save began
+        self._beside: list[float] | None = None  # steps beside a save; None: there is none
 
     def note_step(self, seconds: float) -> None:
-        """Counts a step without a save."""
-        self._steps.append(max(seconds, 0.0))
-        self._since, self._seconds = self._since + 1, self._seconds + max(seconds, 0.0)
+        """Counts a step. Beside a save, what it takes longer than others is a stall."""
+        seconds = max(seconds, 0.0)
+        if self._beside is None:
+            self._steps.append(seconds)
+        else:
+            self._beside.append(seconds)
+        self._since, self._seconds = self._since + 1, self._seconds + seconds
 
-    def note_save(self, stall: float | None, total: float | None) -> None:
-        """Counts a save. None: it failed, so that its seconds say nothing; the next one is as far
-        away."""
-        if stall is not None and total is not None:
-            self._saves.append((max(stall, 0.0), max(total, stall, 0.0)))
+    def begin_save(self) -> None:
+        """Begins a save: until :meth:`end_save` none is due."""
         self._since, self._seconds = 0, 0.0
+        self._beside = []
+
+    def end_save(self, stall: float | None, total: float | None) -> None:
+        """Ends a save. ``stall``: of the calls that made it, beside that of the steps meanwhile.
+        None: it failed, so that its seconds say nothing; the next one is as far away."""
+        beside, self._beside = self._beside or [], None
+        if stall is not None and total is not None:
+            stall = max(stall, 0.0) + max(0.0, sum(beside) - len(beside) * self.step_seconds)
+            self._saves.append((stall, max(total, stall, 0.0)))
+
+    def note_save(self, seconds: float | None) -> None:
+        """Counts a save for which the loop stood still."""
+        self.begin_save()
+        self.end_save(seconds, seconds)
 
     @property
     def step_seconds(self) -> float:
@@ -102,6 +118,8 @@ class Interval:
     @property
     def is_due(self) -> bool:
         """Whether the next save is due after this step."""
+        if self._beside is not None:
+            return False
         if (steps := self.steps) is None:
             return self._since >= FIRST_STEPS and self._seconds >= FIRST_SECONDS
         return self._since >= steps

@@ -77,6 +77,7 @@ def load_checkpoint(
         job.uses.operation(Operation.LOAD_CHECKPOINT),
         job.collectives.together("load_checkpoint"),
     ):
+        engine.finish_save()
         with checkpoint_of(root, job.collectives) as (manifest, data):
             return _Load(manifest, data, engine, whole_of(model), books).run()
 

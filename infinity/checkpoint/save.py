@@ -15,26 +15,20 @@ what its own homes need. The header's form is that of torch.distributed.checkpoi
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import json
 import os
 import secrets
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import native
 from ..distributed.collectives import Collectives
-from ..errors import ConfigError, PeerError, StorageError, UsageError
+from ..errors import ConfigError, UsageError
 from ..gradients.record import would_be_lost
 from ..machine.outputs import folder_of
-from ..machine.progress import progress
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.recognised import as_given
 from ..runtime.engine import Engine
@@ -42,11 +36,9 @@ from ..runtime.job import Job
 from ..runtime.registry import whole_of
 from ..state.operations import Operation
 from ..state.parts import parts_of
-from ..storage.transfers import Window
+from .behind import Saving, make_buffers
 from .content import (
     Books,
-    Entry,
-    average_files,
     buffers_of,
     describe_own_state,
     describe_parameter,
@@ -56,27 +48,13 @@ from .content import (
     flat_bytes,
     groups_of_stages,
     persistent_buffers,
-    unit_files,
     unmanaged_parameters,
 )
 from .described import description_of
-from .file_writer import FileWriter, make_slots, start_file
-from .folder import OF_READERS, remove_data, writing
-from .manifest import (
-    FORMAT,
-    MANIFEST,
-    check_same_model,
-    seal_manifest,
-    sync_file,
-    sync_folder,
-    write_synced,
-)
-from .parts import PARTS_KEY
+from .manifest import FORMAT, check_same_model
+from .publish import Draft, files_of_rank, publish
 from .random_state import random_state_tensors, read_random_state
-from .removal import wait_for_space
 from .values import encode_value
-
-FILES_AT_ONCE = 3  # one is read while two are in flight to the disk
 
 
 def save_checkpoint(
@@ -86,7 +64,8 @@ def save_checkpoint(
     extra: Any = None,
     *,
     overwrite: bool = False,
-) -> None:
+    wait: bool = True,
+) -> Saving | None:
     """Writes model, optimizer, random number generators and ``extra`` to the folder ``path``,
     replacing the model's last checkpoint. Every rank calls this.
 
@@ -94,34 +73,50 @@ def save_checkpoint(
         Nested dicts, lists, numbers, strings, None, tensors; :func:`load_checkpoint` returns it.
     overwrite
         Also replaces the checkpoint of another model.
+    wait
+        True: blocks until everything is on the disk. False: saves beside the next forward and
+        backward, and returns a :class:`Saving` with ``done`` and ``wait()``. The next step's update
+        of a unit waits until the unit is saved. The bytes are the same. An error is raised by
+        ``wait()``, or by the next save, load, park or unwrap of the model, which wait for it. It
+        blocks all the same, and returns None, if ``host_memory`` has no room for its buffers of
+        20 MiB.
 
-    One unit at a time is in memory. Blocks until everything is on the disk. Raises StorageError
-    with the old checkpoint intact, UsageError while another process saves to that folder,
-    ConfigError if another model's checkpoint is there.
+    One piece of the state at a time is in memory. Raises StorageError with the old checkpoint
+    intact, UsageError while another process saves to that folder, ConfigError if another model's
+    checkpoint is there.
     """
     root = folder_of(path, "save_checkpoint's path")
-    if not isinstance(overwrite, bool):
-        raise ConfigError(f"overwrite={overwrite!r} must be True or False")
+    for name, value in (("overwrite", overwrite), ("wait", wait)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} must be True or False")
     engine, books = engine_of_pair(model, as_given(optimizer))
     job = engine.job
     with (
         job.uses.operation(Operation.SAVE_CHECKPOINT),
         job.collectives.together("save_checkpoint"),
     ):
-        _save_all(root, engine, whole_of(model), books, extra, overwrite)
+        engine.finish_save()
+        job.handed.settle_with_borrowed()
+        draft = _draft(root, engine, whole_of(model), books, extra, overwrite)
+        if wait or (buffers := make_buffers(engine)) is None:
+            engine.wait_idle()
+            publish(draft, job.collectives)
+            return None
+        engine.saving = saving = Saving(draft, engine, buffers).start()
+        return saving
 
 
-def _save_all(
+def _draft(
     root: Path,
     engine: Engine,
     model: nn.Module,
     books: Books,
     extra: Any,
     overwrite: bool,
-) -> None:
+) -> Draft:
+    """Describes a save. Copies all that is not at home. Raises as :func:`save_checkpoint`."""
     job = engine.job
     collectives = job.collectives
-    engine.wait_idle()
     if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
         raise UsageError(
             f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters"
@@ -148,50 +143,15 @@ def _save_all(
         ),
         "config": description_of(parts_of(model)[0]),
     }
-    tensors |= {name: p.detach().clone() for name, p in every_value_outside(books).items()}
-    buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(model).items()}
+    tensors |= every_value_outside(books)
+    buffers = buffers_of(model)
     rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}
-    rest |= {
-        f"unmanaged/{name}": param.detach().clone()
-        for name, param in unmanaged_parameters(model).items()
-    }
+    rest |= {f"unmanaged/{name}": param for name, param in unmanaged_parameters(model).items()}
     tensors |= _of_stages(rest, collectives) | _buffers_of_others(buffers, collectives)
     for rank, states in enumerate(collectives.collect(random_state_tensors(), "random state")):
         tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
-    _publish(root, engine, content, tensors)
-
-
-def _publish(
-    root: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]
-) -> None:
-    """Writes a checkpoint and makes it the current one in ``root``. Raises StorageError, which
-    names the one that is current. Every rank calls this."""
-    collectives, published = engine.job.collectives, False
-    try:
-        with writing(root) if collectives.ranks.is_first else nullcontext():
-            wait_for_space()  # of the checkpoint before the last one
-            # Before any rank makes a folder.
-            collectives.barrier(f"writing to {content['data']}, which the first rank may")
-            _write_data(root / content["data"], engine, content, tensors)
-            if collectives.ranks.is_first:
-                os.replace(root / content["data"] / MANIFEST, root / MANIFEST)
-                # From here on the new data is the checkpoint, even if a later step fails.
-                published = True
-                sync_folder(root)
-                remove_data(root, keep=content["data"])
-    except StorageError:
-        raise
-    except OSError as error:
-        state = (
-            "is written, but may not be on the disk yet"
-            if published
-            else "was not written; the old one stands"
-        )
-        raise StorageError(
-            error.errno,
-            f"checkpoint {root} {state}: {os.strerror(error.errno or 0)}",
-            str(error.filename or root),
-        ) from error
+    tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return Draft(root, content, tensors, files_of_rank(engine))
 
 
 def _describe_optimizer(
@@ -224,53 +184,6 @@ def _describe_parameters(root: Path, job: Job, *, overwrite: bool) -> dict[str, 
     if job.ranks.is_first and not overwrite:
         check_same_model(root, parameters)
     return parameters
-
-
-def _write_data(
-    data: Path, engine: Engine, content: dict[str, Any], tensors: dict[str, torch.Tensor]
-) -> None:
-    """Writes all data of a checkpoint, and its manifest beside the data. After a failed save the
-    first rank removes the data, once all ranks have stopped writing."""
-    collectives = engine.job.collectives
-    try:
-        failure, files = None, {}
-        try:
-            data.mkdir(parents=True, exist_ok=not collectives.ranks.alone)
-            files = _write_units(engine, data) if collectives.ranks.writes else {}
-        except Exception as error:
-            if collectives.ranks.alone:
-                raise
-            failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        everyones = collectives.collect(
-            (collectives.ranks.world_rank, files, told), "the files of a checkpoint"
-        )
-        if failure is not None:
-            raise failure
-        for rank, _, why in everyones:
-            if why is not None:
-                raise PeerError(
-                    f"rank {rank} could not write its part of the checkpoint {data.parent}: {why}."
-                    " The old one stands."
-                )
-        if collectives.ranks.is_first:
-            content["files"] = {
-                name: entry for _, of_one, _ in everyones for name, entry in of_one.items()
-            }
-            content["files"][OF_READERS] = _write_tensors(data / OF_READERS, tensors)
-            if missing := [name for name in content["files"] if not (data / name).exists()]:
-                raise StorageError(
-                    errno.ENOENT,
-                    f"{missing[0]}, which another rank wrote, is not there: all ranks must see the"
-                    " same folder",
-                    str(data / missing[0]),
-                )
-            write_synced(data / MANIFEST, seal_manifest(content))
-            sync_folder(data)
-    except BaseException:
-        if collectives.ranks.is_first:
-            shutil.rmtree(data, ignore_errors=True)
-        raise
 
 
 def _buffers_of_others(
@@ -314,81 +227,3 @@ def _of_stages(mine: dict[str, Any], collectives: Collectives) -> dict[str, Any]
 def _token(collectives: Collectives) -> str:
     """Returns a new unique name, the same on all ranks. Every rank calls this."""
     return collectives.collect(secrets.token_hex(6), "naming a checkpoint")[0]
-
-
-def _write_units(engine: Engine, data: Path) -> dict[str, dict[str, Any]]:
-    """Writes the arrays that this rank has at home: reads a unit while the previous one is written.
-    Returns the manifest's entries."""
-    entries: dict[str, dict[str, Any]] = {}
-    total = sum(
-        array.nbytes
-        for unit in engine.job.units
-        for flat in unit.flat_params
-        for array in flat.arrays.values()
-    )
-    slots = make_slots(total)
-
-    def finish(started: tuple[str, FileWriter]) -> None:
-        with started[1] as file:
-            entries[started[0]] = file.finish()
-        advance(entries[started[0]]["nbytes"])
-
-    with (
-        progress("saving the checkpoint", total) as advance,
-        Window[tuple[str, FileWriter]](
-            FILES_AT_ONCE, finish, lambda started: started[1].__exit__()
-        ) as files,
-    ):
-        for name, parts, stay in _files_of_rank(engine):
-            tensors, told = ({key: entry[at] for key, entry in parts.items()} for at in (0, 1))
-            files.add((name, _start_file(data / name, tensors, slots, told, stay=stay)))
-            files.make_room()
-    # At the end: the first sync makes the file system flush its journal for all of them.
-    for name in entries:
-        sync_file(data / name)
-    return entries
-
-
-def _files_of_rank(engine: Engine) -> Iterator[tuple[str, dict[str, Entry], bool]]:
-    """Yields the name and the entries of each file that this rank writes, and whether their values
-    stay in memory until it is written."""
-    job = engine.job
-    rank = "" if job.ranks.alone else f"-rank-{job.ranks.job_rank:05d}"
-    for unit in job.units:
-        arrays = [array for flat in unit.flat_params for array in flat.arrays.values()]
-        stays = all(array.flat is not None and array.flat.is_cpu for array in arrays)
-        for kind, files in (
-            ("unit", unit_files(job, unit)),
-            ("average", average_files(engine, unit)),
-        ):
-            for number, entries in enumerate(files):
-                part = f"-{number}" if number else ""
-                name = f"{kind}-{unit.index:05d}{rank}{part}.safetensors"
-                yield name, entries, stays and kind == "unit"
-
-
-def _start_file(
-    path: Path,
-    tensors: dict[str, torch.Tensor],
-    slots: native.PinnedPool,
-    told: dict[str, Any] | None = None,
-    *,
-    stay: bool = False,
-) -> FileWriter:
-    told = told or {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
-    return start_file(
-        path,
-        tensors,
-        slots,
-        metadata={"format": "pt", "DCP_VERSION": "1.0", PARTS_KEY: json.dumps(told)},
-        stay=stay,
-    )
-
-
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    with _start_file(
-        path, tensors, make_slots(sum(tensor.nbytes for tensor in tensors.values()))
-    ) as file:
-        entry = file.finish()
-    sync_file(path)
-    return entry

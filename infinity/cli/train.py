@@ -33,7 +33,6 @@ from .training.job import (
     EdgeCounts,
     Job,
     check_finite,
-    check_fixed_values,
     held_out_loss,
     make_job,
     resume,
@@ -50,7 +49,14 @@ from .training.options import (
     add_options,
     check_options,
 )
-from .training.places import check_places, check_room, has_checkpoint, make_way, saved_extra
+from .training.places import (
+    check_fixed_values,
+    check_places,
+    check_room,
+    has_checkpoint,
+    make_way,
+    saved_extra,
+)
 from .training.progress import (
     ProgressBar,
     ProgressLines,

@@ -91,7 +91,7 @@ class SaveWhenDue(transformers.TrainerCallback):
             yield
         finally:
             seconds = time.monotonic() - began
-            self._interval.note_save(seconds, seconds)
+            self._interval.note_save(seconds)
             self._last = None
 
 

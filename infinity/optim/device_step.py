@@ -116,6 +116,7 @@ class DeviceStepper:
         compute enqueued so far unless all is in host memory. ``newer``: receives the new weights;
         None: in place."""
         names, arrays = passing(flat_param), flat_param.arrays
+        flat_param.homes.wait_save()
         # A copy to the device may still read the weights.
         behind = [flat_param.homes.last_read, *behind]
         if len(names) < len(arrays):

@@ -293,9 +293,10 @@ class Stepper:
     ) -> native.UnitUpdate:
         """Makes the processor's update of ``runs`` of a flat param. ``ahead``: beside its state,
         for the arrays that have a shadow."""
-        # A copy to the device may still read bytes that change
-        read = self._context.device.ticket([flat_param.homes.last_read])
-        after = [*after, read] if read is not None else after
+        # A copy to the device, or a save, may still read bytes that change
+        homes = flat_param.homes
+        readers = self._context.device.ticket([homes.last_read]), homes.saved
+        after = [*after, *(ticket for ticket in readers if ticket is not None)]
         return flat_param.homes.update_of(
             self._known.rule, runs, after, label=label, version=version, ahead=ahead
         )

@@ -19,6 +19,7 @@ from ..forwards.context import ForwardContext
 from ..optim.context import StepContext
 from ..state import mistakes
 from ..state.handle import ParamHandle
+from ..state.home_arrays import Update
 from ..state.operations import Operation, State
 from ..state.packed import is_packed, tensors_of
 from ..state.unit import ParamUnit
@@ -52,6 +53,7 @@ class Engine:
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}
         self.average: WeightAverage | None = None  # of the trained parameters
         self.stale: StaleWeights | None = None  # set when a pipeline runs without flush
+        self.saving: Update | None = None  # the last save beside the training
         self.parking, me = Parking(job.store), weakref.ref(self)
         self.backward = Backward(job, recover=lambda: me().recover())
         self.passes = Passes(job, self.backward)
@@ -287,6 +289,13 @@ class Engine:
         """Waits until every byte is at home, including users' changes to state dicts and to
         optimizer state. Blocks on disk. Raises the error of a failed transfer or update."""
         wait_idle(self.job)
+
+    def finish_save(self) -> None:
+        """Waits until a save beside the training is over. Raises its error, once. Every rank calls
+        this."""
+        if self.saving is not None:
+            self.saving.wait()
+        self.saving = None
 
     def shut_down(self) -> None:
         """Frees all memory, descriptors and files."""

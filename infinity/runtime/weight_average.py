@@ -157,7 +157,7 @@ class WeightAverage:
         """Adds the present parameters to the average. Blocks on running updates and on the disk."""
         job = self.job
         for flat_param in self._arrays:
-            flat_param.homes.wait()
+            flat_param.homes.wait_idle()  # a save may still read the averages
         job.journal.carry_out(
             partial(self._carry_out, self._updated, Progress(), self._end_update, self.count + 1)
         )
@@ -236,15 +236,9 @@ class WeightAverage:
             self.job.store, "weight", handle.index, array=self._arrays[handle.flat_param]
         )
 
-    def read_own(self, handle: ParamHandle) -> torch.Tensor:
-        """Reads this rank's shard of a parameter's average, flat."""
-        flat_param = handle.flat_param
-        begin, end = flat_param.layout.part_at_home("weight", handle.index)
-        return (
-            self.job.store.read(self._arrays[flat_param], begin, end)
-            if begin < end
-            else torch.empty(0, dtype=self.dtype_of(handle))
-        )
+    def array_of(self, handle: ParamHandle) -> StateArray:
+        """Returns the array of averages of a parameter's flat param."""
+        return self._arrays[handle.flat_param]
 
     def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
         """Writes this rank's shard of a parameter's average."""

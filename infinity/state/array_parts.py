@@ -77,13 +77,6 @@ class ArrayParts:
             return torch.empty(0, dtype=array.dtype, device="cpu")
         return store.read(array, begin, end)
 
-    def see_own(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """Returns :meth:`read_own`, read-only: a view of a host home, not a copy."""
-        array, (begin, end) = self._homes.arrays[name], self._layout.part_at_home(name, index)
-        if begin < end and array.flat is not None and array.flat.is_cpu:
-            return array.flat[begin:end]
-        return self.read_own(store, name, index)
-
     def write(
         self,
         store: ArrayIO,
@@ -98,7 +91,7 @@ class ArrayParts:
         """Writes ``part`` to parameter ``index``'s part of array ``name``, from element ``begin``
         on, as far as it is at home here. ``stays``: it does not change until all is at home."""
         self._homes.inputs_change()
-        self._homes.last_read.wait()
+        self._homes.wait_readers()
         begin += self._layout.part(name, index)[0]
         low, high = self._layout.own_part(name, index)
         low, high = max(low, begin), min(high, begin + part.numel())

@@ -9,6 +9,7 @@ shadow      buffers for the results of an update made ahead; if the step uses it
 stale       the weights before the last update, if both versions are kept: an update writes its
             result there, and the two are swapped
 last read   the event after which no copy to the device reads the weights at home
+saved       the ticket after which a checkpoint's save no longer reads the arrays
 
 [Note: why these refer to no parameter] A table of the process holds them until an engine's memory
 is freed, which may be after the engine is gone. Objects that users attach to parameters, often the
@@ -30,7 +31,9 @@ from ..storage.arrays import StateArray
 from ..storage.store import ArrayStore
 from .expert_rows import ExpertRows, Replay
 from .flat_layout import FlatLayout
-from .flat_param_spec import FlatParamSpec
+from .flat_param_spec import MOMENTS, SCALES, FlatParamSpec
+
+OF_UPDATE = ("master", *MOMENTS, *SCALES.values(), "moment_3")  # that a rule may have
 
 
 class Activity(Enum):
@@ -87,6 +90,7 @@ class HomeArrays:
         self.update: Update | None = None  # the last one that was submitted
         self.shadow: Shadow | None = None
         self.last_read: Event = PAST
+        self.saved: native.Ticket | None = None
         self.rows: ExpertRows | None = None  # that updates may leave behind
 
     def update_by_rows(self, count: int) -> None:
@@ -229,7 +233,7 @@ class HomeArrays:
         others up to date when they are needed. Idempotent."""
 
         def make(runs: list[native.Run]) -> native.UnitUpdate:
-            self.last_read.wait()  # a copy to the device may read the weights
+            self.wait_readers()
             return self.update_of(rule, runs, [], label=0, version=version)
 
         def submit(made: native.UnitUpdate) -> native.Ticket:
@@ -293,11 +297,22 @@ class HomeArrays:
                 self.shadow = self.shadow if not ticket.done else None
         self.shadow = None
 
+    def wait_readers(self) -> None:
+        """Waits for copies to the device and for a save: what they read must not change."""
+        self.last_read.wait()
+        self.wait_save()
+
+    def wait_save(self) -> None:
+        """Waits until a save beside the training has read the arrays."""
+        if self.saved is not None:
+            self.saved.wait()
+            self.saved = None
+
     def wait_idle(self) -> None:
         """Waits for updates and reads of the arrays, before the host changes them."""
         self.wait()
         self.drop_shadow()
-        self.last_read.wait()
+        self.wait_readers()
         self.last_read = PAST
 
     def settle(self) -> None:
@@ -311,6 +326,7 @@ class HomeArrays:
             # Whoever needed these bytes got the error; here they are discarded.
             except Exception:  # noqa: BLE001
                 pass
+        self.wait_save()  # it reads memory that is about to be freed
         self.update = self.shadow = None
 
     # --- for the optimizer ---
@@ -345,16 +361,11 @@ class HomeArrays:
             layout=self.native_layout(rule),
             count=self.layout.shard_numel,
             weight=extents["weight"],
-            master=extents.get("master"),
-            exp_avg=extents.get("exp_avg"),
-            exp_avg_sq=extents.get("exp_avg_sq"),
+            **{name: extents.get(name) for name in OF_UPDATE},
             grad=extents["grad"],
             runs=runs,
             version=version,
             after=native.joined(after) if after else None,
-            exp_avg_scale=extents.get("exp_avg_scale"),
-            exp_avg_sq_scale=extents.get("exp_avg_sq_scale"),
-            moment_3=extents.get("moment_3"),
             label=label,
             shadow=native.Shadow(**(self.shadow_extents if ahead else {})),
         )

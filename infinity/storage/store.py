@@ -130,24 +130,30 @@ class ArrayStore:
     # --- moving parts of arrays, synchronously ---
 
     def read(
-        self, array: StateArray, begin: int, end: int, *, out: torch.Tensor | None = None
+        self,
+        array: StateArray,
+        begin: int,
+        end: int,
+        *,
+        out: torch.Tensor | None = None,
+        service: native.PinnedPool | None = None,
     ) -> torch.Tensor:
         """Reads elements ``begin`` to ``end`` as a CPU tensor: a new one, or flat ``out`` of the
-        array's dtype. Blocks. Verifies checksums."""
+        array's dtype. Blocks. Verifies checksums. ``service``: a buffer for another thread."""
         self.check_process()
         out = torch.empty(end - begin, dtype=array.dtype, device="cpu") if out is None else out
         with self.guarding():
             if array.tier is not Tier.NVME:
-                copy = native.copy_flat if array.flat.is_cpu else torch.Tensor.copy_
-                copy(out, array.flat[begin:end])
+                _copy_flat(out, array.flat[begin:end])
                 return out
-            if self._flush_behind is not None:
+            if self._flush_behind is not None and service is None:
                 self._flush_behind()
+            pool = service or self.service
 
             def finish(part: tuple[native.Ticket, native.Lease, int, slice, slice]) -> None:
                 ticket, lease, nbytes, inner, outer = part
                 ticket.wait()
-                values = bytes_of(self.service, lease, nbytes).view(array.dtype)[inner]
+                values = bytes_of(pool, lease, nbytes).view(array.dtype)[inner]
                 native.copy_flat(out[outer], values)
                 lease.release()
 
@@ -157,11 +163,11 @@ class ArrayStore:
                     part[0].wait()
                 part[1].release()
 
-            parts, piece_nbytes = self._service_parts()
+            parts, piece_nbytes = _parts_of(pool)
             with Window(parts, finish, abandon) as reads:
                 for offset, nbytes, inner, outer in _blocks(array, begin, end, piece_nbytes):
                     reads.make_room()
-                    lease = self.take_lease(self.service, nbytes)
+                    lease = self.take_lease(pool, nbytes)
                     ticket = self.start_read(array, offset, lease, nbytes)
                     reads.add((ticket, lease, nbytes, inner, outer))
         return out
@@ -180,15 +186,13 @@ class ArrayStore:
         self.check_process()
         end = begin + source.numel()
         if array.tier is not Tier.NVME:
-            source = source.to(array.dtype).contiguous()
-            copy = native.copy_flat if array.flat.is_cpu else torch.Tensor.copy_
-            copy(array.flat[begin:end], source)
+            _copy_flat(array.flat[begin:end], source.to(array.dtype).contiguous())
         else:
             if self._flush_behind is not None:
                 self._flush_behind()
             with self.guarding(), Window(AT_ONCE, methodcaller("wait")) as writes:
                 for offset, nbytes, inner, outer in _blocks(
-                    array, begin, end, self._service_parts()[1]
+                    array, begin, end, _parts_of(self.service)[1]
                 ):
                     lease = self.take_lease(self.service, nbytes, writes.finish_oldest)
                     size = array.dtype.itemsize
@@ -201,12 +205,6 @@ class ArrayStore:
                     writes.add(self.start_write(array, offset, lease, nbytes))
                     del lease, block  # the disk has it now
         array.extent.version = version
-
-    def _service_parts(self) -> tuple[int, int]:
-        """Returns the number of transfers that share the service buffer, and the bytes of each."""
-        nbytes = self.service.capacity_nbytes
-        parts = min(AT_ONCE, nbytes // native.CHECKSUM_NBYTES)
-        return parts, round_down(nbytes // parts, native.CHECKSUM_NBYTES)
 
     def read_block(
         self, array: StateArray, offset: int, lease: native.Lease, nbytes: int
@@ -341,6 +339,18 @@ class ArrayStore:
         while self._charges:
             self._charges[-1].release()
             self._charges.pop()
+
+
+def _copy_flat(target: torch.Tensor, source: torch.Tensor) -> None:
+    both = target.is_cpu and source.is_cpu
+    (native.copy_flat if both else torch.Tensor.copy_)(target, source)
+
+
+def _parts_of(pool: native.PinnedPool) -> tuple[int, int]:
+    """Returns the number of transfers that share a service buffer, and the bytes of each."""
+    nbytes = pool.capacity_nbytes
+    parts = min(AT_ONCE, nbytes // native.CHECKSUM_NBYTES)
+    return parts, round_down(nbytes // parts, native.CHECKSUM_NBYTES)
 
 
 def _blocks(

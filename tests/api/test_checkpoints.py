@@ -86,6 +86,8 @@ def test_it_saves_as_often_as_the_share_allows(tmp_path):
         saver.resume()
         assert saver.every is None
         train(net, optimizer, saver, 2)
+        while saver.every is None:  # it is saved beside the next steps
+            train(net, optimizer, saver, 1)
         assert saver.every >= 1
         saved, least = 0, saver.every
         for _ in range(200):
@@ -293,7 +295,7 @@ def test_a_save_that_fails_is_told_and_not_tried_at_every_step(tmp_path, monkeyp
     net, optimizer, saver = job(tmp_path / "saved", overhead=0.01)
     calls = []
 
-    def full(*args):
+    def full(*args, wait):
         calls.append(1)
         time.sleep(0.05)
         raise StorageError(28, "no space", str(tmp_path))
@@ -309,6 +311,24 @@ def test_a_save_that_fails_is_told_and_not_tried_at_every_step(tmp_path, monkeyp
                 saver.after_step()
         saver._unsaved = False  # its close would fail, too
     assert len(calls) == 4 and saver.steps == 8  # every second step, as before the first save
+
+
+def test_a_save_that_fails_beside_a_step_is_told_at_a_later_one(tmp_path, monkeypatch):
+    """Claim: its steps count as not saved, so that close() saves them."""
+    net, optimizer, saver = job(tmp_path / "saved", overhead=0.01)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device", str(tmp_path))
+
+    with saver:
+        saver.resume()
+        with monkeypatch.context() as patch:
+            patch.setattr("infinity.checkpoint.behind.write_files", full)
+            with pytest.raises(StorageError, match="the old one stands"):
+                train(net, optimizer, saver, 1000)
+        assert 2 < saver.steps < 1000
+        steps = saver.steps
+    assert job(tmp_path / "saved")[2].resume().steps == steps
 
 
 def test_a_checkpoint_that_was_not_resumed_is_not_replaced(tmp_path):

@@ -10,6 +10,7 @@ Words used here:
 from __future__ import annotations
 
 import errno
+from types import SimpleNamespace
 
 import doubles
 import pytest
@@ -20,6 +21,7 @@ import infinity
 from infinity import native
 from infinity.checkpoint import manifest
 from infinity.checkpoint.file_writer import SLOT_NBYTES, make_slots, start_file
+from infinity.checkpoint.home_values import HomeValues
 from infinity.checkpoint.manifest import check_files
 
 MIB = 1024 * 1024
@@ -95,10 +97,15 @@ def test_what_stays_is_written_from_where_it_is(first, nbytes, tmp_path, monkeyp
             "two": both[shift + nbytes : shift + 2 * nbytes],
         }
         tensors["rest"] = torch.arange(first % 251, first % 251 + first).to(torch.uint8)
+        homes = {
+            name: HomeValues(None, SimpleNamespace(flat=t, dtype=t.dtype), 0, (t.numel(),), (0,))
+            for name, t in tensors.items()
+        }
         slots, counts = make_slots(nbytes), {}
         for stay in (True, False):
             copied.clear()
-            with start_file(tmp_path / f"{stay}", tensors, slots, metadata={}, stay=stay) as file:
+            values = homes if stay else tensors
+            with start_file(tmp_path / f"{stay}", values, slots, metadata={}) as file:
                 counts[stay] = file.finish(), sum(copied)
         assert (tmp_path / "True").read_bytes() == (tmp_path / "False").read_bytes() and counts[
             True

@@ -36,7 +36,7 @@ def shares(adapts: bool, seed: int = 1) -> list[float]:
     costs seven seconds in place of one."""
     noise = random.Random(seed)
     interval, found = Interval(0.05), []
-    interval.note_save(1.0, 1.0)
+    interval.note_save(1.0)
     for third in range(3):
         stalled = 0.0
         for _ in range(2000):
@@ -44,7 +44,7 @@ def shares(adapts: bool, seed: int = 1) -> list[float]:
             fixed = interval._since >= 20
             if interval.is_due if adapts else fixed:
                 cost = (7.0 if third == 1 else 1.0) * noise.gauss(1.0, 0.1)
-                interval.note_save(cost, cost)
+                interval.note_save(cost)
                 stalled += cost
         found.append(stalled / 2000)
     return found
@@ -63,7 +63,7 @@ def test_a_dear_save_counts_at_once_and_cheap_ones_after_three():
         interval.note_step(1.0)
     found = []
     for cost in (1, 7, 1, 1, 1):
-        interval.note_save(cost, cost)
+        interval.note_save(cost)
         found.append(interval.steps)
     assert found == [20, 140, 140, 140, 20]
 
@@ -83,8 +83,24 @@ def test_steps_of_no_time_and_clocks_that_go_backwards_make_no_storm():
     interval = Interval(0.05)
     for seconds in (0.0, -3.0, 0.0):
         interval.note_step(seconds)
-    interval.note_save(0.5, 0.5)
+    interval.note_save(0.5)
     interval.note_step(0.0)
     assert not interval.is_due and interval.step_seconds == 0.0
-    interval.note_save(-1.0, -2.0)
+    interval.note_save(-1.0)
     assert interval.stall_seconds == 0.5
+
+
+def test_what_steps_take_longer_beside_a_save_is_its_stall():
+    """Claim: those steps do not count as usual ones, and no other save is due meanwhile. The twin:
+    one that failed says nothing."""
+    interval = Interval(0.5)
+    for _ in range(5):
+        interval.note_step(1.0)
+    for failed in (False, True):
+        interval.begin_save()
+        for seconds in (1.5, 1.0, 0.9):
+            interval.note_step(seconds)
+            assert not interval.is_due
+        interval.end_save(*(None, None) if failed else (0.1, 3.4))
+        assert interval.stall_seconds == pytest.approx(0.5) and interval.step_seconds == 1.0
+        assert interval.steps == 3

@@ -324,7 +324,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(call, error, tmp_path, swap
     """Method: let every n-th call of what a save is made of fail, for all n; the old checkpoint
     loads (or the new one, once it is in place), nothing half-written stays, and the next save
     works."""
-    import infinity.checkpoint.save as module
+    import infinity.checkpoint.publish as module
 
     seed_everything()
     job = Job(("host", "host"), swap)

@@ -278,9 +278,12 @@ def test_a_job_saves_as_often_as_a_share_of_its_time_allows(place, report, monke
     monkeypatch.setattr(interval, "FIRST_SECONDS", 0.0)
     saved = []
     save = job.save_checkpoint
-    monkeypatch.setattr(
-        job, "save_checkpoint", lambda work: (saved.append(work.next_step), save(work))
-    )
+
+    def noted(work, **options) -> None:
+        saved.append(work.next_step)
+        save(work, **options)
+
+    monkeypatch.setattr(job, "save_checkpoint", noted)
     report(checkpoint="share", checkpoint_overhead="1%")
     assert saved[0] == 2 and saved[-1] == STEPS and len(saved) < 6
     saved.clear()

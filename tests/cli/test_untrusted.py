@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity
-from infinity.checkpoint import manifest, save
+from infinity.checkpoint import manifest, publish
 from infinity.checkpoint.export import export
 from infinity.checkpoint.weight_files import INDEX, WeightFiles
 from infinity.cli import main
@@ -286,7 +286,7 @@ def test_files_that_lie_are_refused_before_anything_changes(what, tmp_path):
             tensors[key] = tensors[key].to(torch.float32)
         else:
             tensors["weight/stranger"] = torch.zeros(1)
-        content["files"][name] = save._write_tensors(path, tensors)
+        content["files"][name] = publish._write_tensors(path, tensors)
         (tmp_path / "saved" / "manifest.json").write_bytes(manifest.seal_manifest(content))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(infinity.CorruptionError):

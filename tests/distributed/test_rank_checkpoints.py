@@ -33,6 +33,10 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     jobs |= {
         f"full_disk:{rank}": {"path": str(folder / f"full-{rank}"), "full": rank} for rank in (0, 1)
     }
+    jobs |= {
+        f"beside:{full}": {"path": str(folder / f"beside-{full}"), "full": full}
+        for full in (None, 0, 1)
+    }
     jobs["running_statistics"] = {"path": str(folder / "statistics")}
     jobs["on_meta:drawn"] = {"weights": None}
     weights = folder / "model.safetensors"
@@ -236,3 +240,21 @@ def test_a_full_disk_of_one_rank_is_told_to_the_others(two, full):
         other
     )
     assert all(of_rank["loaded"] == "first" and len(of_rank["names"]) == 1 for of_rank in found)
+
+
+@pytest.mark.parametrize("full", [None, 0, 1])
+def test_ranks_save_beside_their_training(two, full):
+    """The files are those of a save that waits, though the training went on. A full disk of one
+    rank is told at the next call on both; the checkpoint before stands."""
+    for rank, found in enumerate(two[f"beside:{full}"]):
+        assert len(found["names"][0]) == 2, found["names"]  # the manifest and its data
+        if full is None:
+            assert found["said"] == "saved" and found["extra"] == "second"
+            assert models.differing(found["loaded"], found["saved"]) != []  # the twin: it is later
+            assert found["files"][0].keys() == found["files"][1].keys()
+            continue
+        assert found["extra"] == "first" and models.differing(found["loaded"], found["saved"]) == []
+        assert found["files"][0] == found["files"][1]
+        kind = "StorageError" if rank == full else "PeerError"
+        assert found["said"].startswith(kind) and "No space left" in found["said"]
+        assert rank == full or f"rank {full}" in found["said"]

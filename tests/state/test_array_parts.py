@@ -177,30 +177,12 @@ def test_ones_own_part_is_what_is_at_home_here(rank, size):
     low, high = rank * 8192 // size, (rank + 1) * 8192 // size
     for index, (begin, end) in enumerate(PARTS):
         expected = whole("weight")[max(begin, low) : max(min(end, high), max(begin, low))]
-        for read in (case.parts.read_own, case.parts.see_own):
-            assert torch.equal(read(case.store, "weight", index), expected)
+        assert torch.equal(case.parts.read_own(case.store, "weight", index), expected)
     nowhere, case.store.read = 0 if rank else 2, None
-    for read in (case.parts.read_own, case.parts.see_own):
-        if size > 1:
-            assert read(case.store, "exp_avg", nowhere).shape == (0,)
-            assert read(case.store, "exp_avg", nowhere).dtype is torch.uint8
+    if size > 1:
+        empty = case.parts.read_own(case.store, "exp_avg", nowhere)
+        assert empty.shape == (0,) and empty.dtype is torch.uint8
     assert case.told.meetings == []
-
-
-def test_a_seen_part_is_a_view_of_a_home_in_memory():
-    """Twins: a part that is read is a copy; so is a part that is seen of a disk or of a device."""
-    case = Case(1)
-    read, seen = (
-        each(case.store, "weight", 1) for each in (case.parts.read_own, case.parts.see_own)
-    )
-    case.arrays["weight"].flat[0] = -1
-    assert seen[0] == -1 and read[0] == 4096
-    asked = []
-    for flat in (None, torch.empty(4096, device="meta")):
-        case.arrays["weight"] = SimpleNamespace(flat=flat, dtype=F32)
-        case.store.read = lambda *args: asked.append(args) or "read"
-        assert case.parts.see_own(case.store, "weight", 1) == "read"
-        assert asked.pop() == (case.arrays["weight"], 0, 32)
 
 
 # --- writes ---

@@ -31,12 +31,14 @@ from ...machine.outputs import replacing
 from .interrupt import Interrupt
 from .optimizers import make_optimizers
 from .options import DEFAULT_MAX_GRAD_NORM
-from .places import saved_extra
+from .places import check_fixed_values, saved_extra
 from .ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from ...checkpoint.behind import Saving
 
 FINAL_LR_SHARE = 0.1  # of the peak learning rate, at the end of the cosine
 
@@ -66,6 +68,8 @@ class Job:
     loss_before: float | None = None
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+    saving: Saving | None = None  # beside the steps
+    save_seconds: float = 0.0  # of the call that began it
 
     def let_go(self) -> None:
         """Drops model and optimizer, and with them the engine's memory and swap files."""
@@ -171,8 +175,13 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
         job.interval.note_step(job.step_seconds[-1])
         job.next_step += 1
         show(job, EdgeCounts.of(job.model).since(start))
+        if job.saving is not None and job.ranks.largest(
+            int(job.ranks.is_first and job.saving.done)
+        ):
+            finish_save(job)
         if job.next_step < job.steps and _is_save_due(job, interrupt):
-            save_checkpoint(job)
+            save_checkpoint(job, wait=False)
+    finish_save(job)
     if job.losses or job.next_step == 0:  # otherwise the checkpoint it resumed from is current
         save_checkpoint(job)
     return EdgeCounts.of(job.model).since(start)
@@ -301,11 +310,15 @@ class EdgeCounts:
         return edge if self.edges[edge]["stall_seconds"] > 0 else None
 
 
-def save_checkpoint(job: Job) -> None:
+def save_checkpoint(job: Job, *, wait: bool = True) -> None:
+    """Saves the job if it has a folder for it; without ``wait`` beside the next step. Every rank
+    calls this."""
     from ...checkpoint.export import OF_MODEL
 
     if job.checkpoint is None:
         return
+    finish_save(job)
+    job.interval.begin_save()
     extra = {
         "step": job.next_step,
         "schedulers": [scheduler.state_dict() for scheduler in job.schedulers],
@@ -314,14 +327,28 @@ def save_checkpoint(job: Job) -> None:
         "out": job.out and os.path.realpath(job.out),  # a restarted job may replace it
     }
     began = time.perf_counter()
-    infinity.save_checkpoint(job.checkpoint, job.model, job.optimizers, extra=extra, overwrite=True)
-    seconds = time.perf_counter() - began
-    job.interval.note_save(seconds, seconds)
+    job.saving = infinity.save_checkpoint(
+        job.checkpoint, job.model, job.optimizers, extra=extra, overwrite=True, wait=wait
+    )
+    job.save_seconds = time.perf_counter() - began
+    if job.saving is None:
+        job.interval.end_save(job.save_seconds, job.save_seconds)
     if job.ranks.is_first:
         with replacing(job.checkpoint / OF_MODEL) as made:
             for part in (job.tokenizer, *getattr(job.model, "peft_config", {}).values()):
                 if part is not None:
                     part.save_pretrained(made)
+
+
+def finish_save(job: Job) -> None:
+    """Waits until the save beside the last steps is over. Raises its error. Every rank calls
+    this."""
+    if job.saving is not None:
+        began = time.perf_counter()
+        job.saving.wait()
+        stall = job.save_seconds + time.perf_counter() - began
+        job.interval.end_save(stall, job.saving.seconds)
+        job.saving = None
 
 
 def resume(job: Job) -> None:
@@ -346,29 +373,3 @@ def resume(job: Job) -> None:
             group["lr"] = base_lr * share(extra["step"])
     job.first_step = job.next_step = extra["step"]
     job.loss_before = extra["loss_before"]
-
-
-def check_fixed_values(checkpoint: Path, now: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Raises UsageError if options of a job are not those of its checkpoint."""
-    saved = extra.get("fixed_values")
-    if not isinstance(saved, dict):
-        return  # of a script, whose values are its own
-    saved = {"optim": "adamw"} | saved  # of before there were others
-    different = [name for name, value in now.items() if saved.get(name) != value]
-    if different:
-        pairs = ", ".join(_difference(name, saved.get(name), now[name]) for name in different)
-        raise UsageError(
-            f"The checkpoint {checkpoint} was made with {pairs}.\n"
-            "Give the same options and data to continue it, or --overwrite instead of --resume to"
-            " start fresh."
-        )
-
-
-def _difference(name: str, saved: Any, now: Any) -> str:
-    if name == "data":
-        return "other data, or another tokenizer or chat template"
-    if name == "parameters":
-        return f"a model of {saved:,} parameters (now {now:,})" if saved else "another model"
-    option = f"--{name.replace('_', '-')}"
-    before = f"without {option}" if saved is None else f"{option} {saved}"
-    return f"{before} (now {'without' if now is None else now})"

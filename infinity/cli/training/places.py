@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ...errors import CapacityError, ConfigError, InfinityError
+from ...errors import CapacityError, ConfigError, InfinityError, UsageError
 from ...machine.outputs import MODEL_NAMES, Output, check_free, check_outputs, existing
 from ...machine.sizes import format_nbytes
 from ...machine.timeline import BEGIN
@@ -102,3 +102,29 @@ def check_room(option: str, folder: Path, nbytes: int, what: str) -> None:
             f"{option} {folder}: {what} needs {format_nbytes(nbytes)}, and {format_nbytes(free)} is"
             f" free there. Free {format_nbytes(nbytes - free)}, or give a folder on another disk."
         )
+
+
+def check_fixed_values(checkpoint: Path, now: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Raises UsageError if options of a job are not those of its checkpoint."""
+    saved = extra.get("fixed_values")
+    if not isinstance(saved, dict):
+        return  # of a script, whose values are its own
+    saved = {"optim": "adamw"} | saved  # of before there were others
+    different = [name for name, value in now.items() if saved.get(name) != value]
+    if different:
+        pairs = ", ".join(_difference(name, saved.get(name), now[name]) for name in different)
+        raise UsageError(
+            f"The checkpoint {checkpoint} was made with {pairs}.\n"
+            "Give the same options and data to continue it, or --overwrite instead of --resume to"
+            " start fresh."
+        )
+
+
+def _difference(name: str, saved: Any, now: Any) -> str:
+    if name == "data":
+        return "other data, or another tokenizer or chat template"
+    if name == "parameters":
+        return f"a model of {saved:,} parameters (now {now:,})" if saved else "another model"
+    option = f"--{name.replace('_', '-')}"
+    before = f"without {option}" if saved is None else f"{option} {saved}"
+    return f"{before} (now {'without' if now is None else now})"

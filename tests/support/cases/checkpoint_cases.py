@@ -27,6 +27,7 @@ from runs import adamw
 
 import infinity
 import infinity.checkpoint.pretrained
+from infinity.checkpoint.behind import Saving
 
 SEED = 40
 LR = 1e-2
@@ -62,9 +63,9 @@ class Job:
             self.step += 1
         return self
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, *, wait: bool = True) -> Saving | None:
         extra = {"step": self.step, "scheduler": self.scheduler.state_dict()}
-        infinity.save_checkpoint(path, self.model, self.optimizer, extra)
+        return infinity.save_checkpoint(path, self.model, self.optimizer, extra, wait=wait)
 
     def load(self, path: Path) -> Job:
         extra = infinity.load_checkpoint(path, self.model, self.optimizer)

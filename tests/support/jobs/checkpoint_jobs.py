@@ -90,36 +90,82 @@ def load(path: str, config: dict, steps: int = 2) -> dict[str, Any]:
 def full_disk(path: str, full: int) -> dict[str, str]:
     """Saves once, then again while the disk of rank ``full`` has no room; what that raised, and
     what is loaded then."""
-    from infinity.checkpoint import save as saving
+    from infinity.checkpoint import publish as saving
 
     model = build()
     model, optimizer = infinity.wrap_model(
         model, adamw(model), {"params": "host", "optimizer": "host"}
     )
     infinity.save_checkpoint(path, model, optimizer, extra="first")
-    write, me = saving._write_units, dist.get_rank()
+    write, me = saving.write_files, dist.get_rank()
 
-    def no_room(engine, data):
+    def no_room(draft, *args, **kwargs):
         if me == full:
             raise OSError(
-                errno.ENOSPC, "No space left on device", str(data / "unit-00000.safetensors")
+                errno.ENOSPC, "No space left on device", str(draft.data / "unit-00000.safetensors")
             )
         time.sleep(0.5)  # the others still write
-        return write(engine, data)
+        return write(draft, *args, **kwargs)
 
-    saving._write_units = no_room
+    saving.write_files = no_room
     try:
         infinity.save_checkpoint(path, model, optimizer, extra="second")
         said = "saved"
     except infinity.InfinityError as error:
         said = f"{type(error).__name__}: {error}"
     finally:
-        saving._write_units = write
+        saving.write_files = write
     loaded = infinity.load_checkpoint(path, model, optimizer)
     infinity.save_checkpoint(path, model, optimizer, extra="third")
     names = sorted(name for name in os.listdir(path) if name.startswith("infinity-"))
     infinity.unwrap_model(model, optimizer)
     return {"said": said, "loaded": loaded, "names": names}
+
+
+def beside(path: str, full: int | None) -> dict[str, Any]:
+    """Saves at step 2 and trains on meanwhile; the disk of rank ``full`` has no room for a second
+    save. What that raised, what is loaded then, and the state that was saved."""
+    from infinity.checkpoint import behind
+
+    model = build()
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}
+    )
+    train(model, optimizer, steps=2)
+    saved = cloned(model.state_dict())
+    infinity.save_checkpoint(f"{path}-waited", model, optimizer, extra="first")
+    saving = infinity.save_checkpoint(path, model, optimizer, extra="first", wait=False)
+    train(model, optimizer, steps=2, first=2)
+    saving.wait()
+    write, me, said = behind.write_files, dist.get_rank(), "saved"
+
+    def no_room(draft, *args, **kwargs):
+        if me == full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(draft.data / "unit"))
+        return write(draft, *args, **kwargs)
+
+    behind.write_files = no_room
+    try:
+        infinity.save_checkpoint(path, model, optimizer, extra="second", wait=False)
+        train(model, optimizer, steps=1, first=4)
+        extra = infinity.load_checkpoint(path, model, optimizer)
+    except infinity.InfinityError as error:
+        said = f"{type(error).__name__}: {error}"
+        extra = infinity.load_checkpoint(path, model, optimizer)
+    finally:
+        behind.write_files = write
+    found = {"said": said, "extra": extra, "saved": saved, "loaded": cloned(model.state_dict())}
+    found["names"] = [sorted(os.listdir(each)) for each in (path, f"{path}-waited")]
+    found["files"] = [
+        {
+            file.name: file.read_bytes()
+            for each in Path(path).glob("infinity-*")
+            for file in each.iterdir()
+        }
+        for path in (path, f"{path}-waited")
+    ]
+    infinity.unwrap_model(model, optimizer)
+    return found
 
 
 def running_statistics(path: str) -> dict[str, Any]:
