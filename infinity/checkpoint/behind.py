@@ -30,6 +30,7 @@ from ..errors import CapacityError, PeerError
 from ..machine.ledger import Ledger
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
+from ..planning.memory_terms import SAVE_NBYTES
 from ..runtime.engine import Engine
 from ..runtime.job import Job
 from .file_writer import SLOT_NBYTES, make_slots
@@ -50,7 +51,8 @@ from .removal import wait_for_space
 
 logger = logging.getLogger(__name__)
 
-SERVICE_NBYTES = 4 * 1024 * 1024  # of the buffer for reads from disks
+# Of the buffer for reads from disks: all beside two slots and a piece
+SERVICE_NBYTES = SAVE_NBYTES - 2 * SLOT_NBYTES - PIECE_NBYTES
 SLOT_COUNTS = (16, 8, 4, 2)  # as many as the budget has room for
 LOOK_SECONDS = 0.05  # how often the first rank looks at what the others have written
 LEFT_SECONDS = 60.0  # it waits so long for them when its own process is ending
@@ -109,11 +111,10 @@ def make_buffers(engine: Engine) -> SaveBuffers | None:
         return buffers
     if buffers is not None:
         buffers.free()
-    least = 2 * SLOT_NBYTES + SERVICE_NBYTES + PIECE_NBYTES
     logger.warning(
         "save_checkpoint(wait=False) waits: a save beside the training needs %s of host_memory,"
         " which is in use",
-        format_nbytes(least),
+        format_nbytes(SAVE_NBYTES),
     )
     return None
 

@@ -22,6 +22,7 @@ GRADS_AT_ONCE = 3
 ACTIVATION_SLOTS = 8  # four transfers at once, of up to two slots each
 # Copies of the largest gradient: being read, being converted, being added to the one at home.
 GRADS_IN_FLIGHT = 3
+SAVE_NBYTES = 20 * 1024 * 1024  # the least with which a save runs beside the training
 CHECKSUM_ENTRY_NBYTES = 4
 FLOAT32_NBYTES = 4
 

@@ -15,13 +15,15 @@ from ..state.flat_param_spec import ARRAYS, EVERY_MOMENT, SCALES
 from .budgets import SHARED, Budgets
 from .device_slots import DEVICE_SLOTS
 from .memory_plan import MemoryPlan, term_of
-from .memory_terms import CHECKSUM_ENTRY_NBYTES
+from .memory_terms import CHECKSUM_ENTRY_NBYTES, SAVE_NBYTES
 from .slots import needed_device_slot_nbytes
 from .unit_sizes import CHECKSUMMED, STATE, UnitSize
 
 # Arrays that move together. A step moves each byte of the weights four times, of the state twice,
 # so weights are placed first.
 TOGETHER = {"weights": ("weight",), "optimizer state": ("master", *EVERY_MOMENT)}
+
+LITTLE = 4  # times what is left free, at least, is there for what stays
 
 
 def use_what_is_left(
@@ -54,6 +56,7 @@ def use_what_is_left(
         filling.widen_window()
     elif config.params == "auto" and config.device_memory is not None:
         filling.place("weights", Tier.DEVICE)
+    filling.leave_room(Tier.HOST, SAVE_NBYTES)
     for what, home in (("weights", config.params), ("optimizer state", config.optimizer)):
         if plan.tiers[TOGETHER[what][0]] is not Tier.NVME:
             continue
@@ -77,6 +80,12 @@ class Placement:
         self._terms = {tier: dict(of_tier) for tier, of_tier in plan.terms.items()}
         self._placed: dict[str, dict[int, Tier]] = {}
         self._kept: dict[str, frozenset[int]] = {}
+
+    def leave_room(self, tier: Tier, nbytes: int) -> None:
+        """Leaves ``nbytes`` of ``tier`` to what comes and goes, if that is a small part of the
+        leftover."""
+        if LITTLE * nbytes <= self._spare[tier]:
+            self._take(tier, nbytes)
 
     def place(self, what: str, tier: Tier) -> None:
         """Moves the home of one kind of array (``what``) to ``tier``, for the units that fit."""
