@@ -73,19 +73,7 @@ def measure(settings: Settings) -> Measured:
                     ceiling=(f"raw disk, {raw}", rates[raw]),
                 )
             )
-        step, passes = (found[name].wall for name in ("step", "passes"))
-        beside, alone = (
-            [long - short for long, short in zip(found[name].wall, step)]
-            for name in ("step_beside", "step_waited")
-        )
-        bounds = [max(0.0, a - p) for a, p in zip(alone, passes)]
-        stall = row(f"checkpoint.{home}.stall", "s", beside)
-        stall.ratios = {"waited for": statistics.median(beside) / statistics.median(alone)}
-        rows.append(stall)
-        notes.append(
-            f"checkpoint.{home}.stall: {statistics.median(alone):.2f} s if it is waited for, bound"
-            f" {statistics.median(bounds):.2f} s beside {statistics.median(passes):.2f} s of passes"
-        )
+        rows.append(_stall(home, found, notes))
         for way, ceiling in (*ceilings.items(), ("save", "new_file")):
             share = max(rates[way]) / max(rates[ceiling])
             notes.append(
@@ -93,6 +81,23 @@ def measure(settings: Settings) -> Measured:
                 f" {ceiling}"
             )
     return Measured(rows, notes)
+
+
+def _stall(home: str, found: dict[str, Times], notes: list[str]) -> Row:
+    """Returns the row of a home's stall. Adds its bound to ``notes``."""
+    step, passes = (found[name].wall for name in ("step", "passes"))
+    beside, alone = (
+        [long - short for long, short in zip(found[name].wall, step)]
+        for name in ("step_beside", "step_waited")
+    )
+    bounds = [max(0.0, seconds - hidden) for seconds, hidden in zip(alone, passes)]
+    waited, bound, hidden = map(statistics.median, (alone, bounds, passes))
+    notes.append(
+        f"checkpoint.{home}.stall: {waited:.2f} s if it is waited for, bound {bound:.2f} s beside"
+        f" {hidden:.2f} s of passes"
+    )
+    ratios = {"waited for": statistics.median(beside) / waited}
+    return row(f"checkpoint.{home}.stall", "s", beside, ratios=ratios)
 
 
 def _times(folder: Path, home: str, width: int, rounds: int) -> tuple[dict[str, Times], int]:

@@ -30,7 +30,7 @@ from ..errors import CapacityError, PeerError
 from ..machine.ledger import Ledger
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
-from ..planning.memory_terms import SAVE_NBYTES
+from ..planning.memory_terms import SAVE, SAVE_NBYTES
 from ..runtime.engine import Engine
 from ..runtime.job import Job
 from .file_writer import SLOT_NBYTES, make_slots
@@ -73,29 +73,29 @@ def _running_updates(job: Job) -> list[native.Ticket]:
 class SaveBuffers:
     """The memory of one save beside the training, charged to the host's budget."""
 
-    def __init__(self, ledger: Ledger, nbytes: int):
-        """Raises CapacityError if the budget has no room for the least. ``nbytes``: of the
-        files."""
+    def __init__(self, ledger: Ledger, nbytes: int, planned_nbytes: int):
+        """Raises CapacityError if the budget has no room for the least. ``nbytes``: of the files;
+        ``planned_nbytes``: for this."""
         for count in SLOT_COUNTS:
             slots = min(count * SLOT_NBYTES, max(2 * SLOT_NBYTES, nbytes))
             held = slots + SERVICE_NBYTES + PIECE_NBYTES
             try:
-                self._charge = ledger.admit(Tier.HOST, held, "a save beside the training")
+                self._charge = ledger.reserve(Tier.HOST, held, SAVE)
             except CapacityError:
                 if count == SLOT_COUNTS[-1]:
                     raise
                 continue
             break
-        self._ledger, self._nbytes = ledger, held
+        self._account, self._more = ledger.accounts[Tier.HOST], max(0, held - planned_nbytes)
+        self._account.planned_nbytes += self._more
         self.slots = make_slots(slots - SLOT_NBYTES)
         self.service = native.PinnedPool(native.Region(SERVICE_NBYTES))
 
     def free(self) -> None:
         """Frees the memory. Idempotent."""
-        if self._nbytes:
-            self._charge.release()
-            self._ledger.accounts[Tier.HOST].planned_nbytes -= self._nbytes
-        self._nbytes, self.slots, self.service = 0, None, None
+        self._charge.release()
+        self._account.planned_nbytes -= self._more
+        self._more, self.slots, self.service = 0, None, None
 
 
 def make_buffers(engine: Engine) -> SaveBuffers | None:
@@ -104,8 +104,9 @@ def make_buffers(engine: Engine) -> SaveBuffers | None:
     job, buffers = engine.job, None
     flat_params = [flat_param for unit in job.units for flat_param in unit.flat_params]
     nbytes = sum(a.nbytes for flat_param in flat_params for a in flat_param.arrays.values())
+    planned = job.planned.plan.terms[Tier.HOST].get(SAVE, 0)
     with suppress(CapacityError):
-        buffers = SaveBuffers(job.ledger, nbytes)
+        buffers = SaveBuffers(job.ledger, nbytes, planned)
     have = job.collectives.collect(buffers is not None, "room for a save beside the training")
     if all(have):
         return buffers

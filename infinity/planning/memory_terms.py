@@ -22,7 +22,8 @@ GRADS_AT_ONCE = 3
 ACTIVATION_SLOTS = 8  # four transfers at once, of up to two slots each
 # Copies of the largest gradient: being read, being converted, being added to the one at home.
 GRADS_IN_FLIGHT = 3
-SAVE_NBYTES = 20 * 1024 * 1024  # the least with which a save runs beside the training
+SAVE = "a save beside the training"  # the name of its bytes in plans
+SAVE_NBYTES = 20 * 1024 * 1024  # the least
 CHECKSUM_ENTRY_NBYTES = 4
 FLOAT32_NBYTES = 4
 

@@ -15,7 +15,7 @@ from ..state.flat_param_spec import ARRAYS, EVERY_MOMENT, SCALES
 from .budgets import SHARED, Budgets
 from .device_slots import DEVICE_SLOTS
 from .memory_plan import MemoryPlan, term_of
-from .memory_terms import CHECKSUM_ENTRY_NBYTES, SAVE_NBYTES
+from .memory_terms import CHECKSUM_ENTRY_NBYTES, SAVE, SAVE_NBYTES
 from .slots import needed_device_slot_nbytes
 from .unit_sizes import CHECKSUMMED, STATE, UnitSize
 
@@ -23,7 +23,7 @@ from .unit_sizes import CHECKSUMMED, STATE, UnitSize
 # so weights are placed first.
 TOGETHER = {"weights": ("weight",), "optimizer state": ("master", *EVERY_MOMENT)}
 
-LITTLE = 4  # times what is left free, at least, is there for what stays
+LITTLE = 4  # parts of the leftover of which a save may take one
 
 
 def use_what_is_left(
@@ -56,7 +56,8 @@ def use_what_is_left(
         filling.widen_window()
     elif config.params == "auto" and config.device_memory is not None:
         filling.place("weights", Tier.DEVICE)
-    filling.leave_room(Tier.HOST, SAVE_NBYTES)
+    if config.host_memory is not None:
+        filling.add_save()
     for what, home in (("weights", config.params), ("optimizer state", config.optimizer)):
         if plan.tiers[TOGETHER[what][0]] is not Tier.NVME:
             continue
@@ -81,11 +82,12 @@ class Placement:
         self._placed: dict[str, dict[int, Tier]] = {}
         self._kept: dict[str, frozenset[int]] = {}
 
-    def leave_room(self, tier: Tier, nbytes: int) -> None:
-        """Leaves ``nbytes`` of ``tier`` to what comes and goes, if that is a small part of the
+    def add_save(self) -> None:
+        """Adds the memory of a save beside the training, if that is a small part of the
         leftover."""
-        if LITTLE * nbytes <= self._spare[tier]:
-            self._take(tier, nbytes)
+        if LITTLE * SAVE_NBYTES <= self._spare[Tier.HOST]:
+            self._terms[Tier.HOST][SAVE] = SAVE_NBYTES
+            self._take(Tier.HOST, SAVE_NBYTES)
 
     def place(self, what: str, tier: Tier) -> None:
         """Moves the home of one kind of array (``what``) to ``tier``, for the units that fit."""

@@ -252,7 +252,10 @@ def test_memory_is_charged_and_without_room_it_waits(tmp_path, swap, caplog, mon
     with held(monkeypatch):
         saving = job.save(tmp_path / "saved", wait=False)
         held_nbytes = account.charged_nbytes - before[0]
-        assert held_nbytes >= 20 * 2**20 and account.planned_nbytes == before[1] + held_nbytes
+        assert (
+            held_nbytes >= 20 * 2**20
+            and before[1] < account.planned_nbytes <= before[1] + held_nbytes
+        )
     saving.wait()
     assert (account.charged_nbytes, account.planned_nbytes) == before
     account.budget_nbytes = account.charged_nbytes + 2**20

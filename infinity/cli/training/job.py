@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ...checkpoint.behind import Saving
-
 FINAL_LR_SHARE = 0.1  # of the peak learning rate, at the end of the cosine
 
 
@@ -68,7 +66,7 @@ class Job:
     loss_before: float | None = None
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    saving: Saving | None = None  # beside the steps
+    saving: Any = None  # infinity.save_checkpoint's, beside the steps
     save_seconds: float = 0.0  # of the call that began it
 
     def let_go(self) -> None:
