@@ -23,8 +23,6 @@ from .unit_sizes import CHECKSUMMED, STATE, UnitSize
 # so weights are placed first.
 TOGETHER = {"weights": ("weight",), "optimizer state": ("master", *EVERY_MOMENT)}
 
-LITTLE = 4  # parts of the leftover of which a save may take one
-
 
 def use_what_is_left(
     plan: MemoryPlan,
@@ -56,8 +54,11 @@ def use_what_is_left(
         filling.widen_window()
     elif config.params == "auto" and config.device_memory is not None:
         filling.place("weights", Tier.DEVICE)
-    if config.host_memory is not None:
-        filling.add_save()
+    if config.host_memory is not None and Tier.NVME in (
+        plan.tiers["weight"],
+        plan.tiers["exp_avg"],
+    ):
+        filling.add_save()  # before what takes all the rest
     for what, home in (("weights", config.params), ("optimizer state", config.optimizer)):
         if plan.tiers[TOGETHER[what][0]] is not Tier.NVME:
             continue
@@ -83,9 +84,8 @@ class Placement:
         self._kept: dict[str, frozenset[int]] = {}
 
     def add_save(self) -> None:
-        """Adds the memory of a save beside the training, if that is a small part of the
-        leftover."""
-        if LITTLE * SAVE_NBYTES <= self._spare[Tier.HOST]:
+        """Adds the memory of a save beside the training, if it fits."""
+        if SAVE_NBYTES <= self._spare[Tier.HOST]:
             self._terms[Tier.HOST][SAVE] = SAVE_NBYTES
             self._take(Tier.HOST, SAVE_NBYTES)
 

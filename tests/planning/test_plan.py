@@ -24,6 +24,7 @@ from infinity.config.config import Config
 from infinity.errors import CapacityError, ConfigError
 from infinity.machine.tiers import Tier
 from infinity.planning.memory_plan import LADDER, MemoryPlan
+from infinity.planning.memory_terms import SAVE
 from infinity.planning.plan import make_plan
 from infinity.planning.unit_sizes import MIN_CHUNK, FlatParamSize, UnitSize
 from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec
@@ -122,6 +123,8 @@ def terms_by_hand(
     host = terms[Tier.HOST]
     if plan.tiers["weight"] is Tier.NVME:
         host["staged weights"] = sum(weights[: choice.units_ahead + 1])
+    if SAVE in plan.terms[Tier.HOST]:
+        host[SAVE] = 20 * MIB
     if plan.tiers["grad"] is Tier.NVME:
         grads = sorted((flat.nbytes("grad") for flat in flat_params), reverse=True)
         host["staged gradients"] = sum(grads[: 1 if choice is LADDER[-1] else 3])
