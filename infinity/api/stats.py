@@ -18,7 +18,7 @@ from ..machine.rates import memory_rate
 from ..machine.sizes import format_seconds
 from ..machine.tiers import Tier
 from ..machine.timeline import PAST_HOST
-from ..machine.traffic import DATA, EdgeTraffic
+from ..machine.traffic import DATA, EdgeTraffic, shares_of
 from ..runtime.job import Job
 from ..runtime.registry import wrapped
 
@@ -55,6 +55,9 @@ class Stats:
         move. They count in "device", or in "host" if the processor computes.
     step_seconds, bound_seconds
         Of the last step. ``bottleneck`` is one sentence.
+    shares
+        What the steps so far waited for: "copies", "disk", "optimizer", "other ranks" and "data"
+        (of a loader that is watched). The rest is "compute", with Python. They sum to 1.
     """
 
     edges: dict[str, EdgeTraffic]
@@ -67,6 +70,7 @@ class Stats:
     shadows: dict[str, int]
     blocks: dict[str, int]
     buffers_nbytes: int
+    shares: dict[str, float]
 
     def as_dict(self) -> dict:
         """Returns plain dicts and numbers, ready for JSON."""
@@ -89,10 +93,11 @@ def stats(model: nn.Module) -> Stats:
         for tier, account in job.ledger.accounts.items()
     }
     bounds = _bounds(job, edges)
-    step_seconds = job.updates.clock.step_seconds if job.updates.clock.steps else 0.0
+    clock = job.updates.clock
+    step_seconds = clock.step_seconds
     slowest = max(bounds, key=lambda name: bounds[name])
     bound = bounds[slowest]
-    if not job.updates.clock.steps:
+    if not clock.steps:
         sentence = "No step has been taken yet."
     else:
         share = bound / step_seconds if step_seconds else 0.0
@@ -108,22 +113,21 @@ def stats(model: nn.Module) -> Stats:
     counted = {} if job.ranks.alone else job.traffic.collectives
     collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}
     ahead = job.updates.shadows
-    shadows = (
-        {"made": ahead.made, "kept": ahead.kept} if ahead is not None else {"made": 0, "kept": 0}
-    )
+    made, kept = (ahead.made, ahead.kept) if ahead is not None else (0, 0)
     planner = job.activations.planner if job.activations is not None else None
     blocks = planner.counts() if planner is not None else {}
     return Stats(
         edges,
         collectives,
         tiers,
-        job.updates.clock.steps,
+        clock.steps,
         step_seconds,
         bound,
         sentence,
-        shadows,
+        {"made": made, "kept": kept},
         blocks,
-        engine.job.planned.plan.buffers_nbytes,
+        job.planned.plan.buffers_nbytes,
+        shares_of(clock.total_seconds, clock.waits or job.traffic.waits()),
     )
 
 

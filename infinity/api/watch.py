@@ -27,7 +27,7 @@ from ..machine import disk_profile, run_files
 from ..machine.kernel import process_space
 from ..machine.outputs import folder_of
 from ..machine.tiers import Tier
-from ..machine.traffic import DATA, Traffic
+from ..machine.traffic import DATA, Traffic, shares_of
 from ..runtime.job import Job
 from ..runtime.registry import is_wrapped, wrapped
 from ..state.unit import ParamUnit
@@ -91,6 +91,7 @@ class Watch:
         self._bound: str | None = None  # what the last step was bound by, once the loop is over
         self._doing: tuple[str, str] = ("starting", "")
         self._before: tuple[float, dict] | None = None  # time, and the edges' bytes then
+        self._waits = job.traffic.waits()  # then
         self._history: list[tuple[int, float | None, float]] = []
         self._stride = 1
         self._told: dict[str, Any] | None = None  # the last status
@@ -204,6 +205,9 @@ class Watch:
         edges = {name: asdict(moved) for name, moved in counted.items()}
         before_at, before = self._before or (now, edges)
         self._before, seconds = (now, edges), max(now - before_at, 1e-9)
+        waits = job.traffic.waits()
+        waited = {name: wait - self._waits.get(name, 0.0) for name, wait in waits.items()}
+        self._waits = waits
         rate = self._tokens / self._step_seconds if self._step_seconds else 0.0
         self._told = doing | {
             "pid": self._process.pid,
@@ -227,6 +231,7 @@ class Watch:
                 for tier, account in job.ledger.accounts.items()
             },
             "edges": self._edge_status(edges, before, seconds),
+            "shares": shares_of(seconds, waited),
         }
         return self._told
 

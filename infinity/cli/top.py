@@ -116,6 +116,7 @@ def lines(jobs: list[dict[str, Any]]) -> Iterator[str]:
 
 def _rank(status: dict[str, Any]) -> Iterator[str]:
     from ..machine.sizes import format_nbytes
+    from ..machine.traffic import shares_text
     from ..untrusted import printable
 
     def number(value: Any, form: str = ",.0f") -> str:
@@ -130,6 +131,9 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
     )
     if _is_number(at := status.get("at")) and (silent := time.time() - at) > STALE_SECONDS:
         yield f"   (said {silent:.0f} s ago)"
+    shares = status.get("shares")
+    if isinstance(shares, dict) and all(map(_is_number, shares.values())):
+        yield f"   {printable(shares_text(shares))}"
     for tier, of_tier in _tables(status.get("tiers")):
         charged, planned, budget = (
             of_tier.get(f"{name}_nbytes") for name in ("charged", "planned", "budget")

@@ -26,15 +26,16 @@ from ..errors import ConfigError
 from ..machine.outputs import replacing
 from ..machine.sizes import format_count, format_seconds
 from .training.compute import Compute, compute_time, multiplies_bf16
+from .training.counts import EdgeCounts
 from .training.folders import check_packed, is_streamed
 from .training.inputs import Inputs, find_files, read_inputs, tell_skipped
 from .training.interrupt import Interrupt
 from .training.job import (
-    EdgeCounts,
     Job,
     check_finite,
     held_out_loss,
     make_job,
+    measure_stalls,
     resume,
     train,
 )
@@ -70,6 +71,7 @@ from .training.report import (
     measure_disks,
     predict_step,
     print_report,
+    print_stalls,
 )
 from .training.sample import printable, sample
 from .training.settings import (
@@ -145,6 +147,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             )
         del model  # the job holds the only reference, so that it can free the model
         _begin(args, job, console)
+        if args.stalls is not None:
+            job.stalls = measure_stalls(job, args.stalls)
+            print_stalls(console, job.stalls)
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
         with Interrupt() as interrupt, make_progress(console, job) as progress, watch:
             counts = train(job, interrupt=interrupt, show=_watchers(progress, scalars, watch))

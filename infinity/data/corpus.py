@@ -152,6 +152,11 @@ class Corpus:
     train_ntokens: int
 
     @property
+    def mapped(self) -> list[np.memmap]:
+        """The tokens, if they are read from a file as they are needed."""
+        return [self.tokens] if isinstance(self.tokens, np.memmap) else []
+
+    @property
     def held_out_ntokens(self) -> int:
         return len(self.tokens) - self.train_ntokens
 

@@ -59,6 +59,11 @@ class Examples:
     byte_level: bool = False
 
     @property
+    def mapped(self) -> list[str]:
+        """The rows' files, which are read as rows are needed."""
+        return [each["filename"] for each in self.rows.cache_files]
+
+    @property
     def train_count(self) -> int:
         return len(self.rows) - self.held_out_count
 

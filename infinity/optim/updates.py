@@ -60,7 +60,7 @@ class Updates:
 
     def end_step(self) -> None:
         """Ends a step, after its updates are submitted."""
-        began = self.clock.tick()
+        began = self.clock.tick(self._traffic.waits())
         if self._traffic.timeline is not None:
             self._traffic.mark("step", f"step {self.clock.steps}", began)
             self.draw()

@@ -7,6 +7,7 @@ form that people have them. TRL renders and masks them.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,7 @@ def test_learned_tokens_count_the_same_in_every_micro_batch(base, tokenizer, tmp
         job = SimpleNamespace(
             model=model,
             batches=batches,
+            waiting_for_data=nullcontext,
             accumulate=accumulate,
             seed=0,
             ranks=Ranks(None),

@@ -131,7 +131,9 @@ def test_report_has_every_number_and_the_loss_falls(place, report):
         and result["step_seconds"] > 0
         and 0 <= result["stall_share"] <= 1
     )
-    assert set(result["edges"]) == {"nvme->host", "host->nvme", "host->device", "device->host"}
+    edges = {"nvme->host", "host->nvme", "host->device", "device->host", "data"}
+    assert set(result["edges"]) == edges
+    assert sum(result["shares"].values()) == pytest.approx(1.0)
     for moved in result["edges"].values():
         assert set(moved) == {"nbytes", "busy_seconds", "stall_seconds"}
     assert (

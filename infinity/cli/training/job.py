@@ -10,13 +10,13 @@ over a model and an optimizer from `infinity.wrap_model`.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import gc
 import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ from ...data.corpus import Batches
 from ...data.examples import NOT_LEARNED, ExampleBatches
 from ...errors import InfinityError, UsageError
 from ...machine.outputs import replacing
+from ...machine.traffic import DATA
+from .counts import EdgeCounts, traffic_of
 from .interrupt import Interrupt
 from .optimizers import make_optimizers
 from .options import DEFAULT_MAX_GRAD_NORM
@@ -68,6 +70,11 @@ class Job:
     step_seconds: list[float] = field(default_factory=list)
     saving: Any = None  # infinity.save_checkpoint's, beside the steps
     save_seconds: float = 0.0  # of the call that began it
+    stalls: Any = None  # what its data costs (data.stalls.Stalls), if it was measured
+
+    def waiting_for_data(self) -> AbstractContextManager:
+        """Returns a block in which the loop waits for its data, on the record."""
+        return traffic_of(self.model).stalled(DATA)
 
     def let_go(self) -> None:
         """Drops model and optimizer, and with them the engine's memory and swap files."""
@@ -212,8 +219,8 @@ def train_step(job: Job, step: int) -> float:
 
     # Dropout depends on (seed, step, rank) alone, so a resumed job repeats it.
     torch.manual_seed((job.seed * 1_000_003 + step + 7_919 * job.ranks.rank) % 2**63)
-    turns = [at * job.ranks.count + job.ranks.rank for at in range(job.accumulate)]
-    batches = [job.batches.train(step, turn) for turn in turns]
+    with job.waiting_for_data():
+        batches = batches_of(job, step)
     counts = [learned_count(batch) for batch in batches]
     # Of a micro-batch in a step, so that every learned token counts the same
     mean = job.ranks.mean(float(sum(counts)))
@@ -230,6 +237,31 @@ def train_step(job: Job, step: int) -> float:
     for optimizer in job.optimizers:
         optimizer.zero_grad()
     return job.ranks.mean(loss_sum)
+
+
+def batches_of(job: Job, step: int) -> list[dict[str, torch.Tensor]]:
+    """Returns the micro-batches of this rank in a step."""
+    turns = [at * job.ranks.count + job.ranks.rank for at in range(job.accumulate)]
+    return [job.batches.train(step, turn) for turn in turns]
+
+
+def measure_stalls(job: Job, steps: int) -> Any:
+    """Measures what a step waits for its data, without changing the job. Every rank calls this."""
+    from ...data.stalls import measure_stalls
+
+    def passes(batches: list[dict[str, torch.Tensor]]) -> None:
+        for batch in batches:
+            _loss(job.model, batch).backward()
+        for optimizer in job.optimizers:
+            optimizer.zero_grad()
+
+    return measure_stalls(
+        job.model,
+        lambda index: batches_of(job, job.next_step + index),
+        passes,
+        steps,
+        job.batches.corpus.mapped,
+    )
 
 
 def check_finite(loss: float, job: Job) -> None:
@@ -269,43 +301,6 @@ def held_out_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> f
             count += learned_count(batch)
     model.train(was_training)
     return loss_sum / count
-
-
-@dataclass(frozen=True, kw_only=True)
-class EdgeCounts:
-    """A copy of the counters of `infinity.stats` at one time, to subtract from a later one."""
-
-    at_seconds: float
-    edges: dict  # edge or collective -> {"nbytes", "busy_seconds", "stall_seconds"}
-
-    @classmethod
-    def of(cls, model: nn.Module) -> EdgeCounts:
-        stats = infinity.stats(model)
-        edges = {
-            edge: dataclasses.asdict(moved)
-            for edge, moved in (stats.edges | stats.collectives).items()
-        }
-        return cls(at_seconds=time.perf_counter(), edges=edges)
-
-    def since(self, start: EdgeCounts) -> EdgeCounts:
-        edges = {
-            edge: {name: value - start.edges[edge][name] for name, value in moved.items()}
-            for edge, moved in self.edges.items()
-        }
-        return EdgeCounts(at_seconds=self.at_seconds - start.at_seconds, edges=edges)
-
-    @property
-    def stall_share(self) -> float:
-        """The share of the time since the start in which the loop waited for transfers."""
-        return sum(moved["stall_seconds"] for moved in self.edges.values()) / max(
-            self.at_seconds, 1e-9
-        )
-
-    @property
-    def slowest_edge(self) -> str | None:
-        """The edge that the loop waited for longest; None if it never waited."""
-        edge = max(self.edges, key=lambda edge: self.edges[edge]["stall_seconds"])
-        return edge if self.edges[edge]["stall_seconds"] > 0 else None
 
 
 def save_checkpoint(job: Job, *, wait: bool = True) -> None:

@@ -202,6 +202,11 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
         help="continue from --checkpoint bit for bit; without one start fresh",
     )
     add("--overwrite", **FLAG, help="replace what --checkpoint, --out and --trace hold")
+    add(
+        "--stalls",
+        **NUMBER,
+        help="measure what the data costs in three times so many passes, before the first step",
+    )
     add("--eval-batches", **NUMBER, default=4, help="held-out batches (default 4)")
     add(
         "--prompt",

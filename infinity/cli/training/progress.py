@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ...data.examples import Examples
 from ...errors import ConfigError
 from ...machine.sizes import format_count
-from .job import EdgeCounts, Job
+from .counts import EdgeCounts
+from .job import Job
 from .sample import printable
 
 if TYPE_CHECKING:

@@ -18,7 +18,9 @@ import infinity
 
 from ...machine.sizes import format_nbytes, format_seconds
 from ...machine.tiers import Tier
-from .job import EdgeCounts, Job
+from ...machine.traffic import shares_text
+from .counts import EdgeCounts
+from .job import Job
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,6 +103,7 @@ def make_report(
         "predicted_step_seconds": predicted_step_seconds,
         "tokens_per_second": job.tokens_per_second,
         "stall_share": counts.stall_share,
+        "shares": counts.shares(job.stalls),
         "edges": counts.edges,
         "tiers": {name: dataclasses.asdict(tier) for name, tier in stats.tiers.items()},
         "bound_seconds": stats.bound_seconds,
@@ -156,6 +159,19 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             console.print(line)
 
 
+def print_stalls(console: Console, stalls: Any) -> None:
+    """Prints what a step waits for its data."""
+    rows = [
+        ("data", "a pass", ""),
+        ("made up", format_seconds(stalls.made_up), "one batch, over and over"),
+        ("cached", format_seconds(stalls.cached), "and prepared"),
+        ("cold", format_seconds(stalls.cold), "and fetched, from a disk if it is not in memory"),
+    ]
+    for line in _columns(rows):
+        console.print(line)
+    console.print(f"A cold pass: {shares_text(stalls.shares)}")
+
+
 def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yields rows with their columns below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -185,6 +201,7 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
             " per step"
         )
         yield "speed", f"{speed}, stalled {report['stall_share']:.0%}"
+        yield "time", shares_text(report["shares"])
         measured, predicted = report["median_step_seconds"], report["predicted_step_seconds"]
         if predicted >= LEAST_PREDICTED:
             yield (
