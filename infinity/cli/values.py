@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,10 @@ def svg_path(text: str) -> Any:
     if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".gif", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text}: the picture is an SVG, name it *.svg")
     return path
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields rows with their columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()

@@ -18,6 +18,7 @@ import infinity
 
 from ...machine.sizes import format_nbytes, format_seconds
 from ...machine.tiers import Tier
+from ..values import columns
 from .job import EdgeCounts, Job
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _disk_report(measured: dict[str, float] | None, counts: EdgeCounts) -> dict[
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    for line in _columns(list(_summary_rows(report))):
+    for line in columns(list(_summary_rows(report))):
         console.print(line)
     steps_count = max(1, report["steps"] - report["first_step"])
     edges = [("edge", "moved", "a step", "rate", "waited for it")]
@@ -152,15 +153,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         names = ("peak_nbytes", "planned_nbytes", "budget_nbytes")
         tiers.append((tier, *(_size(counts[name]) for name in names)))
     for table in (edges, tiers):
-        for line in _columns(table) if len(table) > 1 else ():
+        for line in columns(table) if len(table) > 1 else ():
             console.print(line)
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields rows with their columns below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()
 
 
 def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
