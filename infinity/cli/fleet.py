@@ -156,12 +156,12 @@ def _lines(
 def _short(fleet: Fleet, shares: np.ndarray, received: np.ndarray) -> list[str]:
     """Names jobs that get fewer rounds than their shares."""
     lines = []
-    for at, (name, job) in enumerate(fleet.jobs.items()):
+    for at, name in enumerate(fleet.jobs):
         got, due = received[at].sum(), shares[at].sum()
         if got < due - LEAST_SHORT:
             lines.append(
-                f"{name} runs in {got:.1%} of {TRIED_ROUNDS} rounds, not in {due:.1%}: the workers"
-                f" that jobs take at a time ({job.gpus} here) are not always free together"
+                f"{name} runs in {got:.1%} of {TRIED_ROUNDS} rounds, not in {due:.1%}: a job of"
+                " several GPUs needs them free at the same time"
             )
     return ["", *lines] if lines else []
 

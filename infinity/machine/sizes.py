@@ -41,8 +41,8 @@ def parse_nbytes(value: int | str | None, name: str) -> int | None:
 
 
 def parse_seconds(value: float | str, name: str) -> float:
-    """Parses a duration from seconds, or text as ``"90"``, ``"30s"``, ``"15m"``, ``"6h"``, ``"2d"``.
-    Raises ConfigError that names ``name``."""
+    """Parses a duration from seconds, or text as ``"30s"``, ``"15m"``, ``"6h"``, ``"2d"``. Raises
+    ConfigError that names ``name``."""
     if isinstance(value, str) and (
         match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
     ):

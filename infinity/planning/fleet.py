@@ -82,8 +82,8 @@ class Fleet:
                     f"jobs.{name}: rates.{unknown[0]}: no such workers. There are"
                     f" {', '.join(self.workers)}."
                 )
-        for name, runs in zip(self.jobs, self.rates.any(axis=1)):
-            if not runs:
+        for name, rates in zip(self.jobs, self.rates):
+            if not rates.any():
                 raise ConfigError(
                     f"jobs.{name} runs nowhere: no kind of workers has a rate above 0 and at least"
                     f" {self.jobs[name].gpus} of them. Give it rates, or fewer gpus."
@@ -250,8 +250,8 @@ def _missed(fleet: Fleet) -> ConfigError:
 def _linprog(
     cost: np.ndarray, rows: np.ndarray, limits: np.ndarray, highest: np.ndarray
 ) -> np.ndarray | None:
-    """Minimises ``cost`` over values from 0 to ``highest`` whose rows keep the limits. Returns them;
-    None if there are none. Raises ConfigError without scipy."""
+    """Returns the values from 0 to ``highest`` that keep the limits at the least ``cost``; None if
+    there are none. Raises ConfigError without scipy."""
     try:
         from scipy.optimize import linprog
         from scipy.sparse import csr_array
@@ -314,7 +314,8 @@ def finish_times(fleet: Fleet, policy: str) -> dict[str, Finish]:
     """Predicts the end of every job, if the workers are allocated anew whenever one ends. Raises
     what :func:`allocate` raises."""
     priced = all(workers.dollars_per_hour is not None for workers in fleet.workers.values())
-    now, left, found = 0.0, dict(fleet.jobs), {}
+    now, left = 0.0, dict(fleet.jobs)
+    found: dict[str, Finish] = {}
     dollars = dict.fromkeys(left, 0.0)
     while left:
         part = Fleet(fleet.workers, left)
