@@ -34,6 +34,7 @@ SUBCOMMANDS = (
     "bench",
     "clean",
     "completion",
+    "cost",
     "env",
     "export",
     "fleet",
@@ -112,7 +113,10 @@ def build_parser() -> argparse.ArgumentParser:
         usage="infinity [-h] [--version] <subcommand> ...",  # one screen has no room for more
         add_help=False,
         description="Train PyTorch models with all the memory a machine has: GPU, CPU and NVMe.",
-        epilog="Exit status: 0 done; 1 a defect; 2 bad input or a failure outside; 130, 143 a signal",
+        epilog=(
+            "Exit status: 0 done; 1 a defect; 2 bad input, or a failure outside;"
+            " 130, 143 interrupted."
+        ),
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=16, width=100),
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)

@@ -7,18 +7,24 @@ rates    tokens per second that an offer is expected to train [offers]
 prices   dollars per hour of each offer, when each day begins [days, offers]; the last ones hold on
 
 Follows Narayanan et al., "Analysis and Exploitation of Dynamic Pricing in the Public Cloud for ML
-Training", DISPA 2020; there a move costs nothing, and its rule looks one day ahead. The plan here is
-exact: it knows all prices that were seen.
+Training", DISPA 2020. There a move costs nothing, and the job takes each day's cheapest offer. The
+plan here is exact: it knows all prices that were seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import ConfigError
+from .prices import Offer
+
 DAY, HOUR = 86400.0, 3600.0  # seconds
+MOST_DAYS = 3660  # with prices
 CLOSER = 1e-12  # of the best plan: as much less makes a better one
 
 
@@ -46,25 +52,144 @@ class Bill:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """What was measured: tokens a second by GPU (``A100``, or ``A100:8`` for eight), and seconds
+    of a checkpoint; None if it is not known."""
+
+    gpus: dict[str, float]
+    save_seconds: float | None = None
+    load_seconds: float | None = None
+    restart_seconds: float | None = None  # of a new machine, until it trains
+    checkpoint_nbytes: float | None = None
+    median_step_seconds: float | None = None
+
+    def tokens_per_second(self, gpu: str, count: int) -> float | None:
+        """Returns the rate of a machine; None for an unknown GPU. The rate of several is that of
+        one, times their number, if theirs was not measured."""
+        measured = {name.lower(): rate for name, rate in self.gpus.items()}
+        for name in (gpu.lower(), *(each for each in measured if _is_called(gpu, each))):
+            if found := measured.get(f"{name.partition(':')[0]}:{count}"):
+                return found
+            if found := measured.get(name.partition(":")[0]):
+                return found * count
+        return None
+
+    def known_save(self, why: str) -> float:
+        """Returns the seconds of a save. Raises ConfigError if they are not known."""
+        if self.save_seconds is None:
+            raise ConfigError(
+                f"the profile has no save_seconds, which {why} needs: train with --checkpoint for"
+                " the report, or add them"
+            )
+        return self.save_seconds
+
+    @property
+    def restart(self) -> float:
+        """Seconds until a job goes on after a loss: at least those of a load, else of a save."""
+        known = (self.restart_seconds, self.load_seconds, self.save_seconds, 0.0)
+        return next(each for each in known if each is not None)
+
+
+def _is_called(gpu: str, name: str) -> bool:
+    """Tells whether all words of a price's GPU are in the name that a driver gives: H100 in
+    "nvidia h100 80gb hbm3"."""
+    return set(_words(gpu)) <= set(_words(name))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+@dataclass(frozen=True)
 class Saves:
-    """Seconds of saving a checkpoint, of going on from one, and from one save to the next."""
+    """Seconds of saving a checkpoint, of going on from one, from one save to the next, and of a
+    step."""
 
     save_seconds: float
     restart_seconds: float
     interval_seconds: float
+    step_seconds: float = 0.0
 
-    def lost_seconds(self, notice: float | None, step_seconds: float = 0.0) -> float:
-        """Returns the seconds that the loss of a machine costs. ``notice``: seconds between its
-        warning and its end. If the running step and a save fit in, no step is lost."""
-        if notice is not None and step_seconds + self.save_seconds <= notice:
-            return self.save_seconds + self.restart_seconds
-        return self.interval_seconds / 2 + self.restart_seconds
+    def fit(self, notice: float) -> bool:
+        """Tells whether the running step and a save fit into the seconds between a machine's
+        warning and its end."""
+        return self.step_seconds + self.save_seconds <= notice
 
-    def training_share(self, losses_per_second: float, lost_seconds: float) -> float:
+    def lost_seconds(self, notice: float) -> float:
+        """Returns the seconds that the loss of a machine costs. If a save fits into the notice, no
+        step is lost."""
+        lost = self.save_seconds if self.fit(notice) else self.interval_seconds / 2
+        return lost + self.restart_seconds
+
+    def training_share(self, losses_per_second: float, notice: float) -> float:
         """Returns the expected share of the time in which the job trains: not while it saves, nor
         what losses take. It is 0 if a machine is lost before it has made up for the last loss."""
         saving = self.save_seconds / (self.interval_seconds + self.save_seconds)
-        return (1 - saving) * max(0.0, 1 - losses_per_second * lost_seconds)
+        return (1 - saving) * max(0.0, 1 - losses_per_second * self.lost_seconds(notice))
+
+
+@dataclass(frozen=True)
+class Rental:
+    """A job of ``tokens`` on machines for rent.
+
+    start
+        Seconds since 1970.
+    rates, losses
+        Of each offer: tokens per second, and losses expected per second.
+    saves
+        None if no machine is lost; then the job need not save.
+    notice
+        Seconds from the warning of a loss to the end of the machine.
+    """
+
+    tokens: float
+    start: float
+    offers: Sequence[Offer]
+    rates: Sequence[float]
+    losses: Sequence[float]
+    saves: Saves | None = None
+    notice: float = 0.0
+
+    @property
+    def expected_rates(self) -> np.ndarray:
+        """Tokens per second with saves and losses [offers]; 0 where the job would never end."""
+        shares = [
+            self.saves.training_share(losses, self.notice) if self.saves and losses else 1.0
+            for losses in self.losses
+        ]
+        return np.array(self.rates) * shares
+
+    @property
+    def prices(self) -> np.ndarray:
+        """Dollars per hour when each day begins [days, offers]; infinite before the first one that
+        was seen. Raises ConfigError for more than ten years."""
+        last = max(each.times[-1] for each in self.offers)
+        days = 1 + max(0, math.ceil((last - self.start) / DAY)) if last > self.start else 1
+        if days > MOST_DAYS:
+            raise ConfigError(
+                f"the prices go on for {days} days from the start, more than {MOST_DAYS}: leave out"
+                " others, or give a later start"
+            )
+        times = [self.start + day * DAY for day in range(days)]
+        return np.array([[each.price_at(time) for each in self.offers] for time in times])
+
+    def stays(self) -> list[Bill | None]:
+        """Returns the bill for staying at each offer; None where it has no price at the start, or
+        the job would never end."""
+        rates, prices = self.expected_rates, self.prices
+        return [
+            stay(rates, prices, self.tokens, at)
+            if rates[at] > 0 and prices[0, at] < np.inf
+            else None
+            for at in range(len(self.offers))
+        ]
+
+    def moves(self, move: Move) -> Bill:
+        """Plans moves. One offer at least must train the job from the start."""
+        rates, prices = self.expected_rates, self.prices
+        useful = np.flatnonzero(rates > 0)
+        bill = plan_moves(rates[useful], prices[:, useful], self.tokens, move)
+        return Bill(bill.dollars, bill.seconds, tuple(int(useful[at]) for at in bill.path))
 
 
 def follow(
@@ -94,6 +219,11 @@ def follow(
     return Bill(float(dollars), float(seconds), tuple(path))
 
 
+def stay(rates: np.ndarray, prices: np.ndarray, tokens: float, offer: int) -> Bill:
+    """Returns the bill for all days at one offer."""
+    return follow(rates, prices, tokens, lambda _: offer)
+
+
 def plan_moves(
     rates: np.ndarray, prices: np.ndarray, tokens: float, move: Move | None = None
 ) -> Bill:
@@ -106,7 +236,7 @@ def plan_moves(
     move = move or Move()
     useful = _undominated(rates, prices)
     rates, prices = rates[useful], prices[:, useful]
-    stays = [follow(rates, prices, tokens, lambda _: k, move) for k in range(len(rates))]
+    stays = [stay(rates, prices, tokens, offer) for offer in range(len(rates))]
     best = min(stays, key=lambda bill: (bill.dollars, bill.seconds))
     per_token = (prices / rates).min(axis=1) / HOUR
     least = np.minimum.accumulate(per_token[::-1])[::-1]  # dollars a token, from a day on
