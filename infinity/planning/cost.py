@@ -54,7 +54,7 @@ class Bill:
 @dataclass(frozen=True)
 class Profile:
     """What was measured: tokens a second by GPU (``A100``, or ``A100:8`` for eight), and seconds
-    of a checkpoint; None if it is not known."""
+    and bytes of a checkpoint; None if they are not known."""
 
     gpus: dict[str, float]
     save_seconds: float | None = None
@@ -64,15 +64,15 @@ class Profile:
     median_step_seconds: float | None = None
 
     def tokens_per_second(self, gpu: str, count: int) -> float | None:
-        """Returns the rate of a machine; None for an unknown GPU. The rate of several is that of
-        one, times their number, if theirs was not measured."""
-        measured = {name.lower(): rate for name, rate in self.gpus.items()}
-        for name in (gpu.lower(), *(each for each in measured if _is_called(gpu, each))):
-            if found := measured.get(f"{name.partition(':')[0]}:{count}"):
-                return found
-            if found := measured.get(name.partition(":")[0]):
-                return found * count
-        return None
+        """Returns the rate of a machine with ``count`` GPUs; None for an unknown GPU. If that
+        number was not measured, the rate of the nearest one grows with the number."""
+        rates = [(*_name_and_count(name), rate) for name, rate in self.gpus.items()]
+        same = [each for each in rates if each[0].lower() == gpu.lower()]
+        same = same or [each for each in rates if _words(gpu) <= _words(each[0])]
+        if not same:
+            return None
+        _, measured, rate = min(same, key=lambda each: abs(each[1] - count))
+        return rate * count / measured
 
     def known_save(self, why: str) -> float:
         """Returns the seconds of a save. Raises ConfigError if they are not known."""
@@ -90,14 +90,15 @@ class Profile:
         return next(each for each in known if each is not None)
 
 
-def _is_called(gpu: str, name: str) -> bool:
-    """Tells whether all words of a price's GPU are in the name that a driver gives: H100 in
-    "nvidia h100 80gb hbm3"."""
-    return set(_words(gpu)) <= set(_words(name))
+def _name_and_count(name: str) -> tuple[str, int]:
+    """Returns a GPU's name and number of ``A100:8``."""
+    gpu, _, count = name.rpartition(":")
+    return (gpu, int(count)) if gpu and re.fullmatch("[1-9][0-9]{0,5}", count) else (name, 1)
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", text.lower())
+def _words(text: str) -> set[str]:
+    """Returns the words of a name, so that H100 is found in "NVIDIA H100 80GB HBM3"."""
+    return set(re.findall(r"[a-z0-9]+", text.lower()))
 
 
 @dataclass(frozen=True)
