@@ -68,7 +68,8 @@ class Profile:
         number was not measured, the rate of the nearest one grows with the number."""
         rates = [(*_name_and_count(name), rate) for name, rate in self.gpus.items()]
         same = [each for each in rates if each[0].lower() == gpu.lower()]
-        same = same or [each for each in rates if _words(gpu) <= _words(each[0])]
+        if not same and (words := _words(gpu)):
+            same = [each for each in rates if words <= _words(each[0])]
         if not same:
             return None
         _, measured, rate = min(same, key=lambda each: abs(each[1] - count))

@@ -25,6 +25,7 @@ PRICE_COLUMNS = ("cloud", "zone", "instance", "gpu", "count", "market", "time", 
 LIFETIME_COLUMNS = ("cloud", "gpu", "started", "seen_last", "end")
 ENDS = ("lost", "still running")
 MOST_DOLLARS, MOST_GPUS = 1e6, 1_000_000
+LATEST = 1e10  # seconds since 1970: the year 2286
 
 
 @dataclass(frozen=True, order=True)
@@ -63,6 +64,8 @@ def read_prices(path: Path) -> list[Offer]:
         market = row["market"].lower()
         if market not in MARKETS:
             raise ConfigError(f"{where}: market {market!r} is not one of {', '.join(MARKETS)}")
+        if not row["gpu"]:
+            raise ConfigError(f"{where}: gpu is missing")
         count = _number(row["count"], f"{where}: count", 1, MOST_GPUS)
         if not count.is_integer():
             raise ConfigError(f"{where}: count {row['count']!r} is not a whole number")
@@ -121,9 +124,12 @@ def parse_time(text: str, name: str) -> float:
     that names ``name``."""
     try:
         time = datetime.fromisoformat(text)
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+        seconds = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
-        raise ConfigError(f"{name} {text[:40]!r} is no time as 2026-03-23T18:00Z") from None
+        seconds = math.nan
+    if 0 <= seconds <= LATEST:
+        return seconds
+    raise ConfigError(f"{name} {text[:40]!r} is no time from 1970 on, as 2026-03-23T18:00Z")
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
