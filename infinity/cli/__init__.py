@@ -122,7 +122,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     version = f"infinity {__version__}"
     parser.add_argument("--version", action="version", version=version, help=argparse.SUPPRESS)
-    subparsers = parser.add_subparsers(dest="subcommand", metavar="<subcommand>", required=True)
+    subparsers = parser.add_subparsers(
+        prog="infinity", dest="subcommand", metavar="<subcommand>", required=True
+    )
     for name in SUBCOMMANDS:
         _module(name).add_parser(subparsers)
     return parser
