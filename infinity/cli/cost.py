@@ -13,18 +13,17 @@ import json
 import math
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..checkpoint.interval import steps_between
 from ..errors import ConfigError
 from ..machine.outputs import Output, check_outputs
 from ..machine.sizes import format_count, format_seconds, parse_seconds
+from ..planning.cost import DAY, Bill, Move, Profile, Rental, Saves
+from ..planning.prices import Offer, parse_time, read_lifetimes, read_prices
 from ..untrusted import parse_json, printable, read_text
 from . import sky
 from .values import a_number_of_tokens, a_path, columns
-
-if TYPE_CHECKING:
-    from ..planning.cost import Bill, Move, Profile, Rental
-    from ..planning.prices import Offer
 
 SHOWN_OFFERS = 10
 OFFER_KEYS = ("name", "cloud", "zone", "instance", "gpu", "count", "market")
@@ -56,8 +55,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the offers, cheapest first, and the plan; writes the task."""
-    from ..planning.prices import read_prices
-
     if args.sky is not None:
         read = [("--profile", args.profile), ("--prices", args.prices)]
         output = Output("--sky", args.sky, made=sky.HEAD.encode())
@@ -74,8 +71,6 @@ def run(args: argparse.Namespace) -> int:
 def read_profile(path: Path) -> Profile:
     """Reads a profile: the keys of :class:`Profile` in a JSON file, which may have others. Raises
     ConfigError."""
-    from ..planning.cost import Profile
-
     try:
         found = parse_json(read_text(path))
     except OSError as error:
@@ -109,10 +104,6 @@ def _rental(
     args: argparse.Namespace, profile: Profile, offers: list[Offer]
 ) -> tuple[Rental, dict[str, str]]:
     """Returns the job on the offers whose GPU the profile knows, and why others are left out."""
-    from ..checkpoint.interval import steps_between
-    from ..planning.cost import Rental, Saves
-    from ..planning.prices import parse_time, read_lifetimes
-
     known = [each for each in offers if profile.tokens_per_second(each.gpu, each.count)]
     left_out = {each.gpu: "is not in the profile" for each in offers if each not in known}
     if not known:
@@ -154,8 +145,6 @@ def _first_time(offers: list[Offer]) -> float:
 def parse_move(text: str, profile: Profile) -> Move:
     """Parses "seconds=auto dollars=9". ``auto``: a save and a restart, of the profile.
     ``dollars=0.09/GB``: for each 10^9 bytes of the checkpoint. Raises ConfigError."""
-    from ..planning.cost import DAY, Move
-
     pairs = [word.partition("=") for word in text.replace(",", " ").split()]
     given = {key: value for key, _, value in pairs}
     if len(given) != len(pairs) or not set(given) <= {"seconds", "dollars"}:
@@ -188,7 +177,8 @@ def report(job: Rental, left_out: dict[str, str], move: Move | None) -> dict[str
             left_out[offer.name] = "has no price yet" if rate else "is lost too often to get ahead"
             continue
         row = {name: getattr(offer, name) for name in OFFER_KEYS}
-        row |= {"tokens_per_second": float(rate), "losses": bill.seconds * losses}
+        lost = bill.seconds * losses if job.saves else None  # None: no rate of losses was given
+        row |= {"tokens_per_second": float(rate), "losses": lost}
         rows.append(row | {"hours": bill.seconds / 3600, "dollars": bill.dollars})
     if not rows:
         why = "; ".join(f"{name} {reason}" for name, reason in left_out.items())
@@ -213,7 +203,7 @@ def _plan(job: Rental, bill: Bill) -> dict[str, Any]:
     stays = [
         {
             "day": day,
-            "time": _iso(job.start + day * 86400),
+            "time": _iso(job.start + day * DAY),
             "offer": job.offers[at].name,
             "dollars_per_hour": float(prices[day, at]),
         }
@@ -236,8 +226,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     rows, plan = found["offers"], found["plan"]
     table = [("offer", "hours", "dollars", "losses")]
     for row in rows[:SHOWN_OFFERS]:
-        numbers = (f"{row['hours']:,.1f}", f"{row['dollars']:,.2f}", f"{row['losses']:.1f}")
-        table.append((row["name"], *numbers))
+        losses = "-" if row["losses"] is None else f"{row['losses']:.1f}"
+        table.append((row["name"], f"{row['hours']:,.1f}", f"{row['dollars']:,.2f}", losses))
     lines = [f"{found['tokens']:,.0f} tokens from {found['start']}", "", *columns(table)]
     if len(rows) > SHOWN_OFFERS:
         lines.append(f"and {format_count(len(rows) - SHOWN_OFFERS, 'dearer offer')}")

@@ -8,21 +8,28 @@ import difflib
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from ..errors import ConfigError
 from ..machine.sizes import parse_seconds
+from ..planning.fleet import (
+    POLICIES,
+    Allocation,
+    Finish,
+    Fleet,
+    FleetJob,
+    Rounds,
+    Workers,
+    allocate,
+    finish_times,
+)
 from ..untrusted import printable, read_table
 from .values import a_path, columns
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..planning.fleet import Allocation, Finish, Fleet
-
-ROUNDS, TRIED_ROUNDS = 10, 1000  # that are shown, and that are compared with the shares
+ROUNDS, TRIED_ROUNDS = 5, 1000  # that are shown, and that are compared with the shares
 LEAST_SHORT = 0.01  # of the rounds, which is worth a line
-POLICIES = ("max-min", "makespan", "cheapest")  # of planning.fleet, which imports numpy
 WORKER_KEYS = ("count", "dollars_per_hour")
 JOB_KEYS = ("steps", "rates", "gpus", "weight", "deadline")
 
@@ -44,8 +51,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the allocation, its first rounds, and the predicted ends."""
-    from ..planning.fleet import Rounds, allocate, finish_times
-
     fleet = read_fleet(args.jobs)
     allocation = allocate(fleet, args.policy)
     ends = finish_times(fleet, args.policy)
@@ -63,8 +68,6 @@ def run(args: argparse.Namespace) -> int:
 
 def read_fleet(path: Path) -> Fleet:
     """Reads a fleet. Raises ConfigError for a file that is none."""
-    from ..planning.fleet import Fleet, FleetJob, Workers
-
     found = read_table(path)
     workers, jobs = _tables(path, found, "workers"), _tables(path, found, "jobs")
     _check_keys(found, ("workers", "jobs"), str(path))

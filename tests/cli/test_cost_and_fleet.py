@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -219,7 +222,7 @@ def test_a_fleet_is_allocated(place, capsys, policy):
     jobs = found["jobs"]
     assert found["policy"] == policy and found["objective"] > 0 and set(jobs) == {"big", "small"}
     used = 2 * jobs["big"]["shares"]["h100"] + jobs["small"]["shares"]["h100"]
-    assert used <= 2 + 1e-6 and len(found["rounds"]) == 10
+    assert used <= 2 + 1e-6 and len(found["rounds"]) == 5
     assert jobs["small"]["finish_seconds"] <= 6 * 3600 * (1 + 1e-6)
     assert jobs["small"]["dollars"] > 0
     assert main(["fleet", "jobs.toml", "--policy", policy]) == 0
@@ -296,3 +299,26 @@ def test_no_mutated_file_ends_in_a_traceback(place, capsys):
         assert "Traceback" not in capsys.readouterr().err
         (place / name).write_bytes(raw)
     assert set(statuses) == {0, 2}
+
+
+# --- the page ---
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cost.md").read_text()
+FILES = {"json": "run.json", "csv": "prices.csv", "toml": "jobs.toml"}
+
+
+def test_the_page_shows_what_is_printed(place, capsys):
+    """Method: writes the page's files, runs its two commands, and looks for their output on it.
+    Twin: other prices print something else."""
+    for kind, text in re.findall(r"```(json|csv|toml)\n(.*?)```", PAGE, re.DOTALL):
+        (place / FILES[kind]).write_text(text)
+    joined = PAGE.replace("\\\n", "")
+    commands = re.findall(r"^    infinity (.*)$", joined, re.MULTILINE)
+    shown = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    assert len(commands) == len(shown) == 2
+    for command, expected in zip(commands, shown):
+        assert main(shlex.split(command)) == 0
+        assert capsys.readouterr().out == expected
+    (place / "prices.csv").write_text((place / "prices.csv").read_text().replace("2.10", "0.10"))
+    assert main(shlex.split(commands[0])) == 0
+    assert capsys.readouterr().out != shown[0]
