@@ -27,7 +27,9 @@ from ..errors import ConfigError, InternalError
 POLICIES = ("max-min", "makespan", "cheapest")
 NEEDED = "pip install 'infinity-engine[plan]'"
 MOST = 1e15  # of a number in a fleet: more is a typo
-SLACK = 1e-7  # of a deadline, of two ends that are one, and of a share that is none
+SLACK = 1e-7  # of two ends that are one, and of a share that is none
+DEADLINE_SLACK = 1e-6
+TOLERANCE = 1e-9  # of a limit
 SECOND_SLACK = 1e-9  # of the first objective, while the second is sought
 
 
@@ -211,7 +213,7 @@ def _limits(fleet: Fleet, extra: int = 1) -> tuple[list[np.ndarray], list[np.nda
     workers = np.kron(fleet.gpus, np.eye(kinds)).reshape(kinds, jobs * kinds)
     deadlines = -_block(fleet.rates / _needed(fleet)[:, None])[_needed(fleet) < np.inf]
     rows = [one_place, workers, deadlines]
-    limits = [np.ones(jobs), fleet.counts, -np.full(len(deadlines), 1 - SLACK)]
+    limits = [np.ones(jobs), fleet.counts, -np.full(len(deadlines), 1 - DEADLINE_SLACK)]
     return [np.hstack([each, np.zeros((len(each), extra))]) for each in rows], limits
 
 
@@ -239,7 +241,7 @@ def _missed(fleet: Fleet) -> ConfigError:
     told = [
         f"jobs.{names[job]} needs {needed[job]:.4g} steps/s and gets {needed[job] * (1 - part):.4g}"
         for job, part in zip(jobs, lacking)
-        if part > SLACK
+        if part > 0
     ]
     return ConfigError(
         f"the deadlines cannot be met together: {'; '.join(told)}. Give later deadlines, or more"
@@ -258,7 +260,14 @@ def _linprog(
     except ImportError as error:
         raise ConfigError(f"an allocation needs scipy ({error}): {NEEDED}") from None
     bounds = np.stack([np.zeros_like(highest), highest], axis=1)
-    found = linprog(cost, A_ub=csr_array(rows), b_ub=limits, bounds=bounds, method="highs")
+    found = linprog(
+        cost,
+        A_ub=csr_array(rows),
+        b_ub=limits,
+        bounds=bounds,
+        method="highs",
+        options={"primal_feasibility_tolerance": TOLERANCE},
+    )
     if found.status == 2:
         return None
     if found.status != 0:
@@ -332,12 +341,16 @@ def finish_times(fleet: Fleet, policy: str) -> dict[str, Finish]:
         now += float(passed)
         found |= {name: Finish(now, dollars[name] if priced else None) for name in ending}
         left = {
-            name: dataclasses.replace(
-                job,
-                steps=job.steps - rate * passed,
-                deadline=job.deadline and job.deadline - passed,
-            )
+            name: _later(job, passed, rate)
             for (name, job), rate in zip(left.items(), rates)
             if name not in ending
         }
     return {name: found[name] for name in fleet.jobs}
+
+
+def _later(job: FleetJob, passed: float, rate: float) -> FleetJob:
+    """Returns what is left of a job after seconds at a rate. Its deadline is not before the end at
+    this rate, which met it, rounding aside."""
+    steps = float(job.steps - rate * passed)
+    deadline = job.deadline and max(job.deadline - passed, steps / rate)
+    return dataclasses.replace(job, steps=steps, deadline=deadline)

@@ -223,7 +223,7 @@ def test_a_fleet_is_allocated(place, capsys, policy):
     assert found["policy"] == policy and found["objective"] > 0 and set(jobs) == {"big", "small"}
     used = 2 * jobs["big"]["shares"]["h100"] + jobs["small"]["shares"]["h100"]
     assert used <= 2 + 1e-6 and len(found["rounds"]) == 5
-    assert jobs["small"]["finish_seconds"] <= 6 * 3600 * (1 + 1e-6)
+    assert jobs["small"]["finish_seconds"] <= 6 * 3600 * (1 + 1e-5)
     assert jobs["small"]["dollars"] > 0
     assert main(["fleet", "jobs.toml", "--policy", policy]) == 0
     said = capsys.readouterr().out

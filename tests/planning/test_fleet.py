@@ -8,6 +8,7 @@ al., OSDI 2020). **progress**: a job's rate beside its equal share, what max-min
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -92,10 +93,10 @@ def test_the_most_steps_for_a_dollar():
     assert allocate(jobs, "cheapest").shares == pytest.approx(np.array([[0, 1], [0, 1]]))
     hurried = fleet_of([[2, 1], [2, 1]], (1, 2), prices=[4.0, 1.0], deadline=[800.0, None])
     shares = allocate(hurried, "cheapest").shares
-    assert shares == pytest.approx(np.array([[0.25, 0.75], [0, 1]]), abs=1e-6)
+    assert shares == pytest.approx(np.array([[0.25, 0.75], [0, 1]]), abs=1e-5)
     ends = finish_times(hurried, "cheapest")
-    assert ends["j0"].seconds == pytest.approx(800, rel=1e-6)
-    assert ends["j0"].dollars == pytest.approx(800 * (0.25 * 4 + 0.75) / 3600, rel=1e-6)
+    assert ends["j0"].seconds == pytest.approx(800, rel=1e-5)
+    assert ends["j0"].dollars == pytest.approx(800 * (0.25 * 4 + 0.75) / 3600, rel=1e-5)
 
 
 def test_no_worker_idles_that_a_job_could_use():
@@ -116,7 +117,7 @@ def test_weights_and_gpus():
     assert wide == pytest.approx([0.5, 1.0], abs=1e-6)
 
 
-def random_fleet(random_: random.Random, policy: str) -> Fleet:
+def random_fleet(random_: random.Random) -> Fleet:
     jobs, kinds = random_.randint(1, 6), random_.randint(1, 4)
     counts = [random_.randint(1, 5) for _ in range(kinds)]
     rates = [
@@ -159,7 +160,7 @@ def test_no_random_allocation_is_better(policy):
     objective is that of the formula. Twin: with a tenth more, it would not fit."""
     random_, draw = random.Random(SEED), np.random.default_rng(SEED)
     for _ in range(20):
-        fleet = random_fleet(random_, policy)
+        fleet = random_fleet(random_)
         found = allocate(fleet, policy)
         best = objective_of(fleet, policy, found.shares)
         told = 1 / found.objective if policy == "makespan" else found.objective
@@ -201,7 +202,31 @@ def test_deadlines_that_cannot_be_met_are_named():
         with pytest.raises(ConfigError, match=r"jobs\.j\d needs 0.6667 steps/s and gets 0.3333"):
             allocate(fleet, policy)
         met = fleet_of([[1], [1]], (1,), prices=[1.0], deadline=[1500.0, 3100.0])
-        assert finish_times(met, policy)["j0"].seconds <= 1500 * (1 + 1e-6)
+        assert finish_times(met, policy)["j0"].seconds <= 1500 * (1 + 1e-5)
+
+
+def test_deadlines_that_can_just_be_met_are_met():
+    """Method: deadlines at the ends of an allocation that is there, for 40 random fleets: no policy
+    refuses them, or is late by more than a hundred thousandth. Twin: a tenth earlier, most are
+    refused."""
+    random_, refused = random.Random(SEED), 0
+    for _ in range(40):
+        fleet = random_fleet(random_)
+        policy = random_.choice(["max-min", "makespan", "cheapest"])
+        rates = (fleet.rates * allocate(fleet, "max-min").shares).sum(axis=1)
+        for part in (1.0, 0.9):
+            jobs = {
+                name: dataclasses.replace(job, deadline=float(part * job.steps / rate))
+                for (name, job), rate in zip(fleet.jobs.items(), rates)
+            }
+            try:
+                ends = finish_times(Fleet(fleet.workers, jobs), policy)
+            except ConfigError:
+                assert part < 1
+                refused += 1
+            else:
+                assert all(ends[name].seconds <= jobs[name].deadline * (1 + 1e-5) for name in jobs)
+    assert refused > 20
 
 
 def test_without_scipy_its_extra_is_named(monkeypatch):
