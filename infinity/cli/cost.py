@@ -104,8 +104,9 @@ def _rental(
     args: argparse.Namespace, profile: Profile, offers: list[Offer]
 ) -> tuple[Rental, dict[str, str]]:
     """Returns the job on the offers whose GPU the profile knows, and why others are left out."""
-    known = [each for each in offers if profile.tokens_per_second(each.gpu, each.count)]
-    left_out = {each.gpu: "is not in the profile" for each in offers if each not in known}
+    rated = [(each, profile.tokens_per_second(each.gpu, each.count)) for each in offers]
+    left_out = {each.gpu: "is not in the profile" for each, rate in rated if rate is None}
+    known, rates = [each for each, rate in rated if rate], [rate for _, rate in rated if rate]
     if not known:
         raise ConfigError(
             f"{args.prices} has no GPU of {args.profile}: it has {', '.join(sorted(left_out))};"
@@ -127,9 +128,9 @@ def _rental(
         saves = Saves(save, profile.restart, interval, profile.median_step_seconds or 0.0)
     job = Rental(
         tokens=args.tokens,
-        start=parse_time(args.start, "--start") if args.start else _first_time(known),
+        start=_first_time(known) if args.start is None else parse_time(args.start, "--start"),
         offers=known,
-        rates=[profile.tokens_per_second(each.gpu, each.count) or 0.0 for each in known],
+        rates=rates,
         losses=losses,
         saves=saves,
         notice=parse_seconds(args.notice, "--notice"),
@@ -242,8 +243,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
         ]
     if plan:
         lines += ["", *_plan_lines(plan, rows[0]["dollars"], found["move"])]
-    if left_out := found["left_out"]:
-        lines += ["", *(f"left out: {name} {why}" for name, why in left_out.items())]
+    if left_out := [f"left out: {name} {why}" for name, why in found["left_out"].items()]:
+        lines += ["", *left_out[:SHOWN_OFFERS]]
+        if len(left_out) > SHOWN_OFFERS:
+            lines.append(f"and {len(left_out) - SHOWN_OFFERS:,} more")
     return lines
 
 

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -161,7 +162,7 @@ class Rental:
         ]
         return np.array(self.rates) * shares
 
-    @property
+    @cached_property
     def prices(self) -> np.ndarray:
         """Dollars per hour when each day begins [days, offers]; infinite before the first one that
         was seen. Raises ConfigError for more than ten years."""

@@ -15,7 +15,6 @@ deadlines. What the first two leave over goes to the jobs that gain most by it.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +123,7 @@ class Fleet:
 def _check(value: Any, name: str, *, whole: bool = False, least: float | None = None) -> None:
     """Raises ConfigError if ``value`` is no number above 0 (or from ``least`` on)."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and math.isfinite(value) and value <= MOST and (not whole or value == int(value)):
+    if is_number and value <= MOST and (not whole or value == int(value)):
         if value > 0 if least is None else value >= least:
             return
     kind = "a whole number" if whole else "a finite number"
@@ -178,101 +177,116 @@ def _most(
 ) -> tuple[np.ndarray, float]:
     """Returns the shares with the greatest sum of ``gain`` times share, and that sum; with
     ``least_of_all`` the greatest least one of a job. ``floor``: of every job's."""
-    jobs, kinds = gain.shape
-    rows, limits = _limits(fleet)
-    of_jobs = -_block(gain)
-    scale = gain.max()
-    cost = np.append(np.zeros(gain.size) if least_of_all else -gain.ravel() / scale, 0.0)
+    programme = _Programme(fleet, 1)
+    programme.keep_deadlines()
+    most = gain.max(axis=1)  # of each job: rows and objective are about 1
+    scale = most.min() if least_of_all else most.max()
+    cost = np.append(-gain.ravel() / scale, 0.0)
     if least_of_all:
-        cost[-1] = -1.0
-        rows.append(np.hstack([of_jobs / scale, np.ones((jobs, 1))]))
-        limits.append(np.zeros(jobs))
+        cost = np.append(np.zeros(gain.size), -1.0)
+        place = np.zeros(len(gain), dtype=int)
+        programme.keep(-gain / most[:, None], 0.0, also=place, weight=scale / most)
     if floor is not None:
-        rows.append(np.hstack([of_jobs / floor, np.zeros((jobs, 1))]))
-        limits.append(-np.ones(jobs))
-    highest = np.append((gain > 0).ravel().astype(float), np.inf if least_of_all else 0.0)
-    solved = _linprog(cost, np.vstack(rows), np.concatenate(limits), highest)
+        programme.keep(-gain / most[:, None], -floor / most)
+    solved = programme.solve(cost, np.array([np.inf if least_of_all else 0.0]))
     if solved is None:
         raise _missed(fleet)
-    return solved[:-1].reshape(jobs, kinds).clip(0.0, 1.0) + 0.0, -float(cost @ solved * scale)
-
-
-def _block(values: np.ndarray) -> np.ndarray:
-    """Returns rows [jobs, jobs * kinds] that multiply each job's shares by its values."""
-    jobs, kinds = values.shape
-    rows = np.zeros((jobs, jobs, kinds))
-    rows[np.arange(jobs), np.arange(jobs)] = values
-    return rows.reshape(jobs, jobs * kinds)
-
-
-def _limits(fleet: Fleet, extra: int = 1) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns rows and limits of what every allocation keeps: a job is at one place at a time, the
-    workers of each kind suffice, and deadlines are met. Each row has ``extra`` further columns."""
-    jobs, kinds = len(fleet.jobs), len(fleet.workers)
-    one_place = _block(np.ones((jobs, kinds)))
-    workers = np.kron(fleet.gpus, np.eye(kinds)).reshape(kinds, jobs * kinds)
-    deadlines = -_block(fleet.rates / _needed(fleet)[:, None])[_needed(fleet) < np.inf]
-    rows = [one_place, workers, deadlines]
-    limits = [np.ones(jobs), fleet.counts, -np.full(len(deadlines), 1 - DEADLINE_SLACK)]
-    return [np.hstack([each, np.zeros((len(each), extra))]) for each in rows], limits
-
-
-def _needed(fleet: Fleet) -> np.ndarray:
-    """Returns the steps per second that the deadlines ask for [jobs]; infinite without one, so that
-    a rate is none of it."""
-    return np.array(
-        [job.steps / job.deadline if job.deadline else np.inf for job in fleet.jobs.values()]
-    )
+    shares = solved[:-1].reshape(gain.shape).clip(0.0, 1.0) + 0.0  # no -0.0
+    return shares, -float(cost @ solved * scale)
 
 
 def _missed(fleet: Fleet) -> ConfigError:
     """Makes the error for deadlines that cannot be met: of the allocation that misses least."""
-    needed = _needed(fleet)
-    jobs = np.flatnonzero(needed < np.inf)
-    rows, limits = _limits(fleet, extra=len(jobs))
-    rows[-1][:, -len(jobs) :] = -np.eye(len(jobs))
-    cost = np.append(np.zeros(fleet.rates.size), np.ones(len(jobs)))
-    highest = np.append((fleet.rates > 0).ravel().astype(float), np.ones(len(jobs)))
-    solved = _linprog(cost, np.vstack(rows), np.concatenate(limits), highest)
-    if solved is None:
+    names = [name for name, job in fleet.jobs.items() if job.deadline is not None]
+    programme = _Programme(fleet, len(names))
+    programme.keep_deadlines(missing=np.arange(len(names)))
+    cost = np.append(np.zeros(fleet.rates.size), np.ones(len(names)))
+    solved = programme.solve(cost, np.ones(len(names)))
+    if solved is None or not names:
         raise InternalError("a fleet's workers could not be allocated even without deadlines")
-    lacking = solved[-len(jobs) :]
-    names = list(fleet.jobs)
-    told = [
-        f"jobs.{names[job]} needs {needed[job]:.4g} steps/s and gets {needed[job] * (1 - part):.4g}"
-        for job, part in zip(jobs, lacking)
-        if part > 0
-    ]
+    told = []
+    for name, part in zip(names, solved[fleet.rates.size :]):
+        if part > 0:
+            needed = fleet.jobs[name].steps / (fleet.jobs[name].deadline or np.inf)
+            told.append(
+                f"jobs.{name} needs {needed:.4g} steps/s and gets {needed * (1 - part):.4g}"
+            )
     return ConfigError(
         f"the deadlines cannot be met together: {'; '.join(told)}. Give later deadlines, or more"
         " workers."
     )
 
 
-def _linprog(
-    cost: np.ndarray, rows: np.ndarray, limits: np.ndarray, highest: np.ndarray
-) -> np.ndarray | None:
-    """Returns the values from 0 to ``highest`` that keep the limits at the least ``cost``; None if
-    there are none. Raises ConfigError without scipy."""
-    try:
-        from scipy.optimize import linprog
-        from scipy.sparse import csr_array
-    except ImportError as error:
-        raise ConfigError(f"an allocation needs scipy ({error}): {NEEDED}") from None
-    bounds = np.stack([np.zeros_like(highest), highest], axis=1)
-    found = linprog(
-        cost,
-        A_ub=csr_array(rows),
-        b_ub=limits,
-        bounds=bounds,
-        method="highs",
-        options={"primal_feasibility_tolerance": TOLERANCE},
-    )
-    if found.status == 2:
-        return None
-    if found.status != 0:
-        raise InternalError(f"the linear programme of a fleet was not solved: {found.message}")
-    return np.asarray(found.x)
+class _Programme:
+    """Rows of a linear programme over the shares of a fleet, and ``extra`` values after them. Every
+    allocation keeps: a job is at one place at a time, and the workers of each kind suffice."""
+
+    def __init__(self, fleet: Fleet, extra: int):
+        self._fleet, (jobs, kinds) = fleet, fleet.rates.shape
+        self._width = jobs * kinds + extra
+        self._rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # columns, rows, values
+        self._limits: list[float] = []
+        self.keep(np.ones((jobs, kinds)), 1.0)
+        of_kinds = np.tile(np.arange(kinds), jobs) + len(self._limits)
+        self._rows.append((np.arange(jobs * kinds), of_kinds, np.repeat(fleet.gpus, kinds)))
+        self._limits += fleet.counts.tolist()
+
+    def keep(
+        self,
+        values: np.ndarray,
+        limit: float | np.ndarray,
+        *,
+        jobs: np.ndarray | None = None,
+        also: np.ndarray | None = None,
+        weight: float | np.ndarray = 1.0,
+    ) -> None:
+        """Adds, for each of the jobs (None: all): its shares times ``values`` [jobs, kinds], plus
+        ``weight`` times the extra value at ``also``, are at most ``limit``."""
+        jobs = np.arange(len(values)) if jobs is None else jobs
+        kinds = values.shape[1]
+        columns = jobs[:, None] * kinds + np.arange(kinds)
+        if also is not None:
+            columns = np.hstack([columns, self._fleet.rates.size + also[:, None]])
+            values = np.column_stack([values, np.broadcast_to(weight, len(jobs))])
+        rows = np.repeat(np.arange(len(jobs)) + len(self._limits), values.shape[1])
+        self._rows.append((columns.ravel(), rows, values.ravel()))
+        self._limits += np.broadcast_to(limit, len(jobs)).tolist()
+
+    def keep_deadlines(self, missing: np.ndarray | None = None) -> None:
+        """Adds the deadlines. ``missing``: the extra value of each, a part of its rate that may be
+        missing."""
+        due = [(at, job) for at, job in enumerate(self._fleet.jobs.values()) if job.deadline]
+        if not due:
+            return
+        jobs = np.array([at for at, _ in due])
+        needed = np.array([job.steps / (job.deadline or np.inf) for _, job in due])
+        parts = self._fleet.rates[jobs] / needed[:, None]
+        self.keep(-parts, DEADLINE_SLACK - 1, jobs=jobs, also=missing, weight=-1.0)
+
+    def solve(self, cost: np.ndarray, highest: np.ndarray) -> np.ndarray | None:
+        """Returns the values of the least ``cost``; None if none keep all limits. ``highest``: of
+        the extra values. Raises ConfigError without scipy."""
+        try:
+            from scipy.optimize import linprog
+            from scipy.sparse import csr_array
+        except ImportError as error:
+            raise ConfigError(f"an allocation needs scipy ({error}): {NEEDED}") from None
+        columns, rows, values = (np.concatenate(each) for each in zip(*self._rows))
+        shape = (len(self._limits), self._width)
+        most = np.append((self._fleet.rates > 0).astype(float), highest)
+        found = linprog(
+            cost,
+            A_ub=csr_array((values, (rows, columns)), shape=shape),
+            b_ub=self._limits,
+            bounds=np.stack([np.zeros_like(most), most], axis=1),
+            method="highs",
+            options={"primal_feasibility_tolerance": TOLERANCE},
+        )
+        if found.status == 2:
+            return None
+        if found.status != 0:
+            raise InternalError(f"the linear programme of a fleet was not solved: {found.message}")
+        return np.asarray(found.x)
 
 
 class Rounds:

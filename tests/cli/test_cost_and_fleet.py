@@ -116,6 +116,24 @@ def test_moves_are_planned_where_they_pay(place, capsys):
     assert "No move pays" in capsys.readouterr().out
 
 
+def test_a_file_of_very_many_offers(place, capsys):
+    """Method: 20,000 offers in the file, of which the last is the cheapest; half the GPUs are not
+    in the profile. Twin: the list shows ten of each, the JSON all."""
+    rows = [f"aws,z,m{at},{('A100', 'T4')[at % 2]},1,spot,,{9 - at / 9e3}" for at in range(19_999)]
+    rows += ["aws,z,last,A100,1,spot,,0.5"] + [
+        f"aws,z,late{at},A100,1,spot,2030-01-01,9" for at in range(20)
+    ]
+    header = PRICES.partition("\n")[0]
+    (place / "prices.csv").write_text("\n".join([header, *rows]))
+    argv = [*COST, "--move", "dollars=1", "--start", "2029-12-01"]
+    found = reported(capsys, *argv)
+    assert found["offers"][0]["instance"] == "last" and len(found["offers"]) == 10_001
+    assert len(found["left_out"]) == 21 and found["plan"]["moves"] == 0
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    assert "and 9,991 dearer offers" in said and "and 11 more" in said
+
+
 def test_spot_machines_lose_time(place, capsys):
     """Method: a notice that is long enough for a save, and one that is not; on demand nothing is
     lost. Saves are 775 s apart: sqrt(2 x 20 s x 15,000 s), less than 2 % of the time allows."""

@@ -117,6 +117,22 @@ def test_weights_and_gpus():
     assert wide == pytest.approx([0.5, 1.0], abs=1e-6)
 
 
+def test_jobs_of_very_different_lengths():
+    """Method: rates and steps that differ by eight and seven orders of magnitude: the objective is
+    that of the formula, and the last end is that of the makespan."""
+    random_ = random.Random(SEED)
+    for _ in range(20):
+        scales = [10 ** random_.uniform(-4, 4) for _ in range(5)]
+        rates = [[scale, scale * random_.uniform(0.1, 1)] for scale in scales]
+        fleet = fleet_of(rates, (2, 2), steps=[10 ** random_.uniform(1, 8) for _ in rates])
+        for policy in ("max-min", "makespan"):
+            found = allocate(fleet, policy)
+            told = 1 / found.objective if policy == "makespan" else found.objective
+            assert objective_of(fleet, policy, found.shares) == pytest.approx(told, rel=1e-6)
+        ends = [each.seconds for each in finish_times(fleet, "makespan").values()]
+        assert max(ends) == pytest.approx(found.objective, rel=1e-5)
+
+
 def random_fleet(random_: random.Random) -> Fleet:
     jobs, kinds = random_.randint(1, 6), random_.randint(1, 4)
     counts = [random_.randint(1, 5) for _ in range(kinds)]
