@@ -182,7 +182,8 @@ def report(job: Rental, left_out: dict[str, str], move: Move | None) -> dict[str
         row |= {"tokens_per_second": float(rate), "losses": lost}
         rows.append(row | {"hours": bill.seconds / 3600, "dollars": bill.dollars})
     if not rows:
-        why = "; ".join(f"{name} {reason}" for name, reason in left_out.items())
+        few = list(left_out.items())[:SHOWN_OFFERS]
+        why = "; ".join(f"{name} {reason}" for name, reason in few)
         raise ConfigError(f"no offer trains the job from the start on: {why}")
     rows.sort(key=lambda row: (row["dollars"], row["hours"]))
     return {
