@@ -120,7 +120,7 @@ def _profile(job: Job, device: str | None) -> dict[str, Any]:
     files = [] if job.checkpoint is None else job.checkpoint.rglob("*")
     return {
         "gpus": {f"{name}:{job.ranks.count}": job.tokens_per_second},
-        "save_seconds": job.interval.stall_seconds or None,
+        "save_seconds": job.interval.total_seconds or None,
         "load_seconds": job.load_seconds,
         "checkpoint_nbytes": sum(each.stat().st_size for each in files if each.is_file()) or None,
     }
