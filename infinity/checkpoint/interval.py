@@ -106,13 +106,21 @@ class Interval:
         return max((stall for stall, _ in self._saves), default=0.0)
 
     @property
+    def total_seconds(self) -> float:
+        """Those until the dearest of the last saves could be loaded; 0 before the first."""
+        return max((total for _, total in self._saves), default=0.0)
+
+    @property
     def steps(self) -> int | None:
         """The steps from one save to the next; None before the first."""
         if not self._saves:
             return None
-        total = max(total for _, total in self._saves)
         return steps_between(
-            self.stall_seconds, total, self.step_seconds, self._share, self._between_failures
+            self.stall_seconds,
+            self.total_seconds,
+            self.step_seconds,
+            self._share,
+            self._between_failures,
         )
 
     @property

@@ -34,8 +34,10 @@ SUBCOMMANDS = (
     "bench",
     "clean",
     "completion",
+    "cost",
     "env",
     "export",
+    "fleet",
     "generate",
     "plan",
     "report",
@@ -108,15 +110,21 @@ def option_names(parser: argparse.ArgumentParser) -> list[str]:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="infinity",
+        usage="infinity [-h] [--version] <subcommand> ...",  # one screen has no room for more
+        add_help=False,
         description="Train PyTorch models with all the memory a machine has: GPU, CPU and NVMe.",
         epilog=(
-            "Exit status: 0 done; 1 a defect; 2 bad input, or a failure outside the program; 130,"
-            " 143 interrupted."
+            "Exit status: 0 done; 1 a defect; 2 bad input, or a failure outside;"
+            " 130, 143 interrupted."
         ),
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=16, width=100),
     )
-    parser.add_argument("--version", action="version", version=f"infinity {__version__}")
-    subparsers = parser.add_subparsers(dest="subcommand", metavar="<subcommand>", required=True)
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    version = f"infinity {__version__}"
+    parser.add_argument("--version", action="version", version=version, help=argparse.SUPPRESS)
+    subparsers = parser.add_subparsers(
+        prog="infinity", dest="subcommand", metavar="<subcommand>", required=True
+    )
     for name in SUBCOMMANDS:
         _module(name).add_parser(subparsers)
     return parser

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 MOST = 2**31 - 1  # of a count: more is a typo
+MOST_TOKENS = 1e18
 
 
 def a_path(text: str) -> Path:
@@ -86,3 +88,25 @@ def svg_path(text: str) -> Any:
     if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".gif", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text}: the picture is an SVG, name it *.svg")
     return path
+
+
+def a_number_of_tokens(text: str) -> float:
+    """Parses a number of tokens, as 2B, 500M, 64K or 2e9."""
+    number, letter = (text[:-1], text[-1:].upper()) if text[-1:].isalpha() else (text, "")
+    scale = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(letter)
+    try:
+        value = float(number) * (scale or math.nan)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= MOST_TOKENS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of tokens from 1 on: give it as 2B, 500M or 2e9"
+        )
+    return value
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields rows with their columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()

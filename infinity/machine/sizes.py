@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from ..errors import ConfigError
@@ -12,6 +13,8 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter + "b"] = 1000**_power
 
 MOST_NBYTES = 1 << 60  # of a budget
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+MOST_SECONDS = 1e10  # of a duration: 300 years
 
 
 def parse_nbytes(value: int | str | None, name: str) -> int | None:
@@ -34,6 +37,22 @@ def parse_nbytes(value: int | str | None, name: str) -> int | None:
     raise ConfigError(
         f"{name}={shown} is not a size: give bytes as a whole number, or text such as '48GiB' or"
         " '500MB'"
+    )
+
+
+def parse_seconds(value: float | str, name: str) -> float:
+    """Parses a duration from seconds, or text as ``"30s"``, ``"15m"``, ``"6h"``, ``"2d"``. Raises
+    ConfigError that names ``name``."""
+    if isinstance(value, str) and (
+        match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    ):
+        value = float(match[1]) * _SECONDS.get(match[2].lower(), math.nan)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if 0 <= value <= MOST_SECONDS:
+            return float(value)
+    raise ConfigError(
+        f"{name}={str(value)[:60]!r} is not a duration: give seconds, or text such as '30s', '15m',"
+        " '6h' or '2d'"
     )
 
 

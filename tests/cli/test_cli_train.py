@@ -274,6 +274,30 @@ def test_a_job_that_died_repeats_the_steps_after_its_checkpoint(place, report):
     assert_same_bits(weights("resumed"), weights("whole"))
 
 
+def test_the_report_has_what_infinity_cost_reads(place, report, capsys):
+    """Method: a job with a checkpoint, and one that goes on from it: seconds of a save and of a
+    load, bytes of the folder, tokens a second by GPU; `infinity cost` takes the file. Twin: without
+    a checkpoint the seconds are not known, and cost says so where it needs them."""
+    first = report(checkpoint="saved")
+    assert first["load_seconds"] is None and first["save_seconds"] > 0
+    files = [each for each in Path("saved").rglob("*") if each.is_file()]
+    assert first["checkpoint_nbytes"] == sum(each.stat().st_size for each in files) > 0
+    found = report("--resume", checkpoint="saved", steps=STEPS + 2)
+    assert found["load_seconds"] > 0
+    assert found["gpus"] == {"cpu:1": found["tokens_per_second"]}
+    Path("run.json").write_text(json.dumps(found))
+    Path("prices.csv").write_text(
+        "cloud,zone,instance,gpu,count,market,time,dollars_per_hour\nbox,a,m,CPU,1,spot,,1\n"
+    )
+    cost = ["cost", "--profile", "run.json", "--prices", "prices.csv", "--tokens", "1M", "--json"]
+    assert infinity.cli.main([*cost, "--between-failures", "6h", "--move", "seconds=auto"]) == 0
+    (offer,) = json.loads(capsys.readouterr().out)["offers"]
+    assert 0 < offer["tokens_per_second"] < found["tokens_per_second"]
+    Path("run.json").write_text(json.dumps(report()))
+    assert infinity.cli.main([*cost, "--between-failures", "6h"]) == 2
+    assert "train with --checkpoint" in capsys.readouterr().err
+
+
 def test_a_job_saves_as_often_as_a_share_of_its_time_allows(place, report, monkeypatch):
     """Claim: with nothing said, too. The twin: after so many steps if that is said."""
     monkeypatch.setattr(interval, "FIRST_STEPS", 2)

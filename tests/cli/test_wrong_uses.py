@@ -76,6 +76,18 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "completion fish": ("invalid choice: 'fish'", "choose from 'bash', 'zsh'"),
     "completion powershell": ("invalid choice: 'powershell'", "choose from 'bash', 'zsh'"),
     "completion bash zsh": ("unrecognized arguments: zsh", HELP),
+    # --- cost, fleet ---
+    "cost": ("required: --profile, --prices, --tokens", HELP),
+    "cost --profile model.json --prices text.txt --tokens 2G": (
+        "2G.* no number of tokens",
+        "as 2B",
+    ),
+    "cost --profile model.json --prices text.txt --tokens 2B": ("has no .gpus", "infinity train"),
+    "fleet": ("required: JOBS", HELP),
+    "fleet none.toml": ("none.toml cannot be read", "Give one of TOML"),
+    "fleet text.txt": ("text.txt is neither valid TOML", "no JSON|JSON"),
+    "fleet model.json": ("needs tables \\[workers.NAME\\]", "at least one"),
+    "fleet none.toml --policy fair": ("invalid choice: 'fair'", "choose from 'max-min'"),
     "env nvme": ("unrecognized arguments: nvme", HELP),
     "env --nvme-path": ("--nvme-path: expected one argument", HELP),
     "env --path nvme": ("unrecognized arguments: --path", "did you mean --nvme-path"),

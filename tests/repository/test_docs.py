@@ -102,6 +102,12 @@ def commands() -> list[str]:
     return sorted({line for line in found if not line.startswith("infinity bench")})
 
 
+EXAMPLES = {  # files of docs/cost.md that its commands read
+    f"{name}.{kind}": text
+    for name, kind in (("run", "json"), ("prices", "csv"), ("jobs", "toml"))
+    for text in re.findall(rf"```{kind}\n(.*?)```", DOCUMENTS["docs/cost.md"], flags=re.DOTALL)
+}
+
 ELSEWHERE = (  # tests/integrations/test_recipes.py runs it, where the libraries are
     "docs/integrations.md"
 )
@@ -129,6 +135,8 @@ def test_the_commands_run(command, tmp_path):
     open filled in."""
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    for name, text in EXAMPLES.items():
+        (tmp_path / name).write_text(text)
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
     if "<tuned>" in command or "<chat.jsonl>" in command:
         save_base(tmp_path / "base", width=64)  # large enough to be packed

@@ -66,6 +66,7 @@ class Job:
     first_step: int = 0
     next_step: int = 0
     loss_before: float | None = None
+    load_seconds: float | None = None  # of the checkpoint it goes on from
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     saving: Any = None  # infinity.save_checkpoint's, beside the steps
@@ -348,7 +349,9 @@ def resume(job: Job) -> None:
     """Restores the job from its checkpoint. Raises `UsageError` if the options do not match it, or
     it is past the last step. Every rank calls this."""
     check_fixed_values(job.checkpoint, job.fixed_values, saved_extra(job.checkpoint))
+    began = time.perf_counter()
     extra = infinity.load_checkpoint(job.checkpoint, job.model, job.optimizers)
+    job.load_seconds = time.perf_counter() - began
     if extra["step"] > job.steps:
         raise UsageError(
             f"The checkpoint {job.checkpoint} is at step {extra['step']}, past --steps"

@@ -19,6 +19,7 @@ import infinity
 from ...machine.sizes import format_nbytes, format_seconds
 from ...machine.tiers import Tier
 from ...machine.traffic import shares_text
+from ..values import columns
 from .counts import EdgeCounts
 from .job import Job
 
@@ -109,6 +110,22 @@ def make_report(
         "bound_seconds": stats.bound_seconds,
         "bottleneck": stats.bottleneck,
         "disk": _disk_report(measured_disk, counts),
+        **_profile(job, config.device),
+    }
+
+
+def _profile(job: Job, device: str | None) -> dict[str, Any]:
+    """Returns what `infinity cost` reads: tokens a second by GPU, and what a checkpoint takes."""
+    import torch
+
+    on_gpu = torch.device(device or "cpu").type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
+    files = [] if job.checkpoint is None else job.checkpoint.rglob("*")
+    return {
+        "gpus": {f"{name}:{job.ranks.count}": job.tokens_per_second},
+        "save_seconds": job.interval.total_seconds or None,
+        "load_seconds": job.load_seconds,
+        "checkpoint_nbytes": sum(each.stat().st_size for each in files if each.is_file()) or None,
     }
 
 
@@ -134,7 +151,7 @@ def _disk_report(measured: dict[str, float] | None, counts: EdgeCounts) -> dict[
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    for line in _columns(list(_summary_rows(report))):
+    for line in columns(list(_summary_rows(report))):
         console.print(line)
     steps_count = max(1, report["steps"] - report["first_step"])
     edges = [("edge", "moved", "a step", "rate", "waited for it")]
@@ -155,7 +172,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         names = ("peak_nbytes", "planned_nbytes", "budget_nbytes")
         tiers.append((tier, *(_size(counts[name]) for name in names)))
     for table in (edges, tiers):
-        for line in _columns(table) if len(table) > 1 else ():
+        for line in columns(table) if len(table) > 1 else ():
             console.print(line)
 
 
@@ -167,16 +184,9 @@ def print_stalls(console: Console, stalls: Any) -> None:
         ("cached", format_seconds(stalls.cached), "and prepared"),
         ("cold", format_seconds(stalls.cold), "and fetched, from a disk if it is not in memory"),
     ]
-    for line in _columns(rows):
+    for line in columns(rows):
         console.print(line)
     console.print(f"A cold pass: {shares_text(stalls.shares)}")
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields rows with their columns below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()
 
 
 def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:

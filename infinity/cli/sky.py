@@ -1,0 +1,51 @@
+"""A task of SkyPilot for the best offers of `infinity cost`. SkyPilot rents the machine, and starts
+the job again on another one when it is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+HEAD = "# A task of SkyPilot, written by `infinity cost`"
+OFFERS = 3  # in their order: the next one if the first cannot be had
+
+
+def task(found: dict[str, Any]) -> str:
+    """Writes the task, for a report of the command. If moves are planned, its first offer is the
+    plan's; each move is another launch, with the offer of its day."""
+    rows, plan = found["offers"], found["plan"]
+    if plan:
+        rows = sorted(rows, key=lambda row: row["name"] != plan["stays"][0]["offer"])
+    lines = [f"{HEAD}: `sky jobs launch` takes it."]
+    for stay in plan["stays"][1:] if plan else ():
+        lines.append(f"# On day {stay['day']} ({stay['time']}) move to {stay['offer']}.")
+    lines += ["name: infinity", "resources:", "  ordered:"]
+    for row in rows[:OFFERS]:
+        accelerators = f"{row['gpu']}:{row['count']}"
+        lines += [
+            f"    - infra: {_quoted(_infra(row['cloud'], row['zone']))}",
+            f"      accelerators: {_quoted(accelerators)}",
+            f"      use_spot: {'true' if row['market'] == 'spot' else 'false'}",
+        ]
+        if row["instance"]:
+            lines.append(f"      instance_type: {_quoted(row['instance'])}")
+    lines += [
+        "file_mounts:",
+        "  /checkpoints:",
+        "    name: infinity-checkpoints  # a bucket of your own",
+        "    mode: MOUNT",
+        "setup: pip install 'infinity-engine[train]'",
+        "run: infinity train --config job.toml --checkpoint /checkpoints/job --resume",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)  # a string of JSON is one of YAML
+
+
+def _infra(cloud: str, zone: str) -> str:
+    """Returns cloud/region/zone, or cloud/region for a zone that is a whole region."""
+    region = re.fullmatch(r"(.*\d)-?[a-z]", zone)
+    return "/".join((cloud.lower(), *([region[1]] if region else []), zone))
