@@ -134,6 +134,6 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         )
     yield f"By operations, windows gain at most {found['bound_by_operations']:.2f}x."
     if least := found["least_block_sparse"]:
-        yield f"The least stride that is block-sparse, where no tile needs a mask: {strides(least)}."
+        yield f"The least block-sparse stride, with which no tile needs a mask: {strides(least)}."
     else:
         yield "No stride is block-sparse with these tiles: some of them need a mask."

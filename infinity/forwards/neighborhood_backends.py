@@ -62,10 +62,13 @@ def neighborhood_attention(
     """
     axes = axes_of(shape, window, stride, dilation, causal)
     _check(q, k, v, axes)
-    q, k, v = _as_autocast(q, k, v)
-    chosen = _choose((q, k, v), backend)
+    if not torch.is_autocast_enabled(q.device.type):
+        return BACKENDS[_choose((q, k, v), backend)](q, k, v, axes)
+    # A backward, which computes tiles again, runs without autocast: cast here, as torch's would.
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (each if each.dtype is torch.float64 else each.to(dtype) for each in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
-        return BACKENDS[chosen](q, k, v, axes)
+        return BACKENDS[_choose((q, k, v), backend)](q, k, v, axes)
 
 
 def attend_by_natten(
@@ -180,12 +183,3 @@ def _of(tensor: Any) -> str:
     if not isinstance(tensor, torch.Tensor):
         return f"is {type(tensor).__name__}"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {tensor.device}"
-
-
-def _as_autocast(*tensors: torch.Tensor) -> Tensors:
-    """Casts fp32 to autocast's dtype, as torch's own attention does."""
-    where = tensors[0].device.type
-    if not torch.is_autocast_enabled(where):
-        return tensors
-    dtype = torch.get_autocast_dtype(where)
-    return tuple(each if each.dtype is torch.float64 else each.to(dtype) for each in tensors)
