@@ -63,12 +63,12 @@ def neighborhood_attention(
     axes = axes_of(shape, window, stride, dilation, causal)
     _check(q, k, v, axes)
     if not torch.is_autocast_enabled(q.device.type):
-        return BACKENDS[_choose((q, k, v), backend)](q, k, v, axes)
+        return BACKENDS[choose((q, k, v), backend)](q, k, v, axes)
     # A backward, which computes tiles again, runs without autocast: cast here, as torch's would.
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (each if each.dtype is torch.float64 else each.to(dtype) for each in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
-        return BACKENDS[_choose((q, k, v), backend)](q, k, v, axes)
+        return BACKENDS[choose((q, k, v), backend)](q, k, v, axes)
 
 
 def attend_by_natten(
@@ -76,7 +76,7 @@ def attend_by_natten(
 ) -> torch.Tensor:
     """Computes it by NATTEN, whose tensors are batch x axes... x heads x width."""
     shape = [axis.tokens for axis in axes]
-    attend = getattr(_natten(), f"na{len(axes)}d")
+    attend = getattr(natten_or_why(), f"na{len(axes)}d")
     out = attend(
         *(each.transpose(1, 2).unflatten(1, shape) for each in (q, k, v)),
         kernel_size=tuple(axis.window for axis in axes),
@@ -90,76 +90,64 @@ def attend_by_natten(
 BACKENDS = {"natten": attend_by_natten, "flex": attend_by_flex, "tiles": attend_in_tiles}
 
 
-def _choose(tensors: Tensors, forced: str | None) -> str:
-    """Returns the backend's name. Raises ConfigError if it does not take the tensors."""
-    if forced is not None and forced not in BACKENDS:
-        raise ConfigError(f"backend={forced!r} is not one of {', '.join(BACKENDS)}, or None")
+def choose(tensors: Tensors, forced: str | None) -> str:
+    """Returns the backend's name, and logs it. Raises ConfigError if ``forced`` is none, or refuses
+    the tensors."""
     if forced is not None:
-        if why := REFUSALS[forced](*tensors, forced=True):
+        if forced not in BACKENDS:
+            raise ConfigError(f"backend={forced!r} is not one of {', '.join(BACKENDS)}, or None")
+        if why := refusal(forced, tensors, forced=True):
             raise ConfigError(f'backend="{forced}" cannot be used: {why}. Leave it out, or "tiles"')
-        _tell(forced, "as asked for")
+        tell(forced, "as asked for")
         return forced
-    refusals = []
-    for name, refusal in REFUSALS.items():
-        if not (why := refusal(*tensors)):
-            break
-        refusals.append(f"no {name}: {why}")
-    _tell(name, "; ".join(refusals) or "the fastest")
-    return name
+    refusals = {name: refusal(name, tensors) for name in BACKENDS}
+    chosen = next(name for name, why in refusals.items() if not why)
+    others = [f"no {name}: {why}" for name, why in refusals.items() if why]
+    tell(chosen, "; ".join(others) or "its kernels are here")
+    return chosen
 
 
 @functools.cache
-def _tell(backend: str, why: str) -> None:
+def tell(backend: str, why: str) -> None:
+    """Logs a choice, once."""
     logger.info("neighborhood attention runs by %s (%s)", backend, why)
 
 
-def _natten_refusal(q, k, v, *, forced: bool = False) -> str:
+def refusal(backend: str, tensors: Tensors, *, forced: bool = False) -> str:
+    """Returns why a backend does not take the tensors; "" if it does."""
+    q, k, v = tensors
+    widths = f"given {q.shape[-1]} and {v.shape[-1]}"
+    if backend == "tiles":
+        return ""
+    if backend == "flex" and forced and q.device.type == "cpu":
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        return "it has no backward on a processor" if trains else ""
     if q.device.type != "cuda":
-        return "there is no GPU" if not forced else f"it needs a GPU, and q is on {q.device}"
-    if isinstance(found := _natten(), str):
-        return found
+        return f"its kernels are of CUDA, the tensors on {q.device}"
     if q.dtype not in KERNEL_DTYPES:
         return f"it has no kernels for {q.dtype}"
+    if backend == "flex":
+        return "" if min(q.shape[-1], v.shape[-1]) >= 16 else f"its least width is 16, {widths}"
+    if isinstance(library := natten_or_why(), str):
+        return library
     if q.shape[-1] % 8 or v.shape[-1] % 8:
-        return f"its widths are multiples of 8, given {q.shape[-1]} and {v.shape[-1]}"
-    if q.shape[1] != k.shape[1]:
-        return f"it repeats keys for {q.shape[1]} heads over {k.shape[1]}"
-    return ""
+        return f"its widths are multiples of 8, {widths}"
+    # It repeats keys in memory for this, and older versions refuse it.
+    return "" if q.shape[1] == k.shape[1] else f"{q.shape[1]} heads share the keys of {k.shape[1]}"
 
 
 @functools.cache
-def _natten() -> ModuleType | str:
-    """Returns the library, or why it cannot be used."""
+def natten_or_why() -> ModuleType | str:
+    """Returns NATTEN, or why it cannot be used."""
     try:
         found = importlib.import_module("natten")
     except ModuleNotFoundError:
         return "NATTEN is not installed"
-    except (ImportError, OSError, RuntimeError) as error:  # built for another torch
+    except (ImportError, OSError, RuntimeError) as error:  # it is built for another torch
         return f"NATTEN cannot be imported ({error})"
-    version = tuple(map(int, re.findall(r"\d+", found.__version__)[:2]))
-    if version < NATTEN_VERSION:
+    if tuple(map(int, re.findall(r"\d+", found.__version__)[:2])) < NATTEN_VERSION:
         return f"NATTEN {found.__version__} is older than 0.21"
     return found if found.HAS_LIBNATTEN else "NATTEN was built without kernels"
-
-
-def _flex_refusal(q, k, v, *, forced: bool = False) -> str:
-    if q.device.type == "cpu" and forced:
-        trains = torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v))
-        return "FlexAttention has no backward on a processor" if trains else ""
-    if q.device.type != "cuda":
-        return "there is no GPU" if not forced else f"q is on {q.device}"
-    if q.dtype not in KERNEL_DTYPES:
-        return f"it has no kernels for {q.dtype}"
-    if min(q.shape[-1], v.shape[-1]) < 16:
-        return f"its widths begin at 16, given {q.shape[-1]} and {v.shape[-1]}"
-    return ""
-
-
-def _tiles_refusal(q, k, v, *, forced: bool = False) -> str:
-    return ""
-
-
-REFUSALS = {"natten": _natten_refusal, "flex": _flex_refusal, "tiles": _tiles_refusal}
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: Sequence[Axis]) -> None:

@@ -184,8 +184,8 @@ def trained(config: dict | None, recompute: bool = False) -> tuple[list[torch.Te
 
 @both_homes
 def test_the_home_of_saved_tensors_changes_no_bit(home, swap):
-    """Method: three steps, with activations at home and on the device. Twin: queries, keys and values
-    of all steps have moved, which they had not before."""
+    """Method: three steps, with activations at home and on the device. Twin: with a home
+    all queries, keys and values move."""
     config = {"params": "host", "optimizer": "host", "nvme_paths": [str(swap)]}
     right, least = trained(config | {"activations": "device"})
     found, has_moved = trained(config | {"activations": home})
