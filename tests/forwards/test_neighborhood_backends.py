@@ -150,7 +150,7 @@ def test_nattens_own_windows_are_these(given_windows):
     torch.testing.assert_close(out.flatten(1, len(shape)).transpose(1, 2), found)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(windows())
 def test_flex_attention_under_our_blocks_is_the_oracle(given_windows):
     """Method: its eager form, on the processor, and its blocks against those that torch finds by
