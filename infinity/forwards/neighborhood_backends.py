@@ -62,12 +62,13 @@ def neighborhood_attention(
     """
     axes = axes_of(shape, window, stride, dilation, causal)
     _check(q, k, v, axes)
-    if not torch.is_autocast_enabled(q.device.type):
+    where = q.device.type
+    if not (torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where)):
         return BACKENDS[choose((q, k, v), backend)](q, k, v, axes)
     # A backward, which computes tiles again, runs without autocast: cast here, as torch's would.
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(where)
     q, k, v = (each if each.dtype is torch.float64 else each.to(dtype) for each in (q, k, v))
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(where, enabled=False):
         return BACKENDS[choose((q, k, v), backend)](q, k, v, axes)
 
 
@@ -109,7 +110,7 @@ def choose(tensors: Tensors, forced: str | None) -> str:
 
 @functools.cache
 def tell(backend: str, why: str) -> None:
-    """Logs a choice, once."""
+    """Tells a choice, in one line of the log, once."""
     logger.info("neighborhood attention runs by %s (%s)", backend, why)
 
 
