@@ -24,13 +24,12 @@ from torch.autograd.function import once_differentiable
 from ..planning.attention_tiles import Axis
 
 QUERY_TILE = {1: (256,), 2: (16, 16), 3: (8, 8, 8)}  # in tokens, by the number of axes
-Tile = tuple["Span", ...]
 
 
 @dataclass(frozen=True)
 class Span:
-    """``queries``, ``keys``: slices of the axis. ``first``, ``last``: the window of each query, as
-    positions in ``keys``; None if all of them read all of it."""
+    """``queries``, ``keys``: slices of the axis. ``windows``: the first and the last key of each
+    query, as positions in ``keys``; None if all queries read all keys."""
 
     queries: slice
     keys: slice
@@ -44,6 +43,9 @@ class Span:
         first, last = (torch.from_numpy(each).to(device)[:, None] for each in self.windows)
         keys = torch.arange(self.nkeys, device=device)
         return (first <= keys) & (keys <= last)
+
+
+Tile = tuple[Span, ...]
 
 
 def spans_of(axis: Axis, tile: int) -> Iterator[Span]:

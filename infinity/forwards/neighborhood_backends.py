@@ -124,7 +124,7 @@ def refusal(backend: str, tensors: Tensors, *, forced: bool = False) -> str:
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         return "it has no backward on a processor" if trains else ""
     if q.device.type != "cuda":
-        return f"its kernels are of CUDA, the tensors on {q.device}"
+        return f"it needs CUDA, and the tensors are on {q.device}"
     if q.dtype not in KERNEL_DTYPES:
         return f"it has no kernels for {q.dtype}"
     if backend == "flex":

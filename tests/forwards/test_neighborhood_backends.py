@@ -97,7 +97,7 @@ def test_the_first_that_takes_the_tensors_is_chosen_and_said_once(
 
 REFUSED = [
     (None, [stub()] * 3, "natten", "NATTEN is not installed"),
-    (double(), [stub(device="cpu")] * 3, "natten", "its kernels are of CUDA, the tensors on cpu"),
+    (double(), [stub(device="cpu")] * 3, "natten", "it needs CUDA, and the tensors are on cpu"),
     (double(), [stub(width=60)] * 3, "natten", "its widths are multiples of 8"),
     (None, [stub(device="cpu")] * 3, "flex", "it has no backward on a processor"),
     (None, [stub(dtype=torch.float64)] * 3, "flex", "no kernels for torch.float64"),
