@@ -123,7 +123,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         return "x".join(map(str, row))
 
     has_share = found["rows"][0]["end_to_end"] is not None
-    yield f"{'stride':<14}{'tiles of keys':>16}{'bound':>9}{'end to end' * has_share:>13}".rstrip()
+    last = "end to end" if has_share else ""
+    yield f"{'stride':<14}{'tiles of keys':>16}{'bound':>9}{last:>13}".rstrip()
     for row in found["rows"]:
         counts = f"{row['tiles']} of {row['all_tiles']}"
         gain = f"{row['end_to_end']:.2f}x" if has_share else ""
