@@ -64,7 +64,25 @@ def test_values_and_gradients_are_those_of_dense_attention(case, dtype):
     assert worst(with_gradients(infinity.neighborhood_attention, tensors, **other), right) > 0.1
 
 
-@settings(max_examples=60, deadline=None)
+def test_gradients_in_16_bits_do_not_lose_what_many_tiles_add(monkeypatch):
+    """Method: a value is in 17 tiles, and its gradient the sum of its weights; bf16 against fp32 of
+    the same values. Twin: sums in bf16 lose more."""
+
+    def loss() -> float:
+        tensors = [each.detach() for each in drawn((8192,), torch.bfloat16, heads=1)]
+        grads = []
+        for dtype in (torch.bfloat16, torch.float32):
+            q, k, v = (each.to(dtype).requires_grad_() for each in tensors)
+            out = infinity.neighborhood_attention(q, k, v, shape=8192, window=4096)
+            grads += torch.autograd.grad(out.sum(), v)
+        return worst(grads[:1], grads[1:])
+
+    assert loss() < 2**-8
+    monkeypatch.setattr(torch, "promote_types", lambda ours, theirs: ours)
+    assert loss() > 2**-8
+
+
+@settings(max_examples=40, deadline=None)
 @given(windows())
 def test_any_windows_give_the_oracle(given_windows):
     """Method: the same in fp64, with tiles so small that each grid has several."""

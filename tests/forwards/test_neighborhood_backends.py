@@ -167,7 +167,8 @@ def test_flex_attention_under_our_blocks_is_the_oracle(given_windows):
 
 
 def test_blocks_that_are_read_whole_need_no_mask():
-    """Method: they are listed apart, as torch lists them. Twin: with a shorter stride fewer are."""
+    """Method: they are listed apart, as torch lists them. Twin: with a shorter stride fewer are,
+    and with dilation none is."""
     counts = []
     for stride in (256, 1):
         mask = block_mask(axes_of(1024, 512, stride), torch.device("cpu"))
@@ -176,6 +177,8 @@ def test_blocks_that_are_read_whole_need_no_mask():
         assert torch.equal(mask.kv_num_blocks, tried.kv_num_blocks)
         counts.append(mask.full_kv_num_blocks.sum().item())
     assert counts[0] == 8 * 4 > counts[1]
+    dilated = block_mask(axes_of(1024, 512, 256, 2), torch.device("cpu"))
+    assert not dilated.full_kv_num_blocks.any() and dilated.kv_num_blocks.sum() == 8 * 8
 
 
 def test_the_double_has_nattens_parameters():

@@ -112,6 +112,31 @@ def test_tiles_read_are_those_that_the_mask_touches(given_windows, data):
     assert whole.tiles == whole.all_tiles == found.all_tiles
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.integers(2, 60), st.data())
+def test_with_dilation_the_tiles_of_every_group_count(n, data):
+    """Method: the same for one axis, group by group. Twin: the next test."""
+    draw = lambda least, most: data.draw(st.integers(least, most))
+    dilation = draw(1, min(4, n // 2))
+    window = draw(2, n // dilation)
+    rule = (window, draw(1, window), dilation, data.draw(st.booleans()))
+    query_tile, key_tile = draw(1, n), draw(1, n)
+    most = 0
+    for group in range(dilation):
+        mask = visible((n,), *((each,) for each in rule))[group::dilation, group::dilation]
+        for rows in mask.split(query_tile):
+            most = max(most, sum(bool(each.any()) for each in rows.split(key_tile, dim=1)))
+    found = read_tiles(axes_of(n, *rule), [query_tile], [key_tile])
+    assert (found.tiles, found.all_tiles) == (most, -(-n // key_tile))
+
+
+def test_a_smaller_group_may_read_more():
+    """Method: groups of 4 and of 3 tokens; only in the smaller one a block is shifted at the border
+    and has parts of two tiles. Twin: the larger one alone."""
+    assert read_tiles(axes_of(7, 2, 2, 2), [1], [2]).tiles == 2
+    assert read_tiles(axes_of(4, 2, 2), [1], [2]).tiles == 1
+
+
 WRONG = [
     ({"window": 1}, r"axis 0: tokens 64, window 1, .* from 2 to 64"),
     ({"window": 65}, "window from 2 to 64"),
