@@ -98,7 +98,9 @@ def choose(tensors: Tensors, forced: str | None) -> str:
         if forced not in BACKENDS:
             raise ConfigError(f"backend={forced!r} is not one of {', '.join(BACKENDS)}, or None")
         if why := refusal(forced, tensors, forced=True):
-            raise ConfigError(f'backend="{forced}" cannot be used: {why}. Leave it out, or "tiles"')
+            raise ConfigError(
+                f'backend="{forced}" cannot be used: {why}. Leave it out, or give "tiles"'
+            )
         tell(forced, "as asked for")
         return forced
     refusals = {name: refusal(name, tensors) for name in BACKENDS}
