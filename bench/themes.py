@@ -13,6 +13,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "train_ways": "bench.endtoend:measure_ways",
     "train_1b": "bench.endtoend:measure_large",
     "tiling": "bench.tiling",
+    "attention": "bench.attention",
     "startup": "bench.startup",
     "packed": "bench.packed",
     "experts": "bench.experts",

@@ -112,7 +112,7 @@ def head(budget: int | None, vocabulary: int, width: int, tokens: int) -> dict:
         model, torch.optim.SGD(model.parameters(), lr=0.1), config(budget) | {"host_memory": None}
     )
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before = _memory("VmRSS")
+    before = memory("VmRSS")
     for _ in range(2):
         start = time.perf_counter()
         loss = model(
@@ -123,11 +123,11 @@ def head(budget: int | None, vocabulary: int, width: int, tokens: int) -> dict:
         optimizer.step()
         optimizer.zero_grad()
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "grown_nbytes": _memory("VmHWM") - before, "loss": loss.item()}
+    return {"seconds": seconds, "grown_nbytes": memory("VmHWM") - before, "loss": loss.item()}
 
 
-def _memory(name: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most."""
+def memory(name: str) -> int:
+    """Returns bytes of this process: VmRSS now, VmHWM at most."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(name))) * 1024
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .checkpoint.pretrained import save_pretrained
     from .checkpoint.save import save_checkpoint
     from .config.config import Config
+    from .forwards.neighborhood_backends import neighborhood_attention
     from .optim.clipping import clip_grad_norm_
 
 __version__ = "0.1.0"
@@ -85,6 +86,7 @@ __all__ = [
     "full_params",
     "load_checkpoint",
     "named_weights",
+    "neighborhood_attention",
     "parallel",
     "park",
     "quantize",
@@ -109,6 +111,7 @@ _HOMES = {
     "full_params": "api.full_params",
     "load_checkpoint": "checkpoint.load",
     "named_weights": "api.named_weights",
+    "neighborhood_attention": "forwards.neighborhood_backends",
     "park": "api.park",
     "quantize": "api.quantize",
     "resume": "api.park",

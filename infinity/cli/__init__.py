@@ -31,6 +31,7 @@ from ..errors import ConfigError, InfinityError
 from . import presets, wording
 
 SUBCOMMANDS = (
+    "attention",
     "bench",
     "clean",
     "completion",
@@ -114,8 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
         description="Train PyTorch models with all the memory a machine has: GPU, CPU and NVMe.",
         epilog=(
-            "Exit status: 0 done; 1 a defect; 2 bad input, or a failure outside;"
-            " 130, 143 interrupted."
+            "Exit status: 0 done; 1 a defect; 2 bad input, or a system error; 130, 143 interrupted"
         ),
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=16, width=100),
     )

@@ -28,6 +28,7 @@ THEMES = {
 }
 MOST_THREADS = 1024
 IN_CHECKOUT = (
+    "attention",
     "checkpoint",
     "cluster",
     "disks",

@@ -1,1 +1,2 @@
-"""Replacement forwards: tiled layers, micro-batched blocks, recomputation, and lazy logits."""
+"""Replacement forwards: tiled layers, micro-batched blocks, recomputation, lazy logits, and
+attention over windows."""

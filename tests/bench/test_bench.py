@@ -150,6 +150,7 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
         ),
         ("train_1b", {"train_1b.plain", "train_1b.infinity_nvme"}),
         ("tiling", {"tiling.width.64", "tiling.head.tiles.grown"}),
+        ("attention", {"attention.dense", "attention.stride1", "attention.stride256.grown"}),
         (
             "disks",
             {

@@ -38,6 +38,7 @@ SHORT = {
     "tune": f"train --data text.txt {SMALL} --model",
     "tiny": "plan --model model.json --device-memory 8MiB --host-memory 64MiB",
     "say": "generate base --prompt hi",
+    "grid": "attention 64 --q-tile 8 --kv-tile 8",
 }
 HELP = "--help` lists all options"
 SIZE = "give bytes as a whole number, or text such as '48GiB'"
@@ -58,6 +59,15 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "finetune base": ("invalid choice: 'finetune'", "choose from .*'train'"),
     "chat base": ("invalid choice: 'chat'", "choose from .*'generate'"),
     "help train": ("invalid choice: 'help'", HELP),
+    # --- attention ---
+    "attention": ("required: SHAPE, --window, --q-tile, --kv-tile", HELP),
+    "grid --window 65": ("tokens 64, window 65", "give a window from 2 to 64"),
+    "grid --window 8 --stride 9": ("stride 9", "give a stride from 1 to 8"),
+    "grid --window 8,8": ("window=.8, 8. has 2 values", "for 1 axes"),
+    "grid --window 8 --kv-tile 0": ("--kv-tile: 0 given", "1 or more needed"),
+    "grid --window 8 --causal yes": ("--causal: 'yes' is not a whole number", HELP),
+    "grid --window 8 --share 60": ("--share: '60' is no share", "a percentage as 2%"),
+    "attention 2097152 --window 8 --q-tile 8 --kv-tile 8": ("SHAPE 2097152", "at most 1048576"),
     # --- bench ---
     "bench": ("required: (?i:theme)", HELP),
     "bench disk": ("invalid choice: 'disk'", "choose from 'io', 'adam', 'copy', 'all'"),
