@@ -20,6 +20,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "rules": "bench.rules",
     "optimizers": "bench.optimizers",
     "touches": "bench.touches",
+    "idle": "bench.idle",
     "disks": "bench.disks",
     "cluster": "bench.cluster",
     "checkpoint": "bench.checkpoint",

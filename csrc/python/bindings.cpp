@@ -585,14 +585,16 @@ void bind_update(py::module_& m) {
                                std::move(after),
                                label,
                                std::move(shadow),
-                               nullptr};
+                               nullptr,
+                               0};
            }),
            py::arg("layout"), py::arg("count"), py::arg("weight"), py::arg("master"),
            py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"), py::arg("runs"),
            py::arg("version"), py::arg("after") = nullptr, py::arg("exp_avg_scale") = nullptr,
            py::arg("exp_avg_sq_scale") = nullptr, py::arg("moment_3") = nullptr,
            py::arg("label") = 0, py::arg("shadow") = Shadow{})
-      .def_readonly("ticket", &UnitUpdate::ticket);
+      .def_readonly("ticket", &UnitUpdate::ticket)
+      .def_readwrite("asked", &UnitUpdate::asked);
   shared_class<Updater>(m, "Updater")
       .def(py::init([](std::shared_ptr<IoEngine> engine, Address address, std::size_t nbytes,
                        int slot_count, int thread_count, std::shared_ptr<Region> owner,
@@ -614,10 +616,10 @@ void bind_update(py::module_& m) {
       .def("record_events", &Updater::record_events)
       .def("take_events",
            [](Updater& updater) {
-             std::vector<std::tuple<std::string, int, int, double, double>> found;
+             std::vector<std::tuple<std::string, int, int, double, double, double>> found;
              for (const UpdaterEvent& event : updater.take_events())
                found.emplace_back(event.kind, event.label, event.slot.value_or(-1), event.start,
-                                  event.end);
+                                  event.end, event.ready);
              return found;
            })
       .def_property_readonly("elements", [](const Updater& u) { return u.totals().elements; });

@@ -203,6 +203,7 @@ Updater::Updater(std::shared_ptr<IoEngine> engine, Span slots, int slot_count, i
       checksums_(checksums),
       slot_saves_(slot_count),
       slot_taken_(slot_count),
+      slot_freed_(slot_count),
       pool_(thread_count) {
   if (measured) team_size_.emplace(pool_.thread_count());
   INFINITY_REQUIRE(engine_, "an updater needs an I/O engine");
@@ -428,10 +429,29 @@ std::optional<Updater::Place> Updater::free_place() const {
   return std::nullopt;
 }
 
+// When a chunk's update was asked for and its `inputs` were there.
+double Updater::ready_at(const Chunk& chunk, const TicketPtr& inputs) {
+  const Job& job = *chunk.job;
+  const double asked = job.update.asked > 0 ? job.update.asked : job.ticket->times().first;
+  return inputs && inputs->done() ? std::max(asked, inputs->times().second) : asked;
+}
+
+// Since when the first of the free slots has been free.
+double Updater::free_since() const {
+  double first = slot_saves_.empty() ? 0 : Recorder::now();
+  for (std::size_t slot = 0; slot < slot_saves_.size(); ++slot) {
+    const TicketPtr& saves = slot_saves_[slot];
+    if (slot_taken_[slot] || (saves && !saves->done())) continue;
+    first = std::min(first, std::max(slot_freed_[slot], saves ? saves->times().second : 0));
+  }
+  return first;
+}
+
 // Frees the chunk's slot, if it has one, as soon as `saves` have finished.
 void Updater::release(Chunk& chunk, TicketPtr saves) {
   if (!chunk.slot) return;
   slot_taken_[*chunk.slot] = false;
+  slot_freed_[*chunk.slot] = Recorder::now();
   if (saves) slot_saves_[*chunk.slot] = std::move(saves);
 }
 
@@ -550,13 +570,14 @@ void Updater::load(Chunk& chunk, const Place& place) {
     chunk.loads = job.update.after;
     return;
   }
-  const auto start = Clock::now();
+  const double start = Recorder::now();
+  const double ready = std::max(free_since(), ready_at(chunk, job.update.after));
   chunk.loads = engine_->submit(requests, job.update.after);
   chunk.slot = place.slot;
   slot_taken_[*chunk.slot] = true;
   chunk.loads->on_done([recorder = recorder_, signal = signal_, label = job.update.label,
-                        slot = chunk.slot, start](std::exception_ptr) {
-    recorder->add("load", label, slot, start);
+                        slot = chunk.slot, ready, start](std::exception_ptr) {
+    recorder->add("load", label, slot, ready, start);
     signal->raise();
   });
 }
@@ -566,11 +587,14 @@ void Updater::finish(Chunk& chunk) {
   ++chunk.job->stepped;
   try {
     if (chunk.loads) chunk.loads->wait();  // has finished: this throws its error, if any
+    const double ready = ready_at(chunk, chunk.loads);
     const auto loaded = Clock::now();
+    const double start = Recorder::now();
     if (const auto error = failure_->get()) std::rethrow_exception(error);
     step(chunk);
     const int label = chunk.job->update.label;
-    recorder_->add("step", label, chunk.slot, loaded);
+    recorder_->add("step", label, chunk.slot, ready, start);
+    const double stepped = Recorder::now();
     {
       Lock lock(mutex_);
       totals_.step_seconds += seconds_since(loaded);
@@ -582,11 +606,11 @@ void Updater::finish(Chunk& chunk) {
         for (Request& each : part.target->requests(Op::kWrite, part.at, part.span, owner_))
           requests.push_back(std::move(each));
     if (!requests.empty()) {
-      const auto saving = Clock::now();
+      const double saving = Recorder::now();
       saves = engine_->submit(requests);
-      saves->on_done([recorder = recorder_, signal = signal_, label, slot = chunk.slot,
+      saves->on_done([recorder = recorder_, signal = signal_, label, slot = chunk.slot, stepped,
                       saving](std::exception_ptr) {
-        recorder->add("save", label, slot, saving);
+        recorder->add("save", label, slot, stepped, saving);
         signal->raise();  // the slot is free
       });
     }

@@ -68,6 +68,7 @@ struct UnitUpdate {
   int label = 0;  // names its owner in a timeline
   Shadow shadow;  // empty: in place
   TicketPtr ticket;  // set by `submit_all`
+  double asked = 0;  // seconds of the steady clock, for a timeline; 0: when it was submitted
   bool is_shadow() const { return shadow.weight != nullptr; }
 };
 
@@ -83,6 +84,7 @@ struct UpdaterEvent {
   int label;  // of the update
   std::optional<int> slot;  // none: its arrays are in memory
   double start, end;
+  double ready;  // when all was there that it starts from
 };
 
 class Updater {
@@ -153,13 +155,13 @@ class Updater {
     bool on INFINITY_GUARDED_BY(mutex) = false;
     std::vector<UpdaterEvent> events INFINITY_GUARDED_BY(mutex);
     // No slot: the arrays are in memory.
-    void add(const char* kind, int label, std::optional<int> slot, Clock::time_point start) {
-      const auto end = Clock::now();
-      const auto seconds = [](Clock::time_point at) {
-        return std::chrono::duration<double>(at.time_since_epoch()).count();
-      };
+    void add(const char* kind, int label, std::optional<int> slot, double ready, double start) {
+      const double end = now();
       Lock lock(mutex);
-      if (on) events.push_back({kind, label, slot, seconds(start), seconds(end)});
+      if (on) events.push_back({kind, label, slot, start, end, ready});
+    }
+    static double now() {
+      return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
     }
   };
   struct Part {  // one file-homed array of a chunk
@@ -221,6 +223,8 @@ class Updater {
   void step_tile(Chunk& chunk, const std::vector<std::vector<Constants>>& constants,
                  std::size_t begin, std::size_t end);
   std::optional<Place> free_place() const;
+  double free_since() const;
+  static double ready_at(const Chunk& chunk, const TicketPtr& inputs);
 
   const std::shared_ptr<IoEngine> engine_;
   const Span slots_;
@@ -229,6 +233,7 @@ class Updater {
   const bool checksums_;
   std::vector<TicketPtr> slot_saves_;
   std::vector<bool> slot_taken_;
+  std::vector<double> slot_freed_;  // seconds of the steady clock
   std::deque<std::shared_ptr<Job>> jobs_;  // of which a chunk has not been started
   std::vector<std::shared_ptr<Job>> unfinished_;  // started, not at home yet
   ThreadPool pool_;

@@ -37,6 +37,7 @@ IN_CHECKOUT = (
     "optimizers",
     "gpu",
     "gpu_train",
+    "idle",
     "integrations",
     "late_device",
     "meetings",

@@ -20,6 +20,7 @@ from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.sizes import format_count, format_seconds
 from ..untrusted import parse_json, printable, read_text
 from . import svg
+from .trace_ready import idle_while_ready
 from .values import a_path, svg_path, zero_or_more
 
 Interval = tuple[float, float]
@@ -101,7 +102,10 @@ def read(path: Path) -> list[dict[str, Any]]:
                 if not (math.isfinite(start) and math.isfinite(seconds) and seconds >= 0):
                     raise ValueError(f"from {start} for {seconds} s")
                 lane, name = str(event["cat"]), str(event["name"])
-                events.append({"lane": lane, "name": name, "start": start, "end": start + seconds})
+                read = {"lane": lane, "name": name, "start": start, "end": start + seconds}
+                if "ready" in (details := event.get("args", {})):
+                    read["ready"] = float(details["ready"]) / 1e6
+                events.append(read)
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines) - 1:
                 break  # the job was killed while it wrote this line
@@ -153,7 +157,13 @@ def summary(events: list[dict]) -> dict[str, Any]:
             waits[event["name"]] += event["end"] - event["start"]
     most = sorted(waits.items(), key=lambda entry: -entry[1])[:5]
     steps = sum(event["lane"] == "step" for event in events)
-    return {"seconds": end - begin, "steps": steps, "lanes": lanes, "waited_for": dict(most)}
+    return {
+        "seconds": end - begin,
+        "steps": steps,
+        "lanes": lanes,
+        "waited_for": dict(most),
+        "idle_while_ready": idle_while_ready(events),
+    }
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -196,6 +206,17 @@ def _print(found: dict[str, Any]) -> None:
         )
     for name, seconds in found["waited_for"].items():
         print(f"waited {format_seconds(seconds)} for {printable(name)}")
+    idle = found["idle_while_ready"]
+    worst = idle["worst"]
+    print(
+        f"idle while ready {idle['share']:.1%}"
+        + (
+            f" (worst: {printable(worst['lane'])}, {printable(worst['name'])},"
+            f" {format_seconds(worst['seconds'])})"
+            if worst
+            else ""
+        )
+    )
 
 
 def draw(events: list[dict]) -> str:

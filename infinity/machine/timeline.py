@@ -47,8 +47,18 @@ class Timeline:
         self._lines = ["["]
         self._write(FIRST)
 
-    def add(self, lane: str, name: str, start: float, end: float, **details) -> None:
-        """Adds one piece of work in ``lane``."""
+    def add(
+        self,
+        lane: str,
+        name: str,
+        start: float,
+        end: float,
+        *,
+        ready: float | None = None,
+        **details,
+    ) -> None:
+        """Adds one piece of work in ``lane``. ``ready``: when it could have started, but for the
+        lane."""
         if self._descriptor is None or os.getpid() != self._pid:
             return
         event = {"ph": "X", "name": name, "cat": lane, "tid": self._row(lane, start, end)}
@@ -56,6 +66,8 @@ class Timeline:
             "ts": round(1e6 * (start - self._origin), 3),
             "dur": round(1e6 * max(0.0, end - start), 3),
         }
+        if ready is not None:
+            details["ready"] = round(1e6 * (ready - self._origin), 3)
         self._write(event | ({"args": details} if details else {}))
 
     def _row(self, lane: str, start: float, end: float) -> int:

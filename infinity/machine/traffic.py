@@ -87,12 +87,21 @@ class Traffic:
             DATA: self.data.stall_seconds,
         }
 
-    def mark(self, lane: str, name: str, start: float, end: float | None = None, **details) -> None:
-        """Adds work that ended now (or at ``end``) to the timeline."""
+    def mark(
+        self,
+        lane: str,
+        name: str,
+        start: float,
+        end: float | None = None,
+        *,
+        ready: float | None = None,
+        **details,
+    ) -> None:
+        """Adds work that ended now (or at ``end``) to the timeline. ``ready``: when all was there
+        that it starts from."""
         if self.timeline is not None:
-            self.timeline.add(
-                lane, name, start, time.perf_counter() if end is None else end, **details
-            )
+            end = time.perf_counter() if end is None else end
+            self.timeline.add(lane, name, start, end, ready=ready, **details)
 
     @contextmanager
     def stalled(self, edge: str, what: str = "") -> Iterator[None]:

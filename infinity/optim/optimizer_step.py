@@ -7,6 +7,7 @@ entered into the books. After an interrupt the next use of the engine completes 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -84,6 +85,7 @@ class OptimizerStep:
     def prepare(self) -> None:
         """Averages the gradients. Raises UsageError if they cannot be stepped."""
         context = self._context
+        context.updates.asked = time.perf_counter()
         context.gradients.average()
         if not context.steps.begun:
             self._members.reopen_consumed()

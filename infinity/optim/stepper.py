@@ -297,6 +297,8 @@ class Stepper:
         homes = flat_param.homes
         readers = self._context.device.ticket([homes.last_read]), homes.saved
         after = [*after, *(ticket for ticket in readers if ticket is not None)]
-        return flat_param.homes.update_of(
+        update = flat_param.homes.update_of(
             self._known.rule, runs, after, label=label, version=version, ahead=ahead
         )
+        update.asked = 0.0 if ahead else self._context.updates.asked
+        return update

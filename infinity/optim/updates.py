@@ -17,10 +17,9 @@ from .step_clock import StepClock
 def draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) -> None:
     """Adds the updater's new events to the timeline."""
     lanes = {"load": "nvme->host", "step": "optimizer", "save": "host->nvme"}
-    for kind, unit, _, start, end in updater.take_events():
-        traffic.mark(
-            lanes[kind], names[unit] if kind == "step" else f"{names[unit]} state", start, end
-        )
+    for kind, unit, _, start, end, ready in updater.take_events():
+        name = names[unit] if kind == "step" else f"{names[unit]} state"
+        traffic.mark(lanes[kind], name, start, end, ready=ready)
 
 
 class Updates:
@@ -33,6 +32,7 @@ class Updates:
         self.updater: native.Updater | None = None  # None: nothing is stepped
         self.stepper: DeviceStepper | None = None  # if the processor cannot access all state
         self.shadows = ShadowPolicy() if plan.shadowed else None  # None: none are made
+        self.asked = 0.0  # when the last step was, of time.perf_counter()
         self.recorded: list[native.Updater] = []  # whose events are drawn when the engine ends
 
     @property

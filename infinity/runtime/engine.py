@@ -6,6 +6,7 @@ lives as long as the model or its optimizer. Everything it owns is freed when bo
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -282,7 +283,7 @@ class Engine:
     def end_step(self) -> None:
         """Ends a step whose updates are submitted. Starts reading the next forward's first units
         from disk."""
-        self.job.prefetcher.fetch_ahead(self.job.schedule.first())
+        self.job.prefetcher.fetch_ahead(self.job.schedule.first(), time.perf_counter())
         self.job.updates.end_step()
 
     def wait_idle(self) -> None:

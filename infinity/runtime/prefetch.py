@@ -175,10 +175,10 @@ class Prefetcher:
             self.look_ahead.note_compute(computed, time.perf_counter() - since)
         self._make_resident(unit)
         self.schedule.use(unit.index, backward=backward)
+        self._pass.computing = unit.index, (wanted_at := time.perf_counter())
         if (times := unit.take_read_times()) is not None:
             self.look_ahead.note_read(unit.index, *times)
-        self._pass.computing = unit.index, time.perf_counter()
-        self.fetch_ahead(self.schedule.upcoming(backward=backward))
+        self.fetch_ahead(self.schedule.upcoming(backward=backward), wanted_at)
         upcoming = islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD)
         if self._ranks.size > 1:
             self._gather_ahead(upcoming if backward else islice(upcoming, GATHERS_AHEAD))
@@ -248,9 +248,9 @@ class Prefetcher:
                 return
             self._pass.resident[unit] = None
 
-    def fetch_ahead(self, upcoming: Iterable[int]) -> None:
-        """Starts reading the next units from disk, as far as the staging pool has room."""
-        self._slots.fetch_ahead(upcoming, self.look_ahead.depth)
+    def fetch_ahead(self, upcoming: Iterable[int], wanted_at: float) -> None:
+        """Starts reading the next units from disk, wanted since then, as far as there is room."""
+        self._slots.fetch_ahead(upcoming, self.look_ahead.depth, wanted_at)
 
     def _bring(self, unit: ParamUnit) -> None:
         self._stage(unit)
@@ -263,8 +263,8 @@ class Prefetcher:
         """Brings the unit's bytes into memory. Blocks on the disk and on running updates."""
         if unit.is_staged_from_disk:
             if unit.residency is Residency.STORED:
-                self.misses += 1
-                unit.fetch(self._store, self._slots.take(unit))
+                self.misses, wanted_at = self.misses + 1, time.perf_counter()
+                unit.fetch(self._store, self._slots.take(unit), wanted_at)
             if unit.residency is Residency.FETCHING and not unit.copies_while_fetching:
                 with self._device.stalled("nvme->host", unit.name):
                     unit.stage()
@@ -330,6 +330,7 @@ class Prefetcher:
     def _finish(self, unit: ParamUnit) -> None:
         try:
             unit.finish_gather(self._store)
+            self._slots.freed_at = time.perf_counter()
         except BaseException:
             self._pass.resident.pop(unit, None)
             raise

@@ -23,10 +23,13 @@ class StagingSlots:
     def __init__(self, units: Sequence[ParamUnit], store: ArrayStore):
         self._units, self._store = units, store
         self._reads_disk = any(unit.lies_on_disk for unit in units)
+        # For a timeline: a unit that found no room, and when slots went back
+        self._refused: ParamUnit | None = None
+        self.freed_at = 0.0
 
-    def fetch_ahead(self, upcoming: Iterable[int], depth: int) -> None:
-        """Starts reading the next ``depth`` units of ``upcoming`` that come from disk. Stops at the
-        first that the pool has no room for."""
+    def fetch_ahead(self, upcoming: Iterable[int], depth: int, wanted_at: float) -> None:
+        """Starts reading the next ``depth`` units of ``upcoming`` that come from disk, which are
+        wanted since ``wanted_at``. Stops at the first that the pool has no room for."""
         ahead = 0
         for index in islice(upcoming, REACH if self._reads_disk else 0):
             unit = self._units[index]
@@ -43,8 +46,12 @@ class StagingSlots:
             if unit.residency is Residency.STORED:
                 slots = self.try_take(unit)
                 if slots is None:
+                    self._refused = unit
                     return
-                unit.fetch(self._store, slots)
+                unit.fetch(
+                    self._store, slots, self.freed_at if unit is self._refused else wanted_at
+                )
+                self._refused = None
 
     def try_take(self, unit: ParamUnit) -> list[native.Lease] | None:
         """Takes slots for ``unit``, or returns None if the pool has no room now."""

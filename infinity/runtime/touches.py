@@ -105,7 +105,7 @@ class Touches:
         prefetcher.hold(unit, in_pass=False)
         if is_brought:
             if unit.index == self._last + 1:  # a walk through the model
-                prefetcher.fetch_ahead(range(unit.index + 1, len(self.job.units)))
+                prefetcher.fetch_ahead(range(unit.index + 1, len(self.job.units)), 0.0)
             self._last = unit.index
         return unit.weight_nbytes if is_brought else 0
 

@@ -31,10 +31,11 @@ class ReadPiece:
 
 
 class StagedReads:
-    """The reads of one unit into ``slots``, one for each flat param, until they go back."""
+    """The reads of one unit into ``slots``, one for each flat param, until they go back.
+    ``ready``: when they were wanted and the slots free, for a timeline."""
 
-    def __init__(self, slots: list[native.Lease]):
-        self.slots = slots
+    def __init__(self, slots: list[native.Lease], ready: float = 0.0):
+        self.slots, self._ready = slots, ready
         self.pieces: list[ReadPiece] = []
         self.times: tuple[float, float] | None = None  # start and end of what was copied
 
@@ -121,7 +122,7 @@ class StagedReads:
                 piece.read.wait()
         piece.read.wait()  # raises the error of a failed read
         start, end = piece.read.times
-        store.traffic.mark(piece.read.lane, name, start, end)
+        store.traffic.mark(piece.read.lane, name, start, end, ready=self._ready or None)
         self.times = (
             (min(start, self.times[0]), max(end, self.times[1])) if self.times else (start, end)
         )

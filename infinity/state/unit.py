@@ -202,14 +202,13 @@ class ParamUnit:
 
     # --- moves ---
 
-    def fetch(self, store: ArrayStore, slots: list[native.Lease]) -> None:
+    def fetch(self, store: ArrayStore, slots: list[native.Lease], ready: float = 0.0) -> None:
         """Starts reading into ``slots``, one per flat param (STORED -> FETCHING), after the last
-        step's writes."""
+        step's writes. ``ready``: when that could have begun, for a timeline."""
         self._move(Residency.FETCHING)
-        self._reads = StagedReads(slots)
-        after = self.arrival.choose(self._updates)
-        pieces, spans = self.copies_while_fetching, self.arrival.spans
-        self._reads.start(store, self._homes, after, in_pieces=pieces, spans=spans)
+        self._reads = StagedReads(slots, ready)
+        after, pieces = self.arrival.choose(self._updates), self.copies_while_fetching
+        self._reads.start(store, self._homes, after, in_pieces=pieces, spans=self.arrival.spans)
 
     def stage(self) -> None:
         """Waits for the reads (FETCHING -> STAGED). After a failed read frees the slots and raises

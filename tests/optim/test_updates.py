@@ -42,7 +42,11 @@ class Updater:
         return events
 
 
-EVENTS = [("load", 0, 9, 1.0, 2.0), ("step", 1, 9, 2.0, 3.0), ("save", 1, 9, 3.0, 4.0)]
+EVENTS = [
+    ("load", 0, 9, 1.0, 2.0, 0.5),
+    ("step", 1, 9, 2.0, 3.0, 2.0),
+    ("save", 1, 9, 3.0, 4.0, 3.0),
+]
 
 
 def make(line: Line | None = None, *, shadowed: bool = False, kernels=None) -> SimpleNamespace:

@@ -79,7 +79,7 @@ class Unit:
         self.is_staged_from_disk = staged
         self.arrival = SimpleNamespace(comes_ahead=True)
 
-    def fetch(self, store: Store, slots: list[Slot]) -> None:
+    def fetch(self, store: Store, slots: list[Slot], ready: float | None = None) -> None:
         assert self.residency is Residency.STORED, "it is on its way"
         self.residency, self.slots = Residency.FETCHING, slots
 
@@ -104,15 +104,27 @@ def test_the_next_units_are_read_ahead_in_the_order_of_use(depth, expected):
     slots, _, units = made(8, 1, 1, 1, 1)
     order: list[str] = []
     for unit in units:
-        unit.fetch = lambda store, taken, name=unit.name: order.append(name)
-    slots.fetch_ahead(iter((3, 1, 0)), depth)
+        unit.fetch = lambda store, taken, ready, name=unit.name: order.append(name)
+    slots.fetch_ahead(iter((3, 1, 0)), depth, 0.0)
     assert order == expected
+
+
+def test_a_read_says_since_when_it_could_begin():
+    """Claim: when its unit was wanted, or when slots went back if there was no room before."""
+    slots, store, units = made(1, 1, 1)
+    asked: list[float] = []
+    for unit in units:
+        unit.fetch = lambda store, taken, ready: asked.append(ready)
+    slots.fetch_ahead(iter((0, 1)), 2, 3.0)
+    store.pool.room, slots.freed_at = 1, 5.0
+    slots.fetch_ahead(iter((1,)), 2, 7.0)
+    assert asked == [3.0, 5.0]
 
 
 def test_each_shard_gets_a_slot():
     """Twin: where they do not all fit, none is kept, and no later unit is read instead."""
     slots, store, units = made(4, 3, 2, 1)
-    slots.fetch_ahead(iter((0, 1, 2)), 3)
+    slots.fetch_ahead(iter((0, 1, 2)), 3, 0.0)
     assert fetched(units) == ["0"] and len(units[0].slots) == 3 and store.pool.room == 1
 
 
@@ -129,14 +141,14 @@ def test_a_unit_on_its_way_counts_as_read_ahead(residency, counts):
     """Twin: one that needs its slot no more does not."""
     slots, _, units = made(4, 1, 1)
     units[0].residency = residency
-    slots.fetch_ahead(iter((0, 1)), 1)
+    slots.fetch_ahead(iter((0, 1)), 1, 0.0)
     assert units[1].residency is (Residency.STORED if counts else Residency.FETCHING)
 
 
 def test_units_that_come_another_way_do_not_count():
     slots, _, units = made(4, 1, 1)
     units[0].is_staged_from_disk = False
-    slots.fetch_ahead(iter((0, 1)), 1)
+    slots.fetch_ahead(iter((0, 1)), 1, 0.0)
     assert fetched(units) == ["1"]
 
 
@@ -144,7 +156,7 @@ def test_without_a_disk_nobody_is_asked_what_comes_next():
     unit = Unit("0")
     unit.lies_on_disk = False
     slots = StagingSlots([unit], Store(4))
-    slots.fetch_ahead(iter((0,)), 1)
+    slots.fetch_ahead(iter((0,)), 1, 0.0)
     assert unit.residency is Residency.STORED
 
 
@@ -153,7 +165,7 @@ def test_the_search_for_units_of_a_disk_ends():
     for place, expected in ((63, ["1"]), (64, [])):
         slots, _, units = made(4, 1, 1)
         units[0].is_staged_from_disk = False
-        slots.fetch_ahead(iter([0] * place + [1]), 1)
+        slots.fetch_ahead(iter([0] * place + [1]), 1, 0.0)
         assert fetched(units) == expected
 
 
@@ -161,7 +173,7 @@ def test_copies_and_reads_are_waited_for_before_a_unit_is_dropped():
     """Claim: the last unit of those ahead goes first. Method: a unit of four slots is needed. A
     copy returns one, three units ahead have one each, and a read of nobody's has another."""
     slots, store, units = made(3, 1, 1, 1, 4)
-    slots.fetch_ahead(iter((0, 1, 2)), 3)
+    slots.fetch_ahead(iter((0, 1, 2)), 3, 0.0)
     store.returning = [1]
     store.pool.running = [1]
     assert len(slots.take(units[3])) == 4

@@ -69,7 +69,7 @@ class Store:
         self.stalls.append((edge, name))
         yield
 
-    def mark(self, *args):
+    def mark(self, *args, ready):
         self.marks.append(args)
 
 
