@@ -16,6 +16,7 @@ import prepared
 import pytest
 import torch
 from ranks import end_session, run_torchrun
+from safetensors.torch import save_file
 
 transformers = pytest.importorskip("transformers")
 
@@ -219,6 +220,77 @@ def test_diffusion(tmp_path):
         diffusers.UNet2DModel.from_pretrained(tmp_path / name) for name in ("unet", "out")
     )
     assert not torch.equal(before.conv_in.weight, after.conv_in.weight)
+
+
+def flux(diffusers):
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    return model, {
+        "hidden_states": torch.randn(1, 16, 4),
+        "encoder_hidden_states": torch.randn(1, 6, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(6, 3),
+    }
+
+
+def wan(diffusers):
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=32,
+    )
+    return model, {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "encoder_hidden_states": torch.randn(1, 6, 16),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("make, times", [(flux, 1), (wan, 1000)], ids=["flux", "wan"])
+def test_diffusion_transformers(make, times, optimizer, tmp_path):
+    """Method: a class of diffusers, built small, by a script that names none; its result is one
+    that diffusers loads, and its weights are others."""
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(SEED)
+    model, inputs = make(diffusers)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "samples").mkdir()
+    save_file(inputs, tmp_path / "samples" / "0.safetensors")
+    words = ("model", "samples", "out", "--steps", 3, "--times", times, "--optimizer", optimizer)
+    found = losses(run("diffusion_transformer.py", *words, cwd=tmp_path))
+    assert len(found) == 3
+    before, after = (
+        diffusers.AutoModel.from_pretrained(str(tmp_path / name)).state_dict()
+        for name in ("model", "out")
+    )
+    assert any(not torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [(), ("--window", 16)], ids=["all", "window"])
+def test_long_context(window, model, tmp_path):
+    """Method: as many tokens as the small model takes. The twin: a window has another loss."""
+    words = (model, model / "text.txt", "out", "--steps", 2, "--length", 64, *window)
+    found = losses(run("long_context.py", *words, cwd=tmp_path))
+    assert len(found) == 2
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 @pytest.mark.slow
