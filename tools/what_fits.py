@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
 def cell(model: str, machine: str, options: list[str]) -> str:
     """Returns where the state lives, and how long a step takes."""
-    from infinity.planning.cluster import Machine
+    from infinity.planning.machine_file import Machine
 
     memory = int(CARD * Machine.read(machine).device_memory)
     words = ["plan", "--model", model, "--machine", machine, "--device-memory", str(memory)]

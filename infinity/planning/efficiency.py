@@ -1,4 +1,4 @@
-"""Efficiency: explains how much of a device's rate a link allows, and which batch would help.
+"""Efficiency: explains how much of a device's rate a link allows, and what would help.
 
 intensity  operations for every byte that passes the link
 cap        the share of the device's rate if nothing overlaps: intensity x bandwidth over the same
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 
-GOOD = 0.9  # a cap from which a larger batch helps little
-LARGEST = 1 << 20  # times the batch
+GOOD = 0.9  # a cap from which more tokens help little
+LARGEST = 1 << 20  # times the tokens
 
 
 def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
@@ -45,8 +45,8 @@ def intensity_of_activations(width: int, interval: int = 1) -> float:
 
 
 def explain(link: str, compute_seconds: float, link_seconds: float) -> str:
-    """Describes in a line what ``link`` allows, whose bytes do not grow with the batch; "" if it
-    moves nothing."""
+    """Describes in a line what ``link`` allows, and how many more tokens for its bytes would help;
+    "" if it moves nothing."""
     if link_seconds <= 0 or compute_seconds <= 0:
         return ""
     cap = compute_seconds / (compute_seconds + link_seconds)
@@ -63,4 +63,4 @@ def explain(link: str, compute_seconds: float, link_seconds: float) -> str:
     if times == 1:
         return said
     better = times * compute_seconds / (times * compute_seconds + link_seconds)
-    return f"{said}; {times} x the batch would give {better:.0%}"
+    return f"{said}; {times} x the tokens for the same bytes would give {better:.0%}"

@@ -120,25 +120,25 @@ def run_long(
 ) -> PipelineRun:
     """Runs a schedule for any number of micro-batches. ``orders_of``: of a number of them, which
     may grow by ``step``."""
+
+    def at(count: int) -> list[float]:
+        run = run_orders(orders_of(count), seconds, hops)
+        return [run.seconds, run.messages, *run.busy, *run.in_flight, *run.ends]
+
+    total, messages, *of_ranks = continued(at, micro_batches, step)
+    ranks = len(of_ranks) // 3
+    busy, kept, ends = (tuple(of_ranks[at * ranks : (at + 1) * ranks]) for at in range(3))
+    return PipelineRun(total, busy, messages, kept, ends)
+
+
+def continued(at: Callable[[int], Sequence[float]], micro_batches: int, step: int) -> list[float]:
+    """Returns what ``at`` finds for so many micro-batches: of few it is asked, of many it is
+    continued in a straight line from two smaller numbers, ``step`` apart."""
     if micro_batches <= ROUNDS * step:
-        return run_orders(orders_of(micro_batches), seconds, hops)
+        return list(at(micro_batches))
     last = (ROUNDS - 1) * step + micro_batches % step
-    before, after = (run_orders(orders_of(count), seconds, hops) for count in (last - step, last))
     more = (micro_batches - last) // step
-
-    def far(a: float, b: float) -> float:
-        return b + more * (b - a)
-
-    def each(name: str) -> tuple[float, ...]:
-        return tuple(map(far, getattr(before, name), getattr(after, name)))
-
-    return PipelineRun(
-        seconds=far(before.seconds, after.seconds),
-        busy=each("busy"),
-        messages=far(before.messages, after.messages),
-        in_flight=each("in_flight"),
-        ends=each("ends"),
-    )
+    return [b + more * (b - a) for a, b in zip(at(last - step), at(last))]
 
 
 class _Clock:

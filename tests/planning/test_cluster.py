@@ -11,13 +11,8 @@ from torch import float32
 import infinity
 from infinity import native
 from infinity.machine.tiers import Tier
-from infinity.planning.cluster import (
-    MACHINES,
-    Machine,
-    gathers_of,
-    predict_cluster,
-    timeline_of,
-)
+from infinity.planning.cluster import gathers_of, predict_cluster, timeline_of
+from infinity.planning.machine_file import MACHINES, Machine
 from infinity.planning.memory_plan import MemoryPlan
 from infinity.planning.unit_sizes import FlatParamSize, UnitSize
 from infinity.state.flat_param_spec import ARRAYS, FlatParamSpec

@@ -79,13 +79,13 @@ def test_the_last_table_is_proportional():
         assert len(found) == 1
 
 
-def test_the_line_of_a_plan_names_a_batch_that_helps():
-    """71 % without overlap becomes 91 % with four times the batch. Twins: a link that moves
+def test_the_line_of_a_plan_says_what_helps():
+    """71 % without overlap becomes 91 % with four times the tokens. Twins: a link that moves
     nothing, one that is good enough, and rates of 0."""
     said = explain("host's links", 71.0, 29.0)
-    assert "71 %" in said.replace("%", " %").replace("  ", " ") and "4 x the batch" in said
-    assert said.endswith("91%") and "100%" in said
+    assert said.endswith("4 x the tokens for the same bytes would give 91%")
+    assert "at 100% of their rate if all of it overlaps, at 71% if nothing does" in said
     assert explain("disks", 1.0, 0.0) == ""
-    assert "batch" not in explain("disks", 95.0, 5.0)
+    assert "tokens" not in explain("disks", 95.0, 5.0)
     with pytest.raises(ConfigError, match="above 0"):
         efficiency(1024, 0.0, PEAK)
