@@ -17,8 +17,9 @@ from typing import Any
 from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.sizes import parse_nbytes
-from ..planning.machine_file import Machine
+from ..planning.machine_file import Machine, known_machines
 from .plan_job import Job, plan_cluster, plan_here
+from .plan_measured import measured_machine
 from .plan_mesh import LENGTH, plan_meshes
 from .plan_mesh import text as mesh_text
 from .plan_view import draw, text
@@ -28,6 +29,8 @@ from .training.options import DEFAULT_SEQUENCE_LENGTH, FILE, FLAG, FOLDER, HOME,
 from .training.settings import AUTO, engine_config, engine_settings, translated
 from .values import at_least_two, svg_path
 
+MEASURED = "measured"  # a machine
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 USABLE = 0.9  # share of a machine's memory and disks; the system and libraries use the rest
 DEFAULT_SAMPLES = 4
 ANY_DISK = [Path(".")]  # stands for another machine's disk, of which only the size matters
@@ -46,8 +49,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         f" {', '.join(SHAPES)} (default: the small model of `infinity train` without --model)",
     )
     add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder of --model")
-    dtypes = ("bf16", "fp32")
-    add("--dtype", choices=dtypes, default="bf16", help="of the model's weights (default bf16)")
+    add(
+        "--dtype",
+        choices=tuple(DTYPES),
+        default="bf16",
+        help="of the model's weights (default bf16)",
+    )
     add("--params", **HOME, help="home of the parameters (default auto)")
     add("--optimizer", **HOME, help="home of master weights and moments (default auto)")
     add("--optim", **OPTIM, help=OPTIM_HELP)
@@ -86,8 +93,8 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add(
         "--machine",
         metavar="FILE",
-        help="plan for this kind of machine: a TOML file, or one of a100, dgx-h100, h100, h200,"
-        " laptop, rtx3090, rtx4090",
+        help="plan for this kind of machine: a TOML file, one of"
+        f" {', '.join(known_machines())}, or measured: this one, by its own rates",
     )
     add(
         "--nodes",
@@ -153,7 +160,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--batch-size and --batch-tokens both size a step: give one of them")
     if args.batch_tokens is not None:
         samples = _samples_of(args.batch_tokens, length)
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
+    dtype = getattr(torch, DTYPES[args.dtype])
     model = _build(args, model_config, dtype)
     config = engine_config(settings, model)
     make_all = partial(make_optimizers, name=args.optim, lr=1e-4, weight_decay=0.1)
@@ -164,7 +171,8 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         return plan_meshes(job, machine, args.nodes, args.mesh, make_all)
     if machine is not None:
         return plan_cluster(job, machine, args.nodes)
-    found = plan_here(job, dtype, unknown=_unknown_machine(args, config))
+    unknown = _unknown_machine(args, config)
+    found = plan_here(job, dtype, unknown=unknown, rating=_rating_of(args))
     if args.deepspeed is not None:
         found["deepspeed"] = _deepspeed(model, config)
     return found
@@ -185,11 +193,21 @@ def _machine_of(args: argparse.Namespace) -> Machine | None:
         raise ConfigError(
             "--mesh plans with what forwards save on the device: leave out --activations"
         )
-    machine = Machine.read(args.machine)
-    if args.drive_rating is not None:
-        rating = parse_nbytes(args.drive_rating, "--drive-rating")
-        machine = replace(machine, drive_rating=float(rating))
-    return machine
+    if args.machine == MEASURED:
+        machine = measured_machine(args.nvme_path or [], DTYPES[args.dtype])
+    else:
+        machine = Machine.read(args.machine)
+    rating = _rating_of(args)
+    return machine if rating is None else replace(machine, drive_rating=rating)
+
+
+def _rating_of(args: argparse.Namespace) -> float | None:
+    if args.drive_rating is None:
+        return None
+    rating = float(parse_nbytes(args.drive_rating, "--drive-rating"))
+    if rating <= 0:
+        raise ConfigError(f"--drive-rating {args.drive_rating}: give bytes, as 1200TB")
+    return rating
 
 
 def _ranks_of(args: argparse.Namespace, machine: Machine | None) -> int:

@@ -46,9 +46,22 @@ class Job:
         }
 
 
-def plan_here(job: Job, dtype: Any, *, unknown: str) -> dict[str, Any]:
+def endurance(
+    written: float, seconds: float, drives: int, rating: float | None
+) -> dict[str, dict[str, Any]]:
+    """Describes what a step of ``seconds`` that writes so many bytes does to each of a node's
+    ``drives``; empty if it writes none."""
+    from ..planning.endurance import Endurance
+
+    wear = Endurance.of_step(written, seconds, drives, rating)
+    if wear is None:
+        return {}
+    return {"endurance": asdict(wear) | {"years": wear.years, "line": wear.line}}
+
+
+def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None) -> dict[str, Any]:
     """Plans the training on this machine, and measures its rates. ``unknown``: what of the plan is
-    another machine's, for which there is no time."""
+    another machine's, for which there is no time. ``rating``: of a drive, in bytes."""
     from ..api.lay_out import lay_out
     from ..machine.rates import Rates
     from ..planning.cluster import OnPaper
@@ -71,16 +84,22 @@ def plan_here(job: Job, dtype: Any, *, unknown: str) -> dict[str, Any]:
     on_disk = plan.planned_nbytes(Tier.NVME) > 0
     rates = Rates.measure(job.config.nvme_paths if on_disk else (), job.config.device)
     prediction = predict(plan, units, rates, compute_seconds=compute.seconds)
-    return job.describe(plan, units) | {
-        "edges": prediction.edges,
-        "seconds": prediction.seconds,
-        "compute": compute.how,
-        "rates": asdict(rates),
-        "step_seconds": prediction.step_seconds,
-        "tokens_per_step": job.tokens,
-        "tokens_per_second": job.tokens / prediction.step_seconds,
-        "bottleneck": prediction.bottleneck,
-    }
+    written, drives = prediction.edges["host->nvme"], len(job.config.nvme_paths)
+    wear = endurance(written, prediction.step_seconds, drives, rating)
+    return (
+        job.describe(plan, units)
+        | wear
+        | {
+            "edges": prediction.edges,
+            "seconds": prediction.seconds,
+            "compute": compute.how,
+            "rates": asdict(rates),
+            "step_seconds": prediction.step_seconds,
+            "tokens_per_step": job.tokens,
+            "tokens_per_second": job.tokens / prediction.step_seconds,
+            "bottleneck": prediction.bottleneck,
+        }
+    )
 
 
 def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
@@ -115,6 +134,8 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
         step_seconds, bound, seconds = timeline.seconds, timeline.bound, timeline.busy
         described["timeline"] = {name: spans for name, spans in timeline.spans()}
     rates = {key: value for key, value in asdict(machine).items() if type(value) in (int, float)}
+    written = found.edges["host->nvme"] * machine.devices
+    described |= endurance(written, step_seconds, machine.disks, machine.drive_rating)
     return described | {
         "machine": machine.name,
         "nodes": nodes,

@@ -9,11 +9,10 @@ from typing import Any
 from ..errors import CapacityError, ConfigError
 from ..machine.sizes import format_count, format_nbytes, format_seconds
 from ..planning.efficiency import explain
-from ..planning.endurance import Endurance
 from ..planning.machine_file import Machine
 from ..planning.mesh_choice import CHAIN, Batch, MeshPlan, RankPlan, best_of
 from ..planning.mesh_shape import MeshShape, meshes_of, parse_mesh
-from .plan_job import Job
+from .plan_job import Job, endurance
 
 LENGTH = 4096  # tokens of a sample, if neither the user nor the model says less
 REFUSED = 6  # reasons that are printed
@@ -113,7 +112,7 @@ def _none_fits(tried: Tried, machine: Machine, ranks: int) -> Exception:
 def _described(plan: MeshPlan, machine: Machine, batch: Batch) -> dict[str, Any]:
     slowest, mesh = plan.slowest, plan.mesh
     written = max(rank.edges["host->nvme"] for rank in plan.ranks) * machine.devices
-    wear = Endurance.of_step(written, plan.step_seconds, machine.disks, machine.drive_rating)
+    wear = endurance(written, plan.step_seconds, machine.disks, machine.drive_rating)
     network = [
         name
         for name in ("tp", "dp", "pp")
@@ -121,7 +120,7 @@ def _described(plan: MeshPlan, machine: Machine, batch: Batch) -> dict[str, Any]
     ]
     return {
         "mesh": {name: getattr(mesh, name) for name in ("pp", "dp", "tp")},
-        "paste": mesh.paste(),
+        "paste": mesh.paste(machine.device),
         "schedule": plan.schedule if mesh.pp > 1 else None,
         "layers": list(plan.lengths),
         "micro_batch": plan.micro_batch,
@@ -139,7 +138,7 @@ def _described(plan: MeshPlan, machine: Machine, batch: Batch) -> dict[str, Any]
             for rank in plan.ranks
         ],
         "explanation": _explanation(slowest),
-        **({"endurance": asdict(wear) | {"line": wear.line}} if wear is not None else {}),
+        **wear,
     }
 
 
@@ -158,7 +157,7 @@ def _explanation(rank: RankPlan) -> str:
 def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
     found = [
         f"{machine.name}: rates of the machine file, which names its sources; devices reach"
-        f" {machine.device_flops / 1e12:.0f} TFLOP/s, with any number of parts and samples",
+        f" {machine.device_flops / 1e12:.3g} TFLOP/s, with any number of parts and samples",
         "each schedule's own order runs on a clock; collectives of tp and what passes between"
         " stages are waited for, all others and the homes' traffic run beside",
         "ranks are numbered node by node, with tp inside and pp outside; only messages between"

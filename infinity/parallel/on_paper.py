@@ -142,8 +142,8 @@ class PaperModel:
 
 
 def shard_on_paper(model: nn.Module, tp: int) -> PaperModel:
-    """Shards ``model``, which is changed, over ``tp`` ranks of the process group, and tries its
-    layers. Raises ConfigError if it cannot be sharded or split."""
+    """Shards ``model``, on meta, over ``tp`` ranks of the process group, and tries its layers. The
+    model is changed. Raises ConfigError if it cannot be sharded or split."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     tensor_parallel(model, mesh["tp"], quiet=True)
     parts = tp if axis_that_shares(model, mesh) is not None else 1
@@ -184,7 +184,7 @@ def _try(chain: Chain, layers: range, tp: int) -> Trial:
             saved[id(storage)] = storage.nbytes(), storage
         return tensor
 
-    forward, backward = _Sent(tp), _Sent(tp)
+    forward, backward = CountingSends(tp), CountingSends(tp)
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
     with forward, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = chunk(given, attention_mask=mask)
@@ -213,7 +213,7 @@ def _inputs(chain: Chain, layers: range) -> torch.Tensor:
     return torch.empty(1, TOKENS, width, dtype=dtype, device="meta", requires_grad=True)
 
 
-class _Sent(TorchDispatchMode):
+class CountingSends(TorchDispatchMode):
     """Counts what a rank sends in the collectives inside the block, as rings over all its ranks."""
 
     def __init__(self, ranks: int):
@@ -227,10 +227,11 @@ class _Sent(TorchDispatchMode):
             return NotImplemented  # what it does on its local part comes here again
         found = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "c10d_functional", "_c10d_functional"):
-            self._note(func._schema.name.rpartition("::")[2], args, found)
+            self.note(func._schema.name.rpartition("::")[2], args, found)
         return found
 
-    def _note(self, name: str, args: tuple, found: Any) -> None:
+    def note(self, name: str, args: tuple, found: Any) -> None:
+        """Counts the collective ``name``, from its arguments and what it returned."""
         given = args[0]
         given = given[0] if isinstance(given, (list, tuple)) else given
         if "allreduce" in name or "all_reduce" in name:

@@ -292,5 +292,8 @@ def _transfers_of(
         load=(state["nvme->host"] + landed["nvme->host"]) / read,
         step=steps[Tier.HOST] / machine.host_bandwidth,
         save=(state["host->nvme"] + landed["host->nvme"]) / write,
-        step_on_device=steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
+        step_on_device=max(
+            steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
+            state["host->device"] / machine.host_link,
+        ),
     )

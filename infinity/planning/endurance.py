@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..machine.sizes import format_count
-
 LIFE_YEARS, DAYS, DAY_SECONDS = 5, 365, 86400
 TB = 1e12
 
@@ -46,10 +44,8 @@ class Endurance:
     @property
     def line(self) -> str:
         """The line of a plan."""
-        said = (
-            f"endurance: {self.daily_nbytes / TB:,.3g} TB written a day to each of"
-            f" {format_count(self.drives, 'drive')}"
-        )
+        drives = "the drive" if self.drives == 1 else f"each of {self.drives} drives"
+        said = f"endurance: {self.daily_nbytes / TB:,.3g} TB written a day to {drives}"
         if self.years is None or self.rating is None:
             return f"{said}; how long one lasts needs --drive-rating, as 1200TB"
         days = self.years * DAYS

@@ -44,6 +44,7 @@ class Machine:
     latency: float
     sources: tuple[str, ...] = ()
     device_bandwidth: float | None = None  # of its memory; None: unknown, its time is not counted
+    device: str = "cuda"  # its kind, as torch calls it
     drive_rating: float | None = None  # bytes that one drive may be written, as its maker says
 
     @classmethod
@@ -56,7 +57,7 @@ class Machine:
         try:
             found = tomllib.loads(read_text(path))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            known = sorted(each.stem for each in MACHINES.glob("*.toml"))
+            known = known_machines()
             near = [name for name in known if given.lower() in name]
             near += difflib.get_close_matches(given, known, n=1)
             why = f"there is no file {given}" if isinstance(error, FileNotFoundError) else error
@@ -93,6 +94,11 @@ class Machine:
             latency=values["links", "latency"],
             sources=tuple(map(str, found.get("sources", ()))),
         )
+
+
+def known_machines() -> list[str]:
+    """Lists the names of the package's machine files."""
+    return sorted(each.stem for each in MACHINES.glob("*.toml"))
 
 
 def _value(found: dict[str, Any], part: str, key: str, given: str) -> float:

@@ -120,14 +120,24 @@ class MeshPlan:
             if slowest.seconds[name] / chain >= 0.005
         ]
         found = [f"bound by {slowest.bottleneck}", *shares]
-        low = [
-            f"{what} on {' and '.join(tiers)}"
-            for what, tiers in slowest.homes.items()
-            if tiers != [str(Tier.DEVICE)]
+        below = [
+            f"{what} on {' and '.join(str(tier) for tier in Tier if str(tier) in tiers)}"
+            for what, tiers in self._homes.items()
+            if tiers != {str(Tier.DEVICE)}
         ]
-        if low:
-            found.append(f"fits with {', '.join(low)}, {self.slower:.3g} x as long")
+        if below:
+            slower = f"{self.slower:.3g} x slower" if self.slower >= 1.005 else "no slower"
+            found.append(f"fits with {', '.join(below)}, {slower}")
         return "; ".join(found)
+
+    @property
+    def _homes(self) -> dict[str, set[str]]:
+        """The tiers on which any rank has its weights, moments and gradients."""
+        found: dict[str, set[str]] = {}
+        for rank in self.ranks:
+            for what, tiers in rank.homes.items():
+                found.setdefault(what, set()).update(tiers)
+        return found
 
 
 def seconds_of(

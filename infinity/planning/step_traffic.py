@@ -49,8 +49,15 @@ def grad_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]
 
 
 def state_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]:
-    """Counts the bytes of a unit's weights and state to and from disk for one update."""
+    """Counts the bytes of a unit's weights and state for one update: to and from disk, and what is
+    at home on the host to and from a device that steps it."""
     edges = dict.fromkeys(EDGES, 0)
+    if _steps_on_device(plan, index):
+        passing = [name for name, home in plan.tiers_of(index).items() if home is Tier.HOST]
+        for edge in ("host->device", "device->host"):
+            edges[edge] = sum(
+                flat_param.nbytes(name) for flat_param in _stepped(unit) for name in passing
+            )
     for flat_param in _stepped(unit):
         for name in STATE:
             for edge in ("nvme->host", "host->nvme"):
@@ -60,7 +67,7 @@ def state_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int
 
 def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier, int]:
     """Counts the bytes that the optimizer reads and writes in one step, by memory: the device's for
-    arrays at home there, else the host's."""
+    arrays at home or stepped there, else the host's."""
     passed = {Tier.DEVICE: 0, Tier.HOST: 0}
     for index, unit in enumerate(units):
         for tier, nbytes in update_traffic(plan, index, unit).items():
@@ -71,14 +78,20 @@ def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier,
 def update_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[Tier, int]:
     """Counts as :func:`optimizer_traffic`, for one unit."""
     passed, tiers = {Tier.DEVICE: 0, Tier.HOST: 0}, plan.tiers_of(index)
+    there = _steps_on_device(plan, index)
     for flat_param in _stepped(unit):
         for name in ("grad", *STATE, *SCALES.values()):
             home = tiers.get(name, tiers[name.removesuffix("_scale")])
             times = 1 if name == "grad" else 2  # a gradient is only read
-            passed[Tier.DEVICE if home is Tier.DEVICE else Tier.HOST] += times * flat_param.nbytes(
-                name
-            )
+            memory = Tier.DEVICE if there or home is Tier.DEVICE else Tier.HOST
+            passed[memory] += times * flat_param.nbytes(name)
     return passed
+
+
+def _steps_on_device(plan: MemoryPlan, index: int) -> bool:
+    """Whether a unit's arrays on the host pass a device, which alone can access the others."""
+    tiers = plan.tiers_of(index)
+    return plan.device_slot_nbytes > 0 and any(tiers[name] is Tier.DEVICE for name in STATE)
 
 
 def _stepped(unit: UnitSize) -> list[FlatParamSize]:
