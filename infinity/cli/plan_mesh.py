@@ -15,7 +15,7 @@ from ..planning.mesh_shape import MeshShape, meshes_of, parse_mesh
 from .plan_job import Job, endurance
 
 LENGTH = 4096  # tokens of a sample, if neither the user nor the model says less
-REFUSED = 6  # reasons that are printed
+REFUSED, LONGEST = 6, 150  # reasons that are printed, and their characters
 SMALL = 0.02  # of the compute: links that need less are not explained
 
 Tried = list[tuple[MeshShape, MeshPlan | None, Exception | None]]
@@ -26,6 +26,7 @@ def plan_meshes(
 ) -> dict[str, Any]:
     """Plans the mesh ``wanted``, or with "auto" all of them, as plain data. The batch of ``job`` is
     that of all ranks. Raises ConfigError or CapacityError if no mesh fits."""
+    from ..parallel import mesh_plans  # noqa: F401 - each child would import it by itself
     from ..parallel.on_paper import in_children
 
     ranks = nodes * machine.devices
@@ -48,6 +49,11 @@ def plan_meshes(
         "tokens_per_step": batch.tokens,
         "samples_per_step": batch.samples,
         "meshes": [_described(plan, machine, batch) for plan in best],
+        "slower": {
+            str(plan.mesh): plan.step_seconds
+            for _, plan, _ in tried
+            if plan is not None and plan not in best
+        },
         "refused": {str(mesh): str(error) for mesh, plan, error in tried if plan is None},
         "rates": rates,
         "assumptions": _assumptions(machine, best),
@@ -191,21 +197,33 @@ def text(found: dict[str, Any]) -> Iterator[str]:
             yield "   warning: a group of tp leaves its node, and waits for the network"
         if number == 1:
             yield from (f"   {line}" for line in _details(plan))
-    refused = list(found["refused"].items())
-    if refused:
-        yield f"{format_count(len(refused), 'mesh').replace('meshs', 'meshes')} left out:"
-        for name, why in refused[:REFUSED]:
-            why = why.removeprefix(f"{name}: ")
-            yield f"  {name}: {why if len(why) < 150 else why[:147] + '...'}"
-        if len(refused) > REFUSED:
-            yield f"  ... {len(refused) - REFUSED} more (--json has all)"
+    yield from _left_out(found)
     for name in ("assumptions", "sources"):
         yield from [f"{name}:", *(f"  {line}" for line in found[name])]
 
 
+def _left_out(found: dict[str, Any]) -> Iterator[str]:
+    """Yields why other meshes are not among the best."""
+    slower = {
+        name: f"{format_seconds(seconds)} a step" for name, seconds in found["slower"].items()
+    }
+    others = list((slower | found["refused"]).items())
+    if others:
+        yield f"{_count(len(others), 'mesh')} left out:"
+    for name, why in others[:REFUSED]:
+        why = why.removeprefix(f"{name}: ")
+        yield f"  {name}: {why if len(why) < LONGEST else why[: LONGEST - 3] + '...'}"
+    if len(others) > REFUSED:
+        yield f"  ... {len(others) - REFUSED} more (--json has all)"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}es"
+
+
 def _batches(plan: dict[str, Any]) -> str:
     said = (
-        f"{format_count(plan['micro_batches'], 'micro-batch').replace('batchs', 'batches')} of"
+        f"{_count(plan['micro_batches'], 'micro-batch')} of"
         f" {format_count(plan['micro_batch'], 'sample')}"
     )
     if plan["schedule"] is None:
