@@ -78,14 +78,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _add_batch(add: Callable[..., Any]) -> None:
-    add("--batch-size", **NUMBER, help="samples of a step (default 4)")
+    add(
+        "--batch-size",
+        **NUMBER,
+        help="samples of a step, of each rank or with --mesh of all (default 4 each)",
+    )
     add(
         "--batch-tokens",
         metavar="N",
-        help="tokens of a step and rank, as 32768 or 32K, instead of --batch-size",
+        help="tokens of a step and rank (with --mesh of all ranks), as 32768 or 32K, instead of"
+        " --batch-size",
     )
     length = {"type": at_least_two, "metavar": "N"}
-    add("--sequence-length", **length, help="tokens of a sample (default 256)")
+    add("--sequence-length", **length, help="tokens of a sample (default 256, with --mesh 4096)")
     add("--gradient-checkpointing", **FLAG, help="the backward computes activations again")
 
 

@@ -28,6 +28,7 @@ from .memory_plan import MemoryPlan
 from .step_traffic import (
     grad_traffic,
     optimizer_traffic,
+    passing_traffic,
     state_traffic,
     traffic,
     update_traffic,
@@ -193,6 +194,8 @@ def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]
                 flat.nbytes("grad") for flat in unit.flat_params if flat.spec.stepped
             )
         edges["nvme->host"] -= (2 - count) * unit.shard_nbytes * from_disk
+        for edge, nbytes in passing_traffic(plan, index, unit).items():
+            edges[edge] += nbytes
         for flat_param in unit.flat_params:
             others = flat_param.numel - flat_param.numel // flat_param.shards
             edges["all-gather"] += count * others * flat_param.spec.dtype.itemsize
@@ -294,6 +297,6 @@ def _transfers_of(
         save=(state["host->nvme"] + landed["host->nvme"]) / write,
         step_on_device=max(
             steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
-            state["host->device"] / machine.host_link,
+            max(passing_traffic(plan, index, unit).values()) / machine.host_link,
         ),
     )

@@ -49,19 +49,24 @@ def grad_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]
 
 
 def state_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]:
-    """Counts the bytes of a unit's weights and state for one update: to and from disk, and what is
-    at home on the host to and from a device that steps it."""
+    """Counts the bytes of a unit's weights and state to and from disk for one update."""
     edges = dict.fromkeys(EDGES, 0)
-    if _steps_on_device(plan, index):
-        passing = [name for name, home in plan.tiers_of(index).items() if home is Tier.HOST]
-        for edge in ("host->device", "device->host"):
-            edges[edge] = sum(
-                flat_param.nbytes(name) for flat_param in _stepped(unit) for name in passing
-            )
     for flat_param in _stepped(unit):
         for name in STATE:
             for edge in ("nvme->host", "host->nvme"):
                 edges[edge] += flat_param.nbytes(name) * _on_disk(plan, index, name)
+    return edges
+
+
+def passing_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]:
+    """Counts the bytes of a unit's arrays at home on the host that pass a device for its step; a
+    gradient is not brought back."""
+    edges = {"host->device": 0, "device->host": 0}
+    if _steps_on_device(plan, index):
+        for name, home in plan.tiers_of(index).items():
+            nbytes = sum(flat.nbytes(name) for flat in _stepped(unit)) * (home is Tier.HOST)
+            edges["host->device"] += nbytes
+            edges["device->host"] += nbytes * (name != "grad")
     return edges
 
 
