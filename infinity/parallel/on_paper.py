@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import InfinityError, InternalError
+from ..machine import processors
 from ..planning.mesh_bytes import all_gather_nbytes, all_reduce_nbytes
 from ..state.dtensors import local_of
 from .boundaries import axis_that_shares
@@ -47,7 +48,7 @@ def in_children(works: Sequence[Callable[[], T]], ranks: int) -> list[T]:
     running: dict[Connection, tuple[int, Any]] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < (os.cpu_count() or 1):
+            while waiting and len(running) < processors.available():
                 number, work = waiting.pop()
                 here, there = context.Pipe(duplex=False)
                 child = context.Process(target=_run, args=(work, ranks, there), daemon=True)
