@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
     else:
-        lines = mesh_text(found) if args.mesh else text(found, timetable=args.timetable)
+        lines = mesh_text(found) if args.mesh is not None else text(found, timetable=args.timetable)
         print("\n".join(lines))
     if args.svg is not None:
         args.svg.write_text(draw(found["tiers"]) + "\n")
@@ -156,11 +156,13 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     machine = _machine_of(args)
     settings = _settings(args, machine)
     model_config = find_config(args.model, trust=args.trust_remote_code)
-    default = LENGTH if args.mesh else DEFAULT_SEQUENCE_LENGTH
+    default = LENGTH if args.mesh is not None else DEFAULT_SEQUENCE_LENGTH
     length = choose_sequence_length(args.sequence_length, model_config, default)
     if getattr(model_config.get_text_config(), "vocab_size", 1) == 0:
         raise ConfigError(f"{args.model}: a model with a vocabulary of 0 has nothing to predict")
-    samples = args.batch_size or DEFAULT_SAMPLES * (_ranks_of(args, machine) if args.mesh else 1)
+    samples = args.batch_size or DEFAULT_SAMPLES * (
+        _ranks_of(args, machine) if args.mesh is not None else 1
+    )
     if args.batch_tokens is not None and args.batch_size is not None:
         raise ConfigError("--batch-size and --batch-tokens both size a step: give one of them")
     if args.batch_tokens is not None:
@@ -172,7 +174,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     checkpointing = args.gradient_checkpointing
     batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
     job = Job(model, model_config, make_all(model), config, batch)
-    if machine is not None and args.mesh:
+    if machine is not None and args.mesh is not None:
         return plan_meshes(job, machine, args.nodes, args.mesh, make_all)
     if machine is not None:
         return plan_cluster(job, machine, args.nodes)
@@ -186,15 +188,17 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
 def _machine_of(args: argparse.Namespace) -> Machine | None:
     """Reads the machine that is planned for; None: this one. Raises ConfigError for options that
     do not fit it or each other."""
-    if args.machine is None and (args.nodes > 1 or args.timetable or args.mesh):
-        option = "--nodes" if args.nodes > 1 else "--mesh" if args.mesh else "--timetable"
+    if args.machine is None and (args.nodes > 1 or args.timetable or args.mesh is not None):
+        option = (
+            "--nodes" if args.nodes > 1 else "--mesh" if args.mesh is not None else "--timetable"
+        )
         raise ConfigError(f"{option} is of a machine that is named: add --machine")
     if args.machine is None:
         return None
-    for option in ("svg", "deepspeed", "timetable") if args.mesh else ():
+    for option in ("svg", "deepspeed", "timetable") if args.mesh is not None else ():
         if getattr(args, option):
             raise ConfigError(f"--{option} is of one rank: leave out --mesh")
-    if args.mesh and args.activations not in (None, "auto", "device"):
+    if args.mesh is not None and args.activations not in (None, "auto", "device"):
         raise ConfigError(
             "--mesh plans with what forwards save on the device: leave out --activations"
         )

@@ -135,7 +135,7 @@ def _described(plan: MeshPlan, machine: Machine, batch: Batch) -> dict[str, Any]
         "step_seconds": plan.step_seconds,
         "tokens_per_second": batch.tokens / plan.step_seconds,
         "bottleneck": slowest.bottleneck,
-        "idle_share": slowest.seconds["idle"] / (slowest.step_seconds or 1.0),
+        "idle_share": slowest.share_of("idle"),
         "times_resident": plan.slower,
         "why": plan.why,
         "network_axes": network,
@@ -230,10 +230,11 @@ def _batches(plan: dict[str, Any]) -> str:
         return said
     lengths = plan["layers"]
     chunks = len(lengths) // plan["mesh"]["pp"]
+    layers = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     return (
         f'{said}; pipeline(..., schedule="{plan["schedule"]}",'
-        f" micro_batches={plan['micro_batches']}, chunks={chunks}), {min(lengths)} to"
-        f" {max(lengths)} layers a chunk, idle {plan['idle_share']:.1%}, at most"
+        f" micro_batches={plan['micro_batches']}, chunks={chunks}), layers a chunk:"
+        f" {layers}, idle {plan['idle_share']:.1%}, at most"
         f" {format_count(plan['in_flight'], 'chunk')} in flight"
     )
 

@@ -90,6 +90,8 @@ class Search:
         chain, ranks = self._job.paper.chain, mesh.pp
         if ranks == 1:
             return Choice("1F1B", (len(chain.layers),), 1, micro_batches, "")
+        if self._job.paper.uncut:
+            raise ConfigError(self._job.paper.uncut)
         if (found := self._chosen.get((name, ranks))) is None:
             asked = {"schedule": name, "micro_batches": micro_batches, "chunks": None}
             found = choose(chain, self._job.config, ranks, costs=None, load_rate=None, **asked)

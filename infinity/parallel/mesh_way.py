@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -177,7 +177,6 @@ class Way:
             is_counted=self._job.paper.layer.is_counted,
         )
 
-    @cache  # noqa: B019 - a way lives as long as its search
     def _activations(self, rank: int) -> tuple[int, int]:
         """Counts the bytes that the forwards of a rank save at most, and those of torch's buffers
         between stages, one for each micro-batch."""
@@ -210,7 +209,7 @@ class Way:
             chunks,
             job.optimizers,
             config,
-            ParallelDims(size=mesh.dp, local_size=job.machine.devices),
+            ParallelDims(size=mesh.dp, local_size=job.machine.devices, shard=job.config.shard),
             reuses=mesh.pp > 1 or self._choice.micro_batches > 1,
         )
         gathers = self._gathers(rank, plan, units, chunks)

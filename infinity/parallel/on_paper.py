@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import InfinityError, InternalError
+from ..errors import ConfigError, InfinityError, InternalError
 from ..machine import processors
 from ..planning.mesh_bytes import all_gather_nbytes, all_reduce_nbytes
 from ..state.dtensors import local_of
@@ -125,7 +125,8 @@ class Trial:
 class PaperModel:
     """A model on meta, sharded over ``tp`` ranks. ``parts``: in which its ranks send what passes
     between stages. ``layer``: a trial of one of its layers; ``before`` and ``after``: of what its
-    first and its last chunk have beside layers."""
+    first and its last chunk have beside layers. ``uncut``: why it has one stage; "" if it may have
+    several."""
 
     chain: Chain
     tp: int
@@ -133,6 +134,7 @@ class PaperModel:
     layer: Trial
     before: Trial = Trial()
     after: Trial = Trial()
+    uncut: str = ""
 
     def trial_of(self, layers: range) -> Trial:
         """Returns what a token costs in a chunk."""
@@ -144,19 +146,28 @@ class PaperModel:
 
 def shard_on_paper(model: nn.Module, tp: int) -> PaperModel:
     """Shards ``model``, on meta, over ``tp`` ranks of the process group, and tries its layers. The
-    model is changed. Raises ConfigError if it cannot be sharded or split."""
+    model is changed. Raises ConfigError if it cannot be sharded."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     tensor_parallel(model, mesh["tp"], quiet=True)
     parts = tp if axis_that_shares(model, mesh) is not None else 1
-    chain = chain_of(model)
+    chain, uncut = _chain(model)
     count = len(chain.layers)
     places = [range(count // 2, count // 2 + 1), range(0, 1), range(count - 1, count)]
     try:
         middle, first, last = (_try(chain, place, tp) for place in places)
     except Exception:  # noqa: BLE001 - models that look at values do not run on meta
-        return PaperModel(chain, tp, parts, _estimate(chain, tp))
+        return PaperModel(chain, tp, parts, _estimate(chain, tp), uncut=uncut)
     inner = middle if count > 2 else first
-    return PaperModel(chain, tp, parts, inner, first.plus(inner, -1), last.plus(inner, -1))
+    before, after = (each.plus(inner, -1) for each in (first, last))
+    return PaperModel(chain, tp, parts, inner, before, after, uncut)
+
+
+def _chain(model: nn.Module) -> tuple[Chain, str]:
+    """Finds the chain of a model. One that is not cut is a chain of itself; also returns why."""
+    try:
+        return chain_of(model), ""
+    except ConfigError as error:
+        return Chain(model, [model], [], [], lambda _: model), str(error)
 
 
 def _estimate(chain: Chain, tp: int) -> Trial:
@@ -189,6 +200,7 @@ def _try(chain: Chain, layers: range, tp: int) -> Trial:
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
     with forward, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = chunk(given, attention_mask=mask)
+        output = output if isinstance(output, torch.Tensor) else output.logits
         if layers.stop == len(chain.layers):
             labels = torch.zeros(TOKENS, dtype=torch.long, device="meta")
             output = nn.functional.cross_entropy(output.flatten(0, 1).float(), labels)

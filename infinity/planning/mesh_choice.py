@@ -63,6 +63,10 @@ class RankPlan:
         rest = [self.seconds[name] for name in self.seconds if name not in (*CHAIN, "meetings")]
         return max(chain, *rest) + self.seconds["meetings"]
 
+    def share_of(self, name: str) -> float:
+        """Computes the part of the chain's seconds that ``name`` takes."""
+        return self.seconds[name] / (sum(self.seconds[each] for each in CHAIN) or 1.0)
+
     @property
     def resident_seconds(self) -> float:
         """Seconds of a step if its state cost nothing."""
@@ -113,11 +117,10 @@ class MeshPlan:
     def why(self) -> str:
         """The reason in a line: what a step's time consists of, and what the homes cost."""
         slowest = self.slowest
-        chain = sum(slowest.seconds[name] for name in CHAIN) or 1.0
         shares = [
-            f"{slowest.seconds[name] / chain:.0%} {said}"
+            f"{slowest.share_of(name):.0%} {said}"
             for name, said in (("idle", "idle"), ("tensor parallel", "tensor traffic"))
-            if slowest.seconds[name] / chain >= 0.005
+            if slowest.share_of(name) >= 0.005
         ]
         found = [f"bound by {slowest.bottleneck}", *shares]
         below = [

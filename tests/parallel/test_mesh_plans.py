@@ -145,6 +145,19 @@ def test_the_child_has_its_own_group_and_leaves_ours_alone():
     assert not dist.is_initialized()
 
 
+def test_a_group_that_is_there_stays_as_it_was(tmp_path):
+    """Method: a rank of a real job plans, and passes values in its own group afterwards."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        assert on_paper(dist.get_world_size) == RANKS
+        value = torch.ones(3)
+        dist.all_reduce(value)
+        assert value.tolist() == [1, 1, 1] and dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
 def test_parts_hold_and_save_what_a_trial_counts():
     """A rank of two parts sends in each layer, and saves less than one with all; what is between
     layers and after them is told apart. Twin: a model that looks at values is estimated."""

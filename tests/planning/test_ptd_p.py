@@ -11,7 +11,7 @@ import transformers
 
 from infinity.parallel.choice import Choice
 from infinity.parallel.orders import orders_of
-from infinity.planning.mesh_bytes import Transformer, boundary_nbytes, tensor_nbytes
+from infinity.planning.mesh_bytes import Transformer, boundary_nbytes, expert_nbytes, tensor_nbytes
 from infinity.planning.pipeline_clock import ChunkSeconds, run_long
 
 # layers, width, tp, pp, GPUs, batch, TFLOP/s, their share of 312, PFLOP/s, parameters: print, and
@@ -112,6 +112,14 @@ def test_boundaries_and_all_reduces_of_a_trillion_parameters():
     assert once == 4 * 2 * 7 / 8 * 104.8576e6
     assert tensor_nbytes(2048, 25600, 2, 8, 1, recomputes=True) == 1.5 * once
     assert tensor_nbytes(2048, 25600, 2, 1, 1) == 0
+
+
+def test_experts_send_what_goes_to_other_ranks_and_comes_back():
+    """Method: every token of a rank to experts in turn, over four ranks. Twin: one rank."""
+    tokens, ranks, chosen = 96, 4, 2
+    away = sum((token + each) % ranks != 0 for token in range(tokens) for each in range(chosen))
+    assert expert_nbytes(tokens, 8, 2, ranks, chosen) == 2 * away * 8 * 2
+    assert expert_nbytes(tokens, 8, 2, 1, chosen) == 0
 
 
 def test_parameters_are_those_of_a_model():
