@@ -201,5 +201,6 @@ def test_random_machines_and_meshes_have_a_plan_or_a_reason(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_thousand_random_machines_and_meshes_have_a_plan_or_a_reason(run, tmp_path):
-    check_random(run, tmp_path / "machine.toml", 1000)
+@pytest.mark.timeout(1800)
+def test_hundreds_of_random_machines_and_meshes_have_a_plan_or_a_reason(run, tmp_path):
+    check_random(run, tmp_path / "machine.toml", 300)
