@@ -33,7 +33,8 @@ from infinity.bench.settings import Settings
 from infinity.config.config import Config
 from infinity.distributed.parallel_dims import ParallelDims
 from infinity.machine.disk_profile import DiskProfile
-from infinity.planning.cluster import ClusterPrediction, Machine, predict_cluster
+from infinity.planning.cluster import ClusterPrediction, predict_cluster
+from infinity.planning.machine_file import Machine
 from infinity.runtime.registry import wrapped
 
 from .disks import MIB, RATE

@@ -1,4 +1,4 @@
-"""Prints the table of docs/what-fits.md: models x machines, as `infinity plan` has them.
+"""Prints the tables of docs/what-fits.md: models x machines, as `infinity plan` has them.
 
 python tools/what_fits.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +20,10 @@ from infinity.machine.sizes import format_seconds  # noqa: E402
 MODELS = ("llama-1b", "llama-8b", "qwen3-14b", "qwen3-32b", "llama-70b")
 MACHINES = ("laptop", "rtx3090", "rtx4090", "a100", "h100", "h200")
 OPTIONS = "--batch-tokens 16K --sequence-length 2048 --gradient-checkpointing --json".split()
+MESH_MODELS = ("llama-8b", "llama-70b")
+HOMES = ("device", "host", "nvme")
+NODES = ("two-rtx3090", "four-rtx4090", "dgx2", "dgx-a100", "dgx-h100", "dgx-b200")
+MESH_OPTIONS = "--batch-tokens 64K --sequence-length 4096 --gradient-checkpointing --mesh auto"
 CARD = 0.75  # of the device's memory; the rest is left to activations
 
 
@@ -30,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
 
 def cell(model: str, machine: str, options: list[str]) -> str:
     """Returns where the state lives, and how long a step takes."""
-    from infinity.planning.cluster import Machine
+    from infinity.planning.machine_file import Machine
 
     memory = int(CARD * Machine.read(machine).device_memory)
     words = ["plan", "--model", model, "--machine", machine, "--device-memory", str(memory)]
@@ -53,12 +58,36 @@ def share_of(found: dict, tier: str) -> float:
     return nbytes[tier] / max(1, sum(nbytes.values()))
 
 
+def mesh_cell(row: str, machine: str) -> str:
+    """Returns the best mesh of one node for "model, home", and how long a step takes."""
+    model, _, home = row.partition(", ")
+    words = ["plan", "--model", model, "--machine", machine, *MESH_OPTIONS.split()]
+    homes = ["--params", home, "--optimizer", home]
+    try:
+        best = plan.make(parser().parse_args([*words, *homes]))["meshes"][0]
+    except CapacityError:
+        return "does not fit"
+    axes = " ".join(f"{axis}{size}" for axis, size in best["mesh"].items() if size > 1)
+    slower = f", {best['times_resident']:.3g} x" if best["times_resident"] >= 1.005 else ""
+    return f"{axes}: {format_seconds(best['step_seconds'])}{slower}"
+
+
 def table(options: list[str]) -> str:
-    """Makes the table, in Markdown."""
-    rows = [f"| | {' | '.join(MACHINES)} |", f"|---|{'---|' * len(MACHINES)}"]
+    """Makes the table of one rank, in Markdown."""
+    return _table(MODELS, MACHINES, lambda model, machine: cell(model, machine, options))
+
+
+def meshes() -> str:
+    """Makes the table of meshes, in Markdown."""
+    rows = tuple(f"{model}, {home}" for model in MESH_MODELS for home in HOMES)
+    return _table(rows, NODES, mesh_cell)
+
+
+def _table(names: tuple, machines: tuple, cell_of: Callable[[str, str], str]) -> str:
+    rows = [f"| | {' | '.join(machines)} |", f"|---|{'---|' * len(machines)}"]
     rows += [
-        f"| {model} | {' | '.join(cell(model, machine, options) for machine in MACHINES)} |"
-        for model in MODELS
+        f"| {name} | {' | '.join(cell_of(name, machine) for machine in machines)} |"
+        for name in names
     ]
     return "\n".join(rows)
 
@@ -67,3 +96,5 @@ if __name__ == "__main__":
     print(table([]))
     print()
     print(table(["--moments", "int8"]))
+    print()
+    print(meshes())

@@ -85,12 +85,13 @@ def lay_out(
     config: Config,
     ranks: ParallelDims | None = None,
     device: Device | None = None,
+    *,
+    reuses: bool = False,
 ) -> tuple[MemoryPlan, list[UnitSize]]:
     """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units, without
     allocating or changing anything. ``ranks`` and ``device``: the planned ones, which need not
-    exist; None: one rank, and the device that would compute here.
-    """
-
+    exist; None: one rank, and the device that would compute here. ``reuses``: see
+    :func:`make_plan`."""
     check(model, given := as_given(optimizer), config)
     optimizers = Optimizers(given)
     alone = Collectives(ranks)
@@ -104,7 +105,9 @@ def lay_out(
             collectives=alone,
             dtype_of=dtype_of,
         )
-        _, (groups, flat_params, plan) = lay_out_here(model, config, flat_params_of, device, alone)
+        _, (groups, flat_params, plan) = lay_out_here(
+            model, config, flat_params_of, device, alone, reuses=reuses
+        )
     finally:
         device.close()
     return plan, [

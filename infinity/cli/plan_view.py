@@ -32,6 +32,8 @@ def text(found: dict[str, Any], *, timetable: bool = False) -> Iterator[str]:
     yield from _homes(found["units"])
     yield from _memory_map(found["tiers"])
     yield from _needs(found)
+    if "endurance" in found:
+        yield found["endurance"]["line"]
     if "muon" in found:
         yield _muon(found["muon"], found.get("ranks", 1))
     if timetable and "timeline" in found:

@@ -109,7 +109,7 @@ def choose(
         loading = [2 * each / load_rate for each in nbytes]
     costs = chain.costs() if costs is None else costs
     for count in [chunks] if chunks is not None else _counts(name, layers, ranks, config):
-        _check(name, count, layers, ranks, micro_batches)
+        check_counts(name, count, layers, ranks, micro_batches)
         lengths = cut_evenly(costs, ranks * count, loading=loading)
         choice = Choice(name, tuple(lengths), ranks, micro_batches, why)
         largest = max(
@@ -154,7 +154,7 @@ def _counts(name: str, layers: int, ranks: int, config: Config) -> list[int]:
     return [*range(2, max(2, layers // ranks) + 1)] if more else [2]
 
 
-def _check(name: str, chunks: int, layers: int, ranks: int, micro_batches: int) -> None:
+def check_counts(name: str, chunks: int, layers: int, ranks: int, micro_batches: int) -> None:
     """Raises ConfigError if a schedule does not accept this number of chunks or micro-batches."""
     if (name in ONE_CHUNK and chunks != 1) or (name in IN_A_V and chunks != 2):
         raise ConfigError(

@@ -99,7 +99,7 @@ def _build(
     all_chunks = [chain.make_chunk(choice.layers_of(number)) for number in range(choice.chunks)]
     mine = [all_chunks[number] for number in choice.chunks_of(rank)]
     ties = find_ties(chain, all_chunks, choice.rank_of, rank)
-    kept = _keep_own(optimizer, mine)
+    kept = keep_own(optimizer, mine)
     managed = None
     try:
         with ties.marked() if ties is not None else nullcontext():
@@ -108,11 +108,11 @@ def _build(
     except BaseException:
         if is_wrapped(mine[0]):
             unwrap_model(mine, managed)
-        _give_back(optimizer, kept)
+        give_back(optimizer, kept)
         raise
 
 
-def _keep_own(
+def keep_own(
     optimizer: torch.optim.Optimizer | None, chunks: Sequence[nn.Module]
 ) -> tuple[list[list], dict]:
     """Removes all parameters but those of ``chunks`` from an optimizer. Returns what it had."""
@@ -127,7 +127,7 @@ def _keep_own(
     return kept
 
 
-def _give_back(optimizer: torch.optim.Optimizer | None, kept: tuple[list[list], dict]) -> None:
+def give_back(optimizer: torch.optim.Optimizer | None, kept: tuple[list[list], dict]) -> None:
     """Restores an optimizer."""
     params, state = kept
     for group, of_group in zip(optimizer.param_groups if optimizer is not None else (), params):

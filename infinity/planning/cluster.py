@@ -1,6 +1,5 @@
 """Cluster: predicts bytes and seconds of a step on other machines, from the plan that runs there.
 
-machine     one node, described by a file: devices, host memory, disks, links (see ``machines/``)
 gathers     how often each unit's weights are gathered in a step, from a simulation of the forward
             and the backward within the plan's window
 ring        the collective algorithm assumed: each rank receives all but its own part from its
@@ -13,27 +12,23 @@ file does not cover.
 
 from __future__ import annotations
 
-import difflib
 import math
-import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..errors import ConfigError
 from ..machine.device import Device
-from ..machine.sizes import format_nbytes, parse_nbytes
+from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
-from ..untrusted import read_text
+from .machine_file import Machine
 from .memory_plan import MemoryPlan
 from .step_traffic import (
     grad_traffic,
     optimizer_traffic,
+    passing_traffic,
     state_traffic,
     traffic,
     update_traffic,
@@ -42,103 +37,8 @@ from .step_traffic import (
 from .timeline import Timeline, UnitSeconds, plan_gathers, simulate
 from .unit_sizes import UnitSize
 
-MACHINES = Path(__file__).parent / "machines"
-FIELDS = {
-    "devices": ("count", "memory", "flops", "efficiency"),
-    "host": ("memory", "bandwidth", "checksum"),
-    "disks": ("count", "capacity", "read", "write"),
-    "links": ("device", "host", "network", "latency"),
-}
 MEETINGS = 2  # barriers in a step: at the end of its backward and at its beginning
 CHILDREN = 32  # of a rank in the tree of a barrier
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One node. Units: bytes, bytes per second in one direction, operations per second, seconds."""
-
-    name: str
-    devices: int
-    device_memory: int
-    device_flops: float  # achieved by blocks: the peak times the efficiency
-    host_memory: int
-    host_bandwidth: float
-    checksum_rate: float
-    disks: int
-    disk_capacity: int
-    disk_read: float
-    disk_write: float
-    device_link: float
-    host_link: float
-    network: float
-    latency: float
-    sources: tuple[str, ...] = ()
-    device_bandwidth: float | None = None  # of its memory; None: unknown, its time is not counted
-
-    @classmethod
-    def read(cls, given: str) -> Machine:
-        """Reads the file ``given``, or the package's machine file of that name. Raises ConfigError
-        if there is none, or it lacks a field."""
-        path = Path(given)
-        if not path.exists():
-            path = MACHINES / path.with_suffix(".toml").name.lower()
-        try:
-            found = tomllib.loads(read_text(path))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            known = sorted(each.stem for each in MACHINES.glob("*.toml"))
-            near = [name for name in known if given.lower() in name]
-            near += difflib.get_close_matches(given, known, n=1)
-            why = f"there is no file {given}" if isinstance(error, FileNotFoundError) else error
-            hint = f": did you mean {near[0]}?" if near else f": {why}."
-            raise ConfigError(
-                f"--machine {given}{hint} Give a TOML file, or one of {', '.join(known)}"
-            ) from None
-        values = {
-            (part, key): _value(found, part, key, given)
-            for part, keys in FIELDS.items()
-            for key in keys
-        }
-        has_rate = isinstance(found["devices"], dict) and "bandwidth" in found["devices"]
-        return cls(
-            device_bandwidth=_value(found, "devices", "bandwidth", given) if has_rate else None,
-            name=str(found.get("name", given)),
-            devices=int(values["devices", "count"]),
-            device_memory=int(values["devices", "memory"]),
-            device_flops=values["devices", "flops"] * values["devices", "efficiency"],
-            host_memory=int(values["host", "memory"]),
-            host_bandwidth=values["host", "bandwidth"],
-            checksum_rate=values["host", "checksum"],
-            disks=int(values["disks", "count"]),
-            disk_capacity=int(values["disks", "capacity"]),
-            disk_read=values["disks", "read"],
-            disk_write=values["disks", "write"],
-            device_link=values["links", "device"],
-            host_link=values["links", "host"],
-            network=values["links", "network"],
-            latency=values["links", "latency"],
-            sources=tuple(map(str, found.get("sources", ()))),
-        )
-
-
-def _value(found: dict[str, Any], part: str, key: str, given: str) -> float:
-    value = found.get(part, {}).get(key) if isinstance(found.get(part, {}), dict) else None
-    if isinstance(value, str):
-        value = parse_nbytes(value, f"{given}: {part}.{key}")
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= 0
-    ):
-        raise ConfigError(
-            f"--machine {given}: [{part}] needs {key}, a number above 0 (or bytes as text); it has"
-            f" {value!r}"
-        )
-    if key == "count" and value != int(value):
-        raise ConfigError(
-            f"--machine {given}: [{part}] has {key} = {value}, which is not a whole number"
-        )
-    return float(value)
 
 
 class OnPaper(Device):
@@ -209,18 +109,9 @@ def predict_cluster(
             received * ranks / max(1, ranks - 1) * (nodes - 1) / nodes / machine.network
             + messages * machine.latency * (nodes > 1)
         ),
-        "host's links": max(edges["host->device"], edges["device->host"]) / machine.host_link,
-        "optimizer": machine.devices * steps[Tier.HOST] / machine.host_bandwidth,
+        **home_seconds(edges, steps[Tier.HOST], machine),
         "optimizer on device": steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
-        "checksums": (
-            machine.devices * (edges["nvme->host"] + edges["host->nvme"]) / machine.checksum_rate
-        ),
-        "disks": (
-            machine.devices
-            * (edges["nvme->host"] / machine.disk_read + edges["host->nvme"] / machine.disk_write)
-            / machine.disks
-        ),
-        "meetings": MEETINGS * _barrier_seconds(ranks, machine),
+        "meetings": MEETINGS * barrier_seconds(ranks, machine),
     }
     passing = sum(bool(count) for count in gathers)
     told = _assumptions(machine, ranks, sum(gathers) / max(1, passing), plan)
@@ -232,7 +123,24 @@ def predict_cluster(
     return ClusterPrediction(ranks, sum(gathers), edges, seconds, told)
 
 
-def _barrier_seconds(ranks: int, machine: Machine) -> float:
+def home_seconds(edges: Mapping[str, int], stepped: int, machine: Machine) -> dict[str, float]:
+    """Computes the seconds that the homes of state need of a node with as much to do on every
+    device. ``edges``: bytes of one rank; ``stepped``: of those that its host's optimizer passes."""
+    read, written = edges["nvme->host"], edges["host->nvme"]
+    return {
+        "host's links": max(edges["host->device"], edges["device->host"]) / machine.host_link,
+        "optimizer": machine.devices * stepped / machine.host_bandwidth,
+        "checksums": machine.devices * (read + written) / machine.checksum_rate,
+        "disks": (
+            machine.devices
+            * (read / machine.disk_read + written / machine.disk_write)
+            / machine.disks
+        ),
+    }
+
+
+def barrier_seconds(ranks: int, machine: Machine) -> float:
+    """Computes the seconds of a barrier of so many ranks."""
     if ranks == 1:
         return 0.0
     return 2 * max(1, math.ceil(math.log(ranks, CHILDREN))) * machine.latency
@@ -286,6 +194,8 @@ def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]
                 flat.nbytes("grad") for flat in unit.flat_params if flat.spec.stepped
             )
         edges["nvme->host"] -= (2 - count) * unit.shard_nbytes * from_disk
+        for edge, nbytes in passing_traffic(plan, index, unit).items():
+            edges[edge] += nbytes
         for flat_param in unit.flat_params:
             others = flat_param.numel - flat_param.numel // flat_param.shards
             edges["all-gather"] += count * others * flat_param.spec.dtype.itemsize
@@ -385,5 +295,8 @@ def _transfers_of(
         load=(state["nvme->host"] + landed["nvme->host"]) / read,
         step=steps[Tier.HOST] / machine.host_bandwidth,
         save=(state["host->nvme"] + landed["host->nvme"]) / write,
-        step_on_device=steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
+        step_on_device=max(
+            steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
+            max(passing_traffic(plan, index, unit).values()) / machine.host_link,
+        ),
     )

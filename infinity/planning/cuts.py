@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 from ..errors import ConfigError
@@ -72,8 +72,13 @@ def cut_evenly(
             f"a model of {len(seconds)} layers cannot be cut into {stages} stages: use fewer stages"
             " (pp), or chunks of a rank"
         )
+    return list(_cut(tuple(seconds), stages, tuple(loading or ())))
+
+
+@lru_cache(maxsize=64)  # a search over meshes asks for the same cut again and again
+def _cut(seconds: tuple[float, ...], stages: int, loading: tuple[float, ...]) -> tuple[int, ...]:
     sums = [0.0, *accumulate(seconds)]
-    loads = [0.0, *accumulate(loading)] if loading is not None else [0.0] * len(sums)
+    loads = [0.0, *accumulate(loading)] if loading else [0.0] * len(sums)
 
     @cache
     def best(end: int, count: int) -> tuple[float, tuple[int, ...]]:
@@ -85,7 +90,7 @@ def cut_evenly(
             for k, (slowest, lengths) in options
         )
 
-    return list(best(len(seconds), stages)[1])
+    return best(len(seconds), stages)[1]
 
 
 def partition(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..machine.rates import Rates
 from ..machine.tiers import Tier
 from .memory_plan import MemoryPlan
-from .step_traffic import optimizer_traffic, traffic
+from .step_traffic import optimizer_traffic, passing_traffic, traffic
 from .unit_sizes import UnitSize
 
 
@@ -45,6 +45,9 @@ def predict(
     ``passes``: forwards and backwards in a step.
     """
     edges = traffic(plan, units, passes=passes)
+    for index, unit in enumerate(units):
+        for edge, nbytes in passing_traffic(plan, index, unit).items():
+            edges[edge] += nbytes
     through_disk = edges["nvme->host"] + edges["host->nvme"]
     steps = optimizer_traffic(plan, units)
     seconds = {

@@ -58,9 +58,21 @@ def state_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int
     return edges
 
 
+def passing_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]:
+    """Counts the bytes of a unit's arrays at home on the host that pass a device for its step; a
+    gradient is not brought back."""
+    edges = {"host->device": 0, "device->host": 0}
+    if _steps_on_device(plan, index):
+        for name, home in plan.tiers_of(index).items():
+            nbytes = sum(flat.nbytes(name) for flat in _stepped(unit)) * (home is Tier.HOST)
+            edges["host->device"] += nbytes
+            edges["device->host"] += nbytes * (name != "grad")
+    return edges
+
+
 def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier, int]:
     """Counts the bytes that the optimizer reads and writes in one step, by memory: the device's for
-    arrays at home there, else the host's."""
+    arrays at home or stepped there, else the host's."""
     passed = {Tier.DEVICE: 0, Tier.HOST: 0}
     for index, unit in enumerate(units):
         for tier, nbytes in update_traffic(plan, index, unit).items():
@@ -71,14 +83,20 @@ def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier,
 def update_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[Tier, int]:
     """Counts as :func:`optimizer_traffic`, for one unit."""
     passed, tiers = {Tier.DEVICE: 0, Tier.HOST: 0}, plan.tiers_of(index)
+    there = _steps_on_device(plan, index)
     for flat_param in _stepped(unit):
         for name in ("grad", *STATE, *SCALES.values()):
             home = tiers.get(name, tiers[name.removesuffix("_scale")])
             times = 1 if name == "grad" else 2  # a gradient is only read
-            passed[Tier.DEVICE if home is Tier.DEVICE else Tier.HOST] += times * flat_param.nbytes(
-                name
-            )
+            memory = Tier.DEVICE if there or home is Tier.DEVICE else Tier.HOST
+            passed[memory] += times * flat_param.nbytes(name)
     return passed
+
+
+def _steps_on_device(plan: MemoryPlan, index: int) -> bool:
+    """Whether a unit's arrays on the host pass a device, which alone can access the others."""
+    tiers = plan.tiers_of(index)
+    return plan.device_slot_nbytes > 0 and any(tiers[name] is Tier.DEVICE for name in STATE)
 
 
 def _stepped(unit: UnitSize) -> list[FlatParamSize]:

@@ -11,13 +11,8 @@ from torch import float32
 import infinity
 from infinity import native
 from infinity.machine.tiers import Tier
-from infinity.planning.cluster import (
-    MACHINES,
-    Machine,
-    gathers_of,
-    predict_cluster,
-    timeline_of,
-)
+from infinity.planning.cluster import gathers_of, predict_cluster, timeline_of
+from infinity.planning.machine_file import MACHINES, Machine
 from infinity.planning.memory_plan import MemoryPlan
 from infinity.planning.unit_sizes import FlatParamSize, UnitSize
 from infinity.state.flat_param_spec import ARRAYS, FlatParamSpec
@@ -152,6 +147,30 @@ def test_state_on_the_device_is_stepped_at_the_devices_rate(tmp_path):
     )
     alone = predict_cluster(plan_of(1 << 40, device), units_of(4, 1), machine, 1, flops=1.0)
     assert min(alone.edges.values()) == 0
+
+
+def test_state_on_the_host_that_the_device_steps_costs_the_device_and_the_link():
+    """Method: weights on the device, moments and gradients on the host, slots of a device that
+    alone can access the weights. The host's memory passes nothing; moments go up and down, a
+    gradient up again. Twin: without slots the processor steps what is on the host."""
+    machine, units = Machine.read("dgx-h100"), units_of(4, 1, 1 << 26)
+    tiers = HOST | {"weight": Tier.DEVICE}
+    plan = dataclasses.replace(plan_of(1 << 40, tiers), device_slot_nbytes=1)
+    found = predict_cluster(plan, units, machine, 1, flops=1.0)
+    of = {name: sum(u.flat_params[0].nbytes(name) for u in units) for name in ARRAYS}
+    moments = of["exp_avg"] + of["exp_avg_sq"]
+    assert found.seconds["optimizer"] == 0
+    assert found.seconds["optimizer on device"] == pytest.approx(
+        (of["grad"] + 2 * (moments + of["weight"])) / machine.device_bandwidth
+    )
+    assert found.edges["host->device"] == moments + of["grad"]
+    assert found.edges["device->host"] == moments + of["grad"]
+    twin = predict_cluster(plan_of(1 << 40, tiers), units, machine, 1, flops=1.0)
+    assert twin.seconds["optimizer"] > 0 and twin.edges["host->device"] == 0
+    slow = dataclasses.replace(machine, host_link=1e9)
+    jobs = timeline_of(plan, units, slow, flops=1.0).jobs
+    steps = sum(job.seconds for job in jobs if job.queue == "optimizer on device")
+    assert steps == pytest.approx((moments + of["grad"]) / 1e9)
 
 
 def test_the_slowest_resource_decides():

@@ -26,7 +26,8 @@ import pytest
 from chatty import PAIRS, ROWS, save_base, save_rows
 from ranks import run_torchrun
 
-from infinity import Config
+from infinity import Config, ConfigError
+from infinity.planning.machine_file import Machine
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {
@@ -159,14 +160,27 @@ def test_the_commands_run(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_table_of_what_fits_is_what_is_planned():
-    """Method: prints it anew. Twin: another one."""
+@pytest.mark.timeout(900)
+def test_the_tables_of_what_fits_are_what_is_planned():
+    """Method: prints them anew. Twin: another one."""
     sys.path.insert(0, str(ROOT / "tools"))
     import what_fits
 
     text = DOCUMENTS["docs/what-fits.md"]
     exact, smaller = what_fits.table([]), what_fits.table(["--moments", "int8"])
     assert exact in text and smaller in text and exact != smaller
+    assert what_fits.meshes() in text
+
+
+def test_the_machine_of_your_own_is_one(tmp_path):
+    """Method: reads the file as printed. Twin: without a line of it."""
+    (block,) = re.findall(r"```toml\n(.*?)```", DOCUMENTS["docs/what-fits.md"], flags=re.DOTALL)
+    (tmp_path / "mine.toml").write_text(block)
+    machine = Machine.read(str(tmp_path / "mine.toml"))
+    assert machine.devices == 2 and machine.drive_rating == 1200e12 and machine.sources
+    (tmp_path / "mine.toml").write_text(block.replace("host = {memory", "guest = {memory"))
+    with pytest.raises(ConfigError, match="needs memory"):
+        Machine.read(str(tmp_path / "mine.toml"))
 
 
 def test_the_page_of_models_names_what_is_tested():

@@ -61,6 +61,13 @@ NAMES = [
         "Schedule1F1B._compute_loss",
         "parallel/continuous.py",
     ),
+    (
+        "torch.distributed.pipelining.schedules",
+        "ScheduleInterleaved1F1B._prepare_schedule_with_comms",
+        "parallel/orders.py",
+    ),
+    ("torch.distributed.distributed_c10d", "_World", "parallel/on_paper.py"),
+    ("torch.testing._internal.distributed.fake_pg", "FakeStore", "parallel/on_paper.py"),
     ("torch", "_C._storage_Use_Count", "optim/borrowed_state.py"),
     ("torch", "_C._current_graph_task_id", "runtime/passes.py"),
     ("torch", "_C._current_graph_task_id", "runtime/tasks.py"),

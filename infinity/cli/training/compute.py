@@ -69,7 +69,7 @@ def compute_time(
             return Compute(max(one, one + (layers - 1) * (three - one) / 2), "measured")
     except Exception:  # noqa: BLE001 - an architecture that cannot be had smaller: it is estimated
         pass
-    return Compute(flops / _product_rate(dtype, where), "estimated")
+    return Compute(flops / product_rate(dtype, where), "estimated")
 
 
 def step_flops(
@@ -143,10 +143,10 @@ def _measure(
         model.zero_grad()
         model(input_ids=tokens, labels=tokens).loss.backward()
 
-    return _fastest(step, device)
+    return fastest(step, device)
 
 
-def _fastest(job: Callable[[], object], device: str) -> float:
+def fastest(job: Callable[[], object], device: str) -> float:
     """Returns the seconds of the fastest of a few runs."""
     import torch
 
@@ -160,11 +160,11 @@ def _fastest(job: Callable[[], object], device: str) -> float:
     return best
 
 
-def _product_rate(dtype: torch.dtype, device: str) -> float:
+def product_rate(dtype: torch.dtype, device: str) -> float:
     """Measures the multiplications and additions per second of a matrix product that is large
     enough for the device."""
     import torch
 
     size = 1024 if device == "cpu" else 8192
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / _fastest(lambda: a @ b, device)
+    return 2 * size**3 / fastest(lambda: a @ b, device)

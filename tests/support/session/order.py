@@ -40,6 +40,8 @@ LONGEST = (
     "cli/test_cli_train.py",
     "checkpoint/test_resume.py",
     "cli/test_cli_plan.py",
+    "cli/test_cli_mesh.py",
+    "parallel/test_mesh_plans.py",
     "storage/test_write_behind.py",
     "training/test_steps_and_gradients.py",
     "machine/test_device.py",
