@@ -19,9 +19,6 @@ from ..machine.outputs import PICTURE, Output, check_outputs
 from ..machine.sizes import parse_nbytes
 from ..planning.machine_file import Machine, known_machines
 from .plan_job import Job, plan_cluster, plan_here
-from .plan_measured import measured_machine
-from .plan_mesh import LENGTH, plan_meshes
-from .plan_mesh import text as mesh_text
 from .plan_view import draw, text
 from .shapes import SHAPES, find_config
 from .training.optimizers import OPTIM, OPTIM_HELP, make_optimizers
@@ -134,11 +131,14 @@ def run(args: argparse.Namespace) -> int:
             [Output("--svg", args.svg, made=PICTURE)], read.items(), overwrite=args.overwrite
         )
     found = make(args)
+    from . import plan_mesh  # as torch, which only the plan needs
+
     if args.json:
         print(json.dumps(found))
+    elif args.mesh is not None:
+        print("\n".join(plan_mesh.text(found)))
     else:
-        lines = mesh_text(found) if args.mesh is not None else text(found, timetable=args.timetable)
-        print("\n".join(lines))
+        print("\n".join(text(found, timetable=args.timetable)))
     if args.svg is not None:
         args.svg.write_text(draw(found["tiers"]) + "\n")
     return 0
@@ -150,6 +150,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers.utils import logging
 
+    from .plan_mesh import LENGTH, plan_meshes
     from .training.model import choose_sequence_length
 
     logging.set_verbosity_error()
@@ -203,6 +204,8 @@ def _machine_of(args: argparse.Namespace) -> Machine | None:
             "--mesh plans with what forwards save on the device: leave out --activations"
         )
     if args.machine == MEASURED:
+        from .plan_measured import measured_machine
+
         machine = measured_machine(args.nvme_path or [], DTYPES[args.dtype])
     else:
         machine = Machine.read(args.machine)

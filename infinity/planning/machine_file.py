@@ -58,7 +58,7 @@ class Machine:
             found = tomllib.loads(read_text(path))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             known = known_machines()
-            near = [name for name in known if given.lower() in name]
+            near = sorted((name for name in known if given.lower() in name), key=len)
             near += difflib.get_close_matches(given, known, n=1)
             why = f"there is no file {given}" if isinstance(error, FileNotFoundError) else error
             hint = f": did you mean {near[0]}?" if near else f": {why}."

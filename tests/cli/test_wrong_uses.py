@@ -468,7 +468,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "report run": ("run is not a run, or damaged", "leave RUN out to see the newest"),
     "plan --model base --machine gone.toml": (
         "--machine gone.toml: there is no file gone.toml",
-        "Give a TOML file, or one of a100, dgx-h100,",
+        "Give a TOML file, or one of a100, dgx-a100,",
     ),
     "say --device cuda": (
         "--device cuda: torch .* finds no GPU",
