@@ -37,6 +37,7 @@ EVERY_SECONDS = 1.0
 # Of the history: at the limit every other point is dropped, and the stride doubles.
 MOST_POINTS = 512
 HISTORY_EVERY = 10  # in statuses
+OF_TIERS = ("charged_nbytes", "peak_nbytes", "planned_nbytes", "budget_nbytes")
 SMOOTHING = 0.2  # weight of the last step in the mean step time
 
 
@@ -222,34 +223,18 @@ class Watch:
                 (self._steps - self._step) * self._step_seconds if self._steps is not None else None
             ),
             "tiers": {
-                str(tier): {
-                    "charged_nbytes": account.charged_nbytes,
-                    "peak_nbytes": account.peak_nbytes,
-                    "planned_nbytes": account.planned_nbytes,
-                    "budget_nbytes": account.budget_nbytes,
-                }
+                str(tier): {name: getattr(account, name) for name in OF_TIERS}
                 for tier, account in job.ledger.accounts.items()
             },
-            "edges": self._edge_status(edges, before, seconds),
+            "edges": _edge_status(edges, before, seconds, self._limits),
             "shares": shares_of(seconds, waited),
+            "written": {
+                "nbytes": edges["host->nvme"]["nbytes"],
+                "seconds": job.updates.clock.total_seconds,
+                "drives": len(job.config.nvme_paths),
+            },
         }
         return self._told
-
-    def _edge_status(
-        self, edges: dict[str, dict], before: dict[str, dict], seconds: float
-    ) -> dict[str, dict[str, Any]]:
-        """Describes the traffic of every edge; its rates are of the last ``seconds``."""
-        told, new = {}, {"nbytes": 0, "stall_seconds": 0.0}
-        for name, moved in edges.items():
-            was = before.get(name, new)  # data comes later
-            told[name] = {
-                "nbytes": moved["nbytes"],
-                "limit": self._limits.get(name),
-                "rate": (moved["nbytes"] - was["nbytes"]) / seconds,
-                "stalled": (moved["stall_seconds"] - was["stall_seconds"]) / seconds,
-                "stall_seconds": moved["stall_seconds"],
-            }
-        return told
 
     def _write(self, kind: str, content: dict[str, Any]) -> None:
         if not self.folder.is_absolute() and self.folder.parts[:1] == ("~",):
@@ -305,6 +290,24 @@ def _owners(model: nn.Module, job: Job) -> list[tuple[str, nn.Module]]:
     """Returns the modules that are units of their own, with their names."""
     names = {unit.name for unit in job.units}
     return [(name, module) for name, module in model.named_modules() if name in names]
+
+
+def _edge_status(
+    edges: dict[str, dict], before: dict[str, dict], seconds: float, limits: dict[str, float]
+) -> dict[str, dict[str, Any]]:
+    """Describes the traffic of every edge; its rates are of the last ``seconds``. ``limits``: bytes
+    per second."""
+    told, new = {}, {"nbytes": 0, "stall_seconds": 0.0}
+    for name, moved in edges.items():
+        was = before.get(name, new)  # data comes later
+        told[name] = {
+            "nbytes": moved["nbytes"],
+            "limit": limits.get(name),
+            "rate": (moved["nbytes"] - was["nbytes"]) / seconds,
+            "stalled": (moved["stall_seconds"] - was["stall_seconds"]) / seconds,
+            "stall_seconds": moved["stall_seconds"],
+        }
+    return told
 
 
 def _limits(job: Job) -> dict[str, float]:

@@ -16,7 +16,6 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
-from ..machine.sizes import parse_nbytes
 from ..planning.machine_file import Machine, known_machines
 from .plan_job import Job, plan_cluster, plan_here
 from .plan_view import draw, text
@@ -24,7 +23,7 @@ from .shapes import SHAPES, find_config
 from .training.optimizers import OPTIM, OPTIM_HELP, make_optimizers
 from .training.options import DEFAULT_SEQUENCE_LENGTH, FILE, FLAG, FOLDER, HOME, NUMBER, PATH
 from .training.settings import AUTO, engine_config, engine_settings, translated
-from .values import at_least_two, svg_path
+from .values import add_rating, at_least_two, rating_of, svg_path
 
 MEASURED = "measured"  # a machine
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -110,11 +109,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
         help="compare all meshes of these machines (auto), or plan one, as pp=4,tp=8; a step's"
         " tokens are then those of all ranks",
     )
-    add(
-        "--drive-rating",
-        metavar="BYTES",
-        help='what a drive may be written in all, as "1200TB" (default: of the machine file)',
-    )
+    add_rating(add, "default: of the machine file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -180,7 +175,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     if machine is not None:
         return plan_cluster(job, machine, args.nodes)
     unknown = _unknown_machine(args, config)
-    found = plan_here(job, dtype, unknown=unknown, rating=_rating_of(args))
+    found = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
     if args.deepspeed is not None:
         found["deepspeed"] = _deepspeed(model, config)
     return found
@@ -209,17 +204,8 @@ def _machine_of(args: argparse.Namespace) -> Machine | None:
         machine = measured_machine(args.nvme_path or [], DTYPES[args.dtype])
     else:
         machine = Machine.read(args.machine)
-    rating = _rating_of(args)
+    rating = rating_of(args)
     return machine if rating is None else replace(machine, drive_rating=rating)
-
-
-def _rating_of(args: argparse.Namespace) -> float | None:
-    if args.drive_rating is None:
-        return None
-    rating = float(parse_nbytes(args.drive_rating, "--drive-rating"))
-    if rating <= 0:
-        raise ConfigError(f"--drive-rating {args.drive_rating}: give bytes, as 1200TB")
-    return rating
 
 
 def _ranks_of(args: argparse.Namespace, machine: Machine | None) -> int:

@@ -17,8 +17,10 @@ from typing import Any
 from ..errors import ConfigError
 from ..machine.outputs import Output, check_outputs
 from ..machine.sizes import format_seconds
+from ..machine.traffic import shares_text
 from . import svg
-from .values import a_count, a_path
+from .top import endurance_line
+from .values import a_count, a_path, add_rating, rating_of
 
 WIDTH, HEIGHT, MARGIN = 860, 240, 84
 CURVE_COLOUR = "#1f6fb2"
@@ -81,6 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a file of --out that is no page of ours"
     )
+    add_rating(parser.add_argument, "for how long it lasts")
     parser.add_argument(
         "--json", action="store_true", help="what is on the page as one JSON object on stdout"
     )
@@ -98,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         _timeline(Path(str(trace)), args.steps, given=args.trace is not None) if trace else None
     )
     try:
-        args.out.write_text(page(found, timeline))
+        args.out.write_text(page(found, timeline, rating_of(args)))
     except OSError as error:
         raise ConfigError(f"--out {args.out} cannot be written: {error.strerror}") from error
     if args.json:
@@ -143,14 +146,16 @@ def _timeline(path: Path, steps: int, *, given: bool) -> str | None:
         return None  # the file is gone, or is another run's by now
 
 
-def page(found: dict[str, Any], timeline: str | None) -> str:
-    """Makes the page. Raises ConfigError if the files are not of a run."""
+def page(found: dict[str, Any], timeline: str | None, rating: float | None = None) -> str:
+    """Makes the page. ``rating``: bytes that a drive may be written in all. Raises ConfigError if
+    the files are not of a run."""
     from .plan import draw
 
     try:
         model = str(found["plans"][0].get("model") or "")
         title = " ".join(["Infinity:", *([model] if model else []), Path(found["folder"]).name])
         parts = [f"<h1>{html.escape(title)}</h1>", _summary(found["ranks"][0], found["plans"][0])]
+        parts += _shares(found["ranks"][0], rating)
         if points := [(step, loss) for step, loss, _ in found["points"] if loss is not None]:
             parts.append(f"<h2>Loss</h2>{_wide(curve(points))}")
         parts += _pace(found["ranks"][0], found["points"][1:])
@@ -208,6 +213,16 @@ def _summary(status: dict[str, Any], plan: dict[str, Any]) -> str:
         f" {format_seconds(float(status['step_seconds']))} a step;"
         f" {html.escape(str(status['phase']))}.</p>"
     )
+
+
+def _shares(status: dict[str, Any], rating: float | None) -> list[str]:
+    """Says what the last steps waited for, and how long the drives last."""
+    shares, found = status.get("shares"), []
+    if shares:
+        found.append(f"time: {shares_text({str(k): float(v) for k, v in shares.items()})}")
+    if (line := endurance_line(status, rating)) is not None:
+        found.append(line)
+    return [f"<p>{html.escape(each)}</p>" for each in found]
 
 
 def _pace(status: dict[str, Any], points: list[tuple]) -> list[str]:

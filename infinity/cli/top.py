@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .values import a_path
+from .values import a_path, add_rating, rating_of
 
 BAR = 24  # characters
 STALE_SECONDS = 30  # without an update: the process computes one long unit, or waits
@@ -36,6 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="SECONDS",
         help="between two looks (default 1)",
     )
+    add_rating(parser.add_argument, "for how long it lasts")
     parser.add_argument(
         "--json", action="store_true", help="print once, as one JSON object on stdout"
     )
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"runs": look(args.run)}))
     elif args.once or not sys.stdout.isatty():
-        print("\n".join(lines(look(args.run))))
+        print("\n".join(lines(look(args.run), rating_of(args))))
     else:
         _live(args)
     return 0
@@ -88,19 +89,19 @@ def _live(args: argparse.Namespace) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    look(args.run)  # raises errors before the screen is taken over
+    look(args.run), (rating := rating_of(args))  # raise errors before the screen is taken over
     try:
         with Live(console=Console(), screen=True, auto_refresh=False) as live:
             while True:
-                live.update(Text("\n".join(lines(look(args.run)))), refresh=True)
+                live.update(Text("\n".join(lines(look(args.run), rating))), refresh=True)
                 time.sleep(args.interval)
     except KeyboardInterrupt:
         return  # Ctrl-C is the way to quit
 
 
-def lines(jobs: list[dict[str, Any]]) -> Iterator[str]:
+def lines(jobs: list[dict[str, Any]], rating: float | None = None) -> Iterator[str]:
     """Yields the lines of a screen. Text from files is made printable. Values of a wrong type are
-    shown as a dash, or left out."""
+    shown as a dash, or left out. ``rating``: bytes that a drive may be written in all."""
     if not jobs:
         yield (
             "No running job is found: `infinity train` is one once its model is built, and a loop"
@@ -112,6 +113,8 @@ def lines(jobs: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{job['folder']}  {state}"
         for status in job["ranks"]:
             yield from _rank(status)
+            if (line := endurance_line(status, rating)) is not None:
+                yield f"   {line}"
 
 
 def _rank(status: dict[str, Any]) -> Iterator[str]:
@@ -156,6 +159,22 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
                 f"   {printable(edge):<22}{rate / 1e9:>6.2f} GB/s  stalled"
                 f" {number(moved.get('stalled'), '.0%'):>4}  {share}"
             )
+
+
+def endurance_line(status: dict[str, Any], rating: float | None) -> str | None:
+    """Returns how long the drives of a job last; None if it has written nothing to them."""
+    from ..planning.endurance import Endurance
+
+    written = status.get("written")
+    found = (
+        [written.get(key) for key in ("nbytes", "seconds", "drives")]
+        if isinstance(written, dict)
+        else []
+    )
+    if not found or not all(_is_number(each) and each > 0 for each in found):
+        return None
+    endurance = Endurance.of_step(*found, rating)
+    return None if endurance is None else endurance.line
 
 
 def _is_number(value: Any) -> bool:

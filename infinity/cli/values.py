@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from ..errors import ConfigError
+from ..machine.sizes import parse_nbytes
 
 MOST = 2**31 - 1  # of a count: more is a typo
 MOST_TOKENS = 1e18
@@ -110,3 +113,23 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()
+
+
+def add_rating(add: Callable[..., Any], default: str) -> None:
+    """Adds the option of :func:`rating_of`."""
+    add(
+        "--drive-rating",
+        metavar="BYTES",
+        help=f'what a drive may be written in all, as "1200TB" ({default})',
+    )
+
+
+def rating_of(args: argparse.Namespace) -> float | None:
+    """Returns the bytes that a drive may be written in all; None if they are not given. Raises
+    ConfigError."""
+    if args.drive_rating is None:
+        return None
+    rating = float(parse_nbytes(args.drive_rating, "--drive-rating"))
+    if rating <= 0:
+        raise ConfigError(f"--drive-rating {args.drive_rating}: give bytes, as 1200TB")
+    return rating

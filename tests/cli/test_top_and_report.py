@@ -50,6 +50,9 @@ def test_top_shows_the_job_that_runs(watched, capsys):
     screen = capsys.readouterr().out
     for text in ("running", "step 3 of 3", "loss 0.", "tokens/s", "nvme ", "nvme->host", "GB/s"):
         assert text in screen, screen
+    assert "compute" in screen and "written a day to the drive; how long one lasts" in screen
+    assert main(["top", "--once", "--drive-rating", "1GB"]) == 0
+    assert "WARNING" in capsys.readouterr().out
     assert main(["top", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["runs"]
     assert found["running"] and found["folder"] == str(watched) and found["ranks"][0]["step"] == 3
