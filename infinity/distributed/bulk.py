@@ -159,13 +159,17 @@ class Bulk:
     def reduce(
         self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
     ) -> Pending:
-        """Averages this rank's shard of all ranks' ``flat``. The wait passes it, fp32, to ``done``.
+        """Averages this rank's shard of all ranks' ``flat``, weighed by the shares of the batch.
+        The wait passes it, fp32, to ``done``.
 
         Precondition: after :meth:`agree`, or the next collective of a verified pass.
         """
         start = time.perf_counter()
-        raw, works, is_fast = bytes_of(flat), [], self.ranks.reduction == "fast"
-        received = flat
+        works, is_fast, weights = [], self.ranks.reduction == "fast", self._weights()
+        if is_fast and weights is not None:
+            # A copy: what a failed reduction leaves must not be weighed twice.
+            flat, weights = flat * weights[self.ranks.rank], None
+        raw, received = bytes_of(flat), flat
         if self.ranks.size > 1:
             received = (
                 flat.new_empty(flat.numel() // self.ranks.size)
@@ -179,7 +183,9 @@ class Bulk:
         def finish() -> None:
             moved = raw.numel() - raw.numel() // self.ranks.size
             total = (
-                received.float() if is_fast else _ordered_sum(received.view(self.ranks.size, -1))
+                received.float()
+                if is_fast
+                else _ordered_sum(received.view(self.ranks.size, -1), weights)
             )
             if self.ranks.replicate_group is not None:
                 everyones = self._gather_over_replicas(total, what)
@@ -189,6 +195,15 @@ class Bulk:
             done(total.div_(self.ranks.data_size))
 
         return self._pending(works, what, finish, flat.device)
+
+    def _weights(self) -> list[float] | None:
+        """Returns the weights of the shard group's ranks; None if all data ranks have equal
+        shares."""
+        split = self._progress.split
+        if split is None or split.weights is None:
+            return None
+        first = self.ranks.data_rank - self.ranks.rank
+        return split.weights[first : first + self.ranks.size]
 
     @property
     def can_share_flags(self) -> bool:
@@ -267,9 +282,11 @@ class Bulk:
             self._pending([work], "what an exception left", None, torch.device("cpu")).drop()
 
 
-def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 sum of the rows, first to last."""
+def _ordered_sum(parts: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
+    """Returns the fp32 sum of the rows, first to last. ``weights``: factors of the rows."""
     total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total.add_(part)
+    if weights is not None:
+        total.mul_(weights[0])
+    for row, part in enumerate(parts[1:], start=1):
+        total.add_(part, alpha=1.0 if weights is None else weights[row])
     return total
