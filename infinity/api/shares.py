@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..distributed.collectives import Collectives
+from ..distributed.bulk import Bulk
 from ..distributed.parallel_dims import ParallelDims
 from ..distributed.shares import Split
 from ..errors import ConfigError, UsageError
@@ -59,9 +59,9 @@ class Shares:
         model: nn.Module | None = None,
     ):
         record = wrapped(model) if model is not None else _trained_here()
-        self._engine = record.engine
-        self._collectives = collectives = self._engine.job.collectives
-        with self._engine.uses.operation(Operation.SHARE_BATCH):
+        self._job = record.engine.job
+        self._collectives = collectives = self._job.collectives
+        with self._job.uses.operation(Operation.SHARE_BATCH):
             with collectives.together("checking what Shares was given"):
                 total = _checked_batch(batch, tokens, collectives.ranks)
                 refuse_batch_norm("Shares", "", record.model)
@@ -69,9 +69,9 @@ class Shares:
             unit = "samples" if tokens is None else "tokens"
             collectives.compare({"the batch": f"{total} {unit}"}, "Shares", over_stages=True)
             self._split = Split(total, collectives.ranks.data_size)
-            self._pace = Pace(record.model, self._engine.job)
-            collectives.share_out(self._split)
-        self._finalizer = weakref.finalize(self, _end, collectives, self._split, self._pace)
+            self._pace = Pace(record.model, self._job)
+            collectives.bulk.share_out(self._split)
+        self._finalizer = weakref.finalize(self, _end, collectives.bulk, self._split, self._pace)
 
     @property
     def slice(self) -> slice:
@@ -106,8 +106,8 @@ class Shares:
 
     def _operation(self) -> Any:
         """Opens the scope of a change. Raises UsageError where weights may not change."""
-        scope = self._engine.uses.operation(Operation.SHARE_BATCH)
-        if self._collectives.split is not self._split:
+        scope = self._job.uses.operation(Operation.SHARE_BATCH)
+        if self._collectives.bulk.split is not self._split:
             raise UsageError(
                 "this Shares ended when another one was made for the same model: use the newer one"
             )
@@ -115,7 +115,7 @@ class Shares:
         return scope
 
     def _refuse_half_done(self) -> None:
-        if waiting := self._engine.steps.backwards:
+        if waiting := self._job.steps.backwards:
             raise UsageError(
                 f"Shares: the gradients of {waiting} backwards, weighed by the present shares, wait"
                 " for their step. Call it after optimizer.step() and zero_grad()."
@@ -194,8 +194,8 @@ def _trained_here() -> Wrapped:
     return found[0]
 
 
-def _end(collectives: Collectives, split: Split, pace: Pace) -> None:
+def _end(bulk: Bulk, split: Split, pace: Pace) -> None:
     """Ends the weights of ``split``, unless another one has taken its place."""
     pace.close()
-    if collectives.split is split:
-        collectives.share_out(None)
+    if bulk.split is split:
+        bulk.share_out(None)

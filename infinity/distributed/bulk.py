@@ -29,6 +29,7 @@ from .pass_agreement import PassAgreement, Progress
 from .pending import Pending, ranks_lost
 from .quantize import decode_blocks, encode_blocks
 from .shared_homes import borrowed
+from .shares import Split
 
 MOST_ORDERED = 4  # gathers that the host may be ahead of
 
@@ -196,14 +197,23 @@ class Bulk:
 
         return self._pending(works, what, finish, flat.device)
 
+    @property
+    def split(self) -> Split | None:
+        """The shares of the batch by which gradients are weighed; None: they are equal."""
+        return self._progress.split
+
+    def share_out(self, split: Split | None) -> None:
+        """Sets the shares by which later averages weigh gradients, as ``split`` has them then. This
+        rank announces them at every sync point. Every rank calls this, between two steps."""
+        self._progress.split = split
+
     def _weights(self) -> list[float] | None:
         """Returns the weights of the shard group's ranks; None if all data ranks have equal
         shares."""
-        split = self._progress.split
-        if split is None or split.weights is None:
+        if self.split is None or self.split.weights is None:
             return None
         first = self.ranks.data_rank - self.ranks.rank
-        return split.weights[first : first + self.ranks.size]
+        return self.split.weights[first : first + self.ranks.size]
 
     @property
     def can_share_flags(self) -> bool:

@@ -25,7 +25,6 @@ from .comparing import Comparison, compare
 from .kinds import DummyCollectives, bytes_of
 from .parallel_dims import ParallelDims
 from .pass_agreement import PassAgreement, Progress
-from .shares import Split
 from .transfer import (
     Operation,
     Transfer,
@@ -73,16 +72,6 @@ class Collectives:
         """Sets the origin that this rank announces at every sync point: ``load``, a name unique to
         one load."""
         self._progress.origin = f", from {load}"
-
-    @property
-    def split(self) -> Split | None:
-        """The shares of the batch by which gradients are weighed; None: they are equal."""
-        return self._progress.split
-
-    def share_out(self, split: Split | None) -> None:
-        """Weighs the gradients of later averages by the shares of ``split``, as they are then. This
-        rank announces them at every sync point. Every rank calls this, between two steps."""
-        self._progress.split = split
 
     def _progress_on(self, channel: Channel) -> str:
         """Returns the progress to announce on ``channel``."""
