@@ -92,7 +92,7 @@ class Shares:
                 return False
             before, gain = split.said, split.choose(self._everyones_paces())
         if gain is not None and ranks.is_first:
-            logger.info("steps%s: %.2f times as fast as%s", split.said, gain, before)
+            logger.info("steps%s: by their forwards %.2f times as fast as%s", split.said, gain, before)
         return gain is not None
 
     def _everyones_paces(self) -> list[float]:
