@@ -61,11 +61,12 @@ class Shares:
         record = wrapped(model) if model is not None else _trained_here()
         self._job = record.engine.job
         self._collectives = collectives = self._job.collectives
+        self._job.uses.check(Operation.SHARE_BATCH)
+        with collectives.together("checking what Shares was given"):
+            total = _checked_batch(batch, tokens, collectives.ranks)
+            refuse_batch_norm("Shares", "", record.model)
+            self._refuse_half_done()
         with self._job.uses.operation(Operation.SHARE_BATCH):
-            with collectives.together("checking what Shares was given"):
-                total = _checked_batch(batch, tokens, collectives.ranks)
-                refuse_batch_norm("Shares", "", record.model)
-                self._refuse_half_done()
             unit = "samples" if tokens is None else "tokens"
             collectives.compare({"the batch": f"{total} {unit}"}, "Shares", over_stages=True)
             self._split = Split(total, collectives.ranks.data_size)
@@ -92,7 +93,9 @@ class Shares:
                 return False
             before, gain = split.said, split.choose(self._everyones_paces())
         if gain is not None and ranks.is_first:
-            logger.info("steps%s: by their forwards %.2f times as fast as%s", split.said, gain, before)
+            logger.info(
+                "steps%s: by their forwards %.2f times as fast as%s", split.said, gain, before
+            )
         return gain is not None
 
     def _everyones_paces(self) -> list[float]:

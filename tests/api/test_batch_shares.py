@@ -98,19 +98,26 @@ def test_the_only_trained_model_is_found():
 
 
 def test_shares_do_not_change_while_gradients_wait_for_their_step():
-    model, optimizer = trained()
-    shares = infinity.Shares(batch=4, model=model)
-    model(torch.ones(4, 4)).sum().backward()
-    for call in (
-        shares.after_step,
-        lambda: shares.load_state_dict({"shares": [4]}),
-        lambda: infinity.Shares(batch=4, model=model),
-    ):
-        with pytest.raises(infinity.UsageError, match="1 backwards.*wait for their step"):
-            call()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert not shares.after_step()
+    """The refused calls change nothing else either. Twin: the step of a model that nobody asked."""
+    ends = []
+    for asked in (True, False):
+        torch.manual_seed(0)
+        model, optimizer = trained()
+        shares = infinity.Shares(batch=4, model=model)
+        model(torch.ones(4, 4)).square().sum().backward()
+        for call in (
+            shares.after_step,
+            lambda: shares.load_state_dict({"shares": [4]}),
+            lambda: infinity.Shares(batch=4, model=model),
+        ):
+            if asked:
+                with pytest.raises(infinity.UsageError, match="1 backwards.*wait for their step"):
+                    call()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not shares.after_step()
+        ends.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
 def test_weights_end_with_the_object_and_the_newer_one_has_them():
