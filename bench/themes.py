@@ -26,6 +26,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "checkpoint": "bench.checkpoint",
     "ranks": "bench.ranks",
     "meetings": "bench.meetings",
+    "shares": "bench.shares",
     "tensor_parallel": "bench.tensor_parallel",
     "pipeline": "bench.pipeline",
     "integrations": "bench.integrations",

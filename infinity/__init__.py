@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .api.named_weights import named_weights
     from .api.park import park, resume
     from .api.quantize import quantize
+    from .api.shares import Shares
     from .api.stats import Stats, stats
     from .api.unwrap import unwrap_model
     from .api.watch import Watch
@@ -75,6 +76,7 @@ __all__ = [
     "InfinityError",
     "InternalError",
     "PeerError",
+    "Shares",
     "Stats",
     "StorageError",
     "UsageError",
@@ -103,6 +105,7 @@ __all__ = [
 _HOMES = {
     "Checkpoints": "api.checkpoints",
     "Config": "config.config",
+    "Shares": "api.shares",
     "Stats": "api.stats",
     "Watch": "api.watch",
     "accumulate": "api.accumulate",

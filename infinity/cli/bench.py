@@ -41,6 +41,7 @@ IN_CHECKOUT = (
     "integrations",
     "late_device",
     "meetings",
+    "shares",
     "packed",
     "past_host",
     "pipeline",

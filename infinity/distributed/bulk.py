@@ -29,6 +29,7 @@ from .pass_agreement import PassAgreement, Progress
 from .pending import Pending, ranks_lost
 from .quantize import decode_blocks, encode_blocks
 from .shared_homes import borrowed
+from .shares import Split
 
 MOST_ORDERED = 4  # gathers that the host may be ahead of
 
@@ -159,13 +160,17 @@ class Bulk:
     def reduce(
         self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
     ) -> Pending:
-        """Averages this rank's shard of all ranks' ``flat``. The wait passes it, fp32, to ``done``.
+        """Averages this rank's shard of all ranks' ``flat``, weighed by the shares of the batch.
+        The wait passes it, fp32, to ``done``.
 
         Precondition: after :meth:`agree`, or the next collective of a verified pass.
         """
         start = time.perf_counter()
-        raw, works, is_fast = bytes_of(flat), [], self.ranks.reduction == "fast"
-        received = flat
+        works, is_fast, weights = [], self.ranks.reduction == "fast", self._weights()
+        if is_fast and weights is not None:
+            # A copy: what a failed reduction leaves must not be weighed twice.
+            flat, weights = flat * weights[self.ranks.rank], None
+        raw, received = bytes_of(flat), flat
         if self.ranks.size > 1:
             received = (
                 flat.new_empty(flat.numel() // self.ranks.size)
@@ -179,7 +184,9 @@ class Bulk:
         def finish() -> None:
             moved = raw.numel() - raw.numel() // self.ranks.size
             total = (
-                received.float() if is_fast else _ordered_sum(received.view(self.ranks.size, -1))
+                received.float()
+                if is_fast
+                else _ordered_sum(received.view(self.ranks.size, -1), weights)
             )
             if self.ranks.replicate_group is not None:
                 everyones = self._gather_over_replicas(total, what)
@@ -189,6 +196,24 @@ class Bulk:
             done(total.div_(self.ranks.data_size))
 
         return self._pending(works, what, finish, flat.device)
+
+    @property
+    def split(self) -> Split | None:
+        """The shares of the batch by which gradients are weighed; None: they are equal."""
+        return self._progress.split
+
+    def share_out(self, split: Split | None) -> None:
+        """Sets the shares by which later averages weigh gradients, as ``split`` has them then. This
+        rank announces them at every sync point. Every rank calls this, between two steps."""
+        self._progress.split = split
+
+    def _weights(self) -> list[float] | None:
+        """Returns the weights of the shard group's ranks; None if all data ranks have equal
+        shares."""
+        if self.split is None or self.split.weights is None:
+            return None
+        first = self.ranks.data_rank - self.ranks.rank
+        return self.split.weights[first : first + self.ranks.size]
 
     @property
     def can_share_flags(self) -> bool:
@@ -267,9 +292,11 @@ class Bulk:
             self._pending([work], "what an exception left", None, torch.device("cpu")).drop()
 
 
-def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 sum of the rows, first to last."""
+def _ordered_sum(parts: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
+    """Returns the fp32 sum of the rows, first to last. ``weights``: factors of the rows."""
     total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total.add_(part)
+    if weights is not None:
+        total.mul_(weights[0])
+    for row, part in enumerate(parts[1:], start=1):
+        total.add_(part, alpha=1.0 if weights is None else weights[row])
     return total

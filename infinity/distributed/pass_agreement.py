@@ -22,6 +22,7 @@ import torch
 from . import collective_trace
 from .collective_trace import Collective, CollectiveTrace
 from .parallel_dims import ParallelDims
+from .shares import Split
 
 DIGEST_NBYTES = 4  # of a trace, among a pass's flags
 # Of these flags, each with its complement: the maximum yields both extremes
@@ -37,16 +38,18 @@ def _flags_of(trace: CollectiveTrace, key: bytes) -> list[int]:
 
 @dataclass
 class Progress:
-    """The steps and backwards that a rank has done, and since which load: announced at every
-    sync point. A rank interrupted after the agreement to load, but before its load, is found by it
-    before its values mix with the others'."""
+    """The steps and backwards that a rank has done, with which shares of the batch, and since which
+    load: announced at every sync point. A rank interrupted after the agreement to load, or on other
+    shares, but before its change, is found by it before its values mix with the others'."""
 
     steps: int = 0
     backwards: int = 0
     origin: str = ""  # the load that its values are from, as announced
+    split: Split | None = None  # of the batch over data ranks, if they have shares
 
     def __str__(self) -> str:
-        return f"(after {self.steps} steps and {self.backwards} backwards{self.origin})"
+        shares = "" if self.split is None else self.split.said
+        return f"(after {self.steps} steps and {self.backwards} backwards{shares}{self.origin})"
 
     @property
     def of_steps(self) -> str:

@@ -34,17 +34,23 @@ OTHER_TOLERANCE = 5e-2
 
 def check_block(name: str, block: nn.Module) -> None:
     """Raises ConfigError if ``block`` has batch norm, or takes the sequence dimension first."""
+    refuse_batch_norm("micro_batch", name, block, "Leave micro_batch at None, or use")
     for path, module in block.named_modules():
         where = f"{name}.{path}" if path else name
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ConfigError(
-                f"micro_batch: {where} is a {type(module).__name__}, whose result depends on the"
-                " whole batch. Leave micro_batch at None, or use GroupNorm or LayerNorm in its"
-                " place."
-            )
         if getattr(module, "batch_first", True) is False:
             raise ConfigError(
                 f"micro_batch: {where} takes the sequence first; build it with batch_first=True"
+            )
+
+
+def refuse_batch_norm(option: str, name: str, module: nn.Module, remedy: str = "Use") -> None:
+    """Raises ConfigError, which names ``option`` and what to do first, if ``module`` has batch
+    norm."""
+    for path, inner in module.named_modules(prefix=name):
+        if isinstance(inner, nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(
+                f"{option}: {path or 'the model'} is a {type(inner).__name__}, whose result depends"
+                f" on the whole batch. {remedy} GroupNorm or LayerNorm in its place."
             )
 
 

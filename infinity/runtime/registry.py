@@ -17,6 +17,7 @@ from .engine import Engine
 
 # Attribute of a wrapped model that holds its record, so both have one lifetime.
 RECORD = "_infinity"
+_records: weakref.WeakSet[Wrapped] = weakref.WeakSet()
 
 
 class Wrapped:
@@ -42,6 +43,7 @@ class Wrapped:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         # Given to wrap_model, too: they have no parameter that the engine moves.
         self._plain = [weakref.ref(optimizer) for optimizer in plain]
+        _records.add(self)
 
     @property
     def model(self) -> nn.Module:
@@ -116,6 +118,11 @@ def wrapped(model: nn.Module | Sequence[nn.Module]) -> Wrapped:
             " first"
         )
     return record
+
+
+def wrapped_here() -> list[Wrapped]:
+    """Lists the records of the models of this process that are wrapped."""
+    return [record for record in _records if record.engine.is_open and record.unwrapping is None]
 
 
 def is_wrapped(model: nn.Module) -> bool:

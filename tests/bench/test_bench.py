@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench.__main__ as checkout
-from bench import first_steps, meetings, report, touches
+from bench import first_steps, meetings, report, shares, touches
 from bench.rivals import limited
 from bench.themes import APART, THEMES
 from infinity.bench import results, rounds
@@ -457,6 +457,15 @@ def test_meetings_are_measured_in_all_three_ways(monkeypatch, tmp_path):
         "meetings.2.count",
     ], found.notes
     assert found.rows[2].median > 0
+
+
+@pytest.mark.slow
+def test_shares_are_measured_beside_an_even_split(tmp_path):
+    """Two processes, with a tenth of the work: little is left of the difference."""
+    found = shares.measure(Settings(folder=str(tmp_path), rounds=1, scale=0.1))
+    names = [f"shares.{name}{what}" for name in ("slowed", "modelled") for what in ("", ".first")]
+    assert [each.name for each in found.rows] == names, found.notes
+    assert found.rows[2].ratios["even"] > 0 and 48 <= found.rows[3].median <= 95
 
 
 def test_touches_are_measured_beside_torch_and_full_params(monkeypatch, tmp_path):

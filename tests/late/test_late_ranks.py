@@ -16,6 +16,8 @@ CASES = {
     "gradients": {"way": "plain", "config": {**NVME, "shard": "gradients"}},
     "optimizer": {"way": "plain", "config": {**HOST, "shard": "optimizer"}},
     "window": {"way": "plain", "config": {**NVME, "device_memory": "480KiB"}},
+    "shares": {"way": "shared", "config": NVME},
+    "shares-fast": {"way": "shared", "config": {**HOST, "reduction": "fast"}},
     "activations": {"way": "accumulated", "config": {**NVME, "activations": "host"}},
 }
 

@@ -100,6 +100,7 @@ CALLS: dict[Operation, Callable[[Job], Any]] = {
     Operation.AVERAGE_STATE_DICT: lambda job: job.average.state_dict(),
     Operation.LOAD_AVERAGE: lambda job: job.average.load_state_dict(job.averaged),
     Operation.REMOVE_AVERAGE: lambda job: job.average.remove(),
+    Operation.SHARE_BATCH: lambda job: infinity.Shares(batch=4, model=job.model),
     Operation.PARK: lambda job: infinity.park(job.model, job.folder),
     Operation.UNWRAP: lambda job: infinity.unwrap_model(job.model, job.optimizer),
 }

@@ -29,6 +29,7 @@ OF_STANDING_RANKS = (
     "parallel/test_agreement.py",
     "distributed/test_assigned_over_ranks.py",
     "distributed/test_several_over_ranks.py",
+    "distributed/test_shares_over_ranks.py",
     "parallel/test_user_edits.py",
 )
 
