@@ -188,7 +188,7 @@ class Checkpoints:
         self._last = time.monotonic()
 
     def _save(self, *, wait: bool) -> None:
-        self._finish()
+        self._finish(raises=False)  # the new save replaces it
         self._interval.begin_save()
         began, saving = time.monotonic(), None
         try:
@@ -205,23 +205,28 @@ class Checkpoints:
         else:
             self._saving = saving, self._steps, stall
 
-    def _finish(self) -> None:
-        """Waits until the save beside the last steps is over. Raises its error."""
+    def _finish(self, *, raises: bool = True) -> None:
+        """Waits until the save beside the last steps is over. Raises its error, which is logged."""
         if self._saving is None:
             return
         (saving, steps, stall), began = self._saving, time.monotonic()
         try:
             saving.wait()
         except InfinityError:
-            self._saving, self._unsaved = None, True
-            self._interval.end_save(None, None)
-            raise
+            self._note_failed()
+            if raises:
+                raise
+            return
+        if not saving.is_saved:  # another call has raised the error
+            self._note_failed()
+            return
         self._saving = None
-        if saving.seconds is None:  # it failed, and another call has raised the error
-            self._unsaved = True
-            self._interval.end_save(None, None)
-        else:
-            self._note_saved(steps, stall + time.monotonic() - began, saving.seconds)
+        total = saving.seconds or time.monotonic() - began
+        self._note_saved(steps, stall + time.monotonic() - began, total)
+
+    def _note_failed(self) -> None:
+        self._saving, self._unsaved = None, True
+        self._interval.end_save(None, None)
 
     def _note_saved(self, steps: int, stall: float, total: float) -> None:
         self._interval.end_save(stall, total)
@@ -239,7 +244,7 @@ class Checkpoints:
         process if SIGTERM came after the last step. Every rank calls this after the loop.
         Idempotent."""
         try:
-            self._finish()
+            self._finish(raises=False)  # then it is saved once more
             if self._unsaved:
                 self.save()
         finally:

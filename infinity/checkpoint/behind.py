@@ -20,29 +20,32 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from .. import native
-from ..errors import CapacityError, PeerError
+from ..distributed.transfer import group_timeout
+from ..errors import CapacityError, PeerError, UsageError
 from ..machine.ledger import Ledger
-from ..machine.sizes import format_nbytes
+from ..machine.sizes import format_nbytes, round_up
 from ..machine.tiers import Tier
 from ..planning.memory_terms import SAVE, SAVE_NBYTES
 from ..runtime.engine import Engine
 from ..runtime.job import Job
+from .content import Entry
 from .file_writer import SLOT_NBYTES, make_slots
 from .folder import writing
-from .home_values import PIECE_NBYTES
+from .home_values import PIECE_NBYTES, HomeValues
 from .manifest import write_synced
 from .publish import (
     Draft,
     FileEntries,
     UnitFile,
+    failed_rank,
+    is_current,
     make_current,
-    refuse_failed,
     saying_what_stands,
     write_files,
     write_manifest,
@@ -55,30 +58,34 @@ logger = logging.getLogger(__name__)
 SERVICE_NBYTES = SAVE_NBYTES - 2 * SLOT_NBYTES - PIECE_NBYTES
 SLOT_COUNTS = (16, 8, 4, 2)  # as many as the budget has room for
 LOOK_SECONDS = 0.05  # how often the first rank looks at what the others have written
-LEFT_SECONDS = 60.0  # it waits so long for them when its own process is ending
+MOST_SECONDS = 1800.0  # that it waits for them, if the process group has no timeout
+LEFT_SECONDS = 60.0  # the same while its process is ending
 
 
 def _running_updates(job: Job) -> list[native.Ticket]:
     """Lists the last step's updates that run on the processor. Waits for others."""
     found = []
-    for flat_param in (flat for unit in job.units for flat in unit.flat_params):
-        update = flat_param.homes.update
-        if isinstance(update, native.Ticket):
-            found.append(update)
-        else:  # on the device, or of experts, of which some may be behind
-            flat_param.homes.wait()
+    for unit in job.units:
+        for flat_param in unit.flat_params:
+            update = flat_param.homes.update
+            if isinstance(update, native.Ticket) and not unit.stays:
+                found.append(update)
+            else:  # on the device, or of experts, of which some may be behind
+                flat_param.homes.wait()
+    if not job.device.is_host:
+        job.device.drain()  # the thread reads on another stream
     return found
 
 
 class SaveBuffers:
     """The memory of one save beside the training, charged to the host's budget."""
 
-    def __init__(self, ledger: Ledger, nbytes: int, planned_nbytes: int):
+    def __init__(self, ledger: Ledger, nbytes: int, copied_nbytes: int, planned_nbytes: int):
         """Raises CapacityError if the budget has no room for the least. ``nbytes``: of the files;
-        ``planned_nbytes``: for this."""
+        ``copied_nbytes``: of weights that are copied; ``planned_nbytes``: for this."""
         for count in SLOT_COUNTS:
-            slots = min(count * SLOT_NBYTES, max(2 * SLOT_NBYTES, nbytes))
-            held = slots + SERVICE_NBYTES + PIECE_NBYTES
+            slots = min(count * SLOT_NBYTES, max(2 * SLOT_NBYTES, round_up(nbytes, SLOT_NBYTES)))
+            held = slots + SERVICE_NBYTES + PIECE_NBYTES + copied_nbytes
             try:
                 self._charge = ledger.reserve(Tier.HOST, held, SAVE)
             except CapacityError:
@@ -98,50 +105,79 @@ class SaveBuffers:
         self._more, self.slots, self.service = 0, None, None
 
 
-def make_buffers(engine: Engine) -> SaveBuffers | None:
-    """Makes the memory of a save beside the training; None if a rank has no room for it. Every rank
-    calls this."""
+def save_beside(draft: Draft, engine: Engine) -> Saving | None:
+    """Starts to save beside the training; returns None if a rank has no room for that. Every rank
+    calls this, between two steps."""
     job, buffers = engine.job, None
-    flat_params = [flat_param for unit in job.units for flat_param in unit.flat_params]
-    nbytes = sum(a.nbytes for flat_param in flat_params for a in flat_param.arrays.values())
+    updates, exposed = _running_updates(job), list(_exposed_weights(draft))
     planned = job.planned.plan.terms[Tier.HOST].get(SAVE, 0)
     with suppress(CapacityError):
-        buffers = SaveBuffers(job.ledger, nbytes, planned)
-    have = job.collectives.collect(buffers is not None, "room for a save beside the training")
-    if all(have):
-        return buffers
+        copied = sum(value.nbytes for _, _, value in exposed)
+        buffers = SaveBuffers(job.ledger, draft.nbytes, copied, planned)
+    try:
+        if all(job.collectives.collect(buffers is not None, "room for a save beside the training")):
+            for values, name, value in exposed:
+                values[name] = value.copy(), values[name][1]
+            return Saving(draft, engine, updates, buffers).start(engine)
+    except BaseException:
+        if buffers is not None:
+            buffers.free()
+        raise
     if buffers is not None:
         buffers.free()
     logger.warning(
-        "save_checkpoint(wait=False) waits: a save beside the training needs %s of host_memory,"
-        " which is in use",
+        "the training waits for this save: beside it, a save needs %s of host_memory, which is in"
+        " use",
         format_nbytes(SAVE_NBYTES),
     )
     return None
 
 
-class Saving:
-    """A save beside the training. Every rank has one."""
+def _exposed_weights(draft: Draft) -> Iterator[tuple[dict[str, Entry], str, HomeValues]]:
+    """Yields the weights that are in memory which users can write to without being noticed."""
+    for file in draft.files:
+        weights = [flat.weight for flat in file.unit.flat_params] if file.unit.stays else []
+        for name, (value, _) in file.values.items():
+            if any(value.array is weight for weight in weights):
+                yield file.values, name, value
 
-    def __init__(self, draft: Draft, engine: Engine, buffers: SaveBuffers):
-        """Starts nothing yet."""
-        job = engine.job
-        self._draft, self._collectives, self._buffers = draft, job.collectives, buffers
+
+def _most_seconds() -> float:
+    """Returns the seconds in which ranks have to meet."""
+    timeout = group_timeout()
+    return MOST_SECONDS if timeout is None else timeout.total_seconds()
+
+
+def _told(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+class Saving:
+    """A save beside the training. Every rank has one. ``is_saved``, after :meth:`wait`: whether it
+    is the current checkpoint, the same on all ranks."""
+
+    def __init__(
+        self, draft: Draft, engine: Engine, updates: list[native.Ticket], buffers: SaveBuffers
+    ):
+        """``updates``: running ones of the values. Starts nothing yet."""
+        self._draft, self._collectives = draft, engine.job.collectives
+        self._updates, self._buffers = updates, buffers
         # Until all is read: else the thread could free the homes that it reads
         self._engine: Engine | None = engine
-        self._updates = _running_updates(job)
         self._left = Counter(file.unit for file in draft.files)
         self._held = {unit: native.Ticket(1) for unit in self._left}
         self._lock = ExitStack()  # of the folder, on the first rank
         self._error: BaseException | None = None
-        self._is_met = False
+        self._failed: list[tuple[int, str]] = []  # other ranks, and why
+        self._is_met = self.is_saved = False
         self.seconds: float | None = None  # from its begin until it could be loaded
+        self._go, self._is_given_up = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="infinity save")
-        ranks = job.collectives.ranks
+        ranks = self._collectives.ranks
         self._me, self._writers = ranks.world_rank, [ranks.world_rank]
 
-    def start(self) -> Saving:
-        """Makes the folder and starts the thread. Every rank calls this, between two steps."""
+    def start(self, engine: Engine) -> Saving:
+        """Makes the folder and starts the thread."""
         collectives, draft = self._collectives, self._draft
         try:
             with saying_what_stands(draft):
@@ -155,17 +191,20 @@ class Saving:
                 draft.data.mkdir(parents=True, exist_ok=not collectives.ranks.alone)
                 if self._me in self._writers and not collectives.ranks.alone:
                     self._mark(self._me, "writing").touch()
+            self._begun = time.monotonic()
+            self._thread.start()
             collectives.barrier("the begin of a save")
+            engine.saving = self
             for unit, ticket in self._held.items():
                 for flat_param in unit.flat_params:
                     flat_param.homes.saved = ticket
-            self._begun = time.monotonic()
-            self._thread.start()
         except BaseException:
-            if collectives.ranks.is_first:
-                shutil.rmtree(draft.data, ignore_errors=True)
-            self._let_go()
+            self._is_given_up = True
+            if self._thread.ident is None:
+                self._end_early()
             raise
+        finally:
+            self._go.set()
         return self
 
     @property
@@ -176,34 +215,56 @@ class Saving:
     def wait(self) -> None:
         """Blocks until the checkpoint is the current one. Every rank calls this; again it returns
         at once. Raises StorageError, CorruptionError or PeerError: the old checkpoint stands."""
-        self._thread.join()
         if self._is_met:
             return
-        error, self._is_met = self._error, True
-        is_own = error is not None and not isinstance(error, PeerError)
-        told = f"{type(error).__name__}: {error}" if is_own else None
-        everyones = self._collectives.collect((self._me, told), "the end of a save")
-        if not is_own:
-            refuse_failed(self._draft, everyones)
+        error = self._meet()
+        self.is_saved = error is None
+        self._is_met = True
         if error is not None:
             raise error
+
+    def _meet(self) -> BaseException | None:
+        """Waits for all ranks. Returns this rank's error, or one that tells of another's."""
+        collectives, is_first = self._collectives, self._collectives.ranks.is_first
+        if collectives.ranks.alone or not is_first:
+            self._thread.join()
+        if collectives.ranks.alone:
+            return self._error
+        # The first rank comes before its thread ends, which may wait for one that has failed
+        mine = None if is_first else _told(self._error)
+        everyones = collectives.collect((self._me, mine), "the end of a save")
+        self._failed = [(rank, why) for rank, why in everyones if why is not None]
+        self._thread.join()
+        first = collectives.collect((self._me, _told(self._error)), "the outcome of a save")[0]
+        if self._error is not None and not isinstance(self._error, PeerError):
+            return self._error
+        for rank, why in (*self._failed, first):
+            if why is not None:
+                return failed_rank(self._draft, rank, why)
+        return None
 
     # --- the thread ---
 
     def _run(self) -> None:
+        self._go.wait()
         try:
             with saying_what_stands(self._draft):
-                self._write()
-                self.seconds = time.monotonic() - self._begun
+                try:
+                    self._write()
+                except BaseException:
+                    if not is_current(self._draft):
+                        self._remove()
+                    raise
+            self.seconds = time.monotonic() - self._begun
         except BaseException as error:  # noqa: BLE001  raised where the training can meet it
             self._error = error
             logger.warning("the save beside the training has failed: %s", error)
         finally:
-            if self._error is not None:
-                self._remove()
             self._let_go()
 
     def _write(self) -> None:
+        if self._is_given_up:
+            raise UsageError("the save was interrupted as it began")
         draft, buffers, is_first = self._draft, self._buffers, self._collectives.ranks.is_first
         wait_for_space()
         for update in self._updates:
@@ -220,7 +281,7 @@ class Saving:
             self._mark(self._me, "writing").unlink()
         if is_first:
             everyones = self._files_of_all() if len(self._writers) > 1 else [files]
-            write_manifest(draft, everyones)
+            write_manifest(draft, everyones, buffers.slots)
             make_current(draft)
 
     def _release(self, file: UnitFile) -> None:
@@ -242,13 +303,21 @@ class Saving:
         self._draft = replace(self._draft, tensors={}, files=[])
         self._lock.close()
 
+    def _end_early(self) -> None:
+        """Ends a save whose thread was not started."""
+        if self._collectives.ranks.is_first:
+            shutil.rmtree(self._draft.data, ignore_errors=True)
+        self._let_go()
+
     def _remove(self) -> None:
         """Removes what a failed save has written, once no rank writes any more."""
         self._release_all()  # the training goes on meanwhile
-        if (mark := self._mark(self._me, "writing")).exists():
-            mark.rename(self._mark(self._me, "failed"))  # needs no space
+        with suppress(OSError):  # of a disk to which nothing can be written
+            if (mark := self._mark(self._me, "writing")).exists():
+                mark.rename(self._mark(self._me, "failed"))  # needs no space
         if self._collectives.ranks.is_first:
-            self._await(lambda rank: not self._mark(rank, "writing").exists())
+            with suppress(PeerError):
+                self._await(lambda rank: not self._mark(rank, "writing").exists())
             shutil.rmtree(self._draft.data, ignore_errors=True)
 
     # --- what the ranks have written ---
@@ -265,21 +334,20 @@ class Saving:
         found = []
         for rank in self._writers:
             if self._mark(rank, "failed").exists():
-                raise PeerError(
-                    f"rank {rank} could not write its part of the checkpoint {self._draft.root}."
-                    " The old one stands."
-                )
+                raise failed_rank(self._draft, rank, "its own output says why")
             found.append(json.loads(self._mark(rank, "json").read_text()))
             self._mark(rank, "json").unlink()
         return found
 
     def _await(self, is_over: Callable[[int], bool]) -> None:
-        """Waits until ``is_over`` for every rank that writes. Raises PeerError if that does not
-        come while this process ends."""
-        left, ending = list(self._writers), None
+        """Waits until ``is_over`` for every rank that writes. Raises PeerError if one has said that
+        it failed, or does not come in the time in which ranks have to meet."""
+        left, end = [rank for rank in self._writers if rank != self._me], None
         while left := [rank for rank in left if not is_over(rank)]:
-            if not threading.main_thread().is_alive():
-                ending = ending or time.monotonic()
-                if time.monotonic() - ending > LEFT_SECONDS:
-                    raise PeerError(f"rank {left[0]} has not written its part of the checkpoint")
+            end = end or time.monotonic() + _most_seconds()
+            if not threading.main_thread().is_alive():  # the process is ending
+                end = min(end, time.monotonic() + LEFT_SECONDS)
+            if self._failed or time.monotonic() > end:
+                rank, why = (*self._failed, (left[0], "nothing was heard of it"))[0]
+                raise failed_rank(self._draft, rank, why)
             time.sleep(LOOK_SECONDS)

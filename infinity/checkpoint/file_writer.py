@@ -181,6 +181,7 @@ def start_file(
             if isinstance(value, HomeValues):
                 for piece in value.pieces(service):
                     writer.write(piece.view(torch.uint8), stays=value.stays)
+                    del piece  # before the next one is read
             else:
                 writer.write(value.detach().cpu().contiguous().view(-1).view(torch.uint8))
         writer.seal()  # before another file needs a slot

@@ -58,6 +58,14 @@ class HomeValues:
         elif begin < end:
             yield self._in_order(self.store.read(self.array, begin, end, service=service))
 
+    def copy(self) -> torch.Tensor:
+        """Reads all elements into a tensor of their own."""
+        pieces = list(self.pieces())
+        return torch.cat(pieces).view(self.shape) if pieces else self._empty()
+
+    def _empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+
     def _in_order(self, flat: torch.Tensor) -> torch.Tensor:
         box = Box((0,) * len(self.shape), self.shape)
         return view_of_run(flat, box, self.order).contiguous().view(-1)

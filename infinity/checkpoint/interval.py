@@ -87,8 +87,10 @@ class Interval:
         None: it failed, so that its seconds say nothing; the next one is as far away."""
         beside, self._beside = self._beside or [], None
         if stall is not None and total is not None:
-            stall = max(stall, 0.0) + max(0.0, sum(beside) - len(beside) * self.step_seconds)
-            self._saves.append((stall, max(total, stall, 0.0)))
+            slower = max(0.0, sum(beside) - len(beside) * self.step_seconds)
+            total = max(total, stall, 0.0)
+            # No save stalls for longer than it lasts: such a step had another reason
+            self._saves.append((min(max(stall, 0.0) + slower, total), total))
 
     def note_save(self, seconds: float | None) -> None:
         """Counts a save for which the loop stood still."""

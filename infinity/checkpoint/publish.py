@@ -109,11 +109,9 @@ def saying_what_stands(draft: Draft) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        # Its manifest is moved out of the data when it becomes current
-        is_current = (draft.data / OF_READERS).exists() and not (draft.data / MANIFEST).exists()
         state = (
             "is written, but may not be on the disk yet"
-            if is_current
+            if is_current(draft)
             else "was not written; the old one stands"
         )
         raise StorageError(
@@ -121,6 +119,15 @@ def saying_what_stands(draft: Draft) -> Iterator[None]:
             f"checkpoint {draft.root} {state}: {os.strerror(error.errno or 0)}",
             str(error.filename or draft.root),
         ) from error
+
+
+def is_current(draft: Draft) -> bool:
+    """Tells whether the checkpoint of the folder is this one."""
+    try:
+        content = json.loads((draft.root / MANIFEST).read_bytes())
+        return bool(content["data"] == draft.data.name)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def make_current(draft: Draft) -> None:
@@ -150,30 +157,33 @@ def _write_data(draft: Draft, collectives: Collectives) -> None:
         )
         if failure is not None:
             raise failure
-        refuse_failed(draft, [(rank, why) for rank, _, why in everyones])
+        for rank, _, why in everyones:
+            if why is not None:
+                raise failed_rank(draft, rank, why)
         if collectives.ranks.is_first:
-            write_manifest(draft, [files for _, files, _ in everyones])
+            slots = make_slots(sum(tensor.nbytes for tensor in draft.tensors.values()))
+            write_manifest(draft, [files for _, files, _ in everyones], slots)
     except BaseException:
         if collectives.ranks.is_first:
             shutil.rmtree(draft.data, ignore_errors=True)
         raise
 
 
-def refuse_failed(draft: Draft, everyones: Sequence[tuple[int, str | None]]) -> None:
-    """Raises PeerError if a rank says why it has failed."""
-    for rank, why in everyones:
-        if why is not None:
-            raise PeerError(
-                f"rank {rank} could not write its part of the checkpoint {draft.root}: {why}."
-                " The old one stands."
-            )
+def failed_rank(draft: Draft, rank: int, why: str) -> PeerError:
+    """Makes the error that tells of a rank which could not write its part."""
+    return PeerError(
+        f"rank {rank} could not write its part of the checkpoint {draft.root}: {why}. The old one"
+        " stands."
+    )
 
 
-def write_manifest(draft: Draft, everyones: Sequence[FileEntries]) -> None:
+def write_manifest(
+    draft: Draft, everyones: Sequence[FileEntries], slots: native.PinnedPool
+) -> None:
     """Writes what the first rank writes beside the files of all ranks, and then the manifest.
     Raises StorageError if a file is missing."""
     files = {name: entry for of_one in everyones for name, entry in of_one.items()}
-    files[OF_READERS] = _write_tensors(draft.data / OF_READERS, draft.tensors)
+    files[OF_READERS] = write_tensors(draft.data / OF_READERS, draft.tensors, slots)
     if missing := [name for name in files if not (draft.data / name).exists()]:
         raise StorageError(
             errno.ENOENT,
@@ -236,9 +246,11 @@ def _start_file(
     return start_file(path, values, slots, metadata=metadata, service=service)
 
 
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def write_tensors(
+    path: Path, tensors: dict[str, torch.Tensor], slots: native.PinnedPool
+) -> dict[str, Any]:
+    """Writes a file of whole ``tensors``. Returns its entry in the manifest."""
     told = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
-    slots = make_slots(sum(tensor.nbytes for tensor in tensors.values()))
     with _start_file(path, tensors, slots, told) as file:
         entry = file.finish()
     sync_file(path)

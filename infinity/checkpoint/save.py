@@ -36,7 +36,7 @@ from ..runtime.job import Job
 from ..runtime.registry import whole_of
 from ..state.operations import Operation
 from ..state.parts import parts_of
-from .behind import Saving, make_buffers
+from .behind import Saving, save_beside
 from .content import (
     Books,
     buffers_of,
@@ -98,12 +98,11 @@ def save_checkpoint(
         engine.finish_save()
         job.handed.settle_with_borrowed()
         draft = _draft(root, engine, whole_of(model), books, extra, overwrite)
-        if wait or (buffers := make_buffers(engine)) is None:
-            engine.wait_idle()
-            publish(draft, job.collectives)
-            return None
-        engine.saving = saving = Saving(draft, engine, buffers).start()
-        return saving
+        if not wait and (saving := save_beside(draft, engine)) is not None:
+            return saving
+        engine.wait_idle()
+        publish(draft, job.collectives)
+        return None
 
 
 def _draft(

@@ -331,6 +331,22 @@ def test_a_save_that_fails_beside_a_step_is_told_at_a_later_one(tmp_path, monkey
     assert job(tmp_path / "saved")[2].resume().steps == steps
 
 
+def test_the_last_steps_are_saved_though_the_save_before_failed(tmp_path, monkeypatch):
+    net, optimizer, saver = job(tmp_path / "saved", overhead=1e-6)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device", str(tmp_path))
+
+    with saver:
+        saver.resume()
+        with monkeypatch.context() as patch:
+            patch.setattr("infinity.checkpoint.behind.write_files", full)
+            train(net, optimizer, saver, 2)
+            while not saver._saving[0].done:
+                time.sleep(0.01)
+    assert job(tmp_path / "saved")[2].resume().steps == 2
+
+
 def test_a_checkpoint_that_was_not_resumed_is_not_replaced(tmp_path):
     net, optimizer, saver = job(tmp_path / "saved")
     with saver:

@@ -104,3 +104,13 @@ def test_what_steps_take_longer_beside_a_save_is_its_stall():
         interval.end_save(*(None, None) if failed else (0.1, 3.4))
         assert interval.stall_seconds == pytest.approx(0.5) and interval.step_seconds == 1.0
         assert interval.steps == 3
+
+
+def test_a_step_that_takes_long_for_another_reason_is_no_dearer_than_its_save():
+    interval = Interval(0.02)
+    for _ in range(5):
+        interval.note_step(1.0)
+    interval.begin_save()
+    interval.note_step(600.0)  # an evaluation
+    interval.end_save(0.1, 20.0)
+    assert interval.stall_seconds == 20.0 and interval.steps == 1000

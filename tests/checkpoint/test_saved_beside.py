@@ -24,7 +24,7 @@ from checkpoint_cases import Job, check_like, seed_everything, uninterrupted  # 
 from models import leftovers
 
 import infinity
-from infinity.checkpoint import behind
+from infinity.checkpoint import behind, publish
 from infinity.machine.tiers import Tier
 from infinity.runtime.registry import engine_of
 from infinity.state.home_arrays import HomeArrays
@@ -194,15 +194,20 @@ def test_other_calls_wait_for_a_save(call, tmp_path, swap, monkeypatch):
     assert Job(("host", "host"), swap).load(tmp_path / "saved").step == 2
 
 
-def test_edits_of_values_wait_for_a_save(tmp_path, swap, monkeypatch):
-    """Claim: of weights, of the optimizer's state, of a state dict."""
-    job = started(("host", "nvme"), swap, 2)
+@pytest.mark.parametrize("homes", HOMES, ids="-".join)
+def test_edits_of_values_change_no_saved_byte(homes, tmp_path, swap, monkeypatch):
+    """Claim: of weights, in every way, of the optimizer's state, of a state dict. Those at home on
+    the device are in the user's hands: a copy of them is saved."""
+    job = started(homes, swap, 2)
     job.save(tmp_path / "waited")
     with held(monkeypatch) as go:
         job.save(tmp_path / "saved", wait=False)
         timer = threading.Timer(0.3, go.set)
         timer.start()
-        name, param = next(iter(job.model.named_parameters()))
+        (name, param), (_, other), (_, third), *_ = job.model.named_parameters()
+        with torch.no_grad():
+            other.mul_(3.0)
+            third.data.clamp_(-1e-3, 1e-3)
         with infinity.full_params(job.model, name, writeback=True) as params:
             params[name].fill_(7.0)
         job.optimizer.state[param]["exp_avg"].fill_(3.0)
@@ -213,6 +218,45 @@ def test_edits_of_values_wait_for_a_save(tmp_path, swap, monkeypatch):
     assert all(saved[name] == waited[name] for name in saved if name.startswith("unit"))
     later = files(tmp_path / "later")
     assert any(later[name] != waited[name] for name in later if name.startswith("unit"))  # the twin
+
+
+def test_an_error_after_the_new_one_is_current_keeps_it(tmp_path, swap, monkeypatch):
+    """Claim: it says that it is written, and it loads. The twin: before that the old one stands."""
+    job = started(("host", "host"), swap, 1)
+    job.save(tmp_path / "saved")
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error", str(tmp_path))
+
+    for name, stands, steps in (
+        ("remove_data", "is written, but may", 3),
+        ("sync_folder", "the old one stands", 3),
+    ):
+        job.run(job.step + 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(publish, name, fail)
+            saving = job.save(tmp_path / "saved", wait=False)
+            with pytest.raises(infinity.StorageError, match=stands):
+                saving.wait()
+        assert Job(("host", "host"), swap).load(tmp_path / "saved").step == steps
+
+
+def test_a_save_that_cannot_begin_leaves_nothing(tmp_path, swap, monkeypatch):
+    """Claim: no memory is charged, no hold and no lock stay, and the next save works."""
+    job = started(("nvme", "nvme"), swap, 1)
+    account = engine_of(job.model).job.ledger.accounts[Tier.HOST]
+    before = account.charged_nbytes, account.planned_nbytes
+    for owner, name in ((threading.Thread, "start"), (behind.Saving, "__init__"), (Path, "mkdir")):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                owner, name, lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("no"))
+            )
+            with pytest.raises(RuntimeError):
+                job.save(tmp_path / "saved", wait=False)
+        assert (account.charged_nbytes, account.planned_nbytes) == before
+        assert not list((tmp_path / "saved").glob("*")) and engine_of(job.model).saving is None
+    job.run(2).save(tmp_path / "saved", wait=False).wait()
+    assert Job(("host", "host"), swap).load(tmp_path / "saved").step == 2
 
 
 def test_a_model_that_is_dropped_is_freed_when_it_is_saved(tmp_path, swap, monkeypatch):
@@ -260,7 +304,7 @@ def test_memory_is_charged_and_without_room_it_waits(tmp_path, swap, caplog, mon
     assert (account.charged_nbytes, account.planned_nbytes) == before
     account.budget_nbytes = account.charged_nbytes + 2**20
     assert job.run(2).save(tmp_path / "saved", wait=False) is None
-    assert "waits: a save beside the training needs 20.0 MiB of host_memory" in caplog.text
+    assert "waits for this save: beside it, a save needs 20.0 MiB of host_memory" in caplog.text
     assert Job(("host", "host"), swap).load(tmp_path / "saved").step == 2
 
 

@@ -19,6 +19,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint import manifest, publish
 from infinity.checkpoint.export import export
+from infinity.checkpoint.file_writer import make_slots
 from infinity.checkpoint.weight_files import INDEX, WeightFiles
 from infinity.cli import main
 from infinity.untrusted import parse_json, printable, read_text
@@ -286,7 +287,7 @@ def test_files_that_lie_are_refused_before_anything_changes(what, tmp_path):
             tensors[key] = tensors[key].to(torch.float32)
         else:
             tensors["weight/stranger"] = torch.zeros(1)
-        content["files"][name] = publish._write_tensors(path, tensors)
+        content["files"][name] = publish.write_tensors(path, tensors, make_slots(2**20))
         (tmp_path / "saved" / "manifest.json").write_bytes(manifest.seal_manifest(content))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(infinity.CorruptionError):

@@ -187,7 +187,7 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
             finish_save(job)
         if job.next_step < job.steps and _is_save_due(job, interrupt):
             save_checkpoint(job, wait=False)
-    finish_save(job)
+    finish_save(job, raises=False)
     if job.losses or job.next_step == 0:  # otherwise the checkpoint it resumed from is current
         save_checkpoint(job)
     return EdgeCounts.of(job.model).since(start)
@@ -250,6 +250,8 @@ def measure_stalls(job: Job, steps: int) -> Any:
     """Measures what a step waits for its data, without changing the job. Every rank calls this."""
     from ...data.stalls import measure_stalls
 
+    job.model.train()
+
     def passes(batches: list[dict[str, torch.Tensor]]) -> None:
         for batch in batches:
             _loss(job.model, batch).backward()
@@ -311,7 +313,7 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
 
     if job.checkpoint is None:
         return
-    finish_save(job)
+    finish_save(job, raises=False)
     job.interval.begin_save()
     extra = {
         "step": job.next_step,
@@ -334,15 +336,21 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
                     part.save_pretrained(made)
 
 
-def finish_save(job: Job) -> None:
-    """Waits until the save beside the last steps is over. Raises its error. Every rank calls
-    this."""
-    if job.saving is not None:
-        began = time.perf_counter()
-        job.saving.wait()
+def finish_save(job: Job, *, raises: bool = True) -> None:
+    """Waits until the save beside the last steps is over. Raises its error, unless a new save
+    follows. Every rank calls this."""
+    if job.saving is None:
+        return
+    saving, job.saving, began = job.saving, None, time.perf_counter()
+    try:
+        saving.wait()
+    except InfinityError:
+        job.interval.end_save(None, None)
+        if raises:
+            raise
+    else:
         stall = job.save_seconds + time.perf_counter() - began
-        job.interval.end_save(stall, job.saving.seconds)
-        job.saving = None
+        job.interval.end_save(stall, saving.seconds)
 
 
 def resume(job: Job) -> None:
