@@ -183,7 +183,9 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
         def noted(*arguments: Any, **options: Any) -> Any:
             done.append((what, stage.stage_index, counts[what]))
             versions.append(
-                engine.step_index - first - any(unit.uses_stale for unit in engine.job.units)
+                engine.step_index
+                - first
+                - any(unit.used_slot is not None for unit in engine.job.units)
             )
             counts[what] += 1
             return run(*arguments, **options)
