@@ -38,6 +38,10 @@ from .schedules import SHAPES, attach, in_flight_of, naming_causes, one_pass
 from .version_rules import Action, VersionRule, order_of
 
 ADAMS = ("ADAM", "ADAMW", "Adam with amsgrad", "AdamW with amsgrad")
+OF_ADAMS = (
+    "gradients are of weights that are older than the last update, which is reported to degrade the"
+    " rules of Adam far more than others"
+)
 
 
 def without_flush(
@@ -45,6 +49,7 @@ def without_flush(
     optimizer: torch.optim.Optimizer,
     *,
     weights: str = "two",
+    error_feedback: bool = False,
     quiet: bool = False,
 ) -> WithoutFlush:
     """Prepares ``schedule`` to run batches without a flush between them, by
@@ -59,12 +64,13 @@ def without_flush(
         The versions that micro-batches compute with; of n stages, s is a stage's number from 0:
         ``"two"``: all of a batch with those before the last update (PipeDream-2BW, Narayanan et
         al., 2021). For at least n micro-batches.
-        ``"stash"``: each with the newest that the stage has when its forward begins (PipeDream,
-        Narayanan et al., 2019).
-        ``"vertical"``: each with the version that ``"stash"`` has on the first stage, on all stages
-        (PipeDream's vertical sync).
+        ``"stash"``: each with the stage's newest when its forward begins (PipeDream, Narayanan et
+        al., 2019). ``"vertical"``: on all stages with the one of the first (its vertical sync).
         Of m micro-batches in a batch, these keep ceil((n - s - 1) / m) versions beside the newest
         on stage s, and ceil((n - 1) / m).
+    error_feedback
+        Computes with W + d (W - V), V the version before W, d the updates that it lacks: the
+        update corrected by its last change (Zmushko et al., 2026). Where d > 0, one version more.
     quiet
         Suppresses the warning that the rules of Adam suffer from gradients of stale weights.
 
@@ -72,27 +78,25 @@ def without_flush(
     before any change, CapacityError if there is no room, and ConfigError for another schedule or
     rule, a schedule without a loss, too few micro-batches, max_grad_norm, speculate.
     """
-    rule = _check_schedule(schedule, weights)
+    rule = _check_schedule(schedule, weights, error_feedback)
     engine = engine_of(schedule._stage.submod)
     job = engine.job
     _check_engine(job, schedule, optimizer)
     attach(schedule)
     with job.uses.begin():
         stale = engine.stale or StaleWeights(job)
-        stale.keep(rule.stale)
+        stale.keep(rule.slots)
         engine.stale = stale
     if optimizer.rule_name in ADAMS and not quiet:
         warnings.warn(
-            f"without_flush with {optimizer.rule_name}: gradients are of weights that are older"
-            " than the last update, which is reported to degrade the rules of Adam far more than"
-            " others (arXiv 2606.30634). Compare a short run with schedule.step, use SGD or Lion,"
-            " or pass quiet=True.",
+            f"without_flush with {optimizer.rule_name}: {OF_ADAMS} (arXiv 2606.30634). Compare a"
+            " short run with schedule.step, use SGD or Lion, or pass quiet=True.",
             stacklevel=2,
         )
     return WithoutFlush(engine, schedule, optimizer, rule)
 
 
-def _check_schedule(schedule: Any, weights: str) -> VersionRule:
+def _check_schedule(schedule: Any, weights: str, corrects: bool) -> VersionRule:
     """Returns the rule ``weights`` for the stage of ``schedule``."""
     kind = type(schedule)
     stage, each = getattr(schedule, "_stage", None), getattr(schedule, "_n_microbatches", 0)
@@ -108,7 +112,9 @@ def _check_schedule(schedule: Any, weights: str) -> VersionRule:
             "without_flush: this schedule has no loss_fn, so it trains nothing: give"
             f" {kind.__name__} one"
         )
-    return VersionRule.of(weights, stage.stage_index, stage.num_stages, each)
+    return VersionRule.of(
+        weights, stage.stage_index, stage.num_stages, each, corrects=bool(corrects)
+    )
 
 
 def _check_engine(job: Job, schedule: Any, optimizer: Any) -> None:
@@ -167,7 +173,7 @@ class WithoutFlush:
         if not batches:
             return [] if stage.is_last else None
         stale = self._engine.stale
-        with naming_causes([stage]), stale.running(self._rule.stale):
+        with naming_causes([stage]), stale.running(self._rule.stale, self._rule.ahead):
             return _Run(
                 self._engine,
                 self._schedule,
@@ -200,7 +206,7 @@ class WithoutFlush:
         told = {
             "the number of batches": str(len(batches)),
             "the number of micro-batches": str(self._schedule._n_microbatches),
-            "the versions of the weights": self._rule.weights,
+            "the versions of the weights": self._rule.name,
             "the optimizer's settings": repr(self._optimizer.settings),
         }
         with job.uses.begin():

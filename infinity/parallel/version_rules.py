@@ -49,9 +49,12 @@ class VersionRule:
     weights: str
     delay: int
     each: int
+    corrects: bool = False  # by error feedback
 
     @classmethod
-    def of(cls, weights: str, stage: int, stages: int, each: int) -> VersionRule:
+    def of(
+        cls, weights: str, stage: int, stages: int, each: int, *, corrects: bool = False
+    ) -> VersionRule:
         """Makes the rule ``weights`` of a ``stage`` of ``stages``. Raises ConfigError for another
         rule, or for one that needs more micro-batches."""
         delays = {"two": each, "stash": stages - 1 - stage, "vertical": stages - 1}
@@ -66,7 +69,12 @@ class VersionRule:
                 f' {stages} micro-batches, or weights="stash" or "vertical", which keep more'
                 " versions."
             )
-        return cls(weights, delays[weights], each)
+        return cls(weights, delays[weights], each, corrects)
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return f"{self.weights}{' with error_feedback' if self.corrects else ''}"
 
     def version(self, number: int) -> int:
         """Returns the version that micro-batch ``number`` of a run computes with, forward and
@@ -77,3 +85,14 @@ class VersionRule:
     def stale(self) -> int:
         """The most versions that are kept beside the newest."""
         return -(-self.delay // self.each)
+
+    @property
+    def ahead(self) -> float:
+        """The updates, on average, that a gradient's weights lack: what error feedback makes up
+        for."""
+        return self.delay / self.each if self.corrects else 0.0
+
+    @property
+    def slots(self) -> int:
+        """The versions that take room beside the newest."""
+        return self.stale + (self.ahead > 0)

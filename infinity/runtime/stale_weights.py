@@ -3,6 +3,8 @@ micro-batches still use them (PipeDream, PipeDream-2BW).
 
 version   how many updates the weights have had since the run began
 kept      versions beside the newest, each in a slot of its own; 0: updates are in place
+ahead     with error feedback: every version is computed with as it is expected to be so many
+          updates later, from the last one; that takes a slot for the newest one, too
 
 Gradients of any version are applied to the newest weights. Stale weights are at the same home, two
 bytes a parameter in bf16.
@@ -29,7 +31,7 @@ class StaleWeights:
         """Keeps none before :meth:`keep`."""
         self._job, self._pass = job, job.running
         self._first = 0  # the engine's step when the run began
-        self._kept = 0  # of the run
+        self._kept, self._ahead = 0, 0.0  # of the run
         self._versions = [UnitVersions(unit) for unit in job.units if UnitVersions.has(unit)]
         self._allocated = 0
         running, scopes = job.running, job.scopes
@@ -77,13 +79,15 @@ class StaleWeights:
         self._allocated = max(before, kept)
 
     @contextmanager
-    def running(self, kept: int = 1) -> Iterator[None]:
+    def running(self, kept: int = 1, ahead: float = 0.0) -> Iterator[None]:
         """Keeps up to ``kept`` stale versions inside the block. It begins with none, and ends with
         the newest alone."""
         try:
-            self._first, self._kept = self._job.steps.index, kept
+            self._first, self._kept, self._ahead = self._job.steps.index, kept, ahead
             self._pass.runs_without_flush, self._pass.is_updating = True, False
             self._pass.keeps_stale = kept > 0
+            if ahead:
+                self._extrapolate(0, None)
             yield
             with self._job.uses.begin():
                 # Units fetched ahead are for a batch that does not come.
@@ -118,22 +122,37 @@ class StaleWeights:
                 f"weights after {version} updates of this run are asked for, of which {made} are"
                 f" made and {kept} are kept"
             )
+        slot = version % self._slots if version < made or self._ahead else None
         for versions in self._versions:
-            versions.compute_with(version % kept if version < made else None)
+            versions.compute_with(slot)
+
+    @property
+    def _slots(self) -> int:
+        return self._kept + bool(self._ahead)
 
     def update(self, step: Callable[[], object]) -> None:
         """Runs ``step``, between two uses of the engine: the weights before it become stale ones,
         in place of the oldest."""
-        job, kept = self._job, self._kept
+        job = self._job
+        # The oldest's. With error feedback the newest version is in a slot, too.
+        slot = (self._made + bool(self._ahead)) % max(1, self._slots)
         with job.uses.begin():
-            for versions in self._versions if kept else ():
-                slot = self._made % kept
+            for versions in self._versions if self._kept else ():
                 job.prefetcher.keep_as_stale(
                     versions.unit, versions.unit.stale[slot], partial(versions.begin_update, slot)
                 )
         self._pass.is_updating = True
         step()
+        if self._ahead:
+            self._extrapolate(slot, self._ahead)
         self._pass.is_updating = False
+
+    def _extrapolate(self, slot: int, ahead: float | None) -> None:
+        job = self._job
+        with job.uses.begin():
+            for versions in self._versions:
+                job.prefetcher.release_all([versions.unit.stale[slot]])
+                versions.extrapolate(job.store, slot, ahead)
 
     def settle(self) -> None:
         """Returns to the newest weights alone, after an exception. Only while nothing is

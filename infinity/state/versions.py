@@ -19,6 +19,8 @@ from ..storage.store import ArrayStore
 from .home_arrays import HomeArrays
 from .unit import ParamUnit
 
+PIECE = 1 << 20  # elements that are extrapolated at once
+
 
 def add_slot(homes: HomeArrays, store: ArrayStore, what: str) -> None:
     """Allocates one more slot of stale weights at home (AT_HOME only). Raises CapacityError without
@@ -39,6 +41,21 @@ def drop_slot(homes: HomeArrays, store: ArrayStore) -> None:
         *rest, last = homes.stale
         homes.stale, homes.beside = rest, {"weight": rest[0]} if rest else {}
         store.arrays.free_more(last)
+
+
+def extrapolate(homes: HomeArrays, store: ArrayStore, slot: int, ahead: float | None) -> None:
+    """Replaces the weights in ``slot``, which the last update started from, by the newest ones and
+    ``ahead`` times their difference. None: by the newest ones. Blocks on the update."""
+    homes.wait()
+    newest, stale = homes.weight, homes.stale[slot]
+    for begin in range(0, newest.numel, PIECE):
+        end = min(begin + PIECE, newest.numel)
+        # On the host wherever the home is, for the same bits.
+        found = store.read(newest, begin, end)
+        if ahead is not None:
+            now, before = found.float(), store.read(stale, begin, end).float()
+            found = now.sub(before).mul_(ahead).add_(now).to(newest.dtype)
+        store.write(stale, begin, found, version=0)
 
 
 class UnitVersions:
@@ -73,6 +90,12 @@ class UnitVersions:
             flat_param.homes.choose(slot)
         stale.version, self.unit.version = self.unit.version, self.unit.version + 1
         self._swap()
+
+    def extrapolate(self, store: ArrayStore, slot: int, ahead: float | None) -> None:
+        """Replaces the weights in ``slot`` as :func:`extrapolate` does."""
+        for flat_param in self.unit.flat_params:
+            if flat_param.homes.stale:
+                extrapolate(flat_param.homes, store, slot, ahead)
 
     def settle(self) -> None:
         """Restores the buffers of device homes after an interrupted update, and computes with the

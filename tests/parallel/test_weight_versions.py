@@ -56,6 +56,17 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     accumulated = {"rule": "AdamW", "micro": 4, "runs": SWITCHED}
     jobs |= {"oracle:switched": accumulated}
     jobs |= {f"trained:switched-{h}": accumulated | {"config": config[h]} for h in ("host", "nvme")}
+    for micro, kind in ((1, "stash"), (1, "vertical"), (4, "two"), (4, "vertical")):
+        given = {"rule": "momentum", "micro": micro, "runs": [(kind, range(5))], "corrects": True}
+        jobs[f"oracle:corrected-{kind}-{micro}"] = given
+        jobs |= {
+            f"trained:corrected-{kind}-{micro}-{home}": given | {"config": config[home]}
+            for home in HOMES
+        }
+    given = {"rule": "SGD", "micro": 4, "runs": [("two", range(5))]}
+    jobs["trained:late"] = given | {"config": config["host"]}
+    jobs["trained:corrected"] = given | {"config": config["host"], "corrects": True}
+    jobs["by_correction"] = {"numbers": range(5)}
     jobs["resumed"] = {
         "path": str(launch_folder / "versions"),
         "config": config["nvme"],
@@ -117,6 +128,28 @@ def test_versions_are_in_the_ledger_and_in_the_plan(two, home):
                 assert least <= rank["taken"] and (more or rank["taken"] == 0)
             else:
                 assert least <= rank["taken"] == rank["planned"] <= most
+
+
+@pytest.mark.parametrize("case", ["stash-1", "vertical-1", "two-4", "vertical-4"])
+def test_error_feedback_computes_with_the_weights_that_are_to_be_expected(two, case):
+    """The bits of the oracle from every home, with one version more where updates are late, none
+    elsewhere."""
+    expected = two[f"oracle:corrected-{case}"][0]
+    kept = {"stash-1": (2, 0)}.get(case, (2, 2))
+    for home in HOMES:
+        ranks = two[f"trained:corrected-{case}-{home}"]
+        assert not models.differing(merged(ranks), expected["weights"]), home
+        assert ranks[1]["losses"] == expected["losses"]
+        for rank, more in zip(ranks, kept) if home != "nvme" else ():
+            assert more * rank["shards"] <= rank["taken"] <= more * (rank["shards"] + 409600)
+
+
+def test_error_feedback_is_the_published_correction(two):
+    """Claim: applied to the update, it gives the same weights, but for rounding. The failing twin:
+    late updates without it."""
+    expected = two["by_correction"][0]["weights"]
+    assert off(merged(two["trained:corrected"]), expected) < 1e-5
+    assert off(merged(two["trained:late"]), expected) > 1e-4
 
 
 def test_a_run_from_a_checkpoint_has_the_bits_of_the_one_that_went_on(two):

@@ -40,6 +40,12 @@ VERSIONS: dict[str, Callable[[int, int, int, int], int]] = {
     "vertical": lambda k, s, n, m: max(k - (n - 1), 0) // m,
     "newest": lambda k, s, n, m: k // m,  # a twin: with a flush
 }
+# The updates that the weights of a gradient lack, on average.
+LATE: dict[str, Callable[[int, int, int], float]] = {
+    "two": lambda s, n, m: 1.0,
+    "stash": lambda s, n, m: (n - 1 - s) / m,
+    "vertical": lambda s, n, m: (n - 1) / m,
+}
 
 
 def schedule_for(chunk: Chunk, stage: int, stages: int, mesh: Any, micro: int) -> Any:
@@ -61,10 +67,15 @@ def built(rule: str, config: dict, micro: int, seed: int = 5) -> tuple:
 
 
 def trained(
-    rule: str, config: dict, micro: int, runs: Sequence[tuple[str, Sequence[int]]]
+    rule: str,
+    config: dict,
+    micro: int,
+    runs: Sequence[tuple[str, Sequence[int]]],
+    *,
+    corrects: bool = False,
 ) -> dict[str, Any]:
     """Weights, losses, and what was charged for versions, after ``runs``: of each the rule of its
-    versions and the numbers of its batches."""
+    versions and the numbers of its batches. ``corrects``: with error feedback."""
     chunks, optimizer, schedule = built(rule, config, micro)
     job = wrapped(chunks).engine.job
     accounts = [job.ledger.accounts[tier] for tier in Tier]
@@ -73,7 +84,7 @@ def trained(
     found: dict[str, Any] = {"losses": [], "used": []}
     for versions, numbers in runs:
         unflushed = infinity.parallel.without_flush(
-            schedule, optimizer, weights=versions, quiet=True
+            schedule, optimizer, weights=versions, error_feedback=corrects, quiet=True
         )
         found["taken"] = sum(account.charged_nbytes for account in accounts) - before
         found["planned"] = sum(account.planned_nbytes for account in accounts) - planned
@@ -123,8 +134,15 @@ class _Whole:
         infinity.unwrap_model(self.newest, self.optimizer)
 
 
-def oracle(rule: str, micro: int, runs: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
-    """What the rule makes of ``runs`` if every version is kept."""
+def oracle(
+    rule: str,
+    micro: int,
+    runs: Sequence[tuple[str, Sequence[int]]],
+    *,
+    corrects: bool = False,
+) -> dict[str, Any]:
+    """What the rule makes of ``runs`` if every version is kept. ``corrects``: each is computed with
+    as it is expected to be when its gradient is applied, by its last update."""
     model, losses = _Whole(rule), []
     stages, computing = len(model.names), model.computing
     for versions, numbers in runs:
@@ -133,8 +151,12 @@ def oracle(rule: str, micro: int, runs: Sequence[tuple[str, Sequence[int]]]) -> 
             computing.zero_grad()
             for part, tokens in enumerate(batch(number).tensor_split(micro)):
                 for s, names in enumerate(model.names):
-                    of_stage = kept[VERSIONS[versions](update * micro + part, s, stages, micro)]
-                    computing.load_state_dict({n: of_stage[n] for n in names}, strict=False)
+                    at = VERSIONS[versions](update * micro + part, s, stages, micro)
+                    ahead = LATE[versions](s, stages, micro) if corrects and at else 0.0
+                    of_stage, before = kept[at], kept[max(at - 1, 0)]
+                    expected = {n: (of_stage[n] - before[n]) * ahead + of_stage[n] for n in names}
+                    found = expected if ahead else {n: of_stage[n] for n in names}
+                    computing.load_state_dict(found, strict=False)
                 losses.append(loss_of(computing(tokens), tokens))
                 losses[-1].backward()
             model.update([param.grad for param in computing.parameters()], micro)
@@ -142,6 +164,24 @@ def oracle(rule: str, micro: int, runs: Sequence[tuple[str, Sequence[int]]]) -> 
     found = {"weights": model.values(), "losses": [loss.item() for loss in losses]}
     model.unwrap()
     return found
+
+
+def by_correction(numbers: Sequence[int]) -> dict[str, Any]:
+    """What error feedback makes of batches by its published form, with SGD and two versions: an
+    update u is applied as u + (u - the one before), to weights that gradients are computed with.
+    Those at home lack the last update's correction."""
+    rate, model = 0.1, seeded(LAYERS, 5)
+    params, corrected = dict(model.named_parameters()), [whole(model.state_dict())]
+    last = {name: torch.zeros(()) for name in params}
+    for number, of_batch in enumerate(numbers):
+        model.load_state_dict(corrected[max(number - 1, 0)])
+        model.zero_grad()
+        loss_of(model(batch(of_batch)), batch(of_batch)).backward()
+        updates = {name: rate * param.grad for name, param in params.items()}
+        now = corrected[-1]
+        corrected.append({n: now[n] - updates[n] - (updates[n] - last[n]) for n in params})
+        last = updates
+    return {"weights": {name: corrected[-1][name] + last[name] for name in params}}
 
 
 def by_ouroboros(rule: str, numbers: Sequence[int], late: bool = True) -> dict[str, Any]:
