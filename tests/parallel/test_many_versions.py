@@ -29,7 +29,13 @@ KEPT = {
     ("vertical", 2): (1, 1, 1),
     ("two", 4): (1, 1, 1),
 }
-CASES = [pytest.param(*case, id="-".join(map(str, case))) for case in KEPT]
+QUICK = ("stash", 1), ("vertical", 1)
+CASES = [
+    pytest.param(
+        *case, id="-".join(map(str, case)), marks=() if case in QUICK else pytest.mark.slow
+    )
+    for case in KEPT
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,13 @@ import models
 import pytest
 import torch
 from parallel_jobs import off
-from ranks import Jobs
+from ranks import Jobs, near
 
 HOMES = ("device", "host", "nvme")
+SLOW_ON_DISK = ["device", "host", pytest.param("nvme", marks=pytest.mark.slow)]
+CORRECTED = ["stash-1"] + [
+    pytest.param(case, marks=pytest.mark.slow) for case in ("vertical-1", "vertical-4", "two-4")
+]
 KINDS = ("stash", "vertical")
 REFUSED = {
     "two": (
@@ -74,6 +78,7 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
         "micro": 1,
     }
     jobs["refused"] = {"path": str(launch_folder / "never")}
+    jobs["made"] = {"config": config["host"]}
     return Jobs(standing_ranks(2), "version_jobs", jobs)
 
 
@@ -81,7 +86,7 @@ def merged(ranks: list[dict]) -> dict[str, torch.Tensor]:
     return {name: value for rank in ranks for name, value in rank["weights"].items()}
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", SLOW_ON_DISK)
 def test_pipedream_stashing(two, home):
     """One micro-batch for each update, with fewer than stages: the bits of the oracle, by momentum
     and weight decay. The failing twin: an update from the newest weights has others."""
@@ -91,7 +96,7 @@ def test_pipedream_stashing(two, home):
     assert off(merged(ranks), two["oracle:newest"][0]["weights"]) > 1e-4
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", SLOW_ON_DISK)
 def test_vertical_sync(two, home):
     """The same with one version on all stages. The failing twin: stashing has others."""
     expected, ranks = two["oracle:vertical"][0], two[f"trained:vertical-{home}"]
@@ -100,7 +105,7 @@ def test_vertical_sync(two, home):
     assert off(merged(ranks), two["oracle:stash"][0]["weights"]) > 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["stash", pytest.param("vertical", marks=pytest.mark.slow)])
 def test_sixteen_bit_weights_with_split_masters_have_the_same_bits_from_every_home(two, kind):
     first = two[f"trained:{kind}-bf16-device"]
     for home in ("host", "nvme"):
@@ -109,7 +114,7 @@ def test_sixteen_bit_weights_with_split_masters_have_the_same_bits_from_every_ho
             assert not models.differing(mine["state"], theirs["state"])
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("home", ["host", pytest.param("nvme", marks=pytest.mark.slow)])
 def test_runs_of_one_pipeline_may_have_other_rules(two, home):
     """Three runs, each from one version, with four micro-batches for each update."""
     expected, ranks = two["oracle:switched"][0], two[f"trained:switched-{home}"]
@@ -117,7 +122,7 @@ def test_runs_of_one_pipeline_may_have_other_rules(two, home):
     assert ranks[1]["losses"] == expected["losses"]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", SLOW_ON_DISK)
 def test_versions_are_in_the_ledger_and_in_the_plan(two, home):
     """Two stages: stashing keeps one version more on the first and none on the last; vertical sync
     one more on both."""
@@ -130,7 +135,7 @@ def test_versions_are_in_the_ledger_and_in_the_plan(two, home):
                 assert least <= rank["taken"] == rank["planned"] <= most
 
 
-@pytest.mark.parametrize("case", ["stash-1", "vertical-1", "two-4", "vertical-4"])
+@pytest.mark.parametrize("case", CORRECTED)
 def test_error_feedback_computes_with_the_weights_that_are_to_be_expected(two, case):
     """The bits of the oracle from every home, with one version more where updates are late, none
     elsewhere."""
@@ -155,6 +160,17 @@ def test_error_feedback_is_the_published_correction(two):
 def test_a_run_from_a_checkpoint_has_the_bits_of_the_one_that_went_on(two):
     for rank in two["resumed"]:
         assert not models.differing(rank["after"], rank["again"])
+
+
+@pytest.mark.slow
+def test_a_made_pipeline_takes_the_rule_of_its_versions(two):
+    """By vertical sync near one process that keeps every version. A rule that is none is
+    refused."""
+    for rank in two["made"]:
+        assert rank["refused"].startswith("ConfigError: without_flush: weights='three' is not")
+        assert near(rank["losses"], rank["expected"], 1e-5)
+        expected = {name: rank["expected weights"][name] for name in rank["weights"]}
+        assert off(rank["weights"], expected) < 1e-5
 
 
 @pytest.mark.parametrize("what", REFUSED)

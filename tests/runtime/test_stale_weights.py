@@ -23,6 +23,9 @@ from infinity.state.unit_buffers import UnitBuffers
 from infinity.state.versions import UnitVersions
 
 HOMES = ("device", "host", "nvme")
+SLOW_TWO, SLOW_AHEAD = (
+    pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0.0), (1, 1.0))
+)
 
 
 class Clamping(nn.Linear):
@@ -173,16 +176,17 @@ def test_an_update_that_fails_leaves_one_version(home, kept, tmp_path):
 
 
 @pytest.mark.parametrize("home", ["host", "device"])
-@pytest.mark.parametrize("kept", [1, 2])
-def test_an_interruption_at_any_line_between_versions_leaves_one(home, kept, tmp_path):
-    """In the exchange of a unit's versions, in the choice of one and at the end: afterwards a
-    forward computes with the newest weights."""
-    model, optimizer, engine = wrap(home, tmp_path, kept=kept)
+@pytest.mark.parametrize("kept, ahead", [(1, 0.0), SLOW_TWO, SLOW_AHEAD])
+def test_an_interruption_at_any_line_between_versions_leaves_one(home, kept, ahead, tmp_path):
+    """In the exchange of a unit's versions, in the choice of one and at the end, also with error
+    feedback: afterwards a forward computes with the newest weights."""
+    model, optimizer, engine = wrap(home, tmp_path, kept=kept + bool(ahead))
     watched = {
         function.__code__
         for function in (
             UnitVersions.begin_update,
             UnitVersions.compute_with,
+            UnitVersions.extrapolate,
             UnitVersions._swap,
             UnitVersions._show,
             ParamUnit.change_places,
@@ -214,7 +218,7 @@ def test_an_interruption_at_any_line_between_versions_leaves_one(home, kept, tmp
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            with engine.stale.running(kept):
+            with engine.stale.running(kept, ahead):
                 for number in range(1 + kept):
                     run_batch(model, optimizer, engine, number)
                 engine.stale.compute_with(1)

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
+from made_pipeline_jobs import causal, labelled
 from ouroboros import ouroboros
 from parallel_jobs import whole
 from pipeline_jobs import Chunk, batch, build, loss_of, mesh_of, seeded
@@ -245,6 +246,40 @@ def executed(versions: str, micro: int, batches: int) -> dict[str, Any]:
     hook.remove()
     infinity.unwrap_model(chunks, optimizer)
     return {"done": done, "used": used}
+
+
+def made(config: dict, count: int = 4) -> dict[str, Any]:
+    """What ``pipeline`` makes of a causal model by vertical sync, against one process by torch; and
+    what it says of a rule that is none."""
+    stages, micro = dist.get_world_size(), 4
+    batches, model = [labelled(number) for number in range(count)], causal("llama")
+    optimizer: Any = RULES["SGD"](model.parameters())
+    options: dict[str, Any] = {"schedule": "1F1B", "micro_batches": micro, "quiet": True}
+    pipe, optimizer = infinity.parallel.pipeline(
+        model, mesh_of(stages), optimizer, config, **options
+    )
+    found: dict[str, Any] = {"refused": told(lambda: pipe.run(batches, optimizer, weights="three"))}
+    losses = pipe.run(batches, optimizer, weights="vertical")
+    found |= {"losses": [loss.item() for loss in losses], "weights": weights_of(pipe.chunks)}
+    infinity.unwrap_model(pipe.chunks, optimizer)
+    newest, computing = causal("llama"), causal("llama")
+    plain, kept, expected = RULES["SGD"](newest.parameters()), [whole(newest.state_dict())], []
+    for update, of_batch in enumerate(batches):
+        computing.zero_grad()
+        total, counted = 0.0, (of_batch["labels"][:, 1:] != -100).sum()
+        for part in range(micro):
+            version = VERSIONS["vertical"](update * micro + part, 0, stages, micro)
+            computing.load_state_dict(kept[version])
+            given = {name: value.chunk(micro)[part] for name, value in of_batch.items()}
+            loss = computing(**given, num_items_in_batch=counted).loss
+            loss.backward()
+            total += loss.item()
+        for param, computed in zip(newest.parameters(), computing.parameters()):
+            param.grad = computed.grad.clone()
+        plain.step()
+        kept.append(whole(newest.state_dict()))
+        expected.append(total)
+    return found | {"expected": expected, "expected weights": kept[-1]}
 
 
 def resumed(path: str, config: dict, versions: str, micro: int) -> dict[str, Any]:
