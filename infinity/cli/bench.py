@@ -39,6 +39,7 @@ IN_CHECKOUT = (
     "gpu_train",
     "integrations",
     "late_device",
+    "late_updates",
     "meetings",
     "packed",
     "past_host",

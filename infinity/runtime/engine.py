@@ -89,7 +89,7 @@ class Engine:
             in_common=job.in_common,
             is_cut_short=lambda: running.is_cut_short,
             runs_without_flush=lambda: running.runs_without_flush,
-            keeps_stale=lambda: running.runs_without_flush and running.keeps_stale,
+            keeps_stale=lambda: running.runs_without_flush and not running.updates_in_place,
             listen_to_landed=self.backward.listen,
             release=job.prefetcher.release_all,
             end_step=self.end_step,

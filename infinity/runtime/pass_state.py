@@ -74,7 +74,7 @@ class Pass:
     backward_count: int = 0  # backwards that ended in an accumulation pass
 
     runs_without_flush: bool = False
-    keeps_stale: bool = True  # an update of such a run keeps the weights before it
+    updates_in_place: bool = False  # such a run keeps no weights from before an update
     is_updating: bool = False  # by the pipeline itself, between two of its batches
 
     @property

@@ -85,7 +85,7 @@ class StaleWeights:
         try:
             self._first, self._kept, self._ahead = self._job.steps.index, kept, ahead
             self._pass.runs_without_flush, self._pass.is_updating = True, False
-            self._pass.keeps_stale = kept > 0
+            self._pass.updates_in_place = kept == 0
             if ahead:
                 self._extrapolate(0, None)
             yield

@@ -12,10 +12,16 @@ from typing import Any
 import models
 import pytest
 import torch
+from gpu_stand_in import build_stand_in
 from parallel_jobs import off
 from ranks import Jobs, near
 
 HOMES = ("device", "host", "nvme")
+ELSEWHERE = (  # what is on a device that is not the processor, and whether that makes updates
+    ("host", {}, False),
+    ("optimizer", {"optimizer": "device"}, True),
+    ("all", {"params": "device", "optimizer": "device"}, True),
+)
 SLOW_ON_DISK = ["device", "host", pytest.param("nvme", marks=pytest.mark.slow)]
 CORRECTED = ["stash-1"] + [
     pytest.param(case, marks=pytest.mark.slow) for case in ("vertical-1", "vertical-4", "two-4")
@@ -78,6 +84,10 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
         "micro": 1,
     }
     jobs["refused"] = {"path": str(launch_folder / "never")}
+    for where, more, by in ELSEWHERE:
+        given = {"config": config["host"] | more, "kernels": by and build_stand_in().__file__}
+        for name in ("vertical", "corrected-vertical-1"):
+            jobs[f"elsewhere:{name}-{where}"] = jobs[f"oracle:{name}"] | given
     jobs["made"] = {"config": config["host"]}
     return Jobs(standing_ranks(2), "version_jobs", jobs)
 
@@ -155,6 +165,14 @@ def test_error_feedback_is_the_published_correction(two):
     expected = two["by_correction"][0]["weights"]
     assert off(merged(two["trained:corrected"]), expected) < 1e-5
     assert off(merged(two["trained:late"]), expected) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vertical", "corrected-vertical-1"])
+@pytest.mark.parametrize("where", [where for where, _, _ in ELSEWHERE])
+def test_a_device_of_its_own_has_the_same_bits(two, where, name):
+    found = merged(two[f"elsewhere:{name}-{where}"])
+    assert not models.differing(found, two[f"oracle:{name}"][0]["weights"])
 
 
 def test_a_run_from_a_checkpoint_has_the_bits_of_the_one_that_went_on(two):

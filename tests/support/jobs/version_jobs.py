@@ -25,7 +25,7 @@ from ouroboros import ouroboros
 from parallel_jobs import whole
 from pipeline_jobs import Chunk, batch, build, loss_of, mesh_of, seeded
 from ranks import serve, told
-from unflushed_jobs import RULES, pairs, weights_of
+from unflushed_jobs import RULES, on_another_device, pairs, weights_of
 
 import infinity
 from infinity.machine.tiers import Tier
@@ -102,6 +102,12 @@ def trained(
     }
     infinity.unwrap_model(chunks, optimizer)
     return found
+
+
+def elsewhere(kernels: str | None = None, **arguments: Any) -> dict[str, Any]:
+    """The same on a device whose memory the processor does not use (see `unflushed_jobs`)."""
+    with on_another_device(kernels):
+        return trained(**arguments)
 
 
 class _Whole:
