@@ -73,10 +73,11 @@ class StaleWeights:
             for flat_param in taken:
                 drop_slot(flat_param.homes, job.store)
             raise
-        for unit, stale in zip(units * max(0, kept - before), made):
-            stale.buffers.list_in(job.storages, unit)
-        job.prefetcher.add(made)
-        self._allocated = max(before, kept)
+        if kept > before:
+            for unit, stale in zip(units * (kept - before), made):
+                stale.buffers.list_in(job.storages, unit)
+            job.prefetcher.add(made)
+            self._allocated = kept
 
     @contextmanager
     def running(self, kept: int = 1, ahead: float = 0.0) -> Iterator[None]:
