@@ -7,6 +7,7 @@ repository's documents. Times are not measured.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +47,14 @@ WAYS = (
 
 def measure(settings: Settings) -> Measured:
     """Measures rows ``late.<stages>.<optimizer>.<way>``: the loss after 200 updates, in nats a
-    byte, of each round's weights and batches."""
+    byte, of each round's weights and batches. Notes the ways that diverged."""
     found = Measured([])
     for ranks, told in launch_each(found, "late_updates", __name__, RANKS, settings):
         for name, losses in told.items():
-            found.rows.append(row(f"late.{ranks}.{name}", "nats", losses))
+            if all(map(math.isfinite, losses)):
+                found.rows.append(row(f"late.{ranks}.{name}", "nats", losses))
+            else:
+                found.notes.append(f"late.{ranks}.{name}: diverged")
     return found
 
 
