@@ -29,6 +29,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "shares": "bench.shares",
     "tensor_parallel": "bench.tensor_parallel",
     "pipeline": "bench.pipeline",
+    "late_updates": "bench.late_updates",
     "integrations": "bench.integrations",
     "gpu": "bench.gpu",
     "gpu_train": "bench.gpu_train",

@@ -40,6 +40,7 @@ IN_CHECKOUT = (
     "idle",
     "integrations",
     "late_device",
+    "late_updates",
     "meetings",
     "shares",
     "packed",

@@ -49,6 +49,7 @@ class StepContext:
 
     is_only: Callable[[], bool]  # no other optimizer steps parameters of the job
     is_cut_short: Callable[[], bool]  # a forward or backward was interrupted
+    runs_without_flush: Callable[[], bool]  # other stages may be at other batches
     keeps_stale: Callable[[], bool]  # an update writes new weights beside the old ones
     # Called with each unit whose gradients landed
     listen_to_landed: Callable[[Callable[[ParamUnit], None]], Callable[[], None]]

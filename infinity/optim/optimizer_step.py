@@ -163,7 +163,7 @@ class OptimizerStep:
         inputs = StepInputs(context, groups, self._members.group_of, clip, counters)
         ranks = context.collectives.ranks
         # Without flush other stages are at other batches, and no stage waits.
-        meets_stages = ranks.pp_group is not None and not context.keeps_stale()
+        meets_stages = ranks.pp_group is not None and not context.runs_without_flush()
         context.collectives.meet_for_step(
             inputs.common if ranks.unit_places else "",  # a digest of every trained parameter
             inputs.own,

@@ -102,7 +102,7 @@ class Stepper:
             ):
                 step.shadow = shadow
             elif beside:
-                step.newer = flat_param.homes.stale
+                step.newer = flat_param.homes.beside["weight"]
                 self._plan_beside(step, spans, after, label=unit.index, version=version)
             elif spans:  # without spans other ranks have these parameters in their shards
                 self._plan_update(step, spans, after, label=unit.index, version=version)

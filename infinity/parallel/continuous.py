@@ -3,26 +3,26 @@ them.
 
 1F1B continues over the end of a batch: forwards of the next one fill the slots in which ranks would
 be idle. A stage updates as soon as the batch's last backward on it is done, while micro-batches of
-the next batch are in flight. PipeDream-2BW's rule (arXiv 2006.09503, section 3.1) keeps that exact:
-with W(0) the weights at the start,
+the next batch are in flight. Each of these computes, forward and backward, with the version of the
+weights that a rule gives it (:mod:`.version_rules`). PipeDream-2BW's (arXiv 2006.09503, section
+3.1) is, with W(0) the weights at the start,
 
     W(t + 1) = W(t) - lr * f(W(max(t - 1, 0)))
 
-so all stages compute batch t, forwards and backwards, with one version of the weights, and two
-versions exist at any time.
+so all stages compute batch t with one version, and two exist at any time.
 
-place   torch's receive buffer of a micro-batch: one for each of a batch, reused in turn
+place   torch's receive buffer of a micro-batch: one for each that can be in flight, reused in turn
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import _batch_p2p, _wait_batch_p2p
 
 from ..errors import ConfigError, UsageError
@@ -33,87 +33,88 @@ from ..runtime.job import Job
 from ..runtime.registry import engine_of
 from ..runtime.stale_weights import StaleWeights
 from ..state.operations import Operation
+from .batch_shapes import Shapes, parts_of, shapes_of
 from .schedules import SHAPES, attach, in_flight_of, naming_causes, one_pass
+from .version_rules import Action, VersionRule, order_of
 
 ADAMS = ("ADAM", "ADAMW", "Adam with amsgrad", "AdamW with amsgrad")
-
-# Names, shapes and dtypes of a batch's tensors.
-Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-
-
-class Action(NamedTuple):
-    """One forward or backward of a stage."""
-
-    is_forward: bool
-    number: int  # micro-batch, counted over all batches
-
-
-def order_of(stage: int, stages: int, count: int) -> Iterator[Action]:
-    """Yields the actions of a ``stage`` of ``stages`` for ``count`` micro-batches: 1F1B, from the
-    first to the last."""
-    ahead = min(count, stages - stage)
-    for number in range(ahead):
-        yield Action(True, number)
-    for number in range(count):
-        yield Action(False, number)
-        if number + ahead < count:
-            yield Action(True, number + ahead)
+OF_ADAMS = (
+    "gradients are of weights that are older than the last update, which is reported to degrade the"
+    " rules of Adam far more than others"
+)
 
 
 def without_flush(
-    schedule: Any, optimizer: torch.optim.Optimizer, *, quiet: bool = False
+    schedule: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    weights: str = "two",
+    error_feedback: bool = False,
+    quiet: bool = False,
 ) -> WithoutFlush:
     """Prepares ``schedule`` to run batches without a flush between them, by
     :meth:`WithoutFlush.run`.
 
     schedule
-        torch's Schedule1F1B with a wrapped stage; it is attached (:func:`attach`) if needed.
+        torch's Schedule1F1B with a wrapped stage; it is attached (:func:`attach`) if needed. For
+        fewer micro-batches than stages torch makes none: give its ScheduleGPipe.
     optimizer
         The one that wrap_model returned: it makes an update for every batch.
+    weights
+        The versions that micro-batches compute with; of n stages, s is a stage's number from 0:
+        ``"two"``: all of a batch with those before the last update (PipeDream-2BW, Narayanan et
+        al., 2021). For at least n micro-batches.
+        ``"stash"``: each with the stage's newest when its forward begins (PipeDream, Narayanan et
+        al., 2019). ``"vertical"``: on all stages with the one of the first (its vertical sync).
+        Of m micro-batches in a batch, these keep ceil((n - s - 1) / m) versions beside the newest
+        on stage s, and ceil((n - 1) / m).
+    error_feedback
+        Computes with W + d (W - V), V the version before W, d the updates that it lacks: the
+        update corrected by its last change (Zmushko et al., 2026). Where d > 0, one version more.
     quiet
         Suppresses the warning that the rules of Adam suffer from gradients of stale weights.
 
-    Allocates a second version of the weights, at their home, until the model is unwrapped. Raises,
-    before any change, CapacityError if there is no room, and ConfigError for another schedule, one
-    without a loss, fewer micro-batches than stages, max_grad_norm, speculate.
+    Allocates the versions beside the newest, at their home, until the model is unwrapped. Raises,
+    before any change, CapacityError if there is no room, and ConfigError for another schedule or
+    rule, a schedule without a loss, too few micro-batches, max_grad_norm, speculate.
     """
-    _check_schedule(schedule)
+    rule = _check_schedule(schedule, weights, error_feedback)
     engine = engine_of(schedule._stage.submod)
     job = engine.job
     _check_engine(job, schedule, optimizer)
     attach(schedule)
     with job.uses.begin():
-        if engine.stale is None:
-            engine.stale = StaleWeights(job)
+        stale = engine.stale or StaleWeights(job)
+        stale.keep(rule.slots)
+        engine.stale = stale
     if optimizer.rule_name in ADAMS and not quiet:
         warnings.warn(
-            f"without_flush with {optimizer.rule_name}: gradients are of weights one update old,"
-            " which is reported to degrade the rules of Adam far more than others (arXiv"
-            " 2606.30634). Compare a short run with schedule.step, use SGD or Lion, or pass"
-            " quiet=True.",
+            f"without_flush with {optimizer.rule_name}: {OF_ADAMS} (arXiv 2606.30634). Compare a"
+            " short run with schedule.step, use SGD or Lion, or pass quiet=True.",
             stacklevel=2,
         )
-    return WithoutFlush(engine, schedule, optimizer)
+    return WithoutFlush(engine, schedule, optimizer, rule)
 
 
-def _check_schedule(schedule: Any) -> None:
-    if type(schedule) is not Schedule1F1B:
+def _check_schedule(schedule: Any, weights: str, corrects: bool) -> VersionRule:
+    """Returns the rule ``weights`` for the stage of ``schedule``."""
+    kind = type(schedule)
+    stage, each = getattr(schedule, "_stage", None), getattr(schedule, "_n_microbatches", 0)
+    is_small = kind is ScheduleGPipe and each < stage.num_stages
+    if kind is not Schedule1F1B and not is_small:
         raise ConfigError(
-            f"without_flush takes torch's Schedule1F1B, not a {type(schedule).__name__}: others"
-            " have no order that goes on over the end of a batch. Build a Schedule1F1B of the same"
-            " stage, or run this one with a flush between batches (schedule.step)."
+            f"without_flush takes torch's Schedule1F1B, not a {kind.__name__}: others have no order"
+            " that goes on over the end of a batch. Build a Schedule1F1B of the same stage, or run"
+            " this one with a flush between batches (schedule.step)."
         )
     if schedule._loss_fn is None:
         raise ConfigError(
             "without_flush: this schedule has no loss_fn, so it trains nothing: give"
-            " Schedule1F1B one"
+            f" {kind.__name__} one"
         )
-    if schedule._n_microbatches < schedule._stage.num_stages:
-        raise ConfigError(
-            f"without_flush: {schedule._n_microbatches} micro-batches for"
-            f" {schedule._stage.num_stages} stages: a batch would begin before the weights that it"
-            f" is to have are made. Use at least {schedule._stage.num_stages} micro-batches."
-        )
+    return VersionRule.of(
+        weights, stage.stage_index, stage.num_stages, each, corrects=bool(corrects)
+    )
 
 
 def _check_engine(job: Job, schedule: Any, optimizer: Any) -> None:
@@ -138,8 +139,11 @@ def _check_engine(job: Job, schedule: Any, optimizer: Any) -> None:
 class WithoutFlush:
     """A schedule that runs batches without a flush between them. Every rank calls :meth:`run`."""
 
-    def __init__(self, engine: Engine, schedule: Any, optimizer: InfinityOptimizer):
+    def __init__(
+        self, engine: Engine, schedule: Any, optimizer: InfinityOptimizer, rule: VersionRule
+    ):
         self._engine, self._schedule, self._optimizer = engine, schedule, optimizer
+        self._rule = rule
         # Called with the batch whose forwards begin on this stage.
         self.on_batch: Callable[[int], None] = lambda number: None
 
@@ -169,11 +173,12 @@ class WithoutFlush:
         if not batches:
             return [] if stage.is_last else None
         stale = self._engine.stale
-        with naming_causes([stage]), stale.running():
+        with naming_causes([stage]), stale.running(self._rule.stale, self._rule.ahead):
             return _Run(
                 self._engine,
                 self._schedule,
                 self._optimizer,
+                self._rule,
                 batches,
                 shapes,
                 self.on_batch,
@@ -197,10 +202,11 @@ class WithoutFlush:
                     f"run() with gradients of an earlier backward ({held[0]}, ...), to which the"
                     " first batch would be added: call optimizer.zero_grad() first"
                 )
-            shapes = _shapes_of(batches, self._schedule)
+            shapes = shapes_of(batches, self._schedule)
         told = {
             "the number of batches": str(len(batches)),
             "the number of micro-batches": str(self._schedule._n_microbatches),
+            "the versions of the weights": self._rule.name,
             "the optimizer's settings": repr(self._optimizer.settings),
         }
         with job.uses.begin():
@@ -217,67 +223,6 @@ def _forget_shapes(schedule: Any) -> None:
     schedule._stage_forward_initialized = schedule._stage_backward_initialized = False
 
 
-def _shapes_of(batches: list[Any], schedule: Any) -> Shapes:
-    """Returns the shapes of each of ``batches``, as far as this stage has them. Raises UsageError
-    if torch's buffers, which are shared by all, would not fit every micro-batch."""
-    stage, count = schedule._stage, schedule._n_microbatches
-    shapes: set[Shapes] = set()
-    for number, batch in enumerate(batches):
-        if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
-            raise UsageError(
-                f"run() takes batches (inputs, target) or (inputs, target, kwargs): batch {number}"
-                f" is a {type(batch).__name__}"
-            )
-        args, kwargs, target = _parts(batch)
-        given = [("inputs", each) for each in (args if stage.is_first else ())] + [
-            ("target", target)
-        ] * stage.is_last
-        for name, value in given:
-            if not isinstance(value, torch.Tensor):
-                raise UsageError(
-                    f"run(): the {name} of batch {number} are a {type(value).__name__}, not a"
-                    " tensor, on a stage that needs them"
-                )
-            if len(value) % count:
-                raise UsageError(
-                    f"run(): batch {number} of {len(value)} does not divide into {count}"
-                    " micro-batches: give a multiple"
-                )
-        given += [
-            (name, value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)
-        ]
-        shapes.add(tuple((name, tuple(value.shape), value.dtype) for name, value in given))
-    if len(shapes) > 1:
-        raise UsageError(
-            f"run() takes batches of one shape, these have {len(shapes)}: run those of each shape"
-            " by themselves"
-        )
-    found = next(iter(shapes), ())
-    _check_declared(
-        stage, [(shape[0] // count, *shape[1:]) for name, shape, _ in found if name == "inputs"]
-    )
-    return found
-
-
-def _check_declared(stage: Any, shapes: list[tuple[int, ...]]) -> None:
-    """Raises UsageError if a first ``stage`` was built for inputs of other ``shapes``: torch does
-    not ask the stages then."""
-    declared = getattr(stage, "_user_meta", None)
-    if not shapes or declared is None or not declared.inputs or not declared.outputs:
-        return
-    fixed = [tuple(each.shape) for each in declared.inputs]
-    if fixed != shapes:
-        raise UsageError(
-            f"run(): micro-batches of shapes {shapes} for a stage that was built for {fixed}: build"
-            " PipelineStage without input_args and output_args, and batches may have any shape"
-        )
-
-
-def _parts(batch: Sequence[Any]) -> tuple[tuple, dict[str, Any], Any]:
-    inputs, target, *rest = batch
-    return inputs if isinstance(inputs, tuple) else (inputs,), dict(rest[0]) if rest else {}, target
-
-
 class _Run:
     """One run: its state and progress."""
 
@@ -286,6 +231,7 @@ class _Run:
         engine: Engine,
         schedule: Any,
         optimizer: InfinityOptimizer,
+        rule: VersionRule,
         batches: list[Any],
         shapes: Shapes,
         on_batch: Callable[[int], None],
@@ -293,7 +239,8 @@ class _Run:
     ):
         self._engine, self._schedule, self._optimizer = engine, schedule, optimizer
         self._batches, self._shapes = batches, shapes
-        self._stage, self._each = schedule._stage, schedule._n_microbatches
+        self._stage, self._rule, self._each = schedule._stage, rule, rule.each
+        self._places = max(self._each, self._stage.num_stages)
         self._on_batch, self._after_update = on_batch, after_update
         # The batch whose forwards run, as micro-batches.
         self._split: tuple[int, list, list, Any] = (-1, [], [], None)
@@ -331,10 +278,15 @@ class _Run:
         """Makes torch create buffers, if it has none for these shapes, by a trial with the first
         micro-batch."""
         args, kwargs, targets = self._micro_batches(0)
-        self._schedule._initialize_stage(
-            args[0], kwargs[0], targets[0] if targets is not None else None, None
-        )
-        setattr(self._schedule, SHAPES, self._shapes)
+        schedule = self._schedule
+        schedule._n_microbatches = self._places  # torch makes a buffer for each
+        try:
+            schedule._initialize_stage(
+                args[0], kwargs[0], targets[0] if targets is not None else None, None
+            )
+        finally:
+            schedule._n_microbatches = self._each
+        setattr(schedule, SHAPES, self._shapes)
 
     def _ends_batch(self, action: Action) -> bool:
         return not action.is_forward and (action.number + 1) % self._each == 0
@@ -342,30 +294,31 @@ class _Run:
     # --- one action ---
 
     def _receives(self, action: Action) -> list[Any]:
-        stage, place = self._stage, action.number % self._each
+        stage, place = self._stage, action.number % self._places
         return stage.get_fwd_recv_ops(place) if action.is_forward else stage.get_bwd_recv_ops(place)
 
     def _compute(self, action: Action) -> None:
-        batch, place = divmod(action.number, self._each)
-        self._engine.stale.compute_for(batch)
+        place = action.number % self._places
+        self._engine.stale.compute_with(self._rule.version(action.number))
         if action.is_forward:
-            self._forward(batch, place)
+            self._forward(action.number, place)
             return
         loss = self._losses.pop(place, None)
-        self._stage.backward_one_chunk(place, loss=loss, last_backward=place + 1 == self._each)
+        self._stage.backward_one_chunk(place, loss=loss, last_backward=self._ends_batch(action))
         if loss is not None:
-            self._found[batch].append(loss.detach())
+            self._found[action.number // self._each].append(loss.detach())
 
-    def _forward(self, batch: int, place: int) -> None:
+    def _forward(self, number: int, place: int) -> None:
+        batch, part = divmod(number, self._each)
         args, kwargs, targets = self._micro_batches(batch)
         output = self._stage.forward_one_chunk(
-            place, args[place], kwargs[place], save_forward_output=False
+            place, args[part], kwargs[part], save_forward_output=False
         )
         if self._stage.is_last:
-            self._losses[place] = self._schedule._compute_loss(output, targets[place])
+            self._losses[place] = self._schedule._compute_loss(output, targets[part])
 
     def _sends(self, action: Action) -> list[Any]:
-        stage, place = self._stage, action.number % self._each
+        stage, place = self._stage, action.number % self._places
         if action.is_forward:
             return stage.get_fwd_send_ops(place)
         sends = stage.get_bwd_send_ops(place)
@@ -376,7 +329,7 @@ class _Run:
 
     def _micro_batches(self, batch: int) -> tuple[list, list, Any]:
         if self._split[0] != batch:
-            args, kwargs, target = _parts(self._batches[batch])
+            args, kwargs, target = parts_of(self._batches[batch])
             split = self._schedule._split_inputs(args if self._stage.is_first else (), kwargs)
             targets = torch.tensor_split(target, self._each) if self._stage.is_last else None
             self._split = batch, *split, targets

@@ -133,9 +133,7 @@ def give_back(optimizer: torch.optim.Optimizer | None, kept: tuple[list[list], d
     for group, of_group in zip(optimizer.param_groups if optimizer is not None else (), params):
         group["params"] = of_group
     if optimizer is not None:
-        optimizer.state.update(
-            {param: value for param, value in state.items() if param not in optimizer.state}
-        )
+        optimizer.state.update(state | optimizer.state)
 
 
 class Pipeline:
@@ -188,11 +186,13 @@ class Pipeline:
         optimizer: torch.optim.Optimizer,
         *,
         after_update: Callable[[], Any] | None = None,
+        weights: str = "two",
+        error_feedback: bool = False,
         quiet: bool = False,
     ) -> list[torch.Tensor]:
-        """Runs ``batches`` without a flush between them (:func:`without_flush`), with one update
-        for each, from gradients of weights one update old. Returns the loss of each, on every rank.
-        When it returns, there is one version of the weights.
+        """Runs ``batches`` without a flush between them, with one update for each. Returns the loss
+        of each, on every rank. When it returns, there is one version of the weights. For
+        ``weights``, ``error_feedback`` and ``quiet`` see :func:`without_flush`.
 
         batches
             Arguments of :meth:`step` by name: ``{"input_ids": ..., "labels": ...}``, for others
@@ -206,9 +206,8 @@ class Pipeline:
         counts, schedules, runs = [], {}, []
         for batch in batches:
             rest = {k: v for k, v in batch.items() if k not in ("inputs", "target")}
-            schedule, *given = self._agree_on(
-                batch.get("inputs"), batch.get("target"), rest, "run()"
-            )
+            given = batch.get("inputs"), batch.get("target")
+            schedule, *given = self._agree_on(*given, rest, "run()")
             schedules[id(schedule)] = schedule
             runs.append(tuple(given))
             counts.append(self._counted)
@@ -220,7 +219,8 @@ class Pipeline:
                 raise UsageError(
                     "run() takes batches of one shape: run those of each shape by themselves"
                 )
-        run = without_flush(schedule, optimizer, quiet=quiet)
+        options: dict[str, Any] = {"weights": weights, "error_feedback": error_feedback}
+        run = without_flush(schedule, optimizer, quiet=quiet, **options)
 
         def begin(number: int) -> None:
             self._counted = counts[number]
@@ -228,10 +228,8 @@ class Pipeline:
         run.on_batch = begin
         with self._in_parts():
             losses = run.run(runs, after_update=after_update)
-        return [
-            self._tell(list(losses[number]) if losses is not None else [])
-            for number in range(len(runs))
-        ]
+        of_batches = losses if losses is not None else [[]] * len(runs)
+        return [self._tell(list(of_batch)) for of_batch in of_batches]
 
     def _check_run(self, batches: list[Any]) -> None:
         """Raises an error on every rank if ``batches`` cannot run without flush. A collective."""
@@ -257,9 +255,8 @@ class Pipeline:
                             "run() takes batches by name, as {'inputs': ..., 'target': ...}:"
                             f" batch {number} is a {type(batch).__name__}"
                         )
-            job.collectives.compare(
-                {"the number of batches": str(len(batches))}, "run()", over_stages=True
-            )
+            told = {"the number of batches": str(len(batches))}
+            job.collectives.compare(told, "run()", over_stages=True)
 
     @torch.no_grad()
     def eval(

@@ -231,7 +231,7 @@ def arrays_in_memory(
 def _arrays(flat_param: FlatParam) -> list[tuple[str, StateArray]]:
     return [
         (name, array)
-        for name, array in (*flat_param.arrays.items(), *flat_param.homes.beside.items())
+        for name, array in (*flat_param.arrays.items(), *flat_param.homes.arrays_beside)
         if array.flat is not None
     ]
 

@@ -4,8 +4,8 @@ frame      one running forward of a module that owns units, or of a root
 task       one run of autograd; a reentrant checkpoint nests them
 accumulation pass
            several forwards and backwards make one pass: micro-batches, stages of a pipeline
-stale      a pipeline runs without flush: running micro-batches use the weights from before the
-           last update
+stale      a pipeline runs without flush: running micro-batches use the weights from before an
+           earlier update
 
 [Note: three kinds of state] State that stays after the wrap is in :mod:`.job`. State that survives
 a process is at the homes and in the journal. The rest is here, whichever part of the engine writes
@@ -74,6 +74,7 @@ class Pass:
     backward_count: int = 0  # backwards that ended in an accumulation pass
 
     runs_without_flush: bool = False
+    updates_in_place: bool = False  # such a run keeps no weights from before an update
     is_updating: bool = False  # by the pipeline itself, between two of its batches
 
     @property

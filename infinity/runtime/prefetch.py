@@ -4,8 +4,8 @@ hold      a reason why a unit must stay resident: a forward that runs in it, or 
           need it
 idle      resident without a hold; a full window evicts idle units, the one needed last first
 window    device bytes for gathered weights
-stale     a unit's weights before the last update, if kept: a unit of its own here, which a hold of
-          the unit may mean
+stale     a unit's weights before earlier updates, if kept: units of their own here, one of which
+          a hold of the unit may mean
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Prefetcher:
     def release_all(self, units: Iterable[ParamUnit]) -> None:
         """Releases ``units`` from device and staging, in any state: their homes change."""
         for unit in units:
-            for each in (unit,) if unit.stale is None else (unit, unit.stale):
+            for each in (unit, *unit.stale):
                 self._release(each)
 
     def _release(self, unit: ParamUnit) -> None:
@@ -143,7 +143,7 @@ class Prefetcher:
 
     def keep_as_stale(self, unit: ParamUnit, stale: ParamUnit, change: Callable[[], None]) -> None:
         """Makes the gathered weights of ``unit`` those of ``stale``, by ``change``, before an
-        update writes new ones. The previous stale weights are dropped."""
+        update writes new ones. Those that ``stale`` had are dropped."""
         self._release(stale)
         if unit.residency is not Residency.RESIDENT:
             self._release(unit)

@@ -127,9 +127,9 @@ class Exposure:
         if self._is_stale:
             if self._edits.find():
                 raise UsageError(
-                    f"a forward changed parameters of unit {self._name} in place, which are one"
-                    " update old while a pipeline runs without flush: the change would be lost. Run"
-                    " the pipeline with a flush between batches (schedule.step)."
+                    f"a forward changed parameters of unit {self._name} in place, which are older"
+                    " than the last update while a pipeline runs without flush: the change would be"
+                    " lost. Run the pipeline with a flush between batches (schedule.step)."
                 )
             return False
         self._look_at_exports(store, stays)

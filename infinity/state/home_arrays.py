@@ -6,8 +6,8 @@
 
 shadow      buffers for the results of an update made ahead; if the step uses it, they and the state
             are swapped
-stale       the weights before the last update, if both versions are kept: an update writes its
-            result there, and the two are swapped
+stale       weights before earlier updates, if they are kept, each in a slot: an update writes its
+            result to the slot that was chosen, and the weight and that slot are swapped
 last read   the event after which no copy to the device reads the weights at home
 saved       the ticket after which a checkpoint's save no longer reads the arrays
 
@@ -84,8 +84,9 @@ class HomeArrays:
         """``names``: of the parameters, for messages."""
         self.spec, self.layout, self._names = spec, layout, names
         self.arrays: dict[str, StateArray] = {}
-        # Buffers of a shadow, or stale weights; a shadow's are valid only while there is one.
+        # Buffers of a shadow, which are valid only while there is one, or the chosen slot.
         self.beside: dict[str, StateArray] = {}
+        self.stale: list[StateArray] = []  # one for each slot
         self._reserved: list[StateArray] = []  # disk space of arrays that are cached on the host
         self.update: Update | None = None  # the last one that was submitted
         self.shadow: Shadow | None = None
@@ -105,15 +106,20 @@ class HomeArrays:
     def weight(self) -> StateArray:
         return self.arrays["weight"]
 
+    def weight_in(self, slot: int | None) -> StateArray:
+        """Returns the stale weights in ``slot``; the newest ones for None, or if only they are
+        kept."""
+        return self.weight if slot is None or not self.stale else self.stale[slot]
+
     @property
-    def stale(self) -> StateArray:
-        """The weights before the last update; the current ones if only they are kept."""
-        return self.beside.get("weight", self.weight)
+    def arrays_beside(self) -> list[tuple[str, StateArray]]:
+        """The names and arrays beside the state."""
+        return [("weight", array) for array in self.stale] or list(self.beside.items())
 
     @property
     def weight_regions(self) -> list[native.Region | None]:
         """The host memory of the weights, now and after the next update, or None."""
-        return [array.region for array in (self.weight, self.stale)]
+        return [array.region for array in (self.weight, self.beside.get("weight", self.weight))]
 
     # --- memory ---
 
@@ -169,28 +175,17 @@ class HomeArrays:
         """Makes these the arrays of ``spec``, with more ``arrays`` (AT_HOME only). Idempotent."""
         self.spec, self.arrays = spec, self.arrays | arrays
 
-    def keep_stale(self, store: ArrayStore, what: str) -> None:
-        """Allocates the stale weights' array (AT_HOME only). Raises CapacityError without room."""
-        if self.beside:
-            raise InternalError(
-                f"the flat param of {self._names[0]} has room for a shadow, which cannot be a"
-                " stale version's"
-            )
-        weight = self.weight
-        array = store.arrays.allocate_later(
-            weight.tier, weight.dtype, weight.numel, f"stale weight of {what}"
-        )
-        self.beside = {"weight": array}
-
-    def drop_stale(self, store: ArrayStore) -> None:
-        """Frees the memory of :meth:`keep_stale`, before any update has used it."""
-        if self.beside:
-            store.arrays.free_more(self.beside.pop("weight"))
+    def choose(self, slot: int) -> None:
+        """Chooses the ``slot`` to which the next update writes the new weights, if it is to keep
+        the old ones."""
+        if self.stale:
+            self.beside = {"weight": self.stale[slot]}
 
     def clear(self) -> None:
         """Drops the arrays. Units and handles form a cycle, for which the memory must not wait."""
         self.arrays.clear()
         self.beside.clear()
+        self.stale.clear()
         self._reserved.clear()
         self.last_read = PAST
 
@@ -247,9 +242,11 @@ class HomeArrays:
         (AT_HOME -> STEPPING). The new one becomes current, the old one stale. Idempotent."""
         if self.weight is not weight:
             self._check_move(Activity.STEPPING)
-            before, after = {"weight": self.weight}, self.arrays | {"weight": weight}
+            before, after = self.weight, self.arrays | {"weight": weight}
+            stale = [before if array is weight else array for array in self.stale]
+            beside = {"weight": before}
             # One statement, as in keep_shadow().
-            self.arrays, self.beside, self.update = after, before, update
+            self.arrays, self.stale, self.beside, self.update = after, stale, beside, update
 
     def cast_shadow(self, shadow: Shadow) -> None:
         """Records ``shadow``, which is about to be submitted (AT_HOME -> SHADOWED)."""

@@ -35,8 +35,9 @@ class ParamUnit:
         The copy of the weights to there, and the gather.
     exposure
         The parameters, as modules and users see them.
-    is_stale
-        The weights are those before the last update (:mod:`.versions`). No update writes them.
+    slot
+        That of the stale weights at home (:mod:`.versions`), which no update of the unit writes.
+        None: the unit is of the newest ones.
     """
 
     def __init__(
@@ -46,18 +47,18 @@ class ParamUnit:
         flat_params: list[FlatParam],
         device: Device | None = None,
         *,
-        is_stale: bool = False,
+        slot: int | None = None,
     ):
-        self.index, self.name, self.flat_params, self.is_stale = index, name, flat_params, is_stale
+        self.index, self.name, self.flat_params, self.slot = index, name, flat_params, slot
         self._device = device or Device(torch.device("cpu"), Traffic())
         self._collectives = flat_params[0].collectives if flat_params else Collectives()
         self._ranks = self._collectives.ranks
         self.buffers = UnitBuffers(flat_params, self._device)
         self.exposure = Exposure(
-            name, flat_params, self.buffers, self._collectives, is_stale=is_stale
+            name, flat_params, self.buffers, self._collectives, is_stale=slot is not None
         )
         # No memory was planned for those of stale weights, so all ranks gather them each time.
-        self._second = NodeShards(None if is_stale else self._ranks.node_group)
+        self._second = NodeShards(None if slot is not None else self._ranks.node_group)
         self.arrival = Arrival(
             name, flat_params, self.buffers, self._second, self._collectives, self._device
         )
@@ -67,8 +68,8 @@ class ParamUnit:
         self._reads = StagedReads([])  # and their slots, until these go back
         self._copied: StagedReads | None = None  # the last ones that were copied
         self._charge: native.Charge | None = None
-        self.stale: ParamUnit | None = None  # the weights before the last update, if they are kept
-        self.uses_stale = False  # whether forwards use those now
+        self.stale: list[ParamUnit] = []  # the weights before earlier updates, by slot, if kept
+        self.used_slot: int | None = None  # of those that forwards use now; None: the newest
         self.is_shared = False  # whether several modules use the unit
 
     @property
@@ -80,8 +81,8 @@ class ParamUnit:
 
     @property
     def in_use(self) -> ParamUnit:
-        """The unit that a hold gathers: itself, or its weights before the last update."""
-        return self.stale if self.uses_stale and self.stale is not None else self
+        """The unit that a hold gathers: itself, or its stale weights."""
+        return self if self.used_slot is None else self.stale[self.used_slot]
 
     @cached_property
     def weight_nbytes(self) -> int:
@@ -133,14 +134,12 @@ class ParamUnit:
     @property
     def _homes(self) -> list[StateArray]:
         """The weights at home, one array for each flat param."""
-        return [
-            flat.homes.stale if self.is_stale else flat.homes.weight for flat in self.flat_params
-        ]
+        return [flat.homes.weight_in(self.slot) for flat in self.flat_params]
 
     @property
     def _updates(self) -> list[Update | None]:
         """The running updates of the weights."""
-        return [None if self.is_stale else flat.homes.update for flat in self.flat_params]
+        return [None if self.slot is not None else flat.homes.update for flat in self.flat_params]
 
     def complete(self, store: ArrayStore) -> None:
         """Brings the experts that the use which begins needs, and that are not there yet."""
@@ -155,13 +154,12 @@ class ParamUnit:
                     flat_param.homes.wait()
 
     def make_stale(self, index: int) -> ParamUnit:
-        """Makes the unit ``index`` of the weights before the last update, with their buffers.
-        Raises CapacityError if the device has no room."""
-        stale = ParamUnit(
-            index, f"{self.name}, stale", self.flat_params, self._device, is_stale=True
-        )
+        """Makes the unit ``index`` of stale weights in one more slot, with their buffers. Raises
+        CapacityError if the device has no room."""
+        name, slot = f"{self.name}, stale", len(self.stale)
+        stale = ParamUnit(index, name, self.flat_params, self._device, slot=slot)
         stale.allocate()
-        self.stale = stale
+        self.stale = [*self.stale, stale]
         return stale
 
     # --- parameters ---
@@ -300,7 +298,7 @@ class ParamUnit:
         self._moves.note_rebuild(self.residency)
         self.exposure.forget()
         # The parameters stay views of the newest weights.
-        self.buffers.align(self._homes if self.stays else None, shows=not self.is_stale)
+        self.buffers.align(self._homes if self.stays else None, shows=self.slot is None)
         if self.stays:
             self.residency = Residency.RESIDENT
         else:

@@ -23,6 +23,9 @@ from infinity.state.unit_buffers import UnitBuffers
 from infinity.state.versions import UnitVersions
 
 HOMES = ("device", "host", "nvme")
+SLOW_TWO, SLOW_AHEAD = (
+    pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0.0), (1, 1.0))
+)
 
 
 class Clamping(nn.Linear):
@@ -60,13 +63,14 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
 
 
-def wrap(home: str, folder: Any, kind: type = nn.Linear) -> tuple:
+def wrap(home: str, folder: Any, kind: type = nn.Linear, kept: int = 1) -> tuple:
     model = model_of(kind)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, folder))
     engine = wrapped(model).engine
     with engine.uses.begin():
         engine.stale = StaleWeights(engine.job)
+        engine.stale.keep(kept)
     return model, optimizer, engine
 
 
@@ -79,7 +83,7 @@ def gradients_of(model: nn.Module, number: int) -> dict[str, torch.Tensor]:
 def run_batch(model: Any, optimizer: Any, engine: Any, number: int) -> None:
     """One batch of a run, and the update that it makes."""
     with engine.accumulation.opened():
-        engine.stale.compute_for(number)
+        engine.stale.compute_with(max(number - 1, 0))
         model(batch(number)).square().mean().backward()
     engine.stale.update(optimizer.step)
     optimizer.zero_grad()
@@ -104,11 +108,11 @@ def test_a_graph_goes_on_with_the_weights_that_it_began_with(home, tmp_path):
         engine.stale.update(optimizer.step)
         optimizer.zero_grad()
         with engine.accumulation.opened():
-            engine.stale.compute_for(1)
+            engine.stale.compute_with(0)
             losses[1].backward()
             late = model(batch(1)).square().mean()
             assert torch.equal(late, losses[1])
-            engine.stale.compute_for(2)
+            engine.stale.compute_with(1)
             assert not torch.equal(model(batch(1)).square().mean(), losses[1])
         found = {name: param.grad.clone() for name, param in model.named_parameters()}
     optimizer.zero_grad()
@@ -124,22 +128,24 @@ def test_a_graph_goes_on_with_the_weights_that_it_began_with(home, tmp_path):
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_an_update_that_fails_leaves_one_version(home, tmp_path):
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_an_update_that_fails_leaves_one_version(home, kept, tmp_path):
     """Before it has begun: the weights of before, and the same gradient is applied by a step.
     Between two of its flat params: it is carried to its end, by which the weights are those of an
     undisturbed one."""
     expected: dict[str, torch.Tensor] = {}
     for fails in ("never", "before", "between"):
-        model, optimizer, engine = wrap(home, tmp_path)
+        model, optimizer, engine = wrap(home, tmp_path, kept=kept)
         with (
             pytest.MonkeyPatch.context() as patch,
             pytest.raises(KeyboardInterrupt),
-            engine.stale.running(),
+            engine.stale.running(kept),
         ):
             with engine.accumulation.opened():
                 model(batch(0)).square().mean().backward()
             calls: list[int] = []
-            advance = HomeArrays.advance
+            entering = "advance" if kept else "submit"
+            advance = getattr(HomeArrays, entering)
 
             def interrupted(*arguments: Any, calls: list = calls, advance: Any = advance) -> None:
                 calls.append(1)
@@ -151,7 +157,7 @@ def test_an_update_that_fails_leaves_one_version(home, tmp_path):
                 raise KeyboardInterrupt
 
             if fails == "between":
-                patch.setattr(HomeArrays, "advance", interrupted)
+                patch.setattr(HomeArrays, entering, interrupted)
             engine.stale.update(raises if fails == "before" else optimizer.step)
             assert fails == "never"
             raise KeyboardInterrupt
@@ -170,15 +176,17 @@ def test_an_update_that_fails_leaves_one_version(home, tmp_path):
 
 
 @pytest.mark.parametrize("home", ["host", "device"])
-def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_path):
-    """In the exchange of a unit's versions, in the choice of one and at the end: afterwards a
-    forward computes with the newest weights."""
-    model, optimizer, engine = wrap(home, tmp_path)
+@pytest.mark.parametrize("kept, ahead", [(1, 0.0), SLOW_TWO, SLOW_AHEAD])
+def test_an_interruption_at_any_line_between_versions_leaves_one(home, kept, ahead, tmp_path):
+    """In the exchange of a unit's versions, in the choice of one and at the end, also with error
+    feedback: afterwards a forward computes with the newest weights."""
+    model, optimizer, engine = wrap(home, tmp_path, kept=kept + bool(ahead))
     watched = {
         function.__code__
         for function in (
             UnitVersions.begin_update,
             UnitVersions.compute_with,
+            UnitVersions.extrapolate,
             UnitVersions._swap,
             UnitVersions._show,
             ParamUnit.change_places,
@@ -210,10 +218,10 @@ def test_an_interruption_at_any_line_between_two_versions_leaves_one(home, tmp_p
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            with engine.stale.running():
-                for number in range(2):
+            with engine.stale.running(kept, ahead):
+                for number in range(1 + kept):
                     run_batch(model, optimizer, engine, number)
-                engine.stale.compute_for(2)
+                engine.stale.compute_with(1)
         except KeyboardInterrupt:
             pass
         finally:
@@ -242,7 +250,7 @@ def test_casts_by_autocast_are_of_the_weights_that_are_computed_with(tmp_path):
         optimizer.zero_grad()
         with engine.accumulation.opened():
             outputs["newest"] = model(batch(0))
-            engine.stale.compute_for(1)
+            engine.stale.compute_with(0)
             outputs["older"] = model(batch(0))
     plain = model_of()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -288,7 +296,7 @@ def test_a_forward_that_changes_its_weights_is_refused_with_older_ones(home, kin
         engine.stale.update(optimizer.step)
         optimizer.zero_grad()
         with engine.accumulation.opened():
-            engine.stale.compute_for(1)
+            engine.stale.compute_with(0)
             model(batch(1))
     model(batch(1)).square().mean().backward()  # which it may do again
     optimizer.step()
@@ -304,3 +312,41 @@ def test_a_forward_that_looks_at_its_weights_goes_on_with_older_ones(tmp_path):
             run_batch(model, optimizer, engine, number)
     assert engine.step_index == 3
     infinity.unwrap_model(model, optimizer)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_each_of_several_versions_is_computed_with_until_it_is_replaced(home, tmp_path):
+    """Against copies of the weights after each update. The failing twin: an older version than
+    those that are kept is refused, and so is one that is not made yet."""
+    model, optimizer, engine = wrap(home, tmp_path, kept=3)
+    plain, versions = model_of(), [values(model)]
+    with engine.stale.running(3):
+        for number in range(7):
+            with engine.accumulation.opened():
+                for version in range(max(0, number - 3), number + 1):
+                    engine.stale.compute_with(version)
+                    plain.load_state_dict(versions[version])
+                    assert torch.equal(model(batch(9)), plain(batch(9))), (number, version)
+                for version in (number - 4, number + 1):
+                    with pytest.raises(infinity.errors.InternalError, match="3 are kept"):
+                        engine.stale.compute_with(version)
+                engine.stale.compute_with(number)
+                model(batch(number)).square().mean().backward()
+            engine.stale.update(optimizer.step)
+            optimizer.zero_grad()
+            homes = [flat for unit in engine.job.units for flat in unit.flat_params]
+            for flat in homes:
+                flat.homes.wait()
+            versions.append(newest_of(engine))
+    assert not differing(values(model), versions[-1])
+    infinity.unwrap_model(model, optimizer)
+
+
+def newest_of(engine: Any) -> dict[str, torch.Tensor]:
+    """The newest weights at home, inside a run."""
+    with engine.uses.begin():
+        return {
+            handle.name: handle.flat_param.read_value(engine.job.store, handle.index).clone()
+            for unit in engine.job.units
+            for handle in unit.handles
+        }

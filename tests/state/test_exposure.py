@@ -216,7 +216,7 @@ def test_a_change_of_older_weights_is_refused():
     case.exposure.watch(case.params[2], own_bytes(case.params[2]), stays=False)
     assert not case.find()
     outside(case.params[2], 9)
-    with pytest.raises(UsageError, match="parameters of unit block in place, which are one update"):
+    with pytest.raises(UsageError, match="parameters of unit block in place, which are older"):
         case.find()
     case = stale()
     with torch.no_grad():

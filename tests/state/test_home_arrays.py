@@ -16,6 +16,7 @@ from infinity.machine.tiers import Tier
 from infinity.state.flat_layout import FlatLayout
 from infinity.state.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.state.home_arrays import Activity, HomeArrays, Shadow
+from infinity.state.versions import add_slot, drop_slot
 
 AT_HOME, STEPPING, SHADOWED = Activity
 F32 = torch.float32
@@ -120,13 +121,17 @@ def test_a_shadow_that_was_not_submitted_is_dropped_at_once(home):
 
 
 def test_an_update_to_a_new_weight_makes_the_old_one_older_once(home):
-    """Twin: before it, the current weight is the older one too."""
+    """In the slot that had the new one. Twin: before it, the current weight is in every slot."""
     home.beside = {}
-    assert home.stale == home.weight == "W"
+    assert home.weight_in(0) == home.weight == "W"
+    home.stale = ["other", "new"]
+    home.choose(1)
+    assert home.beside == {"weight": "new"}
     update = Update()
     for _ in range(2):
         home.advance(update, "new")
-        assert (home.weight, home.stale, home.arrays["grad"]) == ("new", "W", "G")
+        assert (home.weight, home.stale, home.arrays["grad"]) == ("new", ["other", "W"], "G")
+        assert [home.weight_in(slot) for slot in (None, 0, 1)] == ["new", "other", "W"]
     with pytest.raises(InternalError):
         home.advance(Update(), "newer")
 
@@ -273,15 +278,21 @@ def test_older_weights_have_memory_of_their_own_until_they_are_dropped():
     """Twin: where there is room for a shadow they have none."""
     home, store = empty(ADAM), Allocator()
     home.allocate(store, tiers(weight=Tier.NVME), "unit u")
-    home.keep_stale(store, "unit u")
-    stale = home.stale
-    assert stale is not home.weight and stale.what == "stale weight of unit u"
-    assert (stale.tier, stale.dtype, stale.numel) == (Tier.NVME, torch.bfloat16, home.weight.numel)
-    with pytest.raises(InternalError, match="a.weight has room for a shadow"):
-        home.keep_stale(store, "unit u")
-    for _ in range(2):
-        home.drop_stale(store)
-        assert store.freed == [stale] and home.stale is home.weight
+    for slot in range(2):
+        add_slot(home, store, "unit u")
+        stale = home.weight_in(slot)
+        assert stale is not home.weight and stale.what == "stale weight of unit u"
+        found = stale.tier, stale.dtype, stale.numel
+        assert found == (Tier.NVME, torch.bfloat16, home.weight.numel)
+    first, second = home.stale
+    assert first is not second and home.arrays_beside == [("weight", first), ("weight", second)]
+    for freed in ([second], [second, first], [second, first]):
+        drop_slot(home, store)
+        assert store.freed == freed
+    assert home.weight_in(0) is home.weight and home.arrays_beside == []
+    home.beside = {"weight": first}
+    with pytest.raises(InternalError, match="unit u has room for a shadow"):
+        add_slot(home, store, "unit u")
 
 
 def test_the_kernel_is_told_the_dtypes_of_the_arrays(monkeypatch):

@@ -26,20 +26,27 @@ class Unit:
 
     def __init__(self, *, stays: bool = False, stepped: tuple[bool, ...] = (True,)):
         self.param = torch.nn.Parameter(torch.zeros(2, 2))
-        self.version, self.uses_stale, self.stays, self.stale = 5, False, stays, None
+        self.version, self.used_slot, self.stays, self.stale = 5, None, stays, []
+        self.chosen: list[int] = []
         self.buffers = Buffers(self.param, 1.0)
         self.flat_params = [
-            SimpleNamespace(spec=SimpleNamespace(stepped=each), weight=SimpleNamespace(flat=flat))
+            SimpleNamespace(
+                spec=SimpleNamespace(stepped=each),
+                weight=SimpleNamespace(flat=flat),
+                homes=SimpleNamespace(choose=lambda slot: self.chosen.append(slot)),
+            )
             for each, flat in zip(stepped, self.buffers.flats * len(stepped))
         ]
 
     @property
     def in_use(self):
-        return self.stale if self.uses_stale else self
+        return self if self.used_slot is None else self.stale[self.used_slot]
 
     def make_stale(self, index: int):
-        self.stale = SimpleNamespace(index=index, version=0, buffers=Buffers(self.param, 2.0))
-        return self.stale
+        value = 2.0 + len(self.stale)
+        self.stale.append(
+            SimpleNamespace(index=index, version=0, buffers=Buffers(self.param, value))
+        )
 
     def change_places(self, other) -> None:
         self.buffers, other.buffers = other.buffers, self.buffers
@@ -51,19 +58,17 @@ class Unit:
 
 @pytest.fixture
 def versions() -> UnitVersions:
-    """Of a unit whose newest weights are ones and whose older ones are twos."""
-    made = UnitVersions(Unit(), 7)
-    made.unit.buffers.show()
-    return made
+    """Of a unit whose newest weights are ones and whose older ones are twos and threes."""
+    unit = Unit()
+    for index in (7, 8):
+        unit.make_stale(index)
+    unit.buffers.show()
+    return UnitVersions(unit)
 
 
 def cast(unit: Unit) -> float:
     """The weight as an operation under autocast gets it: torch keeps the cast for the next one."""
     return (torch.ones(1, 2) @ unit.param).unique().item() / 2
-
-
-def test_a_units_older_weights_are_made_with_it(versions):
-    assert versions.stale is versions.unit.stale and versions.stale.index == 7
 
 
 def test_a_unit_has_versions_if_any_of_its_shards_is_stepped():
@@ -76,26 +81,30 @@ def test_parameters_are_the_version_that_is_computed_with(versions):
     anew."""
     unit = versions.unit
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for stale, value in ((True, 2), (False, 1), (True, 2)):
-            versions.compute_with(stale=stale)
-            assert (unit.uses_stale, unit.shown, cast(unit)) == (stale, value, value)
-    unit.stale.buffers.flats[0] = torch.full((2, 2), 9.0)
-    versions.compute_with(stale=True)
+        for slot, value in ((0, 2), (None, 1), (1, 3), (0, 2)):
+            versions.compute_with(slot)
+            assert (unit.used_slot, unit.shown, cast(unit)) == (slot, value, value)
+    unit.stale[0].buffers.flats[0] = torch.full((2, 2), 9.0)
+    versions.compute_with(0)
     assert unit.shown == 2
 
 
 def test_an_update_makes_the_newest_weights_the_older_ones(versions):
-    """Claim: with their version. The parameters are views of what is written next."""
+    """Claim: with their version, in the slot that was asked for. The parameters are views of what
+    is written next. Twin: the other slot stays as it was."""
     unit = versions.unit
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert cast(unit) == 1
-        versions.begin_update()
-        assert (unit.version, versions.stale.version) == (6, 5)
+        versions.begin_update(0)
+        assert (unit.version, unit.stale[0].version) == (6, 5)
         assert unit.shown == cast(unit) == 2
-        versions.compute_with(stale=True)
+        versions.compute_with(0)
         assert unit.shown == cast(unit) == 1
-    versions.begin_update()
-    assert (unit.version, versions.stale.version) == (7, 6)
+        versions.compute_with(1)
+        assert unit.shown == cast(unit) == 3
+    versions.begin_update(1)
+    assert (unit.version, unit.stale[0].version, unit.stale[1].version) == (7, 5, 6)
+    assert unit.chosen == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -104,14 +113,15 @@ def test_an_update_makes_the_newest_weights_the_older_ones(versions):
 def test_after_an_interrupt_the_newest_weights_are_computed_with(stays, is_swapped):
     """Claim: buffers that are the home go back to it. Twin: other buffers, which are filled again,
     stay where they are."""
-    versions = UnitVersions(Unit(stays=stays), 7)
-    unit = versions.unit
+    unit = Unit(stays=stays)
+    unit.make_stale(7)
+    versions = UnitVersions(unit)
     if is_swapped:
-        unit.change_places(versions.stale)
-    unit.uses_stale = True
+        unit.change_places(unit.stale[0])
+    unit.used_slot = 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
         unit.in_use.buffers.show()
         cast(unit)
         versions.settle()
-        assert not unit.uses_stale
+        assert unit.used_slot is None
         assert unit.shown == cast(unit) == (2 if is_swapped and not stays else 1)

@@ -18,6 +18,7 @@ import infinity
 from infinity import native
 from infinity.distributed import kinds, shared_homes
 from infinity.runtime.registry import wrapped
+from infinity.state import versions
 
 
 def _wrap(
@@ -110,9 +111,9 @@ def partly() -> dict[str, Any]:
         ]
 
     shared = [read()]
-    flat_params[1].homes.keep_stale(engine.job.store, "a unit")
+    versions.add_slot(flat_params[1].homes, engine.job.store, "a unit")
     shared.append(read())
-    flat_params[1].homes.drop_stale(engine.job.store)
+    versions.drop_slot(flat_params[1].homes, engine.job.store)
     shared.append(read())
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())

@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +126,22 @@ def trained(
     return found
 
 
-def elsewhere(kernels: str | None = None, **arguments: Any) -> dict[str, Any]:
-    """The same on a device whose memory the processor does not use, with late copies; with
-    ``kernels`` (a file) it makes updates, too."""
+@contextmanager
+def on_another_device(kernels: str | None) -> Iterator[None]:
+    """Computes inside the block on a device whose memory the processor does not use, with late
+    copies; with ``kernels`` (a file) it makes updates, too."""
     accelerator.KINDS["cpu"] = rank_jobs._Elsewhere
     rank_jobs._Elsewhere.loaded = load_stand_in(Path(kernels)) if kernels else None
     try:
-        return trained(**arguments)
+        yield
     finally:
         accelerator.KINDS["cpu"] = device.Device
+
+
+def elsewhere(kernels: str | None = None, **arguments: Any) -> dict[str, Any]:
+    """The same on another device."""
+    with on_another_device(kernels):
+        return trained(**arguments)
 
 
 def alone(
@@ -183,7 +191,9 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
         def noted(*arguments: Any, **options: Any) -> Any:
             done.append((what, stage.stage_index, counts[what]))
             versions.append(
-                engine.step_index - first - any(unit.uses_stale for unit in engine.job.units)
+                engine.step_index
+                - first
+                - any(unit.used_slot is not None for unit in engine.job.units)
             )
             counts[what] += 1
             return run(*arguments, **options)

@@ -25,6 +25,8 @@ OF_STANDING_RANKS = (
     "parallel/test_megatron_numbers.py",
     "parallel/test_pipeline.py",
     "parallel/test_tensor_parallel.py",
+    "parallel/test_many_versions.py",
+    "parallel/test_weight_versions.py",
     "parallel/test_without_flush.py",
     "parallel/test_agreement.py",
     "distributed/test_assigned_over_ranks.py",
