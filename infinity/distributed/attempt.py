@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -24,14 +25,16 @@ STATIONS = ("told", "read", "compared")
 
 class Attempt:
     """This rank's part of an attempt, a context manager. An exception inside the block ends the
-    attempt on all ranks."""
+    attempt on all ranks. ``members``: the global ranks that take part; ``what``: what they make.
+    """
 
-    def __init__(self) -> None:
-        self._me, self._world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, members: Sequence[int], what: str = "wraps") -> None:
+        self._me, self._count = dist.get_rank(), len(members)
         # Torch may keep one store over restarts
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        of = "" if self._count == dist.get_world_size() else f" of {[*members]}"
         self._store = dist.PrefixStore(
-            f"infinity/{start}/wraps", dist.distributed_c10d._get_default_store()
+            f"infinity/{start}/{what}{of}", dist.distributed_c10d._get_default_store()
         )
         self.number = self._store.add("over", 0)
         while not self._joins():
@@ -96,7 +99,7 @@ class Attempt:
     def arrive(self, station: str) -> None:
         """Blocks until every rank has reached ``station``. Raises PeerError if one does not within
         the process group's timeout, or has failed; ConfigError if one refused its inputs."""
-        if self._store.add(self._key(f"{station}/count"), 1) == self._world:
+        if self._store.add(self._key(f"{station}/count"), 1) == self._count:
             self._store.set(self._key(f"{station}/all"), "")
         try:
             self._store.wait(
