@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .api.average import ema, swa
     from .api.checkpoints import Checkpoints
     from .api.full_params import full_params
+    from .api.local_steps import LocalSteps
     from .api.named_weights import named_weights
     from .api.park import park, resume
     from .api.quantize import quantize
@@ -74,6 +75,7 @@ __all__ = [
     "CorruptionError",
     "InfinityError",
     "InternalError",
+    "LocalSteps",
     "PeerError",
     "Stats",
     "StorageError",
@@ -103,6 +105,7 @@ __all__ = [
 _HOMES = {
     "Checkpoints": "api.checkpoints",
     "Config": "config.config",
+    "LocalSteps": "api.local_steps",
     "Stats": "api.stats",
     "Watch": "api.watch",
     "accumulate": "api.accumulate",

@@ -170,9 +170,9 @@ class WeightAverage:
             self.job.store, "weight", handle.index, array=self._arrays[handle.flat_param]
         )
 
-    def array_of(self, handle: ParamHandle) -> StateArray:
-        """Returns the array of averages of a parameter's flat param."""
-        return self._arrays[handle.flat_param]
+    def array_of(self, flat_param: FlatParam) -> StateArray:
+        """Returns the array of averages of a flat param."""
+        return self._arrays[flat_param]
 
     def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
         """Writes this rank's shard of a parameter's average."""

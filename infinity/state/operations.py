@@ -73,6 +73,7 @@ class Operation(Enum):
     AVERAGE_STATE_DICT = "the average's state dict"
     LOAD_AVERAGE = "loading the average"
     REMOVE_AVERAGE = "removing the average"
+    LOCAL_STEPS = "LocalSteps"
     PARK = "park"
     UNWRAP = "unwrap_model"
 
@@ -117,6 +118,7 @@ TABLE = """
     AVERAGE_STATE_DICT         u . . . s p e w .
     LOAD_AVERAGE               u . . . . . e w .
     REMOVE_AVERAGE             u . . . . . e w .
+    LOCAL_STEPS                u f b a s p e w .
     PARK                       u f b a s p . w .
     UNWRAP                     u f b a s p e w .
 """

@@ -29,6 +29,7 @@ OF_STANDING_RANKS = (
     "parallel/test_agreement.py",
     "distributed/test_assigned_over_ranks.py",
     "distributed/test_several_over_ranks.py",
+    "distributed/test_slow_axis.py",
     "parallel/test_user_edits.py",
 )
 
