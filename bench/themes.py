@@ -25,6 +25,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "checkpoint": "bench.checkpoint",
     "ranks": "bench.ranks",
     "meetings": "bench.meetings",
+    "slow_links": "bench.slow_links",
     "tensor_parallel": "bench.tensor_parallel",
     "pipeline": "bench.pipeline",
     "integrations": "bench.integrations",
