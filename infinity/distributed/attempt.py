@@ -10,6 +10,7 @@ All state is in the job's store, so an exception on a rank loses none of it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -32,9 +33,10 @@ class Attempt:
         self._me, self._count = dist.get_rank(), len(members)
         # Torch may keep one store over restarts
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        of = "" if self._count == dist.get_world_size() else f" of {[*members]}"
+        ranks = hashlib.blake2b(str([*members]).encode(), digest_size=6).hexdigest()
+        self._of = "" if self._count == dist.get_world_size() else f" of {ranks}"
         self._store = dist.PrefixStore(
-            f"infinity/{start}/{what}{of}", dist.distributed_c10d._get_default_store()
+            f"infinity/{start}/{what}{self._of}", dist.distributed_c10d._get_default_store()
         )
         self.number = self._store.add("over", 0)
         while not self._joins():
@@ -49,6 +51,11 @@ class Attempt:
         self.refuse("it was interrupted in wrap_model")  # it could not report that itself
         self._end()
         return False
+
+    @property
+    def name(self) -> str:
+        """The number, and the members if they are not all ranks: other members count anew."""
+        return f"{self.number}{self._of}"
 
     def __enter__(self) -> Attempt:
         return self

@@ -78,7 +78,7 @@ def parallel_dims(mesh: Any, *, divides_experts: bool = False) -> ParallelDims:
 def _join(
     mesh: Any,
     rows: torch.Tensor,
-    wrap: int,
+    wrap: str,
     divides_experts: bool,
     own_groups: list[dist.ProcessGroup],
 ) -> ParallelDims:
@@ -151,7 +151,7 @@ def expert_groups(mesh: Any, row: Sequence[int]) -> list[list[int]]:
 
 
 def _expert_group(
-    mesh: Any, row: list[int], wrap: int, own_groups: list[dist.ProcessGroup]
+    mesh: Any, row: list[int], wrap: str, own_groups: list[dist.ProcessGroup]
 ) -> ExpertGroup | None:
     """Finds the ranks of ``row`` with the same experts as this one. None if experts are not
     divided."""
@@ -227,10 +227,9 @@ def join_node(ranks: ParallelDims, mesh: Any) -> ParallelDims:
 
 def _agree_on_rows(
     mesh: Any, members: Sequence[int], divides_experts: bool
-) -> tuple[torch.Tensor, int, bool]:
-    """Reads the shard groups from ``mesh`` on every rank. Returns them, the number of earlier
-    attempts of this job, and whether any rank's model has divided experts: a pipeline stage may
-    have none.
+) -> tuple[torch.Tensor, str, bool]:
+    """Reads the shard groups from ``mesh`` on every rank. Returns them, the name of this attempt,
+    and whether any rank's model has divided experts: a pipeline stage may have none.
 
     Uses only the store, before any group exists: a rank with another mesh, or an invalid one, would
     make other groups than its peers wait for. Raises ConfigError on all ranks then.
@@ -250,7 +249,7 @@ def _agree_on_rows(
                 of_all=True,
             )
         attempt.arrive("compared")
-        return rows, attempt.number, divides_experts
+        return rows, attempt.name, divides_experts
 
 
 def gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:

@@ -51,7 +51,7 @@ class SlowAxis:
         if self.size > 1:
             with Attempt(self.ranks, "slow axes") as attempt:
                 attempt.arrive("told")
-            self._groups = [gloo_group(self.ranks, f"slow axis {attempt.number}")]
+            self._groups = [gloo_group(self.ranks, f"slow axis {attempt.name}")]
 
     def close(self) -> None:
         """Ends the line's process group. Idempotent."""
