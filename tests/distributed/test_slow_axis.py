@@ -51,6 +51,7 @@ def two(standing_ranks, tmp_path_factory) -> Mapping[str, Any]:
         "trains:codes": DILOCO | {"codes": True},
         "trains:quadratic": {"steps": 10, "every": "quadratic", "least": 2, "coefficient": 0.2},
         "resumes:whole": DILOCO | {"saved_at": 10},
+        "resumes:forgetful": DILOCO | {"saved_at": 10, "forgets": True},
         "resumes:streamed": STREAMED | {"saved_at": 9},
         "resumes:beside": STREAMED | {"saved_at": 9, "wait": False},
         "resumes:on disk": STREAMED | {"saved_at": 9, "wait": False} | on_disk,
@@ -66,13 +67,19 @@ def two(standing_ranks, tmp_path_factory) -> Mapping[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def four(standing_ranks) -> Mapping[str, Any]:
+def four(standing_ranks, tmp_path_factory) -> Mapping[str, Any]:
+    folder = tmp_path_factory.mktemp("groups-of-two")
     shape = {"shape": (2, 2)}
     jobs = {
         "data_parallel:sgd": {"steps": 4, **shape},
         "trains:every step": {"steps": 4, "every": 1, **PLAIN, **shape},
         "trains:diloco": DILOCO | shape,
+        "trains:streamed": STREAMED | shape,
+        "trains:four groups": {"steps": 10, "every": 3, "delay": 1, "shape": (4, 1)},
+        "resumes": STREAMED | shape | {"saved_at": 9, "folder": str(folder)},
     }
+    for shard in ("gradients", "optimizer"):
+        jobs[f"trains:streamed {shard}"] = STREAMED | shape | {"config": HOST | {"shard": shard}}
     return Jobs(standing_ranks(4), "local_jobs", jobs)
 
 
@@ -220,6 +227,30 @@ def test_two_groups_of_two_have_the_bits_of_one_process(four):
         assert not models.differing(found["weights"], expected[found["group"]])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["gradients", "optimizer"])
+def test_what_a_group_shards_changes_no_bit(four, shard):
+    for found, expected in zip(four[f"trains:streamed {shard}"], four["trains:streamed"]):
+        assert not models.differing(found["weights"], expected["weights"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_groups_of_two_goes_on_with_the_same_bits(four):
+    for found in four["resumes"]:
+        (_, saved, outer), (_, loaded, outer_loaded) = found["ends"]
+        assert not models.differing(saved, loaded)
+        assert not models.differing(outer, outer_loaded)
+
+
+@pytest.mark.slow
+def test_four_groups_have_the_same_anchors_and_bytes_from_three(four):
+    found = four["trains:four groups"]
+    for of_rank in found:
+        assert not models.differing(of_rank["outer"], found[0]["outer"])
+        sent = sum(4 * shard + 16 for shard in of_rank["shards"])
+        assert of_rank["received"] == 3 * 3 * sent
+
+
 # --- homes, bytes, codes ---
 
 
@@ -272,6 +303,12 @@ def test_a_checkpoint_in_the_middle_of_a_period_goes_on_with_the_same_bits(two, 
     expected = two["trains:diloco" if case == "whole" else "trains:streamed"]
     for found, straight in zip(two[f"resumes:{case}"], expected):
         assert not models.differing(found["ends"][0][1], straight["weights"])
+
+
+def test_a_group_that_forgets_its_anchors_would_show(two):
+    """The twin."""
+    for found in two["resumes:forgetful"]:
+        assert models.differing(found["ends"][0][1], found["ends"][1][1])
 
 
 @pytest.mark.parametrize("at", [70, 95])

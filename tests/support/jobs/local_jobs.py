@@ -104,9 +104,16 @@ def data_parallel(
 
 
 def resumes(
-    folder: str, steps: int, saved_at: int, shape=(2, 1), wait: bool = True, **made: Any
+    folder: str,
+    steps: int,
+    saved_at: int,
+    shape=(2, 1),
+    wait: bool = True,
+    forgets: bool = False,
+    **made: Any,
 ) -> dict[str, Any]:
-    """The weights of a run that saves in the middle, and of another one that goes on from there."""
+    """The weights of a run that saves in the middle, and of another one that goes on from there,
+    or ``forgets`` its anchors and momentum."""
     ends, path = [], Path(folder)
     for run in ("saves", "loads"):
         model, optimizer, local = make(shape, **made)
@@ -114,6 +121,9 @@ def resumes(
             step(model, optimizer, 100)
             local.after_step()
             infinity.load_checkpoint(path / str(local.group), model, optimizer)
+            if forgets:
+                outer = wrapped(model).engine.outer
+                outer.restart(outer.position)
         counted = local.steps
         for number in range(counted, steps):
             if run == "saves" and number == saved_at:
