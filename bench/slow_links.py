@@ -35,8 +35,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
 
 def measure(settings: Settings) -> Measured:
     """Measures rows ``slow_links.<way>`` (ms per step), with ratios to the groups alone: below 1,
-    the link costs time. ``.stalled``: the part of it in which the loop waited for the link, which
-    other work on the machine does not blur. ``.received``: KiB per step."""
+    the link costs time. ``.cpu``: of the processors; ``.stalled``: the part in which the loop
+    waited for the link; other work on the machine blurs these less. ``.received``: KiB per step."""
     found = Measured([])
     told = launch_delayed(__name__, RANKS, LATENCY_SECONDS, settings)
     if isinstance(told, str):
@@ -46,6 +46,11 @@ def measure(settings: Settings) -> Measured:
         ratios = {} if way == "alone" else {"alone": paired(seconds, told["seconds"]["alone"])}
         found.rows.append(
             row(f"slow_links.{way}", "ms", [1e3 * each for each in seconds], ratios=ratios)
+        )
+        cpu = told["cpu"][way]
+        ratios = {} if way == "alone" else {"alone": paired(cpu, told["cpu"]["alone"])}
+        found.rows.append(
+            row(f"slow_links.{way}.cpu", "ms", [1e3 * each for each in cpu], ratios=ratios)
         )
         if way in told["stalled"]:
             found.rows.append(row(f"slow_links.{way}.stalled", "ms", [1e3 * told["stalled"][way]]))
@@ -82,7 +87,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
 
         def run() -> Times:
             dist.barrier()
-            start = time.perf_counter()
+            cpu, start = time.process_time(), time.perf_counter()
             for _ in range(steps):
                 model(batch).square().mean().backward()
                 optimizer.step()
@@ -90,7 +95,8 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
                 if local is not None:
                     local.after_step()
             wrapped(model).engine.wait_idle()
-            return Times([(time.perf_counter() - start) / steps], [0.0])
+            wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+            return Times([wall / steps], [cpu / steps])
 
         return run
 
@@ -102,6 +108,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     }
     return {
         "seconds": {way: each.wall for way, each in times.items()},
+        "cpu": {way: each.cpu for way, each in times.items()},
         "stalled": {way: axis.stall_seconds / steps for way, (axis, steps) in moved.items()},
         # What is under way at the end is not counted
         "received": {
