@@ -11,6 +11,7 @@ the same to the last bit everywhere. With codes, a rank decodes its own, too.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -52,6 +53,8 @@ class SlowAxis:
             with Attempt(self.ranks, "slow axes") as attempt:
                 attempt.arrive("told")
             self._groups = [gloo_group(self.ranks, f"slow axis {attempt.name}")]
+            # As the model goes without a word; at the end of the process torch ends all.
+            weakref.finalize(self, end_groups, self._groups).atexit = False
 
     def close(self) -> None:
         """Ends the line's process group. Idempotent."""

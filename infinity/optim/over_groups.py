@@ -15,6 +15,7 @@ from ..distributed.slow_axis import Exchange, SlowAxis
 from ..errors import UsageError
 from ..gradients.record import GradState, has_landed
 from ..state.handle import ParamHandle
+from ..state.operations import State
 from .context import StepContext
 
 
@@ -30,6 +31,8 @@ class OverGroups:
         """Averages the landed gradients, in fp32, in the order of the groups. Blocks. Raises
         UsageError inside a step that is made unit by unit."""
         context = self._context
+        if context.uses.is_in(State.UNWRAPPED):
+            return  # the plain optimizer has the same hooks
         with context.uses.begin():
             if context.steps.begun:
                 raise UsageError(

@@ -57,6 +57,7 @@ def two(standing_ranks, tmp_path_factory) -> Mapping[str, Any]:
         "resumes:on disk": STREAMED | {"saved_at": 9, "wait": False} | on_disk,
         "skewed": {"steps": 90, "skewed_from": 20, "skewed_to": 60},
     }
+    jobs["goes"] = {"made": 3}
     jobs |= {f"is_struck:{at}": STREAMED | {"at": at} for at in (70, 95)}
     jobs |= {f"fails:{what}": {"what": what} for what in ("settings", "probe")}
     jobs["fails:load"] = {"what": "load", "folder": str(folder / "other")}
@@ -340,7 +341,12 @@ def test_skewscout_shortens_the_period_while_data_differ(two):
     assert max(first[:20]) == 16 and min(first[40:60]) == 1 and max(first[60:]) >= 8
 
 
-# --- what does not fit ---
+# --- what does not fit, and what goes ---
+
+
+def test_a_dropped_model_leaves_no_process_group(two):
+    for counts in two["goes"]:
+        assert len(set(counts)) == 1
 
 
 def test_other_settings_are_refused_on_all_ranks(two):

@@ -97,6 +97,14 @@ def test_a_second_step_of_the_same_gradients_takes_their_mean_again(swap):
     assert made.steps() == {3.0}
 
 
+def test_an_unwrapped_model_is_stepped_with_its_own_gradients(swap):
+    made = Made("host", swap, Line(3.0))
+    made.model, made.optimizer = infinity.unwrap_model(made.model, made.optimizer)
+    made.model(torch.ones(1, 4)).sum().backward()
+    made.optimizer.step()
+    assert made.steps() == {1.0} and made.line.begun == 0
+
+
 def test_units_are_not_stepped_in_the_backward(swap):
     made = Made("host", swap, Line(3.0))
     with made.optimizer.step_in_backward():

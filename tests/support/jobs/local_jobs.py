@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -208,3 +209,17 @@ def fails(what: str, folder: str = "") -> dict[str, Any]:
         if said and what == "load":
             break
     return {"said": said, "periods": periods, "steps": local.steps}
+
+
+def goes(made: int) -> list[int]:
+    """How many process groups there are after models were dropped with exchanges on their way."""
+    counts = []
+    for _ in range(made):
+        model, optimizer, local = make((2, 1), every=2, delay=1)
+        for number in range(2):
+            step(model, optimizer, number)
+            local.after_step()
+        del model, optimizer, local
+        gc.collect()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
