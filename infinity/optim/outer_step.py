@@ -25,6 +25,7 @@ from .. import native
 from ..distributed.slow_axis import Exchange, SlowAxis
 from ..errors import UsageError
 from ..machine.tiers import Tier
+from ..planning.climber import PERIODS, Climber
 from ..state.encoding import encode
 from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle
@@ -64,13 +65,20 @@ class OuterSettings:
 @dataclass(frozen=True)
 class Position:
     """Where a job stands: ``steps`` in all, ``at`` steps into the round of ``period`` steps.
-    ``probed``: steps at the last probe; ``climber``: what the choice of the period remembers."""
+    ``probed``: steps at the last probe; ``climber``: what the choice of the period remembers.
+    Raises ValueError for what is none."""
 
     steps: int
     at: int
     period: int
     probed: int = 0
     climber: list[Any] = field(default_factory=lambda: [1])
+
+    def __post_init__(self) -> None:
+        numbers = self.steps, self.at, self.period, self.probed
+        is_whole = all(type(number) is int and number >= 0 for number in numbers)
+        if not is_whole or self.at >= self.period or Climber(*self.climber).period not in PERIODS:
+            raise ValueError(f"{self} is no position")
 
 
 @dataclass(eq=False)
@@ -292,7 +300,9 @@ class OuterStep:
                 f" {list(told['due'])}, this LocalSteps {list(self.arrays)} and units"
                 f" {list(names)[:3]}. Make it with the same lr, momentum, codes and units."
             )
-        Position(**told["position"])
+        Position(**told["position"])  # raises
+        if not all(type(due) is int for due in told["due"].values()):
+            raise ValueError(f"exchanges are due at {told['due']!r}")
         of_units = [(kind, unit) for kind in self.arrays for unit in self.units]
         return of_units + [(MEAN, names[name]) for name in told["due"]]
 

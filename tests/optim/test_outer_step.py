@@ -194,6 +194,23 @@ def test_what_a_checkpoint_holds_comes_back(swap):
         plain.outer.expect(told)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": -1},
+        {"steps": 1.0},
+        {"at": 7},
+        {"period": 0},
+        {"climber": [3, []]},
+        {"climber": [4, [[1]]]},
+    ],
+)
+def test_a_position_that_is_none_is_refused(wrong):
+    assert Position(**{"steps": 3, "at": 3, "period": 7})
+    with pytest.raises((ValueError, TypeError)):
+        Position(**{"steps": 3, "at": 3, "period": 7} | wrong)
+
+
 def test_a_restart_begins_at_the_present_values(swap):
     made = Made("host", swap)
     made.outer.take_first()
