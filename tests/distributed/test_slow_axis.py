@@ -9,6 +9,7 @@ own optimizer. **turn**: the step after which a unit is averaged.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import rank_jobs
 import torch
 from local_jobs import HOST
-from ranks import Jobs
+from ranks import Jobs, launch_without
 
 import infinity
 from infinity.runtime.registry import wrapped
@@ -304,6 +305,18 @@ def test_a_checkpoint_in_the_middle_of_a_period_goes_on_with_the_same_bits(two, 
     expected = two["trains:diloco" if case == "whole" else "trains:streamed"]
     for found, straight in zip(two[f"resumes:{case}"], expected):
         assert not models.differing(found["ends"][0][1], straight["weights"])
+
+
+@pytest.mark.slow
+def test_groups_that_are_killed_go_on_with_the_same_bits(two, tmp_path):
+    """Method: SIGKILL of all processes in the middle of a period, with exchanges on their way; then
+    new processes."""
+    jobs = {"is_killed": STREAMED | {"saved_at": 9, "folder": str(tmp_path / "saved")}}
+    _, ends = launch_without(tmp_path / "first", 2, jobs, script="local_jobs.py")
+    assert all(code == -signal.SIGKILL for code, _ in ends), ends
+    found, ends = launch_without(tmp_path / "second", 2, jobs, script="local_jobs.py")
+    for of_rank, expected in zip(found["is_killed"], two["trains:streamed"]):
+        assert not models.differing(of_rank["weights"], expected["weights"]), ends
 
 
 def test_a_group_that_forgets_its_anchors_would_show(two):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 import models
 import torch
 import torch.distributed as dist
 from rank_jobs import batch, build, cloned
-from ranks import told
+from ranks import serve, told
 from torch import nn
 
 import infinity
@@ -223,3 +228,25 @@ def goes(made: int) -> list[int]:
         gc.collect()
         counts.append(len(dist.distributed_c10d._world.pg_map))
     return counts
+
+
+def is_killed(folder: str, steps: int, saved_at: int, **made: Any) -> dict[str, Any]:
+    """Goes on from the checkpoint, if there is one. Without, every process is killed after it was
+    saved."""
+    model, optimizer, local = make((2, 1), **made)
+    path = Path(folder) / str(local.group)
+    is_second = path.exists()
+    if is_second:
+        infinity.load_checkpoint(path, model, optimizer)
+    for number in range(local.steps, steps):
+        if not is_second and number == saved_at:
+            infinity.save_checkpoint(path, model, optimizer)
+        if not is_second and number == saved_at + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(model, optimizer, number)
+        local.after_step()
+    return {"weights": cloned(model.state_dict())}
+
+
+if __name__ == "__main__":
+    serve(globals())
