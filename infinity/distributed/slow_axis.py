@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, UsageError
 from ..machine.timeline import SLOW_AXIS
 from ..machine.traffic import Traffic
+from . import failure_report
 from .attempt import Attempt
 from .mesh import gloo_group
 from .pending import ranks_lost
@@ -50,6 +51,8 @@ class SlowAxis:
         self.compresses, self._traffic = compresses, traffic
         self._groups: list[dist.ProcessGroup] = []
         if self.size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            failure_report.join(store, dist.get_rank(), dist.get_world_size())
             with Attempt(self.ranks, "slow axes") as attempt:
                 attempt.arrive("told")
             self._groups = [gloo_group(self.ranks, f"slow axis {attempt.name}")]

@@ -19,7 +19,7 @@ import pytest
 import rank_jobs
 import torch
 from local_jobs import HOST
-from ranks import Jobs, launch_without
+from ranks import Jobs, fall, launch_without
 
 import infinity
 from infinity.runtime.registry import wrapped
@@ -355,6 +355,12 @@ def test_skewscout_shortens_the_period_while_data_differ(two):
 
 
 # --- what does not fit, and what goes ---
+
+
+@pytest.mark.slow
+def test_a_group_that_is_lost_ends_the_other_with_its_reason(tmp_path):
+    said = fall(tmp_path, "out of coffee", script="local_jobs.py")
+    assert "PeerError" in said and "out of coffee" in said
 
 
 def test_a_dropped_model_leaves_no_process_group(two):

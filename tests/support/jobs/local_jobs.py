@@ -248,5 +248,15 @@ def is_killed(folder: str, steps: int, saved_at: int, **made: Any) -> dict[str, 
     return {"weights": cloned(model.state_dict())}
 
 
+def falls(how: str) -> None:
+    """One group fails in the middle of a period."""
+    model, optimizer, local = make((2, 1), every=3, delay=1)
+    for number in range(20):
+        if dist.get_rank() == 1 and number == 4:
+            raise RuntimeError(how)
+        step(model, optimizer, number)
+        local.after_step()
+
+
 if __name__ == "__main__":
     serve(globals())
