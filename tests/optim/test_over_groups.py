@@ -35,12 +35,12 @@ class Line:
 
 
 class Made:
-    def __init__(self, home, swap, line: Line):
+    def __init__(self, home, swap, line: Line, **config):
         self.model = seeded(3, lambda: nn.Linear(4, 4, bias=True))
         self.model, self.optimizer = infinity.wrap_model(
             self.model,
             torch.optim.SGD(self.model.parameters(), lr=1.0),
-            at_home(home, home, swap),
+            at_home(home, home, swap) | config,
         )
         self.line, self.before = line, self.values()
         self.optimizer.register_step_pre_hook(OverGroups(self.optimizer.context, line))
@@ -95,6 +95,14 @@ def test_a_second_step_of_the_same_gradients_takes_their_mean_again(swap):
     made.line.value = 3.0
     made.optimizer.step()
     assert made.steps() == {3.0}
+
+
+def test_the_mean_is_clipped_and_not_the_own_gradient(swap):
+    """Its norm is 2 times the root of 20."""
+    made = Made("host", swap, Line(3.0), max_grad_norm=20**0.5)
+    made.model(torch.ones(1, 4)).sum().backward()
+    made.optimizer.step()
+    assert made.steps() == {1.0}
 
 
 def test_an_unwrapped_model_is_stepped_with_its_own_gradients(swap):
