@@ -269,7 +269,7 @@ def _score(value: Any) -> float:
 
 def _check(rounds: Rounds, settings: OuterSettings, probe: Any, codes: bool) -> None:
     """Raises ConfigError for arguments that do not fit together."""
-    if (rounds.every == SKEW) != callable(probe):
+    if (rounds.every == SKEW) != (probe is not None) or not callable(probe or float):
         raise ConfigError(
             f"every={rounds.every!r} with probe={probe!r}: a probe goes with {SKEW!r}, which needs"
             " it"

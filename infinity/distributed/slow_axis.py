@@ -41,10 +41,11 @@ class SlowAxis:
     """
 
     def __init__(self, mesh: Any, traffic: Traffic, *, compresses: bool = False):
-        if not isinstance(mesh, dist.device_mesh.DeviceMesh) or mesh.ndim != 1:
+        is_axis = isinstance(mesh, dist.device_mesh.DeviceMesh) and mesh.ndim == 1
+        if not is_axis or dist.get_rank() not in mesh.mesh.tolist():
             raise ConfigError(
                 "LocalSteps takes the axis of the mesh that joins the groups, a DeviceMesh of one"
-                f" dimension, as mesh['slow']; not {mesh!r}"
+                f" dimension with this rank, as mesh['slow']; not {mesh!r}"
             )
         self.ranks = sorted(mesh.mesh.tolist())
         self.size, self.group_index = len(self.ranks), self.ranks.index(dist.get_rank())

@@ -83,6 +83,8 @@ def test_the_period_follows_the_learning_rate_of_a_scheduler():
         ({"every": 0}, "every=0"),
         ({"every": "skew"}, "a probe goes with 'skew'"),
         ({"probe": lambda group: 1.0}, "a probe goes with 'skew'"),
+        ({"every": "skew", "probe": 0.9}, "probe=0.9"),
+        ({"probe": 0.9}, "probe=0.9"),
         ({"every": "quadratic"}, "coefficient"),
         ({"lr": 0.0}, "lr=0.0"),
         ({"lr": "0.7"}, "lr='0.7'"),
