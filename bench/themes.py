@@ -27,6 +27,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "ranks": "bench.ranks",
     "meetings": "bench.meetings",
     "shares": "bench.shares",
+    "slow_links": "bench.slow_links",
     "tensor_parallel": "bench.tensor_parallel",
     "pipeline": "bench.pipeline",
     "late_updates": "bench.late_updates",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .api.average import ema, swa
     from .api.checkpoints import Checkpoints
     from .api.full_params import full_params
+    from .api.local_steps import LocalSteps
     from .api.named_weights import named_weights
     from .api.park import park, resume
     from .api.quantize import quantize
@@ -75,6 +76,7 @@ __all__ = [
     "CorruptionError",
     "InfinityError",
     "InternalError",
+    "LocalSteps",
     "PeerError",
     "Shares",
     "Stats",
@@ -105,6 +107,7 @@ __all__ = [
 _HOMES = {
     "Checkpoints": "api.checkpoints",
     "Config": "config.config",
+    "LocalSteps": "api.local_steps",
     "Shares": "api.shares",
     "Stats": "api.stats",
     "Watch": "api.watch",

@@ -69,7 +69,7 @@ def park(
 
 def _park(engine: Engine, job: Job, folder: str | None, what: str) -> int:
     """Parks on the host, or in ``folder``, and returns the bytes that are parked."""
-    parking, average = engine.parking, engine.average
+    parking, average, outer = engine.parking, engine.average, engine.outer
     if not parking.nbytes:
         job.uses.check(Operation.PARK)  # another thread may have used it meanwhile
         _settle(engine, job)
@@ -78,6 +78,8 @@ def _park(engine: Engine, job: Job, folder: str | None, what: str) -> int:
     arrays, blank = arrays_in_memory(job.units, **PARTS[what])
     if average is not None and what != "weights":
         arrays += average.arrays_in_memory
+    if outer is not None and what != "weights":
+        arrays += outer.arrays_in_memory
     # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.
     if folder is None:
         parking.park_on_host(arrays)

@@ -17,7 +17,7 @@ from ..machine import disk_profile
 from ..machine.rates import memory_rate
 from ..machine.sizes import format_seconds
 from ..machine.tiers import Tier
-from ..machine.timeline import PAST_HOST
+from ..machine.timeline import PAST_HOST, SLOW_AXIS
 from ..machine.traffic import DATA, EdgeTraffic, shares_of
 from ..runtime.job import Job
 from ..runtime.registry import wrapped
@@ -42,7 +42,7 @@ class Stats:
         bypass host memory.
     collectives
         "all-gather", "all-gather in node" and "reduce-scatter", with the bytes that this rank
-        received; empty without other ranks.
+        received; empty without other ranks. "slow axis": of :class:`infinity.LocalSteps`.
     tiers
         "device", "host", "nvme".
     shadows
@@ -110,15 +110,13 @@ def stats(model: nn.Module) -> Stats:
             if share >= LEAST_SHARE
             else ": the rest goes to Python, to launches, or to other processes."
         )
-    counted = {} if job.ranks.alone else job.traffic.collectives
-    collectives = {name: dataclasses.replace(traffic) for name, traffic in counted.items()}
     ahead = job.updates.shadows
     made, kept = (ahead.made, ahead.kept) if ahead is not None else (0, 0)
     planner = job.activations.planner if job.activations is not None else None
     blocks = planner.counts() if planner is not None else {}
     return Stats(
         edges,
-        collectives,
+        _collectives(job),
         tiers,
         clock.steps,
         step_seconds,
@@ -129,6 +127,14 @@ def stats(model: nn.Module) -> Stats:
         job.planned.plan.buffers_nbytes,
         shares_of(clock.total_seconds, clock.waits or job.traffic.waits()),
     )
+
+
+def _collectives(job: Job) -> dict[str, EdgeTraffic]:
+    return {
+        name: dataclasses.replace(traffic)
+        for name, traffic in job.traffic.collectives.items()
+        if traffic.nbytes or not (job.ranks.alone or name == SLOW_AXIS)
+    }
 
 
 def edges_of(job: Job) -> dict[str, EdgeTraffic]:

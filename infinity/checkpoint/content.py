@@ -8,7 +8,7 @@ their local part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from torch import nn
 from ..distributed.collectives import Collectives
 from ..errors import UsageError
 from ..optim.optimizer import InfinityOptimizer
+from ..optim.outer_step import OuterStep
 from ..runtime.engine import Engine
 from ..runtime.job import Job
 from ..runtime.registry import engine_of, wrapped
+from ..runtime.weight_average import WeightAverage
 from ..state.dtensors import is_distributed, part_offset
 from ..state.flat_layout import is_dense
+from ..state.flat_param import FlatParam
 from ..state.flat_param_spec import ARRAYS
 from ..state.handle import ParamHandle, handle_of
 from ..state.packed import has_inner, small_parts
@@ -33,6 +36,7 @@ from .saved_tensors import LocalPart
 from .values import encode_value
 
 SAVED = [name for name in ARRAYS if name != "grad"]
+OUTER = "outer_"  # what the names of an outer optimizer's arrays begin with
 
 
 def flat_bytes(tensor: torch.Tensor) -> bytes:
@@ -112,22 +116,41 @@ def _boxes(
         yield values, {"saved_offsets": list(box.moved(part.box.offset).offset)}
 
 
-def average_files(engine: Engine, unit: ParamUnit) -> list[dict[str, Entry]]:
+def average_files(
+    job: Job, average: WeightAverage | None, unit: ParamUnit
+) -> list[dict[str, Entry]]:
     """Lists the unit's averages that this rank writes, as :func:`unit_files` does; empty without an
     average."""
-    job, average = engine.job, engine.average
+    if average is None or not average.count:
+        return []
+    flat_params = [flat for flat in unit.flat_params if flat.spec.stepped]
+    arrays = {flat_param: average.array_of(flat_param) for flat_param in flat_params}
+    return _files_beside(job, unit, {"average": arrays})
+
+
+def outer_files(job: Job, outer: OuterStep | None, unit: ParamUnit) -> list[dict[str, Entry]]:
+    """Lists what an outer optimizer has of the unit, as :func:`average_files` does."""
+    arrays = {} if outer is None else outer.saved(unit)
+    return _files_beside(job, unit, {OUTER + kind: found for kind, found in arrays.items()})
+
+
+def _files_beside(
+    job: Job, unit: ParamUnit, arrays: Mapping[str, Mapping[FlatParam, StateArray]]
+) -> list[dict[str, Entry]]:
+    """Lists the values of ``arrays`` beside the weights that this rank writes, by their names."""
     files: list[dict[str, Entry]] = []
-    for handle in unit.handles if average is not None and average.count else ():
-        if job.gradients.values.counts(handle) and average.has(handle):
-            layout = handle.flat_param.layout
-            begin, end = layout.part_of_param("weight", handle.index)
-            first = layout.part_at_home("weight", handle.index)[0] - begin
-            array = average.array_of(handle)
+    for handle in filter(job.gradients.values.counts, unit.handles):
+        layout = handle.flat_param.layout
+        begin, end = layout.part_of_param("weight", handle.index)
+        first = layout.part_at_home("weight", handle.index)[0] - begin
+        for name, of_flat_params in arrays.items():
+            if (array := of_flat_params.get(handle.flat_param)) is None:
+                continue
             entries = _boxes(job, part_of_rank(handle), array, first, begin, end)
             for number, entry in enumerate(entries):
                 if number == len(files):
                     files.append({})
-                files[number][f"average/{handle.name}"] = entry
+                files[number][f"{name}/{handle.name}"] = entry
     return files
 
 

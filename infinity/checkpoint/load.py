@@ -27,6 +27,7 @@ from ..runtime.recovery import begin_repair
 from ..runtime.registry import whole_of
 from ..state.operations import Operation
 from ..state.tensors import overwrite
+from .beside_weights import BesideWeights
 from .content import (
     Books,
     buffers_of,
@@ -38,7 +39,7 @@ from .content import (
     unmanaged_parameters,
 )
 from .folder import OF_READERS, reading
-from .home_loader import HomeLoader, read_run
+from .home_loader import HomeLoader
 from .manifest import MANIFEST, MOST_STEPS, check_files, check_sizes, read_manifest
 from .parts import read_tensors
 from .random_state import check_random_state, restore_random_state
@@ -133,6 +134,11 @@ class _Load:
     def homes(self) -> HomeLoader:
         return HomeLoader(self.manifest, self.data, self.job)
 
+    @property
+    def beside(self) -> BesideWeights:
+        average, outer = self.engine.average, self.engine.outer
+        return BesideWeights(self.manifest, self.data, self.job.trained, average, outer)
+
     def run(self) -> Any:
         """Checks everything, then loads it. Returns ``extra``. Every rank calls this."""
         checked, name = self._check(), self.manifest["data"]
@@ -145,7 +151,7 @@ class _Load:
         begin_repair(engine.job, CUT_SHORT)  # until the load is complete
         engine.steps.resume(self.manifest["step_index"])
         self.homes.load(once)
-        self._load_average()
+        self.beside.load()
         at_home, plain = self.optimizers
         for name, param in every_value_outside(self.optimizers).items():
             param.detach().copy_(checked.other[name])
@@ -243,16 +249,7 @@ class _Load:
                 raise ValueError(f"{handle.name} has taken {step!r} steps")
             for array in homes.arrays_of(handle):
                 saved.check(array, handle.name, handle.flat_param.arrays[array].dtype)
-        self._check_average()
-
-    def _check_average(self) -> None:
-        average, count = self.engine.average, self.manifest.get("average", 0)
-        if type(count) is not int or not 0 <= count < MOST_STEPS:
-            raise TypeError(f"average is {count!r}")
-        if average is not None and count:
-            saved = SavedTensors(self.data, self.manifest, files="average-")
-            for handle in filter(average.has, self.job.trained):
-                saved.check("average", handle.name, average.dtype_of(handle))
+        self.beside.check()
 
     def _read_once(self, once: ReadOnce) -> ReadOnce:
         """Reads the files that are read once, if there is room for the old values; else verifies
@@ -263,25 +260,6 @@ class _Load:
         if once.files:
             once.load(self.job, CUT_SHORT)
         return once
-
-    def _load_average(self) -> None:
-        """Reads the averages into the model's average; without any, that restarts."""
-        average, count = self.engine.average, self.manifest.get("average", 0)
-        if average is None:
-            if count:
-                logger.warning(
-                    "the checkpoint has an average of the weights, and this model none: make it"
-                    " with infinity.ema first"
-                )
-            return
-        average.is_exchanged = False  # weights and averages are read to their own places
-        if count:
-            with SavedTensors(self.data, self.manifest, files="average-") as saved:
-                for handle in filter(average.has, self.job.trained):
-                    run = handle.flat_param.layout.part_of_param("weight", handle.index)
-                    dtype = average.dtype_of(handle)
-                    average.write_own(handle, read_run(saved, handle, "average", *run, dtype)[0])
-        average.resume(count)
 
     def _rank(self, *, of_stage: bool = False) -> int:
         """Returns the rank whose saved generators (``of_stage``: buffers) this rank takes."""

@@ -26,7 +26,7 @@ from .folder import DATA_NAME
 FORMAT = 4
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(
-    r"(unit|average)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors"
+    r"(unit|average|outer)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors"
 )
 MOST_STEPS = 1 << 53
 # One thread reads this much in sequence, so that the system reads ahead.

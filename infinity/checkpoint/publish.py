@@ -24,7 +24,7 @@ from ..machine.progress import progress
 from ..runtime.engine import Engine
 from ..state.unit import ParamUnit
 from ..storage.transfers import Window
-from .content import Entry, average_files, unit_files
+from .content import Entry, average_files, outer_files, unit_files
 from .file_writer import FileWriter, make_slots, start_file
 from .folder import OF_READERS, remove_data, writing
 from .home_values import HomeValues
@@ -71,7 +71,7 @@ class Draft:
 
 def files_of_rank(engine: Engine) -> list[UnitFile]:
     """Lists the files that this rank writes."""
-    job = engine.job
+    job, average, outer = engine.job, engine.average, engine.outer
     if not job.ranks.writes:
         return []
     rank = "" if job.ranks.alone else f"-rank-{job.ranks.job_rank:05d}"
@@ -79,7 +79,8 @@ def files_of_rank(engine: Engine) -> list[UnitFile]:
     for unit in job.units:
         for kind, files in (
             ("unit", unit_files(job, unit)),
-            ("average", average_files(engine, unit)),
+            ("average", average_files(job, average, unit)),
+            ("outer", outer_files(job, outer, unit)),
         ):
             for number, values in enumerate(files):
                 part = f"-{number}" if number else ""

@@ -142,6 +142,8 @@ def _draft(
         ),
         "config": description_of(parts_of(model)[0]),
     }
+    if (outer := engine.outer) is not None:
+        content["outer"] = outer.describe()
     tensors |= every_value_outside(books)
     buffers = buffers_of(model)
     rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}

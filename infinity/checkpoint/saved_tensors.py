@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from .. import native
 from ..errors import CorruptionError
+from ..optim.outer_step import KINDS
 from ..state.flat_param_spec import EVERY_MOMENT, SCALES, elements_each
 from .boxes import Box, cover, view_of_run
 from .parts import opened_file, read_header
@@ -125,6 +126,7 @@ class SavedTensors:
             "weight",
             "master",
             "average",
+            *(f"outer_{kind}" for kind in KINDS),
             *EVERY_MOMENT,
             *SCALES.values(),
         ):

@@ -10,7 +10,9 @@ All state is in the job's store, so an exception on a rank loses none of it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -24,14 +26,17 @@ STATIONS = ("told", "read", "compared")
 
 class Attempt:
     """This rank's part of an attempt, a context manager. An exception inside the block ends the
-    attempt on all ranks."""
+    attempt on all ranks. ``members``: the global ranks that take part; ``what``: what they make.
+    """
 
-    def __init__(self) -> None:
-        self._me, self._world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, members: Sequence[int], what: str = "wraps") -> None:
+        self._me, self._count = dist.get_rank(), len(members)
         # Torch may keep one store over restarts
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        ranks = hashlib.blake2b(str([*members]).encode(), digest_size=6).hexdigest()
+        self._of = "" if self._count == dist.get_world_size() else f" of {ranks}"
         self._store = dist.PrefixStore(
-            f"infinity/{start}/wraps", dist.distributed_c10d._get_default_store()
+            f"infinity/{start}/{what}{self._of}", dist.distributed_c10d._get_default_store()
         )
         self.number = self._store.add("over", 0)
         while not self._joins():
@@ -46,6 +51,11 @@ class Attempt:
         self.refuse("it was interrupted in wrap_model")  # it could not report that itself
         self._end()
         return False
+
+    @property
+    def name(self) -> str:
+        """The number, and the members if they are not all ranks: other members count anew."""
+        return f"{self.number}{self._of}"
 
     def __enter__(self) -> Attempt:
         return self
@@ -96,7 +106,7 @@ class Attempt:
     def arrive(self, station: str) -> None:
         """Blocks until every rank has reached ``station``. Raises PeerError if one does not within
         the process group's timeout, or has failed; ConfigError if one refused its inputs."""
-        if self._store.add(self._key(f"{station}/count"), 1) == self._world:
+        if self._store.add(self._key(f"{station}/count"), 1) == self._count:
             self._store.set(self._key(f"{station}/all"), "")
         try:
             self._store.wait(

@@ -10,6 +10,8 @@ ep              ranks with other experts of the same layers, and the same batch:
                 travel to the experts, each has its own batch: then a data axis that divides experts
 pp              ranks with other stages of the same model, and the same batch. Each has its own
                 shard group, too
+
+A slice of a mesh with an axis of another name is one job of several: groups that train apart.
 """
 
 from __future__ import annotations
@@ -26,17 +28,12 @@ from ..errors import ConfigError, InfinityError
 from ..machine import numa
 from . import failure_report
 from .attempt import Attempt
+from .axes import SEQUENCE_AXES, members_of, rank_rows
 from .channel import Channel
 from .parallel_dims import ExpertGroup, ParallelDims
 from .pending import ranks_lost
 from .transfer import end_groups, group_timeout
 from .tree import Tree, family_of
-
-# Only one of the first three may be larger than 1
-SHARD_AXES = ("dp", "dp_shard", "fsdp", "cp", "sp")
-SEQUENCE_AXES = ("cp", "sp")
-DATA_AXES = ("dp_replicate", *SHARD_AXES)
-OTHER_AXES = ("pp", "tp", "ep")  # only one of the last two may be larger than 1
 
 
 def parallel_dims(mesh: Any, *, divides_experts: bool = False) -> ParallelDims:
@@ -60,13 +57,13 @@ def parallel_dims(mesh: Any, *, divides_experts: bool = False) -> ParallelDims:
                 " environment."
             )
         return ParallelDims()
-    if dist.get_world_size() == 1:
+    if len(members := members_of(mesh)) == 1:
         rank_rows(mesh, divides_experts=divides_experts)  # raises for a mesh that does not fit
-        return ParallelDims()
+        return ParallelDims(local_size=_local_size() if dist.get_world_size() > 1 else 1)
     own_groups: list[dist.ProcessGroup] = []
     try:
         # Rows: [stages, parts, replicas, shards]
-        rows, wrap, divides_experts = _agree_on_rows(mesh, divides_experts)
+        rows, wrap, divides_experts = _agree_on_rows(mesh, members, divides_experts)
         failure_report.join(
             dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         )
@@ -81,7 +78,7 @@ def parallel_dims(mesh: Any, *, divides_experts: bool = False) -> ParallelDims:
 def _join(
     mesh: Any,
     rows: torch.Tensor,
-    wrap: int,
+    wrap: str,
     divides_experts: bool,
     own_groups: list[dist.ProcessGroup],
 ) -> ParallelDims:
@@ -154,7 +151,7 @@ def expert_groups(mesh: Any, row: Sequence[int]) -> list[list[int]]:
 
 
 def _expert_group(
-    mesh: Any, row: list[int], wrap: int, own_groups: list[dist.ProcessGroup]
+    mesh: Any, row: list[int], wrap: str, own_groups: list[dist.ProcessGroup]
 ) -> ExpertGroup | None:
     """Finds the ranks of ``row`` with the same experts as this one. None if experts are not
     divided."""
@@ -228,30 +225,31 @@ def join_node(ranks: ParallelDims, mesh: Any) -> ParallelDims:
     return dataclasses.replace(ranks, nodes=tuple(nodes_of_rows), node_group=node_channel)
 
 
-def _agree_on_rows(mesh: Any, divides_experts: bool) -> tuple[torch.Tensor, int, bool]:
-    """Reads the shard groups from ``mesh`` on every rank. Returns them, the number of earlier
-    attempts of this job, and whether any rank's model has divided experts: a pipeline stage may
-    have none.
+def _agree_on_rows(
+    mesh: Any, members: Sequence[int], divides_experts: bool
+) -> tuple[torch.Tensor, str, bool]:
+    """Reads the shard groups from ``mesh`` on every rank. Returns them, the name of this attempt,
+    and whether any rank's model has divided experts: a pipeline stage may have none.
 
     Uses only the store, before any group exists: a rank with another mesh, or an invalid one, would
     make other groups than its peers wait for. Raises ConfigError on all ranks then.
     """
-    with Attempt() as attempt:
+    with Attempt(members) as attempt:
         attempt.add("divides", int(divides_experts))
         attempt.arrive("told")
         divides_experts = attempt.total("divides") > 0
         rows = rank_rows(mesh, divides_experts=divides_experts)
         attempt.tell(f"{rows.tolist()} of {mesh}")
         attempt.arrive("read")
-        first = attempt.said_by(0)
+        first = attempt.said_by(members[0])
         if not first.startswith(f"{rows.tolist()} of "):
             attempt.refuse(
-                f"mesh: rank 0 was given {first}, rank {dist.get_rank()} {rows.tolist()} of {mesh}:"
-                " give every rank the same",
+                f"mesh: rank {members[0]} was given {first}, rank {dist.get_rank()}"
+                f" {rows.tolist()} of {mesh}: give every rank the same",
                 of_all=True,
             )
         attempt.arrive("compared")
-        return rows, attempt.number, divides_experts
+        return rows, attempt.name, divides_experts
 
 
 def gloo_group(ranks: list[int], what: str) -> dist.ProcessGroup:
@@ -293,9 +291,15 @@ def join_device(ranks: ParallelDims, mesh: Any, backend: str | None) -> None:
             " in one process"
         )
     me, timeout = dist.get_rank(), group_timeout()
+    # Other jobs make no groups of this one.
+    apart = len(members_of(mesh)) < dist.get_world_size()
 
     def group_of(members: Sequence[int]) -> dist.ProcessGroup | None:
-        group = dist.new_group(list(members), timeout=timeout, backend=backend)
+        if apart and me not in members:
+            return None
+        group = dist.new_group(
+            list(members), timeout=timeout, backend=backend, use_local_synchronization=apart
+        )
         if me not in members:
             return None
         ranks.own_groups.append(group)
@@ -320,66 +324,6 @@ def join_device(ranks: ParallelDims, mesh: Any, backend: str | None) -> None:
     for members in ranks.nodes:
         if (group := group_of(members)) is not None:
             ranks.node_group.carry(group)
-
-
-def rank_rows(mesh: Any, *, divides_experts: bool = False) -> torch.Tensor:
-    """Returns the global ranks, [stages, parts, replicas, shards]: a stage is a coordinate of the
-    pp axis, a part one of tp, or of ep unless experts are divided. Raises ConfigError naming the
-    axes that do not fit."""
-    world = dist.get_world_size()
-    if mesh is None:
-        return torch.arange(world).reshape(1, 1, 1, -1)
-    if not isinstance(mesh, dist.device_mesh.DeviceMesh):
-        raise ConfigError(
-            f"mesh is a {type(mesh).__name__}: give a torch.distributed.device_mesh.DeviceMesh, or"
-            " None"
-        )
-    names = mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ())
-    if mesh.ndim == 1 and names[0] not in (*DATA_AXES, *OTHER_AXES):
-        names = ("dp",)
-    sizes = dict(zip(names, mesh.mesh.shape))
-    axes = (
-        ", ".join(f"{name}={size}" for name, size in sizes.items())
-        or f"{mesh.ndim} axes without names"
-    )
-    unknown = [name for name in sizes if name not in (*DATA_AXES, *OTHER_AXES)]
-    if unknown or len(sizes) != mesh.ndim:
-        raise ConfigError(
-            f"mesh: axes must be named {', '.join((*DATA_AXES, *OTHER_AXES))}; this one has {axes}"
-        )
-    _check_axes(sizes, axes, divides_experts)
-    if mesh.mesh.numel() != world or sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
-        raise ConfigError(f"mesh: {axes} makes {mesh.mesh.numel()} ranks, but the job has {world}")
-    others = [name for name in OTHER_AXES if name != "ep" or not divides_experts]
-    outer = [names.index(name) for name in (*others, "dp_replicate") if name in sizes]
-    order = outer + [i for i in range(mesh.ndim) if i not in outer]
-    # Ascending, because torch sorts the ranks of a group.
-    parts = sizes.get("tp", 1) * (1 if divides_experts else sizes.get("ep", 1))
-    shape = (sizes.get("pp", 1), parts, sizes.get("dp_replicate", 1), -1)
-    return mesh.mesh.permute(order).reshape(shape).sort(-1).values
-
-
-def _check_axes(sizes: dict[str, int], axes: str, divides_experts: bool) -> None:
-    """Raises ConfigError for axes that cannot stand beside each other."""
-    if sizes.get("dp", 1) > 1 and sizes.keys() & {"dp_replicate", "dp_shard", "fsdp"}:
-        raise ConfigError(
-            "mesh: dp is the same as dp_replicate x dp_shard, so it cannot stand beside them; this"
-            f" one has {axes}"
-        )
-    if sizes.get("dp_shard", 1) > 1 and sizes.get("fsdp", 1) > 1:
-        raise ConfigError(f"mesh: fsdp is another name of dp_shard; this one has {axes}")
-    if sizes.get("tp", 1) > 1 and sizes.get("ep", 1) > 1 and divides_experts:
-        raise ConfigError(
-            "mesh: experts whose tokens travel beside tensor parallelism are not available in this"
-            f" version; this one has {axes}. Give ep the ranks of tp, or let the ranks of tp share"
-            " a batch and its experts: expert_parallel(model, mesh['tp'], cut_rest=True)."
-        )
-    if sizes.get("tp", 1) > 1 and sizes.get("ep", 1) > 1:
-        raise ConfigError(
-            "mesh: the ranks that share a batch hold other experts too, so there is one axis for"
-            f" both; this one has {axes}. Give it as tp, and cut the model with"
-            " infinity.parallel.expert_parallel(model, mesh['tp'], cut_rest=True)."
-        )
 
 
 def _launched() -> int:

@@ -41,7 +41,7 @@ class ParallelDims:
         Of the shard group: this rank has shard number ``rank`` of ``size``.
     """
 
-    wrap: int = 0  # wraps of the job before this one
+    wrap: str = "0"  # the name of the attempt that made it: no other one has it
     rank: int = 0
     size: int = 1
     local_size: int = 1  # ranks on this machine, which share its memory and disks

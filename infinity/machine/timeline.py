@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
 PAST_HOST = "nvme->device"  # if available
-COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter")
+SLOW_AXIS = "slow axis"  # between groups that train apart
+COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter", SLOW_AXIS)
 LANES = ("step", "forward", "backward", "stalled", *EDGES, PAST_HOST, *COLLECTIVES, "optimizer")
 BUFFERED_EVENTS = 512
 FIRST = {"ph": "M", "name": "process_name", "args": {"name": "infinity"}}

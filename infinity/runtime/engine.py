@@ -18,6 +18,7 @@ from .. import native
 from ..errors import UsageError
 from ..forwards.context import ForwardContext
 from ..optim.context import StepContext
+from ..optim.outer_step import OuterStep
 from ..state import mistakes
 from ..state.handle import ParamHandle
 from ..state.home_arrays import Update
@@ -53,6 +54,7 @@ class Engine:
         # The newest state-dict tensor of a tied parameter.
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}
         self.average: WeightAverage | None = None  # of the trained parameters
+        self.outer: OuterStep | None = None  # if groups train apart
         self.stale: StaleWeights | None = None  # set when a pipeline runs without flush
         self.saving: Update | None = None  # the last save beside the training
         self.parking, me = Parking(job.store), weakref.ref(self)

@@ -74,6 +74,7 @@ class Operation(Enum):
     LOAD_AVERAGE = "loading the average"
     REMOVE_AVERAGE = "removing the average"
     SHARE_BATCH = "dividing a batch by infinity.Shares"
+    LOCAL_STEPS = "LocalSteps"
     PARK = "park"
     UNWRAP = "unwrap_model"
 
@@ -119,6 +120,7 @@ TABLE = """
     LOAD_AVERAGE               u . . . . . e w .
     REMOVE_AVERAGE             u . . . . . e w .
     SHARE_BATCH                u f b a s p . w .
+    LOCAL_STEPS                u f b a s p e w .
     PARK                       u f b a s p . w .
     UNWRAP                     u f b a s p e w .
 """

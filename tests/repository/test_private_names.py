@@ -41,6 +41,7 @@ NAMES = [
         "RowwiseParallel._prepare_input_fn",
         "parallel/tensors.py",
     ),
+    ("torch.distributed.device_mesh", "DeviceMesh._get_root_mesh", "distributed/axes.py"),
     ("torch.distributed.distributed_c10d", "_process_group_name", "distributed/mesh.py"),
     ("torch.distributed.distributed_c10d", "_get_default_store", "distributed/mesh.py"),
     ("torch.distributed.distributed_c10d", "_get_default_group", "distributed/mesh.py"),

@@ -135,7 +135,7 @@ def test_a_part_is_read_and_written_alone(swap):
     made.average.update()
     handle = handle_of(made.model[1].bias)
     made.average.write_own(handle, torch.arange(4.0))
-    assert {0.0, 1.0, 2.0, 3.0} == set(made.average.array_of(handle).flat.tolist())
+    assert {0.0, 1.0, 2.0, 3.0} == set(made.average.array_of(handle.flat_param).flat.tolist())
     assert made.averages() == {0.0, 1.0, 2.0, 3.0}
     assert set(made.average.read(handle_of(made.model[1].weight)).tolist()) == {1.0}
     made.average.resume(7)

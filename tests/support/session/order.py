@@ -32,6 +32,7 @@ OF_STANDING_RANKS = (
     "distributed/test_assigned_over_ranks.py",
     "distributed/test_several_over_ranks.py",
     "distributed/test_shares_over_ranks.py",
+    "distributed/test_slow_axis.py",
     "parallel/test_user_edits.py",
 )
 
