@@ -5,9 +5,11 @@ python examples/diffusion_transformer.py MODEL SAMPLES OUT [--optimizer adafacto
 
 MODEL: the folder of the transformer. SAMPLES: safetensors files, one a batch, with the arguments of
 its forward by name: `hidden_states` are the clean latents, the others what the text encoder gave.
+Arguments that are no tensors, as Qwen-Image's `img_shapes`, are in `arguments.json` beside them.
 """
 
 import argparse
+import json
 import pathlib
 
 import diffusers
@@ -35,6 +37,9 @@ def main() -> None:
     if not files:
         parser.error(f"{args.samples} has no safetensors files")
 
+    further = args.samples / "arguments.json"
+    arguments = json.loads(further.read_text()) if further.exists() else {}
+
     model = diffusers.AutoModel.from_pretrained(args.model)
     model.enable_gradient_checkpointing()
     config = infinity.Config(optimizer="nvme", nvme_paths="auto")
@@ -51,7 +56,9 @@ def main() -> None:
         times = torch.rand(len(clean), generator=drawn).to(clean)
         share = times.view(-1, *[1] * (clean.dim() - 1))
         noisy = (1 - share) * clean + share * noise
-        found = model(noisy, timestep=args.times * times, return_dict=False, **inputs)[0]
+        found = model(noisy, timestep=args.times * times, return_dict=False, **inputs, **arguments)[
+            0
+        ]
         loss = torch.nn.functional.mse_loss(found, noise - clean)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -261,9 +261,29 @@ def wan(diffusers):
     }
 
 
+def qwen(diffusers):
+    model = diffusers.QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(4, 4, 8),
+    )
+    return model, {
+        "hidden_states": torch.randn(1, 16, 16),
+        "encoder_hidden_states": torch.randn(1, 6, 16),
+        "encoder_hidden_states_mask": torch.ones(1, 6, dtype=torch.int64),
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-@pytest.mark.parametrize("make, times", [(flux, 1), (wan, 1000)], ids=["flux", "wan"])
+@pytest.mark.parametrize(
+    "make, times", [(flux, 1), (qwen, 1), (wan, 1000)], ids=["flux", "qwen", "wan"]
+)
 def test_diffusion_transformers(make, times, optimizer, tmp_path):
     """Method: a class of diffusers, built small, by a script that names none; its result is one
     that diffusers loads, and its weights are others."""
@@ -273,6 +293,9 @@ def test_diffusion_transformers(make, times, optimizer, tmp_path):
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "samples").mkdir()
     save_file(inputs, tmp_path / "samples" / "0.safetensors")
+    if make is qwen:
+        arguments = {"img_shapes": [[[1, 4, 4]]]}
+        (tmp_path / "samples" / "arguments.json").write_text(json.dumps(arguments))
     words = ("model", "samples", "out", "--steps", 3, "--times", times, "--optimizer", optimizer)
     found = losses(run("diffusion_transformer.py", *words, cwd=tmp_path))
     assert len(found) == 3
