@@ -92,10 +92,10 @@ class Step:
         self.updater.record_events()
         self.step(self.disk)
         events = self.updater.take_events()
-        begin = min(start for *_, start, _ in events)
+        begin = min(start for *_, start, _, _ in events)
         return [
             {"kind": kind, "slot": slot, "start": start - begin, "end": end - begin}
-            for kind, _, slot, start, end in events
+            for kind, _, slot, start, end, _ in events
         ]
 
     def read(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:

@@ -49,6 +49,7 @@ IN_CHECKOUT = (
     "pool",
     "ranks",
     "report",
+    "slow_links",
     "startup",
     "step",
     "tensor_parallel",

@@ -381,7 +381,11 @@ def test_the_end_of_a_step_reads_the_first_units_of_the_next_forward():
         job, schedule=schedule, prefetcher=Noted(log, "prefetcher"), updates=Noted(log, "updates")
     )
     engine.end_step()
-    assert log == [("schedule.first",), ("prefetcher.fetch_ahead", [3, 1]), ("updates.end_step",)]
+    assert [each[:2] for each in log] == [
+        ("schedule.first",),
+        ("prefetcher.fetch_ahead", [3, 1]),
+        ("updates.end_step",),
+    ]
 
 
 def test_a_frozen_parameter_is_stepped_once_it_is_admitted():
