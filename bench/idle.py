@@ -1,6 +1,7 @@
 """idle: how much of a step any lane stood still although its inputs and its buffer were there.
 
-The main job, with its timeline, at home on the host and on NVMe. The law is at most 1 %.
+The main job, with its timeline, at home on the host and on NVMe. The law is at most 1 % for every
+lane.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def measure(settings: Settings) -> Measured:
             with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as path:
                 found = _idle(Path(path), homes, settings)
             shares.append(100 * found["share"])
+            lanes = ", ".join(f"{lane} {share:.2%}" for lane, share in found["lanes"].items())
+            notes.append(f"idle.{home}: {lanes}")
             if (worst := found["worst"]) is not None:
                 notes.append(
                     f"idle.{home}: worst {worst['lane']}, {worst['name']},"

@@ -208,8 +208,9 @@ def _print(found: dict[str, Any]) -> None:
         print(f"waited {format_seconds(seconds)} for {printable(name)}")
     idle = found["idle_while_ready"]
     worst = idle["worst"]
+    lane = max(idle["lanes"], key=idle["lanes"].__getitem__, default="")
     print(
-        f"idle while ready {idle['share']:.1%}"
+        f"idle while ready {idle['share']:.1%}{f' of lane {printable(lane)}' if worst else ''}"
         + (
             f" (worst: {printable(worst['lane'])}, {printable(worst['name'])},"
             f" {format_seconds(worst['seconds'])})"

@@ -14,9 +14,9 @@ Event = dict[str, Any]
 
 
 def idle_while_ready(events: list[Event]) -> dict[str, Any]:
-    """Returns the share of the span in which lanes were idle while ready, the same by lane, and the
-    worst case: its lane, its event, and seconds. An event that does not say when it was ready could
-    not have started earlier."""
+    """Returns the shares of the span in which lanes were idle while ready, the largest of them, and
+    the worst case: its lane, its event, and seconds. An event that does not say when it was ready
+    could not have started earlier."""
     begin, end = min(event["start"] for event in events), max(event["end"] for event in events)
     lanes: dict[str, float] = {}
     worst: dict[str, Any] | None = None
@@ -32,4 +32,4 @@ def idle_while_ready(events: list[Event]) -> dict[str, Any]:
             free_at = max(free_at, event["end"])
     span = end - begin
     shares = {lane: seconds / span if span > 0 else 0.0 for lane, seconds in lanes.items()}
-    return {"share": sum(shares.values()), "lanes": shares, "worst": worst}
+    return {"share": max(shares.values(), default=0.0), "lanes": shares, "worst": worst}
