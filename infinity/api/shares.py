@@ -183,7 +183,7 @@ def _trained_here() -> Wrapped:
     find = lambda: [each for each in wrapped_here() if each.engine.job.trained]
     found = find()
     if len(found) > 1:
-        gc.collect()  # models that nobody refers to any more
+        gc.collect()  # dropped models, which reference cycles keep
         found = find()
     if len(found) != 1:
         raise UsageError(

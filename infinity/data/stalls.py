@@ -84,7 +84,8 @@ def measure_stalls(
 
 
 def forget(files: Iterable[str | os.PathLike | np.memmap]) -> None:
-    """Drops files from the page cache, as far as nobody else maps them or has changed them."""
+    """Drops files from the page cache. Pages stay that another process maps, or that are not
+    written to the disk yet."""
     for each in files:
         if isinstance(each, np.memmap):
             each._mmap.madvise(mmap.MADV_DONTNEED)  # pages that are mapped are not dropped

@@ -64,7 +64,7 @@ class OuterSettings:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a job stands: ``steps`` in all, ``at`` steps into the round of ``period`` steps.
+    """Position of a job: ``steps`` made, ``at`` of them in the present round of ``period`` steps.
     ``probed``: steps at the last probe; ``climber``: what the choice of the period remembers.
     Raises ValueError for what is none."""
 

@@ -70,7 +70,7 @@ def without_flush(
         on stage s, and ceil((n - 1) / m).
     error_feedback
         Computes with W + d (W - V), V the version before W, d the updates that it lacks: the
-        update corrected by its last change (Zmushko et al., 2026). Where d > 0, one version more.
+        update corrected by its last change. It keeps one more if d > 0.
     quiet
         Suppresses the warning that the rules of Adam suffer from gradients of stale weights.
 

@@ -16,8 +16,8 @@ HOST = {"params": "host", "optimizer": "host"}
 
 
 @pytest.fixture(autouse=True)
-def nobody_else() -> None:
-    """Models of other tests are not trained here any more."""
+def drops_other_models() -> None:
+    """Collects the models that other tests have dropped."""
     gc.collect()
 
 

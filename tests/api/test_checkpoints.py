@@ -313,17 +313,18 @@ def test_a_save_that_fails_is_told_and_not_tried_at_every_step(tmp_path, monkeyp
     assert len(calls) == 4 and saver.steps == 8  # every second step, as before the first save
 
 
+def no_room(*args, **kwargs):
+    raise OSError(28, "No space left on device", "unit-00000.safetensors")
+
+
 def test_a_save_that_fails_beside_a_step_is_told_at_a_later_one(tmp_path, monkeypatch):
     """Claim: its steps count as not saved, so that close() saves them."""
     net, optimizer, saver = job(tmp_path / "saved", overhead=0.01)
 
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device", str(tmp_path))
-
     with saver:
         saver.resume()
         with monkeypatch.context() as patch:
-            patch.setattr("infinity.checkpoint.behind.write_files", full)
+            patch.setattr("infinity.checkpoint.behind.write_files", no_room)
             with pytest.raises(StorageError, match="the old one stands"):
                 train(net, optimizer, saver, 1000)
         assert 2 < saver.steps < 1000
@@ -334,13 +335,10 @@ def test_a_save_that_fails_beside_a_step_is_told_at_a_later_one(tmp_path, monkey
 def test_the_last_steps_are_saved_though_the_save_before_failed(tmp_path, monkeypatch):
     net, optimizer, saver = job(tmp_path / "saved", overhead=1e-6)
 
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device", str(tmp_path))
-
     with saver:
         saver.resume()
         with monkeypatch.context() as patch:
-            patch.setattr("infinity.checkpoint.behind.write_files", full)
+            patch.setattr("infinity.checkpoint.behind.write_files", no_room)
             train(net, optimizer, saver, 2)
             while not saver._saving[0].done:
                 time.sleep(0.01)
