@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from lone import lone_group
 from models import at_home, differing, loss_of, tokens, transformer
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,9 +22,8 @@ from infinity.runtime.registry import engine_of
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with lone_group():
+        yield
 
 
 class Made:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
+from lone import lone_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from infinity import ConfigError
 from infinity.distributed.axes import members_of, rank_rows
@@ -17,9 +16,8 @@ ME = 5
 
 @pytest.fixture(scope="module", autouse=True)
 def eight() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=ME, world_size=8)
-    yield
-    dist.destroy_process_group()
+    with lone_group(rank=ME, size=8):
+        yield
 
 
 def mesh(**axes: int) -> DeviceMesh:

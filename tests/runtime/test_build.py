@@ -14,8 +14,7 @@ from typing import Any
 import pair
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from lone import lone_group
 
 import infinity
 from infinity import native
@@ -132,9 +131,8 @@ class Built:
 
 @pytest.fixture
 def second_of_two() -> Iterator[ParallelDims]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield ParallelDims(rank=1, size=2, shard_group=pair.PairChannel(pair.Pair(), 1))
-    dist.destroy_process_group()
+    with lone_group(rank=1, size=2):
+        yield ParallelDims(rank=1, size=2, shard_group=pair.PairChannel(pair.Pair(), 1))
 
 
 # --- the parts ---

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from lone import lone_group
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from infinity.machine.tiers import Tier
@@ -166,18 +167,15 @@ def test_freed_storages_are_passed_over_and_forgotten():
     assert list(order.before(b)) == [a] and list(order) == [a, b]
 
 
-def test_of_a_dtensor_the_local_part_is_saved(tmp_path):
+def test_of_a_dtensor_the_local_part_is_saved():
     """Twin: a plain tensor is saved as it is."""
     pack, unpack = through_dtensors(lambda tensor: [tensor], lambda packed: packed[0] * 2)
     plain = torch.ones(2)
     assert pack(plain)[0] is plain and type(unpack(pack(plain))) is torch.Tensor
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
+    with lone_group():
         mesh = dist.init_device_mesh("cpu", (1,))
         tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
         packed = pack(tensor)
         assert type(packed.packed[0]) is torch.Tensor
         back = unpack(packed)
         assert back.placements == (Shard(0),) and back.to_local().tolist() == [2.0] * 4
-    finally:
-        dist.destroy_process_group()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from lone import lone_group
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -134,15 +135,12 @@ def test_a_tensor_has_bytes_unless_it_is_on_meta_fake_or_of_a_transform():
     assert found == [False]
 
 
-def test_a_distributed_tensor_has_bytes_if_its_local_part_has(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
+def test_a_distributed_tensor_has_bytes_if_its_local_part_has():
+    with lone_group():
         tensor = distribute_tensor(X.clone(), dist.init_device_mesh("cpu", (1,)), [Shard(0)])
         assert has_bytes(tensor)
         tensor._local_tensor = FakeTensorMode().from_tensor(X)
         assert not has_bytes(tensor)
-    finally:
-        dist.destroy_process_group()
 
 
 # --- refusals ---

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from lone import lone_group
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from infinity.errors import ConfigError, UsageError
 from infinity.state import dtensors
@@ -29,9 +29,8 @@ PLACEMENTS = [Replicate(), Shard(0)]
 @pytest.fixture
 def mesh():
     """Here is at (0, 1)."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dist.destroy_process_group()
+    with lone_group(rank=1, size=4):
+        yield dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def tensor_on(mesh, placements=PLACEMENTS, whole: torch.Tensor = WHOLE) -> DTensor:
@@ -161,6 +160,16 @@ def test_the_whole_value_is_gathered(mesh):
     assert type(dtensors.global_of(param_on(mesh), HALF.clone())) is torch.Tensor
     assert dtensors.global_of(param_on(mesh), HALF.clone()).shape == (5, 2)
     assert dtensors.global_of(nn.Parameter(WHOLE), local) is local
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_the_groups_of_an_earlier_mesh_are_not_met(others):
+    """Method: equal meshes whose groups have other names; without a clear the second fails."""
+    with lone_group(rank=1, size=4):
+        for _ in range(others):
+            dist.new_group([0, 1])
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert dtensors.global_of(param_on(mesh), HALF.clone()).shape == (5, 2)
 
 
 def test_a_parameter_or_its_local_part_becomes_a_view(mesh):

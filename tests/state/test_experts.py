@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from lone import lone_group
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from infinity.state.experts import divided_parameters, divides_experts, mark_divided
 
 
 @pytest.fixture
 def mesh():
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield dist.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    dist.destroy_process_group()
+    with lone_group(rank=1, size=2):
+        yield dist.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
 
 
 class Experts(nn.Module):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from lone import lone_group
 from memory_arrays import MemoryStore, give_arrays
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -99,10 +100,9 @@ def test_parameters_are_ordinary_ones_from_the_begin_to_the_end():
     assert case.params == [param for flat in case.flat_params for param in flat.params]
 
 
-def test_a_distributed_parameter_is_exactly_a_dtensor_while_it_is_used(tmp_path):
+def test_a_distributed_parameter_is_exactly_a_dtensor_while_it_is_used():
     """Twin: a plain one beside it is not."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
+    with lone_group():
         mesh = dist.init_device_mesh("cpu", (1,))
         parts = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
         flat_param = FlatParam(SPEC, [parts, torch.nn.Parameter(torch.ones(4))])
@@ -113,8 +113,6 @@ def test_a_distributed_parameter_is_exactly_a_dtensor_while_it_is_used(tmp_path)
             assert [type(param) for param in flat_param.params] == [DTensor, ResidentParameter]
             exposure.end()
             assert [type(param) for param in flat_param.params] == [StoredDTensor, StoredParameter]
-    finally:
-        dist.destroy_process_group()
 
 
 # --- edits in place ---

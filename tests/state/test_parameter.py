@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from lone import lone_group
 from memory_arrays import MemoryArray
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -428,11 +429,10 @@ def test_a_lent_value_is_changed_in_place_and_the_parameter_returned(job, borrow
 # --- distributed parameters ---
 
 
-def test_a_distributed_parameter_is_gathered_for_its_local_part_and_for_all_of_it(job, tmp_path):
+def test_a_distributed_parameter_is_gathered_for_its_local_part_and_for_all_of_it(job):
     """Claim: its detached tensor is under the same rules."""
     job.touch = lambda handle, what: job.said.append(f"{what} of {handle.name} inside {job.inside}")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
+    with lone_group():
         mesh = dist.init_device_mesh("cpu", (1,))
         param = torch.nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
         flat_param = FlatParam(SPEC, [param])
@@ -455,5 +455,3 @@ def test_a_distributed_parameter_is_gathered_for_its_local_part_and_for_all_of_i
         param.__class__, job.computing = StoredDTensor, True
         assert (param + 1).to_local().tolist() == [1, 2, 3, 4]
         assert type(param) is StoredDTensor and job.said[0] == "add of d inside ['use']"
-    finally:
-        dist.destroy_process_group()
