@@ -92,7 +92,7 @@ def test_gradients_go_home_once_a_step_from_a_device_elsewhere(home, swap, monke
     assert MICRO * sent[0] == sent[1] > 0
 
 
-def test_weights_stay_between_micro_batches(swap):
+def test_greedysnake_weights_stay_between_micro_batches(swap):
     """A window that holds them all: each unit comes once a step; the twin brings it for each
     micro-batch."""
     config = models.at_home("host", "host", swap) | {"device_memory": "4MiB"}

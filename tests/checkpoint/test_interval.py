@@ -50,7 +50,7 @@ def shares(adapts: bool, seed: int = 1) -> list[float]:
     return found
 
 
-def test_a_shared_disk_keeps_its_share():
+def test_checkfreq_keeps_its_share_on_a_shared_disk():
     """The twin: a fixed interval takes seven times the share there."""
     adapted, fixed = shares(True), shares(False)
     assert all(share < 0.058 for share in adapted) and min(adapted) > 0.03

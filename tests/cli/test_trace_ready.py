@@ -143,7 +143,7 @@ def test_a_pause_before_each_read_is_found(swap, monkeypatch):
     assert found["worst"]["lane"] == "nvme->host" and found["worst"]["seconds"] >= 0.005
 
 
-def test_a_barrier_before_the_step_is_found(swap, monkeypatch):
+def test_dataflow_of_helix_rc_a_barrier_before_the_step_is_found(swap, monkeypatch):
     """Method: a step waits 50 ms before it submits any update, though gradients have landed."""
     average = GradientBank.average
 

@@ -34,7 +34,7 @@ def decoded(data) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
-def test_each_later_epoch_misses_what_is_not_kept(share):
+def test_coordl_misses_what_is_not_kept_in_each_later_epoch(share):
     """Claim: for any order. The twin: a cache that replaces the oldest item misses more."""
     picks, reader = random.Random(3), Reader()
     data = NeverEvict(range(40), read=reader, memory=max(1, int(40 * 100 * share)))

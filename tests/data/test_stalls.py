@@ -92,7 +92,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_injected_is_found(seed, monkeypatch):
+def test_ds_analyzer_finds_what_is_injected(seed, monkeypatch):
     """Claim: seconds of compute, of preparing and of a first read are told apart, exactly."""
     compute, prepare, fetch = (random.Random(seed).uniform(0.1, 3.0) for _ in range(3))
     net, optimizer = wrapped_net()

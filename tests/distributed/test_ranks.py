@@ -499,7 +499,7 @@ def elements_of_units(world: int = 2) -> list[int]:
         ("optimizer", 1, 1, 3),
     ],
 )
-def test_what_passes_between_ranks_is_the_papers_volume(two, mode, gathers, reduces, micro):
+def test_zero_passes_the_papers_volume_between_ranks(two, mode, gathers, reduces, micro):
     """ZeRO: 2, 2 and 3 times the parameters per step, of which each of two ranks receives half. The
     units that end the forward are there already when the backward begins, and state_dict() gathers
     nothing through these edges.
@@ -521,7 +521,7 @@ def test_what_passes_between_ranks_is_the_papers_volume(two, mode, gathers, redu
 @pytest.mark.parametrize(
     ("mode", "nbytes"), [("parameters", 8), ("gradients", 8), ("optimizer", 10)]
 )
-def test_every_rank_has_an_equal_slice_at_home(two, mode, nbytes):
+def test_zero_infinity_has_an_equal_slice_at_home_on_every_rank(two, mode, nbytes):
     """fp32 state is 16 bytes per parameter: half of it on each of two ranks, and with ZeRO-1 the
     whole gradient."""
     for found in two[f"parity:{mode}-host"]:

@@ -209,7 +209,7 @@ def test_a_plain_mean_is_the_mean_and_keeps_nothing(two):
     assert not models.differing(*(found["weights"] for found in two["trains:plain"]))
 
 
-def test_a_streamed_and_delayed_average_has_the_bits_of_one_process(two):
+def test_streaming_diloco_has_the_bits_of_one_process(two):
     """Twin: the groups differ meanwhile, while their anchors are the same."""
     oracle = Oracle(1, 2, "adamw", lr=0.7, momentum=0.9)
     expected = oracle.run(steps=16, every=7, delay=2, alpha=0.25)
@@ -339,7 +339,7 @@ def test_an_average_that_is_interrupted_on_one_rank_is_completed(two, at):
 # --- the period ---
 
 
-def test_the_quadratic_rule_follows_the_learning_rate(two):
+def test_qsr_follows_the_learning_rate(two):
     """(0.2 / 0.1) squared, at least 2 (Gu et al. 2024)."""
     for found in two["trains:quadratic"]:
         assert found["period"] == 4

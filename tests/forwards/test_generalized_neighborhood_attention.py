@@ -52,7 +52,7 @@ def worst(found, right) -> float:
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_values_and_gradients_are_those_of_dense_attention(case, dtype):
+def test_gna_values_and_gradients_are_those_of_dense_attention(case, dtype):
     """Method: against the oracle in fp64, grouped heads. Twin: another window is not equal."""
     given_windows = named(case)
     tensors = drawn(given_windows["shape"], dtype)

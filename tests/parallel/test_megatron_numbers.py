@@ -62,7 +62,7 @@ def counted(standing_ranks) -> dict:
     return standing_ranks(2).run("parallel_jobs", "communication", {"layers": 3})[0]
 
 
-def test_two_all_reduces_forward_and_two_backward_in_a_layer(counted):
+def test_megatron_has_two_all_reduces_forward_and_two_backward_in_a_layer(counted):
     """Of b x s x h elements each, and none else, whether the weights are on the device or at
     home."""
     for where in ("torch", "ours"):

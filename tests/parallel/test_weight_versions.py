@@ -107,7 +107,7 @@ def test_pipedream_stashing(two, home):
 
 
 @pytest.mark.parametrize("home", SLOW_ON_DISK)
-def test_vertical_sync(two, home):
+def test_pipedream_vertical_sync(two, home):
     """The same with one version on all stages. The failing twin: stashing has others."""
     expected, ranks = two["oracle:vertical"][0], two[f"trained:vertical-{home}"]
     assert not models.differing(merged(ranks), expected["weights"])

@@ -146,7 +146,7 @@ def merged(ranks: list[dict], what: str = "weights") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_batches_follow_the_rule_bit_for_bit_from_every_home(two, rule):
+def test_pipedream_2bw_batches_follow_the_rule_bit_for_bit_from_every_home(two, rule):
     """Against one process that keeps two versions of the weights: by the engine's kernels the same
     bits, by torch's near. The failing twin: gradients of the newest weights give others."""
     expected, torchs, at_once = (

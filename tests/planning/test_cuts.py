@@ -44,7 +44,7 @@ def test_one_machine_takes_the_sum(name, seconds):
         ("gnmt", [(4, 16)], False, 0.025868, [1, 1, 1, 1]),
     ],
 )
-def test_published_partitions(name, levels, with_activations, seconds, replicas):
+def test_pipedream_partitions_as_published(name, levels, with_activations, seconds, replicas):
     found = partition(
         profile(name),
         [Level(n, rate * 1e9) for n, rate in levels],

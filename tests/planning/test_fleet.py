@@ -58,7 +58,7 @@ def fleet_of(rates, counts, *, prices=None, **jobs) -> Fleet:
         (TESTS_NARROW, 1.2632, [[0.4737, 0.5263, 0], [0.5263, 0.4737, 0]]),
     ],
 )
-def test_equal_progress_as_published(jobs, objective, shares):
+def test_gavel_equal_progress_as_published(jobs, objective, shares):
     """Objective and shares of gavel's jobs; 1,000 rounds give each job its shares within 0.002.
     Twin: ten rounds do not."""
     fleet = fleet_of(*jobs)

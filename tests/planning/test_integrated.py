@@ -42,7 +42,7 @@ def ring_words(counts: list[int], *, reduces: bool = False) -> list[int]:
 
 
 @pytest.mark.parametrize(("parts", "replicas"), [(1, 4), (2, 2), (4, 1), (2, 4), (4, 2), (8, 1)])
-def test_words_are_those_that_a_ring_passes(parts, replicas):
+def test_integrated_words_are_those_that_a_ring_passes(parts, replicas):
     """Counts blocks. Each rank has 1/parts of each weight's rows and 1/replicas of the batch.
     Failing twin: one replica more in the formula."""
     layers, batch = [dense(16, 32), dense(32, 8), dense(8, 64)], 64

@@ -64,7 +64,7 @@ def test_table_1(row):
 
 
 @pytest.mark.parametrize(("row", "bubble"), list(zip(TABLE_1[4:], BUBBLES)))
-def test_bubbles_of_table_1_are_those_of_the_schedule(row, bubble):
+def test_ptd_p_bubbles_of_table_1_are_those_of_the_schedule(row, bubble):
     """Method: 1F1B's real order on the clock. Failing twin: one micro-batch more."""
     _, _, tp, pp, gpus, batch, *_ = row
     micro_batches, percent = bubble

@@ -60,7 +60,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("home", "clip"), CASES)
-def test_clipping_decides_which_shadows_are_kept_and_no_bit(home, clip, tmp_path, monkeypatch):
+def test_superoffload_clipping_decides_which_shadows_are_kept_and_no_bit(
+    home, clip, tmp_path, monkeypatch
+):
     """Method: twins in which clipping, by the loop or inside the step, changes gradients never,
     once or always."""
     monkeypatch.chdir(tmp_path)

@@ -45,7 +45,7 @@ def memory(layers: int, width: int, heads: int) -> list[float]:
 
 
 @pytest.mark.parametrize("row", FIGURE_2A)
-def test_figure_2a(row):
+def test_zero_infinity_figure_2a(row):
     """All 30 numbers but one: the gathered layer of 0.1 T is printed as 1.95 GiB and is 1.5625 by
     equation 4, with the width that fits all its other columns."""
     parameters, layers, width, heads, *printed = row

@@ -287,6 +287,21 @@ def test_files_that_are_named_exist():
     assert not missing
 
 
+def test_every_system_of_the_papers_has_its_test():
+    """Method: the last column of the page's table names one function of the tests each. The twin:
+    a name that is none is not found."""
+    defined = [
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), flags=re.MULTILINE)
+    ]
+    table = DOCUMENTS["docs/papers.md"].partition("## Their tables")[0]
+    named = re.findall(r"\| `(test_\w+)` \|$", table, flags=re.MULTILINE)
+    assert len(named) == table.count("\n| ") - 1 > 20 and len(set(named)) == len(named)
+    assert [name for name in named if defined.count(name) != 1] == []
+    assert "test_zero_passes_no_volume" not in defined
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("job", JOBS)

@@ -196,7 +196,7 @@ def test_choice_of_units_changes_no_bit(units, on_device, tmp_path):
 
 
 @pytest.mark.parametrize("paths", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_several_disks_change_no_bit(paths, on_device, tmp_path):
+def test_mlp_offload_several_disks_change_no_bit(paths, on_device, tmp_path):
     """Method: spread the homes over several folders; the bits stay, and every folder is emptied."""
     folders = [tmp_path / str(i) for i in range(paths)]
     for folder in folders:
