@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .pipelines import Pipeline, pipeline
     from .plans import find_plan
     from .schedules import attach
+    from .sequence_parts import sequence_parallel
     from .tensors import tensor_parallel
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "find_plan",
     "measure_costs",
     "pipeline",
+    "sequence_parallel",
     "tensor_parallel",
     "without_flush",
 ]
@@ -37,6 +39,7 @@ _HOMES = {  # no submodule may have a public name: its import would replace that
     "measure_costs": "costs",
     "pipeline": "pipelines",
     "find_plan": "plans",
+    "sequence_parallel": "sequence_parts",
     "tensor_parallel": "tensors",
     "WithoutFlush": "continuous",
     "without_flush": "continuous",

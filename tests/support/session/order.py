@@ -24,6 +24,7 @@ OF_STANDING_RANKS = (
     "parallel/test_made_pipelines.py",
     "parallel/test_megatron_numbers.py",
     "parallel/test_pipeline.py",
+    "parallel/test_sequence_parts.py",
     "parallel/test_tensor_parallel.py",
     "parallel/test_many_versions.py",
     "parallel/test_weight_versions.py",
