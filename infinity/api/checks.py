@@ -32,6 +32,12 @@ from .unmoved import refuse_elsewhere
 
 logger = logging.getLogger(__name__)
 
+# Options that are not available where ranks have parts of one model or sequence -> the remedy.
+INSTEAD = {
+    "micro_batch": "use a smaller batch, or recompute blocks with torch's checkpoint",
+    "speculate": "leave it out: updates still overlap with the next forward",
+    "recompute": "use torch's checkpoint, or the model's gradient_checkpointing_enable()",
+}
 # Module of a class -> its effect on a model, and the remedy.
 OWNERS = {
     "torch.nn.parallel.distributed": (
@@ -135,6 +141,8 @@ def check_tensor_parallel(model: DescribedModel, config: Config, ranks: Parallel
                 f" given has tp={parts}: give it the mesh of the whole job, whose tp axis the model"
                 " was cut over"
             )
+    if ranks.cp_group is not None:  # each would choose by its own seconds, and wait for the others
+        _refuse_options(config, f"parts of sequences (cp={ranks.cp_group.size})", "recompute")
     if parts == 1 and not distributed and ranks.pp_group is None:
         return
     _check_adapters(model.module)
@@ -143,13 +151,14 @@ def check_tensor_parallel(model: DescribedModel, config: Config, ranks: Parallel
     of = f"tensor parallelism (tp={parts})" if is_cut else f"pipeline parallelism (pp={stages})"
     if ranks.expert_group is not None:
         of = f"divided experts (ep={len(ranks.expert_group.over)})"
-    for field, instead in (
-        ("micro_batch", "use a smaller batch, or recompute blocks with torch's checkpoint"),
-        ("speculate", "leave it out: updates still overlap with the next forward"),
-        ("recompute", "use torch's checkpoint, or the model's gradient_checkpointing_enable()"),
-    ):
+    _refuse_options(config, of, *INSTEAD)
+
+
+def _refuse_options(config: Config, of: str, *fields: str) -> None:
+    """Raises ConfigError if one of these options is set, which are not available with ``of``."""
+    for field in fields:
         if getattr(config, field):
-            raise ConfigError(f"{field}: not available with {of} in this version: {instead}")
+            raise ConfigError(f"{field}: not available with {of} in this version: {INSTEAD[field]}")
 
 
 def _check_divided(name: str, over: list[int], ranks: ParallelDims) -> None:

@@ -204,7 +204,7 @@ TOP = (
     Key(
         "sequence_parallel_size",
         REFUSED,
-        "it cuts what is trained on over ranks: give wrap_model a mesh with the axis cp or sp",
+        "divide its sequences with infinity.parallel.sequence_parallel",
     ),
     Key("data_parallel_size", NOT_NEEDED, RANKS),
     Key("use_data_before_expert_parallelism", NOT_NEEDED, RANKS),

@@ -193,7 +193,9 @@ class _Parts:
                     " process."
                 )
         if given.get("logits_to_keep") or given.get("output_router_logits"):
-            raise UsageError("logits_to_keep and output_router_logits have no parts: leave both out")
+            raise UsageError(
+                "logits_to_keep and output_router_logits have no parts: leave both out"
+            )
 
     def _joined(self, output: Any) -> Any:
         """Gives ``output`` the loss of the whole batch. Its gradient stays that of the part."""

@@ -39,6 +39,7 @@ REFUSED = {
     "other batches": "ConfigError: a forward over parts of sequences: input_ids is",
     "on one rank": "23 tokens cannot be divided into 2 equal parts: give 22 or 24",
     "goes on": "was taken",
+    "recompute": "ConfigError: recompute: not available with parts of sequences (cp=2)",
     "generation": "To generate, load the saved model in one process",
 }
 

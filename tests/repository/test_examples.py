@@ -317,6 +317,22 @@ def test_long_context(window, model, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_long_context_over_two_ranks(model, tmp_path, monkeypatch):
+    """Method: the losses are those of one process, whose sequences are whole."""
+    more = ["--steps", "2", "--length", "64", "--window", "16"]
+    words = [str(model), str(model / "text.txt")]
+    alone = losses(run("long_context.py", *words, "alone", *more, cwd=tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "cache"))
+    shutil.copy(EXAMPLES / "long_context.py", tmp_path / "job.py")
+    done = run_torchrun(2, ["job.py", *words, "out", *more])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert losses(done.stdout) == pytest.approx(alone, abs=2e-4)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.slow
 def test_streaming_inference_writes_what_the_plain_model_writes(model, tmp_path):
     """Method: two prompts of one length, so that nothing is padded, against `generate` of
     transformers alone."""

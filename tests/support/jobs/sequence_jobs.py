@@ -1,4 +1,4 @@
-"""Jobs of ranks that have parts of the same sequences (see `ranks`), and one process beside them."""
+"""Jobs of ranks that have parts of the same sequences, beside one process (see `ranks`)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,10 @@ def parts(name: str, configs: list[dict], folder: str) -> dict[str, Any]:
         saved = type(model).from_pretrained(folder)
         found["homes"].append(
             {"losses": mine, "grads off": off(grads, theirs), "weights": weights}
-            | {"tokens": logits.shape[1], "saved": not models.differing(saved.state_dict(), weights)}
+            | {
+                "tokens": logits.shape[1],
+                "saved": not models.differing(saved.state_dict(), weights),
+            }
         )
         with torch.no_grad():
             right = saved(input_ids=batch_of(0)["input_ids"]).logits
@@ -188,7 +191,9 @@ def refused() -> dict[str, str]:
         "on one rank": {"input_ids": tokens[:, rank:]},
         "goes on": {"input_ids": tokens, "attention_mask": torch.ones(2, TOKENS)},
     }
-    found |= {name: told(lambda: model(**given)) for name, given in forwards.items()}  # noqa: B023
+    found |= {name: told(lambda: model(**given)) for name, given in forwards.items()}
+    wrong = {"params": "host", "recompute": True}
+    found["recompute"] = told(lambda: divided(language_model("llama"), wrong, axis()))
     found["generation"] = told(lambda: model.generate(tokens, max_new_tokens=2))
     return found
 
