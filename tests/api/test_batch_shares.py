@@ -4,12 +4,15 @@ several ranks do is in `distributed/test_shares_over_ranks.py`."""
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import infinity
+from infinity.api.shares import _checked_batch
+from infinity.distributed.parallel_dims import ParallelDims
 from infinity.runtime.registry import wrapped, wrapped_here
 
 HOST = {"params": "host", "optimizer": "host"}
@@ -69,6 +72,22 @@ def test_what_is_no_batch_is_refused(given, said):
     with pytest.raises(infinity.ConfigError, match=said):
         infinity.Shares(**given, model=model)
     assert wrapped(model).engine.job.collectives.bulk.split is None
+
+
+@pytest.mark.parametrize(
+    ("axis", "field", "why"),
+    [
+        ("cp", "cp_group", "parts of the same samples"),
+        ("pp", "pp_group", "its micro-batches must be equal"),
+        ("ep", "expert_group", "add up gradients of other ranks' samples"),
+    ],
+)
+def test_axes_whose_ranks_need_equal_parts_are_refused(axis, field, why):
+    """Twin: without the axis the batch is taken."""
+    ranks = ParallelDims(size=2)
+    assert _checked_batch(12, None, ranks) == 12
+    with pytest.raises(infinity.ConfigError, match=f"has a {axis} axis: .*{why}.*equal part"):
+        _checked_batch(12, None, replace(ranks, **{field: object()}))
 
 
 def test_batch_norm_is_refused():

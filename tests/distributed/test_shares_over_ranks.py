@@ -49,7 +49,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     jobs |= {f"followed:{mode}": WAYS[mode] for mode in ("parameters", "optimizer")}
     jobs["resumed"] = {"path": str(folder / "saved"), "config": HOST}
     jobs |= {name: {} for name in ("measured", "of_order", "refused", "on_other_shares")}
-    jobs["refused_axis"] = {"axis": "cp"}
+    jobs |= {"refused_axis": {"axis": "cp"}, "slow": {}, "of_tokens": {}}
     return Jobs(standing_ranks(2), "share_jobs", jobs)
 
 
@@ -104,6 +104,21 @@ def test_shares_follow_the_slow_rank_and_no_loss_shows_it(mode, two):
         assert not models.differing(of_rank["weights"], found[0]["weights"])
         assert near(of_rank["losses"], losses, 1e-4)
         assert furthest(of_rank["weights"], weights) < 1e-3
+
+
+def test_a_rank_that_is_ten_times_slower_computes_one_sample(two):
+    """And its gradient counts for one: the weights are those of one process."""
+    found = two["slow"]
+    assert [of_rank["counts"] for of_rank in found] == [[6, 6, 11, 11], [6, 6, 1, 1]]
+    check(found, *one_process(4))
+
+
+def test_shares_of_a_row_of_tokens_have_the_weights_of_one_process(two):
+    """Packed rows: a rank has a stretch of the step's tokens. Twin: without weights others."""
+    for of_rank in two["of_tokens"]:
+        assert of_rank["slice"] in (slice(0, 75), slice(75, 100))
+        assert furthest(of_rank["weights"], of_rank["one process"]) < 1e-6
+        assert furthest(of_rank["unweighed"], of_rank["one process"]) > 1e-4
 
 
 def test_a_rank_whose_blocks_take_long_gets_fewer_samples(two):

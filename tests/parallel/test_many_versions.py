@@ -109,6 +109,17 @@ def test_no_stage_lacks_a_version_or_keeps_one_that_nothing_computes_with(stages
             assert micro > 1 or most == exactly[kind]
 
 
+def test_versions_are_those_of_the_papers_examples():
+    """PipeDream-2BW with four micro-batches in a batch; and what four stages hold with one in an
+    update, the newest included."""
+    two = VersionRule.of("two", 0, 4, 4)
+    assert [two.version(k) for k in range(13)] == [0] * 8 + [1] * 4 + [2]
+    held = {"stash": [4, 3, 2, 1], "vertical": [4, 4, 4, 4]}
+    for kind, counts in held.items():
+        assert [VersionRule.of(kind, s, 4, 1).stale + 1 for s in range(4)] == counts
+    assert [VersionRule.of("two", s, 4, 4).stale + 1 for s in range(4)] == [2, 2, 2, 2]
+
+
 def test_ouroboros(three):
     """Stashing with one micro-batch for each update is Ouroboros with a module for each stage: the
     same bits. The failing twin: modules that update at once have others."""

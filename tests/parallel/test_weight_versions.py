@@ -84,6 +84,9 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
         "micro": 1,
     }
     jobs["refused"] = {"path": str(launch_folder / "never")}
+    for kind in KINDS:
+        given = {"path": str(launch_folder / f"cut-{kind}"), "versions": kind}
+        jobs[f"cut_short:{kind}"] = given | {"config": config["host"]}
     for where, more, by in ELSEWHERE:
         given = {"config": config["host"] | more, "kernels": by and build_stand_in().__file__}
         for name in ("vertical", "corrected-vertical-1"):
@@ -178,6 +181,15 @@ def test_a_device_of_its_own_has_the_same_bits(two, where, name):
 def test_a_run_from_a_checkpoint_has_the_bits_of_the_one_that_went_on(two):
     for rank in two["resumed"]:
         assert not models.differing(rank["after"], rank["again"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_cut_short_leaves_one_version(two, kind):
+    """A forward raises in the fourth batch: what follows has the bits of a pipeline that knows the
+    newest weights only, and the updates that were made are there."""
+    for rank in two[f"cut_short:{kind}"]:
+        assert "the user's own" in rank["raised"] and 1 < rank["steps"] < 7
+        assert not models.differing(rank["went on"], rank["was loaded"])
 
 
 @pytest.mark.slow

@@ -54,6 +54,17 @@ def test_the_published_rows_are_counted(model, stride, bound, speed_up):
     assert read_tiles(axes_of(shape, window, stride), query_tile, larger).bound < bound
 
 
+@pytest.mark.parametrize(
+    ("model", "most"), [(HUNYUAN, 100 / 9), (COSMOS, 55 / 6), (FLUX, 10.24)], ids=str
+)
+def test_operations_bound_what_windows_gain(model, most):
+    """Method: pairs of tokens over pairs that are read. Twin: no stride worth it gains more."""
+    shape, window, *tiles, _ = model
+    axes = axes_of(shape, window)
+    assert math.prod(axis.tokens**2 / axis.pairs() for axis in axes) == pytest.approx(most)
+    assert all(each.bound < most + 1e-9 for each in worth_reading(axes, *tiles))
+
+
 def test_the_strides_worth_it_are_those_that_the_paper_shows():
     """Method: HunyuanVideo's seven rows, without being told its strides; the last is block-sparse,
     and gains what operations allow. Twin: the row before it is not block-sparse."""

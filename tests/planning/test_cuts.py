@@ -41,6 +41,10 @@ def test_one_machine_takes_the_sum(name, seconds):
         ("vgg16", [(4, 16)], False, 0.169947664, [3, 1]),
         ("vgg16", [(4, 16), (4, 1.25)], False, 0.04397225946667, [3, 1]),
         ("vgg16", [(4, 16), (4, 1.25)], True, 0.06658219613, [3, 1]),
+        ("vgg16", [(16, 1.25)], False, 0.0465874887, None),
+        ("vgg16", [(16, 1.25)], True, 0.05479489083, None),
+        ("vgg16", [(8, 150), (2, 3.125)], False, 0.0463694102, None),
+        ("vgg16", [(8, 150), (2, 3.125)], True, 0.06477972917, None),
         ("gnmt", [(4, 16)], False, 0.025868, [1, 1, 1, 1]),
     ],
 )
@@ -50,8 +54,8 @@ def test_pipedream_partitions_as_published(name, levels, with_activations, secon
         [Level(n, rate * 1e9) for n, rate in levels],
         with_activations=with_activations,
     )
-    assert found.seconds == pytest.approx(seconds, rel=1e-10)
-    assert [stage.replicas for stage in found.stages] == replicas
+    assert found.seconds == pytest.approx(seconds, rel=1e-9)
+    assert replicas in (None, [stage.replicas for stage in found.stages])  # None: not published
     assert [stage.begin for stage in found.stages[1:]] == [stage.end for stage in found.stages[:-1]]
 
 

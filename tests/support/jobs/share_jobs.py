@@ -126,6 +126,55 @@ def followed(config: dict) -> dict[str, Any]:
     return {"losses": losses, "counts": counts, "weights": cloned(model.state_dict())}
 
 
+def slow() -> dict[str, Any]:
+    """Rank 1 takes ten times as long. Shares are chosen every second step."""
+    model, optimizer = made(HOST)
+    shares, counts, losses = infinity.Shares(batch=BATCH), [], []
+    pace = 10.0 if dist.get_rank() == 1 else 1.0
+    for number in range(4):
+        x = batch_of(number)[shares.slice]
+        losses.append(of_all(step(model, optimizer, x), len(x)))
+        counts.append(len(x))
+        with (
+            at_pace(lambda: len(x) * pace),
+            mock.patch("infinity.distributed.shares.EVERY_STEPS", 2),
+        ):
+            shares.after_step()
+    return {"counts": counts, "losses": losses, "weights": cloned(model.state_dict())}
+
+
+def of_tokens() -> dict[str, Any]:
+    """Three steps of a row of 100 tokens, each of which has its own loss; without weights; and by
+    one process."""
+
+    def net() -> nn.Module:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Embedding(50, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 50))
+
+    def train(model: nn.Module, optimizer: Any, part: slice) -> dict[str, torch.Tensor]:
+        for number in range(3):
+            row = torch.randint(0, 50, (101,), generator=torch.Generator().manual_seed(number))
+            logits = model(row[None, :-1][:, part])
+            nn.functional.cross_entropy(logits[0], row[1:][part]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return cloned(model.state_dict())
+
+    plain, found = net(), {}
+    found["one process"] = train(plain, sgd(plain), slice(None))
+    for name in ("weights", "unweighed"):
+        model = net()
+        model, optimizer = infinity.wrap_model(model, sgd(model), HOST)
+        shares = infinity.Shares(tokens=100)
+        shares.load_state_dict({"shares": [75, 25]})
+        found["slice"] = part = shares.slice
+        if name == "unweighed":
+            del shares
+        found[name] = train(model, optimizer, part)
+        infinity.unwrap_model(model, optimizer)
+    return found
+
+
 def measured() -> dict[str, Any]:
     """Rank 1's blocks sleep for each of their samples: shares by the clock, after 20 steps."""
     model, optimizer = made(HOST)

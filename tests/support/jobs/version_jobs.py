@@ -306,6 +306,41 @@ def resumed(path: str, config: dict, versions: str, micro: int) -> dict[str, Any
     return found
 
 
+def cut_short(path: str, config: dict, versions: str) -> dict[str, Any]:
+    """A run whose fourth forward raises on every rank, and one after it: against the same run of a
+    new pipeline that has loaded what was left."""
+    found: dict[str, Any] = {}
+    chunks, optimizer, schedule = built("momentum", config, 1)
+    unflushed = infinity.parallel.without_flush(schedule, optimizer, weights=versions, quiet=True)
+    unflushed.run(pairs([0]))  # torch has made its buffers
+    calls: list[int] = []
+
+    def fall(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ValueError("the user's own")
+
+    hook = chunks[0].register_forward_hook(fall)
+    try:
+        unflushed.run(pairs(range(1, 7)))
+    except (ValueError, RuntimeError) as error:
+        found["raised"] = f"{error!r} {error.__cause__!r}"
+    hook.remove()
+    optimizer.zero_grad()
+    found["steps"] = wrapped(chunks).engine.step_index
+    infinity.save_checkpoint(path, chunks, optimizer)
+    for name in ("went on", "was loaded"):
+        if name == "was loaded":
+            infinity.unwrap_model(chunks, optimizer)
+            chunks, optimizer, schedule = built("momentum", config, 1, seed=6)
+            infinity.load_checkpoint(path, chunks, optimizer)
+            unflushed = infinity.parallel.without_flush(schedule, optimizer, weights=versions)
+        unflushed.run(pairs(range(7, 12)))
+        found[name] = weights_of(chunks)
+    infinity.unwrap_model(chunks, optimizer)
+    return found
+
+
 def refused(path: str) -> dict[str, str]:
     """What is refused with few micro-batches and more versions, and then what runs."""
     host = {"params": "host", "optimizer": "host"}
