@@ -123,6 +123,21 @@ def test_a_plain_mean_keeps_nothing_at_home(swap):
     assert made.weights() == {2.0} and made.outer.arrays_in_memory == []
 
 
+def test_the_link_is_waited_for_once_a_delayed_average_is_due(swap):
+    """So that a slow link costs nothing until then: an exchange begins, and nobody asks for its
+    mean. The twin: without a delay it is asked for at once."""
+    made = Made("host", swap)
+    made.outer.take_first()
+    made.outer.start(made.unit, 4, (1, 7))
+    for step in (1, 2, 3):
+        assert made.outer.due(step) == [] and made.line.log == ["begin"]
+    assert made.outer.due(4) == [made.unit] and made.line.log == ["begin"]
+    made.outer.finish(made.unit)
+    assert made.line.log == ["begin", "mean"] and made.outer.is_whole
+    made.outer.start(made.unit, 4, (4, 7))
+    assert made.outer.due(4) == [made.unit]
+
+
 def test_alpha_is_the_share_of_the_own_value(swap):
     made = Made("host", swap, OuterSettings(lr=1, momentum=0, alpha=0.25))
     made.set(4.0)
