@@ -15,11 +15,10 @@ from activations_cases import both_homes, moved, stepped
 from attention_cases import dense, drawn, visible, windows, with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live import Live
 from models import seeded
 from runs import adamw
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import infinity
@@ -113,24 +112,6 @@ def test_a_bad_key_reaches_only_the_queries_that_read_it(bad, what):
     )
     assert not out[:, :, reads].isfinite().all()
     assert not dense(*tensors, **given_windows)[:, :, ~reads].isfinite().all()
-
-
-class Live(TorchDispatchMode):
-    """Measures the most bytes that storages of operations' results have at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_nbytes, self._known = 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(each, torch.Tensor):
-                storage = each.untyped_storage()
-                self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._known = {key: row for key, row in self._known.items() if not row[0].expired()}
-        self.peak_nbytes = max(self.peak_nbytes, sum(row[1] for row in self._known.values()))
-        return out
 
 
 def test_forward_and_backward_take_the_memory_of_a_few_tiles():

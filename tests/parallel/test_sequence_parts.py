@@ -54,7 +54,7 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
         f"parts:{name}": {"name": name, "configs": [host, on_disk], "folder": str(swap / name)}
         for name in ("llama", "windows", "gpt2", "mixtral")
     }
-    jobs |= {"adapters": {"config": host}, "refused": {}}
+    jobs |= {"adapters": {"config": host}, "refused": {}, "memory": {}}
     return Jobs(standing_ranks(2), "sequence_jobs", jobs)
 
 
@@ -75,6 +75,12 @@ def test_ulysses_ranks_with_parts_of_a_sequence_train_as_one_process(two, name):
     first, second = two[f"parts:{name}"]
     assert first["homes"][0]["losses"] == second["homes"][0]["losses"]
     assert not models.differing(first["homes"][0]["weights"], second["homes"][0]["weights"])
+
+
+def test_two_parts_have_half_of_the_memory_each(two):
+    """Method: all results of all operations, whole models, gradients and exchanges among them."""
+    for rank in two["memory"]:
+        assert 0.4 * rank["one process"] < rank["part"] < 0.6 * rank["one process"]
 
 
 def test_adapters_train_on_parts_of_sequences(two):

@@ -16,6 +16,7 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 import models
+from live import Live
 from parallel_families import adapted, family, mixture
 from parallel_jobs import adamw, off, whole
 from ranks import serve, told
@@ -115,6 +116,20 @@ def parts(name: str, configs: list[dict], folder: str) -> dict[str, Any]:
         model, optimizer = divided(language_model(name), configs[0], mesh)
         found["apart"] = trained(model, optimizer)[0]
         infinity.unwrap_model(model, optimizer)
+    return found
+
+
+def memory() -> dict[str, int]:
+    """The most bytes of one process, and of this rank's part, at one time."""
+    found = {}
+    for name in ("one process", "part"):
+        model = language_model("llama")
+        if name == "part":
+            model = infinity.parallel.sequence_parallel(model, axis()["cp"])
+        tokens = torch.zeros(1, 2048, dtype=torch.long)
+        with Live() as live:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        found[name] = live.peak_nbytes
     return found
 
 
