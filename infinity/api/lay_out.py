@@ -35,7 +35,7 @@ from ..state.dtensors import is_distributed
 from ..state.flat_param import FlatParam
 from ..state.flat_param_spec import ARRAYS, FlatParamSpec
 from ..state.kept_dtypes import computing_dtypes
-from ..state.partition import Group, held_nbytes, is_managed, partition
+from ..state.partition import Group, held_nbytes, is_managed, parameter_names, partition
 from .agreement import free_everywhere
 from .checks import check
 from .unmoved import unmoved_nbytes
@@ -93,7 +93,7 @@ def lay_out(
     exist; None: one rank, and the device that would compute here. ``reuses``: see
     :func:`make_plan`."""
     check(model, given := as_given(optimizer), config)
-    optimizers = Optimizers(given)
+    optimizers = Optimizers(given, names=parameter_names(model))
     alone = Collectives(ranks)
     device = device or choose_device(model, config, alone)
     try:

@@ -33,6 +33,7 @@ from .class_ranks import ClassRanks, Inputs, Result, stepping_ranks
 from .class_turns import Buffers, Turn, turns_of
 from .context import StepContext
 from .known import Known
+from .matrices import matrix_step
 from .measured import Sums
 
 
@@ -301,9 +302,12 @@ class ClassStepper:
             own = self._books.own_of(handle.param).items()
             state |= {name: _moved(copy.deepcopy(value), device) for name, value in own}
         index = self._group_of[handle]
-        found, changed = class_step(
-            self._given, self._settings(index), param, state, self._method, self._first
-        )
+        if self._known.splits:
+            found, changed = matrix_step(self._given, self._settings(index), param, state)
+        else:
+            found, changed = class_step(
+                self._given, self._settings(index), param, state, self._method, self._first
+            )
         if self._measured is not None and self._measured.is_settled and "k" not in changed:
             self._measured.complete(index, param, found)
         moments = {

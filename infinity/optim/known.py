@@ -62,6 +62,8 @@ class Known:
         Keys of a group that say nothing of the step.
     needs_whole
         A class step needs the whole parameter, not any part of its elements.
+    splits
+        A group's ``split`` says which matrices its parameters are (:mod:`.matrices`).
     measured
         The sums over all parameters that a class step needs.
     tried
@@ -89,6 +91,7 @@ class Known:
     counters: type[Counters] | None = None
     ignored: tuple[str, ...] = ()
     needs_whole: bool = False
+    splits: bool = False
     measured: type[Prodigy] | None = None
     tried: Mapping[tuple, tuple[str, ...]] = field(default_factory=dict)
     counts_steps: bool = True
@@ -343,5 +346,5 @@ def class_entry(kind: type | str, step: str = "", **others: Any) -> Known:
 # Those of torch that step by their own code. In torch, too, Muon's moment has the gradient's dtype.
 BY_CLASS = (
     class_entry(torch.optim.Adafactor, needs_whole=True),
-    class_entry(torch.optim.Muon, needs_whole=True, dtypes=("fp32", "bf16")),
+    class_entry(torch.optim.Muon, needs_whole=True, splits=True, dtypes=("fp32", "bf16")),
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,12 @@ import torch
 
 from .. import native
 from ..errors import ConfigError, UsageError
+from ..state.handle import handle_of
 from .class_code import class_step, file_of, plain_step
 from .class_trial import with_moments
 from .known import BY_CLASS, KNOWN, OF_TORCH, Known
 from .known_elsewhere import ALIASES
+from .matrices import check_split
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +263,7 @@ def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
 
 def refuse_flags(
     known: Known,
-    groups: Iterable[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
     *,
     moments: Container[str],
     settings: Iterable[str],
@@ -271,6 +273,7 @@ def refuse_flags(
     ``where``."""
     try:
         check_groups(known, groups, moments=moments, settings=settings)
+        check_split(known, groups, lambda param: handle_of(param) is not None)
     except ConfigError as error:
         raise UsageError(f"{where}: {error}") from None
 
