@@ -93,12 +93,10 @@ class Optimizers:
         return self._order.get(param, (0, 0))
 
     def moments_of(self, param: torch.Tensor) -> dict[str, str]:
-        """Returns the moments of ``param``, which is stepped: torch's name -> array. A class step
-        may keep others for each group; a rule has room for those of all."""
+        """Returns the moments of ``param``, which is stepped, by the settings of its group: torch's
+        name -> array."""
         place, index = self._order[param]
         found = self._all[place]
-        if found.known.rule is not None:
-            return found.moments
         return found.known.moments_of([found.optimizer.param_groups[index]])
 
     def of(self, param: torch.Tensor) -> Recognised | None:

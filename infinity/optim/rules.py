@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,7 +105,7 @@ def recognise(optimizer: torch.optim.Optimizer) -> Known:
 def _check_all(known: Known, optimizer: torch.optim.Optimizer) -> None:
     groups = optimizer.param_groups
     settings = optimizer.defaults if known.kind is not None else ()
-    check_groups(known, groups, moments=known.moments_of(groups), settings=settings)
+    check_groups(known, groups, settings=settings)
 
 
 def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
@@ -210,12 +210,13 @@ def check_groups(
     known: Known,
     groups: Iterable[Mapping[str, Any]],
     *,
-    moments: Container[str],
+    moments: Mapping[str, str] | None = None,
     settings: Iterable[str] = (),
 ) -> None:
     """Raises ConfigError if ``groups`` need what the kernels do not do for ``known``.
-    ``moments``: those that there is room for. ``settings``: those of the optimizer's class. Any
-    other key that is no flag is the user's own, and is ignored."""
+    ``moments``: those that the optimizer was wrapped with; None: it is wrapped now. ``settings``:
+    those of the optimizer's class. Any other key that is no flag is the user's own, and is
+    ignored."""
     rule = known.rule
     others = [name for name in (*NOT_HONOURED, *settings) if name not in (*known.keys, *HOW)]
     with_room = {*known.only_with.values(), *known.ignored}  # the first are checked below
@@ -246,13 +247,20 @@ def check_groups(
                     f" as {known.name}: all groups are Adam's or all are AdamW's. unwrap_model"
                     " first, change it, and wrap again."
                 )
-        for moment, key in known.only_with.items():
-            if moment not in moments and group.get(key):
+        for moment, key in known.only_with.items() if moments is not None else ():
+            if group.get(key) and not _has_room(moments, moment, group):
                 raise ConfigError(
                     f"the optimizer's group {i} has {key}={group[key]}, and it was wrapped without"
                     f" {key}, so that there is no room for {moment}. unwrap_model first, set"
                     f" {key}, and wrap again."
                 )
+
+
+def _has_room(moments: Mapping[str, str], moment: str, group: Mapping[str, Any]) -> bool:
+    """Tells whether all parameters of ``group`` that are stepped have an array for ``moment``."""
+    handles = [handle for handle in map(handle_of, group["params"]) if handle is not None]
+    flat_params = {handle.flat_param for handle in handles if handle.flat_param.spec.stepped}
+    return moment in moments and all(moments[moment] in flat.arrays for flat in flat_params)
 
 
 def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
@@ -265,7 +273,7 @@ def refuse_flags(
     known: Known,
     groups: Sequence[Mapping[str, Any]],
     *,
-    moments: Container[str],
+    moments: Mapping[str, str],
     settings: Iterable[str],
     where: str,
 ) -> None:

@@ -126,7 +126,7 @@ REFUSED = {
     "no experts": ((6, 4), "experts", "has no dimension of experts"),
     "heads": ((6, 4), 4, "has 6 rows, which are not those of split=4"),
     "rows": ((6, 4), [2, 2], "has 6 rows, which are not those of split=.2, 2."),
-    "a word": ((6, 4), "heads", "group 1 has split='heads': set it to \"flat\", \"experts\""),
+    "a word": ((6, 4), "heads", 'group 1 has split=\'heads\': set it to "flat", "experts"'),
     "zero": ((6, 4), 0, "group 1 has split=0"),
     "true": ((6, 4), True, "group 1 has split=True"),
     "half": ((6, 4), [3, 3.0], r"group 1 has split=\[3, 3.0\]"),
