@@ -192,8 +192,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
             ours, theirs = (self._known.moments_of([group]) for group in both)
             if lacking := [name for name in ours if name not in theirs]:
                 raise UsageError(
-                    f"{where}: the settings of its group {index} have no {', '.join(lacking)}, which"
-                    " this job's have: wrap the model with the checkpoint's settings"
+                    f"{where}: the settings of its group {index} have no {', '.join(lacking)},"
+                    " which this job's have: wrap the model with the checkpoint's settings"
                 )
 
     # --- the step ---

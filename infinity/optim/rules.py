@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,11 +44,13 @@ TRIED = {"lr": 0.1, "betas": (0.6, 0.8), "weight_decay": 0.3}  # a Lion's settin
 # Keys that a group may lack: they have a default
 OPTIONAL = ("eps", "weight_decay")
 HOW = ("foreach", "fused")
+# Parts of the names of classes with a preconditioner for the rows and one for the columns
+BY_SQUARES = "soap", "shampoo", "kron"
 # Part of a class name -> the nearest supported optimizer.
 NEAREST = {
     "adamw": "torch.optim.AdamW",
     "adafactor": "torch.optim.Adafactor",
-    "muon": "torch.optim.Muon, with another optimizer beside it,",
+    **dict.fromkeys(("muon", *BY_SQUARES), "torch.optim.Muon beside another optimizer"),
     "came": "CAME of came_pytorch",
     "ademamix": "AdEMAMix of pytorch_optimizer",
     "prodigy": "Prodigy of prodigyopt",
@@ -310,18 +313,25 @@ def _other_step(name: str, how: str, step: Callable) -> ConfigError:
 
 
 def _instead(kind: type) -> str:
-    """Returns a hint to the supported optimizer nearest to class ``kind``, or ""."""
-    name = kind.__name__.lower()
-    nearest = next((each for key, each in NEAREST.items() if key in name), None)
+    """Returns why class ``kind`` is not supported, if that is known, and a hint to the nearest
+    optimizer that is; or ""."""
+    name, why = kind.__name__.lower(), ""
+    same = (f"torch.optim.{each.__name__}" for each in TORCHS if each.__name__.lower() == name)
+    nearest = next(chain(same, (each for key, each in NEAREST.items() if key in name)), None)
     if nearest is None:
         return ""
+    if any(each in name for each in BY_SQUARES):
+        why = (
+            "It keeps square matrices of the rows and of the columns of a parameter, which have no"
+            " home here. "
+        )
     has_rule = any(each in nearest for each in ("Adam", "SGD", "Lion"))
     if has_rule and any(bits in name for bits in ("8bit", "4bit", "fp8")):
         return (
             f'Use {nearest} with Config(moments="int8"), which keeps moments in 8 bits; homes do'
             " what paging and offload do. "
         )
-    return f"Use {nearest}: it is stepped at any home. "
+    return f"{why}Use {nearest}: it is stepped at any home. "
 
 
 def _adams(groups: Iterable[Mapping[str, Any]], base: type) -> native.Rule:
