@@ -192,11 +192,10 @@ def _tile_limits(config: Config) -> Iterator[int]:
 
 
 def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
-    tile_nbytes = (
-        group.tile_rows * group.params[0].size(1) * flat_params[0].spec.dtype.itemsize
-        if group.tile_rows
-        else 0
-    )
+    tile_nbytes = 0
+    if group.tile_rows:
+        row = group.params[0].size(1) * flat_params[0].spec.dtype.itemsize
+        tile_nbytes = group.tile_rows * row
     return UnitSize(
         group.name,
         tuple(_size_of_flat_param(flat) for flat in flat_params),
@@ -216,6 +215,7 @@ def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
         whole_grad=ranks.keeps_gradients,
         node_size=ranks.node_group.size if ranks.node_group is not None else 0,
         largest=max(place.numel for place in flat_param.layout.placements),
+        kept_nbytes=flat_param.kept_by_class,
     )
 
 

@@ -19,7 +19,7 @@ from .. import native
 from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
 from ..errors import ConfigError
-from ..state.flat_param_spec import EVERY_MOMENT
+from ..state.flat_param_spec import EVERY_MOMENT, ClassPiece
 from .counters import Counters, MuProduct, StepSize
 from .measured import Prodigy
 
@@ -74,6 +74,8 @@ class Known:
         The dtypes that the moments may have at rest.
     dtype
         The dtype that they have unless the configuration names one.
+    costs
+        What the trial of a class has found that it makes and keeps.
     inside
         The key of a parameter's state, in the class's state dict, under which the moments are.
     """
@@ -97,6 +99,7 @@ class Known:
     counts_steps: bool = True
     dtypes: tuple[str, ...] = EACH_DTYPE
     dtype: str = "fp32"
+    costs: ClassPiece = ClassPiece(PIECE)
     inside: str | None = None
 
     @property
@@ -124,11 +127,11 @@ class Known:
         return self
 
     @property
-    def piece(self) -> int:
-        """The elements that a class step takes at once, at most; 0 if the rule steps."""
+    def piece(self) -> ClassPiece | None:
+        """What a class step takes at once, makes and keeps; None if the rule steps."""
         if self.rule is not None:
-            return 0
-        return EVERY if self.needs_whole else PIECE
+            return None
+        return self.costs._replace(numel=EVERY if self.needs_whole else PIECE)
 
     @property
     def keys(self) -> set[str]:
