@@ -205,7 +205,7 @@ def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
 
 
 def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
-    ranks = flat_param.ranks
+    ranks, shapes = flat_param.ranks, [place.shape for place in flat_param.layout.placements]
     return FlatParamSize(
         flat_param.spec,
         flat_param.layout.numel,
@@ -214,8 +214,8 @@ def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
         data_size=ranks.data_size,
         whole_grad=ranks.keeps_gradients,
         node_size=ranks.node_group.size if ranks.node_group is not None else 0,
-        largest=max(place.numel for place in flat_param.layout.placements),
-        kept_nbytes=flat_param.kept_by_class,
+        largest=max(shape.numel() for shape in shapes),
+        kept_nbytes=flat_param.spec.kept_nbytes(shapes),
     )
 
 

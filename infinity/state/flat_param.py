@@ -55,12 +55,6 @@ class FlatParam:
         self.homes = HomeArrays(spec, self.layout, self.names)
         self.parts = ArrayParts(self.homes, self.collectives, self.names)
 
-    @property
-    def kept_by_class(self) -> int:
-        """The bytes that the optimizer's class keeps for the parameters in host memory."""
-        of_class, places = self.spec.class_piece, self.layout.placements
-        return sum(of_class.kept_nbytes(place.shape) for place in places) if of_class else 0
-
     def name(self, names: Sequence[str]) -> None:
         """Sets the parameters' names, for messages."""
         self.names[:] = names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -80,6 +80,12 @@ class FlatParamSpec:
             optimizer=optimizer,
             class_piece=class_piece,
         )
+
+    def kept_nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        """Counts the bytes that the optimizer's class keeps in host memory for such parameters."""
+        if (of_class := self.class_piece) is None:
+            return 0
+        return sum(map(of_class.kept_nbytes, shapes))
 
     def array_dtypes(self) -> dict[str, torch.dtype]:
         """Maps the name of every array of such a flat param to its dtype."""
