@@ -33,7 +33,7 @@ from .class_ranks import ClassRanks, Inputs, Result, stepping_ranks
 from .class_turns import Buffers, Turn, turns_of
 from .context import StepContext
 from .known import Known
-from .matrices import matrix_step
+from .matrices import FLAT, SPLIT, matrix_step, multiplications
 from .measured import Sums
 
 
@@ -150,8 +150,18 @@ class ClassStepper:
         for turn in turns if self._known.needs_whole else ():
             by_size.setdefault(turn.handles[0].flat_param.ranks.size, []).append(turn)
         for size, shared in by_size.items():
-            for turn, ranks in zip(shared, stepping_ranks([t.handles for t in shared], size)):
+            chosen = stepping_ranks([turn.handles for turn in shared], size, self._cost)
+            for turn, ranks in zip(shared, chosen):
                 turn.ranks = ranks
+
+    def _cost(self, handle: ParamHandle) -> int:
+        """Estimates the cost of a parameter's step."""
+        shape = handle.flat_param.layout.placements[handle.index].shape
+        group = self._groups[self._group_of[handle]]
+        if self._known.splits:
+            return multiplications(shape, group.get(SPLIT))
+        is_flat = group.get("use_muon") and len(shape) > 1  # of another library
+        return multiplications(shape, FLAT) if is_flat else shape.numel()
 
     def _measure(self, turns: Sequence[Turn]) -> None:
         """Takes the sums of all parameters. Changes nothing at home. Raises UsageError on pipeline

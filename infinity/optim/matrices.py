@@ -65,6 +65,11 @@ def shapes_of(shape: Sequence[int], split: Any) -> list[tuple[int, int]]:
     return [(each, columns) for each in blocks * count]
 
 
+def multiplications(shape: Sequence[int], split: Any) -> int:
+    """Estimates those of the steps of a parameter's matrices: of each by its own square."""
+    return sum(rows * columns * min(rows, columns) for rows, columns in shapes_of(shape, split))
+
+
 def check_split(
     known: Known,
     groups: Sequence[Mapping[str, Any]],

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import infinity
 from infinity.errors import ConfigError, UsageError
-from infinity.optim.matrices import shapes_of
+from infinity.optim.matrices import multiplications, shapes_of
 
 HOMES = ["device", "host", "nvme"]
 
@@ -117,6 +117,14 @@ def test_states_load_both_ways(tmp_path):
 )
 def test_the_matrices_have_every_element_once(shape, split, expected):
     assert shapes_of(shape, split) == expected
+
+
+def test_the_cost_is_that_of_the_matrices():
+    """Claim: heads cost less than their projection; a convolution what its flat matrix does."""
+    assert multiplications((64, 64), None) == 64**3
+    assert multiplications((64, 64), 8) == 8 * (8 * 64 * 8)
+    assert multiplications((4, 64, 64), "experts") == 4 * 64**3
+    assert multiplications((64, 8, 3, 3), None) == 64 * 72 * 64
 
 
 REFUSED = {
