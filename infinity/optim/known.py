@@ -148,6 +148,11 @@ class Known:
             if any(self._has_moment(name, group) for group in groups)
         }
 
+    def added_moments(self, group: Group, moments: Mapping[str, str]) -> Mapping[str, str]:
+        """Returns those that an added ``group`` gets arrays for: of a rule all ``moments`` of the
+        optimizer, as parameters of groups that come later may share its arrays."""
+        return moments if self.rule is not None else self.moments_of([group])
+
     def _has_moment(self, name: str, group: Group) -> bool:
         if self.rule is None:
             return name in self.tried.get(switches(group), self.moments)

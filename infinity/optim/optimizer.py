@@ -169,17 +169,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
             outside = set(outside_of(group))
             moved = [param for param in group["params"] if param not in outside]
+            added = self._known.added_moments(group, self._moments)
             context.admit(
                 moved,
-                moments=self._known.arrays_of(self._moments_for(group), context.config),
+                moments=self._known.arrays_of(added, context.config),
                 class_piece=self._known.piece,
                 then=then,
             )
-
-    def _moments_for(self, group: dict[str, Any]) -> dict[str, str]:
-        """Returns the moments that a new group gets arrays for: of a rule all of them, as its
-        parameters may share their arrays with those of groups that come later."""
-        return self._moments if self._known.rule is not None else self._known.moments_of([group])
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
         """Raises UsageError if ``groups``, from ``where``, need what the rule does not support."""
