@@ -8,15 +8,15 @@ from typing import Any
 
 from ..errors import CapacityError, ConfigError
 from ..machine.sizes import format_count, format_nbytes, format_seconds
-from ..planning.efficiency import explain
+from ..planning.efficiency import explain_slowest
 from ..planning.machine_file import Machine
-from ..planning.mesh_choice import CHAIN, Batch, MeshPlan, RankPlan, best_of
+from ..planning.mesh_choice import CHAIN, Batch, MeshPlan, best_of
 from ..planning.mesh_shape import MeshShape, meshes_of, parse_mesh
 from .plan_job import Job, endurance
 
 LENGTH = 4096  # tokens of a sample, if neither the user nor the model says less
 REFUSED, LONGEST = 6, 150  # reasons that are printed, and their characters
-SMALL = 0.02  # of the compute: links that need less are not explained
+NO_LINKS = (*CHAIN, "meetings", "devices' links")
 
 Tried = list[tuple[MeshShape, MeshPlan | None, Exception | None]]
 
@@ -143,21 +143,9 @@ def _described(plan: MeshPlan, machine: Machine, batch: Batch) -> dict[str, Any]
             asdict(rank) | {"step_seconds": rank.step_seconds, "bottleneck": rank.bottleneck}
             for rank in plan.ranks
         ],
-        "explanation": _explanation(slowest),
+        "explanation": explain_slowest(slowest.seconds, NO_LINKS),
         **wear,
     }
-
-
-def _explanation(rank: RankPlan) -> str:
-    """Explains what the slowest link allows, if it matters."""
-    links = {
-        name: seconds
-        for name, seconds in rank.seconds.items()
-        if name not in (*CHAIN, "meetings", "devices' links")
-    }
-    link = max(links, key=links.__getitem__)
-    compute = rank.seconds["compute"]
-    return explain(link, compute, links[link]) if links[link] > SMALL * compute else ""
 
 
 def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
