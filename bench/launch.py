@@ -111,21 +111,9 @@ def launch_delayed(
         network_of.DelayedNetwork(ranks, seconds, rate) as network,
         tempfile.TemporaryDirectory(dir=settings.folder) as folder,
     ):
-        shared = {
-            "MASTER_ADDR": network.addresses[0],
-            "MASTER_PORT": str(PORT),
-            "WORLD_SIZE": str(ranks),
-        }
-        shared |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | variables
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            module,
-            folder,
-            str(settings.rounds),
-            str(settings.scale),
-        ]
+        shared = _variables_of_nodes(network.addresses[0], ranks) | variables
+        command = [sys.executable, "-P", "-m", module, folder]
+        command += [str(settings.rounds), str(settings.scale)]
         started = [
             network.start(place, command, environment(**shared, RANK=str(place)))
             for place in range(ranks)
@@ -141,6 +129,12 @@ def launch_delayed(
                     last.callback(rank.communicate)
                     if rank.poll() is None:
                         os.killpg(rank.pid, signal.SIGKILL)
+
+
+def _variables_of_nodes(first: str, ranks: int) -> dict[str, str]:
+    """Returns what torchrun would set on nodes of one rank each, but for the rank."""
+    meeting = {"MASTER_ADDR": first, "MASTER_PORT": str(PORT), "WORLD_SIZE": str(ranks)}
+    return meeting | {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def run_as_rank(measure: Callable[[str, int, float], dict[str, Any]]) -> None:
