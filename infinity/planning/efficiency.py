@@ -48,7 +48,7 @@ def intensity_of_activations(width: int, interval: int = 1) -> float:
 
 
 def explain_slowest(seconds: Mapping[str, float], besides: Container[str] = ()) -> str:
-    """Explains what the slowest of a step's links allows; "" if it matters little. ``seconds``: of
+    """Describes what the slowest of a step's links allows; "" if it matters little. ``seconds``: of
     each resource, "compute" among them. ``besides``: those that are no link with a home."""
     links = {name: each for name, each in seconds.items() if name not in besides}
     compute = links.pop("compute", seconds["compute"])
