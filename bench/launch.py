@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -87,9 +88,18 @@ def _launch(module: str, ranks: int, folder: str, settings: Settings) -> dict | 
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
 
 
-def launch_delayed(module: str, ranks: int, seconds: float, settings: Settings) -> dict | str:
+def launch_delayed(
+    module: str,
+    ranks: int,
+    seconds: float,
+    settings: Settings,
+    *,
+    rate: float = math.inf,
+    **variables: str,
+) -> dict | str:
     """Runs ``module`` as a script in ``ranks`` processes whose messages to each other take
-    ``seconds``. Returns what the first one told, or why it told nothing."""
+    ``seconds``, at ``rate`` bytes per second from each. ``variables``: of their environment.
+    Returns what the first one told, or why it told nothing."""
     network_of = doubles("doubles.delayed_network")
     if (missing := network_of.why_not()) is not None:
         return missing
@@ -98,24 +108,12 @@ def launch_delayed(module: str, ranks: int, seconds: float, settings: Settings) 
         f" {settings.rounds} rounds"
     )
     with (
-        network_of.DelayedNetwork(ranks, seconds) as network,
+        network_of.DelayedNetwork(ranks, seconds, rate) as network,
         tempfile.TemporaryDirectory(dir=settings.folder) as folder,
     ):
-        shared = {
-            "MASTER_ADDR": network.addresses[0],
-            "MASTER_PORT": str(PORT),
-            "WORLD_SIZE": str(ranks),
-        }
-        shared |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            module,
-            folder,
-            str(settings.rounds),
-            str(settings.scale),
-        ]
+        shared = _variables_of_nodes(network.addresses[0], ranks) | variables
+        command = [sys.executable, "-P", "-m", module, folder]
+        command += [str(settings.rounds), str(settings.scale)]
         started = [
             network.start(place, command, environment(**shared, RANK=str(place)))
             for place in range(ranks)
@@ -131,6 +129,12 @@ def launch_delayed(module: str, ranks: int, seconds: float, settings: Settings) 
                     last.callback(rank.communicate)
                     if rank.poll() is None:
                         os.killpg(rank.pid, signal.SIGKILL)
+
+
+def _variables_of_nodes(first: str, ranks: int) -> dict[str, str]:
+    """Returns what torchrun would set on nodes of one rank each, but for the rank."""
+    meeting = {"MASTER_ADDR": first, "MASTER_PORT": str(PORT), "WORLD_SIZE": str(ranks)}
+    return meeting | {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def run_as_rank(measure: Callable[[str, int, float], dict[str, Any]]) -> None:

@@ -26,6 +26,7 @@ APART = {  # not in "all": a quarter of an hour or more each, or a GPU
     "checkpoint": "bench.checkpoint",
     "ranks": "bench.ranks",
     "meetings": "bench.meetings",
+    "meshes": "bench.meshes",
     "shares": "bench.shares",
     "slow_links": "bench.slow_links",
     "tensor_parallel": "bench.tensor_parallel",

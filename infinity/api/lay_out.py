@@ -35,7 +35,7 @@ from ..state.dtensors import is_distributed
 from ..state.flat_param import FlatParam
 from ..state.flat_param_spec import ARRAYS, FlatParamSpec
 from ..state.kept_dtypes import computing_dtypes
-from ..state.partition import Group, held_nbytes, is_managed, partition
+from ..state.partition import Group, held_nbytes, is_managed, parameter_names, partition
 from .agreement import free_everywhere
 from .checks import check
 from .unmoved import unmoved_nbytes
@@ -93,7 +93,7 @@ def lay_out(
     exist; None: one rank, and the device that would compute here. ``reuses``: see
     :func:`make_plan`."""
     check(model, given := as_given(optimizer), config)
-    optimizers = Optimizers(given)
+    optimizers = Optimizers(given, names=parameter_names(model))
     alone = Collectives(ranks)
     device = device or choose_device(model, config, alone)
     try:
@@ -192,11 +192,10 @@ def _tile_limits(config: Config) -> Iterator[int]:
 
 
 def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
-    tile_nbytes = (
-        group.tile_rows * group.params[0].size(1) * flat_params[0].spec.dtype.itemsize
-        if group.tile_rows
-        else 0
-    )
+    tile_nbytes = 0
+    if group.tile_rows:
+        row = group.params[0].size(1) * flat_params[0].spec.dtype.itemsize
+        tile_nbytes = group.tile_rows * row
     return UnitSize(
         group.name,
         tuple(_size_of_flat_param(flat) for flat in flat_params),
@@ -206,7 +205,7 @@ def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
 
 
 def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
-    ranks = flat_param.ranks
+    ranks, shapes = flat_param.ranks, [place.shape for place in flat_param.layout.placements]
     return FlatParamSize(
         flat_param.spec,
         flat_param.layout.numel,
@@ -215,7 +214,8 @@ def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
         data_size=ranks.data_size,
         whole_grad=ranks.keeps_gradients,
         node_size=ranks.node_group.size if ranks.node_group is not None else 0,
-        largest=max(place.numel for place in flat_param.layout.placements),
+        largest=max(shape.numel() for shape in shapes),
+        kept_nbytes=flat_param.spec.kept_nbytes(shapes),
     )
 
 

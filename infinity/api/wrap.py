@@ -210,7 +210,7 @@ def _wrap_moved(
     stays: Staying,
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     moved = set(filter(is_managed, model.parameters()))
-    optimizers = Optimizers(given, moved.__contains__)
+    optimizers = Optimizers(given, moved.__contains__, parameter_names(model))
     config = own_budgets(config, collectives.ranks)
     device, config, (groups, flat_params, plan) = _lay_out(model, optimizers, config, collectives)
     engine, trains = None, len(optimizers) > 0

@@ -338,7 +338,7 @@ def _check_optimizer(
             f"the checkpoint's optimizer groups ({[len(names) for names in theirs]} parameters) are"
             f" not this optimizer's ({[len(names) for names in ours]})"
         )
-    optimizer.check_groups(groups, "this checkpoint")
+    optimizer.check_saved_groups(groups)
 
 
 def _check_shapes(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:

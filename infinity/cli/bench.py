@@ -42,6 +42,7 @@ IN_CHECKOUT = (
     "late_device",
     "late_updates",
     "meetings",
+    "meshes",
     "shares",
     "packed",
     "past_host",

@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..errors import ConfigError
 from ..machine.outputs import PICTURE, Output, check_outputs
 from ..planning.machine_file import Machine, known_machines
 from .plan_job import Job, plan_cluster, plan_here
+from .plan_next import plan_next
 from .plan_view import draw, text
 from .shapes import SHAPES, find_config
 from .training.optimizers import OPTIM, OPTIM_HELP, make_optimizers
@@ -150,6 +152,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
 
     logging.set_verbosity_error()
     machine = _machine_of(args)
+    given = copy(args)
     settings = _settings(args, machine)
     model_config = find_config(args.model, trust=args.trust_remote_code)
     default = LENGTH if args.mesh is not None else DEFAULT_SEQUENCE_LENGTH
@@ -166,6 +169,10 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, DTYPES[args.dtype])
     model = _build(args, model_config, dtype)
     config = engine_config(settings, model)
+
+    def configure(machine: Machine) -> Any:
+        return engine_config(_settings(copy(given), machine), model)
+
     make_all = partial(make_optimizers, name=args.optim, lr=1e-4, weight_decay=0.1)
     checkpointing = args.gradient_checkpointing
     batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
@@ -173,7 +180,8 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     if machine is not None and args.mesh is not None:
         return plan_meshes(job, machine, args.nodes, args.mesh, make_all)
     if machine is not None:
-        return plan_cluster(job, machine, args.nodes)
+        found = plan_cluster(job, machine, args.nodes)
+        return found | plan_next(job, found, machine, args.nodes, configure)
     unknown = _unknown_machine(args, config)
     found = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
     if args.deepspeed is not None:

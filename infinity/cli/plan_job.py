@@ -8,8 +8,10 @@ from itertools import groupby
 from typing import Any
 
 from ..machine.tiers import Tier
+from ..planning.efficiency import explain_slowest
 from .training.optimizers import muon_cost
 
+NO_LINKS = ("compute", "optimizer on device", "meetings", "devices' links")
 STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
 
 
@@ -137,6 +139,7 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
     written = found.edges["host->nvme"] * machine.devices
     described |= endurance(written, step_seconds, machine.disks, machine.drive_rating)
     return described | {
+        "explanation": explain_slowest(seconds, NO_LINKS),
         "machine": machine.name,
         "nodes": nodes,
         "ranks": found.ranks,

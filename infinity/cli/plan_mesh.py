@@ -1,4 +1,5 @@
-"""`infinity plan --mesh`: the fastest meshes of tensor, data and pipeline ranks, on paper."""
+"""`infinity plan --mesh`: the fastest meshes of tensor, expert, data and pipeline ranks, on
+paper."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from typing import Any
 
 from ..errors import CapacityError, ConfigError
 from ..machine.sizes import format_count, format_nbytes, format_seconds
-from ..planning.efficiency import explain
+from ..planning.efficiency import explain_slowest
 from ..planning.machine_file import Machine
-from ..planning.mesh_choice import CHAIN, Batch, MeshPlan, RankPlan, best_of
+from ..planning.mesh_choice import CHAIN, Batch, MeshPlan, best_of
 from ..planning.mesh_shape import MeshShape, meshes_of, parse_mesh
 from .plan_job import Job, endurance
 
 LENGTH = 4096  # tokens of a sample, if neither the user nor the model says less
 REFUSED, LONGEST = 6, 150  # reasons that are printed, and their characters
-SMALL = 0.02  # of the compute: links that need less are not explained
+NO_LINKS = (*CHAIN, "meetings", "devices' links")
 
 Tried = list[tuple[MeshShape, MeshPlan | None, Exception | None]]
 
@@ -27,15 +28,17 @@ def plan_meshes(
     """Plans the mesh ``wanted``, or with "auto" all of them, as plain data. The batch of ``job`` is
     that of all ranks. Raises ConfigError or CapacityError if no mesh fits."""
     from ..parallel import mesh_plans  # noqa: F401 - each child would import it by itself
+    from ..parallel.experts import experts_of
     from ..parallel.on_paper import in_children
 
     ranks = nodes * machine.devices
-    meshes = [*meshes_of(ranks)] if wanted == "auto" else [parse_mesh(wanted, ranks)]
+    experts = experts_of(job.model)
+    meshes = [*meshes_of(ranks, experts)] if wanted == "auto" else [parse_mesh(wanted, ranks)]
     batch = _batch_of(job)
-    works = [
-        _work(job, machine, batch, [mesh for mesh in meshes if mesh.tp == tp], make_optimizers)
-        for tp in sorted({mesh.tp for mesh in meshes})
-    ]
+    parts: dict[tuple[int, int], list[MeshShape]] = {}
+    for mesh in meshes:
+        parts.setdefault((mesh.tp, mesh.ep), []).append(mesh)
+    works = [_work(job, machine, batch, parts[each], make_optimizers) for each in sorted(parts)]
     tried: Tried = [each for found in in_children(works, ranks) for each in found]
     best = best_of(plan for _, plan, _ in tried if plan is not None)
     if not best:
@@ -94,7 +97,7 @@ def _work(
         from ..parallel.on_paper import shard_on_paper
 
         try:
-            paper = shard_on_paper(job.model, meshes[0].tp)
+            paper = shard_on_paper(job.model, meshes[0].tp, meshes[0].ep)
         except ConfigError as error:
             return [(mesh, None, error) for mesh in meshes]
         planned = MeshJob(paper, make_optimizers(job.model), job.config, machine, batch)
@@ -121,11 +124,11 @@ def _described(plan: MeshPlan, machine: Machine, batch: Batch) -> dict[str, Any]
     wear = endurance(written, plan.step_seconds, machine.disks, machine.drive_rating)
     network = [
         name
-        for name in ("tp", "dp", "pp")
+        for name in mesh.sizes
         if getattr(mesh, name) > 1 and not mesh.axis(name, machine).is_inside
     ]
     return {
-        "mesh": {name: getattr(mesh, name) for name in ("pp", "dp", "tp")},
+        "mesh": mesh.sizes,
         "paste": mesh.paste(machine.device),
         "schedule": plan.schedule if mesh.pp > 1 else None,
         "layers": list(plan.lengths),
@@ -143,21 +146,9 @@ def _described(plan: MeshPlan, machine: Machine, batch: Batch) -> dict[str, Any]
             asdict(rank) | {"step_seconds": rank.step_seconds, "bottleneck": rank.bottleneck}
             for rank in plan.ranks
         ],
-        "explanation": _explanation(slowest),
+        "explanation": explain_slowest(slowest.seconds, NO_LINKS),
         **wear,
     }
-
-
-def _explanation(rank: RankPlan) -> str:
-    """Explains what the slowest link allows, if it matters."""
-    links = {
-        name: seconds
-        for name, seconds in rank.seconds.items()
-        if name not in (*CHAIN, "meetings", "devices' links")
-    }
-    link = max(links, key=links.__getitem__)
-    compute = rank.seconds["compute"]
-    return explain(link, compute, links[link]) if links[link] > SMALL * compute else ""
 
 
 def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
@@ -170,6 +161,11 @@ def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
         f" nodes have a latency, {machine.latency * 1e6:g} us; rings",
         "attention saves no scores; what forwards save stays on the device",
     ]
+    if any(plan.mesh.ep > 1 for plan in plans):
+        found.append(
+            "ranks of ep send tokens to their experts and back, by expert_parallel(...,"
+            ' exchange="tokens"), and wait for it; all experts are chosen as often'
+        )
     if not all(plan.is_counted for plan in plans):
         found.append(
             "this model cannot be tried on meta: what a layer saves and sends is estimated by its"
@@ -193,8 +189,9 @@ def text(found: dict[str, Any]) -> Iterator[str]:
         )
         yield f"   {plan['paste']}"
         yield f"   {_batches(plan)}"
-        if "tp" in plan["network_axes"]:
-            yield "   warning: a group of tp leaves its node, and waits for the network"
+        for axis in ("tp", "ep"):
+            if axis in plan["network_axes"]:
+                yield f"   warning: a group of {axis} leaves its node, and waits for the network"
         if number == 1:
             yield from (f"   {line}" for line in _details(plan))
     yield from _left_out(found)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..machine.sizes import format_count, format_nbytes, format_seconds
 from . import svg
+from .plan_next import next_line
 
 BAR = 48  # characters of the memory map
 WIDTH, ROW, LEFT = 900, 64, 70
@@ -32,6 +33,9 @@ def text(found: dict[str, Any], *, timetable: bool = False) -> Iterator[str]:
     yield from _homes(found["units"])
     yield from _memory_map(found["tiers"])
     yield from _needs(found)
+    yield from filter(None, (found.get("explanation"),))
+    if found.get("next"):
+        yield next_line(found["next"], found["nodes"])
     if "endurance" in found:
         yield found["endurance"]["line"]
     if "muon" in found:

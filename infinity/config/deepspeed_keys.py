@@ -134,7 +134,7 @@ ZERO = (
     Key(
         "save_muon_momentum_buffer_in_memory",
         NOT_NEEDED,
-        "Muon is not to be had; `optimizer` chooses the home of momentum",
+        "`optimizer` chooses the home of momentum, too",
     ),
     Key("leaf_module", NOT_NEEDED, "name the classes that move as one: `units`"),
 )

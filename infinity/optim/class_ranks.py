@@ -35,12 +35,14 @@ Inputs = list[torch.Tensor]  # of one parameter: elements, gradient and moments,
 Step = Callable[[ParamHandle, Inputs], Result]
 
 
-def stepping_ranks(rounds: Sequence[Sequence[ParamHandle]], size: int) -> list[list[int]]:
-    """Chooses the stepping rank of each parameter of ``rounds``, which ``size`` ranks share. Every
-    rank chooses the same ones, however often it is interrupted."""
+def stepping_ranks(
+    rounds: Sequence[Sequence[ParamHandle]], size: int, cost_of: Callable[[ParamHandle], int]
+) -> list[list[int]]:
+    """Chooses the stepping rank of each parameter of ``rounds``, which ``size`` ranks share, by the
+    cost of each. Every rank chooses the same ones, however often it is interrupted."""
     load, chosen = [0] * size, []
     for handles in rounds:
-        cost = [_cost(handle) for handle in handles]
+        cost = [cost_of(handle) for handle in handles]
         ranks = [0] * len(handles)
         free = sorted(range(size), key=lambda rank: (load[rank], rank))
         for place in sorted(range(len(handles)), key=lambda place: (-cost[place], place)):
@@ -125,9 +127,3 @@ def _parts(handle: ParamHandle, size: int) -> list[tuple[int, int]]:
     first = layout.placements[handle.index].offset
     spans = [layout.shard_part(handle.index, rank) for rank in range(size)]
     return [(begin - first, end - first) if begin < end else (0, 0) for begin, end in spans]
-
-
-def _cost(handle: ParamHandle) -> int:
-    """Estimates the cost of a parameter's step: multiplications of a matrix by its own square."""
-    shape = handle.flat_param.layout.placements[handle.index].shape
-    return shape.numel() * (min(shape[-2:]) if len(shape) > 1 else 1)

@@ -33,6 +33,7 @@ from .class_ranks import ClassRanks, Inputs, Result, stepping_ranks
 from .class_turns import Buffers, Turn, turns_of
 from .context import StepContext
 from .known import Known
+from .matrices import FLAT, SPLIT, matrix_step, multiplications
 from .measured import Sums
 
 
@@ -96,7 +97,7 @@ class ClassStepper:
                 flat_param.homes.wait_running()
                 after = context.gradients.homes.close_flat_param(flat_param)
                 numbers = [handle.step + 1 for handle in handles]
-                turns = turns_of(handles, numbers, self._known.piece)
+                turns = turns_of(handles, numbers, self._known.piece.numel)
                 steps.append(ClassStep(list(turns), clip, after, version))
         return steps
 
@@ -106,7 +107,7 @@ class ClassStepper:
         steps, index = [], self._context.steps.index
         for flat_param in unit.flat_params:
             handles = [handle for handle in flat_param.handles if handle in self._group_of]
-            turns = turns_of(handles, [each.step for each in handles], self._known.piece)
+            turns = turns_of(handles, [each.step for each in handles], self._known.piece.numel)
             steps.append(ClassStep(list(turns), 1.0, [], index))
         return steps
 
@@ -149,8 +150,18 @@ class ClassStepper:
         for turn in turns if self._known.needs_whole else ():
             by_size.setdefault(turn.handles[0].flat_param.ranks.size, []).append(turn)
         for size, shared in by_size.items():
-            for turn, ranks in zip(shared, stepping_ranks([t.handles for t in shared], size)):
+            chosen = stepping_ranks([turn.handles for turn in shared], size, self._cost)
+            for turn, ranks in zip(shared, chosen):
                 turn.ranks = ranks
+
+    def _cost(self, handle: ParamHandle) -> int:
+        """Estimates the cost of a parameter's step."""
+        shape = handle.flat_param.layout.placements[handle.index].shape
+        group = self._groups[self._group_of[handle]]
+        if self._known.splits:
+            return multiplications(shape, group.get(SPLIT))
+        is_flat = group.get("use_muon") and len(shape) > 1  # of another library
+        return multiplications(shape, FLAT) if is_flat else shape.numel()
 
     def _measure(self, turns: Sequence[Turn]) -> None:
         """Takes the sums of all parameters. Changes nothing at home. Raises UsageError on pipeline
@@ -301,9 +312,12 @@ class ClassStepper:
             own = self._books.own_of(handle.param).items()
             state |= {name: _moved(copy.deepcopy(value), device) for name, value in own}
         index = self._group_of[handle]
-        found, changed = class_step(
-            self._given, self._settings(index), param, state, self._method, self._first
-        )
+        if self._known.splits:
+            found, changed = matrix_step(self._given, self._settings(index), param, state)
+        else:
+            found, changed = class_step(
+                self._given, self._settings(index), param, state, self._method, self._first
+            )
         if self._measured is not None and self._measured.is_settled and "k" not in changed:
             self._measured.complete(index, param, found)
         moments = {

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, UsageError
-from ..state.flat_param_spec import EVERY_MOMENT
+from ..state.flat_param_spec import EVERY_MOMENT, ClassPiece
 from ..state.handle import handle_of
-from .class_code import step_as
+from .class_code import class_step, step_as
+from .class_costs import costs_of
 from .known import Known, switches
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def with_moments(
         )
     moments: list[str] = []
     tried: dict[tuple, tuple[str, ...]] = {}
-    needs_whole = known.needs_whole
+    costs, needs_whole = [ClassPiece(0)], known.needs_whole
     for group in groups:
         state, is_of_elements = _tried(known, optimizer, group)
         needs_whole |= not is_of_elements
@@ -65,6 +66,7 @@ def with_moments(
             )
         tried[switches(group)] = tuple(name for name in state if name not in own)
         moments += [name for name in tried[switches(group)] if name not in moments]
+        costs.append(_costs(optimizer, group, tried[switches(group)]))
     if len(moments) > len(EVERY_MOMENT):
         raise ConfigError(
             f"optimizer {known.name} keeps {', '.join(moments)} for each element of a parameter:"
@@ -72,7 +74,8 @@ def with_moments(
         )
     others = iter([name for name in EVERY_MOMENT if name not in moments])
     at_home = {name: name if name in EVERY_MOMENT else next(others) for name in moments}
-    return replace(known, moments=at_home, needs_whole=needs_whole, tried=tried)
+    most = ClassPiece(*map(max, zip(*costs[len(groups) > 0 :])))
+    return replace(known, moments=at_home, needs_whole=needs_whole, tried=tried, costs=most)
 
 
 def check_again(
@@ -176,11 +179,7 @@ def _try(
 ) -> tuple[State, bool]:
     """Steps two matrices together, one at a time, and in parts. Returns the state of the first, and
     whether parts have the same results. Raises ConfigError if one at a time they differ."""
-    settings = {key: value for key, value in group.items() if key != "params"}
-    if hasattr(optimizer, "train"):  # else it may refuse to step
-        settings |= step_as(optimizer, settings, [], [], "train")[1]
-    if settings.get("lr") is not None and not float(settings["lr"]):
-        settings["lr"] = RATE  # of a warm-up that begins: nothing would move
+    settings = _settings(optimizer, group)
     params = [_values(shape, where) for shape in SHAPES]
     runs = [_Run(optimizer, settings, params, together=each) for each in (False, True)]
     parts = _Run(optimizer, settings, _parts_of(params), together=False)
@@ -202,6 +201,33 @@ def _try(
             " clip by Config(max_grad_norm=...)."
         )
     return alone.states[0], are_parts_same and torch.equal(alone.values, parts.values)
+
+
+def _settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> State:
+    """Returns the settings of ``group`` by which parameters move."""
+    settings = {key: value for key, value in group.items() if key != "params"}
+    if hasattr(optimizer, "train"):  # else it may refuse to step
+        settings |= step_as(optimizer, settings, [], [], "train")[1]
+    if settings.get("lr") is not None and not float(settings["lr"]):
+        settings["lr"] = RATE  # of a warm-up that begins: nothing would move
+    return settings
+
+
+def _costs(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], moments: Sequence[str]
+) -> ClassPiece:
+    """Measures what the class makes and keeps; where it does not step on the processor, it is
+    assumed."""
+    settings = _settings(optimizer, group)
+    try:
+        return costs_of(
+            lambda param, state: class_step(optimizer, settings, param, state)[0],
+            moments,
+            torch.device("cpu"),
+            ClassPiece(0),
+        )
+    except Exception:  # noqa: BLE001 - a class of kernels for a device, which was tried there
+        return ClassPiece(0)
 
 
 def _parts_of(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from .. import native
 from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
 from ..errors import ConfigError
-from ..state.flat_param_spec import EVERY_MOMENT
+from ..state.flat_param_spec import EVERY_MOMENT, ClassPiece
 from .counters import Counters, MuProduct, StepSize
 from .measured import Prodigy
 
@@ -62,6 +62,8 @@ class Known:
         Keys of a group that say nothing of the step.
     needs_whole
         A class step needs the whole parameter, not any part of its elements.
+    splits
+        A group's ``split`` says which matrices its parameters are (:mod:`.matrices`).
     measured
         The sums over all parameters that a class step needs.
     tried
@@ -72,6 +74,8 @@ class Known:
         The dtypes that the moments may have at rest.
     dtype
         The dtype that they have unless the configuration names one.
+    costs
+        What the trial of a class has found that it makes and keeps.
     inside
         The key of a parameter's state, in the class's state dict, under which the moments are.
     """
@@ -89,11 +93,13 @@ class Known:
     counters: type[Counters] | None = None
     ignored: tuple[str, ...] = ()
     needs_whole: bool = False
+    splits: bool = False
     measured: type[Prodigy] | None = None
     tried: Mapping[tuple, tuple[str, ...]] = field(default_factory=dict)
     counts_steps: bool = True
     dtypes: tuple[str, ...] = EACH_DTYPE
     dtype: str = "fp32"
+    costs: ClassPiece = ClassPiece(PIECE)
     inside: str | None = None
 
     @property
@@ -121,11 +127,11 @@ class Known:
         return self
 
     @property
-    def piece(self) -> int:
-        """The elements that a class step takes at once, at most; 0 if the rule steps."""
+    def piece(self) -> ClassPiece | None:
+        """What a class step takes at once, makes and keeps; None if the rule steps."""
         if self.rule is not None:
-            return 0
-        return EVERY if self.needs_whole else PIECE
+            return None
+        return self.costs._replace(numel=EVERY if self.needs_whole else PIECE)
 
     @property
     def keys(self) -> set[str]:
@@ -141,6 +147,11 @@ class Known:
             for name, array in self.moments.items()
             if any(self._has_moment(name, group) for group in groups)
         }
+
+    def added_moments(self, group: Group, moments: Mapping[str, str]) -> Mapping[str, str]:
+        """Returns those that an added ``group`` gets arrays for: of a rule all ``moments`` of the
+        optimizer, as parameters of groups that come later may share its arrays."""
+        return moments if self.rule is not None else self.moments_of([group])
 
     def _has_moment(self, name: str, group: Group) -> bool:
         if self.rule is None:
@@ -343,5 +354,5 @@ def class_entry(kind: type | str, step: str = "", **others: Any) -> Known:
 # Those of torch that step by their own code. In torch, too, Muon's moment has the gradient's dtype.
 BY_CLASS = (
     class_entry(torch.optim.Adafactor, needs_whole=True),
-    class_entry(torch.optim.Muon, needs_whole=True, dtypes=("fp32", "bf16")),
+    class_entry(torch.optim.Muon, needs_whole=True, splits=True, dtypes=("fp32", "bf16")),
 )

@@ -169,16 +169,13 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
             outside = set(outside_of(group))
             moved = [param for param in group["params"] if param not in outside]
+            added = self._known.added_moments(group, self._moments)
             context.admit(
                 moved,
-                moments=self._known.arrays_of(self._moments_for(group), context.config),
+                moments=self._known.arrays_of(added, context.config),
                 class_piece=self._known.piece,
                 then=then,
             )
-
-    def _moments_for(self, group: dict[str, Any]) -> dict[str, str]:
-        """Returns the moments that a new group gets arrays for."""
-        return self._moments if self._known.rule is not None else self._known.moments_of([group])
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
         """Raises UsageError if ``groups``, from ``where``, need what the rule does not support."""
@@ -186,6 +183,19 @@ class InfinityOptimizer(torch.optim.Optimizer):
         refuse_flags(self._known, groups, moments=self._moments, settings=settings, where=where)
         if self._known.rule is None:
             self._known = check_again(self._known, self.wrapped, groups, where)
+
+    def check_saved_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Raises UsageError if a checkpoint with ``groups`` cannot be loaded: by their settings, or
+        for a moment that it lacks."""
+        where = "this checkpoint"
+        self.check_groups(groups, where)
+        for index, both in enumerate(zip(self.param_groups, groups)):
+            ours, theirs = (self._known.moments_of([group]) for group in both)
+            if lacking := [name for name in ours if name not in theirs]:
+                raise UsageError(
+                    f"{where}: the settings of its group {index} have no {', '.join(lacking)},"
+                    " which this job's have: wrap the model with the checkpoint's settings"
+                )
 
     # --- the step ---
 

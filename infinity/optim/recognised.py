@@ -5,7 +5,7 @@ place   the number of an optimizer among those of one job; a flat param belongs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..config.config import Config
 from ..errors import ConfigError
 from ..state.dtensors import is_distributed
 from .known import Known
+from .matrices import NO_NAMES, Names, check_split
 from .rules import recognise
 
 
@@ -42,9 +43,11 @@ class Optimizers:
         self,
         given: Sequence[torch.optim.Optimizer],
         is_moved: Callable[[torch.Tensor], bool] = lambda param: True,
+        names: Names = NO_NAMES,
     ):
-        """``is_moved``: whether the engine moves a parameter. Raises ConfigError for an optimizer
-        whose step is not exactly a known one."""
+        """``is_moved``: whether the engine moves a parameter. ``names``: those of the parameters
+        before they are moved. Raises ConfigError for an optimizer whose step is not exactly a known
+        one."""
         self._given, self._order = list(given), {}
         self._all: list[Recognised] = []
         for optimizer in given:
@@ -56,6 +59,7 @@ class Optimizers:
             }
             if moved or not any(group["params"] for group in optimizer.param_groups):
                 known = recognise(optimizer)
+                check_split(known, optimizer.param_groups, is_moved, names)
                 if known.needs_whole:
                     _refuse_parts(known, moved)
                 self._all.append(Recognised(optimizer, known))
@@ -89,12 +93,10 @@ class Optimizers:
         return self._order.get(param, (0, 0))
 
     def moments_of(self, param: torch.Tensor) -> dict[str, str]:
-        """Returns the moments of ``param``, which is stepped: torch's name -> array. A class step
-        may keep others for each group; a rule has room for those of all."""
+        """Returns the moments of ``param``, which is stepped, by the settings of its group: torch's
+        name -> array."""
         place, index = self._order[param]
         found = self._all[place]
-        if found.known.rule is not None:
-            return found.moments
         return found.known.moments_of([found.optimizer.param_groups[index]])
 
     def of(self, param: torch.Tensor) -> Recognised | None:
@@ -131,7 +133,7 @@ def like_given(optimizers: Sequence[torch.optim.Optimizer], given: Any) -> Any:
 
 def check_together(
     optimizers: Sequence[torch.optim.Optimizer],
-    names: Mapping[torch.Tensor, list[str]],
+    names: Names,
     config: Config,
 ) -> None:
     """Raises ConfigError for what several optimizers of one model do not allow. ``names``: of the

@@ -13,18 +13,21 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 from .. import native
 from ..errors import ConfigError, UsageError
+from ..state.handle import handle_of
 from .class_code import class_step, file_of, plain_step
 from .class_trial import with_moments
 from .known import BY_CLASS, KNOWN, OF_TORCH, Known
 from .known_elsewhere import ALIASES
+from .matrices import check_split
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +44,13 @@ TRIED = {"lr": 0.1, "betas": (0.6, 0.8), "weight_decay": 0.3}  # a Lion's settin
 # Keys that a group may lack: they have a default
 OPTIONAL = ("eps", "weight_decay")
 HOW = ("foreach", "fused")
+# Parts of the names of classes with a preconditioner for the rows and one for the columns
+BY_SQUARES = "soap", "shampoo", "kron"
 # Part of a class name -> the nearest supported optimizer.
 NEAREST = {
     "adamw": "torch.optim.AdamW",
     "adafactor": "torch.optim.Adafactor",
-    "muon": "torch.optim.Muon, with another optimizer beside it,",
+    **dict.fromkeys(("muon", *BY_SQUARES), "torch.optim.Muon beside another optimizer"),
     "came": "CAME of came_pytorch",
     "ademamix": "AdEMAMix of pytorch_optimizer",
     "prodigy": "Prodigy of prodigyopt",
@@ -103,7 +108,7 @@ def recognise(optimizer: torch.optim.Optimizer) -> Known:
 def _check_all(known: Known, optimizer: torch.optim.Optimizer) -> None:
     groups = optimizer.param_groups
     settings = optimizer.defaults if known.kind is not None else ()
-    check_groups(known, groups, moments=known.moments_of(groups), settings=settings)
+    check_groups(known, groups, settings=settings)
 
 
 def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
@@ -208,12 +213,13 @@ def check_groups(
     known: Known,
     groups: Iterable[Mapping[str, Any]],
     *,
-    moments: Container[str],
+    moments: Mapping[str, str] | None = None,
     settings: Iterable[str] = (),
 ) -> None:
     """Raises ConfigError if ``groups`` need what the kernels do not do for ``known``.
-    ``moments``: those that there is room for. ``settings``: those of the optimizer's class. Any
-    other key that is no flag is the user's own, and is ignored."""
+    ``moments``: those that the optimizer was wrapped with; None: it is wrapped now. ``settings``:
+    those of the optimizer's class. Any other key that is no flag is the user's own, and is
+    ignored."""
     rule = known.rule
     others = [name for name in (*NOT_HONOURED, *settings) if name not in (*known.keys, *HOW)]
     with_room = {*known.only_with.values(), *known.ignored}  # the first are checked below
@@ -244,13 +250,20 @@ def check_groups(
                     f" as {known.name}: all groups are Adam's or all are AdamW's. unwrap_model"
                     " first, change it, and wrap again."
                 )
-        for moment, key in known.only_with.items():
-            if moment not in moments and group.get(key):
+        for moment, key in known.only_with.items() if moments is not None else ():
+            if group.get(key) and not _has_room(moments, moment, group):
                 raise ConfigError(
                     f"the optimizer's group {i} has {key}={group[key]}, and it was wrapped without"
                     f" {key}, so that there is no room for {moment}. unwrap_model first, set"
                     f" {key}, and wrap again."
                 )
+
+
+def _has_room(moments: Mapping[str, str], moment: str, group: Mapping[str, Any]) -> bool:
+    """Tells whether all parameters of ``group`` that are stepped have an array for ``moment``."""
+    handles = [handle for handle in map(handle_of, group["params"]) if handle is not None]
+    flat_params = {handle.flat_param for handle in handles if handle.flat_param.spec.stepped}
+    return moment in moments and all(moments[moment] in flat.arrays for flat in flat_params)
 
 
 def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
@@ -261,9 +274,9 @@ def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
 
 def refuse_flags(
     known: Known,
-    groups: Iterable[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
     *,
-    moments: Container[str],
+    moments: Mapping[str, str],
     settings: Iterable[str],
     where: str,
 ) -> None:
@@ -271,6 +284,7 @@ def refuse_flags(
     ``where``."""
     try:
         check_groups(known, groups, moments=moments, settings=settings)
+        check_split(known, groups, lambda param: handle_of(param) is not None)
     except ConfigError as error:
         raise UsageError(f"{where}: {error}") from None
 
@@ -299,18 +313,25 @@ def _other_step(name: str, how: str, step: Callable) -> ConfigError:
 
 
 def _instead(kind: type) -> str:
-    """Returns a hint to the supported optimizer nearest to class ``kind``, or ""."""
-    name = kind.__name__.lower()
-    nearest = next((each for key, each in NEAREST.items() if key in name), None)
+    """Returns why class ``kind`` is not supported, if that is known, and a hint to the nearest
+    optimizer that is; or ""."""
+    name, why = kind.__name__.lower(), ""
+    same = (f"torch.optim.{each.__name__}" for each in TORCHS if each.__name__.lower() == name)
+    nearest = next(chain(same, (each for key, each in NEAREST.items() if key in name)), None)
     if nearest is None:
         return ""
+    if any(each in name for each in BY_SQUARES):
+        why = (
+            "It keeps square matrices of the rows and of the columns of a parameter, which have no"
+            " home here. "
+        )
     has_rule = any(each in nearest for each in ("Adam", "SGD", "Lion"))
     if has_rule and any(bits in name for bits in ("8bit", "4bit", "fp8")):
         return (
             f'Use {nearest} with Config(moments="int8"), which keeps moments in 8 bits; homes do'
             " what paging and offload do. "
         )
-    return f"Use {nearest}: it is stepped at any home. "
+    return f"{why}Use {nearest}: it is stepped at any home. "
 
 
 def _adams(groups: Iterable[Mapping[str, Any]], base: type) -> native.Rule:

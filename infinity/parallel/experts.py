@@ -4,6 +4,7 @@ to each."""
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from typing import Any
 
@@ -100,6 +101,27 @@ def _check(
     return plan, rest, styles
 
 
+def experts_of(model: nn.Module) -> int:
+    """Returns the largest number of ranks over which the experts of every layer can be divided; 1
+    if ``model`` has none, or no plan for them."""
+    return math.gcd(*(param.size(0) for param in expert_parameters(model))) or 1
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Lists the parameters of ``model`` that have one slice for each expert, by its plan."""
+    plan = getattr(model, "ep_plan", None) or {}
+    return [
+        param
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if plan.get(general(name)) == WEIGHTS
+    ]
+
+
+def chosen_of(model: nn.Module) -> int:
+    """Returns how many experts of a layer a token goes to; 0 if the configuration does not tell."""
+    return getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or 0
+
+
 def _divide(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str], exchange: str) -> None:
     """Makes transformers give this rank its experts, and each layer's experts their tokens."""
     theirs = importlib.import_module("transformers.distributed.expert_parallel")
@@ -119,8 +141,10 @@ class _Alone:
     """A mesh axis of one rank, which transformers requires, for ranks with batches of their own."""
 
     def __init__(self) -> None:
+        # On paper there is no store through which another backend could meet.
+        backend = "fake" if dist.get_backend() == "fake" else "gloo"
         self._group = dist.new_group(
-            [dist.get_rank()], backend="gloo", use_local_synchronization=True
+            [dist.get_rank()], backend=backend, use_local_synchronization=True
         )
 
     def size(self) -> int:

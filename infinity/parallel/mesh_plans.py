@@ -63,12 +63,13 @@ class Search:
     ) -> Iterator[Way | ConfigError | CapacityError]:
         """Yields the ways with a schedule whose activations fit, with 1, 2, 4 ... samples a
         micro-batch, and why others are none."""
-        if self._job.batch.samples % mesh.dp:
+        if self._job.batch.samples % mesh.data:
             yield ConfigError(
-                f"{mesh}: {self._job.batch.samples} samples of a step do not divide by dp={mesh.dp}"
+                f"{mesh}: {self._job.batch.samples} samples of a step do not divide by the"
+                f" {mesh.data} data ranks"
             )
             return
-        each, samples = self._job.batch.samples // mesh.dp, 1
+        each, samples = self._job.batch.samples // mesh.data, 1
         while each % samples == 0:
             try:
                 way = Way(self._job, mesh, self._choose(mesh, name, each // samples), samples)

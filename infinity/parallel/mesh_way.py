@@ -16,7 +16,7 @@ from torch import nn
 
 from ..api.lay_out import lay_out
 from ..config.config import Config
-from ..distributed.parallel_dims import ParallelDims
+from ..distributed.parallel_dims import ExpertGroup, ParallelDims
 from ..errors import CapacityError
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
@@ -60,7 +60,7 @@ class Job:
     @cached_property
     def shares(self) -> list[float]:
         """The part of a step's operations in each layer."""
-        costs = self.paper.chain.costs()
+        costs = self.paper.costs
         return [cost / (sum(costs) or 1.0) for cost in costs]
 
     def orders(self, choice: Choice, micro_batches: int) -> list[list[Op]]:
@@ -78,10 +78,10 @@ class Way:
         self._job, self._mesh, self._choice, self.samples = job, mesh, choice, samples
         self._tokens = samples * job.batch.length
         self._trials = [job.paper.trial_of(choice.layers_of(n)) for n in range(choice.chunks)]
-        tp, again = mesh.axis("tp", job.machine), job.batch.recomputes
-        self._tensor = [
+        again = job.batch.recomputes
+        self._sending = [  # seconds of a chunk's forward and backward
             tuple(
-                tp.collective_seconds(nbytes * self._tokens, messages)
+                self._sends(nbytes * self._tokens, messages)
                 for nbytes, messages in (
                     (each.forward_nbytes, each.forward_messages),
                     (
@@ -94,6 +94,12 @@ class Way:
         ]
         self._seconds = self._chunk_seconds()
 
+    def _sends(self, nbytes: float, messages: int) -> float:
+        """Computes the seconds of collectives over tp, or of exchanges over ep."""
+        if self._mesh.ep > 1:
+            return self._mesh.axis("ep", self._job.machine).exchange_seconds(nbytes, messages)
+        return self._mesh.axis("tp", self._job.machine).collective_seconds(nbytes, messages)
+
     def _orders(self, micro_batches: int) -> list[list[Op]]:
         return self._job.orders(self._choice, micro_batches)
 
@@ -105,7 +111,7 @@ class Way:
         job, choice, batch = self._job, self._choice, self._job.batch
         forward = 1 / 4 if batch.recomputes else 1 / 3
         rate, found = self._mesh.tp * job.machine.device_flops, []
-        for number, (ahead, back) in enumerate(self._tensor):
+        for number, (ahead, back) in enumerate(self._sending):
             share = sum(job.shares[n] for n in choice.layers_of(number))
             compute = batch.flops * share * self.samples / batch.samples / rate
             found.append(ChunkSeconds(compute * forward + ahead, compute * (1 - forward) + back))
@@ -209,7 +215,7 @@ class Way:
             chunks,
             job.optimizers,
             config,
-            ParallelDims(size=mesh.dp, local_size=job.machine.devices, shard=job.config.shard),
+            _ranks_on_paper(mesh, job),
             reuses=mesh.pp > 1 or self._choice.micro_batches > 1,
         )
         gathers = self._gathers(rank, plan, units, chunks)
@@ -221,9 +227,8 @@ class Way:
             edges,
             job.machine,
             mesh,
-            gathers=sum(gathers) + len(units),
-            pipeline_nbytes=sent["pp"],
-            tensor_nbytes=sent["tp"],
+            gathers=gathers,
+            sent=sent,
         )
         sent |= {"dp": edges["all-gather"] + edges["reduce-scatter"]}
         return RankPlan(
@@ -247,24 +252,26 @@ class Way:
             for other in (number - 1, number + 1)
             if 0 <= other < choice.chunks
         )
-        tensor = sum(
+        inside = sum(
             (1 + again) * self._trials[number].forward_nbytes + self._trials[number].backward_nbytes
             for number in numbers
         )
         parts = self._job.paper.parts
         joined = all_gather_nbytes(self._boundary_nbytes * parts, parts)
+        inner = "ep" if self._mesh.ep > 1 else "tp"
         return {
             "pp": int(crossings * count * self._boundary_nbytes),
-            "tp": int(count * (tensor * self._tokens + crossings * joined)),
+            inner: int(count * (inside * self._tokens + crossings * joined)),
         }
 
     def _chain_seconds(self, rank: int) -> dict[str, float]:
         numbers, count = self._choice.chunks_of(rank), self._choice.micro_batches
-        tensor = count * sum(sum(self._tensor[number]) for number in numbers)
-        busy = self.run.busy[rank]
+        sending = count * sum(sum(self._sending[number]) for number in numbers)
+        busy, has_experts = self.run.busy[rank], self._mesh.ep > 1
         return {
-            "compute": max(0.0, busy - tensor),
-            "tensor parallel": tensor,
+            "compute": max(0.0, busy - sending),
+            "tensor parallel": 0.0 if has_experts else sending,
+            "expert parallel": sending if has_experts else 0.0,
             "idle": max(0.0, self.run.seconds - busy),
         }
 
@@ -292,6 +299,19 @@ class Way:
 
         counts = self._continued(at)
         return [round(count) if size else 0 for count, size in zip(counts, sizes)]
+
+
+def _ranks_on_paper(mesh: MeshShape, job: Job) -> ParallelDims:
+    """Returns the data ranks of a mesh, as the first of them sees them."""
+    same = tuple(range(0, mesh.data, mesh.ep))  # ranks with the same experts
+    over = tuple(range(mesh.ep))
+    group = ExpertGroup(rank=0, size=mesh.dp, places=same, over=over, channel=None)
+    return ParallelDims(
+        size=mesh.data,
+        local_size=job.machine.devices,
+        shard=job.config.shard,
+        expert_group=group if mesh.ep > 1 else None,
+    )
 
 
 def _lay_out(

@@ -3,7 +3,8 @@
 child   a process forked for it, with torch's process group "fake", which transfers nothing. The
         group of this process stays as it is
 trial   a forward and a backward of one layer on meta: what it saves for the backward, and what it
-        sends to the other ranks of tp
+        sends to the other ranks of tp. What layers of experts send over ep is added to it: routers
+        choose by values, which meta has not
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ConfigError, InfinityError, InternalError
 from ..machine import processors
-from ..planning.mesh_bytes import all_gather_nbytes, all_reduce_nbytes
+from ..planning.mesh_bytes import all_gather_nbytes, all_reduce_nbytes, expert_nbytes
 from ..state.dtensors import local_of
 from .boundaries import axis_that_shares
+from .experts import chosen_of, expert_parallel, expert_parameters
 from .stages import Chain, chain_of
 from .tensors import tensor_parallel
 
 T = TypeVar("T")
 TOKENS = 61  # of a trial: no model has this width
+EXCHANGES = 2  # all-to-alls of a layer of experts: to them and back
 SAVED_WIDTHS, OF_PARTS = 10, 24  # bytes of 2 a token and width: whole, and of the parts
 
 
@@ -103,7 +106,7 @@ def _run(work: Callable[[], Any], ranks: int, there: Connection) -> None:
 @dataclass(frozen=True)
 class Trial:
     """What one token costs in a part of a model: bytes that its forward saves, and the bytes and
-    messages that a rank sends over tp."""
+    messages that a rank sends over tp, or over ep."""
 
     saved: float = 0.0
     forward_nbytes: float = 0.0
@@ -123,14 +126,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class PaperModel:
-    """A model on meta, sharded over ``tp`` ranks. ``parts``: in which its ranks send what passes
-    between stages. ``layer``: a trial of one of its layers; ``before`` and ``after``: of what its
-    first and its last chunk have beside layers. ``uncut``: why it has one stage; "" if it may have
-    several."""
+    """A model on meta, sharded over ``tp`` ranks, or its experts over ``ep``. ``parts``: in which
+    its ranks send what passes between stages. ``costs``: of each layer. ``layer``: a trial of one
+    of its layers; ``before`` and ``after``: of what its first and its last chunk have beside
+    layers. ``uncut``: why it has one stage; "" if it may have several."""
 
     chain: Chain
     tp: int
+    ep: int
     parts: int
+    costs: list[float]
     layer: Trial
     before: Trial = Trial()
     after: Trial = Trial()
@@ -144,22 +149,54 @@ class PaperModel:
         return found.plus(self.after) if layers.stop == len(self.chain.layers) else found
 
 
-def shard_on_paper(model: nn.Module, tp: int) -> PaperModel:
-    """Shards ``model``, on meta, over ``tp`` ranks of the process group, and tries its layers. The
-    model is changed. Raises ConfigError if it cannot be sharded."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
-    tensor_parallel(model, mesh["tp"], quiet=True)
-    parts = tp if axis_that_shares(model, mesh) is not None else 1
+def shard_on_paper(model: nn.Module, tp: int, ep: int = 1) -> PaperModel:
+    """Shards ``model``, on meta, over ``tp`` ranks of the process group, or its experts over
+    ``ep``, and tries its layers. The model is changed. Raises ConfigError if it cannot be
+    sharded."""
+    ranks, inner = dist.get_world_size(), max(tp, ep)
+    name = "ep" if ep > 1 else "tp"
+    mesh = init_device_mesh("cpu", (ranks // inner, inner), mesh_dim_names=("dp", name))
     chain, uncut = _chain(model)
+    costs = chain.costs()
+    if ep == 1:
+        tensor_parallel(model, mesh["tp"], quiet=True)
+    parts = tp if ep == 1 and axis_that_shares(model, mesh) is not None else 1
+    trials = _trials(chain, tp)
+    if ep > 1:
+        sent = _sent_to_experts(chain, ep)
+        expert_parallel(model, mesh["ep"], exchange="tokens", quiet=True)
+        trials = tuple(trial.plus(each) for trial, each in zip(trials, sent))
+    layer, first, last = trials
+    before, after = (each.plus(layer, -1) for each in (first, last))
+    return PaperModel(chain, tp, ep, parts, costs, layer, before, after, uncut)
+
+
+def _places(chain: Chain) -> list[range]:
+    """Returns a layer that stands for all, the first and the last one."""
     count = len(chain.layers)
-    places = [range(count // 2, count // 2 + 1), range(0, 1), range(count - 1, count)]
+    middle = count // 2 if count > 2 else 0
+    return [range(middle, middle + 1), range(0, 1), range(count - 1, count)]
+
+
+def _trials(chain: Chain, tp: int) -> tuple[Trial, ...]:
+    """Tries a layer that stands for all, the first and the last one."""
     try:
-        middle, first, last = (_try(chain, place, tp) for place in places)
+        return tuple(_try(chain, place, tp) for place in _places(chain))
     except Exception:  # noqa: BLE001 - models that look at values do not run on meta
-        return PaperModel(chain, tp, parts, _estimate(chain, tp), uncut=uncut)
-    inner = middle if count > 2 else first
-    before, after = (each.plus(inner, -1) for each in (first, last))
-    return PaperModel(chain, tp, parts, inner, before, after, uncut)
+        return (_estimate(chain, tp),) * 3
+
+
+def _sent_to_experts(chain: Chain, ep: int) -> tuple[Trial, ...]:
+    """Counts what the same layers send over ``ep``, if all experts are chosen as often."""
+    config = chain.model.config.get_text_config()
+    itemsize = next(chain.model.parameters()).dtype.itemsize
+    nbytes = expert_nbytes(1, config.hidden_size, itemsize, ep, chosen_of(chain.model))
+    theirs, found = {id(param) for param in expert_parameters(chain.model)}, []
+    for place in _places(chain):
+        has = any(id(param) in theirs for param in chain.layers[place.start].parameters())
+        messages = EXCHANGES * has
+        found.append(Trial(0.0, has * nbytes, has * nbytes, messages, messages))
+    return tuple(found)
 
 
 def _chain(model: nn.Module) -> tuple[Chain, str]:

@@ -35,7 +35,7 @@ from .step_traffic import (
     weight_traffic,
 )
 from .timeline import Timeline, UnitSeconds, plan_gathers, simulate
-from .unit_sizes import UnitSize
+from .unit_sizes import FlatParamSize, UnitSize
 
 MEETINGS = 2  # barriers in a step: at the end of its backward and at its beginning
 CHILDREN = 32  # of a rank in the tree of a barrier
@@ -197,12 +197,23 @@ def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]
         for edge, nbytes in passing_traffic(plan, index, unit).items():
             edges[edge] += nbytes
         for flat_param in unit.flat_params:
-            others = flat_param.numel - flat_param.numel // flat_param.shards
-            edges["all-gather"] += count * others * flat_param.spec.dtype.itemsize
-            edges["reduce-scatter"] += (
-                others * flat_param.spec.grad_dtype.itemsize * flat_param.spec.stepped
-            )
+            gathered, reduced = _collective_nbytes(flat_param, count)
+            edges["all-gather"] += gathered
+            edges["reduce-scatter"] += reduced
     return edges
+
+
+def received_nbytes(flat_param: FlatParamSize, gathers: int) -> int:
+    """Counts the bytes of a flat param that a rank receives from its shard group in a step."""
+    return sum(_collective_nbytes(flat_param, gathers))
+
+
+def _collective_nbytes(flat_param: FlatParamSize, gathers: int) -> tuple[int, int]:
+    others, spec = flat_param.numel - flat_param.numel // flat_param.shards, flat_param.spec
+    return (
+        gathers * others * spec.dtype.itemsize,
+        others * spec.grad_dtype.itemsize * spec.stepped,
+    )
 
 
 def gathers_of(plan: MemoryPlan, units: Sequence[UnitSize], tied: str = "") -> list[int]:

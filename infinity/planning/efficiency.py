@@ -7,10 +7,13 @@ cap        the share of the device's rate if nothing overlaps: intensity x bandw
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 from ..errors import ConfigError
 
 GOOD = 0.9  # a cap from which more tokens help little
 LARGEST = 1 << 20  # times the tokens
+SMALL = 0.02  # of the compute: a link that needs less is not explained
 
 
 def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
@@ -42,6 +45,17 @@ def intensity_of_state(tokens: float) -> float:
 def intensity_of_activations(width: int, interval: int = 1) -> float:
     """Returns the operations for a byte of the inputs kept every ``interval`` blocks."""
     return 24 * width * interval
+
+
+def explain_slowest(seconds: Mapping[str, float], besides: Container[str] = ()) -> str:
+    """Describes what the slowest of a step's links allows; "" if it matters little. ``seconds``: of
+    each resource, "compute" among them. ``besides``: those that are no link with a home."""
+    links = {name: each for name, each in seconds.items() if name not in besides}
+    compute = links.pop("compute", seconds["compute"])
+    slowest = max(links, key=links.__getitem__, default=None)
+    if slowest is None or links[slowest] <= SMALL * compute:
+        return ""
+    return explain(slowest, compute, links[slowest])
 
 
 def explain(link: str, compute_seconds: float, link_seconds: float) -> str:

@@ -221,5 +221,7 @@ class MemoryTerms:
         where they are computed with."""
         nbytes = max((flat.class_step_nbytes for flat in self._stepped), default=0)
         self._add(Tier.HOST, "a parameter's step", nbytes)
+        kept = sum(flat.kept_nbytes for flat in self._stepped)
+        self._add(Tier.HOST, "sums of the optimizer's class", kept)
         if not self._device.is_host:
             self._add(Tier.DEVICE, "a parameter's step", nbytes)

@@ -1,26 +1,31 @@
 """Mesh choice: the seconds of a step on a mesh, from its ranks' plans, and the fastest of many.
 
-chain      what follows each other on a device: compute, collectives of tp, waiting for stages, and
-           the step of state at home there
+chain      what follows each other on a device: compute, collectives of tp or exchanges of ep,
+           waiting for stages, and the step of state at home there
 resident   the step if all state were at home on the devices: what homes cost is the rest
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..machine.tiers import Tier
-from .cluster import MEETINGS, barrier_seconds, home_seconds
+from .cluster import MEETINGS, barrier_seconds, home_seconds, received_nbytes
 from .machine_file import Machine
 from .memory_plan import MemoryPlan
 from .mesh_shape import MeshShape
 from .step_traffic import optimizer_traffic
 from .unit_sizes import UnitSize
 
-CHAIN = ("compute", "tensor parallel", "idle", "optimizer on device")
+CHAIN = ("compute", "tensor parallel", "expert parallel", "idle", "optimizer on device")
 OF_HOMES = ("host's links", "optimizer", "checksums", "disks", "optimizer on device")
+SHARES = {
+    "idle": "idle",
+    "tensor parallel": "tensor traffic",
+    "expert parallel": "tokens to experts and back",
+}
 SHOWN = 5  # meshes
 
 
@@ -119,7 +124,7 @@ class MeshPlan:
         slowest = self.slowest
         shares = [
             f"{slowest.share_of(name):.0%} {said}"
-            for name, said in (("idle", "idle"), ("tensor parallel", "tensor traffic"))
+            for name, said in SHARES.items()
             if slowest.share_of(name) >= 0.005
         ]
         found = [f"bound by {slowest.bottleneck}", *shares]
@@ -150,24 +155,36 @@ def seconds_of(
     machine: Machine,
     mesh: MeshShape,
     *,
-    gathers: int,
-    pipeline_nbytes: float,
-    tensor_nbytes: float,
+    gathers: Sequence[int],
+    sent: Mapping[str, float],
 ) -> dict[str, float]:
     """Computes what a step needs of each resource but the chain's, on a node with as much to do on
-    every device. ``gathers``: collectives of a rank with its data ranks. ``pipeline_nbytes`` and
-    ``tensor_nbytes``: that a rank sends."""
-    axes = {name: mesh.axis(name, machine) for name in ("pp", "dp", "tp")}
+    every device. ``gathers``: of each unit. ``sent``: bytes that a rank sends over pp, and over tp
+    or ep."""
+    axes = {name: mesh.axis(name, machine) for name in sent}
     received = edges["all-gather"] + edges["reduce-scatter"]
+    of_experts = sum(
+        received_nbytes(flat, count)
+        for unit, count in zip(units, gathers)
+        for flat in unit.flat_params
+        if mesh.ep > 1 and flat.shards == mesh.dp
+    )
     steps = optimizer_traffic(plan, units)
-    network = axes["dp"].network_seconds(received, gathers * (mesh.dp - 1))
+    collectives = sum(gathers) + len(units)
+    network = mesh.axis("data", machine).network_seconds(
+        received - of_experts, collectives * (mesh.data - 1)
+    )
+    if of_experts:
+        network += mesh.axis("dp", machine).network_seconds(of_experts, 0)
     if not axes["pp"].is_inside:
         crossing = min(axes["pp"].stride, machine.devices)
-        network += crossing * pipeline_nbytes / machine.network
-    if not axes["tp"].is_inside:
-        network += axes["tp"].rings * tensor_nbytes / machine.network
+        network += crossing * sent["pp"] / machine.network
+    if "tp" in axes and not axes["tp"].is_inside:
+        network += axes["tp"].rings * sent["tp"] / machine.network
+    if "ep" in axes:
+        network += axes["ep"].exchange_network_seconds(sent["ep"])
     return {
-        "devices' links": (received + pipeline_nbytes + tensor_nbytes) / machine.device_link,
+        "devices' links": (received + sum(sent.values())) / machine.device_link,
         "network": network,
         **home_seconds(edges, steps[Tier.HOST], machine),
         "optimizer on device": steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),

@@ -27,6 +27,7 @@ class FlatParamSize:
     whole_grad: bool = False  # every rank holds its whole gradient (ZeRO-1)
     node_size: int = 0  # ranks of a machine that share gathered weights (``shard_in_node``); else 0
     largest: int = 0  # elements of the largest parameter; 0: unknown
+    kept_nbytes: int = 0  # what class steps keep of it in host memory, on every rank
 
     @property
     def is_averaged(self) -> bool:
@@ -44,14 +45,14 @@ class FlatParamSize:
     @property
     def class_step_nbytes(self) -> int:
         """Counts the bytes, in fp32, of pieces of parameters that are stepped by their class: one
-        is read, one stepped, with three temporaries, and one written. A stepping rank also receives
-        one."""
-        if not self.spec.class_piece:
+        is read, one stepped, with the temporaries of the class, and one written. A stepping rank
+        also receives one."""
+        if (of_class := self.spec.class_piece) is None:
             return 0
         arrays = 2 + len(self.spec.moments)  # elements and gradient
         copies = 3 if self.shards == 1 else 4
-        piece = min(self.largest or self.numel, self.spec.class_piece)
-        return 4 * piece * (copies * arrays + 3)
+        piece = min(self.largest or self.numel, of_class.numel)
+        return 4 * piece * (copies * arrays + of_class.temporaries)
 
     def whole_nbytes(self, name: str) -> int:
         """Counts the bytes of array ``name`` of all ranks."""

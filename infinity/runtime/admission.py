@@ -24,7 +24,7 @@ from ..planning.budgets import measured_free
 from ..planning.memory_plan import MemoryPlan, term_of
 from ..planning.unit_sizes import FlatParamSize, UnitSize
 from ..state.flat_param import FlatParam
-from ..state.flat_param_spec import FlatParamSpec
+from ..state.flat_param_spec import ClassPiece, FlatParamSpec
 from ..state.handle import ParamHandle, handle_of, raw_grad
 from ..state.unit import ParamUnit
 from ..storage.arrays import ArrayIO, StateArray
@@ -57,7 +57,7 @@ def admit(
     hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
     place: int = 0,
-    class_piece: int = 0,
+    class_piece: ClassPiece | None = None,
     asked: str = "add_param_group",
 ) -> None:
     """Steps ``params``: see :meth:`Engine.admit`. Blocks until all bytes are at home."""

@@ -20,6 +20,7 @@ from ..forwards.context import ForwardContext
 from ..optim.context import StepContext
 from ..optim.outer_step import OuterStep
 from ..state import mistakes
+from ..state.flat_param_spec import ClassPiece
 from ..state.handle import ParamHandle
 from ..state.home_arrays import Update
 from ..state.operations import Operation, State
@@ -248,7 +249,7 @@ class Engine:
         moments: Mapping[str, torch.dtype],
         then: Callable[[], None],
         place: int = 0,
-        class_piece: int = 0,
+        class_piece: ClassPiece | None = None,
         asked: str = "add_param_group",
     ) -> None:
         """Steps ``params``, frozen until now, by the optimizer at ``place``. ``moments``: the

@@ -357,13 +357,13 @@ def _blocks(
     array: StateArray, begin: int, end: int, nbytes: int
 ) -> Iterator[tuple[int, int, slice, slice]]:
     """Yields the checksum-aligned pieces that cover elements ``begin`` to ``end``, of at most
-    ``nbytes``.
+    ``nbytes``: none if there are no elements.
 
     Yields (byte offset in the extent, bytes, elements in them, elements of the caller's tensor).
     """
     size = array.dtype.itemsize
     offset = round_down(begin * size, native.CHECKSUM_NBYTES)
-    while offset < end * size:
+    while begin < end and offset < end * size:
         covered = min(nbytes, round_up(end * size - offset, native.CHECKSUM_NBYTES))
         count = min(covered, array.extent.nbytes - offset)
         first, last = offset // size, (offset + count) // size

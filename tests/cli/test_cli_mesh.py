@@ -87,6 +87,29 @@ def test_all_meshes_are_compared_and_the_best_is_told(run, planned):
     assert "e-0" not in out.partition("assumptions:")[0]
 
 
+MIXTURE = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def test_a_mixture_is_also_planned_with_its_experts_divided(run, planned, tmp_path):
+    """Bytes of ep: two experts a token, there and back, half of them on this rank, in four layers,
+    forward and backward. The operations are those of the chosen experts. Twin: the dense model has
+    no such mesh."""
+    words = ("--machine", "two-rtx3090", "--batch-tokens", "1K", "--mesh")
+    assert all("ep" not in plan["mesh"] for plan in planned(*words, "auto")["meshes"])
+    (tmp_path / "model.json").write_text(json.dumps(MIXTURE))
+    found = planned(*words, "auto")
+    assert [plan for plan in found["meshes"] if plan["mesh"] == {"pp": 1, "dp": 1, "ep": 2}]
+    (plan,) = planned(*words, "ep=2")["meshes"]
+    (rank,) = plan["ranks"]
+    assert rank["sent"]["ep"] == 2 * 4 * 512 * 2 * 2 * 64 * 2 // 2 and '"ep")' in plan["paste"]
+    assert rank["seconds"]["expert parallel"] > 0 == rank["seconds"]["tensor parallel"]
+    status, out, _ = run(*words, "ep=2")
+    assert status == 0 and "all experts are chosen as often" in out
+    (tmp_path / "model.json").write_text(json.dumps(MIXTURE | {"num_local_experts": 8}))
+    more = planned(*words, "ep=2")["meshes"][0]["ranks"][0]
+    assert more["seconds"]["compute"] < 1.1 * rank["seconds"]["compute"]  # of the router alone
+
+
 def test_one_mesh_is_what_all_of_them_have_for_it(planned):
     words = ("--machine", "two-rtx3090", "--nodes", 2, "--batch-size", 8)
     together = planned(*words, "--mesh", "auto")
@@ -130,8 +153,9 @@ def test_state_on_nvme_wears_the_drives(run, planned):
         (("--mesh", "pp=3,tp=2"), "makes 6 ranks, and the machines have 8"),
         (("--mesh", "xp=2"), "no axis 'xp'"),
         (("--mesh", "tp=8"), "heads"),
+        (("--mesh", "ep=2"), "has no plan for its experts"),
         (("--mesh", "pp=8"), "4 layers cannot be cut"),
-        (("--mesh", "dp=8", "--batch-size", 9), "9 samples of a step do not divide by dp=8"),
+        (("--mesh", "dp=8", "--batch-size", 9), "9 samples of a step do not divide by the 8 data"),
         (("--mesh", "auto", "--svg", "a.svg"), "--svg is of one rank"),
         (("--mesh", "auto", "--timetable"), "--timetable is of one rank"),
         (("--mesh", "auto", "--activations", "host"), "--activations"),

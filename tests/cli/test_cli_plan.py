@@ -25,6 +25,7 @@ transformers = pytest.importorskip("transformers")
 import infinity.cli
 from infinity.cli import plan_view
 from infinity.cli.training import compute
+from infinity.planning import machine_file
 
 TINY = {
     "model_type": "gpt2",
@@ -206,6 +207,28 @@ def test_a_cluster_with_all_state_on_its_devices_charges_them(run):
 def test_a_cluster_that_cannot_be_is_refused(run, words):
     status, out, err = run(*words)
     assert status == 2 and out == "" and err.startswith("infinity plan:")
+
+
+def test_the_next_parts_gain_is_that_of_the_machine_with_it(run, place):
+    """Twin: with nothing on disk, a disk is not offered."""
+    words = ("--machine", "rtx4090", "--params", "nvme", "--optimizer", "nvme")
+    found = json.loads(run(*words, "--json", budgets={})[1])
+    assert (
+        found["next"].keys() == {"disk", "memory", "device"} and found["next"]["disk"]["times"] > 1
+    )
+    assert "disks: caps the devices at" in found["explanation"]
+    text = (Path(machine_file.MACHINES) / "rtx4090.toml").read_text()
+    wider = re.sub(r"(disks = \{count = |\[disks\]\ncount = )1", r"\g<1>2", text)
+    assert wider != text
+    (place / "wider.toml").write_text(wider)
+    other = json.loads(run("--machine", "wider.toml", *words[2:], "--json", budgets={})[1])
+    assert found["next"]["disk"]["step_seconds"] == other["step_seconds"]
+    assert found["next"]["disk"]["times"] == pytest.approx(
+        found["step_seconds"] / other["step_seconds"]
+    )
+    assert " x with one more disk (" in run(*words, budgets={})[1]
+    words = ("--machine", "rtx4090", "--params", "host", "--optimizer", "host")
+    assert json.loads(run(*words, "--json", budgets={})[1])["next"].keys() == {"device"}
 
 
 def test_json_has_its_keys_and_they_agree(planned):

@@ -7,14 +7,15 @@ elements that a rank receives show that none gets every parameter whole.
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from ranks import run_torchrun
 
 from infinity.optim.class_ranks import stepping_ranks
+from infinity.optim.matrices import multiplications
 
 SCRIPT = Path(__file__).parents[1] / "support" / "jobs" / "class_ranks.py"
 
@@ -49,16 +50,9 @@ def test_ranks_step_as_one_process(world, home, shard, tmp_path):
 
 
 def owned(shapes: list[tuple[int, ...]], size: int) -> list[list[int]]:
-    handles = [
-        SimpleNamespace(
-            index=0,
-            flat_param=SimpleNamespace(
-                layout=SimpleNamespace(placements=[SimpleNamespace(shape=torch.Size(shape))])
-            ),
-        )
-        for shape in shapes
-    ]
-    return stepping_ranks([handles[at : at + size] for at in range(0, len(handles), size)], size)
+    handles = [SimpleNamespace(cost=multiplications(shape, None)) for shape in shapes]
+    rounds = [handles[at : at + size] for at in range(0, len(handles), size)]
+    return stepping_ranks(rounds, size, attrgetter("cost"))
 
 
 def test_the_costliest_goes_to_the_rank_that_has_done_least():

@@ -7,6 +7,7 @@ Twins: another learning rate differs; a class that is changed is refused.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -179,6 +180,67 @@ def test_every_rule_has_a_class_and_a_test():
     assert set(KNOWN) == set(native.Rule.__members__.values())
     tested = {name.partition(",")[0] for name in TORCHS}
     assert {known.kind.__name__ for known in KNOWN.values() if known.kind} == tested
+
+
+# Settings of two groups, of which one needs another moment
+UNLIKE = {
+    "amsgrad": (optim.AdamW, {"amsgrad": True}, {"amsgrad": False}, "max_exp_avg_sq"),
+    "momentum": (optim.SGD, {"momentum": 0.0}, {"momentum": 0.9}, "momentum_buffer"),
+    "centered": (optim.RMSprop, {"centered": True}, {"momentum": 0.5}, "grad_avg"),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_a_group_has_the_moments_that_it_needs(case, tmp_path):
+    """Claim: the state has torch's keys in each group, and torch's numbers; state dicts and
+    checkpoints are loaded. A group gets no setting later for which it has no array."""
+    kind, *settings, moment = UNLIKE[case]
+
+    def of_groups(*settings):
+        def make(params):
+            groups = [{"params": params[:3]} | settings[0], {"params": params[3:]} | settings[1]]
+            return kind(groups, lr=1e-3)
+
+        return make
+
+    make = of_groups(*settings)
+    theirs, state = run(make, None, tmp_path)
+    keys = {i: {key for key, value in of.items() if value is not None} for i, of in state.items()}
+    for home in HOMES:
+        net, optimizer = wrapped(make, home, tmp_path)
+        steps(net, optimizer, 20)
+        assert furthest(dict(net.state_dict()), theirs) < 1e-4
+        found = optimizer.state_dict()
+        assert {i: set(of) for i, of in found["state"].items()} == {
+            i: k for i, k in keys.items() if k
+        }
+        assert {moment in optimizer.state[p] for p in net[0][0].parameters()} != {
+            moment in optimizer.state[p] for p in net[3].parameters()
+        }
+    infinity.save_checkpoint(tmp_path / "saved", net, optimizer)
+    plain, again = wrapped(make, None, tmp_path), wrapped(make, "host", tmp_path)
+    for each in (plain, again):
+        each[0].load_state_dict(net.state_dict())
+        each[1].load_state_dict(copy.deepcopy(found))
+    resumed = wrapped(make, "host", tmp_path)
+    infinity.load_checkpoint(tmp_path / "saved", *resumed)
+    for each in ((net, optimizer), plain, again, resumed):
+        steps(*each, 3, seed=2)
+    weights = [dict(each.state_dict()) for each in (net, plain[0], again[0], resumed[0])]
+    assert furthest(weights[0], weights[1]) < 1e-4
+    assert furthest(weights[0], weights[2]) == furthest(weights[0], weights[3]) == 0
+    everywhere = {
+        **settings[0],
+        **settings[1],
+        **{k: v for s in settings for k, v in s.items() if v},
+    }
+    other = wrapped(of_groups(everywhere, everywhere), "host", tmp_path)
+    with pytest.raises(UsageError, match="settings of its group . have no .*: wrap the model"):
+        infinity.load_checkpoint(tmp_path / "saved", *other)
+    for group in optimizer.param_groups:
+        group.update(everywhere)
+    with pytest.raises(UsageError, match="and it was wrapped without"):
+        steps(net, optimizer, 1)
 
 
 def test_adam_and_adamw_with_amsgrad_are_told_apart(tmp_path):

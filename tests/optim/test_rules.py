@@ -315,8 +315,17 @@ INSTEAD = {
         "PagedAdEMAMix8bit",
     ): "Use AdEMAMix of pytorch_optimizer: it is stepped at any home",
     ("mine.optimizers", "AdamW"): "Use torch.optim.AdamW: it is stepped",
-    ("mine.optimizers", "Shampoo"): "Supported are torch.optim.AdamW",
-}
+    ("mine.optimizers", "Rotating"): "Supported are torch.optim.AdamW",
+    ("pytorch_optimizer.optimizer.radam", "RAdam"): "Use torch.optim.RAdam: it is stepped",
+} | dict.fromkeys(
+    [
+        ("pytorch_optimizer.optimizer.soap", "SOAP"),
+        ("mine.optimizers", "Shampoo"),
+        ("heavyball.optim", "PSGDKron"),
+    ],
+    "It keeps square matrices of the rows and of the columns of a parameter, which have no home"
+    " here. Use torch.optim.Muon beside another optimizer: it is stepped at any home. Supported",
+)
 
 
 @pytest.mark.parametrize(("module", "name"), INSTEAD)

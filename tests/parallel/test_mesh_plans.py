@@ -238,6 +238,33 @@ def test_a_step_sends_exactly_what_is_planned_in_the_planned_order(name, tmp_pat
 
 
 @pytest.mark.slow
+def test_divided_experts_are_gathered_and_reduced_as_planned(tmp_path):
+    """Method: two stages of a mixture whose two data ranks have two of four experts each. The
+    tokens that leave are those that the routers choose: near what all chosen as often would be.
+    Failing twin: the same ranks without ep gather and reduce the experts, too."""
+    jobs = {"executed:mesh": {"axes": {"ep": 2}}}
+    ranks = run_all(tmp_path, 4, jobs, script="mesh_jobs.py")["executed:mesh"]
+    planned = mesh_jobs.planned((2, 1, 1, 2), (2, 2))
+    for number, rank in enumerate(ranks):
+        expected = planned[number // 2]
+        assert {name: rank[name] for name in ("pp", "dp")} == {
+            name: expected[name] for name in ("pp", "dp")
+        }
+        assert [tuple(each) for each in rank["done"]] == expected["done"]
+    for rank in (0, 2):  # of a stage together: what one sends less, the other sends more
+        sent = sum(each["ep"] for each in ranks[rank : rank + 2])
+        assert sent == pytest.approx(2 * planned[rank // 2]["ep"], rel=0.35)
+
+    def whole() -> dict[str, int]:
+        shape = MeshShape(2, 2, 1)
+        job = mesh_jobs.job_of(mesh_jobs.on_meta("mixtral"), shape)
+        return mesh_jobs.way_of(job, shape, (2, 2)).plan().ranks[0].edges
+
+    edges = in_children([whole], 4)[0]
+    assert all(edges[name] > 2 * planned[0]["dp"][name] for name in planned[0]["dp"])
+
+
+@pytest.mark.slow
 def test_a_pipeline_that_is_planned_wraps_and_one_that_is_refused_does_not(tmp_path, monkeypatch):
     """Method: budgets around the least that works; the planner is given this machine's processor
     for a device, and four ranks over gloo wrap with the

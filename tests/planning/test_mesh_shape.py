@@ -33,7 +33,8 @@ def test_a_mesh_is_parsed_and_told_as_a_line_to_paste():
     ("text", "said"),
     [
         ("pp=4,xp=8", "no axis 'xp'"),
-        ("ep=4", "no axis 'ep'"),
+        ("ep=2,tp=2", "leave one of both out"),
+        ("ep=3", "ep=3 makes 126 ranks, and the machines have 128"),
         ("", "no axis ''"),
         ("pp", "pp needs a number"),
         ("pp=", "pp needs a number"),
@@ -60,7 +61,7 @@ def test_ten_thousand_random_inputs_are_taken_or_refused():
         if draw.random() < 0.5:
             text = "".join(draw.choices(string.printable, k=draw.randrange(12)))
         else:
-            names = draw.sample([*AXES, "cp", "ep"], draw.randrange(1, 4))
+            names = draw.sample([*AXES, "cp"], draw.randrange(1, 4))
             values = [draw.choice(["1", "2", "4", "8", "0", "x", "1e3", ""]) for _ in names]
             text = ",".join(map("=".join, zip(names, values)))
         try:
@@ -84,6 +85,34 @@ def test_all_meshes_of_a_number_of_ranks():
         assert len(set(found)) == len(found) and all(mesh.ranks == ranks for mesh in found)
         assert not tried or set(found) == tried
     assert len(found) == 36
+
+
+def test_ranks_of_ep_divide_the_experts_and_share_no_batch():
+    """Twin: without experts there is no such mesh."""
+    found = set(meshes_of(8, experts=12))
+    with_experts = {mesh for mesh in found if mesh.ep > 1}
+    assert found - with_experts == set(meshes_of(8))
+    assert with_experts == {
+        MeshShape(pp, 8 // pp // ep, 1, ep)
+        for pp, ep in itertools.product((1, 2, 4, 8), (2, 4))
+        if pp * ep <= 8
+    }
+    mesh = parse_mesh("pp=2,ep=4", 16)
+    assert mesh == MeshShape(2, 2, 1, 4) and mesh.data == 8
+    assert mesh.paste() == (
+        'mesh = init_device_mesh("cuda", (2, 2, 4), mesh_dim_names=("pp", "dp", "ep"))'
+    )
+
+
+def test_an_exchange_sends_what_leaves_a_node_through_its_network():
+    """8 ranks on nodes of 4: each sends 4 of 7 parts to the other node. Twin: one node."""
+    machine = dataclasses.replace(DGX, devices=4)
+    axis = MeshShape(1, 1, 1, 8).axis("ep", machine)
+    assert axis.exchange_network_seconds(7e9) == 4 * 4e9 / machine.network
+    assert axis.exchange_seconds(7e9, 2) == 4 * 4e9 / machine.network + 2 * machine.latency
+    inside = MeshShape(1, 1, 1, 8).axis("ep", DGX)
+    assert inside.exchange_seconds(7e9, 2) == 7e9 / DGX.device_link
+    assert inside.exchange_network_seconds(7e9) == 0
 
 
 def test_an_axis_is_inside_if_no_group_leaves_its_node():
@@ -128,13 +157,14 @@ def test_faster_links_never_cost_more():
             device_link=10 ** draw.uniform(8, 12),
             network=10 ** draw.uniform(8, 12),
         )
-        mesh = MeshShape(*(draw.choice([1, 2, 3, 4, 8]) for _ in range(3)))
+        mesh = MeshShape(*(draw.choice([1, 2, 3, 4, 8]) for _ in range(4)))
         for field in ("device_link", "network"):
             faster = dataclasses.replace(machine, **{field: 2 * getattr(machine, field)})
             for name in AXES:
                 slow, fast = mesh.axis(name, machine), mesh.axis(name, faster)
                 assert fast.collective_seconds(1e9, 7) <= slow.collective_seconds(1e9, 7)
                 assert fast.network_seconds(1e9, 7) <= slow.network_seconds(1e9, 7)
+                assert fast.exchange_seconds(1e9, 7) <= slow.exchange_seconds(1e9, 7)
                 last = slow.size - 1
                 assert fast.hop_seconds(1e9, 0, last) <= slow.hop_seconds(1e9, 0, last)
 

@@ -115,22 +115,31 @@ def test_the_spans_name_every_kind_once():
 
 # --- steps that were measured ---
 
-LOHAN = {  # samples of 1,024 tokens -> TFLOPS with 1, 2, 3, 6 and 12 disks
+LOHAN = {  # samples of 1,024 tokens -> TFLOPS of 13 B with 1, 2, 3, 6 and 12 disks
     32: (37.5, 64.3, 81.1, 121.7, 142.0),
     48: (53.1, 89.7, 121.7, 146.3, 153.9),
     64: (70.3, 111.7, 136.3, 151.5, 148.2),
 }
 DISKS = (1, 2, 3, 6, 12)
+SIZES = {"13 B": (12.58e9, 40), "70 B": (64.4e9, 80), "175 B": (174e9, 96)}  # parameters, blocks
+LOHAN_CARDS = {  # model, cards -> samples of a step -> TFLOPS with 12 disks
+    ("13 B", 1): {8: 42.8, 16: 84.3, 32: 143.1, 64: 155.8, 128: 153.8},
+    ("175 B", 1): {8: 52.6, 16: 86.9},
+    ("13 B", 2): {16: 55.0, 32: 103.2, 64: 194.7, 128: 278.2},
+    ("70 B", 2): {16: 64.6, 32: 128.8, 48: 183.5},
+    ("13 B", 4): {32: 106.5, 64: 209.7, 128: 358.7, 256: 514.4},
+    ("70 B", 4): {32: 124.8, 64: 249.7, 96: 348.4},
+}
 
 
-def lohan(samples: int, disks: int) -> float:
-    """Predicts the TFLOPS of LoHan's 13 B model on a 4090 with D7-P5510 disks and 16 channels of
-    DDR4-3200: 6.5 and 3.4 GB/s a disk, 409 GB/s of memory, 20 GB/s of link. Compute at 156 TFLOPS,
-    its best row, counted with recomputation. One unit's state at a time is on its way, as its I/O,
-    which is DeepSpeed's, has it."""
-    parameters, blocks, tokens = 12.58e9, 40, 1024 * samples
+def lohan(samples: int, disks: int = 12, *, model: str = "13 B", cards: int = 1) -> float:
+    """Predicts LoHan's TFLOPS on 4090s with D7-P5510 disks and 16 channels of DDR4-3200: 6.5 and
+    3.4 GB/s a disk, 409 GB/s of memory, 20 GB/s of link. Compute at 156 TFLOPS a card, its best
+    row, counted with recomputation. One unit's state at a time is on its way, as its I/O, which is
+    DeepSpeed's, has it."""
+    (parameters, blocks), tokens = SIZES[model], 1024 * samples
     block = parameters / blocks
-    compute = 8 * block * tokens / 156e12
+    compute = 8 * block * tokens / 156e12 / cards
     unit = UnitSeconds(
         "block",
         int(2 * block),
@@ -159,6 +168,33 @@ def test_lohans_disk_sweep():
         assert -0.02 < error < (0.10 if disks in (1, 12) else 0.28), (samples, disks, error)
     assert sum(map(abs, errors.values())) / len(errors) < 0.11
     assert sum(abs(error) < 0.10 for error in errors.values()) >= 8
+
+
+def test_lohans_larger_models_and_cards():
+    """Claim: a bound that no measured row beats; within 10 % where one card's compute decides.
+
+    Not reproduced: 18 of 21 rows, of small batches or several cards. Their steps do not get
+    shorter with the batch: 19.3 and 19.6 s of 13 B with 8 and 16 samples, 30 to 34 s with two
+    cards and 16 to 64. The data sheets' disks, memory and links explain 9 s of that.
+    """
+    errors = {
+        (model, cards, samples): lohan(samples, model=model, cards=cards) / measured - 1
+        for (model, cards), rows in LOHAN_CARDS.items()
+        for samples, measured in rows.items()
+    }
+    assert len(errors) == 21 and min(errors.values()) > -0.02
+    assert [row for row, error in errors.items() if error < 0.10] == [
+        *(("13 B", 1, samples) for samples in (32, 64, 128))
+    ]
+    seconds = {
+        (cards, samples): 8 * 12.58e9 * 1024 * samples / tflops / 1e12
+        for cards in (1, 2)
+        for samples, tflops in LOHAN_CARDS["13 B", cards].items()
+    }
+    assert seconds[1, 8] == pytest.approx(19.3, abs=0.05)
+    assert seconds[1, 16] == pytest.approx(19.6, abs=0.05)
+    assert [round(seconds[2, samples]) for samples in (16, 32, 64)] == [30, 32, 34]
+    assert 8 * 12.58e9 * 1024 * 8 / lohan(8) / 1e12 == pytest.approx(8.8, abs=0.1)
 
 
 def trainstream(layers: int, streamed: int, nbytes: float, compute: float, link: float) -> float:

@@ -167,6 +167,19 @@ def test_every_array_lies_on_all_disks_by_their_rates(make_disks):
         assert torch.equal(store.read(array, 0, array.numel), value)
 
 
+def test_no_elements_are_read_and_written_anywhere(make_disks):
+    """Claim: an empty part of an array is none wherever it begins, also behind the array: there a
+    rank has its elements of a parameter that is all another rank's."""
+    store = make_disks([1e9]).store()
+    array = store.arrays.allocate(Tier.NVME, torch.float32, 4096 // 4, "an array")
+    store.open([])
+    store.write(array, 0, torch.ones(array.numel), version=1)
+    for begin in (0, 5, array.numel, array.numel + 5):
+        assert store.read(array, begin, begin).numel() == 0
+        store.write(array, begin, torch.empty(0), version=1)
+    assert store.read(array, 0, array.numel).sum() == array.numel
+
+
 def test_disks_of_unlike_size_are_used_in_full(make_disks):
     """Method: equal rates, one disk with room for an eighth; what it cannot take is the others',
     and what all of them cannot take is refused with the numbers."""

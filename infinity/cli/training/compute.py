@@ -77,8 +77,17 @@ def step_flops(
 ) -> float:
     """Counts the multiplications and additions of a forward and backward; with ``checkpointing``,
     of a second forward too."""
-    params = sum(param.numel() for param in model.parameters())
-    return _flops(config, params, batch * length, length) * (4 / 3 if checkpointing else 1)
+    passes = 4 / 3 if checkpointing else 1
+    return _flops(config, params_of_a_token(model), batch * length, length) * passes
+
+
+def params_of_a_token(model: nn.Module) -> int:
+    """Counts the parameters that a token is multiplied by: of each layer's experts, the chosen."""
+    from ...parallel.experts import chosen_of, expert_parameters
+
+    experts = expert_parameters(model)
+    idle = sum(param.numel() - param.numel() // len(param) * chosen_of(model) for param in experts)
+    return sum(param.numel() for param in model.parameters()) - (idle if chosen_of(model) else 0)
 
 
 def _with_layers(config: Any, layers: int) -> Any:

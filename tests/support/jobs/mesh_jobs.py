@@ -28,10 +28,11 @@ from infinity.planning.mesh_shape import MeshShape
 from infinity.runtime.registry import engine_of
 
 MICRO, SAMPLES, LENGTH = 4, 8, 12
+MODELS = {"tp": "llama", "ep": "mixtral"}  # by the innermost axis
 HOMES = {"params": "host", "optimizer": "host"}
 
 
-class SendsOfTp(CountingSends):
+class SendsInside(CountingSends):
     """Counts the collectives of one group: a real run has others beside."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -39,6 +40,10 @@ class SendsOfTp(CountingSends):
         self._group = group
 
     def note(self, name: str, args: tuple, found: Any) -> None:
+        if name == "all_to_all_single":
+            given, _, counts, _ = args
+            self.nbytes += (len(given) - counts[self._group.rank()]) * given[:1].nbytes
+            return
         for each in args:
             if isinstance(each, torch.ScriptObject):
                 each = dist.ProcessGroup.unbox(each).group_name
@@ -48,13 +53,14 @@ class SendsOfTp(CountingSends):
 
 def executed(axes: dict[str, int]) -> dict[str, Any]:
     """What a rank computes, in order, and sends over each axis in a step that is not the first."""
-    mesh = mesh_with(**axes)
-    model = cut(causal("llama"), mesh)
+    mesh, inner = mesh_with(**axes), "ep" if "ep" in axes else "tp"
+    exchange = "tokens" if inner == "ep" else "outputs"
+    model = cut(causal(MODELS[inner]), mesh, exchange)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     pipe, optimizer = infinity.parallel.pipeline(
         model, mesh, optimizer, HOMES, schedule="1F1B", micro_batches=MICRO, quiet=True
     )
-    batch = labelled(0, data_rank_of(mesh))
+    batch = labelled(0, data_rank_of(mesh, exchange))
     for _ in range(2):
         pipe.step(**batch)
         optimizer.step()
@@ -88,12 +94,12 @@ def executed(axes: dict[str, int]) -> dict[str, Any]:
     traffic = engine_of(pipe.chunks).job.traffic.collectives
     names = ("all-gather", "reduce-scatter")
     before = {name: traffic[name].nbytes for name in names if name in traffic}
-    with SendsOfTp(mesh["tp"].get_group()) as tensors:
+    with SendsInside(mesh[inner].get_group()) as inside:
         pipe.step(**batch)
     found = {
         "done": done,
         "pp": sum(sent),
-        "tp": round(tensors.nbytes),
+        inner: round(inside.nbytes),
         "dp": {name: traffic[name].nbytes - before[name] for name in before},
     }
     optimizer.zero_grad()
@@ -101,36 +107,37 @@ def executed(axes: dict[str, int]) -> dict[str, Any]:
     return found
 
 
-def planned(sizes: tuple[int, int, int], lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+def planned(sizes: tuple[int, ...], lengths: tuple[int, ...]) -> list[dict[str, Any]]:
     """The same of a rank of each stage, on paper: no rank is there."""
+    shape = MeshShape(*sizes)
+    inner = "ep" if shape.ep > 1 else "tp"
 
     def work() -> list[dict[str, Any]]:
-        shape = MeshShape(*sizes)
-        way = way_of(job_of(on_meta(), shape), shape, lengths)
+        way = way_of(job_of(on_meta(MODELS[inner]), shape), shape, lengths)
         orders = way._orders(MICRO)
         return [
             {
                 "done": [tuple(op) for op in orders[rank.stage]],
                 "pp": rank.sent["pp"],
-                "tp": rank.sent["tp"],
+                inner: rank.sent[inner],
                 "dp": {name: rank.edges[name] for name in ("all-gather", "reduce-scatter")},
             }
             for rank in way.plan().ranks
         ]
 
-    return in_children([work], sizes[0] * sizes[1] * sizes[2])[0]
+    return in_children([work], shape.ranks)[0]
 
 
-def on_meta() -> nn.Module:
+def on_meta(name: str = "llama") -> nn.Module:
     with torch.device("meta"):
-        return causal("llama")
+        return causal(name)
 
 
 def job_of(model: nn.Module, shape: MeshShape, **config: Any) -> Job:
     """A job of a small model on paper, on a machine whose node has all ranks."""
-    paper = shard_on_paper(model, shape.tp)
+    paper = shard_on_paper(model, shape.tp, shape.ep)
     given = {"device_memory": 1 << 30, "host_memory": 1 << 30} | HOMES | config
-    batch = Batch(SAMPLES * shape.dp, LENGTH, 1e9, False, 64, 4)
+    batch = Batch(SAMPLES * shape.data, LENGTH, 1e9, False, 64, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     machine = Machine.read("dgx-h100")
     return Job(paper, [optimizer], Config.make(given), machine, batch)

@@ -2,13 +2,16 @@
 
 Each has a network namespace of its own with a TUN device in it. What leaves by one device is read
 here, kept for the delay, and written to the device that has the destination's address. Bandwidth is
-what this process can copy: several hundred megabytes per second.
+the rate that is asked for, or what this process can copy: several hundred megabytes per second.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import heapq
+import itertools
+import math
 import os
 import selectors
 import shutil
@@ -16,7 +19,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections import deque
 from types import TracebackType
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -36,15 +38,15 @@ def why_not() -> str | None:
 
 
 class DelayedNetwork:
-    """``size`` namespaces whose packets take ``seconds`` to each other. A context manager: what it
-    makes, it removes."""
+    """``size`` namespaces whose packets take ``seconds`` to each other, and leave each of them at
+    ``rate`` bytes per second at most. A context manager: what it makes, it removes."""
 
-    def __init__(self, size: int, seconds: float):
+    def __init__(self, size: int, seconds: float, rate: float = math.inf):
         tag = f"inf{os.getpid() % 100000}"
         self.names = [f"{tag}n{place}" for place in range(size)]
         self.devices = [f"{tag}t{place}" for place in range(size)]
         self.addresses = [f"10.178.{place // 250}.{place % 250 + 1}" for place in range(size)]
-        self._seconds = seconds
+        self._seconds, self._rate = seconds, rate
         self._files: list[int] = []
         self._switch: subprocess.Popen | None = None
 
@@ -65,6 +67,7 @@ class DelayedNetwork:
                 sys.executable,
                 __file__,
                 str(self._seconds),
+                str(self._rate),
                 ",".join(self.addresses),
                 *map(str, self._files),
             ]
@@ -108,12 +111,15 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
-def switch(seconds: float, addresses: list[str], files: list[int]) -> None:
-    """Moves packets between the devices ``files``, each ``seconds`` after it was sent, for ever."""
+def switch(seconds: float, rate: float, addresses: list[str], files: list[int]) -> None:
+    """Moves packets between the devices ``files``, each ``seconds`` after it was sent, for ever.
+    What a device sends leaves it one packet after the other."""
     device_of = {
         bytes(map(int, address.split("."))): file for address, file in zip(addresses, files)
     }
-    underway: deque[tuple[float, int, bytes]] = deque()
+    underway: list[tuple[float, int, int, bytes]] = []  # a heap; the number keeps their order
+    free = dict.fromkeys(files, 0.0)  # when a device's last packet has left
+    numbers = itertools.count()
     selector = selectors.DefaultSelector()
     for file in files:
         selector.register(file, selectors.EVENT_READ)
@@ -124,12 +130,15 @@ def switch(seconds: float, addresses: list[str], files: list[int]) -> None:
                 for _ in range(64):
                     packet = os.read(key.fd, MTU + 64)
                     if (to := device_of.get(packet[DESTINATION])) is not None:
-                        underway.append((time.monotonic() + seconds, to, packet))
+                        left = max(time.monotonic(), free[key.fd]) + len(packet) / rate
+                        free[key.fd] = left
+                        heapq.heappush(underway, (left + seconds, next(numbers), to, packet))
         while underway and underway[0][0] <= time.monotonic():
-            _, to, packet = underway.popleft()
+            _, _, to, packet = heapq.heappop(underway)
             with contextlib.suppress(BlockingIOError):  # a full queue drops it, as a switch does
                 os.write(to, packet)
 
 
 if __name__ == "__main__":
-    switch(float(sys.argv[1]), sys.argv[2].split(","), [int(file) for file in sys.argv[3:]])
+    seconds, rate, addresses, *files = sys.argv[1:]
+    switch(float(seconds), float(rate), addresses.split(","), [int(file) for file in files])
