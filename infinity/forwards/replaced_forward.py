@@ -34,19 +34,20 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 class ReplacedForward:
-    """Replaces the forward of ``module`` by ``forward`` until :meth:`remove`."""
+    """Replaces the forward of ``module`` by ``forward`` until :meth:`remove`. ``name``: the
+    attribute; what is no module may keep the forward of one under another name."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
-        self._module, self._own = weakref.ref(module), module.__dict__.get("forward")
-        self._is_removed = False
-        module.forward = forward
+    def __init__(self, module: Any, forward: Callable[..., Any], name: str = "forward"):
+        self._module, self._name = weakref.ref(module), name
+        self._own, self._is_removed = module.__dict__.get(name), False
+        setattr(module, name, forward)
 
     def remove(self) -> None:
         """Restores the forward as it was. Idempotent."""
         module = self._module()
         if module is not None and not self._is_removed:
             if self._own is not None:
-                module.forward = self._own
+                setattr(module, self._name, self._own)
             else:
-                module.__dict__.pop("forward", None)
+                module.__dict__.pop(self._name, None)
         self._is_removed = True

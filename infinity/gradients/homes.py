@@ -120,8 +120,7 @@ class GradHomes:
     def whole(self, flat_param: FlatParam) -> torch.Tensor:
         """Returns this rank's whole flat gradient on the device, if its home is whole (ZeRO-1)."""
         flat_param.homes.wait_running()
-        self.queue.wait(flat_param)
-        return flat_param.arrays["grad"].flat.to(self.device.where)
+        return self._flat(flat_param, write=True, wait=True).to(self.device.where)
 
     def close_flat_param(self, flat_param: FlatParam) -> list[native.Ticket]:
         """Sends a flat param's opened gradients to disk. Returns tickets that must complete before

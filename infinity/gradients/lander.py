@@ -37,9 +37,8 @@ class Lander:
 
     def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
         """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
-        is_whole_at_home = adds and handle.grad.rows is None
-        if handle.flat_param.homes.rows is not None and not is_whole_at_home:
-            self._land_rows(handle, grad, adds=adds)
+        if _lands_by_rows(handle, adds=adds):
+            self._land_rows(handle, grad, self._norms.of, adds=adds)
         elif self._device.overlaps and handle.flat_param.arrays["grad"].tier is not Tier.DEVICE:
             self.beside(handle, *self._flat(handle, grad), adds=adds)
         else:
@@ -51,7 +50,9 @@ class Lander:
                 adds=adds,
             )
 
-    def _land_rows(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
+    def _land_rows(
+        self, handle: ParamHandle, grad: torch.Tensor, take_norm: TakeNorm, *, adds: bool
+    ) -> None:
         """Lands a gradient of experts: the rows that are not zero. The others' bytes at home stay
         undefined until somebody wants them. The norm of a sum is taken if it is asked for."""
         record, flat_param = handle.grad, handle.flat_param
@@ -68,7 +69,7 @@ class Lander:
             for row in sorted(rows | before):
                 self._send_row(there[row], each[row], factors if row in before else None, adds=adds)
             if order is not None:
-                norm.copy_(self._norms.of(values, order))
+                norm.copy_(take_norm(values, order))
 
         nbytes = there[:1].nbytes * len(rows | before)
         if beside:
@@ -109,17 +110,13 @@ class Lander:
     def land_shard(self, handle: ParamHandle, own: torch.Tensor, *, adds: bool) -> None:
         """Sets this rank's shard of the gradient to ``own``, or adds it (``adds``). ``own`` is
         flat, in storage order."""
-        if self._homes.is_remote(handle):
+        is_remote = self._homes.is_remote(handle)
+        if _lands_by_rows(handle, adds=adds):
+            self._land_rows(handle, own, self._norms.of_shard, adds=adds)
+        elif is_remote:
             handle.flat_param.homes.wait_running()
-            self.beside(
-                handle,
-                self._homes.shard(handle, write=True, wait=False),
-                own,
-                self._norms.of_shard,
-                adds=adds,
-            )
-            # Not held back: averages also land outside of a backward, where none would be torn.
-            self._homes.queue.begin()
+            home = self._homes.shard(handle, write=True, wait=False)
+            self.beside(handle, home, own, self._norms.of_shard, adds=adds)
         else:
             self._here(
                 handle,
@@ -128,6 +125,9 @@ class Lander:
                 self._norms.of_shard,
                 adds=adds,
             )
+        if is_remote:
+            # Not held back: averages also land outside of a backward, where none would be torn.
+            self._homes.queue.begin()
 
     def _here(
         self,
@@ -219,6 +219,11 @@ class Lander:
             grad.detach().as_strided((place.numel,), (1,), grad.storage_offset()),
             take_norm,
         )
+
+
+def _lands_by_rows(handle: ParamHandle, *, adds: bool) -> bool:
+    is_whole_at_home = adds and handle.grad.rows is None
+    return handle.flat_param.homes.rows is not None and not is_whole_at_home
 
 
 def _rows_of(handle: ParamHandle, grad: torch.Tensor) -> frozenset[int]:

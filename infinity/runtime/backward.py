@@ -62,7 +62,7 @@ class Backward:
         self.track_task()
         if unit in self._pass.awaited:
             self._pass.awaited[unit] = self._pass.awaited.pop(unit)  # most recently used
-            unit.complete(self.job.store)
+            self.job.prefetcher.complete(unit)
             return
         if self.gathers_with_ranks:
             for other in list(self._pass.awaited)[:-1]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..forwards.replaced_forward import ReplacedForward
+from ..state.experts import OWN_FORWARD, exchanges_of
 from ..state.unit import ParamUnit
 from .job import Job
 from .scoped_call import UNCOMPILED
@@ -24,27 +26,52 @@ def install_chosen_forwards(
 ) -> list[ReplacedForward]:
     """Replaces the forwards of ``modules`` whose units bring rows. Returns their removers."""
     return [
-        ReplacedForward(module, _forward_of(job, module, unit))
+        replaced
         for module, unit in modules
         if unit.arrival.experts is not None
+        for replaced in _replaced(job, module, unit)
     ]
+
+
+def _replaced(job: Job, module: nn.Module, unit: ParamUnit) -> list[ReplacedForward]:
+    """Replaces the forward of ``module`` and, if an exchange of tokens comes first, that of its
+    class, which the exchange calls."""
+    inner = [(each, _of_class(job, module, unit), OWN_FORWARD) for each in exchanges_of(module)]
+    replaced = ((module, _forward_of(job, module, unit), "forward"), *inner)
+    return [ReplacedForward(*each) for each in replaced]
 
 
 def _forward_of(job: Job, module: nn.Module, unit: ParamUnit) -> Callable[..., Any]:
     me = weakref.ref(module)  # which refers to its forward
+    around = module.__dict__.get("forward")  # the class's, with an exchange of tokens
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         module, experts = me(), unit.arrival.experts
-        of_class = type(module).forward
+        own = partial(type(module).forward, module) if around is None else around
         if experts is None or not job.prefetcher.is_held(unit):
             # A call past the hooks: each use of a parameter brings all rows.
-            return of_class(module, *args, **kwargs)
+            return own(*args, **kwargs)
         experts.want_chosen(module, args, kwargs)
-        unit.complete(job.store)
+        job.prefetcher.complete(unit)
         unit.exposure.show()
         try:
-            return of_class(module, *args, **kwargs)
+            return own(*args, **kwargs)
         finally:
             unit.exposure.end()
 
+    if around is not None:
+        update_wrapper(forward, around)  # by which the exchange is found
     return torch.compiler.disable(forward, reason=UNCOMPILED)
+
+
+def _of_class(job: Job, module: nn.Module, unit: ParamUnit) -> Callable[..., Any]:
+    me = weakref.ref(module)  # which refers to what brings its tokens
+
+    def experts_forward(*args: Any, **kwargs: Any) -> Any:
+        module, experts = me(), unit.arrival.experts
+        if experts is not None and job.prefetcher.is_held(unit):
+            experts.want_arrived(module, args, kwargs)
+            job.prefetcher.complete(unit)
+        return type(module).forward(module, *args, **kwargs)
+
+    return experts_forward

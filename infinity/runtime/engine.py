@@ -20,6 +20,7 @@ from ..forwards.context import ForwardContext
 from ..optim.context import StepContext
 from ..optim.outer_step import OuterStep
 from ..state import mistakes
+from ..state.dtensors import is_distributed
 from ..state.flat_param_spec import ClassPiece
 from ..state.handle import ParamHandle
 from ..state.home_arrays import Update
@@ -197,12 +198,14 @@ class Engine:
         self.job.store.check_process()
         if not self.computing:
             raise self.refusal(handle, operation)
-        # Of packed weights no view leaves, so the hold of the unit's owner is enough.
-        if not (is_packed(handle.param) and self.passes.holds(handle.unit)):
-            if (experts := handle.unit.arrival.experts) is not None:
-                experts.want_all()
+        if (experts := handle.unit.arrival.experts) is not None:
+            experts.want_all()
+        # Of packed weights no view leaves, so the hold of the unit's owner is enough. Of a rank's
+        # part of experts it has to be: other ranks lack a longer one, and would gather otherwise.
+        is_part = experts is not None and is_distributed(handle.param)
+        if not (self.passes.holds(handle.unit) and (is_part or is_packed(handle.param))):
             self.passes.hold_for_frame(handle.unit)
-            handle.unit.complete(self.job.store)
+        self.job.prefetcher.complete(handle.unit)
 
     def touching(
         self, handles: Sequence[ParamHandle], operation: str, *, writes: bool

@@ -196,7 +196,12 @@ class Prefetcher:
             if unit in self._pass.resident:
                 self._pass.resident[unit] = self._pass.resident.pop(unit)  # most recently used
         unit.wait_for_update()
-        unit.complete(self._store)
+        self.complete(unit)
+
+    def complete(self, unit: ParamUnit) -> None:
+        """Brings the experts of resident ``unit`` that the use which begins needs. Blocks on the
+        disk."""
+        unit.complete(self._store, self._slots.take)
 
     def begin_pass(self, *, training: bool) -> None:
         """Begins a root forward with the trace that the schedule expects. Every data rank calls
@@ -219,7 +224,7 @@ class Prefetcher:
         if not self._collectives.passes.wait_traces_agree():
             return
         for unit in coming:
-            if unit.residency in COMING:
+            if unit.residency in COMING or not unit.arrival.comes_ahead:
                 continue
             # Compute would stall on the disk, for units further ahead or with room for one unit.
             if unit.is_staged_from_disk and (self.look_ahead.depth == 0 or unit is not coming[0]):
@@ -305,12 +310,7 @@ class Prefetcher:
                 break
         over = self._resident_nbytes() + unit.weight_nbytes - self._window.nbytes
         if over > 0 and self._ledger.accounts[Tier.DEVICE].budget_nbytes is not None:
-            held = ", ".join(other.name for other in self._pass.resident)
-            raise CapacityError(
-                f"unit {unit.name} ({format_nbytes(unit.weight_nbytes)}) does not fit the device"
-                f" window of {format_nbytes(self._window.nbytes)} beside the units in use ({held})."
-                f" Raise Config(device_memory=...) by {format_nbytes(over)}."
-            )
+            raise _no_room(unit, self._window.nbytes, self._pass.resident, over)
 
     def _idle(self) -> list[ParamUnit]:
         """Lists the resident units without holds, in the order of eviction: farthest next use first
@@ -340,3 +340,15 @@ class Prefetcher:
             self._finish(unit)
         unit.release()
         self._pass.resident.pop(unit, None)
+
+
+def _no_room(
+    unit: ParamUnit, window_nbytes: int, resident: Iterable[ParamUnit], over: int
+) -> CapacityError:
+    """Makes the error of a window that lacks ``over`` bytes for ``unit``."""
+    held = ", ".join(other.name for other in resident)
+    return CapacityError(
+        f"unit {unit.name} ({format_nbytes(unit.weight_nbytes)}) does not fit the device window of"
+        f" {format_nbytes(window_nbytes)} beside the units in use ({held}). Raise"
+        f" Config(device_memory=...) by {format_nbytes(over)}."
+    )

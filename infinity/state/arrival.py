@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import nn
 
+from .. import native
 from ..distributed.collectives import Collectives
 from ..distributed.pending import Pending
 from ..errors import InfinityError, UsageError
@@ -75,8 +76,10 @@ class Arrival:
                 flat_param.homes.lend(self.event)
 
     def bring_chosen(self, module: nn.Module) -> None:
-        """Brings only the rows of ``module`` that a forward reads, if one rank has all of them."""
-        if not self._collectives.ranks.alone:
+        """Brings only the rows of ``module`` that a forward reads, if no other rank has the same
+        ones, and no other stage is at another update."""
+        ranks = self._collectives.ranks
+        if ranks.data_channels or ranks.pp_group is not None:
             return
         self.experts = ChosenExperts(module, [flat.layout for flat in self._flat_params])
         for flat_param in self._flat_params:
@@ -138,21 +141,37 @@ class Arrival:
         for flat_param in self._flat_params:
             flat_param.homes.wait(rows)
 
-    def complete(self, store: ArrayStore, homes: Sequence[StateArray]) -> None:
-        """Brings the experts that the use which begins needs, and that are not there. Blocks on the
-        disk."""
-        if self.experts is None or not (missing := self.experts.take_missing()):
-            return
-        self._catch_up(missing)
-        spans = self.experts.places(missing) or []
+    def take_missing(self) -> Rows:
+        """Takes the experts that the use which begins needs, and that are not there: for
+        :meth:`add`."""
+        return frozenset() if self.experts is None else self.experts.take_missing()
 
-        def copy() -> None:
-            for home, flat, of_flat in zip(homes, self._buffers.flats, spans):
-                for begin, end in of_flat:
-                    flat[begin:end].copy_(store.read(home, begin, end))
-
-        transfer = Copy("host->device", self._nbytes(spans), self._name)
-        event = self._device.put("in", copy, transfer=transfer)
+    def add(
+        self,
+        rows: Rows,
+        store: ArrayStore,
+        homes: Sequence[StateArray],
+        slots: list[native.Lease],
+    ) -> None:
+        """Brings ``rows`` to those that are there. Blocks on the disk, from where they come through
+        ``slots``."""
+        self._catch_up(rows)
+        spans = self.experts.places(rows)
+        reads = StagedReads(slots) if slots else None
+        try:
+            if reads is not None:
+                after, pieces = [None] * len(homes), self._device.overlaps
+                reads.start(store, homes, after, in_pieces=pieces, spans=spans)
+            transfer = Copy("host->device", self._nbytes(spans), self._name)
+            copy = partial(self._copy_own, store, homes, reads, spans)
+            event = self._device.put("in", copy, transfer=transfer)
+        except BaseException:
+            if reads is not None:
+                reads.first_error()
+                reads.release()
+            raise
+        if slots:
+            store.staging.take_back(slots, event)
         self._device.follow(event, "host->device", self._name)
 
     @property
@@ -186,12 +205,23 @@ class Arrival:
     ) -> None:
         for buffer in self._buffers:
             buffer.fill()
-        flats = self._buffers.flats
         if in_node:
-            self._second.copy_out(flats)
-        elif reads is not None:
+            self._second.copy_out(self._buffers.flats)
+        else:
+            self._copy_own(store, homes, reads, self.spans)
+
+    def _copy_own(
+        self,
+        store: ArrayStore,
+        homes: Sequence[StateArray],
+        reads: StagedReads | None,
+        spans: Spans | None,
+    ) -> None:
+        """Copies this rank's shards, or the elements ``spans`` of them."""
+        flats = self._buffers.flats
+        if reads is not None:
             reads.copy(store, self._flat_params, flats, self._name)
-        elif (spans := self.spans) is not None:
+        elif spans is not None:
             for home, flat, of_flat in zip(homes, flats, spans):
                 for begin, end in of_flat:
                     flat[begin:end].copy_(home.flat[begin:end], non_blocking=True)

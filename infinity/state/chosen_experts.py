@@ -8,6 +8,9 @@ The device has room for all rows. Rows that were not brought have no defined val
 forward and backward of the module's class read none of them: that is known of the classes that
 :mod:`.experts` finds alone. Only while that forward runs are the parameters ordinary ones. For
 everybody else they stay at rest, and any use of them brings all rows.
+
+If each rank has a part of the experts, their forward begins with an exchange of tokens between the
+ranks. Which rows it reads is known once its own tokens are there.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .experts import INDICES, runs_known_code
+from .dtensors import local_of
+from .experts import INDICES, clamps_choice, exchanges_of, runs_known_code
 from .flat_layout import FlatLayout
 
 MANY = 0.95  # share of the experts from which on all are brought ahead
@@ -33,7 +37,8 @@ class ChosenExperts:
 
     def __init__(self, module: nn.Module, layouts: Sequence[FlatLayout]):
         self._kind = type(module)
-        self.count = len(next(module.parameters(recurse=False)))
+        self.count = len(local_of(next(module.parameters(recurse=False))))
+        self._exchanges_first = bool(exchanges_of(module))
         self._layouts = layouts
         self._demand: tuple[Rows] | None = None  # of the next use, if that is known
         self._last: Rows = None  # of the last forward
@@ -56,12 +61,23 @@ class ChosenExperts:
 
     def want_chosen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None) -> None:
         """Sets the rows for a forward of ``module``: those that the router chose, if its code still
-        is the one that is known."""
+        is the one that is known. None yet if it begins with an exchange of tokens."""
+        if not self._exchanges_first:
+            self.want_arrived(module, args, kwargs)
+            return
+        before = self._last if _in_backward() else frozenset()  # a recomputation finds the same
+        self.want(before if self._knows(module) else None)
+
+    def want_arrived(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None) -> None:
+        """Sets the rows for the forward of the class of ``module``, which has its tokens."""
         self._last = self._chosen(module, args, kwargs or {})
         self.want(self._last)
 
+    def _knows(self, module: nn.Module) -> bool:
+        return not self._may_be_viewed and type(module) is self._kind and runs_known_code(module)
+
     def _chosen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Rows:
-        if self._may_be_viewed or type(module) is not self._kind or not runs_known_code(module):
+        if not self._knows(module):
             return None
         if isinstance(module, nn.Embedding):
             if module.max_norm is not None:
@@ -72,8 +88,10 @@ class ChosenExperts:
             index = next(named, (*args, None, None)[1])
         if not isinstance(index, torch.Tensor):
             return None
-        found = torch.unique(index.detach()).tolist()
-        return frozenset(row for row in found if 0 <= row < self.count)
+        found = torch.unique(index.detach())
+        if clamps_choice(module):
+            found = found.clamp(max=self.count - 1)
+        return frozenset(row for row in found.tolist() if 0 <= row < self.count)
 
     @property
     def expected(self) -> Rows:
@@ -86,8 +104,9 @@ class ChosenExperts:
 
     @property
     def come_ahead(self) -> bool:
-        """Whether it is known, ahead of the next use, what it needs."""
-        return self.expected is None or _in_backward()
+        """Whether it is known, ahead of the next use, what it needs. Of parts of experts it does
+        not depend on the rank, as they all do the same ahead."""
+        return _in_backward() or (not self._exchanges_first and self.expected is None)
 
     def choose(self) -> None:
         """Begins to bring what is expected."""

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from . import transforms
-from .dtensors import is_distributed
+from .dtensors import is_distributed, is_distributed_parameter, local_of
 
 MARK = "_infinity_divided"
 LEAST_NBYTES = 64 * 1024  # of an expert: smaller ones are read faster together
+OWN_FORWARD = "experts_forward"  # of what brings tokens to experts: the forward of their class
+CLAMPS = "batched_mm"  # computes other ranks' tokens, too, by the last expert, times zero
 INDICES = ("top_k_index", "router_indices")  # the argument that has the router's choice
 LEAST_TABLE_NBYTES = 1024 * 1024  # of an embedding
 # What transformers may compute experts with: its kernels read no expert without tokens.
@@ -42,26 +44,62 @@ def divides_experts(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(map(divided_parameters, model.modules()))
 
 
+def exchanges_of(module: nn.Module) -> list[Any]:
+    """Lists what brings their tokens to the experts of ``module``, of which this rank has a part
+    (transformers' EPImplementation). Each calls the forward of the module's class."""
+    if "forward" not in module.__dict__:
+        return []
+    forward = inspect.unwrap(module.__dict__["forward"])
+    cells = getattr(forward, "__closure__", None) if _is_known(forward) else None
+    found = [cell.cell_contents for cell in cells or () if _is_exchange(cell.cell_contents)]
+    # One may choose between others.
+    return [*found, *(each for one in found for each in vars(one).values() if _is_exchange(each))]
+
+
+def _is_exchange(value: Any) -> bool:
+    return OWN_FORWARD in getattr(value, "__dict__", ())
+
+
 def has_experts(module: nn.Module) -> bool:
-    """Tells whether ``module`` has fused experts, of which a forward reads the chosen."""
+    """Tells whether ``module`` has fused experts, of which a forward reads the chosen: all, or this
+    rank's."""
     kind, count = type(module), getattr(module, "num_experts", None)
-    own = list(module.parameters(recurse=False))
+    own, exchanges = list(module.parameters(recurse=False)), exchanges_of(module)
+    is_own_class = is_distributed_parameter if exchanges else _is_plain
     return (
         isinstance(count, int)
-        and MARK not in module.__dict__
-        and "forward" not in module.__dict__
+        and _has_known_forward(module, exchanges)
         and kind.__module__.startswith("transformers.")
         and any(name in inspect.signature(kind.forward).parameters for name in INDICES)
         and bool(own)
         and all(
-            type(param) is nn.Parameter
+            is_own_class(param)
             and param.dim() > 1
-            and len(param) == count
-            and param.is_contiguous()
+            and len(local_of(param)) == count
+            and local_of(param).is_contiguous()
             for param in own
         )
-        and sum(param.nbytes for param in own) >= count * LEAST_NBYTES
+        and sum(local_of(param).nbytes for param in own) >= count * LEAST_NBYTES
     )
+
+
+def _is_plain(param: torch.Tensor) -> bool:
+    return type(param) is nn.Parameter
+
+
+def _has_known_forward(module: nn.Module, exchanges: list[Any]) -> bool:
+    """Tells whether the forward of ``module`` is its class's, or one of transformers' around it."""
+    if not exchanges:
+        return "forward" not in module.__dict__
+    own = type(module).forward
+    return _is_known(module.__dict__["forward"]) and all(
+        getattr(getattr(each, OWN_FORWARD), "__func__", None) is own for each in exchanges
+    )
+
+
+def clamps_choice(module: nn.Module) -> bool:
+    """Tells whether ``module`` computes the tokens of other ranks' experts by its own last one."""
+    return bool(exchanges_of(module)) and _implementation(module) == CLAMPS
 
 
 def runs_known_code(module: nn.Module) -> bool:
@@ -70,7 +108,7 @@ def runs_known_code(module: nn.Module) -> bool:
     children = [child for child in module.modules() if child is not module]
     every_module = torch.nn.modules.module
     return (
-        all(_has_own_code(each) for each in (module, *children))
+        all(_has_own_code(each) for each in (module, *children, *exchanges_of(module)))
         and _has_known_implementation(module)
         and not any(getattr(child, name) for child in children for name in HOOKS)
         and not any("forward" in child.__dict__ for child in children)
@@ -81,11 +119,11 @@ def runs_known_code(module: nn.Module) -> bool:
     )
 
 
-def _has_own_code(module: nn.Module) -> bool:
+def _has_own_code(module: Any) -> bool:
     """Tells whether all methods of ``module`` are as its library wrote them. Its forward may be
     replaced on the object: who replaced it calls the class's."""
     for base in type(module).__mro__:
-        if base is nn.Module:
+        if base in (nn.Module, object):
             return True
         methods = {n: each for n, each in vars(base).items() if isinstance(each, FunctionType)}
         if (methods.keys() - {"forward"}) & module.__dict__.keys():
@@ -112,12 +150,16 @@ def _folders() -> tuple[str, ...]:
 
 def _has_known_implementation(module: nn.Module) -> bool:
     """Tells whether what transformers computes experts with reads none without tokens."""
-    name = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    name = _implementation(module)
     if name in ("eager", None):
         return True
     library = sys.modules.get("transformers.integrations.moe")
     chosen = getattr(library, "ALL_EXPERTS_FUNCTIONS", {})
     return name in IMPLEMENTATIONS and name in chosen and _is_known(chosen[name])
+
+
+def _implementation(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 def is_frozen_table(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ sends home what a forward changed in them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -56,6 +57,10 @@ class Exposure:
                 for param in buffer.flat_param.params
             ]
         )
+
+    def adding_rows(self) -> AbstractContextManager[None]:
+        """Returns a block in which more rows of the parameters come, which is no change of them."""
+        return self._edits.adding_rows()
 
     def show(self) -> None:
         """Makes the parameters ordinary ones."""

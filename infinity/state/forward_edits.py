@@ -3,7 +3,8 @@ home."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -52,6 +53,13 @@ class ForwardEdits:
         compared = self._distributed if self._compared < COMPARED_FIRST else self._edited
         self._prints = {param: fingerprint(own_bytes(param)) for param in (*compared, *exported)}
         self._compared += bool(self._distributed)
+
+    @contextmanager
+    def adding_rows(self) -> Iterator[None]:
+        """Lets more bytes of the parameters come in the block, which is no change of them."""
+        own = {p: at for p, at in self._prints.items() if fingerprint(own_bytes(p)) == at}
+        yield
+        self._prints |= {param: fingerprint(own_bytes(param)) for param in own}
 
     def forget(self) -> None:
         """Drops everything watched."""

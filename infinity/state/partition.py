@@ -10,7 +10,7 @@ owner   a module whose forward needs a unit: the block, or any module that holds
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -94,13 +94,13 @@ def partition(
     for name, module in model.named_modules():
         if params := [p for p in divided_parameters(module) if is_managed(p) and p not in taken]:
             # On other ranks than the modules around them.
-            groups.append(Group(name, params, [module], is_divided=True))
+            chosen = module if _brings_rows(module, names, taken) else None
+            groups.append(Group(name, params, [module], chosen=chosen, is_divided=True))
             taken |= set(params)
     for name, module in model.named_modules():
-        own = own_tensors(module) if has_experts(module) or is_frozen_table(module) else []
-        if own and all(is_managed(p) and len(names[p]) == 1 and p not in taken for p in own):
-            groups.append(Group(name, own, [module], chosen=module))
-            taken |= set(own)
+        if _brings_rows(module, names, taken):
+            groups.append(Group(name, own_tensors(module), [module], chosen=module))
+            taken |= set(own_tensors(module))
     for name, block in blocks:
         params = [p for p in tensors_of(block) if is_managed(p) and p not in taken]
         if params:
@@ -115,6 +115,19 @@ def partition(
     for group in groups:
         group.place = min(places[param] for param in group.params)
     return groups
+
+
+def _brings_rows(
+    module: nn.Module,
+    names: Mapping[torch.Tensor, list[str]],
+    taken: Container[torch.Tensor],
+) -> bool:
+    """Tells whether a forward of ``module`` reads some rows only of its own parameters, which are
+    in no group yet and no other module's."""
+    own = own_tensors(module) if has_experts(module) or is_frozen_table(module) else []
+    return bool(own) and all(
+        is_managed(param) and len(names[param]) == 1 and param not in taken for param in own
+    )
 
 
 def _nbytes(params: list[nn.Parameter]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
 
@@ -24,6 +25,9 @@ from .journal import Journal
 from .residency import Moves, Residency
 from .staged_reads import StagedReads
 from .unit_buffers import NodeShards, UnitBuffers
+
+# Takes slots for what a unit reads from a disk, one for each flat param.
+TakeSlots = Callable[["ParamUnit"], list[native.Lease]]
 
 
 class ParamUnit:
@@ -141,9 +145,12 @@ class ParamUnit:
         """The running updates of the weights."""
         return [None if self.slot is not None else flat.homes.update for flat in self.flat_params]
 
-    def complete(self, store: ArrayStore) -> None:
+    def complete(self, store: ArrayStore, take: TakeSlots) -> None:
         """Brings the experts that the use which begins needs, and that are not there yet."""
-        self.arrival.complete(store, self._homes)
+        if missing := self.arrival.take_missing():
+            slots = take(self) if self.lies_on_disk else []
+            with self.exposure.adding_rows():
+                self.arrival.add(missing, store, self._homes, slots)
 
     def wait_for_update(self) -> None:
         """Waits until the weights of the last step are at home. Raises its error."""

@@ -21,6 +21,7 @@ import infinity
 from infinity.gradients import landing
 from infinity.machine import accelerator
 from infinity.state import expert_rows
+from infinity.state.arrival import Arrival
 from infinity.state.chosen_experts import ChosenExperts
 from infinity.state.expert_rows import ExpertRows
 from infinity.state.home_arrays import HomeArrays
@@ -153,6 +154,30 @@ def routed_by_a_hook(loop: Loop) -> None:
     with_hook(loop, mixture(loop).experts.register_forward_pre_hook(turn, with_kwargs=True))
 
 
+def rows_that_fail_to_come(loop: Loop) -> None:
+    """Of a choice that a hook changes; the step is repeated."""
+    add, copy, before = Arrival.add, Arrival._copy_own, loop.generator.get_state()
+
+    def fail(self, *_):
+        Arrival._copy_own = copy
+        raise infinity.StorageError("a disk failed")
+
+    def add_none(self, *given):
+        Arrival.add, Arrival._copy_own = add, fail
+        add(self, *given)
+
+    Arrival.add = add_none
+    try:
+        routed_by_a_hook(loop)
+    except infinity.StorageError:
+        mixture(loop).experts._forward_pre_hooks.popitem()
+        loop.generator.set_state(before)
+        loop.optimizer.zero_grad()
+        routed_by_a_hook(loop)
+    finally:
+        Arrival.add = add
+
+
 def read_in_the_block_around_them(loop: Loop) -> None:
     def add(module, args, output):
         return output + 1e-3 * module.experts.gate_up_proj.std()
@@ -191,6 +216,7 @@ READS = [
     read_by_a_forward_of_its_own,
     routed_by_a_hook,
     read_in_the_block_around_them,
+    rows_that_fail_to_come,
     used_twice_in_a_forward,
     called_without_hooks,
 ]

@@ -103,7 +103,7 @@ class Gathered(Unit):
     def wait_for_update(self) -> None:
         pass
 
-    def complete(self, store) -> None:
+    def complete(self, store, take_slots) -> None:
         pass
 
     def take_read_times(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from infinity.state import chosen_experts
 from infinity.state.chosen_experts import ChosenExperts
 from infinity.state.experts import has_experts, is_frozen_table
 from infinity.state.flat_layout import FlatLayout
@@ -68,6 +69,25 @@ def test_what_is_not_known_is_brought_whole():
     nn.utils.parametrize.register_parametrization(module, "down_proj", nn.Identity())
     chosen.want_chosen(module, (None, index), None)
     assert chosen.expected is None
+
+
+def test_of_a_part_of_experts_nothing_comes_before_their_tokens(monkeypatch):
+    """Claim: their own forward has the choice; numbers outside are other ranks'. Twins: other
+    ranks' tokens that are computed too find the last one; replaced code finds all rows, and all
+    ranks bring the same ahead."""
+    module = experts()
+    monkeypatch.setattr(chosen_experts, "exchanges_of", lambda module: [object()])
+    chosen, index = chosen_of(module), torch.tensor([[0, 2], [2, 4]])
+    chosen.want_chosen(module, (None, index, None), None)
+    assert chosen.expected == frozenset() and not chosen.come_ahead
+    chosen.want_arrived(module, (None, index, None), None)
+    assert chosen.expected == {0, 2}
+    monkeypatch.setattr(chosen_experts, "clamps_choice", lambda module: True)
+    chosen.want_arrived(module, (None, index, None), None)
+    assert chosen.expected == {0, 2, 3}
+    monkeypatch.setattr(type(module), "forward", lambda self, *args: None)
+    chosen.want_chosen(module, (None, index, None), None)
+    assert chosen.expected is None and not chosen.come_ahead
 
 
 def test_missing_rows_are_taken_once():

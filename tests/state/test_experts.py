@@ -9,7 +9,18 @@ from lone import lone_group
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from infinity.state.experts import divided_parameters, divides_experts, mark_divided
+import infinity
+from infinity.state.experts import (
+    clamps_choice,
+    divided_parameters,
+    divides_experts,
+    exchanges_of,
+    has_experts,
+    mark_divided,
+    runs_known_code,
+)
+
+modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
 
 
 @pytest.fixture
@@ -53,3 +64,59 @@ def test_what_is_no_module_or_has_plain_experts_divides_none():
     mark_divided(plain)
     assert divided_parameters(plain) == [] and not divides_experts(plain)
     assert not divides_experts(None) and not divides_experts([plain])
+
+
+@pytest.fixture
+def divided(mesh) -> nn.Module:
+    """Two of four experts of transformers, with their exchange of tokens."""
+    config = modeling.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    model = modeling.Qwen3MoeForCausalLM(config)
+    infinity.parallel.expert_parallel(model, mesh["ep"], quiet=True)
+    return model.model.layers[0].mlp.experts
+
+
+def test_this_ranks_part_of_experts_is_known_with_its_exchange(divided):
+    """Twins: an own forward around it, and a part without an exchange, are not."""
+    (exchange,) = exchanges_of(divided)
+    assert type(exchange).__name__ == "AllReduceEP" and has_experts(divided)
+    theirs = divided.forward
+    divided.forward = lambda *args: theirs(*args)
+    assert exchanges_of(divided) == [] and not has_experts(divided)
+    del divided.forward
+    assert not has_experts(divided)
+
+
+def test_an_exchange_that_calls_another_forward_is_not_known(divided):
+    (exchange,) = exchanges_of(divided)
+    exchange.experts_forward = lambda *args: None
+    assert not has_experts(divided)
+
+
+def test_an_exchange_that_chooses_between_others_is_known_with_them(divided):
+    """Claim: each of them calls the forward of the class, so each is listed. Twin: another
+    attribute."""
+    (exchange,) = exchanges_of(divided)
+    inner = type(exchange).__new__(type(exchange))
+    inner.experts_forward = exchange.experts_forward
+    exchange.all_to_all, exchange.other = inner, object()
+    assert exchanges_of(divided) == [exchange, inner] and has_experts(divided)
+
+
+def test_replaced_code_of_the_exchange_is_not_known(divided, monkeypatch):
+    (exchange,) = exchanges_of(divided)
+    assert runs_known_code(divided)
+    monkeypatch.setattr(type(exchange), "__call__", lambda self, *args: None)
+    assert not runs_known_code(divided)
+
+
+def test_batched_products_of_a_part_clamp_the_choice(divided):
+    """Twins: another product, and experts that one rank has all of."""
+    divided.config._experts_implementation = "batched_mm"
+    whole = modeling.Qwen3MoeExperts(divided.config)
+    assert clamps_choice(divided) and not clamps_choice(whole)
+    divided.config._experts_implementation = "grouped_mm"
+    assert not clamps_choice(divided)

@@ -3,11 +3,14 @@ not change is neither."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import infinity
+from infinity.state.forward_edits import ForwardEdits
 
 DEVICE = {"params": "device", "optimizer": "device"}
 
@@ -57,3 +60,19 @@ def test_a_change_in_place_is_kept_where_the_device_has_the_master():
     assert bool((model.state_dict()["linear.weight"] == 2).all())
     with pytest.raises(infinity.UsageError, match="its master cannot follow"):
         made(fill, torch.bfloat16)(torch.ones(1, 8, dtype=torch.bfloat16))
+
+
+def test_bytes_that_come_in_a_forward_are_no_edit():
+    """Method: a parameter that is compared by its bytes, as one that was exported. Twin: a change
+    before others came is found all the same."""
+    found = []
+    for edits_first in (False, True):
+        param = nn.Parameter(torch.zeros(64))
+        edits = ForwardEdits([SimpleNamespace(params=[param])])
+        edits.begin([param])
+        if edits_first:
+            param.data[0] = 1
+        with edits.adding_rows():
+            param.data[1] = 2
+        found.append(edits.look())
+    assert found == [False, True]

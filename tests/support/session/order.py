@@ -20,6 +20,7 @@ OF_STANDING_RANKS = (
     "distributed/test_shared_homes.py",
     "distributed/test_state_dict_writes.py",
     "parallel/test_divided_experts.py",
+    "parallel/test_experts_apart_over_ranks.py",
     "parallel/test_families.py",
     "parallel/test_made_pipelines.py",
     "parallel/test_megatron_numbers.py",
