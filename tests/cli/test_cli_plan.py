@@ -767,10 +767,18 @@ def test_what_is_built_to_measure_compute_has_a_limit(monkeypatch, vocabulary, m
     assert (found.how == "measured") == measured
 
 
-def test_compute_scales_with_the_layers(monkeypatch):
-    """From one layer and three: 1 s around and 2 s a layer are 1 + 2 n for n layers; never less
-    than one layer's."""
-    monkeypatch.setattr(compute, "_measure", lambda config, layers, *rest: 1.0 + 2 * layers)
+@pytest.mark.parametrize("limit", [compute.WHOLE_FLOPS, 1.0])
+def test_compute_scales_with_the_layers(monkeypatch, limit):
+    """A small model is measured whole. Of a larger one, one layer and three are: 1 s around and 2 s
+    a layer are 1 + 2 n for n layers; never less than one layer's."""
+    tried = []
+
+    def count(config, layers, *rest):
+        tried.append(layers)
+        return 1.0 + 2 * layers
+
+    monkeypatch.setattr(compute, "_measure", count)
+    monkeypatch.setattr(compute, "WHOLE_FLOPS", limit)
     for layers in (1, 2, 7):
         config = transformers.GPT2Config(n_layer=layers, n_embd=32, n_head=2, vocab_size=100)
         with torch.device("meta"):
@@ -779,3 +787,4 @@ def test_compute_scales_with_the_layers(monkeypatch):
             model, config, batch=1, length=8, dtype=torch.float32, checkpointing=False
         )
         assert (found.seconds, found.how) == (1.0 + 2 * layers, "measured")
+    assert tried == ([1, 2, 7] if limit > 1 else [1, 3] * 3)

@@ -1,13 +1,15 @@
-"""Compute: a model's compute time on this machine, measured on a few of its blocks.
+"""Compute: a model's compute time on this machine, measured on it or on a few of its blocks.
 
-A model of one block and one of three blocks run forward and backward on a batch of the real size.
-The difference is the time of two blocks; the rest is outside of blocks. A model too large for that
-is estimated from its operations and the rate of one matrix product.
+A model that computes a batch in seconds runs forward and backward as it is. Of a larger one, a
+model of one block and one of three run on a batch of the real size: the difference is the time of
+two blocks, and the rest is outside of blocks. A model too large for that is estimated from its
+operations and the rate of one matrix product.
 """
 
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 LARGEST_PROBE_NBYTES = 3 << 29
 LARGEST_PROBE_FLOPS = 3e12
+WHOLE_FLOPS = 4e11  # of a batch; blocks that fit a cache compute faster than a whole model's
 ON_A_GPU = 8  # times as much
 ROUNDS = 3
 
@@ -61,6 +64,9 @@ def compute_time(
     layers = _layer_count(config)
     flops = step_flops(model, config, batch=batch, length=length, checkpointing=checkpointing)
     try:
+        if flops < WHOLE_FLOPS and _is_small(config, batch * length, length, dtype, where):
+            whole = _measure(config, layers, batch, length, dtype, checkpointing, where)
+            return Compute(whole, "measured")
         if layers and _is_small(_with_layers(config, 3), batch * length, length, dtype, where):
             one, three = (
                 _measure(config, count, batch, length, dtype, checkpointing, where)
@@ -130,7 +136,7 @@ def _flops(config: Any, params: int, tokens: int, length: int) -> float:
 
 def _measure(
     config: Any,
-    layers: int,
+    layers: int | None,
     batch: int,
     length: int,
     dtype: torch.dtype,
@@ -141,7 +147,9 @@ def _measure(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(
-        _with_layers(config, layers), dtype=dtype, trust_remote_code=is_trusted(config)
+        _with_layers(config, layers) if layers else config,
+        dtype=dtype,
+        trust_remote_code=is_trusted(config),
     ).train()
     model.to(device)
     if checkpointing:
@@ -152,21 +160,26 @@ def _measure(
         model.zero_grad()
         model(input_ids=tokens, labels=tokens).loss.backward()
 
-    return fastest(step, device)
+    return statistics.median(_runs(step, device))
 
 
 def fastest(job: Callable[[], object], device: str) -> float:
     """Returns the seconds of the fastest of a few runs."""
+    return min(_runs(job, device))
+
+
+def _runs(job: Callable[[], object], device: str) -> list[float]:
+    """Returns the seconds of each of a few runs."""
     import torch
 
-    best = float("inf")
+    found = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         job()
         if device != "cpu":
             torch.accelerator.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
+        found.append(time.perf_counter() - start)
+    return found
 
 
 def product_rate(dtype: torch.dtype, device: str) -> float:
