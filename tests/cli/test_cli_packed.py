@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from lazily import Lazily
+from marks import few
 from safetensors.torch import load_file
 
 transformers = pytest.importorskip("transformers")
@@ -140,7 +141,7 @@ def exported(checkpoint: str, out: str, *words: str) -> dict[str, torch.Tensor]:
 # --- trained ---
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 1))
 def test_adapters_over_a_quantized_base_train_and_resume_to_the_same_bits(kind, report):
     """Claim: four steps at once, and two and two of a resumed job, have the same losses and the
     same adapters. Twin: the base that is not packed has other losses."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from marks import few
 from torch.utils.data import DataLoader, Dataset
 
 import infinity
@@ -46,11 +47,12 @@ def test_an_epoch_has_every_sample_once():
     assert epochs(Order(103, batch_size=10, seed=5), 1) != first
 
 
-def test_batches_are_the_same_after_any_number_of_restarts():
+@pytest.mark.parametrize("jobs", few([40, 200], 1))
+def test_batches_are_the_same_after_any_number_of_restarts(jobs):
     """Method: a job ends and goes on at random places, also on 1, 2 or 4 ranks."""
     picks = random.Random(1)
     expected = epochs(Order(96, batch_size=8, seed=3), 4)
-    for _ in range(200):
+    for _ in range(jobs):
         found, done = [], 0
         while done < len(expected):
             until = min(len(expected), done + picks.randint(0, 30))

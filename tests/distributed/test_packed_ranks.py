@@ -17,7 +17,13 @@ SCRIPT = Path(__file__).parents[1] / "support" / "jobs" / "packed_ranks.py"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("home, shard", [("host", "parameters"), ("nvme", "optimizer")])
+@pytest.mark.parametrize(
+    "home, shard",
+    [
+        pytest.param("host", "parameters", marks=pytest.mark.slow),
+        ("nvme", "optimizer"),
+    ],
+)
 def test_two_ranks_train_on_packed_weights(home, shard, tmp_path):
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("torchao")

@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "jobs" / "class_ranks.py"
 @pytest.mark.parametrize(
     "world, home, shard",
     [
-        (2, "host", "parameters"),
+        pytest.param(2, "host", "parameters", marks=pytest.mark.slow),
         (2, "nvme", "optimizer"),
         pytest.param(4, "nvme", "parameters", marks=pytest.mark.slow),
     ],
