@@ -45,7 +45,7 @@ def divides_experts(model: Any) -> bool:
 
 
 def exchanges_of(module: nn.Module) -> list[Any]:
-    """Lists what brings their tokens to the experts of ``module``, of which this rank has a part
+    """Lists the objects that exchange tokens for ``module``, if this rank has a part of its experts
     (transformers' EPImplementation). Each calls the forward of the module's class."""
     if "forward" not in module.__dict__:
         return []

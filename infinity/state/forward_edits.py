@@ -58,8 +58,10 @@ class ForwardEdits:
     def adding_rows(self) -> Iterator[None]:
         """Lets more bytes of the parameters come in the block, which is no change of them."""
         own = {p: at for p, at in self._prints.items() if fingerprint(own_bytes(p)) == at}
-        yield
-        self._prints |= {param: fingerprint(own_bytes(param)) for param in own}
+        try:
+            yield
+        finally:  # else rows of a read that failed would be sent home as an edit
+            self._prints |= {param: fingerprint(own_bytes(param)) for param in own}
 
     def forget(self) -> None:
         """Drops everything watched."""

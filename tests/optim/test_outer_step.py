@@ -124,8 +124,8 @@ def test_a_plain_mean_keeps_nothing_at_home(swap):
 
 
 def test_the_link_is_waited_for_once_a_delayed_average_is_due(swap):
-    """So that a slow link costs nothing until then: an exchange begins, and nobody asks for its
-    mean. The twin: without a delay it is asked for at once."""
+    """Claim: an exchange begins, and its mean is not asked for before the delay is over. The twin:
+    without a delay it is asked for at once."""
     made = Made("host", swap)
     made.outer.take_first()
     made.outer.start(made.unit, 4, (1, 7))
