@@ -36,7 +36,7 @@ AS_GPU = ROOT / "tests" / "support" / "late_device" / "everywhere"
 PYTHON = sys.executable
 PYTEST = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp=build/pytest"]
 WORKERS = (
-    ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"]
+    ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "loadfile"]
     if importlib.util.find_spec("xdist")
     else []
 )
@@ -46,6 +46,7 @@ STAGES: list[tuple[str, list[str], int]] = [  # name, command, seconds it may ta
     ("env", [PYTHON, "-m", "infinity", "env"], 60),
     ("kernels", [*PYTEST, *WORKERS, "tests/gpu/test_kernels_on_device.py"], 90),
     ("engine", [*PYTEST, *WORKERS, "tests/gpu/test_engine_on_device.py"], 150),
+    ("packed", [*PYTEST, *WORKERS, "tests/gpu/test_packed_on_device.py"], 150),
     ("bench", [PYTHON, "-m", "bench", "gpu", "--save", RESULTS], 60),
     ("train", [PYTHON, "-m", "bench", "gpu_train", "--save", RESULTS], 300),
     (

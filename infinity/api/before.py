@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..state.dtensors import local_of, set_bytes
-from ..state.packed import is_packed
+from ..state.packed import has_inner, is_packed, named_places, small_places
 from ..state.partition import is_managed, parameter_names
 from .meta_init import Materialized
 
@@ -44,6 +44,7 @@ class Before:
         ]
         self._params = [_ParamBefore(param) for param in parameter_names(model)]
         self._buffers = [(buffer, buffer.data) for buffer in _buffers_of(model)]
+        self._small = [(place, place.tensor) for _, place in small_places(model)]
         self._optimizers = [
             (optimizer, dict(optimizer.__dict__), dict(optimizer.state)) for optimizer in optimizers
         ]
@@ -64,6 +65,9 @@ class Before:
         for buffer, data in self._buffers:
             if buffer.device != data.device:
                 buffer.data = data
+        for place, tensor in self._small:
+            if place.tensor is not tensor:
+                place.put(tensor)
         for optimizer, attributes, state in self._optimizers:
             for name in optimizer.__dict__.keys() - attributes.keys():
                 del optimizer.__dict__[name]
@@ -88,7 +92,9 @@ class _ParamBefore:
             param.grad,
         )
         self._wanted = param.requires_grad
-        self._has_data = param.layout is torch.strided and not param.is_meta
+        self._has_data = (
+            param.layout is torch.strided and not param.is_meta and not _is_frozen_subclass(param)
+        )
         hooks = param._post_accumulate_grad_hooks
         self._attributes, self._hooks = (
             dict(param.__dict__),
@@ -117,29 +123,47 @@ class _ParamBefore:
 
 
 class MovedRest:
-    """Moves buffers and unmanaged parameters to the device that computes; :meth:`remove` moves them
-    back."""
+    """Moves buffers, unmanaged parameters and small parts of packed weights to the device that
+    computes; :meth:`remove` moves them back."""
 
     def __init__(self, model: nn.Module, where: torch.device):
+        self._model = model
         self._from: dict[torch.Tensor, torch.device] = {}
+        self._small: dict[str, torch.device] = {}
         for tensor in _rest_of(model):
             if not tensor.is_meta and tensor.device != where:
                 self._from[tensor] = tensor.device
                 tensor.data = tensor.data.to(where)
+        for name, place in small_places(model):
+            if not place.tensor.is_meta and place.tensor.device != where:
+                self._small[name] = place.tensor.device
+                place.put(place.tensor.to(where))
 
     def remove(self) -> None:
         """Moves the tensors back to their devices. Idempotent."""
         for tensor, where in self._from.items():
             tensor.data = tensor.data.to(where)
+        for name, place in list(named_places(self._model)):
+            if name in self._small:
+                place.put(place.tensor.to(self._small[name]))
 
 
 def _rest_of(model: nn.Module) -> list[torch.Tensor]:
     """Returns buffers, and parameters that the engine does not move."""
     return [
         *_buffers_of(model),
-        *(param for param in model.parameters() if not is_managed(param)),
+        *(
+            param
+            for param in model.parameters()
+            if not (is_managed(param) or _is_frozen_subclass(param))
+        ),
     ]
 
 
 def _buffers_of(model: nn.Module) -> list[torch.Tensor]:
     return [buffer for buffer in model.buffers() if not is_packed(buffer)]
+
+
+def _is_frozen_subclass(param: torch.Tensor) -> bool:
+    """Tells whether ``param`` is a packed weight whose inner tensors are moved one by one."""
+    return has_inner(param) and not param.requires_grad

@@ -190,7 +190,9 @@ class Packed:
                 place.put(carrier)
             if own:
                 module.__dict__[CARRIERS] = own
-            if own or any(map(_is_own_part, module._parameters.values())):
+            if own or any(
+                _is_own_part(each) or has_inner(each) for each in module._parameters.values()
+            ):
                 self._modules.append(module)
 
     def _take(self, module: nn.Module, param: nn.Parameter) -> None:
@@ -346,18 +348,25 @@ def filled(value: Any) -> Any:
     return _rebuilt(value, filled) if has_inner(value) else value
 
 
-def small_parts(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the parts beside parameters and buffers that are too small to move, by their
-    names."""
-    found: dict[str, torch.Tensor] = {}
+def named_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
+    """Yields the places of parts beside parameters and buffers, by their names."""
     for path, module in model.named_modules():
         for place in _places(module):
-            there = place.tensor
-            if (
-                isinstance(there, torch.Tensor)
-                and place.holder is not module._buffers
-                and handle_of(there) is None
-                and not (is_packed(there) or place.is_alias)
-            ):
-                found[f"{path}.{place.name}" if path else place.name] = there
-    return found
+            if place.holder is not module._buffers:
+                yield f"{path}.{place.name}" if path else place.name, place
+
+
+def small_places(model: nn.Module) -> list[tuple[str, Place]]:
+    """Lists those of :func:`named_places` whose parts are too small to move."""
+    return [
+        (name, place)
+        for name, place in named_places(model)
+        if isinstance(there := place.tensor, torch.Tensor)
+        and handle_of(there) is None
+        and not (is_packed(there) or place.is_alias)
+    ]
+
+
+def small_parts(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the tensors of :func:`small_places`."""
+    return {name: place.tensor for name, place in small_places(model)}

@@ -49,7 +49,7 @@ class Buffered(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x):
-        places = 4 * torch.arange(8, dtype=torch.int32)
+        places = 4 * torch.arange(8, dtype=torch.int32, device=x.device)
         codes = (self.qweight[:, None] >> places[None, :, None]) & 15
         weight = (codes.view(-1, self.qweight.shape[1]) - 8).to(x.dtype)
         out = x @ (weight * self.scales[self.g_idx.long()].to(x.dtype))
