@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,7 +128,7 @@ class MovedRest:
     computes; :meth:`remove` moves them back."""
 
     def __init__(self, model: nn.Module, where: torch.device):
-        self._model = model
+        self._model = weakref.ref(model)  # which keeps what removes this
         self._from: dict[torch.Tensor, torch.device] = {}
         self._small: dict[str, torch.device] = {}
         for tensor in _rest_of(model):
@@ -143,9 +144,10 @@ class MovedRest:
         """Moves the tensors back to their devices. Idempotent."""
         for tensor, where in self._from.items():
             tensor.data = tensor.data.to(where)
-        for name, place in list(named_places(self._model)):
-            if name in self._small:
-                place.put(place.tensor.to(self._small[name]))
+        if self._small and (model := self._model()) is not None:
+            for name, place in list(named_places(model)):
+                if name in self._small:
+                    place.put(place.tensor.to(self._small[name]))
 
 
 def _rest_of(model: nn.Module) -> list[torch.Tensor]:

@@ -12,9 +12,12 @@ width      features of the tensors between blocks
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -262,3 +265,19 @@ def expand_known(model: nn.Module, plan: dict[str, str]) -> list[str]:
         for name, _ in model.named_modules()
         if plan.get(name, plan.get(general(name), "replicate")) != "replicate"
     ]
+
+
+def styles_of_transformers(model: nn.Module, instead: str) -> Any:
+    """Imports the module that applies plans of transformers. Raises ConfigError, which says what
+    to do ``instead``, if the version that is installed cannot."""
+    try:
+        theirs = importlib.import_module("transformers.distributed.tensor_parallel")
+        if "tp_plan" in inspect.signature(theirs.apply_tensor_parallelism).parameters:
+            return theirs
+    except ModuleNotFoundError:
+        pass
+    found = importlib.import_module("transformers").__version__
+    raise ConfigError(
+        f"{type(model).__name__} is cut by a plan of transformers, which needs transformers >="
+        f" 5.23, and {found} is installed. {instead}"
+    )

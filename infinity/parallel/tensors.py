@@ -28,6 +28,7 @@ from .plans import (
     is_conv1d,
     own_plan,
     shape_of,
+    styles_of_transformers,
 )
 from .regions import install_regions
 
@@ -235,7 +236,7 @@ def _own_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
 def _own_cuts(model: nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, str, Any]]:
     """Yields the parameters that transformers' ``styles`` shard: the module's name, the parameter's
     key in it, and the style object."""
-    theirs = importlib.import_module("transformers.distributed.tensor_parallel").ALL_PARALLEL_STYLES
+    theirs = styles_of_transformers(model, _another_way(model)).ALL_PARALLEL_STYLES
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, style in styles.items():
         owner, _, key = name.rpartition(".")
@@ -251,7 +252,7 @@ def cut_by_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) ->
     """Applies transformers' own plan, which :func:`check_own_plan` has passed and which has more
     styles than ours. Tied parameters stay tied, and dropout inside a region draws a different mask
     on every rank."""
-    theirs = importlib.import_module("transformers.distributed.tensor_parallel")
+    theirs = styles_of_transformers(model, _another_way(model))
     styles, ties = _own_styles(model, plan), _ties(model)
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     of_modules = {name: style for name, style in styles.items() if name not in params}

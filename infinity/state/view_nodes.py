@@ -68,8 +68,9 @@ def place_of(tensor: torch.Tensor) -> GradientEdge:
     if not tensor.requires_grad:
         raise RuntimeError("One of the differentiated Tensors does not require grad")
     with torch.enable_grad():
-        behind = Bytes.apply(tensor, torch.empty(())).grad_fn
-    return GradientEdge(*behind.next_functions[0], behind)
+        used = Bytes.apply(tensor, torch.empty(()))
+    # Held by what lies behind it: a node alone does not keep its graph in every version of torch
+    return GradientEdge(*used.grad_fn.next_functions[0], used)
 
 
 def ask_for_places(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any:
