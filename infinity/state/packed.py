@@ -59,6 +59,19 @@ class Place:
         )
 
     @property
+    def is_copy(self) -> bool:
+        """Whether the tensor there has the values of ``param`` in memory of its own."""
+        there, param = self.tensor, self.param
+        return (
+            _moves(there)
+            and param is not None
+            and not self.is_alias
+            and (there.shape, there.dtype, there.device) == (param.shape, param.dtype, param.device)
+            and not there.is_meta
+            and torch.equal(there, param.detach())
+        )
+
+    @property
     def _is_item(self) -> bool:
         return isinstance(self.holder, dict)
 
@@ -176,6 +189,8 @@ class Packed:
             for param in filter(_is_own_part, module._parameters.values()):
                 self._take(module, param)
             for place in _places(module, read=read):
+                if place.is_copy:  # after Module.to, which moves each of them
+                    place.put(place.param.data)
                 tensor = place.tensor
                 if place.is_alias:
                     self._aliases.append(place)

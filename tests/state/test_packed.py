@@ -88,6 +88,24 @@ def test_a_changed_byte_shows(tmp_path, at_device):
     assert losses(*wrap(model, "host", tmp_path), range(1)) != at_device("buffers")[:1]
 
 
+def test_a_copy_of_a_packed_weight_is_one_tensor_with_it(tmp_path, at_device):
+    """Claim: codes of bitsandbytes that Module.to copied beside the weight move once. Twin: codes
+    that differ from the weight's own are moved as they are."""
+    kind = "bitsandbytes int8"
+    held = {}
+    for change in (0, 1):
+        model = make(kind)
+        model(batch(0))  # gives the codes to the state of each layer
+        for layer in [each for each in model.modules() if hasattr(each, "state")]:
+            layer.state.CB = layer.state.CB.clone()
+            layer.state.CB[0, 0] ^= change
+        model, optimizer = wrap(model, "host", tmp_path)
+        held[change] = infinity.stats(model).tiers["host"].planned_nbytes
+        if not change:
+            assert losses(model, optimizer, range(3)) == at_device(kind)
+    assert held[1] - held[0] >= BLOCKS * CODES
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_model_is_given_back_as_it_was(kind, tmp_path):
     """Claim: unwrapped, the model has its classes and its bytes, and computes."""
