@@ -9,15 +9,18 @@ from torch import nn
 
 from ..config.config import Config
 from ..state.packed import Packed
+from .coded_weights import CodedWeights
 from .quantize import Quantized
 from .retie import Ties
 
 
 class Changes:
-    """Pairs that are tied, layers that will be packed, and the parts of packed weights."""
+    """Pairs that are tied, layers that will be packed, weights that stay coded, and the parts of
+    packed weights."""
 
     def __init__(self) -> None:
         self._ties, self._quantized, self.packed = Ties(), Quantized(), Packed()
+        self._coded = CodedWeights()
 
     def make(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config
@@ -25,15 +28,18 @@ class Changes:
         """Changes the model as ``config`` says. Raises ConfigError."""
         self._ties.tie(model, optimizers, config.tied)
         self._quantized.install(model, config.quantize, config.weights)
+        self._coded.install(model, config.weights)
         self.packed.install(model, read=config.weights is not None)
 
     def settle(self) -> None:
         """Lets go of what was before, once the values are at home."""
         self.packed.settle()
+        self._coded.settle()
         self._quantized.settle()
 
     def undo(self) -> None:
         """Restores the model."""
         self.packed.remove()
+        self._coded.remove()
         self._quantized.remove()
         self._ties.undo()

@@ -30,6 +30,7 @@ from ..state.dtensors import empty_parameter_like, is_distributed
 from ..state.packed import has_inner, is_packed, named_tensors, tensors_of
 from ..state.parts import parts_of
 from ..state.tensors import put, take_storage
+from .coded_weights import coded_parts, send_coded
 from .initialiser import PIECE_ELEMENTS, Home, Initialiser
 from .quantize import DenseWeights
 
@@ -101,7 +102,7 @@ class Materialized:
         home = _OfWholes(home, self._wholes)
         files = WeightFiles(self._weights) if self._weights is not None else None
         dense = DenseWeights(self._model)
-        targets = self._targets(dense.parts)
+        targets = self._targets(dense.parts | coded_parts(self._model))
         stored = files.sources() if files else {}
         incoming = (
             Incoming(parts_of(self._model)[0], self._given(stored, targets), targets | dense.names)
@@ -138,6 +139,7 @@ class Materialized:
                 )
                 incoming.note(part)
         dense.send(partial(self._send_whole, home))
+        send_coded(self._model, partial(self._send_whole, home))
 
     def _given(self, files: dict[str, Source], targets: dict[str, torch.Tensor]) -> dict:
         """Returns the tensors of the folder in the model's form: dense, unless its layers have FP8

@@ -17,6 +17,7 @@ from .groups import Group, empty
 from .hub_names import is_transformers
 from .source import Source
 
+JOINS = {"MergeModulelist", "Concatenate"}  # transformers' conversions that change no tensor
 PREFIX = "base_model.model."  # PEFT's prefix for names of the base model
 
 
@@ -26,12 +27,16 @@ class Incoming:
 
     sources
         Name in the state dict -> source. A renamed tensor keeps its given source object.
+    joined
+        Name in the state dict -> names in the folder of the whole tensors that are stacked or
+        concatenated to it.
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Source], names: Mapping[str, Any]):
         """Matches ``given``, the folder's tensors, with ``names``, the state dict, without reading
         values. Raises ConfigError if tensors cannot be converted."""
         self.sources: dict[str, Source] = {}
+        self.joined: dict[str, list[str]] = {}
         self._conversions: list[Any] | None = None
         base, of_base = base_of(model), {base_name(name): tensor for name, tensor in names.items()}
         if is_transformers(base) and (library := _library()) is not None:
@@ -43,6 +48,11 @@ class Incoming:
                 name: self.sources[plain]
                 for name in names
                 if (plain := base_name(name)) in self.sources
+            }
+            self.joined = {
+                name: self.joined[plain]
+                for name in names
+                if (plain := base_name(name)) in self.joined
             }
 
     def note(self, model: nn.Module) -> None:
@@ -74,7 +84,10 @@ class Incoming:
             elif name in names and name not in steps:
                 self.sources.setdefault(name, given[origin])
         for name, entries in steps.items():
-            convert = _conversion(model, name, entries, by_pattern[entries[0][0]])
+            converter = by_pattern[entries[0][0]]
+            if {type(each).__name__ for each in converter.operations} <= JOINS:
+                self.joined[name] = [origin for _, origin in entries]
+            convert = _conversion(model, name, entries, converter)
             self._add(name, {origin: given[origin] for _, origin in entries}, convert, names)
         self._conversions = [conversion for conversion in mapping if conversion.was_used()]
 

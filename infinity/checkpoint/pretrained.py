@@ -17,6 +17,7 @@ from ..errors import ConfigError, StorageError, UsageError
 from ..machine.outputs import Identity, Output, check_free, folder_of, identity_of, replacing
 from ..runtime.job import Job, wait_idle
 from ..runtime.registry import engine_of, whole_of
+from ..state.coded import Coded
 from ..state.dtensors import global_of, local_of
 from ..state.handle import handle_of
 from ..state.operations import Operation
@@ -149,7 +150,11 @@ def _save_model(
             f"{type(first).__name__} is packed, and its quantizer alone knows what a folder has to"
             " hold: infinity.unwrap_model(model), then model.save_pretrained(folder)"
         )
-    if any(has_packed(module, name) for module in model.modules() for name in module._parameters):
+    if any(
+        has_packed(module, name) and not isinstance(param, Coded)  # which is dense in a file
+        for module in model.modules()
+        for name, param in module._parameters.items()
+    ):
         raise ConfigError(
             f"{type(first).__name__} is packed, which its configuration does not say, so that"
             " from_pretrained could not load it: its weights have not changed and are in the folder"

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, CorruptionError, UsageError
+from ..state.coded import Fp8, Mxfp4, Scheme
 from ..state.packed import filled, has_inner, is_packed, plain_name
 from ..untrusted import parse_json, read_text
 from .source import Source
@@ -31,7 +32,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 MOST_STATE_NBYTES = 4096
 SCALE, BLOCKS, EXPONENTS = "_scale_inv", "_blocks", "_scales"  # end the names of scaled parts
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of MXFP4 (OCP 2023); then negative
 CODES = {"nf4": 16, "fp4": 16, "nested": 256}  # entries of a table
 
 
@@ -169,28 +169,53 @@ def compute_dtype_of(folder: str | os.PathLike) -> torch.dtype | None:
     return getattr(torch, name) if name in DTYPES else None
 
 
-def without_scales(stored: Mapping[str, Source], folder: str | os.PathLike) -> dict[str, Source]:
-    """Returns the tensors of ``folder`` with dense weights instead of scaled ones: FP8 in fp32,
-    MXFP4 in bf16, as ``from_pretrained(dtype=...)`` makes them. Others keep their source. Raises
+@dataclass(frozen=True)
+class Scaled:
+    """One weight as a folder has it in FP8 or MXFP4: sources that fit each other."""
+
+    codes: Source
+    scales: Source
+    scheme: Scheme
+
+    def dense(self) -> Source:
+        """Returns the source of the dense weight: FP8 in fp32, MXFP4 in bf16."""
+        dtype = torch.float32 if isinstance(self.scheme, Fp8) else torch.bfloat16
+        return Source(
+            self.scheme.shape(self.codes.shape),
+            dtype,
+            lambda: self.scheme.unpack(self.codes.read(), self.scales.read()),
+        )
+
+
+def scaled_weights(stored: Mapping[str, Source], folder: str | os.PathLike) -> dict[str, Scaled]:
+    """Finds the weights in ``stored``, the tensors of ``folder``, that have scales. Raises
     CorruptionError, with the name of the weight, for scales of another shape."""
-    found, packing = dict(stored), packing_of(folder)
+    found: dict[str, Scaled] = {}
+    packing = packing_of(folder)
     block = packing.get("weight_block_size")
     for name, scales in stored.items():
         if name.endswith(SCALE) and (codes := stored.get(name.removesuffix(SCALE))) is not None:
             if codes.dtype in FP8:
-                del found[name]
                 found[name.removesuffix(SCALE)] = _of_fp8(name, codes, scales, block)
         elif name.endswith(EXPONENTS) and is_scaled(packing):
             weight = name.removesuffix(EXPONENTS)
             if (codes := stored.get(weight + BLOCKS)) is not None:
-                del found[name], found[weight + BLOCKS]
                 found[weight] = _of_mxfp4(weight, codes, scales)
     return found
 
 
-def _of_fp8(name: str, codes: Source, scales: Source, block: Any) -> Source:
-    """Returns the dense source, in fp32, of FP8 ``codes``. ``block``: rows and columns of a block;
-    None: the scales divide the weight evenly."""
+def without_scales(stored: Mapping[str, Source], folder: str | os.PathLike) -> dict[str, Source]:
+    """Returns the tensors of ``folder`` with dense weights instead of scaled ones, as
+    ``from_pretrained(dtype=...)`` makes them. Others keep their source."""
+    scaled = scaled_weights(stored, folder)
+    parts = {f"{name}{ending}" for name in scaled for ending in ("", SCALE, BLOCKS, EXPONENTS)}
+    plain = {name: source for name, source in stored.items() if name not in parts}
+    return plain | {name: each.dense() for name, each in scaled.items()}
+
+
+def _of_fp8(name: str, codes: Source, scales: Source, block: Any) -> Scaled:
+    """Returns the FP8 weight ``codes``. ``block``: rows and columns of a block; None: the scales
+    divide the weight evenly."""
     sizes, counts = codes.shape[-2:], scales.shape[-2:] or (1, 1)
     per_weight = scales.shape.numel() == 1
     if per_weight or not isinstance(block, (list, tuple)) or len(block) != 2:
@@ -205,21 +230,11 @@ def _of_fp8(name: str, codes: Source, scales: Source, block: Any) -> Source:
             f"{name} has shape {tuple(scales.shape)}, which is no scale for each block of"
             f" {tuple(block)} of a weight of {tuple(codes.shape)}"
         )
-
-    def read() -> torch.Tensor:
-        each = scales.read().float().reshape(-1)
-        dense = codes.read().float()
-        if per_weight:
-            return dense.mul_(each)
-        each = each.reshape(scales.shape).repeat_interleave(block[0], -2)[..., : sizes[0], :]
-        return dense.mul_(each.repeat_interleave(block[1], -1)[..., : sizes[1]])
-
-    return Source(codes.shape, torch.float32, read)
+    return Scaled(codes, scales, Fp8((block[0], block[1])))
 
 
-def _of_mxfp4(name: str, codes: Source, exponents: Source) -> Source:
-    """Returns the dense source, in bf16, of experts in MXFP4: ``[experts, inputs, outputs]`` of
-    blocks ``[experts, outputs, groups, bytes]``."""
+def _of_mxfp4(name: str, codes: Source, exponents: Source) -> Scaled:
+    """Returns the experts ``codes`` in MXFP4."""
     if (
         {codes.dtype, exponents.dtype} != {torch.uint8}
         or len(codes.shape) != 4
@@ -229,19 +244,7 @@ def _of_mxfp4(name: str, codes: Source, exponents: Source) -> Source:
             f"{name}{EXPONENTS} has shape {tuple(exponents.shape)}, which is no exponent for each"
             f" block of {tuple(codes.shape)}"
         )
-    experts, outputs, groups, width = codes.shape
-    inputs = 2 * groups * width
-    table = torch.tensor([*FP4, *(-number for number in FP4)], dtype=torch.float32, device="cpu")
-
-    def read() -> torch.Tensor:
-        dense = torch.empty(experts, inputs, outputs, dtype=torch.bfloat16, device="cpu")
-        for to, of_one, powers in zip(dense, codes.read(), exponents.read()):
-            halves = torch.stack([of_one & 15, of_one >> 4], dim=-1).flatten(-2)
-            numbers = torch.ldexp(table[halves.int()], powers.int().unsqueeze(-1) - 127)
-            to.copy_(numbers.reshape(outputs, inputs).T)
-        return dense
-
-    return Source(torch.Size([experts, inputs, outputs]), torch.bfloat16, read)
+    return Scaled(codes, exponents, Mxfp4())
 
 
 def without_packing(stored: Mapping[str, Source], folder: str | os.PathLike) -> dict[str, Source]:

@@ -1,0 +1,161 @@
+"""CodedWeights: keeps the frozen weights of a model on meta in the codes that their folder has.
+
+coded   a weight of the model that is :class:`~infinity.state.coded.Coded`: FP8 or MXFP4
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..checkpoint.module_names import Incoming
+from ..checkpoint.source import Source
+from ..checkpoint.unpacked import FP8, Scaled, scaled_weights, without_scales
+from ..checkpoint.weight_files import WeightFiles
+from ..state.coded import Coded, Fp8
+from ..state.packed import SMALL_NBYTES, Send, inner_tensors, is_packed, send_parts
+from ..state.partition import is_managed
+from ..state.parts import parts_of
+
+CODED = "_infinity_coded"  # attribute of a module: names of its weights -> how they lie in files
+
+
+class CodedWeights:
+    """The weights of one model that a wrap keeps coded."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def install(self, model: nn.Module, weights: str | os.PathLike | None) -> None:
+        """Replaces the frozen weights on meta that the folder ``weights`` has with scales. Raises
+        CorruptionError for scales that do not fit."""
+        if weights is None or any(each.dtype in FP8 for each in model.parameters()):
+            return  # layers with scales of their own take the folder's tensors as they are
+        for name, scaled in _scaled_in(model, weights).items():
+            path, _, key = name.rpartition(".")
+            module, param = model.get_submodule(path), model.get_parameter(name)
+            self._replaced.append((module, key, param))
+            module.__dict__.setdefault(CODED, {})[key] = scaled
+            module._parameters[key] = nn.Parameter(_on_meta(scaled, param.dtype), False)
+
+    def settle(self) -> None:
+        """Lets go of the files, once the values are at home."""
+        for module, _, _ in self._replaced:
+            module.__dict__.pop(CODED, None)
+        self._replaced.clear()
+
+    def remove(self) -> None:
+        """Puts the weights on meta back."""
+        for module, key, param in self._replaced:
+            module.__dict__.pop(CODED, None)
+            module._parameters[key] = param
+        self._replaced.clear()
+
+
+def coded_parts(model: nn.Module) -> set[torch.Tensor]:
+    """Returns the codes and scales of a model's coded weights that move."""
+    return {
+        part
+        for module in model.modules()
+        for key in module.__dict__.get(CODED, ())
+        for _, part in inner_tensors(module._parameters[key])
+        if is_packed(part)
+    }
+
+
+def send_coded(model: nn.Module, send: Send) -> None:
+    """Reads the codes and scales of one module after the other, and sends them home."""
+    for module in model.modules():
+        if (scaled := module.__dict__.get(CODED)) is None:
+            continue
+        made = nn.Module()
+        for key, param in module._parameters.items():
+            made._parameters[key] = param
+            if param is not None and key in scaled:
+                made._parameters[key] = _read(scaled[key], param.dtype)
+        send_parts(module, made, send)
+
+
+def _read(scaled: Scaled, dtype: torch.dtype) -> nn.Parameter:
+    weight = Coded(scaled.codes.read(), scaled.scales.read(), scaled.scheme, dtype)
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _on_meta(scaled: Scaled, dtype: torch.dtype) -> Coded:
+    codes, scales = (
+        torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for each in (scaled.codes, scaled.scales)
+    )
+    return Coded(codes, scales, scaled.scheme, dtype)
+
+
+def _scaled_in(model: nn.Module, weights: str | os.PathLike) -> dict[str, Scaled]:
+    """Returns the frozen weights on meta that the folder has with scales, by their names in
+    ``model``."""
+    stored = WeightFiles(weights).sources()
+    scaled = scaled_weights(stored, weights)
+    names = dict(model.named_parameters()) if scaled else {}
+    names = {name: param for name, param in names.items() if _may_be_coded(param)}
+    if not names:
+        return {}
+    part = parts_of(model)[0]
+    dense = without_scales(stored, weights)
+    incoming = Incoming(part, dense, names)
+    origins = {id(source): name for name, source in dense.items()}
+    found = {}
+    for name, param in names.items():
+        if (source := incoming.sources.get(name)) is None:
+            continue
+        origin = origins.get(id(source))
+        whole = _joined(part, name, param, incoming.joined, scaled) if origin is None else None
+        each = whole if origin is None else scaled.get(origin)
+        if (
+            each is not None
+            and each.scheme.shape(each.codes.shape) == param.shape
+            and each.codes.nbytes >= SMALL_NBYTES  # smaller codes would stay with the module
+        ):
+            found[name] = each
+    return found
+
+
+def _may_be_coded(param: nn.Parameter) -> bool:
+    return (
+        param.is_meta
+        and not param.requires_grad
+        and type(param) is nn.Parameter
+        and param.is_floating_point()
+        and is_managed(param)
+    )
+
+
+def _joined(
+    part: nn.Module,
+    name: str,
+    param: nn.Parameter,
+    joined: Mapping[str, list[str]],
+    scaled: Mapping[str, Scaled],
+) -> Scaled | None:
+    """Returns the weight that transformers makes of whole weights of the folder, as of one matrix
+    for each expert; None if their blocks do not stay whole."""
+    origins = joined.get(name, [])
+    inputs = {origin: scaled[origin] for origin in origins if origin in scaled}
+    schemes = {each.scheme for each in inputs.values()}
+    if len(inputs) != len(origins) or len(schemes) != 1:
+        return None
+    (scheme,) = schemes
+    if not isinstance(scheme, Fp8) or any(
+        size % block
+        for each in inputs.values()
+        for size, block in zip(each.codes.shape[-2:], scheme.block)
+    ):
+        return None
+
+    def join(parts: dict[str, Source]) -> Source | None:
+        return Incoming(part, parts, {name: param}).sources.get(name)
+
+    codes = join({origin: each.codes for origin, each in inputs.items()})
+    scales = join({origin: each.scales for origin, each in inputs.items()})
+    return None if codes is None or scales is None else Scaled(codes, scales, scheme)
