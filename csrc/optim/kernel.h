@@ -39,6 +39,7 @@ namespace infinity {
   X(Adadelta, ADADELTA)         \
   X(Adagrad, ADAGRAD)           \
   X(Adamax, ADAMAX)             \
+  X(AdEMAMix, ADEMAMIX)         \
   X(AMSGrad, AMSGRAD)           \
   X(ASGD, ASGD) X(NAdam, NADAM) X(RAdam, RADAM) X(RMSprop, RMSPROP) X(Rprop, RPROP)
 
@@ -88,7 +89,9 @@ struct Hyperparameters {
   double smallest = 0, largest = 0;  // step sizes of Rprop
   double momentum_decay = 0, mu_product = 1;  // of NAdam; the product with this step's factor
   double lambd = 0, eta = 0, mu = 1;  // of ASGD
+  double beta3 = 0.9999, alpha = 0;  // of AdEMAMix, in this step
   bool nesterov = false, maximize = false, decoupled = false, amsgrad = false, centered = false;
+  bool fixed_decay = false;  // a decoupled one, whatever the rate
   std::int64_t step = 1;  // counted from 1
   std::vector<float> grad_factors;
 };

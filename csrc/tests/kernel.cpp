@@ -134,6 +134,7 @@ std::vector<Hyperparameters> all_settings() {
   all[1].decoupled = all[1].centered = all[2].amsgrad = all[3].amsgrad = all[3].centered = true;
   all[2].mu = 0.5, all[2].lambd = 0.3;
   all[2].momentum_decay = 0.004, all[3].mu_product = 0.25;
+  all[1].alpha = 5, all[1].fixed_decay = true, all[2].beta3 = 0.3, all[3].alpha = 2;
   for (Hyperparameters& each : all) each.eta = 0.1, each.smallest = 1e-6, each.largest = 50;
   return all;
 }

@@ -50,6 +50,7 @@ OTHERS = {  # rule -> hyperparameters
     Rule.ADADELTA: {"lr": 1.0, "beta2": 0.9, "eps": 1e-6},
     Rule.ADAGRAD: {"lr": 0.01, "lr_decay": 0.1, "eps": 1e-10},
     Rule.ADAMAX: {"lr": 2e-3},
+    Rule.ADEMAMIX: {"lr": 1e-3, "alpha": 5.0},
     Rule.AMSGRAD: {"lr": 1e-3, "amsgrad": True},
     Rule.ASGD: {"lr": 0.1, "lambd": 0.01, "eta": 0.1},
     Rule.NADAM: {"lr": 2e-3, "momentum_decay": 0.004, "mu_product": 0.5},
@@ -157,6 +158,11 @@ def settings_of(rule: native.Rule) -> list[native.Hyperparameters]:
             hyper(**OTHERS[rule], step=1000, maximize=True, weight_decay=0.01, decoupled=True),
             hyper(**OTHERS[rule] | {"momentum": 0.9}, step=7, grad_factors=FACTORS),
             hyper(**OTHERS[rule] | {"mu": 0.25}, step=3, centered=True),
+            hyper(
+                **OTHERS[rule] | {"beta3": 0.3, "weight_decay": 0.1},
+                fixed_decay=True,
+                decoupled=True,
+            ),
         ]
     if rule == Rule.LION:
         return [
@@ -265,6 +271,12 @@ Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 def plain(cls: type, **settings) -> Make:
     return lambda params: cls(params, foreach=False, **settings)
+
+
+def of_path(rule: native.Rule, **settings) -> Make:
+    """The class of another library, by its path, without foreach."""
+    module, _, name = KNOWN[rule].kind.rpartition(".")
+    return lambda params: plain(getattr(pytest.importorskip(module), name), **settings)(params)
 
 
 AGAINST_TORCH = {
@@ -382,6 +394,31 @@ AGAINST_TORCH = {
         Rule.RMSPROP,
         plain(torch.optim.RMSprop, lr=0.01, momentum=0.9),
         OTHERS[Rule.RMSPROP] | {"momentum": 0.9},
+    ),
+    "AdEMAMix": (
+        Rule.ADEMAMIX,
+        of_path(Rule.ADEMAMIX, lr=1e-3, weight_decay=0.1),
+        {"lr": 1e-3, "weight_decay": 0.1},
+    ),
+    "AdEMAMix schedules": (
+        Rule.ADEMAMIX,
+        of_path(
+            Rule.ADEMAMIX,
+            lr=1e-3,
+            betas=(0.4, 0.9, 0.99),
+            weight_decay=0.01,
+            weight_decouple=True,
+            fixed_decay=True,
+            t_alpha_beta3=12,
+        ),
+        {
+            "lr": 1e-3,
+            "beta1": 0.4,
+            "beta2": 0.9,
+            "weight_decay": 0.01,
+            "decoupled": True,
+            "fixed_decay": True,
+        },
     ),
     "Rprop": (Rule.RPROP, plain(torch.optim.Rprop, lr=0.01), OTHERS[Rule.RPROP]),
 }
