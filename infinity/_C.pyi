@@ -10,6 +10,8 @@ from typing import Any
 CHECKSUM_NBYTES: int
 MAX_GRAD_FACTORS: int
 MOMENT_BLOCK: int
+MOMENTS: tuple[str, ...]
+SCALED_MOMENTS: tuple[str, ...]
 
 def cuda_driver() -> tuple[int, str]: ...
 def trim_heap() -> None: ...
@@ -334,12 +336,13 @@ class Shadow:
     def __init__(
         self,
         weight: Extent | None = None,
-        master: Extent | None = None,
         exp_avg: Extent | None = None,
         exp_avg_sq: Extent | None = None,
+        moment_3: Extent | None = None,
+        moment_4: Extent | None = None,
         exp_avg_scale: Extent | None = None,
         exp_avg_sq_scale: Extent | None = None,
-        moment_3: Extent | None = None,
+        master: Extent | None = None,
     ) -> None: ...
 
 class UnitUpdate:
@@ -349,15 +352,16 @@ class UnitUpdate:
         count: int,
         weight: Extent,
         master: Extent | None,
-        exp_avg: Extent | None,
-        exp_avg_sq: Extent | None,
         grad: Extent,
         runs: Sequence[Run],
         version: int,
         after: Ticket | None = None,
+        exp_avg: Extent | None = None,
+        exp_avg_sq: Extent | None = None,
+        moment_3: Extent | None = None,
+        moment_4: Extent | None = None,
         exp_avg_scale: Extent | None = None,
         exp_avg_sq_scale: Extent | None = None,
-        moment_3: Extent | None = None,
         label: int = 0,
         shadow: Shadow = ...,
     ) -> None: ...

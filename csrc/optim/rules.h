@@ -2,7 +2,7 @@
 //
 // A rule is a template over a vector type V:
 //
-//   uses      which moments it has: exp_avg with either sign, exp_avg_sq without one, and a third
+//   uses      which moments it has: exp_avg with either sign, exp_avg_sq without one, and others
 //   prepare   hyperparameters -> constants of its own (`Constants::own`), in double as torch does;
 //             once for a run
 //   step      one step of one vector. p: master, g: gradient, s: its moments

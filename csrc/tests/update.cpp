@@ -13,7 +13,7 @@ namespace {
 // elements: what chunks are cut at, twice as many with 8-bit moments
 constexpr std::size_t kGrain = 32 * 1024;
 constexpr std::size_t kCount = 4 * kGrain + 4096;  // five chunks at most
-constexpr int kRoles = 6;
+constexpr int kRoles = 7;
 
 const Layout kSplitAdam{Rule::kAdamW, DType::kBFloat16, Master::kSplit, DType::kBFloat16,
                         DType::kFloat32};
@@ -39,7 +39,8 @@ std::array<std::size_t, kRoles> sizes_of(const Layout& layout) {
           moment,
           adam || centred ? moment : 0,
           element_nbytes(layout.grad),
-          centred ? moment : 0};
+          centred ? moment : 0,
+          0};
 }
 
 // Values about one in size, of the array's dtype; second moments are positive.
@@ -65,7 +66,8 @@ class Unit {
     const DType dtypes[kRoles] = {
         layout.weight,  layout.master == Master::kSplit ? DType::kBFloat16 : DType::kFloat32,
         layout.moments, layout.moments,
-        layout.grad,    layout.moments};
+        layout.grad,    layout.moments,
+        layout.moments};
     for (int role = 0; role < kRoles; ++role) {
       const std::size_t nbytes = sizes_of(layout)[role] * count;
       if (nbytes == 0) continue;
@@ -82,7 +84,7 @@ class Unit {
   }
 
   // Moves the arrays whose bit is set in `roles` into the file, from `offset` on.
-  void move_to(const Disk& disk, std::uint64_t offset = 0, unsigned roles = 0x3F) {
+  void move_to(const Disk& disk, std::uint64_t offset = 0, unsigned roles = 0x7F) {
     for (int role = 0; role < kRoles; ++role) {
       if (!memory_[role] || !(roles >> role & 1)) continue;
       const Span span = memory_[role]->span;
@@ -98,9 +100,9 @@ class Unit {
     UnitUpdate update;
     update.layout = layout_;
     update.count = count_;
-    std::shared_ptr<Extent>* const extents[] = {&update.weight,  &update.master,
-                                                &update.exp_avg, &update.exp_avg_sq,
-                                                &update.grad,    &update.moment_3};
+    std::shared_ptr<Extent>* const extents[] = {
+        &update.weight, &update.master,   &update.exp_avg, &update.exp_avg_sq,
+        &update.grad,   &update.moment_3, &update.moment_4};
     for (int role = 0; role < kRoles; ++role) *extents[role] = homes_[role];
     update.exp_avg_scale = scales_[0];
     update.exp_avg_sq_scale = scales_[1];
@@ -312,7 +314,7 @@ TEST_OF_BACKENDS(update, a_shadow_has_the_steps_bits_and_leaves_what_it_was_made
   // what was there before.
   std::uint64_t seed = 130;
   for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred})
-    for (const unsigned in_file : {0x00u, 0x3Fu, 0x36u})
+    for (const unsigned in_file : {0x00u, 0x7Fu, 0x36u})
       for (const bool whole : {true, false}) {
         const bool bytes = layout.moments == DType::kInt8;
         const std::vector<Run> runs =
@@ -345,7 +347,7 @@ TEST_OF_BACKENDS(update,
   // place; the twin: the weights that the second one left are those of the first.
   std::uint64_t seed = 150;
   for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred})
-    for (const unsigned in_file : {0x00u, 0x3Fu, 0x36u}) {
+    for (const unsigned in_file : {0x00u, 0x7Fu, 0x36u}) {
       const Disk disk(kind, nullptr, 16 * kBlockNbytes, 8, 8 * kMib);
       Unit once(layout, ++seed), twice(layout, seed), source(layout, seed),
           beside(layout, seed + 1000);

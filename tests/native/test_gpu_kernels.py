@@ -78,13 +78,14 @@ def state(weight, master, grad, moments, generator) -> dict[str, torch.Tensor]:
         else:
             arrays[name] = moment.to(moments)
     if moments != torch.uint8:
-        third = torch.randn(padded, generator=generator).abs() * 1e-5
-        arrays["moment_3"] = third.to(moments)
+        for name in native.MOMENTS[len(native.SCALED_MOMENTS) :]:
+            other = torch.randn(padded, generator=generator).abs() * 1e-5
+            arrays[name] = other.to(moments)
     return arrays
 
 
 def hyperparameters(step: int, *, third: bool) -> native.Hyperparameters:
-    """``third``: with the switches of rules that have a third moment."""
+    """``third``: with the switches of rules that may have a third moment."""
     hyper = native.Hyperparameters()
     hyper.smallest, hyper.largest, hyper.eta, hyper.mu = 1e-6, 50.0, 1e-2, 0.5
     hyper.momentum_decay, hyper.mu_product = 4e-3, 0.5
@@ -118,12 +119,10 @@ def on_processor(layout, arrays, runs) -> None:
                 for name in (
                     "weight",
                     "master",
-                    "exp_avg",
-                    "exp_avg_sq",
                     "grad",
+                    *native.MOMENTS,
                     "exp_avg_scale",
                     "exp_avg_sq_scale",
-                    "moment_3",
                 )
             },
         )
@@ -244,7 +243,7 @@ def test_bad_input_is_a_usage_error(stand_in):
         grad=native.DType.FLOAT32,
         moments=native.DType.INT8,
     )
-    every = {name: 64 for name in ("weight", "grad", "exp_avg", "exp_avg_sq", "moment_3")}
+    every = {name: 64 for name in ("weight", "grad", *native.MOMENTS)}
     runs = [native.Run(0, 64, hyperparameters(1, third=True))]
     with pytest.raises(UsageError, match="a third moment has none in 8 bits"):
         stand_in.step(narrow, runs=runs, **every)
