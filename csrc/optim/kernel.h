@@ -46,6 +46,7 @@ namespace infinity {
   X(Adadelta, ADADELTA)         \
   X(Adagrad, ADAGRAD)           \
   X(Adamax, ADAMAX)             \
+  X(Adan, ADAN)                 \
   X(AdEMAMix, ADEMAMIX)         \
   X(AMSGrad, AMSGRAD)           \
   X(ASGD, ASGD) X(NAdam, NADAM) X(RAdam, RADAM) X(RMSprop, RMSPROP) X(Rprop, RPROP)
@@ -98,9 +99,10 @@ struct Hyperparameters {
   double smallest = 0, largest = 0;  // step sizes of Rprop
   double momentum_decay = 0, mu_product = 1;  // of NAdam; the product with this step's factor
   double lambd = 0, eta = 0, mu = 1;  // of ASGD
-  double beta3 = 0.9999, alpha = 0;  // of AdEMAMix, in this step
+  double beta3 = 0.9999, alpha = 0;  // of AdEMAMix in this step; beta3 also of Adan
   bool nesterov = false, maximize = false, decoupled = false, amsgrad = false, centered = false;
   bool fixed_decay = false;  // a decoupled one, whatever the rate
+  bool fresh = false;  // the first step of these elements, if `step` counts those of a group
   std::int64_t step = 1;  // counted from 1
   std::vector<float> grad_factors;
 };
@@ -120,9 +122,9 @@ struct Constants {
   float neg_step_size, eps;  // -lr / (1 - beta1^t)
   float bias2_sqrt, bias2_sqrt_reciprocal;  // sqrt(1 - beta2^t)
   float momentum, one_minus_dampening, neg_lr;
-  float own[4];  // of the rule
+  float own[5];  // of the rule
   Rule rule;
-  bool has_decay, has_momentum, first, nesterov, maximize, decoupled, amsgrad, centered;
+  bool has_decay, has_momentum, first, fresh, nesterov, maximize, decoupled, amsgrad, centered;
   std::uint32_t salt;  // of this step's random bits
   int factor_count;
   float factors[kMaxGradFactors];

@@ -11,6 +11,7 @@
 #include "optim/rules/adagrad.h"
 #include "optim/rules/adam.h"
 #include "optim/rules/adamax.h"
+#include "optim/rules/adan.h"
 #include "optim/rules/ademamix.h"
 #include "optim/rules/amsgrad.h"
 #include "optim/rules/asgd.h"

@@ -475,6 +475,7 @@ void bind_adam(py::module_& m) {
       .def_readwrite("fixed_decay", &Hyperparameters::fixed_decay)
       .def_readwrite("beta3", &Hyperparameters::beta3)
       .def_readwrite("alpha", &Hyperparameters::alpha)
+      .def_readwrite("fresh", &Hyperparameters::fresh)
       .def_readwrite("momentum_decay", &Hyperparameters::momentum_decay)
       .def_readwrite("mu_product", &Hyperparameters::mu_product)
       .def_readwrite("lambd", &Hyperparameters::lambd)

@@ -136,6 +136,7 @@ std::vector<Hyperparameters> all_settings() {
   all[2].mu = 0.5, all[2].lambd = 0.3;
   all[2].momentum_decay = 0.004, all[3].mu_product = 0.25;
   all[1].alpha = 5, all[1].fixed_decay = true, all[2].beta3 = 0.3, all[3].alpha = 2;
+  all[0].fresh = all[2].fresh = true;
   for (Hyperparameters& each : all) each.eta = 0.1, each.smallest = 1e-6, each.largest = 50;
   return all;
 }

@@ -25,6 +25,8 @@ const Layout kByteAdam{Rule::kAdamW, DType::kBFloat16, Master::kSplit, DType::kB
                        DType::kInt8};
 const Layout kCentred{Rule::kRMSprop, DType::kBFloat16, Master::kSplit, DType::kBFloat16,
                       DType::kBFloat16};
+const Layout kHalfAdan{Rule::kAdan, DType::kBFloat16, Master::kSplit, DType::kBFloat16,
+                       DType::kBFloat16};
 const Layout kPlainSgd{Rule::kSgd, DType::kFloat32, Master::kOwn, DType::kFloat32, DType::kFloat32};
 
 std::array<std::size_t, kRoles> sizes_of(const Layout& layout) {
@@ -33,14 +35,15 @@ std::array<std::size_t, kRoles> sizes_of(const Layout& layout) {
                              : layout.master == Master::kSplit ? 2
                                                                : 4;
   const std::size_t moment = element_nbytes(layout.moments);
-  const bool centred = layout.rule == Rule::kRMSprop;
+  const bool adan = layout.rule == Rule::kAdan;
+  const bool centred = layout.rule == Rule::kRMSprop || adan;
   return {element_nbytes(layout.weight),
           master,
           moment,
           adam || centred ? moment : 0,
           element_nbytes(layout.grad),
           centred ? moment : 0,
-          0};
+          adan ? moment : 0};
 }
 
 // Values about one in size, of the array's dtype; second moments are positive.
@@ -201,7 +204,8 @@ TEST_OF_BACKENDS(update, homes_slots_cuts_and_threads_do_not_change_bits) {
   // Two steps over file extents, with one to five chunks, one to four slots and one to three
   // threads, against memory.
   std::uint64_t seed = 101;
-  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred}) {
+  for (const Layout& layout :
+       {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred, kHalfAdan}) {
     const std::size_t grain = layout.moments == DType::kInt8 ? 2 : 1;
     const auto expected = expected_of(layout, ++seed);
     CHECK(expected != Unit(layout, seed).contents(nullptr), "the twin: the steps did nothing");
@@ -313,8 +317,9 @@ TEST_OF_BACKENDS(update, a_shadow_has_the_steps_bits_and_leaves_what_it_was_made
   // Whole units and a few runs (the rest is copied), at home in the file, in memory or both, over
   // what was there before.
   std::uint64_t seed = 130;
-  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred})
-    for (const unsigned in_file : {0x00u, 0x7Fu, 0x36u})
+  for (const Layout& layout :
+       {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred, kHalfAdan})
+    for (const unsigned in_file : {0x00u, 0x7Fu, 0x76u})
       for (const bool whole : {true, false}) {
         const bool bytes = layout.moments == DType::kInt8;
         const std::vector<Run> runs =
@@ -346,8 +351,9 @@ TEST_OF_BACKENDS(update,
   // Two such steps that change places, at home in the file, in memory or both, against two steps in
   // place; the twin: the weights that the second one left are those of the first.
   std::uint64_t seed = 150;
-  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred})
-    for (const unsigned in_file : {0x00u, 0x7Fu, 0x36u}) {
+  for (const Layout& layout :
+       {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred, kHalfAdan})
+    for (const unsigned in_file : {0x00u, 0x7Fu, 0x76u}) {
       const Disk disk(kind, nullptr, 16 * kBlockNbytes, 8, 8 * kMib);
       Unit once(layout, ++seed), twice(layout, seed), source(layout, seed),
           beside(layout, seed + 1000);

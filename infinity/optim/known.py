@@ -55,7 +55,7 @@ class Known:
     always
         Switches that are on in every group.
     of_object
-        Attributes of the optimizer itself -> switches.
+        Attributes of the optimizer itself -> switches; "": the configuration has it, and it is off.
     exact
         Moments with which all are in fp32 -> why.
     counters
@@ -365,6 +365,18 @@ OF_PATHS = (
         counts_steps=False,
         counts_in_groups=True,
         own_code_with=("cautious", "stable_adamw"),
+    ),
+    Known(
+        native.Rule.ADAN,
+        "pytorch_optimizer.optimizer.adan.Adan",
+        "Adan.step",
+        ADAM | {"betas": (*BETAS, "beta3")},
+        BOTH | {"exp_avg_diff": THIRD, "previous_grad": FOURTH},
+        {"weight_decouple": "decoupled"},
+        of_object={"maximize": "maximize", "max_grad_norm": ""},
+        counts_steps=False,
+        counts_in_groups=True,
+        own_code_with=("use_gc", "adanorm"),
     ),
 )
 KNOWN: dict[native.Rule, Known] = {known.rule: known for known in (*OF_TORCH, *OF_PATHS)}

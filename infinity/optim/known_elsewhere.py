@@ -88,7 +88,6 @@ ANY_PART = {
     "optimi.sgd": "SGD",
     "pytorch_optimizer.optimizer.adabelief": "AdaBelief",
     "pytorch_optimizer.optimizer.adamc": "AdamC",
-    "pytorch_optimizer.optimizer.adan": "Adan",
     "pytorch_optimizer.optimizer.ademamix": "SimplifiedAdEMAMix",
     "pytorch_optimizer.optimizer.adopt": "ADOPT",
     "pytorch_optimizer.optimizer.diffgrad": "DiffGrad",
@@ -156,11 +155,18 @@ ALIASES: dict[str, Known] = {
 
 
 def as_it_is(known: Known, optimizer: torch.optim.Optimizer) -> Known:
-    """Returns how a class of another library steps, with the settings and switches that it has."""
+    """Returns how a class of another library steps, with the settings and switches that it has.
+    Raises ConfigError for a switch that the rule does not have."""
     if any(group.get(key) for group in optimizer.param_groups for key in known.own_code_with):
         return class_entry(known.kind)
-    on = (switch for name, switch in known.of_object.items() if getattr(optimizer, name))
-    return replace(known, always=(*known.always, *on))
+    on = {name: switch for name, switch in known.of_object.items() if getattr(optimizer, name)}
+    if lacking := [name for name, switch in on.items() if not switch]:
+        name = lacking[0]
+        raise ConfigError(
+            f"optimizer {known.name}: {name}={getattr(optimizer, name)} is not supported: set it to"
+            f" 0, and use Config({name}=...)"
+        )
+    return replace(known, always=(*known.always, *on.values()))
 
 
 def refuse_overrides(optimizer: Any, name: str) -> None:

@@ -102,6 +102,8 @@ class Spans:
     def key(self, handle: ParamHandle, factors: tuple[float, ...]) -> Key:
         """Returns what the hyperparameters of a parameter's next step are made of."""
         counters = tuple(self.counted(handle)[0].items())
+        if self._known.counts_in_groups:
+            counters += (("fresh", not handle.has_state),)
         return self._group_of[handle], self._number(handle), factors, counters
 
     def _number(self, handle: ParamHandle) -> int:

@@ -90,6 +90,7 @@ def hyperparameters(step: int, *, third: bool) -> native.Hyperparameters:
     hyper.smallest, hyper.largest, hyper.eta, hyper.mu = 1e-6, 50.0, 1e-2, 0.5
     hyper.momentum_decay, hyper.mu_product = 4e-3, 0.5
     hyper.beta3, hyper.alpha, hyper.fixed_decay = 0.99, 5.0, step == 3
+    hyper.fresh = step == 1
     hyper.amsgrad = hyper.centered = third
     hyper.lr, hyper.weight_decay, hyper.step = 1e-2, 0.1, step
     hyper.momentum, hyper.dampening, hyper.nesterov = 0.9, 0.0, True

@@ -33,7 +33,7 @@ def of_library(name: str, params: list, **settings) -> optim.Optimizer:
     return getattr(pytorch_optimizer, name)(params, **{"lr": 1e-3, "weight_decay": 0.1} | settings)
 
 
-NAMES = {"AdEMAMix": native.Rule.ADEMAMIX}
+NAMES = {"AdEMAMix": native.Rule.ADEMAMIX, "Adan": native.Rule.ADAN}
 MADE: dict[str, Make] = {name: partial(of_library, name) for name in NAMES}
 each = pytest.mark.parametrize("case", MADE)
 
@@ -59,7 +59,8 @@ def near(found: dict, theirs: dict) -> bool:
 def backward(net: nn.Module, turn: int) -> None:
     generator = torch.Generator().manual_seed(turn)
     target = torch.randint(0, 7, (16,), generator=generator)
-    nn.functional.cross_entropy(net(torch.randn(16, 64, generator=generator)), target).backward()
+    x = torch.randn(16, 64, generator=generator).to(net[3].bias.dtype)
+    nn.functional.cross_entropy(net(x).float(), target).backward()
 
 
 def of_two(make: Make, params: list, **second) -> optim.Optimizer:
@@ -201,7 +202,42 @@ def test_gradients_are_clipped_and_rates_scheduled_as_in_the_loop(case, tmp_path
     assert near(trained("nvme", max_grad_norm=0.05), trained(None))
 
 
-SWITCHES = {"AdEMAMix": ["cautious", "stable_adamw"]}
+ELSEWHERE = [
+    {"optimizer": "nvme", "update_threads": 1},
+    {"params": "nvme", "optimizer": "nvme", "host_memory": "1MiB", "update_threads": 3},
+    {"params": "device", "optimizer": "host", "device_memory": "128KiB"},
+    {"params": "device", "optimizer": "device", "update_threads": 2},
+]
+
+
+@each
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_homes_budgets_threads_and_units_change_no_bit(case, dtype, tmp_path, monkeypatch):
+    """Claim: nor do they change one of bf16 weights with a split master. The twin: another rate
+    does."""
+
+    def trained(**config):
+        lr = config.pop("lr", 1e-3)
+        make = partial(MADE[case], lr=lr)
+        net, optimizer = wrapped(make, "host", tmp_path, **{"param_dtype": dtype, **config})
+        for turn in range(5):
+            backward(net, turn)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = values_of(net, optimizer)
+        infinity.unwrap_model(net, optimizer)
+        return found
+
+    expected = trained()
+    for config in ELSEWHERE:
+        assert same(trained(**config), expected), config
+    for unit in native.simd_units():
+        monkeypatch.setenv("INFINITY_SIMD", unit)
+        assert same(trained(), expected), unit
+    assert not same(trained(lr=1.01e-3), expected)
+
+
+SWITCHES = {"AdEMAMix": ["cautious", "stable_adamw"], "Adan": ["use_gc", "adanorm"]}
 
 
 @pytest.mark.parametrize(
@@ -251,6 +287,48 @@ def test_a_switch_of_the_optimizer_itself_is_kept(case, tmp_path):
     assert counts(optimizer) == [1]
 
 
+def test_a_clip_of_all_parameters_is_refused(tmp_path):
+    """Claim: at the wrap, also when no group says so, and set after it, with nothing changed."""
+    for groups in ([{}], [{"max_grad_norm": 0.0}]):
+        with pytest.raises(ConfigError, match=r"max_grad_norm=0.5 .* use Config\(max_grad_norm"):
+            wrapped(
+                lambda params: MADE["Adan"]([{"params": params} | groups[0]], max_grad_norm=0.5),
+                "host",
+                tmp_path,
+            )
+    net, optimizer = wrapped(MADE["Adan"], "host", tmp_path)
+    backward(net, 1)
+    optimizer.wrapped.max_grad_norm = 0.5
+    with pytest.raises(UsageError, match="max_grad_norm=0.5 of the optimizer has changed"):
+        optimizer.step()
+    optimizer.wrapped.max_grad_norm = 0.0
+    optimizer.step()
+    assert counts(optimizer) == [1]
+
+
+def test_the_first_gradient_is_kept_as_the_class_does(tmp_path):
+    """Claim: of a parameter that gets its first one in a later step of its group, and of one whose
+    state was deleted. The twin: without a deletion its last gradient counts."""
+
+    def trained(home, deletes=True):
+        make = partial(MADE["Adan"], maximize=True, eps=1e-4)  # no noise of tiny gradients
+        net, optimizer = wrapped(make, home, tmp_path)
+        late, deleted = net[2][0].weight, net[0][0].weight
+        for turn in range(5):
+            backward(net, turn)
+            if turn < 2:
+                late.grad = None
+            if turn == 3 and deletes:
+                del optimizer.state[deleted]
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights_of(net), optimizer.state[late]["previous_grad"].clone()
+
+    theirs, found, twin = trained(None), trained("nvme"), trained("host", deletes=False)
+    assert near(found[0], theirs[0]) and torch.allclose(found[1], theirs[1], rtol=1e-4, atol=1e-7)
+    assert not near(twin[0], theirs[0])
+
+
 def test_a_schedule_without_numbers_is_refused(tmp_path):
     """Claim: at the wrap, and at a step before anything has changed."""
     with pytest.raises(ConfigError, match="group 0 has t_alpha_beta3=0 with betas"):
@@ -287,13 +365,16 @@ def test_parameters_outside_are_stepped_too(case, tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_ranks_have_the_bits_of_one_process(shard, tmp_path):
-    """Claim: over two ranks with the same batches, and from their checkpoint. The twin is in the
-    job: another rate differs."""
-    done = run_torchrun(2, [str(SCRIPT), str(tmp_path), shard], seconds=240)
+@pytest.mark.parametrize(
+    "world, shard",
+    [(2, "parameters"), pytest.param(4, "optimizer", marks=pytest.mark.slow)],
+)
+def test_ranks_have_the_bits_of_one_process(world, shard, tmp_path):
+    """Claim: with the same batches, and from their checkpoint. The twin is in the job: another rate
+    differs."""
+    done = run_torchrun(world, [str(SCRIPT), str(tmp_path), shard], seconds=240)
     assert done.returncode == 0, done.stderr[-4000:]
-    for rank in range(2):
+    for rank in range(world):
         told = json.loads((tmp_path / f"told.{rank}.json").read_text())
         assert set(told) == set(MADE)
         for case, found in told.items():

@@ -78,6 +78,17 @@ OF_PATHS: dict[str, Make] = {
         t_alpha_beta3=12,
     ),
 }
+OF_PATHS |= {
+    "Adan": lambda p: pytorch_optimizer.Adan(p, lr=1e-3, weight_decay=0.1),
+    "Adan, decoupled": lambda p: pytorch_optimizer.Adan(
+        p,
+        lr=3e-3,
+        betas=(0.9, 0.4, 0.95),
+        weight_decay=0.1,
+        weight_decouple=True,
+        maximize=True,
+    ),
+}
 OTHERS: dict[str, Make] = {
     "bitsandbytes AdamW": lambda p: bitsandbytes.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
     "bitsandbytes Adam": lambda p: bitsandbytes.optim.Adam(p, lr=1e-2, weight_decay=0.1),
@@ -96,7 +107,7 @@ OTHERS |= {
 KERNELS = TORCHS | OF_PATHS  # each rule, with its branches
 MADE = KERNELS | OTHERS
 REFUSED_MOMENTS = {
-    **dict.fromkeys(OF_PATHS, ["int8", "bf16"]),
+    **{name: ["int8", "bf16"][: 1 + name.startswith("AdEMAMix")] for name in OF_PATHS},
     "AdamW, amsgrad": ["int8"],
     "Adam, amsgrad": ["int8"],
     "ASGD": ["int8", "bf16"],

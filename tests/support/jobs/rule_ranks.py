@@ -22,7 +22,7 @@ import infinity
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from small_net import model, same, steps
 
-NAMES = ("AdEMAMix",)
+NAMES = ("AdEMAMix", "Adan")
 
 
 def values(net, optimizer) -> tuple[dict, dict]:
