@@ -1,8 +1,9 @@
 """rules: each optimizer's kernel on fp32 state in memory, against a loop that only moves its bytes,
-and against torch's own class."""
+and against its library's own class."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,23 +19,42 @@ PARAMETERS = 32 * 1024 * 1024
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``rules.<rule>``, with their ratio to torch's class."""
+    """Measures rows ``rules.<rule>``, with their ratio to the library's class. A note names each
+    library that is not here."""
     count = settings.scaled(PARAMETERS, 64 * 1024)
     found = Measured([])
     for rule, known in KNOWN.items():
-        if known.kind is not None:
-            found.add(_measure(rule, known, count, settings))
+        if (kind := _kind(known)) is not None:
+            found.add(_measure(rule, known, kind, count, settings))
+        elif known.kind is not None:
+            found.notes.append(f"rules.{rule.name.lower()}: no {known.kind}")
     return found
 
 
-def _measure(rule: native.Rule, known: Known, count: int, settings: Settings) -> Measured:
+def _kind(known: Known) -> type | None:
+    """Returns the class; None if there is none, or if its library is not here."""
+    if not isinstance(known.kind, str):
+        return known.kind
+    module, _, name = known.kind.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except ImportError:
+        return None
+
+
+def _measure(
+    rule: native.Rule, known: Known, kind: type, count: int, settings: Settings
+) -> Measured:
     name = f"rules.{rule.name.lower()}"
     tell(name)
-    torchs = _torchs(known, count, settings.threads)
-    hyper = native.Hyperparameters()
-    known.set_on(hyper, torchs.param_groups[0])
+    theirs = _theirs(known, kind, count, settings.threads)
+    hyper, group = native.Hyperparameters(), theirs.param_groups[0]
+    known.set_on(hyper, group)
+    if known.counters is not None:
+        for key, value in known.counters.step(group, 1, known.counters.first(group))[0].items():
+            setattr(hyper, key, value)
     names = [each for each in dir(hyper) if not each.startswith("_") and each != "grad_factors"]
-    moments = known.moments_of(torchs.param_groups).values()
+    moments = known.moments_of([group]).values()
     variant = Variant(
         name,
         FP32 | {"moments": native.DType.FLOAT32},
@@ -44,20 +64,21 @@ def _measure(rule: native.Rule, known: Known, count: int, settings: Settings) ->
     )
     ours = Ours(variant, count, settings.threads)
     times = alternate(
-        {"ours": ours.step, "moving": ours.move, "torch": torchs.step}, settings.rounds
+        {"ours": ours.step, "moving": ours.move, "class": theirs.step}, settings.rounds
     )
     rates = {who: [count / each / 1e9 for each in of_one.wall] for who, of_one in times.items()}
-    ratios = {"torch": paired(times["ours"].wall, times["torch"].wall)}
+    library = kind.__module__.partition(".")[0]
+    ratios = {library: paired(times["ours"].wall, times["class"].wall)}
     ceiling = ("moving the same bytes", rates["moving"])
     rows = [row(name, "G parameters/s", rates["ours"], ceiling=ceiling, ratios=ratios)]
     settings.show(rows)
     return Measured(rows)
 
 
-def _torchs(known: Known, count: int, threads: int) -> Any:
+def _theirs(known: Known, kind: type, count: int, threads: int) -> Any:
     torch.set_num_threads(threads)
     param = torch.nn.Parameter(torch.randn(count) * 0.02)
     param.grad = torch.randn(count) * 1e-3
     switches = {*known.only_with.values()} - {*known.instead}
     more = {key: 0.9 if key == "momentum" else True for key in switches}
-    return known.kind([param], **more)
+    return kind([param], **more)

@@ -10,6 +10,8 @@ from typing import Any
 CHECKSUM_NBYTES: int
 MAX_GRAD_FACTORS: int
 MOMENT_BLOCK: int
+MOMENTS: tuple[str, ...]
+SCALED_MOMENTS: tuple[str, ...]
 
 def cuda_driver() -> tuple[int, str]: ...
 def trim_heap() -> None: ...
@@ -41,6 +43,8 @@ class Rule(Enum):
     ADADELTA = ...
     ADAGRAD = ...
     ADAMAX = ...
+    ADAN = ...
+    ADEMAMIX = ...
     AMSGRAD = ...
     ASGD = ...
     NADAM = ...
@@ -313,6 +317,10 @@ class Hyperparameters:
     decoupled: bool
     amsgrad: bool
     centered: bool
+    fixed_decay: bool
+    beta3: float
+    alpha: float
+    fresh: bool
     step: int
     grad_factors: list[float]
 
@@ -330,12 +338,13 @@ class Shadow:
     def __init__(
         self,
         weight: Extent | None = None,
-        master: Extent | None = None,
         exp_avg: Extent | None = None,
         exp_avg_sq: Extent | None = None,
+        moment_3: Extent | None = None,
+        moment_4: Extent | None = None,
         exp_avg_scale: Extent | None = None,
         exp_avg_sq_scale: Extent | None = None,
-        moment_3: Extent | None = None,
+        master: Extent | None = None,
     ) -> None: ...
 
 class UnitUpdate:
@@ -345,15 +354,16 @@ class UnitUpdate:
         count: int,
         weight: Extent,
         master: Extent | None,
-        exp_avg: Extent | None,
-        exp_avg_sq: Extent | None,
         grad: Extent,
         runs: Sequence[Run],
         version: int,
         after: Ticket | None = None,
+        exp_avg: Extent | None = None,
+        exp_avg_sq: Extent | None = None,
+        moment_3: Extent | None = None,
+        moment_4: Extent | None = None,
         exp_avg_scale: Extent | None = None,
         exp_avg_sq_scale: Extent | None = None,
-        moment_3: Extent | None = None,
         label: int = 0,
         shadow: Shadow = ...,
     ) -> None: ...

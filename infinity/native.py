@@ -109,6 +109,8 @@ simd_units = _C.simd_units
 uring_refusal = _C.uring_refusal
 
 IO_KINDS = ("auto", "uring", "threads")
+MOMENTS = _C.MOMENTS  # the arrays of moments that a kernel takes
+SCALED_MOMENTS = _C.SCALED_MOMENTS  # those that may be 8-bit
 MOMENT_BLOCK = _C.MOMENT_BLOCK  # elements with one scale, where moments are 8-bit
 DTYPES = {
     torch.float32: DType.FLOAT32,

@@ -31,24 +31,35 @@ PYBIND11_MODULE(_cuda, m) {
 
   m.def(
       "step",
-      [](const Layout& layout, std::uintptr_t weight, std::uintptr_t master, std::uintptr_t exp_avg,
-         std::uintptr_t exp_avg_sq, std::uintptr_t grad, std::uintptr_t exp_avg_scale,
-         std::uintptr_t exp_avg_sq_scale, std::uintptr_t moment_3, const std::vector<Run>& runs,
+      [](const Layout& layout, std::uintptr_t weight, std::uintptr_t master, std::uintptr_t grad,
+#define INFINITY_PARAMETER(name, role, of_state) std::uintptr_t name,
+#define INFINITY_SCALE_PARAMETER(name, role, of_state) std::uintptr_t name##_scale,
+         INFINITY_MOMENTS(INFINITY_PARAMETER) INFINITY_SCALED_MOMENTS(INFINITY_SCALE_PARAMETER)
+#undef INFINITY_PARAMETER
+#undef INFINITY_SCALE_PARAMETER
+             const std::vector<Run>& runs,
          std::uintptr_t stream) {
-        const Arrays arrays{at<void>(weight),
-                            at<void>(master),
-                            at<void>(exp_avg),
-                            at<void>(exp_avg_sq),
-                            at<const void>(grad),
-                            at<std::uint8_t>(exp_avg_scale),
-                            at<std::uint8_t>(exp_avg_sq_scale),
-                            at<void>(moment_3)};
+        Arrays arrays;
+        arrays.weight = at<void>(weight);
+        arrays.master = at<void>(master);
+        arrays.grad = at<const void>(grad);
+#define INFINITY_SET(name, role, of_state) arrays.name = at<void>(name);
+#define INFINITY_SET_SCALE(name, role, of_state) \
+  arrays.name##_scale = at<std::uint8_t>(name##_scale);
+        INFINITY_MOMENTS(INFINITY_SET)
+        INFINITY_SCALED_MOMENTS(INFINITY_SET_SCALE)
+#undef INFINITY_SET
+#undef INFINITY_SET_SCALE
         cuda::step(layout, arrays, runs, at<void>(stream));
       },
-      py::arg("layout"), py::kw_only(), py::arg("weight"), py::arg("master") = 0,
-      py::arg("exp_avg") = 0, py::arg("exp_avg_sq") = 0, py::arg("grad"),
-      py::arg("exp_avg_scale") = 0, py::arg("exp_avg_sq_scale") = 0, py::arg("moment_3") = 0,
-      py::arg("runs"), py::arg("stream") = 0);
+#define INFINITY_ARGUMENT(name, role, of_state) py::arg(#name) = 0,
+#define INFINITY_SCALE_ARGUMENT(name, role, of_state) py::arg(#name "_scale") = 0,
+      py::arg("layout"), py::kw_only(), py::arg("weight"), py::arg("master") = 0, py::arg("grad"),
+      INFINITY_MOMENTS(INFINITY_ARGUMENT) INFINITY_SCALED_MOMENTS(INFINITY_SCALE_ARGUMENT)
+#undef INFINITY_ARGUMENT
+#undef INFINITY_SCALE_ARGUMENT
+          py::arg("runs"),
+      py::arg("stream") = 0);
   m.def(
       "scan",
       [](std::uintptr_t grad, DType grad_dtype, std::uintptr_t out, DType out_dtype,

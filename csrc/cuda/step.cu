@@ -40,10 +40,12 @@ void step(const Layout& layout, const Arrays& arrays, const std::vector<Run>& ru
   for (const Run& run : runs) {
     const Constants constants = prepare(layout.rule, run.hyper);
     const Uses uses = kernel.uses(constants);
-    INFINITY_REQUIRE((!uses.exp_avg || arrays.exp_avg) && (!uses.exp_avg_sq || arrays.exp_avg_sq) &&
-                         (!uses.moment_3 || arrays.moment_3),
-                     "rule ", int(layout.rule), " needs an array for each of its moments");
-    INFINITY_REQUIRE(layout.moments != DType::kInt8 || !uses.moment_3, "rule ", int(layout.rule),
+#define INFINITY_REQUIRE_ARRAY(name, role, of_state)                     \
+  INFINITY_REQUIRE(!uses.name || arrays.name, "rule ", int(layout.rule), \
+                   " needs an array for each of its moments");
+    INFINITY_MOMENTS(INFINITY_REQUIRE_ARRAY)
+#undef INFINITY_REQUIRE_ARRAY
+    INFINITY_REQUIRE(layout.moments != DType::kInt8 || uses.has_scales(), "rule ", int(layout.rule),
                      " with a third moment has none in 8 bits");
     kernel.step(arrays, run.begin, run.end, constants);
     const cudaError_t error = cudaGetLastError();

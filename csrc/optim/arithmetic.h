@@ -1,9 +1,11 @@
 // What several rules have. Included by each SIMD unit inside a namespace of its own.
 
-// The moments of one vector: exp_avg, exp_avg_sq and those that few rules have.
+// The moments of one vector.
 template <class V>
 struct State {
-  typename V::F m = V::set(0.0f), v = m, third = m;
+#define INFINITY_MEMBER(name, role, of_state) typename V::F of_state = V::set(0.0f);
+  INFINITY_MOMENTS(INFINITY_MEMBER)
+#undef INFINITY_MEMBER
 };
 
 // x / c for a constant c whose reciprocal is known, correctly rounded as the division would be but

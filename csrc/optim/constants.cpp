@@ -36,6 +36,7 @@ Constants prepare(Rule rule, const Hyperparameters& h) {
   k.nesterov = h.nesterov;
   k.neg_lr = static_cast<float>(-h.lr);
   k.first = h.step == 1;
+  k.fresh = h.fresh;
   k.maximize = h.maximize;
   k.decoupled = h.decoupled;
   k.amsgrad = h.amsgrad;

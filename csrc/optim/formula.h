@@ -121,13 +121,15 @@ INFINITY_FN inline void step_at(const Arrays& a, std::size_t i, const Constants&
   F p = Weights<V>::load(a, i);
   State<V> s;
   const Uses uses = RuleOfV::uses(k);
-  if (uses.exp_avg) s.m = Moments<V>::load(a.exp_avg, i);
-  if (uses.exp_avg_sq) s.v = Moments<V>::load(a.exp_avg_sq, i);
-  if (uses.moment_3) s.third = Moments<V>::load(a.moment_3, i);
+#define INFINITY_LOAD(name, role, of_state) \
+  if (uses.name) s.of_state = Moments<V>::load(a.name, i);
+  INFINITY_MOMENTS(INFINITY_LOAD)
+#undef INFINITY_LOAD
   RuleOfV::step(p, g, s, k);
-  if (uses.exp_avg) Moments<V>::store(a.exp_avg, i, stored<V>(s.m));
-  if (uses.exp_avg_sq) Moments<V>::store(a.exp_avg_sq, i, stored<V>(s.v));
-  if (uses.moment_3) Moments<V>::store(a.moment_3, i, stored<V>(s.third));
+#define INFINITY_STORE(name, role, of_state) \
+  if (uses.name) Moments<V>::store(a.name, i, stored<V>(s.of_state));
+  INFINITY_MOMENTS(INFINITY_STORE)
+#undef INFINITY_STORE
   Weights<V>::store(a, i, stored<V>(p));
 }
 

@@ -3,7 +3,7 @@
 //   weight    what the model computes with
 //   master    what the optimizer updates: the weight itself, an fp32 array of its own, or, for
 //             "split", the pair of a bf16 weight and the low 16 bits of the fp32 master
-//   moments   exp_avg (momentum for SGD and Lion) and exp_avg_sq; of some rules a third one
+//   moments   exp_avg (momentum for SGD and Lion) and exp_avg_sq; some rules have others beside
 //   run       consecutive elements with one set of hyperparameters and one step count
 //
 // The formula stands once (formula.h). The scalar, AVX2, AVX-512 and NEON units compile it over
@@ -32,6 +32,13 @@
 
 namespace infinity {
 
+// The arrays of moments: name, name of its role, name in a rule's state. This list is the only one:
+// arrays, what a rule uses, its state, updates, shadows and bindings follow from it. The first have
+// scales where moments are kInt8; rules with one of the others have none in 8 bits.
+#define INFINITY_SCALED_MOMENTS(X) X(exp_avg, kExpAvg, m) X(exp_avg_sq, kExpAvgSq, v)
+#define INFINITY_OTHER_MOMENTS(X) X(moment_3, kMoment3, third) X(moment_4, kMoment4, fourth)
+#define INFINITY_MOMENTS(X) INFINITY_SCALED_MOMENTS(X) INFINITY_OTHER_MOMENTS(X)
+
 // The rules: name of the struct (optim/rules), and name in Python. Those that are often used have
 // kernels of their own for 8-bit moments, too.
 #define INFINITY_OFTEN_USED(X) X(AdamW, ADAMW) X(Adam, ADAM) X(Sgd, SGD) X(Lion, LION)
@@ -39,6 +46,8 @@ namespace infinity {
   X(Adadelta, ADADELTA)         \
   X(Adagrad, ADAGRAD)           \
   X(Adamax, ADAMAX)             \
+  X(Adan, ADAN)                 \
+  X(AdEMAMix, ADEMAMIX)         \
   X(AMSGrad, AMSGRAD)           \
   X(ASGD, ASGD) X(NAdam, NADAM) X(RAdam, RADAM) X(RMSprop, RMSPROP) X(Rprop, RPROP)
 
@@ -69,12 +78,14 @@ struct Layout {
 struct Arrays {
   void* weight = nullptr;
   void* master = nullptr;  // uint16 low halves for kSplit, fp32 for kFloat32
-  void* exp_avg = nullptr;
-  void* exp_avg_sq = nullptr;
   const void* grad = nullptr;
-  std::uint8_t* exp_avg_scale = nullptr;  // of kInt8 moments, one per block; of block 0
-  std::uint8_t* exp_avg_sq_scale = nullptr;
-  void* moment_3 = nullptr;  // of rules that have three
+#define INFINITY_MEMBER(name, role, of_state) void* name = nullptr;
+  INFINITY_MOMENTS(INFINITY_MEMBER)
+#undef INFINITY_MEMBER
+  // of kInt8 moments, one per block; of block 0
+#define INFINITY_MEMBER(name, role, of_state) std::uint8_t* name##_scale = nullptr;
+  INFINITY_SCALED_MOMENTS(INFINITY_MEMBER)
+#undef INFINITY_MEMBER
 };
 
 constexpr int kMaxGradFactors = 4;
@@ -88,7 +99,10 @@ struct Hyperparameters {
   double smallest = 0, largest = 0;  // step sizes of Rprop
   double momentum_decay = 0, mu_product = 1;  // of NAdam; the product with this step's factor
   double lambd = 0, eta = 0, mu = 1;  // of ASGD
+  double beta3 = 0.9999, alpha = 0;  // of AdEMAMix in this step; beta3 also of Adan
   bool nesterov = false, maximize = false, decoupled = false, amsgrad = false, centered = false;
+  bool fixed_decay = false;  // a decoupled one, whatever the rate
+  bool fresh = false;  // the first step of these elements, if `step` counts those of a group
   std::int64_t step = 1;  // counted from 1
   std::vector<float> grad_factors;
 };
@@ -108,9 +122,9 @@ struct Constants {
   float neg_step_size, eps;  // -lr / (1 - beta1^t)
   float bias2_sqrt, bias2_sqrt_reciprocal;  // sqrt(1 - beta2^t)
   float momentum, one_minus_dampening, neg_lr;
-  float own[4];  // of the rule
+  float own[5];  // of the rule
   Rule rule;
-  bool has_decay, has_momentum, first, nesterov, maximize, decoupled, amsgrad, centered;
+  bool has_decay, has_momentum, first, fresh, nesterov, maximize, decoupled, amsgrad, centered;
   std::uint32_t salt;  // of this step's random bits
   int factor_count;
   float factors[kMaxGradFactors];
@@ -121,7 +135,14 @@ Constants prepare(Rule rule, const Hyperparameters& hyper);
 // What a rule reads and writes beside the weight, the master and the gradient; from the formula
 // itself.
 struct Uses {
-  bool exp_avg = false, exp_avg_sq = false, moment_3 = false;
+#define INFINITY_MEMBER(name, role, of_state) bool name = false;
+  INFINITY_MOMENTS(INFINITY_MEMBER)
+#undef INFINITY_MEMBER
+  bool has_scales() const {
+#define INFINITY_OR(name, role, of_state) || name
+    return !(false INFINITY_OTHER_MOMENTS(INFINITY_OR));
+#undef INFINITY_OR
+  }
 };
 
 struct Kernel {

@@ -2,7 +2,7 @@
 //
 // A rule is a template over a vector type V:
 //
-//   uses      which moments it has: exp_avg with either sign, exp_avg_sq without one, and a third
+//   uses      which moments it has: exp_avg with either sign, exp_avg_sq without one, and others
 //   prepare   hyperparameters -> constants of its own (`Constants::own`), in double as torch does;
 //             once for a run
 //   step      one step of one vector. p: master, g: gradient, s: its moments
@@ -11,6 +11,8 @@
 #include "optim/rules/adagrad.h"
 #include "optim/rules/adam.h"
 #include "optim/rules/adamax.h"
+#include "optim/rules/adan.h"
+#include "optim/rules/ademamix.h"
 #include "optim/rules/amsgrad.h"
 #include "optim/rules/asgd.h"
 #include "optim/rules/lion.h"

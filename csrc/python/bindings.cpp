@@ -472,6 +472,10 @@ void bind_adam(py::module_& m) {
       .def_readwrite("decoupled", &Hyperparameters::decoupled)
       .def_readwrite("amsgrad", &Hyperparameters::amsgrad)
       .def_readwrite("centered", &Hyperparameters::centered)
+      .def_readwrite("fixed_decay", &Hyperparameters::fixed_decay)
+      .def_readwrite("beta3", &Hyperparameters::beta3)
+      .def_readwrite("alpha", &Hyperparameters::alpha)
+      .def_readwrite("fresh", &Hyperparameters::fresh)
       .def_readwrite("momentum_decay", &Hyperparameters::momentum_decay)
       .def_readwrite("mu_product", &Hyperparameters::mu_product)
       .def_readwrite("lambd", &Hyperparameters::lambd)
@@ -487,6 +491,12 @@ void bind_adam(py::module_& m) {
       py::arg("begin"), py::arg("end"), py::arg("hyper"),
       py::arg("missed") = std::vector<Hyperparameters>{}, py::arg("has_gradient") = true);
   m.attr("MOMENT_BLOCK") = kMomentBlock;
+#define INFINITY_STRING(name, role, of_state) #name,
+  const std::vector<std::string> scaled{INFINITY_SCALED_MOMENTS(INFINITY_STRING)};
+  const std::vector<std::string> every{INFINITY_MOMENTS(INFINITY_STRING)};
+#undef INFINITY_STRING
+  m.attr("MOMENTS") = py::tuple(py::cast(every));
+  m.attr("SCALED_MOMENTS") = py::tuple(py::cast(scaled));
   m.def(
       "encode_moments",
       [](Address values, Address codes, Address scales, std::size_t count, bool sq) {
@@ -548,51 +558,62 @@ void bind_adam(py::module_& m) {
   m.attr("CHECKSUM_NBYTES") = kChecksumNbytes;
 }
 
+// The moments of an update or a shadow, as parameters of Python
+#define INFINITY_PARAMETER(name, role, of_state) std::shared_ptr<Extent> name,
+#define INFINITY_SCALE_PARAMETER(name, role, of_state) std::shared_ptr<Extent> name##_scale,
+#define INFINITY_SET(name, role, of_state) INFINITY_OWNER.name = std::move(name);
+#define INFINITY_SET_SCALE(name, role, of_state) \
+  INFINITY_OWNER.name##_scale = std::move(name##_scale);
+#define INFINITY_ARGUMENT(name, role, of_state) py::arg(#name) = nullptr,
+#define INFINITY_SCALE_ARGUMENT(name, role, of_state) py::arg(#name "_scale") = nullptr,
+
 void bind_update(py::module_& m) {
   py::class_<Shadow>(m, "Shadow")
-      .def(py::init([](std::shared_ptr<Extent> weight, std::shared_ptr<Extent> master,
-                       std::shared_ptr<Extent> exp_avg, std::shared_ptr<Extent> exp_avg_sq,
-                       std::shared_ptr<Extent> exp_avg_scale,
-                       std::shared_ptr<Extent> exp_avg_sq_scale, std::shared_ptr<Extent> moment_3) {
-             return Shadow{std::move(weight),        std::move(master),
-                           std::move(exp_avg),       std::move(exp_avg_sq),
-                           std::move(exp_avg_scale), std::move(exp_avg_sq_scale),
-                           std::move(moment_3)};
+      .def(py::init([](std::shared_ptr<Extent> weight,
+                       INFINITY_MOMENTS(INFINITY_PARAMETER)
+                           INFINITY_SCALED_MOMENTS(INFINITY_SCALE_PARAMETER) std::shared_ptr<Extent>
+                               master) {
+             Shadow shadow;
+             shadow.weight = std::move(weight);
+             shadow.master = std::move(master);
+#define INFINITY_OWNER shadow
+             INFINITY_MOMENTS(INFINITY_SET)
+             INFINITY_SCALED_MOMENTS(INFINITY_SET_SCALE)
+#undef INFINITY_OWNER
+             return shadow;
            }),
-           py::arg("weight") = nullptr, py::arg("master") = nullptr, py::arg("exp_avg") = nullptr,
-           py::arg("exp_avg_sq") = nullptr, py::arg("exp_avg_scale") = nullptr,
-           py::arg("exp_avg_sq_scale") = nullptr, py::arg("moment_3") = nullptr);
+           py::arg("weight") = nullptr,
+           INFINITY_MOMENTS(INFINITY_ARGUMENT) INFINITY_SCALED_MOMENTS(INFINITY_SCALE_ARGUMENT)
+               py::arg("master") = nullptr);
   shared_class<UnitUpdate>(m, "UnitUpdate")
       .def(py::init([](Layout layout, std::size_t count, std::shared_ptr<Extent> weight,
-                       std::shared_ptr<Extent> master, std::shared_ptr<Extent> exp_avg,
-                       std::shared_ptr<Extent> exp_avg_sq, std::shared_ptr<Extent> grad,
+                       std::shared_ptr<Extent> master, std::shared_ptr<Extent> grad,
                        std::vector<Run> runs, std::uint64_t version, TicketPtr after,
-                       std::shared_ptr<Extent> exp_avg_scale,
-                       std::shared_ptr<Extent> exp_avg_sq_scale, std::shared_ptr<Extent> moment_3,
-                       int label, Shadow shadow) {
-             return UnitUpdate{layout,
-                               count,
-                               std::move(weight),
-                               std::move(master),
-                               std::move(exp_avg),
-                               std::move(exp_avg_sq),
-                               std::move(grad),
-                               std::move(moment_3),
-                               std::move(exp_avg_scale),
-                               std::move(exp_avg_sq_scale),
-                               std::move(runs),
-                               version,
-                               std::move(after),
-                               label,
-                               std::move(shadow),
-                               nullptr,
-                               0};
+                       INFINITY_MOMENTS(INFINITY_PARAMETER)
+                           INFINITY_SCALED_MOMENTS(INFINITY_SCALE_PARAMETER) int label,
+                       Shadow shadow) {
+             UnitUpdate update;
+             update.layout = layout;
+             update.count = count;
+             update.weight = std::move(weight);
+             update.master = std::move(master);
+             update.grad = std::move(grad);
+#define INFINITY_OWNER update
+             INFINITY_MOMENTS(INFINITY_SET)
+             INFINITY_SCALED_MOMENTS(INFINITY_SET_SCALE)
+#undef INFINITY_OWNER
+             update.runs = std::move(runs);
+             update.version = version;
+             update.after = std::move(after);
+             update.label = label;
+             update.shadow = std::move(shadow);
+             return update;
            }),
            py::arg("layout"), py::arg("count"), py::arg("weight"), py::arg("master"),
-           py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"), py::arg("runs"),
-           py::arg("version"), py::arg("after") = nullptr, py::arg("exp_avg_scale") = nullptr,
-           py::arg("exp_avg_sq_scale") = nullptr, py::arg("moment_3") = nullptr,
-           py::arg("label") = 0, py::arg("shadow") = Shadow{})
+           py::arg("grad"), py::arg("runs"), py::arg("version"), py::arg("after") = nullptr,
+           INFINITY_MOMENTS(INFINITY_ARGUMENT) INFINITY_SCALED_MOMENTS(INFINITY_SCALE_ARGUMENT)
+               py::arg("label") = 0,
+           py::arg("shadow") = Shadow{})
       .def_readonly("ticket", &UnitUpdate::ticket)
       .def_readwrite("asked", &UnitUpdate::asked);
   shared_class<Updater>(m, "Updater")
@@ -624,6 +645,13 @@ void bind_update(py::module_& m) {
            })
       .def_property_readonly("elements", [](const Updater& u) { return u.totals().elements; });
 }
+
+#undef INFINITY_PARAMETER
+#undef INFINITY_SCALE_PARAMETER
+#undef INFINITY_SET
+#undef INFINITY_SET_SCALE
+#undef INFINITY_ARGUMENT
+#undef INFINITY_SCALE_ARGUMENT
 
 }  // namespace
 

@@ -14,7 +14,7 @@ namespace infinity::tests {
 namespace {
 
 constexpr std::size_t kCount = 1003;  // leaves a tail in every unit
-constexpr int kRoles = 6;
+constexpr int kRoles = 7;
 
 // Infinities, NaNs of several payloads, both zeros, subnormals, the largest and smallest numbers of
 // each dtype.
@@ -71,11 +71,12 @@ struct State {
   Bytes scales[2];  // of 8-bit moments
 };
 
-// Of weight, master, two moments, gradient, third moment. The low half of a split master is any
-// 16 bits, as a bf16 is.
+// Of weight, master, two moments, gradient, the other moments. The low half of a split master is
+// any 16 bits, as a bf16 is.
 std::array<DType, kRoles> dtypes_of(const Layout& layout) {
   const DType master = layout.master == Master::kSplit ? DType::kBFloat16 : DType::kFloat32;
-  return {layout.weight, master, layout.moments, layout.moments, layout.grad, layout.moments};
+  return {layout.weight, master,         layout.moments, layout.moments,
+          layout.grad,   layout.moments, layout.moments};
 }
 
 State random_state(const Layout& layout, Random& random) {
@@ -95,8 +96,8 @@ State stepped(const std::string& unit, const Layout& layout, State state,
   setenv("INFINITY_SIMD", unit.c_str(), 1);
   const Kernel kernel = find_kernel(layout);
   auto& [a, scales] = state;
-  const Arrays arrays = {a[0].data(), a[1].data(),      a[2].data(),      a[3].data(),
-                         a[4].data(), scales[0].data(), scales[1].data(), a[5].data()};
+  const Arrays arrays = {a[0].data(), a[1].data(), a[4].data(),      a[2].data(),     a[3].data(),
+                         a[5].data(), a[6].data(), scales[0].data(), scales[1].data()};
   kernel.step(arrays, 0, kCount, constants);
   return state;
 }
@@ -134,6 +135,8 @@ std::vector<Hyperparameters> all_settings() {
   all[1].decoupled = all[1].centered = all[2].amsgrad = all[3].amsgrad = all[3].centered = true;
   all[2].mu = 0.5, all[2].lambd = 0.3;
   all[2].momentum_decay = 0.004, all[3].mu_product = 0.25;
+  all[1].alpha = 5, all[1].fixed_decay = true, all[2].beta3 = 0.3, all[3].alpha = 2;
+  all[0].fresh = all[2].fresh = true;
   for (Hyperparameters& each : all) each.eta = 0.1, each.smallest = 1e-6, each.largest = 50;
   return all;
 }

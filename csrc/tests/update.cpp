@@ -13,7 +13,7 @@ namespace {
 // elements: what chunks are cut at, twice as many with 8-bit moments
 constexpr std::size_t kGrain = 32 * 1024;
 constexpr std::size_t kCount = 4 * kGrain + 4096;  // five chunks at most
-constexpr int kRoles = 6;
+constexpr int kRoles = 7;
 
 const Layout kSplitAdam{Rule::kAdamW, DType::kBFloat16, Master::kSplit, DType::kBFloat16,
                         DType::kFloat32};
@@ -25,6 +25,8 @@ const Layout kByteAdam{Rule::kAdamW, DType::kBFloat16, Master::kSplit, DType::kB
                        DType::kInt8};
 const Layout kCentred{Rule::kRMSprop, DType::kBFloat16, Master::kSplit, DType::kBFloat16,
                       DType::kBFloat16};
+const Layout kHalfAdan{Rule::kAdan, DType::kBFloat16, Master::kSplit, DType::kBFloat16,
+                       DType::kBFloat16};
 const Layout kPlainSgd{Rule::kSgd, DType::kFloat32, Master::kOwn, DType::kFloat32, DType::kFloat32};
 
 std::array<std::size_t, kRoles> sizes_of(const Layout& layout) {
@@ -33,13 +35,15 @@ std::array<std::size_t, kRoles> sizes_of(const Layout& layout) {
                              : layout.master == Master::kSplit ? 2
                                                                : 4;
   const std::size_t moment = element_nbytes(layout.moments);
-  const bool centred = layout.rule == Rule::kRMSprop;
+  const bool adan = layout.rule == Rule::kAdan;
+  const bool centred = layout.rule == Rule::kRMSprop || adan;
   return {element_nbytes(layout.weight),
           master,
           moment,
           adam || centred ? moment : 0,
           element_nbytes(layout.grad),
-          centred ? moment : 0};
+          centred ? moment : 0,
+          adan ? moment : 0};
 }
 
 // Values about one in size, of the array's dtype; second moments are positive.
@@ -65,7 +69,8 @@ class Unit {
     const DType dtypes[kRoles] = {
         layout.weight,  layout.master == Master::kSplit ? DType::kBFloat16 : DType::kFloat32,
         layout.moments, layout.moments,
-        layout.grad,    layout.moments};
+        layout.grad,    layout.moments,
+        layout.moments};
     for (int role = 0; role < kRoles; ++role) {
       const std::size_t nbytes = sizes_of(layout)[role] * count;
       if (nbytes == 0) continue;
@@ -82,7 +87,7 @@ class Unit {
   }
 
   // Moves the arrays whose bit is set in `roles` into the file, from `offset` on.
-  void move_to(const Disk& disk, std::uint64_t offset = 0, unsigned roles = 0x3F) {
+  void move_to(const Disk& disk, std::uint64_t offset = 0, unsigned roles = 0x7F) {
     for (int role = 0; role < kRoles; ++role) {
       if (!memory_[role] || !(roles >> role & 1)) continue;
       const Span span = memory_[role]->span;
@@ -98,9 +103,9 @@ class Unit {
     UnitUpdate update;
     update.layout = layout_;
     update.count = count_;
-    std::shared_ptr<Extent>* const extents[] = {&update.weight,  &update.master,
-                                                &update.exp_avg, &update.exp_avg_sq,
-                                                &update.grad,    &update.moment_3};
+    std::shared_ptr<Extent>* const extents[] = {
+        &update.weight, &update.master,   &update.exp_avg, &update.exp_avg_sq,
+        &update.grad,   &update.moment_3, &update.moment_4};
     for (int role = 0; role < kRoles; ++role) *extents[role] = homes_[role];
     update.exp_avg_scale = scales_[0];
     update.exp_avg_sq_scale = scales_[1];
@@ -199,7 +204,8 @@ TEST_OF_BACKENDS(update, homes_slots_cuts_and_threads_do_not_change_bits) {
   // Two steps over file extents, with one to five chunks, one to four slots and one to three
   // threads, against memory.
   std::uint64_t seed = 101;
-  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred}) {
+  for (const Layout& layout :
+       {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred, kHalfAdan}) {
     const std::size_t grain = layout.moments == DType::kInt8 ? 2 : 1;
     const auto expected = expected_of(layout, ++seed);
     CHECK(expected != Unit(layout, seed).contents(nullptr), "the twin: the steps did nothing");
@@ -311,8 +317,9 @@ TEST_OF_BACKENDS(update, a_shadow_has_the_steps_bits_and_leaves_what_it_was_made
   // Whole units and a few runs (the rest is copied), at home in the file, in memory or both, over
   // what was there before.
   std::uint64_t seed = 130;
-  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred})
-    for (const unsigned in_file : {0x00u, 0x3Fu, 0x36u})
+  for (const Layout& layout :
+       {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred, kHalfAdan})
+    for (const unsigned in_file : {0x00u, 0x7Fu, 0x76u})
       for (const bool whole : {true, false}) {
         const bool bytes = layout.moments == DType::kInt8;
         const std::vector<Run> runs =
@@ -344,8 +351,9 @@ TEST_OF_BACKENDS(update,
   // Two such steps that change places, at home in the file, in memory or both, against two steps in
   // place; the twin: the weights that the second one left are those of the first.
   std::uint64_t seed = 150;
-  for (const Layout& layout : {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred})
-    for (const unsigned in_file : {0x00u, 0x3Fu, 0x36u}) {
+  for (const Layout& layout :
+       {kSplitAdam, kOwnAdam, kHalfLion, kPlainSgd, kByteAdam, kCentred, kHalfAdan})
+    for (const unsigned in_file : {0x00u, 0x7Fu, 0x76u}) {
       const Disk disk(kind, nullptr, 16 * kBlockNbytes, 8, 8 * kMib);
       Unit once(layout, ++seed), twice(layout, seed), source(layout, seed),
           beside(layout, seed + 1000);

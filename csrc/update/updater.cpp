@@ -24,19 +24,25 @@ double seconds_since(Clock::time_point start) {
 
 // The arrays of an update that have an element per parameter, in the order of Arrays. Loading,
 // stepping and saving walk this list.
-enum class Role : std::size_t { kWeight, kMaster, kExpAvg, kExpAvgSq, kMoment3, kGrad };
+#define INFINITY_ROLE(name, role, of_state) role,
+enum class Role : std::size_t { kWeight, kMaster, INFINITY_MOMENTS(INFINITY_ROLE) kGrad };
 
 // The scales of 8-bit moments, one per block.
-enum class Scale : std::size_t { kExpAvg, kExpAvgSq };
+enum class Scale : std::size_t { INFINITY_SCALED_MOMENTS(INFINITY_ROLE) };
+#undef INFINITY_ROLE
 
 struct Member {
   std::shared_ptr<Extent> UnitUpdate::* extent;
   std::shared_ptr<Extent> Shadow::* shadow;  // null: the array is read only
 };
 
-constexpr std::array kRoles{Role::kWeight,   Role::kMaster,  Role::kExpAvg,
-                            Role::kExpAvgSq, Role::kMoment3, Role::kGrad};
-constexpr std::array kScales{Scale::kExpAvg, Scale::kExpAvgSq};
+#define INFINITY_ROLE(name, role, of_state) Role::role,
+constexpr std::array kRoles{Role::kWeight, Role::kMaster,
+                            INFINITY_MOMENTS(INFINITY_ROLE) Role::kGrad};
+#undef INFINITY_ROLE
+#define INFINITY_SCALE(name, role, of_state) Scale::role,
+constexpr std::array kScales{INFINITY_SCALED_MOMENTS(INFINITY_SCALE)};
+#undef INFINITY_SCALE
 
 constexpr Member member_of(Role role) {
   switch (role) {
@@ -44,12 +50,11 @@ constexpr Member member_of(Role role) {
       return {&UnitUpdate::weight, &Shadow::weight};
     case Role::kMaster:
       return {&UnitUpdate::master, &Shadow::master};
-    case Role::kExpAvg:
-      return {&UnitUpdate::exp_avg, &Shadow::exp_avg};
-    case Role::kExpAvgSq:
-      return {&UnitUpdate::exp_avg_sq, &Shadow::exp_avg_sq};
-    case Role::kMoment3:
-      return {&UnitUpdate::moment_3, &Shadow::moment_3};
+#define INFINITY_CASE(name, role, of_state) \
+  case Role::role:                          \
+    return {&UnitUpdate::name, &Shadow::name};
+      INFINITY_MOMENTS(INFINITY_CASE)
+#undef INFINITY_CASE
     case Role::kGrad:
       break;
   }
@@ -57,8 +62,14 @@ constexpr Member member_of(Role role) {
 }
 
 constexpr Member member_of(Scale scale) {
-  return scale == Scale::kExpAvg ? Member{&UnitUpdate::exp_avg_scale, &Shadow::exp_avg_scale}
-                                 : Member{&UnitUpdate::exp_avg_sq_scale, &Shadow::exp_avg_sq_scale};
+  switch (scale) {
+#define INFINITY_CASE(name, role, of_state) \
+  case Scale::role:                         \
+    return {&UnitUpdate::name##_scale, &Shadow::name##_scale};
+    INFINITY_SCALED_MOMENTS(INFINITY_CASE)
+#undef INFINITY_CASE
+  }
+  return {};
 }
 
 template <class Name>
@@ -97,8 +108,12 @@ std::vector<const Extent*> extents_of(const UnitUpdate& update) {
 
 void check_shadow(const UnitUpdate& update) {
   const Shadow& shadow = update.shadow;
-  const bool weights_alone = !(shadow.master || shadow.exp_avg || shadow.exp_avg_sq ||
-                               shadow.exp_avg_scale || shadow.exp_avg_sq_scale || shadow.moment_3);
+#define INFINITY_OR(name, role, of_state) || shadow.name
+#define INFINITY_OR_SCALE(name, role, of_state) || shadow.name##_scale
+  const bool weights_alone =
+      !(shadow.master INFINITY_MOMENTS(INFINITY_OR) INFINITY_SCALED_MOMENTS(INFINITY_OR_SCALE));
+#undef INFINITY_OR
+#undef INFINITY_OR_SCALE
   const auto check = [&](const Member& member) {
     const auto& from = update.*member.extent;
     const auto& to = update.shadow.*member.shadow;
@@ -148,8 +163,9 @@ void check_update(const UnitUpdate& update, const Kernel& kernel) {
                      " elements of ", role_nbytes(layout, role), " bytes");
   }
   const bool blocks = layout.moments == DType::kInt8;
-  for (const auto& [moment, scale] : {std::pair{update.exp_avg, update.exp_avg_scale},
-                                      std::pair{update.exp_avg_sq, update.exp_avg_sq_scale}})
+#define INFINITY_PAIR(name, role, of_state) std::pair{update.name, update.name##_scale},
+  for (const auto& [moment, scale] : {INFINITY_SCALED_MOMENTS(INFINITY_PAIR)})
+#undef INFINITY_PAIR
     INFINITY_REQUIRE(
         !blocks || !moment ||
             (scale && !scale->is_file() && scale->nbytes() >= update.count / kMomentBlock),
@@ -167,13 +183,12 @@ void check_update(const UnitUpdate& update, const Kernel& kernel) {
     // throws on what it cannot express
     const Uses uses = kernel.uses(prepare(layout.rule, run.hyper));
     for (const Hyperparameters& missed : run.missed) prepare(layout.rule, missed);
-    for (const auto& [is_used, extent, name] :
-         {std::tuple{uses.exp_avg, update.exp_avg, "exp_avg"},
-          std::tuple{uses.exp_avg_sq, update.exp_avg_sq, "exp_avg_sq"},
-          std::tuple{uses.moment_3, update.moment_3, "moment_3"}})
-      INFINITY_REQUIRE(!is_used || extent, "rule ", int(layout.rule), " needs an extent for ",
-                       name);
-    INFINITY_REQUIRE(!blocks || !uses.moment_3, "rule ", int(layout.rule),
+#define INFINITY_NEED(name, role, of_state)                                                       \
+  INFINITY_REQUIRE(!uses.name || update.name, "rule ", int(layout.rule), " needs an extent for ", \
+                   #name);
+    INFINITY_MOMENTS(INFINITY_NEED)
+#undef INFINITY_NEED
+    INFINITY_REQUIRE(!blocks || uses.has_scales(), "rule ", int(layout.rule),
                      " with a third moment has none in 8 bits");
   }
 }
@@ -550,6 +565,13 @@ void Updater::load(Chunk& chunk, const Place& place) {
         requests.push_back(std::move(each));
     address(role) = span.data - chunk.begin * size;
   }
+  Arrays& arrays = chunk.arrays;
+  arrays.weight = address(Role::kWeight);
+  arrays.master = address(Role::kMaster);
+  arrays.grad = address(Role::kGrad);
+#define INFINITY_SET(name, role, of_state) arrays.name = address(Role::role);
+  INFINITY_MOMENTS(INFINITY_SET)
+#undef INFINITY_SET
   std::array<std::uint8_t*, kScales.size()> scales{};
   for (const Scale scale : kScales) {
     const auto& extent = extent_of(job.update, scale);
@@ -558,14 +580,10 @@ void Updater::load(Chunk& chunk, const Place& place) {
     scales[static_cast<std::size_t>(scale)] = reinterpret_cast<std::uint8_t*>(target->memory());
     if (target != extent.get()) chunk.copies.push_back({extent->memory(), target->memory(), 0});
   }
-  chunk.arrays = {address(Role::kWeight),
-                  address(Role::kMaster),
-                  address(Role::kExpAvg),
-                  address(Role::kExpAvgSq),
-                  address(Role::kGrad),
-                  scales[0],
-                  scales[1],
-                  address(Role::kMoment3)};
+#define INFINITY_SET(name, role, of_state) \
+  arrays.name##_scale = scales[static_cast<std::size_t>(Scale::role)];
+  INFINITY_SCALED_MOMENTS(INFINITY_SET)
+#undef INFINITY_SET
   if (requests.empty()) {
     chunk.loads = job.update.after;
     return;

@@ -49,20 +49,27 @@
 
 namespace infinity {
 
+// An extent for each array of moments, and for the scales of 8-bit ones.
+#define INFINITY_EXTENT(name, role, of_state) std::shared_ptr<Extent> name;
+#define INFINITY_SCALE_EXTENT(name, role, of_state) std::shared_ptr<Extent> name##_scale;
+#define INFINITY_MOMENT_EXTENTS     \
+  INFINITY_MOMENTS(INFINITY_EXTENT) \
+  INFINITY_SCALED_MOMENTS(INFINITY_SCALE_EXTENT)
+
 // The extents that an update's results go to in place of its own: one of the same kind and size for
 // each array, or one for the weights alone.
 struct Shadow {
-  std::shared_ptr<Extent> weight, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale;
-  std::shared_ptr<Extent> moment_3;
+  std::shared_ptr<Extent> weight, master;
+  INFINITY_MOMENT_EXTENTS
 };
 
 struct UnitUpdate {
   Layout layout;
   std::size_t count = 0;  // elements, a multiple of 4096
-  std::shared_ptr<Extent> weight, master, exp_avg, exp_avg_sq, grad;
-  std::shared_ptr<Extent> moment_3;  // of rules that have three
-  std::shared_ptr<Extent> exp_avg_scale, exp_avg_sq_scale;  // of 8-bit moments; in memory always
-  std::vector<Run> runs;  // ascending and disjoint; other elements are not touched
+  std::shared_ptr<Extent> weight, master, grad;
+  INFINITY_MOMENT_EXTENTS  // scales are in memory always
+      std::vector<Run>
+          runs;  // ascending and disjoint; other elements are not touched
   std::uint64_t version = 0;  // written into the extents
   TicketPtr after;  // the transfer of the gradient, or null
   int label = 0;  // names its owner in a timeline

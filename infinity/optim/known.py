@@ -20,7 +20,7 @@ from ..config.choices import MOMENT_DTYPES
 from ..config.config import Config
 from ..errors import ConfigError
 from ..state.flat_param_spec import EVERY_MOMENT, ClassPiece
-from .counters import Counters, MuProduct, StepSize
+from .counters import Counters, Mixture, MuProduct, StepSize
 from .measured import Prodigy
 
 # Arrays at home; the second one has no sign
@@ -54,8 +54,10 @@ class Known:
         A setting of a group -> the rule that has it.
     always
         Switches that are on in every group.
+    of_object
+        Attributes of the optimizer itself -> switches; "": the configuration has it, and it is off.
     exact
-        Moments with which all are in fp32.
+        Moments with which all are in fp32 -> why.
     counters
         The numbers that the rule keeps for each parameter beside its moments.
     ignored
@@ -70,6 +72,10 @@ class Known:
         The switches of groups that the trial of a class had -> the moments of such a group.
     counts_steps
         The engine shows its step count in the state.
+    counts_in_groups
+        The class counts steps in each group, under ``step``, and none in a parameter's state.
+    own_code_with
+        Settings of a group with which the class steps by its own code.
     dtypes
         The dtypes that the moments may have at rest.
     dtype
@@ -89,7 +95,8 @@ class Known:
     only_with: Mapping[str, str] = field(default_factory=dict)
     instead: Mapping[str, native.Rule] = field(default_factory=dict)
     always: tuple[str, ...] = ()
-    exact: tuple[str, ...] = ()
+    of_object: Mapping[str, str] = field(default_factory=dict)
+    exact: Mapping[str, str] = field(default_factory=dict)
     counters: type[Counters] | None = None
     ignored: tuple[str, ...] = ()
     needs_whole: bool = False
@@ -97,6 +104,8 @@ class Known:
     measured: type[Prodigy] | None = None
     tried: Mapping[tuple, tuple[str, ...]] = field(default_factory=dict)
     counts_steps: bool = True
+    counts_in_groups: bool = False
+    own_code_with: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = EACH_DTYPE
     dtype: str = "fp32"
     costs: ClassPiece = ClassPiece(PIECE)
@@ -107,7 +116,7 @@ class Known:
         """The rule's name, or the path of the class."""
         if self.rule == native.Rule.AMSGRAD:
             return f"{self.kind.__name__} with amsgrad"
-        if self.rule is not None:
+        if self.rule is not None and not self.own_code_with:  # else it has one name in both ways
             return self.rule.name
         kind = self.kind
         return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
@@ -172,7 +181,7 @@ class Known:
         if needed := [each for each in self.exact if each in moments]:
             dtypes, of_what = (
                 ("fp32",),
-                f"{of_what} with {needed[0]}, which is subtracted from another",
+                f"{of_what} with {needed[0]}, which {self.exact[needed[0]]}",
             )
         elif self.rule is not None and THIRD in moments.values():
             dtypes = tuple(each for each in dtypes if each != "int8")
@@ -328,7 +337,8 @@ OF_TORCH = (
         {"square_avg": SECOND, "momentum_buffer": FIRST, "grad_avg": THIRD},
         MAXIMIZE | {"centered": "centered"},
         only_with={"momentum_buffer": "momentum", "grad_avg": "centered"},
-        exact=("grad_avg",),  # else the variance falls below zero
+        # else the variance falls below zero
+        exact={"grad_avg": "is subtracted from another"},
     ),
     Known(
         native.Rule.RPROP,
@@ -340,7 +350,36 @@ OF_TORCH = (
         dtypes=("fp32", "bf16"),
     ),
 )
-KNOWN: dict[native.Rule, Known] = {known.rule: known for known in OF_TORCH}
+# Of other libraries, by the path of the class
+OF_PATHS = (
+    Known(
+        native.Rule.ADEMAMIX,
+        "pytorch_optimizer.optimizer.ademamix.AdEMAMix",
+        "AdEMAMix.step",
+        ADAM | {"betas": (*BETAS, "beta3")},
+        BOTH | {"exp_avg_slow": THIRD},
+        {"weight_decouple": "decoupled", "fixed_decay": "fixed_decay"},
+        of_object={"maximize": "maximize"},
+        exact={"exp_avg_slow": "moves by less in a step than narrow numbers round"},
+        counters=Mixture,
+        counts_steps=False,
+        counts_in_groups=True,
+        own_code_with=("cautious", "stable_adamw"),
+    ),
+    Known(
+        native.Rule.ADAN,
+        "pytorch_optimizer.optimizer.adan.Adan",
+        "Adan.step",
+        ADAM | {"betas": (*BETAS, "beta3")},
+        BOTH | {"exp_avg_diff": THIRD, "previous_grad": FOURTH},
+        {"weight_decouple": "decoupled"},
+        of_object={"maximize": "maximize", "max_grad_norm": ""},
+        counts_steps=False,
+        counts_in_groups=True,
+        own_code_with=("use_gc", "adanorm"),
+    ),
+)
+KNOWN: dict[native.Rule, Known] = {known.rule: known for known in (*OF_TORCH, *OF_PATHS)}
 KNOWN[native.Rule.AMSGRAD] = KNOWN[native.Rule.ADAMW].for_groups([{"amsgrad": True}])
 
 

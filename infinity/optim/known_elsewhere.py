@@ -6,11 +6,16 @@ has one entry here, and a row in the tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
+from typing import Any
+
+import torch
 
 from .. import native
-from .known import ADAM, BETAS, BOTH, FIRST, SECOND, Known, class_entry
+from ..errors import ConfigError, UsageError
+from .known import ADAM, BETAS, BOTH, FIRST, OF_PATHS, SECOND, Known, class_entry
 from .measured import Prodigy
 
 INSIDE = "__bnb_optimizer_quant_state__"  # where bitsandbytes has moments in a state dict
@@ -83,8 +88,7 @@ ANY_PART = {
     "optimi.sgd": "SGD",
     "pytorch_optimizer.optimizer.adabelief": "AdaBelief",
     "pytorch_optimizer.optimizer.adamc": "AdamC",
-    "pytorch_optimizer.optimizer.adan": "Adan",
-    "pytorch_optimizer.optimizer.ademamix": "AdEMAMix SimplifiedAdEMAMix",
+    "pytorch_optimizer.optimizer.ademamix": "SimplifiedAdEMAMix",
     "pytorch_optimizer.optimizer.adopt": "ADOPT",
     "pytorch_optimizer.optimizer.diffgrad": "DiffGrad",
     "pytorch_optimizer.optimizer.exadam": "EXAdam",
@@ -140,5 +144,56 @@ def _by_class() -> Iterator[Known]:
 # Path of a class of another library -> how it steps
 ALIASES: dict[str, Known] = {
     str(known.kind): known
-    for known in (*_of_bitsandbytes(), *_of_torchao(), *_of_flashoptim(), *_by_class())
+    for known in (
+        *_of_bitsandbytes(),
+        *_of_torchao(),
+        *_of_flashoptim(),
+        *OF_PATHS,
+        *_by_class(),
+    )
 }
+
+
+def as_it_is(known: Known, optimizer: torch.optim.Optimizer) -> Known:
+    """Returns how a class of another library steps, with the settings and switches that it has.
+    Raises ConfigError for a switch that the rule does not have."""
+    if any(group.get(key) for group in optimizer.param_groups for key in known.own_code_with):
+        return class_entry(known.kind)
+    on = {name: switch for name, switch in known.of_object.items() if getattr(optimizer, name)}
+    if lacking := [name for name, switch in on.items() if not switch]:
+        name = lacking[0]
+        raise ConfigError(
+            f"optimizer {known.name}: {name}={getattr(optimizer, name)} is not supported: set it to"
+            f" 0, and use Config({name}=...)"
+        )
+    return replace(known, always=(*known.always, *on.values()))
+
+
+def refuse_overrides(optimizer: Any, name: str) -> None:
+    """Raises ConfigError for settings of single parameters that bitsandbytes' GlobalOptimManager
+    has, but for those of the bits of moments."""
+    if (manager := getattr(optimizer, "mng", None)) is None:
+        return
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    given = [of for key, of in manager.pid2config.items() if key in params]
+    given += [
+        of
+        for module, key, of in manager.module_weight_config_triple
+        if id(getattr(module, key)) in params
+    ]
+    if others := sorted({key for of in given for key in of} - {"optim_bits", "min_8bit_size"}):
+        raise ConfigError(
+            f"optimizer {name}: GlobalOptimManager sets {', '.join(others)} of single parameters,"
+            " which is not supported: give these a group of their own"
+        )
+
+
+def refuse_switched(known: Known, owners: Iterable[Any], where: str) -> None:
+    """Raises UsageError, from ``where``, if a switch of one of ``owners``, which stand for one
+    optimizer, is not as it was at the wrap."""
+    for (name, switch), owner in product(known.of_object.items(), owners):
+        if bool(value := getattr(owner, name)) != (switch in known.always):
+            raise UsageError(
+                f"{where}: {name}={value} of the optimizer has changed since the wrap: unwrap_model"
+                " first, set it, and wrap again"
+            )

@@ -28,6 +28,7 @@ from .companion import Companion, outside_of
 from .context import StepContext
 from .given import Given
 from .known import Known
+from .known_elsewhere import refuse_switched
 from .members import Members
 from .optimizer_state import OptimizerState
 from .optimizer_step import OptimizerStep
@@ -179,6 +180,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
         """Raises UsageError if ``groups``, from ``where``, need what the rule does not support."""
+        refuse_switched(self._known, (self, self.wrapped), where)
         settings = self.defaults if self._known.kind is not None else ()
         refuse_flags(self._known, groups, moments=self._moments, settings=settings, where=where)
         if self._known.rule is None:
@@ -279,8 +281,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             self._stepping.end_stream()
 
     def unit_landed(self, unit: ParamUnit) -> None:
-        """Steps a unit, or updates it ahead: its gradients have landed, and the backward has left
-        it."""
+        """Steps a unit that the backward has left, or updates it ahead: its gradients landed."""
         self._stepping.unit_landed(unit, self.param_groups)
 
     @torch.compiler.disable

@@ -144,8 +144,12 @@ class OptimizerState:
                         f" has shape {tuple(value.shape)}, the parameter"
                         f" {tuple(params[index].shape)}"
                     )
+        # That of an optimizer before its first step has no count
+        first = {STEP: 0} if self._known.counts_in_groups else {}
         return [
-            group | {key: copy.deepcopy(value) for key, value in saved.items() if key != "params"}
+            group
+            | first
+            | {key: copy.deepcopy(value) for key, value in saved.items() if key != "params"}
             for group, saved in zip(self._groups, saved_groups)
         ]
 

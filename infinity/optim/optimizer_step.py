@@ -175,8 +175,7 @@ class OptimizerStep:
 
     def _finish(self, stepper: Stepper | ClassStepper, steps: list, version: int) -> None:
         stepper.carry_out(steps)
-        if isinstance(stepper, ClassStepper):
-            stepper.finish()
+        stepper.finish()
         self._context.borrowed.forget_edits()
         self._context.gradients.clips.clear()
         self._context.steps.finish(version)

@@ -26,7 +26,7 @@ from ..state.handle import handle_of
 from .class_code import class_step, file_of, plain_step
 from .class_trial import with_moments
 from .known import BY_CLASS, KNOWN, OF_TORCH, Known
-from .known_elsewhere import ALIASES
+from .known_elsewhere import ALIASES, as_it_is, refuse_overrides
 from .matrices import check_split
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,9 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
         raise _other_step(name, "was replaced on the object", own)
     if runs.__code__.co_qualname != known.step:
         raise _other_step(name, "is not its library's", runs)
+    known = as_it_is(known, optimizer)
     _check_all(known, optimizer)
-    _refuse_overrides(optimizer, name)
+    refuse_overrides(optimizer, name)
     args = getattr(optimizer, "args", None)  # of bitsandbytes
     for owner, flag, off in (
         (args, "max_unorm", 0.0),
@@ -154,25 +155,6 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
         known.dtype,
     )
     return known
-
-
-def _refuse_overrides(optimizer: Any, name: str) -> None:
-    """Raises ConfigError for settings of single parameters that bitsandbytes' GlobalOptimManager
-    has, but for those of the bits of moments."""
-    if (manager := getattr(optimizer, "mng", None)) is None:
-        return
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    given = [of for key, of in manager.pid2config.items() if key in params]
-    given += [
-        of
-        for module, key, of in manager.module_weight_config_triple
-        if id(getattr(module, key)) in params
-    ]
-    if others := sorted({key for of in given for key in of} - {"optim_bits", "min_8bit_size"}):
-        raise ConfigError(
-            f"optimizer {name}: GlobalOptimManager sets {', '.join(others)} of single parameters,"
-            " which is not supported: give these a group of their own"
-        )
 
 
 def refuse_wrapper(optimizer: Any) -> None:
@@ -231,11 +213,7 @@ def check_groups(
         if missing := [name for name in needed if name not in group]:
             raise ConfigError(f"the optimizer's group {i} lacks {', '.join(missing)}")
         _check_lr(i, group.get("lr"))
-        for key, names in known.settings.items():
-            if not isinstance(names, str) and len(group[key]) != len(names):
-                raise ConfigError(
-                    f"the optimizer's group {i} has {key}={group[key]!r}: give {len(names)} numbers"
-                )
+        _check_settings(known, i, group)
         for flag in unknown:
             if group.get(flag):
                 raise ConfigError(
@@ -257,6 +235,24 @@ def check_groups(
                     f" {key}, so that there is no room for {moment}. unwrap_model first, set"
                     f" {key}, and wrap again."
                 )
+
+
+def _check_settings(known: Known, index: int, group: Mapping[str, Any]) -> None:
+    """Raises ConfigError for settings of ``group`` that have no step, or none by the rule."""
+    for key, names in known.settings.items():
+        if not isinstance(names, str) and len(group[key]) != len(names):
+            raise ConfigError(
+                f"the optimizer's group {index} has {key}={group[key]!r}: give {len(names)} numbers"
+            )
+    if known.counters is not None and (refused := known.counters.refusal(group)):
+        raise ConfigError(f"the optimizer's group {index} has {refused}")
+    for key in known.own_code_with:
+        if group.get(key):
+            raise ConfigError(
+                f"the optimizer's group {index} has {key}={group[key]}, with which {known.name}"
+                f" steps by its own code, and it was wrapped without {key}. unwrap_model first, set"
+                f" {key}, and wrap again."
+            )
 
 
 def _has_room(moments: Mapping[str, str], moment: str, group: Mapping[str, Any]) -> bool:

@@ -56,6 +56,11 @@ def numbers_of(
     return {name: torch.as_tensor(own[name]) for name in numbers}
 
 
+def next_step(group: Mapping[str, Any]) -> int:
+    """Returns the number of the next step of ``group``, for classes that count in their groups."""
+    return int(group.get("step", 0)) + 1
+
+
 class Spans:
     """The spans of one step, by the rule and the groups of an optimizer. ``group_of``: the
     parameters to step, each with the index of its group."""
@@ -97,7 +102,15 @@ class Spans:
     def key(self, handle: ParamHandle, factors: tuple[float, ...]) -> Key:
         """Returns what the hyperparameters of a parameter's next step are made of."""
         counters = tuple(self.counted(handle)[0].items())
-        return self._group_of[handle], handle.step + 1, factors, counters
+        if self._known.counts_in_groups:
+            counters += (("fresh", not handle.has_state),)
+        return self._group_of[handle], self._number(handle), factors, counters
+
+    def _number(self, handle: ParamHandle) -> int:
+        """Returns the number of a parameter's next step, as its class counts."""
+        if self._known.counts_in_groups:
+            return next_step(self._groups[self._group_of[handle]])
+        return handle.step + 1
 
     def counted(self, handle: ParamHandle) -> tuple[dict[str, float], Numbers]:
         """Returns the hyperparameters of a parameter's counters in its next step, and the counters
@@ -107,7 +120,7 @@ class Spans:
         if handle not in self._counted:
             group = self._groups[self._group_of[handle]]
             numbers = numbers_of(self._known.counters, group, handle, self._books)
-            self._counted[handle] = self._known.counters.step(group, handle.step + 1, numbers)
+            self._counted[handle] = self._known.counters.step(group, self._number(handle), numbers)
         return self._counted[handle]
 
     def hyperparameters(

@@ -24,7 +24,7 @@ from .context import StepContext
 from .counters import Numbers
 from .device_step import DeviceUpdate, Span, steps_on_device
 from .known import Known
-from .spans import Spans, inputs_of, runs_of
+from .spans import Spans, inputs_of, next_step, runs_of
 
 
 @dataclass(eq=False)
@@ -64,6 +64,8 @@ class Stepper:
     ):
         self._context, self._known, self._books = context, known, books
         self._spans = Spans(known, groups, group_of, books)
+        counted = groups if known.counts_in_groups else ()
+        self._numbers = [(group, next_step(group)) for group in counted]
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[FlatParamStep]:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""
@@ -138,6 +140,11 @@ class Stepper:
                 self._books.put_own(handle.param, step.counted.get(handle, {}))
                 handle.changed()
                 handle.grad.move(GradState.CONSUMED)
+
+    def finish(self) -> None:
+        """Sets the step counts of groups, if the class counts there. Idempotent."""
+        for group, number in self._numbers:
+            group["step"] = number
 
     def _enter(self, step: FlatParamStep, update: Update | None) -> None:
         """Records a submitted update in its flat param."""

@@ -13,8 +13,8 @@ import torch
 from .. import native
 from ..machine.tiers import Tier
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # that may be in 8 bits
-EVERY_MOMENT = (*MOMENTS, "moment_3", "moment_4")
+MOMENTS = native.SCALED_MOMENTS  # that may be in 8 bits
+EVERY_MOMENT = native.MOMENTS
 SCALES = {name: name + "_scale" for name in MOMENTS}
 ARRAYS = ("weight", "master", *EVERY_MOMENT, *SCALES.values(), "grad")
 

@@ -31,9 +31,9 @@ from ..storage.arrays import StateArray
 from ..storage.store import ArrayStore
 from .expert_rows import ExpertRows, Replay
 from .flat_layout import FlatLayout
-from .flat_param_spec import MOMENTS, SCALES, FlatParamSpec
+from .flat_param_spec import EVERY_MOMENT, SCALES, FlatParamSpec
 
-OF_UPDATE = ("master", *MOMENTS, *SCALES.values(), "moment_3")  # that a rule may have
+OF_UPDATE = ("master", *EVERY_MOMENT, *SCALES.values())  # that a rule may have
 
 
 class Activity(Enum):

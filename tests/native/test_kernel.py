@@ -50,6 +50,8 @@ OTHERS = {  # rule -> hyperparameters
     Rule.ADADELTA: {"lr": 1.0, "beta2": 0.9, "eps": 1e-6},
     Rule.ADAGRAD: {"lr": 0.01, "lr_decay": 0.1, "eps": 1e-10},
     Rule.ADAMAX: {"lr": 2e-3},
+    Rule.ADAN: {"lr": 1e-3, "beta1": 0.98, "beta2": 0.92, "beta3": 0.99},
+    Rule.ADEMAMIX: {"lr": 1e-3, "alpha": 5.0},
     Rule.AMSGRAD: {"lr": 1e-3, "amsgrad": True},
     Rule.ASGD: {"lr": 0.1, "lambd": 0.01, "eta": 0.1},
     Rule.NADAM: {"lr": 2e-3, "momentum_decay": 0.004, "mu_product": 0.5},
@@ -152,11 +154,17 @@ def settings_of(rule: native.Rule) -> list[native.Hyperparameters]:
         ]
     if rule in OTHERS:
         return [
-            hyper(**OTHERS[rule], step=1),
+            hyper(**OTHERS[rule], step=1, fresh=True),
             hyper(**OTHERS[rule], step=2, weight_decay=0.1, grad_factors=FACTORS[:1]),
             hyper(**OTHERS[rule], step=1000, maximize=True, weight_decay=0.01, decoupled=True),
+            hyper(**OTHERS[rule], step=9, maximize=True, fresh=True),
             hyper(**OTHERS[rule] | {"momentum": 0.9}, step=7, grad_factors=FACTORS),
             hyper(**OTHERS[rule] | {"mu": 0.25}, step=3, centered=True),
+            hyper(
+                **OTHERS[rule] | {"beta3": 0.3, "weight_decay": 0.1},
+                fixed_decay=True,
+                decoupled=True,
+            ),
         ]
     if rule == Rule.LION:
         return [
@@ -265,6 +273,12 @@ Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 def plain(cls: type, **settings) -> Make:
     return lambda params: cls(params, foreach=False, **settings)
+
+
+def of_path(rule: native.Rule, **settings) -> Make:
+    """The class of another library, by its path, without foreach."""
+    module, _, name = KNOWN[rule].kind.rpartition(".")
+    return lambda params: plain(getattr(pytest.importorskip(module), name), **settings)(params)
 
 
 AGAINST_TORCH = {
@@ -383,6 +397,56 @@ AGAINST_TORCH = {
         plain(torch.optim.RMSprop, lr=0.01, momentum=0.9),
         OTHERS[Rule.RMSPROP] | {"momentum": 0.9},
     ),
+    "AdEMAMix": (
+        Rule.ADEMAMIX,
+        of_path(Rule.ADEMAMIX, lr=1e-3, weight_decay=0.1),
+        {"lr": 1e-3, "weight_decay": 0.1},
+    ),
+    "AdEMAMix schedules": (
+        Rule.ADEMAMIX,
+        of_path(
+            Rule.ADEMAMIX,
+            lr=1e-3,
+            betas=(0.4, 0.9, 0.99),
+            weight_decay=0.01,
+            weight_decouple=True,
+            fixed_decay=True,
+            t_alpha_beta3=12,
+        ),
+        {
+            "lr": 1e-3,
+            "beta1": 0.4,
+            "beta2": 0.9,
+            "weight_decay": 0.01,
+            "decoupled": True,
+            "fixed_decay": True,
+        },
+    ),
+    "Adan": (
+        Rule.ADAN,
+        of_path(Rule.ADAN, lr=1e-3, weight_decay=0.1),
+        OTHERS[Rule.ADAN] | {"weight_decay": 0.1},
+    ),
+    "Adan decoupled": (
+        Rule.ADAN,
+        of_path(
+            Rule.ADAN,
+            lr=1e-3,
+            betas=(0.9, 0.4, 0.95),
+            weight_decay=0.1,
+            weight_decouple=True,
+            maximize=True,
+        ),
+        {
+            "lr": 1e-3,
+            "beta1": 0.9,
+            "beta2": 0.4,
+            "beta3": 0.95,
+            "weight_decay": 0.1,
+            "decoupled": True,
+            "maximize": True,
+        },
+    ),
     "Rprop": (Rule.RPROP, plain(torch.optim.Rprop, lr=0.01), OTHERS[Rule.RPROP]),
 }
 
@@ -411,7 +475,8 @@ def run_beside_torch(steps: MemorySteps, case: str, count: int, seed: int, **cha
         last = param.detach().clone()
         optimizer.step()
         counted, numbers = ({}, {}) if counters is None else counters.step(group, step, numbers)
-        arrays = steps.whole(form, arrays, hyper(step=step, **(values | changed | counted)))
+        made = hyper(step=step, fresh=step == 1, **(values | changed | counted))
+        arrays = steps.whole(form, arrays, made)
         after = param.detach()
         largest = torch.stack([largest, after.abs(), (after - last).abs()]).amax(0)
     return before, arrays, param.detach(), optimizer.state[param], largest

@@ -29,7 +29,7 @@ MOMENTS = {
         {"exp_avg": "exp_avg", "exp_avg_var": "exp_avg_sq"},
     ),
     "as many as there are": (
-        lambda p: pytest.importorskip("pytorch_optimizer").Adan(p),
+        lambda p: pytest.importorskip("pytorch_optimizer").Adan(p, use_gc=True),
         {
             "exp_avg": "exp_avg",
             "exp_avg_sq": "exp_avg_sq",
@@ -141,7 +141,7 @@ def test_a_setting_that_needs_whole_parameters_is_found(what):
 
 def test_a_rate_of_zero_hides_nothing():
     """Claim: a clip of all parameters is refused while a warm-up begins, too."""
-    optimizer = made(lambda p: po().Adan(p, max_grad_norm=0.01))
+    optimizer = made(lambda p: po().Adan(p, max_grad_norm=0.01, use_gc=True))
     optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0
     with pytest.raises(ConfigError, match="steps all parameters at once"):
@@ -217,7 +217,7 @@ REFUSED = {
         "Prodigy is not supported",
     ),
     "a clip of all parameters": (
-        lambda p: pytest.importorskip("pytorch_optimizer").Adan(p, max_grad_norm=0.5),
+        lambda p: po().Adan(p, max_grad_norm=0.5, use_gc=True),
         {},
         "steps all parameters at once",
     ),

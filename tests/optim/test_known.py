@@ -26,6 +26,7 @@ from infinity.optim.known import KNOWN
 from infinity.optim.known_elsewhere import ALIASES
 
 bitsandbytes, torchao = Lazily("bitsandbytes"), Lazily("torchao.optim")
+pytorch_optimizer = Lazily("pytorch_optimizer")
 pytestmark = pytest.mark.filterwarnings("ignore")
 HOMES = ["device", "host", "nvme"]
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
@@ -61,6 +62,33 @@ TORCHS: dict[str, Make] = {
     "RMSprop, centred": lambda params: optim.RMSprop(params, lr=1e-3, centered=True, momentum=0.9),
     "Rprop": lambda params: optim.Rprop(params, lr=1e-3),
 }
+OF_PATHS: dict[str, Make] = {
+    "AdEMAMix": lambda p: pytorch_optimizer.AdEMAMix(p, lr=1e-3, weight_decay=0.1),
+    "AdEMAMix, decoupled": lambda p: pytorch_optimizer.AdEMAMix(
+        p, lr=1e-3, weight_decay=0.1, weight_decouple=True, maximize=True
+    ),
+    "AdEMAMix, schedules": lambda p: pytorch_optimizer.AdEMAMix(
+        p,
+        lr=1e-3,
+        betas=(0.4, 0.9, 0.99),
+        weight_decay=0.01,
+        weight_decouple=True,
+        fixed_decay=True,
+        alpha=3.0,
+        t_alpha_beta3=12,
+    ),
+}
+OF_PATHS |= {
+    "Adan": lambda p: pytorch_optimizer.Adan(p, lr=1e-3, weight_decay=0.1),
+    "Adan, decoupled": lambda p: pytorch_optimizer.Adan(
+        p,
+        lr=3e-3,
+        betas=(0.9, 0.4, 0.95),
+        weight_decay=0.1,
+        weight_decouple=True,
+        maximize=True,
+    ),
+}
 OTHERS: dict[str, Make] = {
     "bitsandbytes AdamW": lambda p: bitsandbytes.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
     "bitsandbytes Adam": lambda p: bitsandbytes.optim.Adam(p, lr=1e-2, weight_decay=0.1),
@@ -76,8 +104,10 @@ OTHERS |= {
         "FlashSGD": {"lr": 0.1, "momentum": 0.9},
     }.items()
 }
-MADE = TORCHS | OTHERS
+KERNELS = TORCHS | OF_PATHS  # each rule, with its branches
+MADE = KERNELS | OTHERS
 REFUSED_MOMENTS = {
+    **{name: ["int8", "bf16"][: 1 + name.startswith("AdEMAMix")] for name in OF_PATHS},
     "AdamW, amsgrad": ["int8"],
     "Adam, amsgrad": ["int8"],
     "ASGD": ["int8", "bf16"],
@@ -148,10 +178,10 @@ def test_states_load_both_ways(case, tmp_path):
 
 
 @pytest.mark.parametrize("moments", few(["int8", "bf16"], 1))
-@pytest.mark.parametrize("case", TORCHS)
+@pytest.mark.parametrize("case", KERNELS)
 def test_smaller_moments_have_the_same_bits_from_every_home(case, moments, tmp_path):
     """Claim: and they are near those in fp32, or refused for the rule."""
-    make = TORCHS[case]
+    make = KERNELS[case]
     if moments in REFUSED_MOMENTS.get(case, ()):
         with pytest.raises(ConfigError, match=f"moments='{moments}' is not for .*: choose fp32"):
             wrapped(make, "host", tmp_path, moments=moments)
@@ -178,8 +208,10 @@ def test_a_job_resumes_to_the_bit(case, tmp_path):
 
 def test_every_rule_has_a_class_and_a_test():
     assert set(KNOWN) == set(native.Rule.__members__.values())
-    tested = {name.partition(",")[0] for name in TORCHS}
-    assert {known.kind.__name__ for known in KNOWN.values() if known.kind} == tested
+    tested = {name.partition(",")[0] for name in KERNELS}
+    kinds = [known.kind for known in KNOWN.values() if known.kind is not None]
+    names = {kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__ for kind in kinds}
+    assert names == tested
 
 
 # Settings of two groups, of which one needs another moment

@@ -20,6 +20,7 @@ from small_net import steps, wrapped
 from torch import nn, optim
 
 from infinity.errors import ConfigError, UsageError
+from infinity.optim.known import OF_PATHS
 from infinity.optim.known_elsewhere import ALIASES, ANY_PART, WHOLE
 
 bitsandbytes, torchao = Lazily("bitsandbytes"), Lazily("torchao.optim")
@@ -142,6 +143,14 @@ def test_every_class_named_is_one_of_its_library():
                 assert f"{found.__module__}.{found.__qualname__}" == f"{module}.{name}"
 
 
-def test_only_three_libraries_have_classes_that_step_by_a_rule():
+def test_only_four_libraries_have_classes_that_step_by_a_rule():
     of_rules = [path for path, known in ALIASES.items() if known.rule is not None]
-    assert all(path.startswith(("bitsandbytes.", "flashoptim.", "torchao.")) for path in of_rules)
+    libraries = {path.partition(".")[0] for path in of_rules}
+    assert libraries == {"bitsandbytes", "flashoptim", "pytorch_optimizer", "torchao"}
+
+
+def test_every_class_with_a_rule_of_its_own_is_one_of_its_library():
+    for known in OF_PATHS:
+        module, _, name = known.kind.rpartition(".")
+        found = getattr(importlib.import_module(module), name)
+        assert f"{found.__module__}.{found.__qualname__}" == known.kind

@@ -156,6 +156,22 @@ def test_optimizers_and_formats(optimizer, dtype, moments, tmp_path, monkeypatch
     assert both(run, monkeypatch) == []
 
 
+@pytest.mark.parametrize("name", ["AdEMAMix", "Adan"])
+def test_classes_that_count_in_their_groups(name, tmp_path, monkeypatch):
+    """Claim: the replay makes the steps that they count, the first among them."""
+    kind = getattr(pytest.importorskip("pytorch_optimizer"), name)
+
+    def run() -> tuple:
+        model = make()
+        made = kind(model.parameters(), lr=1e-3, weight_decay=0.1, maximize=True)
+        loop = Loop(model, made, tmp_path, "nvme")
+        for _ in range(STEPS):
+            loop.step()
+        return loop.found()
+
+    assert both(run, monkeypatch) == []
+
+
 def a_clipped_step(loop: Loop) -> None:
     loss = loop.loss()
     loss.backward()

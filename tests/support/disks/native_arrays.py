@@ -244,7 +244,7 @@ def decode(form: Form, arrays: Arrays) -> torch.Tensor:
 def random_arrays(form: Form, numel: int, generator: torch.Generator) -> Arrays:
     """Ordinary values: weights near 1, gradients near 0.1, moments as after some steps."""
     arrays = encode(form, torch.randn(numel, generator=generator))
-    scales = {"exp_avg": 0.1, "exp_avg_sq": 0.01, "moment_3": 0.02, "grad": 0.1}
+    scales = {"exp_avg": 0.1, "exp_avg_sq": 0.01, "moment_3": 0.02, "moment_4": 0.1, "grad": 0.1}
     for name, dtype in form.dtypes.items():
         if name in scales:
             value = scales[name] * torch.randn(numel, generator=generator)
@@ -294,10 +294,8 @@ class Unit:
             count=self.count,
             weight=get("weight"),
             master=get("master"),
-            exp_avg=get("exp_avg"),
-            exp_avg_sq=get("exp_avg_sq"),
             grad=get("grad"),
-            moment_3=get("moment_3"),
+            **{name: get(name) for name in EVERY_MOMENT},
             runs=[native.Run(*run) for run in runs],
             version=version,
             after=after,
