@@ -5,13 +5,15 @@ backward, in each layer: more than the packed model has. Such a tensor follows f
 weight alone, so the backward makes it again, by a forward of one row.
 
 probe    a forward of one row, of which everything that autograd saves is noted
-dense    a saved tensor with as many elements as the weight has rows times columns
+dense    a saved tensor with as many elements as the weight has rows times columns; or a part of
+         what a coded weight was unpacked to
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 
 from ..forwards.replaced_forward import ReplacedForward, own_forward
 from ..machine.sizes import format_nbytes
+from ..state.coded import Coded, Unpacked, noting_unpacked
 from ..state.packed import CARRIERS, has_inner, is_code
 from .saved_tensor import SavedTensor
 from .saved_weights import is_checkpoint
@@ -39,9 +42,7 @@ class PackedForward:
         self._known: dict[tuple, list[torch.Size | None]] = {}
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # A checkpoint keeps nothing, and counts what is saved.
-        counted = is_checkpoint(outer) or (outer and getattr(outer[0], "is_counted", False))
+        outer, counted = _hooks_around()
         if args or kwargs or counted or not (torch.is_grad_enabled() and x.requires_grad):
             return self._own(x, *args, **kwargs)
         kind = x.dtype, x.device
@@ -62,12 +63,7 @@ class PackedForward:
                 self._tell(tensor)
             return outer[0](tensor) if outer else SavedTensor(tensor)
 
-        def unpack(held: Any) -> torch.Tensor:
-            if isinstance(held, Again):
-                return held.tensor()
-            return outer[1](held) if outer else held.tensor()
-
-        return pack, unpack
+        return pack, partial(_unpack, outer)
 
     def probe(self, dtype: torch.dtype, device: torch.device, value: float) -> list[torch.Tensor]:
         """Returns what a forward of one row of ``value`` saves."""
@@ -120,17 +116,75 @@ class Again:
         return self._forward.probe(*self._kind, 0.0)[self._number]
 
 
+class CodedForward:
+    """The forward of a module of coded weights, such as experts."""
+
+    def __init__(self, module: nn.Module):
+        self._own = own_forward(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer, counted = _hooks_around()
+        if counted or not torch.is_grad_enabled():
+            return self._own(*args, **kwargs)
+        with noting_unpacked() as made:
+
+            def pack(tensor: torch.Tensor) -> Any:
+                storage = tensor.untyped_storage()._cdata
+                for each in made:
+                    if each.dense.untyped_storage()._cdata == storage:
+                        return CodedAgain(each, tensor)
+                return outer[0](tensor) if outer else SavedTensor(tensor)
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, partial(_unpack, outer)):
+                return self._own(*args, **kwargs)
+
+
+class CodedAgain:
+    """A view of a dense tensor that the backward unpacks again."""
+
+    def __init__(self, made: Unpacked, view: torch.Tensor):
+        self._weight, self._at = made.weight, made.at
+        self._form = view.size(), view.stride(), view.storage_offset()
+
+    def tensor(self) -> torch.Tensor:
+        """Makes the tensor."""
+        return self._weight.unpacked(self._at).as_strided(*self._form)
+
+
+def _hooks_around() -> tuple[tuple | None, bool]:
+    """Returns the hooks for saved tensors, and whether these are a checkpoint's, which keeps
+    nothing and counts what is saved."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    counted = is_checkpoint(outer) or (outer and getattr(outer[0], "is_counted", False))
+    return outer, bool(counted)
+
+
+def _unpack(outer: tuple | None, held: Any) -> torch.Tensor:
+    if isinstance(held, (Again, CodedAgain)):
+        return held.tensor()
+    return outer[1](held) if outer else held.tensor()
+
+
 def install_packed_forwards(parts: Sequence[nn.Module]) -> list[ReplacedForward]:
-    """Replaces the forwards of linear layers with packed weights. Returns their removers."""
-    layers = dict.fromkeys(module for part in parts for module in part.modules())
+    """Replaces the forwards of modules with packed weights. Returns their removers."""
+    modules = dict.fromkeys(module for part in parts for module in part.modules())
+    forwards = ((module, _forward_of(module)) for module in modules)
     return [
-        ReplacedForward(layer, PackedForward(layer))
-        for layer in layers
-        if (CARRIERS in layer.__dict__ or any(map(_has_codes, layer._parameters.values())))
-        and isinstance(getattr(layer, "in_features", None), int)
-        and isinstance(getattr(layer, "out_features", None), int)
+        ReplacedForward(module, forward(module))
+        for module, forward in forwards
+        if forward is not None
     ]
 
 
-def _has_codes(param: nn.Parameter | None) -> bool:
-    return param is not None and not param.requires_grad and is_code(param)
+def _forward_of(module: nn.Module) -> Callable[[nn.Module], Callable] | None:
+    params = [param for param in module._parameters.values() if param is not None]
+    if CARRIERS not in module.__dict__ and not any(map(_has_codes, params)):
+        return None
+    sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))
+    if all(isinstance(size, int) for size in sizes):
+        return PackedForward
+    return CodedForward if any(isinstance(param, Coded) for param in params) else None
+
+
+def _has_codes(param: nn.Parameter) -> bool:
+    return not param.requires_grad and is_code(param)

@@ -6,7 +6,9 @@ scales   what they are multiplied by, one for each block
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +100,17 @@ class Coded(torch.Tensor):
 
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]
         """Returns the dense weight."""
-        return self.scheme.unpack(self.codes.detach(), self.scales.detach()).to(self.dtype)
+        return self.unpacked(None)
+
+    def unpacked(self, at: list | torch.Tensor | None) -> torch.Tensor:
+        """Returns the dense weight, or that of the experts ``at``."""
+        codes, scales = self.codes.detach(), self.scales.detach()
+        if at is not None:
+            codes, scales = codes[at], scales[at]
+        dense = self.scheme.unpack(codes, scales).to(self.dtype)
+        if (made := getattr(_noted, "made", None)) is not None:
+            made.append(Unpacked(self, at, dense))
+        return dense
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Coded({tuple(self.shape)}, {self.dtype}, {self.scheme})"
@@ -112,10 +124,9 @@ class Coded(torch.Tensor):
             return None
         if isinstance(at, torch.Tensor) and at.dtype not in (torch.int32, torch.int64):
             return None
-        where = [at] if alone else at
-        codes, scales = self.codes.detach()[where], self.scales.detach()[where]
-        dense = self.scheme.unpack(codes, scales).to(self.dtype)
-        return dense[0] if alone else dense
+        if alone:
+            return self.unpacked(at.reshape(1) if isinstance(at, torch.Tensor) else [at])[0]
+        return self.unpacked(at)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,6 +150,28 @@ class Coded(torch.Tensor):
             where = {key: kwargs[key] for key in ("device", "non_blocking") if key in kwargs}
             return _made_of(first, lambda inner: inner.to(copy=True, **where))
         return func(*_dense(args), **_dense(kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class Unpacked:
+    """A dense tensor that was made of ``weight``, or of its experts ``at``."""
+
+    weight: Coded
+    at: list | torch.Tensor | None
+    dense: torch.Tensor
+
+
+_noted = threading.local()  # made: what is unpacked on this thread now
+
+
+@contextlib.contextmanager
+def noting_unpacked() -> Iterator[list[Unpacked]]:
+    """Collects what is unpacked on this thread."""
+    before, _noted.made = getattr(_noted, "made", None), []
+    try:
+        yield _noted.made
+    finally:
+        _noted.made = before
 
 
 # Functions that ask about a tensor, or make one of the same codes

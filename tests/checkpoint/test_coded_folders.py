@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from scaled import FILE
 from test_scaled_folders import FOLDERS, bits, build, loaded
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import infinity
 from infinity.state.coded import Coded
@@ -166,3 +167,48 @@ def test_layers_that_are_packed_again_are_not_coded(folders):
     model = build("llama", meta=True).requires_grad_(False)
     config = {"params": "host", "weights": folder, "quantize": "nf4"}
     assert not coded(infinity.wrap_model(model, None, config)[0])
+
+
+def kept(call, least: int) -> int:
+    """Counts the plain tensors of ``least`` elements that a forward keeps for its backward."""
+    found = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal found
+        found += tensor.numel() >= least and not isinstance(tensor, Coded)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    return found
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_experts_keep_no_dense_weight_for_the_backward(
+    kind, implementation, folders, tmp_path, monkeypatch
+):
+    """Claim: gradients are those of the dense model. Twin: without it, dense weights are kept."""
+    folder, _ = folders(kind)
+
+    def run(*, again: bool) -> tuple[int, dict]:
+        if not again:
+            monkeypatch.setattr("infinity.api.wrap.install_packed_forwards", lambda parts: [])
+        model, _ = streamed(kind, folder, "host", tmp_path)
+        model.config._experts_implementation = implementation
+        experts = model.get_submodule("base_model.model.model.layers.1.mlp.experts")
+        ids = torch.randint(0, 128, (1, 4), generator=torch.Generator().manual_seed(0))
+        inputs = []
+        held = experts.register_forward_pre_hook(
+            lambda _, args, kwargs: inputs.append((args, kwargs)), with_kwargs=True
+        )
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        held.remove()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+        hidden, *others = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, inputs[0][0])
+        args, kwargs = (hidden.requires_grad_(), *others), inputs[0][1]
+        return kept(lambda: experts(*args, **kwargs).sum().backward(), 64 * 64), grads
+
+    (none, grads), (some, plain) = run(again=True), run(again=False)
+    assert none == 0 < some
+    assert all(torch.equal(grads[name], plain[name]) for name in plain)
