@@ -1,6 +1,6 @@
 """CodedWeights: keeps the frozen weights of a model on meta in the codes that their folder has.
 
-coded   a weight of the model that is :class:`~infinity.state.coded.Coded`: FP8 or MXFP4
+coded   a weight of the model that is :class:`~infinity.state.coded.Coded`: FP8, MXFP4 or GGUF
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..checkpoint.module_names import Incoming
+from ..checkpoint.gguf_file import GgufFile, gguf_path
+from ..checkpoint.module_names import Incoming, base_name, base_of
 from ..checkpoint.source import Source
 from ..checkpoint.unpacked import FP8, Scaled, scaled_weights, without_scales
 from ..checkpoint.weight_files import WeightFiles
@@ -80,44 +81,59 @@ def send_coded(model: nn.Module, send: Send) -> None:
 
 
 def _read(scaled: Scaled, dtype: torch.dtype) -> nn.Parameter:
-    weight = Coded(scaled.codes.read(), scaled.scales.read(), scaled.scheme, dtype)
+    codes, *scales = scaled.read()
+    weight = Coded(codes, scales[0] if scales else None, scaled.scheme, dtype)
     return nn.Parameter(weight, requires_grad=False)
 
 
 def _on_meta(scaled: Scaled, dtype: torch.dtype) -> Coded:
-    codes, scales = (
+    codes, *scales = (
         torch.empty(each.shape, dtype=each.dtype, device="meta")
         for each in (scaled.codes, scaled.scales)
+        if each is not None
     )
-    return Coded(codes, scales, scaled.scheme, dtype)
+    return Coded(codes, scales[0] if scales else None, scaled.scheme, dtype)
 
 
 def _scaled_in(model: nn.Module, weights: str | os.PathLike) -> dict[str, Scaled]:
-    """Returns the frozen weights on meta that the folder has with scales, by their names in
+    """Returns the frozen weights on meta that the folder has in codes, by their names in
     ``model``."""
-    stored = WeightFiles(weights).sources()
-    scaled = scaled_weights(stored, weights)
-    names = dict(model.named_parameters()) if scaled else {}
-    names = {name: param for name, param in names.items() if _may_be_coded(param)}
+    names = {name: param for name, param in model.named_parameters() if _may_be_coded(param)}
     if not names:
         return {}
     part = parts_of(model)[0]
+    if (file := gguf_path(weights)) is not None:
+        of_base = GgufFile(file, base_of(part)).coded()
+        found = {name: of_base.get(base_name(name)) for name in names}
+    else:
+        found = _scaled_in_folder(part, weights, names)
+    return {
+        name: each
+        for name, each in found.items()
+        if each is not None
+        and each.scheme.shape(each.codes.shape) == names[name].shape
+        and each.codes.nbytes >= SMALL_NBYTES  # smaller codes would stay with the module
+    }
+
+
+def _scaled_in_folder(
+    part: nn.Module, weights: str | os.PathLike, names: Mapping[str, nn.Parameter]
+) -> dict[str, Scaled | None]:
+    stored = WeightFiles(weights).sources()
+    scaled = scaled_weights(stored, weights)
+    if not scaled:
+        return {}
     dense = without_scales(stored, weights)
     incoming = Incoming(part, dense, names)
     origins = {id(source): name for name, source in dense.items()}
-    found = {}
-    for name, param in names.items():
-        if (source := incoming.sources.get(name)) is None:
-            continue
+    found: dict[str, Scaled | None] = {}
+    for name, source in incoming.sources.items():
         origin = origins.get(id(source))
-        whole = _joined(part, name, param, incoming.joined, scaled) if origin is None else None
-        each = whole if origin is None else scaled.get(origin)
-        if (
-            each is not None
-            and each.scheme.shape(each.codes.shape) == param.shape
-            and each.codes.nbytes >= SMALL_NBYTES  # smaller codes would stay with the module
-        ):
-            found[name] = each
+        found[name] = (
+            _joined(part, name, names[name], incoming.joined, scaled)
+            if origin is None
+            else scaled.get(origin)
+        )
     return found
 
 
@@ -157,5 +173,5 @@ def _joined(
         return Incoming(part, parts, {name: param}).sources.get(name)
 
     codes = join({origin: each.codes for origin, each in inputs.items()})
-    scales = join({origin: each.scales for origin, each in inputs.items()})
+    scales = join({origin: each.scales for origin, each in inputs.items() if each.scales})
     return None if codes is None or scales is None else Scaled(codes, scales, scheme)

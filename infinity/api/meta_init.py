@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..checkpoint.gguf_file import GgufFile, gguf_path
 from ..checkpoint.module_names import Incoming, base_of, is_of_adapter, may_lack
 from ..checkpoint.source import Source
 from ..checkpoint.unpacked import FP8, without_scales
@@ -100,7 +101,7 @@ class Materialized:
 
     def _fill(self, home: Home) -> None:
         home = _OfWholes(home, self._wholes)
-        files = WeightFiles(self._weights) if self._weights is not None else None
+        files = self._files()
         dense = DenseWeights(self._model)
         targets = self._targets(dense.parts | coded_parts(self._model))
         stored = files.sources() if files else {}
@@ -121,14 +122,15 @@ class Materialized:
             Initialiser(
                 self._model, unfilled, self._empty(), home, self.sent, self._overwritten
             ).run()
-        if files and incoming:
+        if incoming:
             origins = {id(source): name for name, source in stored.items()}
             renamed = {
                 name: origins[id(source)]
                 for name, source in incoming.sources.items()
-                if id(source) in origins
+                if id(source) in origins and isinstance(files, WeightFiles)
             }
-            self._load(files, renamed, home)
+            if isinstance(files, WeightFiles):
+                self._load(files, renamed, home)
             self._convert(
                 {name: source for name, source in incoming.sources.items() if name not in renamed},
                 home,
@@ -140,6 +142,13 @@ class Materialized:
                 incoming.note(part)
         dense.send(partial(self._send_whole, home))
         send_coded(self._model, partial(self._send_whole, home))
+
+    def _files(self) -> WeightFiles | GgufFile | None:
+        if self._weights is None:
+            return None
+        if (path := gguf_path(self._weights)) is not None:
+            return GgufFile(path, base_of(parts_of(self._model)[0]))
+        return WeightFiles(self._weights)
 
     def _given(self, files: dict[str, Source], targets: dict[str, torch.Tensor]) -> dict:
         """Returns the tensors of the folder in the model's form: dense, unless its layers have FP8

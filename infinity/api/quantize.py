@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.gguf_file import gguf_path
 from ..checkpoint.module_names import Incoming, base_of
 from ..checkpoint.source import Source
 from ..checkpoint.unpacked import compute_dtype_of, library_of, packed_by_bitsandbytes
@@ -56,7 +57,7 @@ class Quantized:
     def install(self, model: nn.Module, format: str | None, weights: Any) -> None:
         """Puts described layers in the places of linear ones: those that ``weights``, a folder, has
         packed, and the frozen ones that are to be packed in ``format``."""
-        if weights is not None:
+        if weights is not None and gguf_path(weights) is None:
             stored, compute = WeightFiles(weights).sources(), compute_dtype_of(weights)
             for parent, name, layer in list(_saved(model, stored, compute)):
                 self._replace(parent, name, layer)

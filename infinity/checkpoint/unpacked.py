@@ -171,19 +171,23 @@ def compute_dtype_of(folder: str | os.PathLike) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Scaled:
-    """One weight as a folder has it in FP8 or MXFP4: sources that fit each other."""
+    """One weight as a folder has it in FP8, MXFP4 or GGUF: sources that fit each other."""
 
     codes: Source
-    scales: Source
+    scales: Source | None  # None: among the codes
     scheme: Scheme
 
+    def read(self) -> list[torch.Tensor]:
+        """Reads codes and scales."""
+        return [each.read() for each in (self.codes, self.scales) if each is not None]
+
     def dense(self) -> Source:
-        """Returns the source of the dense weight: FP8 in fp32, MXFP4 in bf16."""
-        dtype = torch.float32 if isinstance(self.scheme, Fp8) else torch.bfloat16
+        """Returns the source of the dense weight: MXFP4 in bf16, others in fp32."""
+        dtype = torch.bfloat16 if isinstance(self.scheme, Mxfp4) else torch.float32
         return Source(
             self.scheme.shape(self.codes.shape),
             dtype,
-            lambda: self.scheme.unpack(self.codes.read(), self.scales.read()),
+            lambda: self.scheme.unpack(*self.read()),
         )
 
 

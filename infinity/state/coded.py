@@ -7,6 +7,7 @@ scales   what they are multiplied by, one for each block
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -67,7 +68,39 @@ class Mxfp4:
         return torch.Size([experts, 2 * groups * width, outputs])
 
 
-Scheme = Fp8 | Mxfp4
+@dataclass(frozen=True)
+class Gguf:
+    """A type of GGUF's: rows of blocks, each with its scales among its codes.
+
+    kind
+        Name of the type, such as "Q4_K".
+    """
+
+    kind: str
+
+    @staticmethod
+    def kinds() -> set[str]:
+        """Returns the types that diffusers unpacks, with the bits of gguf."""
+        library = importlib.import_module("diffusers.quantizers.gguf.utils")
+        return {each.name for each in library.dequantize_functions}
+
+    def unpack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Makes the dense weight, in fp32, with the bits of gguf."""
+        library = importlib.import_module("diffusers.quantizers.gguf.utils")
+        (kind,) = (each for each in library.dequantize_functions if each.name == self.kind)
+        numel, nbytes = library.GGML_QUANT_SIZES[kind]
+        blocks = codes.reshape(-1, nbytes)
+        dense = library.dequantize_functions[kind](blocks, numel, nbytes, torch.float32)
+        return dense.reshape(self.shape(codes.shape))
+
+    def shape(self, codes: torch.Size) -> torch.Size:
+        """Returns the shape of the dense weight."""
+        library = importlib.import_module("gguf")
+        numel, nbytes = library.GGML_QUANT_SIZES[library.GGMLQuantizationType[self.kind]]
+        return torch.Size([*codes[:-1], codes[-1] // nbytes * numel])
+
+
+Scheme = Fp8 | Mxfp4 | Gguf
 
 
 class Coded(torch.Tensor):
@@ -75,28 +108,29 @@ class Coded(torch.Tensor):
     it. One expert of several is unpacked alone."""
 
     codes: torch.Tensor
-    scales: torch.Tensor
+    scales: torch.Tensor | None  # None: among the codes
     scheme: Scheme
 
     @staticmethod
     def __new__(
-        cls, codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme, dtype: torch.dtype
+        cls, codes: torch.Tensor, scales: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype
     ) -> Coded:
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, scheme.shape(codes.shape), dtype=dtype, device=codes.device
         )
 
     def __init__(
-        self, codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme, dtype: torch.dtype
+        self, codes: torch.Tensor, scales: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype
     ):
         self.codes, self.scales, self.scheme = codes, scales, scheme
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["codes", "scales"], (self.scheme, self.dtype)
+        names = ["codes"] if self.scales is None else ["codes", "scales"]
+        return names, (self.scheme, self.dtype)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict, context: Any, _size: Any, _stride: Any) -> Coded:
-        return cls(inner["codes"], inner["scales"], *context)
+        return cls(inner["codes"], inner.get("scales"), *context)
 
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]
         """Returns the dense weight."""
@@ -104,10 +138,9 @@ class Coded(torch.Tensor):
 
     def unpacked(self, at: list | torch.Tensor | None) -> torch.Tensor:
         """Returns the dense weight, or that of the experts ``at``."""
-        codes, scales = self.codes.detach(), self.scales.detach()
-        if at is not None:
-            codes, scales = codes[at], scales[at]
-        dense = self.scheme.unpack(codes, scales).to(self.dtype)
+        parts = [each.detach() for each in (self.codes, self.scales) if each is not None]
+        parts = parts if at is None else [each[at] for each in parts]
+        dense = self.scheme.unpack(*parts).to(self.dtype)
         if (made := getattr(_noted, "made", None)) is not None:
             made.append(Unpacked(self, at, dense))
         return dense
@@ -120,7 +153,8 @@ class Coded(torch.Tensor):
         weight of experts, or ``at`` chooses otherwise."""
         alone = isinstance(at, int) or (isinstance(at, torch.Tensor) and at.dim() == 0)
         several = isinstance(at, torch.Tensor) and at.dim() == 1
-        if self.dim() < 3 or self.scales.dim() < 3 or not (alone or several):
+        by_expert = self.scales is None or self.scales.dim() >= 3
+        if self.dim() < 3 or not by_expert or not (alone or several):
             return None
         if isinstance(at, torch.Tensor) and at.dtype not in (torch.int32, torch.int64):
             return None
@@ -190,4 +224,5 @@ def _dense(values: Any) -> Any:
 
 
 def _made_of(weight: Coded, change: Callable[[torch.Tensor], torch.Tensor]) -> Coded:
-    return Coded(change(weight.codes), change(weight.scales), weight.scheme, weight.dtype)
+    scales = None if weight.scales is None else change(weight.scales)
+    return Coded(change(weight.codes), scales, weight.scheme, weight.dtype)

@@ -1,0 +1,183 @@
+"""GgufFile: the tensors of a GGUF file as those of a transformers model, dense or in its codes.
+
+Names and conversions are transformers' own, numbers those of gguf. A weight keeps its codes where
+the conversion only reorders its rows, or joins the rows of experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import ConfigError, CorruptionError
+from ..state.coded import Gguf
+from .hub_names import is_transformers
+from .module_names import base_name
+from .source import Source
+from .unpacked import Scaled
+
+SUFFIX = ".gguf"
+FUSED = "_exps.weight"  # ends the names of all experts of a layer together
+
+
+def gguf_path(path: str | os.PathLike) -> Path | None:
+    """Returns the GGUF file that ``path`` is, or holds without safetensors; None if there is none.
+    Raises ConfigError for several."""
+    path = Path(path)
+    if not path.is_dir():
+        return path if path.suffix == SUFFIX else None
+    found = sorted(path.glob(f"*{SUFFIX}"))
+    if not found or any(path.glob("*.safetensors")):
+        return None
+    if len(found) > 1:
+        raise ConfigError(
+            f"weights={str(path)!r} has {len(found)} GGUF files: give one of them. The parts of a"
+            " split file are joined by llama-gguf-split --merge"
+        )
+    return found[0]
+
+
+class GgufFile:
+    """Reads a GGUF file for ``model``. Raises ConfigError or CorruptionError."""
+
+    def __init__(self, path: Path, model: nn.Module):
+        if not is_transformers(model):
+            raise ConfigError(
+                f"weights={str(path)!r}: GGUF files have the names of llama.cpp, and"
+                f" {type(model).__name__} is no model of transformers, which maps them"
+            )
+        self._path = path
+        self._library = library_of_gguf()
+        theirs = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+        with self._reading():
+            reader = self._library.GGUFReader(path)
+            told = theirs.load_gguf_checkpoint(path)["config"]
+            kind = theirs.read_field(reader, "general.architecture")[0]
+        processor = theirs.TENSOR_PROCESSORS.get(kind, theirs.TensorProcessor)
+        self._processor = processor(config=told)
+        plain = _WithoutAdapters(model)
+        self._names = theirs.get_gguf_hf_weights_map(plain, self._processor)
+        self._shapes = {name: value.shape for name, value in plain.state_dict().items()}
+        # Name in the model -> the file's tensors for it, gate before up
+        self._tensors: dict[str, list[Any]] = {}
+        for tensor in sorted(reader.tensors, key=lambda each: "_up_" in each.name):
+            if (name := self._name_of(tensor.name)) is not None:
+                self._tensors.setdefault(name, []).append(tensor)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            raise CorruptionError(
+                f"{self._path} is not read as a GGUF file: {type(error).__name__}: {error}"
+            ) from error
+
+    def _name_of(self, own: str) -> str | None:
+        fused = own.removesuffix(".weight") if own.endswith(FUSED) else own
+        return self._names.get(own, self._names.get(fused))
+
+    def sources(self) -> dict[str, Source]:
+        """Returns the dense tensors in fp32, by their names in the model."""
+        return {
+            name: Source(shape, torch.float32, lambda name=name: self._read(name))
+            for name in self._tensors
+            if (shape := self._shapes.get(name)) is not None
+        }
+
+    def _read(self, name: str) -> torch.Tensor:
+        parsed: dict[str, dict] = {"tensors": {}}
+        with self._reading():
+            for tensor in self._tensors[name]:
+                dense = self._library.quants.dequantize(tensor.data, tensor.tensor_type)
+                made = self._processed(tensor.name, dense, parsed)
+        found = parsed["tensors"].get(name)
+        value = torch.from_numpy(np.copy(made.weights)) if found is None else found
+        if value.shape != self._shapes[name]:
+            raise CorruptionError(
+                f"{name} in {self._path} has shape {tuple(value.shape)}, the model's"
+                f" {tuple(self._shapes[name])}"
+            )
+        return value
+
+    def _processed(self, name: str, weights: np.ndarray, parsed: dict) -> Any:
+        mapped = {"tensor_key_mapping": self._names, "parsed_parameters": parsed}
+        return self._processor.process(weights=weights, name=name, **mapped)
+
+    def coded(self) -> dict[str, Scaled]:
+        """Returns the weights that can keep their codes, by their names in the model."""
+        found = {}
+        for name, tensors in self._tensors.items():
+            kinds = {tensor.tensor_type.name for tensor in tensors}
+            if len(kinds) > 1 or not kinds <= Gguf.kinds():
+                continue
+            read = self._fused(tensors) if tensors[0].name.endswith(FUSED) else self._rows(*tensors)
+            if read is not None:
+                shape = list(tensors[0].data.shape)
+                shape[-2] = sum(tensor.data.shape[-2] for tensor in tensors)
+                codes = Source(torch.Size(shape), torch.uint8, read)
+                found[name] = Scaled(codes, None, Gguf(*kinds))
+        return found
+
+    def _rows(self, tensor: Any) -> Any:
+        """Returns what reads the codes of a matrix, whose rows the conversion may reorder; None
+        if it does anything else."""
+        if tensor.data.ndim != 2:
+            return None
+        rows = np.arange(len(tensor.data), dtype=np.float32)[:, None]
+        try:
+            made = self._processed(tensor.name, rows, {"tensors": {}})
+        except (ValueError, TypeError, IndexError, KeyError):
+            return None  # it needs all columns
+        if made.name != tensor.name or made.weights.shape != rows.shape:
+            return None
+        order = made.weights[:, 0].astype(np.int64)
+        if not np.array_equal(np.sort(order), np.arange(len(rows))):
+            return None
+        return lambda: torch.from_numpy(np.asarray(tensor.data)[order])
+
+    def _fused(self, tensors: list[Any]) -> Any:
+        """Returns what reads the codes of all experts of a layer, gate before up."""
+        if not hasattr(self._processor, "_set_moe_expert_tensor"):
+            return None
+        return lambda: torch.from_numpy(np.concatenate([each.data for each in tensors], axis=-2))
+
+
+class _WithoutAdapters:
+    """A model with the names that it has without adapters, as transformers maps them."""
+
+    def __init__(self, model: nn.Module):
+        self._model, self.config = model, getattr(model, "config", None)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the model's tensors by their own names."""
+        return {
+            base_name(name): value
+            for name, value in self._model.state_dict(keep_vars=True).items()
+            if "lora_" not in name
+        }
+
+    def named_children(self) -> list[tuple[str, _WithoutAdapters]]:
+        """Lists the children of the model."""
+        return [(name, _WithoutAdapters(each)) for name, each in self._model.named_children()]
+
+
+def library_of_gguf() -> Any:
+    """Imports gguf. Raises ConfigError without it, or without diffusers, which unpacks."""
+    try:
+        importlib.import_module("diffusers.quantizers.gguf.utils")
+        return importlib.import_module("gguf")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "weights in GGUF need gguf and diffusers: pip install 'infinity-engine[gguf]'"
+        ) from error

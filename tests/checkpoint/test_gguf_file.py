@@ -1,0 +1,189 @@
+"""GGUF files: frozen weights keep their codes, others become dense, with the bits of transformers.
+
+Method: small models written as llama.cpp writes them, with random codes; `from_pretrained` reads
+them for the comparison. Twins: a changed code shows; a file that is cut short is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_coded_folders import adapted, coded, losses
+from torch import nn
+
+import infinity
+from infinity.errors import ConfigError, CorruptionError
+
+transformers = pytest.importorskip("transformers")
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("diffusers.quantizers.gguf.utils")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+HIDDEN, INNER, HEADS, KV_HEADS, EXPERTS, VOCABULARY = 256, 512, 4, 2, 4, 128
+OF_EXPERT = 768  # of every Qwen3-MoE in GGUF, to transformers
+DRAWN = {"Q4_K", "Q6_K", "Q2_K"}  # gguf does not quantise to these: their codes are drawn
+OF_LLAMA = {
+    "attn_q.weight": (HIDDEN, HIDDEN),
+    "attn_k.weight": (HIDDEN // 2, HIDDEN),
+    "attn_v.weight": (HIDDEN // 2, HIDDEN),
+    "attn_output.weight": (HIDDEN, HIDDEN),
+}
+OF_DENSE = {
+    "ffn_gate.weight": (INNER, HIDDEN),
+    "ffn_up.weight": (INNER, HIDDEN),
+    "ffn_down.weight": (HIDDEN, INNER),
+}
+OF_EXPERTS = {
+    "ffn_gate_inp.weight": (EXPERTS, HIDDEN),
+    "ffn_gate_exps.weight": (EXPERTS, OF_EXPERT, HIDDEN),
+    "ffn_up_exps.weight": (EXPERTS, OF_EXPERT, HIDDEN),
+    "ffn_down_exps.weight": (EXPERTS, HIDDEN, OF_EXPERT),
+}
+NORMS = {"attn_norm.weight": (HIDDEN,), "ffn_norm.weight": (HIDDEN,)}
+OF_QWEN3 = {"attn_q_norm.weight": (HIDDEN // HEADS,), "attn_k_norm.weight": (HIDDEN // HEADS,)}
+MODELS = {
+    "llama": OF_LLAMA | OF_DENSE | NORMS,
+    "qwen3moe": OF_LLAMA | OF_EXPERTS | NORMS | OF_QWEN3,
+}
+
+
+def codes_of(values: np.ndarray, kind: str, draws: np.random.Generator) -> np.ndarray:
+    quantization = gguf.GGMLQuantizationType[kind]
+    if kind not in DRAWN:
+        return gguf.quants.quantize(values, quantization)
+    numel, nbytes = gguf.GGML_QUANT_SIZES[quantization]
+    shape = *values.shape[:-1], values.shape[-1] // numel * nbytes
+    # Below 32, the two bytes of a scale are a small number
+    return draws.integers(0, 32, shape, dtype=np.uint8)
+
+
+def write(path: Path, arch: str, kind: str) -> Path:
+    """Writes a model whose matrices are of ``kind``."""
+    draws = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HIDDEN // HEADS)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    if arch == "qwen3moe":
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(2)
+    shapes = {"token_embd.weight": (VOCABULARY, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    shapes["output.weight"] = (VOCABULARY, HIDDEN)
+    for block in range(2):
+        shapes |= {f"blk.{block}.{name}": shape for name, shape in MODELS[arch].items()}
+    for name, shape in shapes.items():
+        values = (0.1 * draws.standard_normal(shape)).astype(np.float32)
+        if len(shape) > 1 and "_inp" not in name and name != "token_embd.weight":
+            made = codes_of(values, kind, draws)
+            writer.add_tensor(name, made, raw_dtype=gguf.GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+CASES = [("llama", "Q8_0"), ("llama", "Q4_K"), ("llama", "Q6_K"), ("qwen3moe", "Q8_0")]
+CASES += [("qwen3moe", "Q4_0"), ("qwen3moe", "Q2_K")]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The file of every case, and its model as transformers loads it; made once."""
+    found: dict[tuple[str, str], tuple[Path, nn.Module]] = {}
+
+    def of(arch: str, kind: str) -> tuple[Path, nn.Module]:
+        if (arch, kind) not in found:
+            path = write(tmp_path_factory.mktemp("gguf") / "model.gguf", arch, kind)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32
+            )
+            found[arch, kind] = path, model
+        return found[arch, kind]
+
+    return of
+
+
+def on_meta(plain: nn.Module) -> nn.Module:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(plain.config)
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    return {
+        name: (value.dequantize() if hasattr(value, "dequantize") else value).numpy().tobytes()
+        for name, value in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("arch, kind", CASES)
+def test_weights_have_the_bits_of_transformers(arch, kind, home, frozen, files, tmp_path):
+    """Claim: in codes, if frozen, and dense."""
+    path, plain = files(arch, kind)
+    model = on_meta(plain).requires_grad_(not frozen)
+    config = {"params": home, "weights": path, "nvme_paths": [str(tmp_path)]}
+    model, _ = infinity.wrap_model(model, None, config)
+    assert bits(model) == bits(plain)
+    matrices = 2 * (7 if arch == "llama" else 6) + 1
+    assert len(coded(model)) == (matrices if frozen else 0)
+
+
+@pytest.mark.parametrize("arch, kind", CASES)
+def test_an_adapter_trains_on_the_codes_of_a_file(arch, kind, files, tmp_path):
+    """Claim: the losses of the dense model, from every home. Twin: another file has others."""
+    path, plain = files(arch, kind)
+
+    def run(path: Path | None, home: str) -> list[float]:
+        if path is None:
+            model = on_meta(plain).to_empty(device="cpu")
+            model.load_state_dict(plain.state_dict())
+            model.model.rotary_emb = plain.model.rotary_emb
+        else:
+            model = on_meta(plain)
+        model = adapted(model)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        config = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)], "weights": path}
+        return losses(*infinity.wrap_model(model, torch.optim.AdamW(trained, lr=1e-2), config))
+
+    expected = run(None, "device")
+    assert run(path, "host") == expected == run(path, "nvme")
+    changed, data = tmp_path / "changed.gguf", bytearray(path.read_bytes())
+    (weight,) = (
+        each for each in gguf.GGUFReader(path).tensors if each.name == "blk.0.attn_output.weight"
+    )
+    for at in range(weight.data_offset, weight.data_offset + weight.n_bytes, 32):
+        data[at] ^= 2
+    changed.write_bytes(data)
+    assert run(changed, "host") != expected
+
+
+def test_what_is_no_whole_file_is_refused(files, tmp_path):
+    path, plain = files("llama", "Q8_0")
+    short = tmp_path / "short.gguf"
+    short.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(CorruptionError, match=r"short\.gguf is not read as a GGUF file"):
+        infinity.wrap_model(on_meta(plain), None, {"weights": short})
+    two = tmp_path / "two"
+    two.mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        (two / name).write_bytes(path.read_bytes())
+    with pytest.raises(ConfigError, match="2 GGUF files: give one of them"):
+        infinity.wrap_model(on_meta(plain), None, {"weights": two})
+    with torch.device("meta"):
+        other = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="Linear is no model of transformers"):
+        infinity.wrap_model(other, None, {"weights": path})
