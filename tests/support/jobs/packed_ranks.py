@@ -15,19 +15,56 @@ import torch.distributed as dist
 import infinity
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
-from packed_models import ROWS, WIDTH, make, state, trained
+from packed_models import BLOCKS, ROWS, WIDTH, Block, make, state, trained
+from safetensors.torch import save_file
+from scaled import in_fp8
+from torch import nn
 
-KINDS = ("bitsandbytes nf4", "bitsandbytes int8", "torchao int8", "buffers", "parameters")
+from infinity.state.coded import Coded
+
+KINDS = ("bitsandbytes nf4", "bitsandbytes int8", "torchao int8", "buffers", "parameters", "coded")
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+def in_a_file(file: Path) -> tuple[nn.Module, nn.Module]:
+    """Makes a model with dense weights, and one on meta whose file has them in FP8."""
+    torch.manual_seed(0)
+    plain, model = (
+        nn.Sequential(*[Block(lambda linear: linear) for _ in range(BLOCKS)]) for _ in range(2)
+    )
+    tensors = plain.state_dict()
+    for name in [name for name in tensors if name.endswith(("up.weight", "down.weight"))]:
+        codes, scales = in_fp8(tensors[name], 128, 128)
+        each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        tensors[name].copy_(codes.float() * each)
+        tensors |= {name: codes, f"{name}_scale_inv": scales}
+    if dist.get_rank() == 0:
+        save_file(tensors, file)
+    dist.barrier()
+    for each in (plain, model):
+        for name, param in each.named_parameters():
+            param.requires_grad_(".thin." in name or ".wide." in name)
+    return plain.train(), model.to("meta").train()
+
+
+def dense(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The frozen weights, dense."""
+    found = model.state_dict()
+    return {
+        name: value.dequantize() if isinstance(value, Coded) else value
+        for name, value in found.items()
+        if ".thin." not in name and ".wide." not in name
+    }
+
+
 def run(kind: str, home: str, shard: str, folder: Path) -> dict:
     rank, count = dist.get_rank(), dist.get_world_size()
-    plain, model = make(kind), make(kind)
-    if rank == 1:  # the first rank's values count
+    coded, file = kind == "coded", folder / "coded.safetensors"
+    plain, model = in_a_file(file) if coded else (make(kind), make(kind))
+    if rank == 1 and not coded:  # the first rank's values count
         with torch.no_grad():
             for tensor in (*trained(model), *model.buffers()):
                 tensor.zero_()
@@ -36,6 +73,8 @@ def run(kind: str, home: str, shard: str, folder: Path) -> dict:
     config = {"params": home, "optimizer": home, "shard": shard}
     if home == "nvme":
         config["nvme_paths"] = [str(folder)]
+    if coded:
+        config["weights"] = str(file)
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     losses, expected = [], []
     for step in range(3):
@@ -51,7 +90,13 @@ def run(kind: str, home: str, shard: str, folder: Path) -> dict:
         stepping.step()
         stepping.zero_grad()
         expected.append(mean.item())
-    return {"losses": losses, "expected": expected, "same": state(model) == state(plain)}
+    if coded:
+        mine, theirs = dense(model), dense(plain)
+        same = all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        same &= any(isinstance(each, Coded) for each in model.parameters())
+    else:
+        same = state(model) == state(plain)
+    return {"losses": losses, "expected": expected, "same": same}
 
 
 def main() -> None:
