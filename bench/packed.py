@@ -1,6 +1,7 @@
 """packed: a step of LoRA on a base in 4 bits, from NVMe with little host memory, beside PEFT and
-bitsandbytes with the base in memory.
+bitsandbytes with the base in memory, and on the same base in FP8 and in bf16 from NVMe.
 
+fp8      the folder has FP8 with a scale for each block, whose codes are at home
 bound    the packed bytes that a forward and a backward read, once each; the last blocks of the
          forward, which the backward needs first, may stay where they are
 """
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,8 +60,28 @@ def adapted(model: torch.nn.Module) -> torch.nn.Module:
     return get_peft_model(model, config)
 
 
-def ours(folder: str, swap: str, shape: str) -> tuple[torch.nn.Module, object, Callable]:
-    """Wraps a model on meta, whose base is packed as it is read."""
+def scale(folder: Path, to: Path) -> None:
+    """Saves a model again, its linear layers in FP8 with a scale for each block of 128 x 128."""
+    from safetensors.torch import load_file, save_file
+
+    to.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        blocks = tensors[name].float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        scales = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scales[:, None, :, None]).reshape(tensors[name].shape)
+        tensors[name] = codes.to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (to / "config.json").write_text(json.dumps(config))
+
+
+def ours(
+    folder: str, swap: str, shape: str, packs: bool = True
+) -> tuple[torch.nn.Module, object, Callable]:
+    """Wraps a model on meta. ``packs``: its base is packed as it is read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import infinity
@@ -68,7 +90,8 @@ def ours(folder: str, swap: str, shape: str) -> tuple[torch.nn.Module, object, C
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
         )
-    model = adapted(infinity.quantize(model.requires_grad_(False), "nf4"))
+    model.requires_grad_(False)
+    model = adapted(infinity.quantize(model, "nf4") if packs else model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     limit = HOST_MEMORY if shape == "1B" else None
     config = {"params": "nvme", "optimizer": "host", "weights": folder, "host_memory": limit}
@@ -102,7 +125,8 @@ def peft(folder: str, swap: str, shape: str) -> tuple[torch.nn.Module, object, C
 def run(system: str, folder: str, swap: str, shape: str) -> dict:
     """Takes steps. Returns the median seconds of one, the bytes that it read from disk, those that
     the base has there, and the most memory that the process had."""
-    model, optimizer, read = {"ours": ours, "peft": peft}[system](folder, swap, shape)
+    made = peft if system == "peft" else partial(ours, packs=system == "ours")
+    model, optimizer, read = made(folder, swap, shape)
     model.train()
     tokens = torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     seconds: list[float] = []
@@ -127,17 +151,19 @@ def run(system: str, folder: str, swap: str, shape: str) -> dict:
 
 def measure(settings: Settings) -> Measured:
     """Measures rows ``packed.<system>`` (seconds of a step), ``packed.<system>.peak`` (MiB of the
-    process) and ``packed.read`` (bytes of a step beside the bound)."""
+    process) and ``packed.<system>.read`` (MiB of a step beside the bound)."""
     shape = "1B" if settings.scale >= 1 else "tiny"
-    systems = ("ours", "peft") if settings.rivals else ("ours",)
+    systems = ("ours", "fp8", "bf16", *(("peft",) if settings.rivals else ()))
     found: dict[str, list[dict]] = {system: [] for system in systems}
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as root:
         folder, swap = Path(root, "model"), Path(root, "swap")
         swap.mkdir()
         make_folder(folder, shape)
+        scale(folder, scaled := Path(root, "scaled"))
         for _ in range(min(3, settings.rounds)):
             for system in systems:
-                asked = json.dumps([system, str(folder), str(swap), shape])
+                model = scaled if system == "fp8" else folder
+                asked = json.dumps([system, str(model), str(swap), shape])
                 done = subprocess.run(
                     [sys.executable, "-P", "-m", "bench.packed", asked],
                     capture_output=True,
@@ -154,9 +180,11 @@ def measure(settings: Settings) -> Measured:
         rows.append(row(f"packed.{system}", "s", seconds[system], ratios=ratios))
         peaks = [each["peak_nbytes"] / 2**20 for each in its]
         rows.append(row(f"packed.{system}.peak", "MiB", peaks))
-    read = [each["read_nbytes"] / 2**20 for each in found["ours"]]
-    bound = [2 * each["packed_nbytes"] / 2**20 for each in found["ours"]]
-    rows.append(row("packed.read", "MiB", read, ceiling=("packed bytes, twice", bound)))
+    for system in ("ours", "fp8", "bf16"):
+        read = [each["read_nbytes"] / 2**20 for each in found[system]]
+        bound = [2 * each["packed_nbytes"] / 2**20 for each in found[system]]
+        ceiling = "the base's bytes, twice", bound
+        rows.append(row(f"packed.{system}.read", "MiB", read, ceiling=ceiling))
     return Measured(rows)
 
 
