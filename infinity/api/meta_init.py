@@ -1,10 +1,10 @@
 """Materialized: makes a model that was built on ``meta`` real, and sends each value home as it is
 read or initialised.
 
-Values come from a safetensors file or folder if one is given, else from the modules' own
-initialisation: ``reset_parameters``, and a ``transformers`` model's ``_init_weights``. Memory holds
-at most a few blocks of a file, the tensors that transformers converts together, or the tensors of
-one module's initialisation.
+Values come from a safetensors file or folder, or a GGUF file, if one is given, else from the
+modules' own initialisation: ``reset_parameters``, and a ``transformers`` model's ``_init_weights``.
+Memory holds at most a few blocks of a file, the tensors that transformers converts together, or the
+tensors of one module's initialisation.
 
 A distributed parameter has the bits of a run with one process: its module is initialised, or its
 file read, for the global tensor, and each rank keeps its own part.

@@ -80,7 +80,8 @@ def _check_model(path: Path, option: str, *, weights: bool) -> None:
     """Raises ConfigError for what is no model of transformers, by what it is."""
     if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf"))):
         raise ConfigError(
-            f"{path} is not a model here, but one in GGUF: give a folder of safetensors."
+            f"{path} is not a model here, but one in GGUF: give a folder of safetensors. In a"
+            " script, Config(weights=...) reads GGUF (docs/packed.md)."
         )
     if path.is_file():
         if path.suffix != ".json":
