@@ -156,7 +156,8 @@ class Materialized:
         if self._weights is None or any(each.dtype in FP8 for each in targets.values()):
             return files
         given = without_scales(files, self._weights)
-        for part in map(base_of, parts_of(self._model)) if given.keys() != files.keys() else ():
+        is_dense = given.keys() != files.keys() or gguf_path(self._weights) is not None
+        for part in map(base_of, parts_of(self._model)) if is_dense else ():
             config: Any = getattr(part, "config", None)
             if (told := getattr(config, "quantization_config", None)) is not None:
                 self._noted.append((config, {"quantization_config": told}))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ class GgufFile:
         self._processor = processor(config=told)
         plain = _WithoutAdapters(model)
         self._names = theirs.get_gguf_hf_weights_map(plain, self._processor)
-        self._shapes = {name: value.shape for name, value in plain.state_dict().items()}
+        self._models = {name: value.shape for name, value in plain.state_dict().items()}
         # Name in the model -> the file's tensors for it, gate before up
         self._tensors: dict[str, list[Any]] = {}
         for tensor in sorted(reader.tensors, key=lambda each: "_up_" in each.name):
@@ -90,10 +92,20 @@ class GgufFile:
     def sources(self) -> dict[str, Source]:
         """Returns the dense tensors in fp32, by their names in the model."""
         return {
-            name: Source(shape, torch.float32, lambda name=name: self._read(name))
+            name: Source(self._shape(name), torch.float32, lambda name=name: self._read(name))
             for name in self._tensors
-            if (shape := self._shapes.get(name)) is not None
+            if name in self._models
         }
+
+    def _shape(self, name: str) -> torch.Size:
+        """Returns the shape of a tensor: the model's, unless its layer is packed or of another
+        size."""
+        shapes = [[int(size) for size in reversed(each.shape)] for each in self._tensors[name]]
+        shape = shapes[0]
+        if len(shapes) > 1:
+            shape[-2] = sum(each[-2] for each in shapes)
+        of_model = self._models[name]
+        return of_model if of_model.numel() == math.prod(shape) else torch.Size(shape)
 
     def _read(self, name: str) -> torch.Tensor:
         parsed: dict[str, dict] = {"tensors": {}}
@@ -103,10 +115,10 @@ class GgufFile:
                 made = self._processed(tensor.name, dense, parsed)
         found = parsed["tensors"].get(name)
         value = torch.from_numpy(np.copy(made.weights)) if found is None else found
-        if value.shape != self._shapes[name]:
+        if value.shape != self._shape(name):
             raise CorruptionError(
                 f"{name} in {self._path} has shape {tuple(value.shape)}, the model's"
-                f" {tuple(self._shapes[name])}"
+                f" {tuple(self._models[name])}"
             )
         return value
 
@@ -161,11 +173,9 @@ class _WithoutAdapters:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the model's tensors by their own names."""
-        return {
-            base_name(name): value
-            for name, value in self._model.state_dict(keep_vars=True).items()
-            if "lora_" not in name
-        }
+        finders = self._model.named_parameters, self._model.named_buffers
+        tensors = chain.from_iterable(find(remove_duplicate=False) for find in finders)
+        return {base_name(name): value for name, value in tensors if "lora_" not in name}
 
     def named_children(self) -> list[tuple[str, _WithoutAdapters]]:
         """Lists the children of the model."""

@@ -25,6 +25,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 from chatty import save_base
+from gguf_models import write
 from packed_llamas import differing, in_form, pack_folder
 from scaled import scale_fp8
 
@@ -404,6 +405,26 @@ def test_a_scaled_folder_trains_as_the_dense_one(words, report, models):
     assert infinity.cli.main(["export", "scaled", "dense"]) == 0
     found = report(*words, model="scaled")["losses"]
     assert found == report(*words, model="dense")["losses"] != report(*words)["losses"]
+
+
+@pytest.mark.parametrize("words", [(), LORA, (*LORA, "--quantize", "nf4")], ids=" ".join)
+def test_a_gguf_file_trains_as_its_dense_weights(words, report):
+    """Claim: a folder with a GGUF file and its configuration, whole or by adapters. Twin: another
+    type of codes has other losses."""
+    found = {}
+    for kind in ("Q8_0", "Q4_0"):
+        Path(kind).mkdir()
+        write(Path(kind, "model.gguf"), "llama", kind)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            kind, gguf_file="model.gguf", dtype=torch.bfloat16
+        )
+        model.config.save_pretrained(kind)  # which says that it is packed
+        del model.config.quantization_config
+        dense = transformers.AutoModelForCausalLM.from_config(model.config).to(torch.bfloat16)
+        dense.load_state_dict(model.state_dict())
+        found[kind] = report(*words, model=kind)["losses"]
+    dense.save_pretrained("dense")
+    assert found["Q4_0"] == report(*words, model="dense")["losses"] != found["Q8_0"]
 
 
 def test_a_disk_is_found_if_none_is_named(report, place):

@@ -260,7 +260,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "tune bsae": ("No such model: bsae", "did you mean base"),
     "tune 'C:\\models\\base'": (r"No such model: C:\\models\\base", MODELS),
     "tune acme/gone": ("acme/gone; .* cannot be fetched: no network", "`hf download acme/gone"),
-    "tune model.gguf": ("model.gguf is not a model here", "give a folder of safetensors"),
+    "tune model.gguf": ("model.gguf is a model in GGUF", "give --model a folder with the file"),
     "tune base/model.safetensors": ("is not a model", "Give --model a folder, or a config.json"),
     "tune bare": ("No safetensors in bare", "For fresh weights give --model bare/config.json"),
     "tune adapter": ("adapter is an adapter", "give --model the folder of its base, or merge both"),
@@ -435,8 +435,8 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
         "Give --model one that has config.json and",
     ),
     "generate model.gguf --prompt hi": (
-        "model.gguf is not a model here, but one in GGUF",
-        "give a folder of safetensors",
+        "model.gguf is a model in GGUF without its configuration",
+        "a folder with the file, its config.json and its tokenizer",
     ),
     "generate bare --prompt hi": ("No safetensors in bare", "For fresh weights give"),
     "tune lfs": (
@@ -505,7 +505,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
         "empty holds no complete checkpoint: there is no",
         "give the folder that a save, or a trainer,",
     ),
-    "tune gguf": ("gguf is not a model here, but one in GGUF", "give a folder of safetensors"),
+    "tune gguf": ("gguf is a model in GGUF without its", "give --model a folder with the file"),
     "learn empty.txt": ("--data: empty.txt is empty", "Give what is to be learned"),
     "generate mute --prompt hi": (
         "mute has no tokenizer: it cannot be given text",

@@ -30,19 +30,26 @@ def misfit(path: Path | None, model: nn.Module | None) -> str:
 
 
 def is_streamed(model: nn.Module, path: Path | None) -> bool:
-    """Returns whether ``model`` is on meta and the safetensors in ``path`` have all its tensors."""
+    """Returns whether ``model`` is on meta and the safetensors or the GGUF file in ``path`` have
+    all its tensors."""
+    from ...checkpoint.gguf_file import GgufFile, gguf_path
     from ...checkpoint.module_names import Incoming, may_lack
     from ...checkpoint.unpacked import without_scales
     from ...checkpoint.weight_files import WeightFiles
 
     if path is None or not path.is_dir() or not all(param.is_meta for param in model.parameters()):
         return False
-    if not any(path.glob("*.safetensors")):
+    file = gguf_path(path)
+    if file is None and not any(path.glob("*.safetensors")):
         return False
     if is_packed_folder(model.config):
         return is_nf4_folder(model.config)
     kept = model.state_dict(keep_vars=True)  # persistent buffers too
-    given = without_scales(WeightFiles(path).sources(), path)
+    given = (
+        without_scales(WeightFiles(path).sources(), path)
+        if file is None
+        else GgufFile(file, model).sources()
+    )
     found = Incoming(model, given, kept).sources
     there = {id(kept[name]) for name in found}
     return all(
@@ -71,7 +78,9 @@ def is_nf4_folder(config: Any) -> bool:
 
 def _packing_of(config: Any) -> dict[str, Any]:
     told = getattr(config, "quantization_config", None) or {}
-    return told if isinstance(told, dict) else told.to_dict()
+    told = told if isinstance(told, dict) else told.to_dict()
+    # transformers notes it of a model that it has made dense
+    return {} if told.get("quant_method") == "gguf" else told
 
 
 def check_packed(path: Path | None, config: Any, quantize: str | None, *, trains_all: bool) -> None:

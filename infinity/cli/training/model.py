@@ -78,10 +78,15 @@ def find_model(
 
 def _check_model(path: Path, option: str, *, weights: bool) -> None:
     """Raises ConfigError for what is no model of transformers, by what it is."""
-    if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf"))):
+    from ...checkpoint.gguf_file import gguf_path
+
+    file = gguf_path(path)
+    if file is not None and not (path / "config.json").is_file():
         raise ConfigError(
-            f"{path} is not a model here, but one in GGUF: give a folder of safetensors. In a"
-            " script, Config(weights=...) reads GGUF (docs/packed.md)."
+            f"{path} is a model in GGUF without its configuration: give {option}a folder with the"
+            " file, its config.json and its tokenizer. transformers makes them:"
+            f" AutoConfig.from_pretrained(folder, gguf_file={file.name!r}).save_pretrained(folder),"
+            " and AutoTokenizer the same."
         )
     if path.is_file():
         if path.suffix != ".json":
@@ -104,7 +109,7 @@ def _check_model(path: Path, option: str, *, weights: bool) -> None:
             f"No config.json in {path}: not a folder that transformers saved. Give {option}one that"
             " has config.json and safetensors."
         )
-    if weights and not any(path.glob("*.safetensors")):
+    if weights and file is None and not any(path.glob("*.safetensors")):
         how = f"For fresh weights give {option}{path / 'config.json'}."
         if any(path.glob("*.bin")):
             how = f"Make them of its .bin files: `infinity export {path} OUT --model {path}`."
