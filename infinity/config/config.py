@@ -110,10 +110,9 @@ class Config:
         The required optimizer: its class's name as ``type``, and arguments of its constructor.
         wrap_model refuses another. ``from_deepspeed`` sets it from the JSON.
     micro_batch, max_grad_norm, weights, quantize, trace
-        Samples a unit runs at once; clipping inside the step; a safetensors file or folder, or
-        a GGUF file, for a model on ``meta``; ``"nf4"``, ``"int8"`` or ``"fp8"`` for its frozen
-        linear layers, packed on their way home (:func:`infinity.quantize`); a path for the
-        timeline.
+        Samples a unit runs at once; clipping inside the step; safetensors (a file or folder) or a
+        GGUF file for a model on ``meta``; ``"nf4"``, ``"int8"`` or ``"fp8"`` for its frozen linear
+        layers, packed on their way home (:func:`infinity.quantize`); a path for the timeline.
     """
 
     params: str = "auto"
